@@ -1,4 +1,4 @@
-"""Reads lengths of time as people write them: `90d`, `12h`, `30m`, `45s`, or seconds."""
+"""Parses durations as users write them: `90d`, `12h`, `30m`, `45s`, or seconds."""
 
 import re
 from typing import Any
@@ -10,9 +10,9 @@ _DURATION = re.compile(rf"([0-9]+(?:\.[0-9]+)?)([{''.join(_UNITS)}]?)")
 
 
 def seconds(value: Any, field: str) -> Any:
-    """Seconds of a text such as `90d`; anything but a text as it is.
+    """Convert a text such as `90d` to seconds; return any other value unchanged.
 
-    Raises MidstreamError naming the field.
+    Raises MidstreamError that names the field.
     """
     if not isinstance(value, str):
         return value

@@ -1,10 +1,12 @@
-"""Optional parts of the package: a missing one is named with the command that installs it."""
+"""Optional dependencies of the package: errors for missing ones, with the command that installs
+them.
+"""
 
 import sys
 from importlib.util import find_spec
 
-#: Extra → the modules that it brings, as they are imported; of several extras with a module the
-#: first is named.
+#: Extra → the modules that it installs, by import name. For a module of several extras, an error
+#: names the first.
 MODULES: dict[str, tuple[str, ...]] = {
     "client": ("httpx", "rich", "tqdm", "typer"),
     "plots": ("matplotlib", "pandas"),
@@ -28,16 +30,18 @@ MODULES: dict[str, tuple[str, ...]] = {
     "model": ("accelerate", "gguf"),
     "cpu": ("vllm", "torch", "transformers"),
 }
-#: Command, and the extra of that name → the extras that it contains, of those above.
+#: Extra named after a command → the extras in `MODULES` that it includes.
 CONTAINED = {"up": ("client", "up"), "demo": ("client", "up", "plots", "model")}
 
 
 class MissingExtraError(ModuleNotFoundError):
-    """A module is not there; the message names the extra that brings it."""
+    """A module is not installed; the message names the extra that installs it."""
 
 
 def need(extra: str, what: str) -> None:
-    """Raises MissingExtraError when a module of `extra` is missing; `what` needs it."""
+    """Check that all modules of `extra` are installed. Raises MissingExtraError, which says that
+    `what` needs them.
+    """
     missing = [
         name
         for part in CONTAINED.get(extra, (extra,))
@@ -51,7 +55,9 @@ def need(extra: str, what: str) -> None:
 
 
 def explained(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error with its extra named; the same error for a module that no extra brings."""
+    """Return an error that names the missing module's extra; the error itself if no extra installs
+    the module.
+    """
     name = (error.name or "").partition(".")[0]
     extra = next((extra for extra, names in MODULES.items() if name in names), "")
     if isinstance(error, MissingExtraError) or not extra:
@@ -66,7 +72,7 @@ def _message(needed: str, extra: str) -> str:
 
 def _found(name: str) -> bool:
     if name in sys.modules:
-        # find_spec fails on a module without a spec, such as kombu once it is imported
+        # find_spec raises for an imported module without a spec, such as kombu
         return True
     try:
         return find_spec(name) is not None

@@ -1,6 +1,4 @@
-"""Finds out whether this program runs in a notebook, and hands what should be shown there to
-`client.render.notebook`.
-"""
+"""Detects notebooks, and passes objects to display there to `client.render.notebook`."""
 
 import sys
 from importlib import import_module
@@ -10,7 +8,7 @@ from ..schemas.base import records as base
 
 T = TypeVar("T")
 
-#: Loaded only when something is shown: results know that they can be shown, not how.
+#: Module of the rendering functions; imported only when something is displayed.
 RENDERER = "midstream.client.render.notebook"
 
 
@@ -35,8 +33,8 @@ class Listing(list[T]):
 
 
 def install() -> None:
-    """Give the schemas' types their HTML, which any notebook may ask for, and their images to a
-    running IPython.
+    """Make the schemas' records display as HTML in any notebook, and register images with a running
+    IPython.
     """
     base.html_renderer = _record_html
     shell = ipython_shell()
@@ -50,5 +48,5 @@ def _record_html(record: Any) -> str | None:
 
 
 def rendered(function: str, *values: Any) -> Any:
-    """Return what `function` of the renderer makes of the values: HTML, a PNG's bytes, or None."""
+    """Call `function` of the renderer with the values; return its HTML, its PNG bytes, or None."""
     return getattr(import_module(RENDERER), function)(*values)

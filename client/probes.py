@@ -13,7 +13,7 @@ import numpy as np
 from ..schemas.base.errors import invalid
 from .extras import need
 
-#: Iterations of the solver, at most: it converges long before on standardised rows.
+#: The most iterations of the solver; on standardised rows it converges long before.
 _ITERATIONS = 2000
 #: Shuffles of the labels for the baseline.
 _SHUFFLES = 5
@@ -23,11 +23,11 @@ _SHUFFLES = 5
 class Metrics:
     """Metrics on rows that the probe was not trained on.
 
-    `baseline_…`: of probes trained likewise on shuffled labels, the mean of several.
+    `baseline_…`: the mean over several probes trained in the same way on shuffled labels.
     """
 
     accuracy: float
-    auroc: float  # of several classes the mean of one against the rest
+    auroc: float  # for several classes, the mean over one-against-the-rest AUROCs
     baseline_accuracy: float
     baseline_auroc: float
     majority: float  # accuracy of always answering the most frequent class
@@ -39,18 +39,19 @@ class Metrics:
 class Fit:
     """A trained probe.
 
-    Scores are log-odds: of two classes one score, for the second; of several the logit of each.
+    Scores are log-odds. Two classes have a single score, that of the second; several classes have a
+    logit each.
     """
 
     weight: np.ndarray  # float32 `[k, hidden]`
     bias: np.ndarray  # float32 `[k]`
     labels: list[str]  # of each score
-    # of two classes: where accuracy on the rows that it was trained on is best; otherwise 0
+    # with two classes, the threshold with the best accuracy on the training rows; otherwise 0
     thresholds: list[float]
     metrics: Metrics
 
     def scores(self, rows: np.ndarray) -> np.ndarray:
-        """`[n, k]` of `rows` `[n, hidden]`, as the ranks compute them."""
+        """Return the scores `[n, k]` of `rows` `[n, hidden]`, as the ranks compute them."""
         scores: np.ndarray = np.asarray(rows, dtype=np.float32) @ self.weight.T + self.bias
         return scores
 
@@ -106,8 +107,10 @@ def fit(
     generator = np.random.default_rng(seed)
     shuffled = []
     for _ in range(_SHUFFLES):
-        wrong, none = _trained(rows[train], generator.permutation(names[train]), classes, strength)
-        shuffled.append(_measured(rows[test] @ wrong.T + none, names[test], classes))
+        weight_, bias_ = _trained(
+            rows[train], generator.permutation(names[train]), classes, strength
+        )
+        shuffled.append(_measured(rows[test] @ weight_.T + bias_, names[test], classes))
     two = len(classes) == 2
     counts = Counter(names[test].tolist())
     metrics = Metrics(
@@ -131,7 +134,7 @@ def fit(
 
 
 def _classes(labels: Sequence[Any]) -> list[str]:
-    """In ascending order: False before True, 0 before 1."""
+    """Return the classes in ascending order: False before True, 0 before 1."""
     distinct = set(labels.tolist() if isinstance(labels, np.ndarray) else labels)
     try:
         ordered = sorted(distinct)
@@ -143,7 +146,9 @@ def _classes(labels: Sequence[Any]) -> list[str]:
 def _split(
     names: np.ndarray, groups: Sequence[Any] | None, held_out: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Indices to train and to hold out, each class alike on both sides."""
+    """Return the indices of training and held-out rows, with each class in the same proportion on
+    both sides.
+    """
     selection = importlib.import_module("sklearn.model_selection")
     if groups is None:
         splitter = selection.StratifiedShuffleSplit(
@@ -169,7 +174,9 @@ def _split(
 def _trained(
     rows: np.ndarray, names: np.ndarray, classes: Sequence[str], strength: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weight `[k, hidden]` and bias `[k]` on rows as they are."""
+    """Train a classifier; return weight `[k, hidden]` and bias `[k]` for rows that are not
+    standardised.
+    """
     linear = importlib.import_module("sklearn.linear_model")
     mean, scale = rows.mean(axis=0), rows.std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
@@ -182,7 +189,7 @@ def _trained(
 
 
 def _measured(scores: np.ndarray, names: np.ndarray, classes: Sequence[str]) -> tuple[float, float]:
-    """Accuracy and AUROC."""
+    """Return accuracy and AUROC."""
     metrics = importlib.import_module("sklearn.metrics")
     numbers = np.array([classes.index(name) for name in names])
     if len(classes) == 2:
@@ -197,7 +204,7 @@ def _measured(scores: np.ndarray, names: np.ndarray, classes: Sequence[str]) -> 
 
 
 def _threshold(scores: np.ndarray, positive: np.ndarray) -> float:
-    """The middle between two neighbouring scores that splits the classes best."""
+    """Return the midpoint between two neighbouring scores that separates the classes best."""
     order = np.argsort(scores)
     sorted_scores, hits = scores[order], positive[order].astype(np.int64)
     # below: negative

@@ -24,7 +24,7 @@ from .durations import seconds
 
 T = TypeVar("T")
 
-#: msgspec's types whose values are no containers → the Python classes that they take.
+#: msgspec's types, except lists and tuples → the Python classes that they take.
 _TAKES: dict[type[inspect.Type], tuple[type, ...]] = {
     inspect.StrType: (str,),
     inspect.LiteralType: (str,),
@@ -38,7 +38,7 @@ _TAKES: dict[type[inspect.Type], tuple[type, ...]] = {
     inspect.StructType: (Mapping, msgspec.Struct),
     inspect.DictType: (Mapping,),
 }
-#: Fields in seconds that take a text such as `90d` as well.
+#: Fields in seconds that also take a text such as `90d`.
 _DURATIONS = frozenset({"expires_in", "keep_former_s"})
 _LISTS = (inspect.ListType, inspect.VarTupleType, inspect.TupleType)
 
@@ -91,8 +91,8 @@ def known_keywords(fields: Iterable[str], kind: Any) -> None:
 
 
 def plain(value: Any, kind: Any, field: str = "") -> Any:
-    """`value` with everything that is not plain converted as `kind` asks; what does not fit is left
-    for msgspec to refuse.
+    """Convert numpy, torch and other values inside `value` to what `kind` takes; leave anything
+    invalid for msgspec to reject.
     """
     return _plain(value, _members(_info(kind)), field)
 
@@ -103,14 +103,14 @@ def _info(kind: Any) -> inspect.Type:
 
 
 def _members(info: Any) -> list[Any]:
-    """The types that a value may be of."""
+    """Return the types that a value may have."""
     if isinstance(info, inspect.UnionType):
         return [member for item in info.types for member in _members(item)]
     return _members(info.type) if isinstance(info, inspect.Metadata) else [info]
 
 
 def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any:
-    """`listed`: one item may stand for a list of one."""
+    """Convert one value. `listed`: a single item may stand for a list of one."""
     structs = {kind.cls: kind for kind in kinds if isinstance(kind, inspect.StructType)}
     for cls, convert in _CONVERTERS.items():
         if cls in structs:
@@ -123,7 +123,7 @@ def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any
         items = [item for kind in lists for item in _items(kind)]
         if (
             all(type(item) in (int, str) for item in value) or not items
-        ):  # the common case, and long: nothing to convert
+        ):  # a shortcut for lists of numbers and texts, which may be long
             return value
         return [
             _plain(item, items, f"{field}[{number}]", listed=False)
@@ -137,7 +137,7 @@ def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any
 
 
 def _wants_list(value: Any, kinds: list[Any], listed: bool) -> bool:
-    """Return whether only a list can be meant, of which `value` is the one item."""
+    """Return whether `value` is valid only as the single item of a list."""
     items = [
         item
         for kind in kinds
@@ -175,7 +175,9 @@ def _mapping(
 
 
 def _builtin(value: Any) -> Any:
-    """Numbers, arrays, ranges and sets as Python's own; anything else as it is."""
+    """Convert numbers, arrays, ranges and sets to Python's own types; return anything else as it
+    is.
+    """
     if type(value) in (str, int, float, bool, list, dict):
         return value
     if is_torch(value):
@@ -188,14 +190,14 @@ def _builtin(value: Any) -> Any:
         return sorted(value)
     return (
         str.__str__(value) if isinstance(value, str) else value
-    )  # of an enumeration the value, not its name
+    )  # the value of an enumeration's member, not its name
 
 
 # --- Fields that take more than their own shape ---------------------------------------------------
 
 
 def is_array(values: Any) -> bool:
-    """Numbers in a list, in numpy or in torch."""
+    """Return whether `values` is a list, a numpy array or a torch tensor."""
     return isinstance(values, list | tuple | np.ndarray) or is_torch(values)
 
 
@@ -211,7 +213,9 @@ def _from_torch(values: Any) -> np.ndarray:
 
 
 def packed(values: Any, field: str) -> Tensor:
-    """float16 stays, everything else is sent as float32. `values`: what `is_array` takes."""
+    """Pack an array for sending: float16 stays, everything else becomes float32. `values`: what
+    `is_array` accepts.
+    """
     try:
         array = _from_torch(values) if is_torch(values) else np.asarray(values)
     except ValueError as error:  # rows of different lengths
@@ -226,14 +230,14 @@ def _tensor(value: Any, field: str) -> Any:
 
 
 def _source(value: Any, field: str) -> Any:
-    """A run's name, or a vector."""
+    """Convert a run's name, or a vector, to a patch source."""
     if isinstance(value, str):
         return {"run": value}
     return {"vector": packed(value, f"{field}.vector")} if is_array(value) else value
 
 
 def _capture(value: Any, field: str) -> Any:
-    """`hooks` as a list of names, all at `layers`, as a sweep takes it."""
+    """Convert `hooks` given as a list of names (as in a sweep) to a mapping, each at `layers`."""
     if (
         not isinstance(value, Mapping)
         or "hooks" not in value
@@ -248,7 +252,9 @@ def _capture(value: Any, field: str) -> Any:
 
 
 def _job(value: Any, field: str) -> Any:
-    """`prompt` for one prompt, and the fields of `sampling` next to the others."""
+    """Convert a job that uses the short forms: `prompt` for a single prompt, and fields of
+    `sampling` among the others.
+    """
     if not isinstance(value, Mapping):
         return value
     fields = dict(value)

@@ -1,8 +1,9 @@
 """Ops that run at a hook site inside the model's forward pass: `midstream::pair_site` and
 `midstream::single_site`.
 
-From the repository's root this folder can also be imported as `kernels`, the name of a package of
-Hugging Face's that transformers looks for; then it is empty, and registers no op a second time.
+With the repository's root on the path, this folder can also be imported as `kernels`, the name of a
+Hugging Face package that transformers looks for. It then defines nothing, so that the ops are not
+registered twice.
 """
 
 if __name__ == "midstream.kernels":

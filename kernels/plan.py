@@ -1,8 +1,8 @@
 """The plan of a site for one step: its columns, and the buffers built from a readable description.
 
-All buffers are persistent and filled before the forward, so that a compiled or replayed forward
-obeys them. The rank's planner fills them for many sites together; `SitePlan` does it for one, for
-tests and benchmarks.
+All buffers are persistent, and filled before the forward pass, so that a compiled or replayed
+forward pass reads the current contents. The rank's planner fills them for many sites together;
+`SitePlan` does it for one, for tests and benchmarks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ import torch
 
 from ..schemas.requests.interventions import EVERY, FAMILIES, INSTALLED, PLACE, SCALARS
 
-#: Columns of `token_rows`: that many configuration rows may edit one token, of its request and of
-#: what is applied to all.
+#: Columns of `token_rows`: the most configuration rows that may edit one token, those of its
+#: request and of global steering together.
 ROWS_PER_TOKEN = 8
 
 #: Columns of a site's plan, int32. Columns that are not named are reserved.
@@ -22,8 +22,7 @@ COLUMNS = 16
 EDITS = 0  # edited tokens in `lists`, each listed once; 0: none
 EDITS_AT = 1  # where they begin in `lists`
 DEPTH = 2  # columns of `token_rows` in use
-# the configuration row of all edited tokens, where they have that alone and are one contiguous run;
-# else 0
+# the only configuration row of all edited tokens, if these are one contiguous run; else 0
 ALIKE = 3
 ALIKE_FROM = 14  # the first of that run
 # number of this site, from 1: its row of `counts`, and its number in `broken`; 0: no site of its
@@ -53,25 +52,24 @@ NO_SLOT = -1
 
 
 class Planned(NamedTuple):
-    """Inputs of both ops after the tensors that they write. int32 where nothing else is said.
+    """Inputs of both ops, after the tensors that they write. int32 unless another dtype is given.
 
     The reference reads `lists`, the GPU kernels `capture_slots`; both read the rest.
     """
 
     plan: torch.Tensor  # [sites, COLUMNS] of one launch, in the order in which they are visited
     lists: torch.Tensor  # [n] token numbers
-    token_rows: (
-        torch.Tensor
-    )  # [capacity, ROWS_PER_TOKEN] configuration rows that touch each token; 0: none
+    # [capacity, ROWS_PER_TOKEN] configuration rows that edit each token; 0: none
+    token_rows: torch.Tensor
     capture_slots: torch.Tensor  # [patterns, capacity] token → slot, or NO_SLOT
     # [sites, families, 1 + configurations] configuration row → pool entry; column 0 and entry 0:
     # nothing
     site_rows: torch.Tensor
     pool: torch.Tensor  # [1 + entries, hidden_size], the model's dtype
     scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
-    #: [capacity], written by the ops, zeroed by its reader. Of each edited token the first site at
-    #: which its row was not finite: SITE where the edits made it so, −SITE where it was so before
-    #: them; 0: finite at every site that edits it.
+    #: [capacity], written by the ops, zeroed by its reader. For each edited token, the first site
+    #: at which its row was not finite: SITE if only after the edits, −SITE if already before them;
+    #: 0: the row was finite at every site that edits it.
     broken: torch.Tensor
     #: [all sites, COUNTS], advanced by the ops, zeroed by its reader: the work that each site did,
     #: independent of the plan.
@@ -81,8 +79,8 @@ class Planned(NamedTuple):
 class Does(NamedTuple):
     """Effect of a configuration at this site, in one family."""
 
-    # [entries of the application, hidden_size], as `schemas.interventions.Intervention` lays them
-    # out
+    # [entries of the application, hidden_size], in the layout of
+    # `schemas.requests.interventions.Intervention`
     vectors: torch.Tensor
     scalars: Sequence[float] | torch.Tensor = ()  # of the first entry, or [entries, up to SCALARS]
 
@@ -90,10 +88,10 @@ class Does(NamedTuple):
 def does_of(
     name: str, numbers: Sequence[float], tensors: Sequence[torch.Tensor], scale: float = 1.0
 ) -> Does:
-    """Return what an entry of the family `name` does with its tensors, in their order and of their
-    shapes, and its numbers.
+    """Return the effect of an entry of the family `name`, from its numbers and its tensors in the
+    family's order.
 
-    `scale`: of the vector, where the family has one.
+    `scale`: multiplies the vector, if the family has a scale.
     """
     family = EVERY[PLACE[name]]
     if family.ranked:
@@ -105,9 +103,7 @@ def does_of(
 def lowrank(
     strength: float, rotation: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> Does:
-    """`lowrank`'s R and W, both `[rank, hidden_size]`, and b, `[rank]`, as its entries hold
-    them.
-    """
+    """Return the effect of `lowrank` from R and W, both `[rank, hidden_size]`, and b, `[rank]`."""
     rank, width = rotation.shape
     numbers = torch.zeros(2 * rank, 3, dtype=torch.float32)
     numbers[0, 0], numbers[0, 1], numbers[::2, 2] = strength, rank, bias
@@ -115,8 +111,8 @@ def lowrank(
 
 
 def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the entries of one application of the family `name` hold: pool `[entries,
-    hidden_size]`, scalars `[entries, SCALARS]`.
+    """Return the contents of the entries of one application of the family `name`: pool
+    `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
 
     Both float32; directions are given length 1 before the pool's dtype rounds them. Raises
     ValueError for a number of vectors or scalars that the family does not have, and for a direction
@@ -138,7 +134,8 @@ def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
     scalars = torch.zeros(size, SCALARS, dtype=torch.float32)
     scalars[: len(numbers), : numbers.shape[1]] = numbers
     vectors = unit(does.vectors) if family.unit else does.vectors.float()
-    if family.effect == "shift":  # s − 0 has s's bits regardless of its sign, −0 + 0 has not
+    # s + (−0) has the bits of s for every s; s + 0 does not if s is −0
+    if family.effect == "shift":
         vectors = vectors.masked_fill(vectors == 0, -0.0)
     return vectors, scalars
 
@@ -157,18 +154,17 @@ def unit(vectors: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class SitePlan:
-    """One site's step, readable. `build` gives the buffers."""
+    """Readable description of one site's step; `build` converts it to buffers."""
 
     hidden_size: int
     #: Configuration row (from 1) → family name → what it does here. A row may do nothing here.
     configurations: Sequence[Mapping[str, Does]] = ()
-    #: Token → the configuration rows that touch it, at most ROWS_PER_TOKEN; 0 fills a place.
+    #: Token → the configuration rows that edit it, at most ROWS_PER_TOKEN; 0: none in this column.
     edits: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    before: Sequence[
-        int
-    ] = ()  # tokens captured before the edits, in the order of their ring rows, each once
+    # tokens captured before the edits, in the order of their ring rows, each once
+    before: Sequence[int] = ()
     after: Sequence[int] = ()
-    before_row: int = 0  # ring row of the first
+    before_row: int = 0  # ring row of the first captured token
     after_row: int = 0
     site: int = 1  # its number, from 1
 
@@ -177,13 +173,13 @@ class SitePlan:
     ) -> Planned:
         """Buffers for up to `capacity` tokens.
 
-        Raises ValueError for more rows on a token than fit.
+        Raises ValueError if a token has more than ROWS_PER_TOKEN rows.
         """
         return build_group([self], capacity, dtype, device)
 
     def _columns(self, lists: list[int], capture_slots: torch.Tensor) -> list[int]:
-        """This site's row of the plan; its token lists are appended, and its two patterns
-        filled.
+        """Return this site's row of the plan. Appends its tokens to `lists`, and fills its two
+        patterns of `capture_slots`.
         """
         plan = [0] * COLUMNS
         plan[EDITS], plan[EDITS_AT], plan[SITE] = len(self.edits), len(lists), self.site
@@ -214,7 +210,7 @@ def build_group(
 ) -> Planned:
     """Buffers of sites that share a launch, for up to `capacity` tokens.
 
-    Raises ValueError for more rows on a token than fit.
+    Raises ValueError if a token has more than ROWS_PER_TOKEN rows.
 
     In one step all sites see the same configuration rows at a token, so `edits` must be equal; what
     a configuration does is each site's own.

@@ -2,14 +2,14 @@
 
 Capture before, then the families in order, then capture after, for the token rows that the plan
 names. A stream site of the kind *deferred pair* holds s = hidden + residual, an addition that vLLM
-fuses into the next norm; a rewritten row becomes (−0, new), whose sum is `new` bit for bit, and a
-shift alone goes to the residual.
+fuses into the next norm; a rewritten row becomes (−0, new), whose sum is `new` bit for bit; a row
+with shifts alone has them added to its residual.
 
-Of a token that rewrites touch, s is rounded to the model's dtype, as the next norm stores it; from
-there to the last family everything is float32, and is rounded once. A rewrite that leaves a row as
-it is (its strength is 0, the component is inside its range, or the row comes out bit for bit as it
-was) is as if it were not there. Work is proportional to the tokens named, family by family; rows
-that no configuration touches keep their bits.
+If a rewrite applies to a token, s is first rounded to the model's dtype, as the next norm stores
+it. All families then compute in float32, and the result is rounded once. A rewrite that does not
+change a row (its strength is 0, the component is within its range, or the result has the same bits)
+counts as absent. The cost is proportional to the number of tokens that each family edits; rows that
+no configuration edits keep their bits.
 """
 
 import math
@@ -44,13 +44,14 @@ from .plan import (
     Port,
 )
 
-#: Of a `rewrite`: (rows, entries, pool, scalars) → new rows, and which of them it changed (None:
-#: all). rows: float32 `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, where each
-#: row's application begins; pool and scalars: as planned.
+#: New rows, and which of them were changed (None: all).
 Rewritten = tuple[torch.Tensor, torch.Tensor | None]
+#: Formula of a rewriting family: (rows, entries, pool, scalars) → `Rewritten`. rows: float32
+#: `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, the first entry of each row's
+#: application in pool and scalars, which are those of the plan.
 Rewrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rewritten]
-#: Of a `shift`: (entries, pool, scalars) → what is added, `[n, hidden_size]`, float32 or the
-#: model's dtype.
+#: Formula of a shifting family: (entries, pool, scalars) → the vectors to add, `[n, hidden_size]`,
+#: in float32 or the model's dtype.
 Shift = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -73,8 +74,8 @@ def _replace_masked(
 
 
 def _mixed(rows: torch.Tensor, alpha: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Overwrites `rows`."""
-    # 0 · s is not 0 where s is infinite, so full replacement is not left to the arithmetic.
+    """Return (1 − alpha) · rows + alpha · target. Overwrites `rows`."""
+    # 0 · s is NaN where s is infinite, so a full replacement copies the target instead.
     full = alpha == 1
     if bool(full.all()):
         return target
@@ -84,7 +85,9 @@ def _mixed(rows: torch.Tensor, alpha: torch.Tensor, target: torch.Tensor) -> tor
 def _lowrank(
     rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
 ) -> Rewritten:
-    """An application has many vectors, and often many tokens: they are taken together."""
+    """Compute s + strength · Rᵀ(W s + b − R s), with one matrix product for all tokens of an
+    application.
+    """
     strength, rank, bias = (
         FAMILIES[PLACE["lowrank"]].column(scalar) for scalar in ("strength", "rank", "bias")
     )
@@ -92,10 +95,12 @@ def _lowrank(
         terms = slice(entry, entry + 2 * int(scalars[entry, rank]))
         rotation, weight = pool[terms].float().view(-1, 2, pool.shape[1]).unbind(1)
         indices = (entries == entry).nonzero().flatten()
-        foreign = rows.index_select(0, indices)
-        # W·s − R·s is (W − R)·s, where no two large numbers are taken from each other.
-        needed = torch.addmm(scalars[terms][::2, bias], foreign, (weight - rotation).t())
-        rows.index_copy_(0, indices, foreign.addmm_(needed * scalars[entry, strength], rotation))
+        selected = rows.index_select(0, indices)
+        # (W − R)·s instead of W·s − R·s: it does not subtract two large numbers.
+        correction = torch.addmm(scalars[terms][::2, bias], selected, (weight - rotation).t())
+        rows.index_copy_(
+            0, indices, selected.addmm_(correction * scalars[entry, strength], rotation)
+        )
     return rows, None
 
 
@@ -143,9 +148,9 @@ def _feature(
         .mul_(base)
     )
     reading = products.sum(1, keepdim=True) / divisor + bias
-    room = NEAR * (products.abs_().sum(1, keepdim=True) / divisor + bias.abs())
+    tolerance = NEAR * (products.abs_().sum(1, keepdim=True) / divisor + bias.abs())
     gap = target - torch.where(reading > threshold, reading, 0.0)
-    changed = ~((gap == 0) | ((gap.abs() <= room) & (room < math.inf))).flatten()
+    changed = ~((gap == 0) | ((gap.abs() <= tolerance) & (tolerance < math.inf))).flatten()
     indices = changed.nonzero().flatten()
     return rows.index_add_(
         0, indices, (strength * gap * spread)[indices] * _vectors(entries[indices] + 3, pool)
@@ -153,8 +158,10 @@ def _feature(
 
 
 def _normalised(rows: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(Rows less their mean where that is taken off; σ and σ + ε, both `[n, 1]`), by `norm` `[n,
-    1]`: see the family's formula.
+    """Return the rows (without their mean where `norm` is `layer_norm`), σ and σ + ε; the last two
+    and `norm` are `[n, 1]`.
+
+    See the formula of the family `feature`.
     """
     one = torch.ones_like(norm)
     if not bool(norm.any()):
@@ -169,7 +176,7 @@ def _normalised(rows: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, .
 def _installed(
     rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
 ) -> Rewritten:
-    """One call for all rows of an entry."""
+    """Call the installed op once for all rows of an entry."""
     new = rows.clone()
     for entry in entries.unique().tolist():
         indices = (entries == entry).nonzero().flatten()
@@ -189,7 +196,7 @@ def _installed(
 
 
 def _numbers(name: str, entries: torch.Tensor, scalars: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The family's scalars in their order, each float32 `[n, 1]`."""
+    """Return the family's scalars in their order, each float32 `[n, 1]`."""
     named = scalars.index_select(0, entries)[:, : len(EVERY[PLACE[name]].scalars)]
     return tuple(named.split(1, dim=1))
 
@@ -202,8 +209,8 @@ def _add(entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> to
     return pool.index_select(0, entries)
 
 
-#: Elements at a time where several passes are made: they stay in the cache, and each pass is worth
-#: its call.
+#: Elements per block where several passes are made over the same rows: few enough to stay in the
+#: CPU's cache, and enough to make the overhead of each call negligible.
 _BLOCK = 2**18
 
 REWRITES: dict[str, Rewrite] = {
@@ -220,7 +227,8 @@ _FORMULAS = {**REWRITES, INSTALLED.name: _installed}
 _ADD = PLACE["add"]
 _CENTRED = NORMS.index("layer_norm")
 _BITS = {2: torch.int16, 4: torch.int32}
-#: From that many tokens on an int64 index is worth its conversion: torch adds by it twice as fast.
+#: From this many tokens on, the index is converted to int64: with it, torch's `index_add_` is twice
+#: as fast, which outweighs the conversion.
 _LONG = 256
 
 
@@ -239,12 +247,13 @@ def pair_site(
     counts: torch.Tensor,
     branches: int = 0,
 ) -> None:
-    """Sites whose stream is `hidden + residual`, both `[tokens, hidden_size]` or `[1, tokens,
+    """Run sites whose stream is `hidden + residual`, both `[tokens, hidden_size]` or `[1, tokens,
     hidden_size]`, contiguous.
 
-    One site or several, one after the other; the first `branches` of them are of `hidden` alone.
-    `ring`: `[ring_rows, hidden_size]` of the same dtype; captured rows go to `ring[first row +
-    slot]`, and nothing else in it is written. The rest: `plan.Planned`.
+    `plan` has one row for each site; they run in order. The first `branches` sites are on a branch:
+    their stream is `hidden` alone. `ring`: `[ring_rows, hidden_size]` of the same dtype; captured
+    rows go to `ring[first row + slot]`, and nothing else in it is written. The rest:
+    `plan.Planned`.
     """
     planned: list[list[int]] = plan.tolist()
     if planned[0][SITE]:
@@ -281,10 +290,10 @@ def single_site(
     broken: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    """Sites whose stream is one tensor, edited in place: `[tokens, hidden_size]` or `[1, tokens,
-    hidden_size]`, contiguous.
+    """Run sites whose stream is one tensor, edited in place: `[tokens, hidden_size]` or `[1,
+    tokens, hidden_size]`, contiguous.
 
-    The rest as in `pair_site`.
+    The other arguments are those of `pair_site`.
     """
     planned: list[list[int]] = plan.tolist()
     if planned[0][SITE]:
@@ -326,7 +335,9 @@ def _site(
     broken: torch.Tensor,
     done: np.ndarray,
 ) -> None:
-    """`number`: of the site in its launch; `steps`: its plan; `done`: `counts`."""
+    """Run one site: capture, edit, capture. `number`: the site's index in its launch; `steps`: its
+    row of the plan; `done`: `counts`.
+    """
     place = steps[SITE] - 1
     if steps[BEFORE.COUNT]:
         done[place, CAPTURED_BEFORE] += _capture(hidden, stream, ring, steps, lists, BEFORE)
@@ -356,8 +367,8 @@ def _edit_listed(
     scalars: torch.Tensor,
     broken: torch.Tensor,
 ) -> int:
-    """Edit the plan's list of tokens; how many configuration rows were applied, over all of
-    them.
+    """Edit the tokens that the plan lists; return the number of configuration rows applied, summed
+    over the tokens.
     """
     tokens = lists[steps[EDITS_AT] : steps[EDITS_AT] + steps[EDITS]]
     depth = steps[DEPTH]
@@ -368,7 +379,9 @@ def _edit_listed(
     if count < applied.numel():
         indices = (
             applied.any(1).nonzero().flatten()
-        )  # the plan lists a token at all sites that one of the step's rows edits
+            # a token may have no entry at this site: the plan lists it at every site that any
+            # configuration of the step edits
+        )
         tokens, entries = tokens.index_select(0, indices), entries.index_select(1, indices)
     if len(tokens):
         before = _rows(hidden, stream, tokens)
@@ -388,12 +401,10 @@ def _shift_alike(
     pool: torch.Tensor,
     broken: torch.Tensor,
 ) -> int | None:
-    """Return what is usual, in one call: one vector is added to a run of tokens, and nothing else
-    is done.
+    """Handle the usual case in one call: one vector is added to consecutive tokens, and nothing
+    else.
 
-    None when it is not so.
-
-    Otherwise how many rows were edited.
+    Returns how many rows were edited; None if this is another case, and nothing was done.
     """
     entries: list[int] = site_rows.numpy()[number, :, steps[ALIKE]].tolist()
     entry = entries[_ADD]
@@ -406,13 +417,14 @@ def _shift_alike(
     before = rows.clone()
     rows.add_(pool[entry])
     after = rows if other is None else rows + other
-    if not _finite(after):  # nothing added makes a row finite again
+    # no addition makes a row finite again: `after` shows rows that were not finite before, too
+    if not _finite(after):
         _mark(broken, run, steps[SITE], before if other is None else before + other, after)
     return len(rows)
 
 
 def _rows(hidden: torch.Tensor | None, stream: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """A copy of these tokens' rows."""
+    """Return a copy of these tokens' rows."""
     rows = stream.index_select(0, tokens)
     return rows if hidden is None else rows.add_(hidden.index_select(0, tokens))
 
@@ -426,8 +438,8 @@ def _mark(
 ) -> None:
     """Mark in `broken` which of these tokens' rows are not finite `before` or `after` the edits."""
     result = broken[tokens]
-    bad, worse = (torch.isfinite(rows).all(1).logical_not_() for rows in (before, after))
-    marks = torch.zeros_like(result).masked_fill_(worse, site).masked_fill_(bad, -site)
+    bad_before, bad_after = (torch.isfinite(rows).all(1).logical_not_() for rows in (before, after))
+    marks = torch.zeros_like(result).masked_fill_(bad_after, site).masked_fill_(bad_before, -site)
     broken[tokens] = torch.where(result == 0, marks, result)
 
 
@@ -447,7 +459,7 @@ def _capture(
     lists: torch.Tensor,
     port: Port,
 ) -> int:
-    """Return how many rows were captured."""
+    """Copy the port's rows into the ring; return how many were captured."""
     count, start = steps[port.COUNT], steps[port.START]
     rows = ring[steps[port.ROW] : steps[port.ROW] + count]
     if start >= 0:
@@ -471,7 +483,7 @@ def _edit(
     pool: torch.Tensor,
     scalars: torch.Tensor,
 ) -> None:
-    """`entries`: `[families, n, depth]` of the tokens `[n]`."""
+    """Apply all families to the tokens. `entries`: `[families, n, depth]` for tokens `[n]`."""
     named = [
         (family, entry)
         for family, entry, count in zip(
@@ -492,7 +504,7 @@ def _edit(
 
 
 def _live(family: Intervention, entries: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
-    """`entries`, 0 where the strength is 0."""
+    """Return `entries`, with 0 where the strength is 0."""
     if not family.graded:
         return entries
     return entries.masked_fill(
@@ -508,13 +520,14 @@ def _rewrite(
     pool: torch.Tensor,
     scalars: torch.Tensor,
 ) -> torch.Tensor:
-    """All families, for the tokens that have rewrites.
+    """Apply all families to the tokens that have rewrites; return the tokens on which a rewrite
+    acted: bool `[n]`.
 
-    `live`: `[n, depth]` entries of each. Which tokens are done: bool `[n]`.
+    `live`: each family with its entries `[n, depth]`.
 
-    A row that comes out as it was is not written: on CPUs vLLM's norm takes a pair's sum before it
-    is rounded, so the same stream as another pair would give another norm. What changes nothing (a
-    prompt's own row, say) changes no bit of what follows.
+    A row whose bits do not change is not written. On CPUs, vLLM's norm uses the unrounded sum of a
+    pair, so writing the same sum as a different pair would change the norm. A rewrite without
+    effect (such as a patch with the prompt's own row) therefore changes no later bit.
     """
     done = torch.zeros(len(tokens), dtype=torch.bool)
     read = (
@@ -559,7 +572,7 @@ def _rewritten(
     pool: torch.Tensor,
     scalars: torch.Tensor,
 ) -> torch.Tensor:
-    """One family, column by column.
+    """Apply one family, column by column.
 
     `entries`: `[n, depth]`; `acted`, bool `[n]`, becomes true for the rows that change.
     """
@@ -581,7 +594,7 @@ def _rewritten(
 def _total(
     formula: Shift, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
 ) -> torch.Tensor:
-    """The sum over columns of what is added, float32 `[n, hidden_size]`.
+    """Return the sum of a family's vectors over the columns, float32 `[n, hidden_size]`.
 
     `entries`: `[n, depth]`.
     """
@@ -605,12 +618,14 @@ def _shift(
     pool: torch.Tensor,
     scalars: torch.Tensor,
 ) -> None:
-    """For the tokens `[n]` that nothing rewrites. `entries`: `[n, depth]`."""
+    """Apply a shifting family to tokens `[n]` that have no effective rewrite. `entries`: `[n,
+    depth]`.
+    """
     named = entries.any(1)
     if not bool(named.all()):
         tokens, entries = tokens[named], entries[named]
     formula = SHIFTS[family.name]
-    if entries.shape[1] == 1:  # what is usual: no detour through float32
+    if entries.shape[1] == 1:  # the usual case: added directly, without float32 sums
         stream.index_add_(
             0,
             tokens.long() if len(tokens) >= _LONG else tokens,

@@ -2,10 +2,10 @@
 step.
 
 The grid follows from shapes alone and everything else is read on the device, so a replayed CUDA
-graph obeys the buffers as they are then. A program owns whole token rows and walks over the tokens;
-where the group has no work it reads one number and ends. A row is read once for all sites of the
-group, again where it is rewritten, and written only where it changed; rows of the ring that no slot
-names are never written.
+graph uses the buffers' contents at the time of the replay. Each program handles whole token rows,
+one after another; if the group has no work, it reads one number and ends. A row is read once for
+all sites of the group, again if it is rewritten, and written only if it changed; rows of the ring
+that no slot names are never written.
 """
 
 from functools import cache
@@ -34,14 +34,15 @@ from .plan import (
 MAX_PROGRAMS = 1024
 #: Two loads of 16 bytes for each thread, in the 16-bit types.
 _LANES_PER_WARP = 512
-#: Of a thread, by the bytes of an element: what lets a multiprocessor keep many rows on their way,
-#: regardless of what the largest formula needs. The memory sets the pace. ptxas spills 24 to 96
-#: bytes for it in the 16-bit types, at a width of 8192.
+#: Registers per thread, by the bytes of an element. The kernel is limited by memory bandwidth, so
+#: the bound is chosen to keep many rows in flight on a multiprocessor, although the largest formula
+#: needs more: with 16-bit types at a width of 8192, ptxas spills 24 to 96 bytes.
 _REGISTERS = {2: 64, 4: 96}
 
-#: Whether a launch may begin before the one before it has ended, on GPUs that can: its own latency
-#: is then hidden behind that.
+#: Whether a launch may begin before the previous one has ended, on GPUs that support it. This hides
+#: the launch latency.
 DEPENDENT_LAUNCH = True
+#: The first compute capability with dependent launches, times 10.
 _FIRST_DEPENDENT = 90
 
 _COLUMNS = tl.constexpr(COLUMNS)
@@ -104,9 +105,9 @@ def _vector(vectors, lanes, inside):  # type: ignore[no-untyped-def]
 def _rewritten(  # type: ignore[no-untyped-def]
     FAMILY: tl.constexpr, row, vectors, scalars, lanes, inside, WIDTH: tl.constexpr
 ):
-    """The new row, and whether it is another. `row`: float32 `[BLOCK]`, zero outside.
+    """Return the new row, and whether it changed. `row`: float32 `[BLOCK]`, zero outside the width.
 
-    `vectors`, `scalars`: where the application begins in both; its entry n is at `vectors + n *
+    `vectors`, `scalars`: pointers to the application's first entry; entry n is at `vectors + n *
     WIDTH`, `scalars + n * _SCALARS`.
     """
     changed = tl.load(scalars) != 0.0
@@ -127,10 +128,10 @@ def _rewritten(  # type: ignore[no-untyped-def]
         for term in range(rank):
             rotation = _vector(vectors + 2 * term * WIDTH, lanes, inside)
             weight = _vector(vectors + (2 * term + 1) * WIDTH, lanes, inside)
-            needed = tl.load(scalars + 2 * term * _SCALARS + _BIAS) + tl.sum(
+            correction = tl.load(scalars + 2 * term * _SCALARS + _BIAS) + tl.sum(
                 (weight - rotation) * row, 0
             )
-            new += tl.load(scalars) * needed * rotation
+            new += tl.load(scalars) * correction * rotation
         row = new
     elif FAMILY == _ADD_MATCHED:
         row += tl.load(scalars) * tl.sqrt_rn(tl.sum(row * row, 0)) * _vector(vectors, lanes, inside)
@@ -143,18 +144,18 @@ def _rewritten(  # type: ignore[no-untyped-def]
         component = tl.sum(row * direction, 0)
         # also where the component is not a number
         changed = ((component >= low) & (component <= high)) == 0
-        needed = tl.minimum(tl.maximum(component, low), high)
-        row = tl.where(changed, row + tl.load(scalars) * (needed - component) * direction, row)
+        target = tl.minimum(tl.maximum(component, low), high)
+        row = tl.where(changed, row + tl.load(scalars) * (target - component) * direction, row)
     elif FAMILY == _FEATURE:
-        # In numbers alone: another row would cost registers.
+        # Keep only scalars: a second row would need more registers.
         centre = tl.full([], 0.0, tl.float32)
         spread = centre + 1.0
         if tl.load(scalars + _NORM) != 0.0:
             if tl.load(scalars + _NORM) == _CENTRED:
                 centre = tl.div_rn(tl.sum(row, 0), spread * WIDTH)
-            off = tl.where(inside, row - centre, 0.0)
-            less = tl.where(tl.load(scalars + _NORM) == _CENTRED, 1.0, 0.0)
-            spread = tl.sqrt_rn(tl.div_rn(tl.sum(off * off, 0), spread * WIDTH - less))
+            centred = tl.where(inside, row - centre, 0.0)
+            lost = tl.where(tl.load(scalars + _NORM) == _CENTRED, 1.0, 0.0)
+            spread = tl.sqrt_rn(tl.div_rn(tl.sum(centred * centred, 0), spread * WIDTH - lost))
         encoder = (
             _vector(vectors, lanes, inside)
             + _vector(vectors + WIDTH, lanes, inside)
@@ -164,11 +165,11 @@ def _rewritten(  # type: ignore[no-untyped-def]
         divisor = spread + tl.where(tl.load(scalars + _NORM) == _CENTRED, _EPS, 0.0)
         bias = tl.load(scalars + _SHIFT)
         reading = tl.div_rn(tl.sum(products, 0), divisor) + bias
-        room = _NEAR * (tl.div_rn(tl.sum(tl.abs(products), 0), divisor) + tl.abs(bias))
+        tolerance = _NEAR * (tl.div_rn(tl.sum(tl.abs(products), 0), divisor) + tl.abs(bias))
         gap = tl.load(scalars + _TARGET) - tl.where(
             reading > tl.load(scalars + _THRESHOLD), reading, 0.0
         )
-        changed = ((gap == 0.0) | ((tl.abs(gap) <= room) & (room < float("inf")))) == 0
+        changed = ((gap == 0.0) | ((tl.abs(gap) <= tolerance) & (tolerance < float("inf")))) == 0
         row = tl.where(
             changed,
             row + tl.load(scalars) * gap * spread * _vector(vectors + 3 * WIDTH, lanes, inside),
@@ -181,7 +182,7 @@ def _rewritten(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _shifted(FAMILY: tl.constexpr, total, vectors, lanes, inside):  # type: ignore[no-untyped-def]
-    """`total`: float32 `[BLOCK]`, the sum so far."""
+    """Add one entry's vector to `total`, float32 `[BLOCK]`."""
     if FAMILY == _ADD:
         total = total + _vector(vectors, lanes, inside)
     else:
@@ -191,7 +192,7 @@ def _shifted(FAMILY: tl.constexpr, total, vectors, lanes, inside):  # type: igno
 
 @triton.jit
 def _sum(hidden_row, row, PAIR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The stream, rounded to the model's dtype, as the next norm stores it."""
+    """Return the stream, rounded to the model's dtype, as the next norm stores it."""
     if PAIR:
         row = (hidden_row.to(tl.float32) + row.to(tl.float32)).to(row.dtype)
     return row
@@ -199,7 +200,7 @@ def _sum(hidden_row, row, PAIR: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _unsound(row, inside):  # type: ignore[no-untyped-def]
-    """1 where a value of the row is not finite, else 0."""
+    """Return 1 if a value of the row is not finite, else 0."""
     return tl.max((inside & ((tl.abs(row.to(tl.float32)) < float("inf")) == 0)).to(tl.int32), 0)
 
 
@@ -213,7 +214,7 @@ def _bits(row):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _slots(plan, capture_slots, token, capacity):  # type: ignore[no-untyped-def]
-    """The token's slots in both captures of one site; −1: none."""
+    """Return the token's slots in both captures of one site; −1: none."""
     before = tl.load(plan + _BEFORE_COUNT)
     after = tl.load(plan + _AFTER_COUNT)
     before_at = tl.load(plan + _BEFORE_PATTERN).to(tl.int64) * capacity + token
@@ -225,8 +226,8 @@ def _slots(plan, capture_slots, token, capacity):  # type: ignore[no-untyped-def
 
 @triton.jit
 def _named(plan, rows, site_rows, configurations):  # type: ignore[no-untyped-def]
-    """A bit for each family that edits the token at one site, the number of configuration rows that
-    do, and how many to look at.
+    """Return a bit for each family that edits the token at one site, the number of configuration
+    rows that edit it, and the number of its rows to check.
     """
     edits = tl.load(plan + _EDITS)
     depth = tl.where(edits > 0, tl.load(plan + _DEPTH), 0)
@@ -247,7 +248,7 @@ def _named(plan, rows, site_rows, configurations):  # type: ignore[no-untyped-de
 def _whole(  # type: ignore[no-untyped-def]
     hidden_row, row, branch, PAIR: tl.constexpr, MIXED: tl.constexpr
 ):
-    """The stream of a site: of a branch, `hidden` alone."""
+    """Return the stream of a site; for a site on a branch, `hidden` alone."""
     whole = _sum(hidden_row, row, PAIR)
     if MIXED:
         whole = tl.where(branch, hidden_row, whole)
@@ -256,9 +257,9 @@ def _whole(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count(counts, plan, of, number):  # type: ignore[no-untyped-def]
-    """Adds to a number of the site's.
+    """Add `number` to one of the site's counts.
 
-    Looks up where it lies each time, and as early as it can: what is kept costs registers.
+    The address is computed at each call: keeping it would need registers.
     """
     tl.atomic_add(counts + (tl.load(plan + _SITE) - 1) * _COUNTS + of, number, sem="relaxed")
 
@@ -293,8 +294,8 @@ def _visit(  # type: ignore[no-untyped-def]
 ):
     """Apply one site to one token: returns the new rows, and their value for `broken`.
 
-    `hidden_row`, `row`: what lies at `hidden + at` and `stream + at`. `branch`: the site is of
-    `hidden` alone; if `MIXED`, else never.
+    `hidden_row`, `row`: the values at `hidden + at` and `stream + at`. `branch`: the site is on a
+    branch, whose stream is `hidden` alone; only if `MIXED`.
     """
     mark = named * 0
     if before_slot >= 0:
@@ -330,8 +331,8 @@ def _visit(  # type: ignore[no-untyped-def]
                                 total = _shifted(family, total, vectors, lanes, inside)
                     if not (_REWRITING >> family) & 1:
                         value += total
-            # Again: kept meanwhile it would cost the registers of a row. Another site of this
-            # launch may have written it.
+            # Load the row again: keeping it until here would need registers for a whole row. The
+            # barrier is needed because an earlier site of this launch may have written the row.
             tl.debug_barrier()
             row = tl.load(stream + at, mask=inside, other=0.0)
             if PAIR:
@@ -342,10 +343,10 @@ def _visit(  # type: ignore[no-untyped-def]
                     _bits(new) != _bits(_whole(hidden_row, row, branch, PAIR, MIXED))
                 )
                 if tl.max(differs.to(tl.int32), 0) > 0:
-                    # or another pair would stand for the same row
+                    # only then: a different pair with the same sum would change the next norm
                     if PAIR:
-                        # −0, not 0: then the pair's sum has the new row's bits also where that is
-                        # −0.
+                        # −0, not 0, so that the pair's sum has the new row's bits even where that
+                        # is −0.
                         hidden_row = (tl.zeros([BLOCK], tl.float32) * -1.0).to(row.dtype)
                         if MIXED:
                             hidden_row = tl.where(branch, new, hidden_row)
@@ -353,7 +354,7 @@ def _visit(  # type: ignore[no-untyped-def]
                         tl.store(hidden + at, hidden_row, mask=inside)
                     row = new
                     tl.store(stream + at, row, mask=inside)
-        # Also where every rewrite left the row as it is.
+        # Also if there were rewrites, but none changed the row.
         if (rewrites == 0) & ((named & _SHIFTING) != 0):
             total = tl.zeros([BLOCK], tl.float32) * -1.0
             for family in tl.static_range(_FAMILIES):
@@ -383,8 +384,8 @@ def _visit(  # type: ignore[no-untyped-def]
     return hidden_row, row, mark
 
 
-# Nothing but the large tensors' alignment may ask for another compilation: it could fall into the
-# capture of a graph.
+# Only the alignment of the large tensors may cause another compilation, which could otherwise
+# happen during the capture of a graph.
 @triton.jit(
     do_not_specialize=[
         *("plan", "token_rows", "capture_slots", "site_rows", "scalars", "broken", "counts"),
@@ -417,9 +418,9 @@ def _sites(  # type: ignore[no-untyped-def]
 ):
     active = tl.load(plan + _SITE)
     if DEPENDENT:
-        # The launch may have begun while the one before it runs. What came before that is over: the
-        # plan is there, the stream is not. Also where there is nothing to do: the next launch takes
-        # the end of this one for the end of all before it.
+        # This launch may have begun while the previous one runs. Everything before that one has
+        # ended, so the plan is ready, but the stream is not. Wait even if there is nothing to do:
+        # the next launch takes the end of this one to mean that all earlier ones have ended.
         tl.extra.cuda.gdc_wait()
     limit = tl.where(active != 0, tokens, 0)
     lanes = tl.arange(0, BLOCK)
@@ -470,7 +471,7 @@ def _sites(  # type: ignore[no-untyped-def]
                     WIDTH=WIDTH,
                     BLOCK=BLOCK,
                 )
-                mark = tl.where(mark != 0, mark, result)  # the first site counts
+                mark = tl.where(mark != 0, mark, result)  # the first mark is kept
         if mark != 0:  # noqa: SIM102 -- Triton has no short-circuit
             if tl.load(broken + token) == 0:
                 tl.store(broken + token, mark)
@@ -603,7 +604,7 @@ def _launch(
         DEPENDENT=dependent,
         num_warps=max(1, min(16, block // _LANES_PER_WARP)),
         maxnreg=_REGISTERS[stream.dtype.itemsize],
-        # the bits of the reference; the memory sets the pace, not the arithmetic
+        # no fused multiply-add, for the bits of the reference; memory is the bottleneck anyway
         enable_fp_fusion=False,
         **({"launch_pdl": True} if dependent else {}),
     )

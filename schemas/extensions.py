@@ -1,8 +1,8 @@
-"""Extensions: what operators install next to Midstream, as the code declares itself, as it is
-listed, and as requests name it.
+"""Extensions, which operators install next to Midstream: their declarations, the list of those that
+are loaded, and the request fields that use them.
 
-A package offers a reader by an entry point, see `docs/extending.md`. What is declared is data, so
-that the API checks requests without the package.
+A package offers a reader or an op through an entry point, see `docs/extending.md`. Declarations are
+data, so that the API can check requests without installing the package.
 """
 
 import math
@@ -28,9 +28,9 @@ class Option(Published):
     """
 
     default: OptionValue
-    low: float | None = None  # of a number, both included
+    low: float | None = None  # range of a number, inclusive
     high: float | None = None
-    choices: list[str] = []  # of a text; empty: any
+    choices: list[str] = []  # valid texts; empty: any
     about: str = ""
 
     def checked(self, value: OptionValue) -> OptionValue:
@@ -52,7 +52,7 @@ class Option(Published):
 
     @property
     def valid(self) -> str:
-        """Return what may be given, in words."""
+        """The valid values, in words."""
         if self.choices:
             return ", ".join(self.choices)
         noun = {bool: "true or false", int: "an integer", float: "a finite number", str: "a text"}[
@@ -83,26 +83,26 @@ class ReaderTerms(Published):
 
     returns: dict[str, ArrayDType]  # array → dtype
     row_bytes: int = 0  # bytes of all arrays for each captured row, at most
-    fixed_bytes: int = 0  # bytes next to those of the rows
-    # integer option → further bytes for each captured row and each unit of the option
+    fixed_bytes: int = 0  # bytes in addition to those of the rows
+    # integer option → additional bytes per captured row and unit of the option
     grows: dict[str, int] = {}
     options: dict[str, Option] = {}
     about: str = ""  # in a line
 
     def size(self, options: dict[str, OptionValue]) -> int:
-        """Bytes for each captured row, at most."""
+        """Return the most bytes for each captured row."""
         return self.row_bytes + sum(per * int(options[name]) for name, per in self.grows.items())
 
 
-#: Numbers of an installed op.
+#: The most options of an installed op.
 MAX_OP_OPTIONS = 2
 
 
 class OpTerms(Published):
     """Declaration of an op."""
 
-    vector: bool = False  # it takes one, `[hidden_size]`
-    # floats, at most `MAX_OP_OPTIONS`; in this order they are its numbers
+    vector: bool = False  # whether it takes a vector, `[hidden_size]`
+    # at most `MAX_OP_OPTIONS`, all floats; the op gets them as numbers in this order
     options: dict[str, Option] = {}
     about: str = ""
 
@@ -117,9 +117,9 @@ class Extension(Published):
     digest: str  # SHA-256 of the package's files
     reader: ReaderTerms | None = None
     op: OpTerms | None = None
-    code: int = 0  # of an op: what entries of its steering hold; follows from its name and digest
+    code: int = 0  # of an op: its number in steering entries, derived from name and digest
     refused: str = ""  # why requests cannot use it here
-    checked: list[str] = []  # what was found to hold at the start, with random rows
+    checked: list[str] = []  # properties that held at startup, tested with random rows
 
 
 class ReaderSpec(SitesSpec, kw_only=True):
@@ -145,6 +145,5 @@ class Rows:
     options: dict[str, Any]  # every declared option, with its default where the request gave none
     num_layers: int  # of the whole model
     stage: int = 0
-    # with more than one, `sites` are those of this stage; the other stages' results are parts of
-    # their own
+    # of the whole engine; `sites` has only this stage's, and each stage returns its own part
     stages: int = 1

@@ -1,5 +1,5 @@
-"""Capture blobs in a store: made of buffers, published as objects of their own or appended to a
-segment, found by their index lines.
+"""Builds capture blobs from buffers, stores them as separate objects or in a segment, and finds
+them by their index lines.
 """
 
 import re
@@ -18,7 +18,7 @@ from .store import Adopting, ArtifactStore, Buffer, Draft, Referring, Segment
 SEGMENT_ALIGNMENT = 4096
 #: An index is read in pieces of this many bytes.
 _CHUNK = 1 << 20
-#: The job of a line, found without decoding the rest.
+#: Finds the job of an index line without decoding the line.
 _JOB = re.compile(rb'"job":"([^"\\]*)"')
 
 
@@ -30,11 +30,11 @@ class Blob:
     buffers: Sequence[memoryview]
     size: int
     crc32: int
-    # the same bytes in a file that the store can take; then there are no buffers
+    # the same bytes in a file that the store takes over; `buffers` is then empty
     draft: Draft | None = None
 
     def line(self, key: str, offset: int = 0) -> bytes:
-        """The line that describes it in the index of the object `key`."""
+        """Return the line that describes the blob in the index of the object `key`."""
         return (
             msgspec.json.encode(
                 BlobEntry(key.rpartition("/")[2], offset, self.size, self.crc32, self.manifest)
@@ -46,9 +46,9 @@ class Blob:
 def make_blob(
     manifest: Manifest, tensors: Sequence[tuple[str, str, Sequence[int], Sequence[Buffer]]]
 ) -> Blob:
-    """`tensors`: (name, dtype, shape, C-contiguous little-endian buffers in order).
+    """Build a blob without copying its buffers.
 
-    Nothing is copied.
+    `tensors`: (name, dtype, shape, C-contiguous little-endian buffers in order).
 
     Raises ValueError when a tensor's buffers do not add up to its shape.
     """
@@ -69,8 +69,8 @@ def publish(store: ArtifactStore, blobs: Sequence[tuple[str, Blob]]) -> None:
     durable.
 
     Raises OSError (disk full, read-only, removed meanwhile, …) or ValueError (a key outside the
-    store); then what has its key already is whole but must not be reported, and nothing else is
-    left.
+    store); objects that were already renamed to their keys are then complete but must not be
+    reported; everything else is removed.
     """
     writer = store.writer()
     try:
@@ -88,7 +88,7 @@ def publish(store: ArtifactStore, blobs: Sequence[tuple[str, Blob]]) -> None:
 
 
 def append(segment: Segment, blobs: Sequence[Blob]) -> list[int]:
-    """Append a group, durable when this returns; the offsets of the blobs.
+    """Append a group of blobs, durable when this returns; return their offsets.
 
     Raises what `Segment.append` raises.
     """
@@ -108,9 +108,10 @@ def append(segment: Segment, blobs: Sequence[Blob]) -> list[int]:
 def read_entries(
     store: ArtifactStore, index: str, jobs: Collection[str] | None = None
 ) -> Iterator[BlobEntry]:
-    """The blobs that an index names, of some jobs or all. A torn last line is left out.
+    """Yield the blobs that an index lists, for `jobs` or for all. An incomplete last line is
+    ignored.
 
-    Raises DamagedBlob for another line that is not ours, FileNotFoundError.
+    Raises DamagedBlob for any other invalid line, FileNotFoundError.
     """
     for line in _lines(store, index):
         if jobs is not None and (
@@ -124,7 +125,7 @@ def read_entries(
 
 
 def indices(store: ArtifactStore, tag: str, job: str) -> list[str]:
-    """The keys of the indices under a tag that may name blobs of the job. Raises OSError."""
+    """Return the keys of the indices under a tag that may list blobs of the job. Raises OSError."""
     if isinstance(store, Referring):
         return [
             index_of(segment) for segment in store.segments(job) if segment.startswith(f"{tag}/")
@@ -133,8 +134,8 @@ def indices(store: ArtifactStore, tag: str, job: str) -> list[str]:
 
 
 def _lines(store: ArtifactStore, index: str) -> Iterator[bytes]:
-    """Complete lines only: what follows the last line's end was torn by a crash or is still being
-    written.
+    """Yield complete lines only: text after the last line break was cut off by a crash, or is still
+    being written.
     """
     with store.open(index) as handle:
         at, rest = 0, b""

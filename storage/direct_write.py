@@ -1,8 +1,8 @@
 """Direct writes: large files go from memory to the disk without the page cache.
 
-A file as large as a capture's would fill the cache with pages that hardly anybody reads again, and
-touching that many fresh pages costs several times more than copying the rows. The rows are gathered
-in a small aligned buffer instead, from which the disk takes them.
+A large capture would fill the page cache with pages that are rarely read again, and allocating that
+many pages costs several times more than copying the rows. Instead, the rows are copied to a small
+aligned buffer, from which they are written directly to the disk.
 """
 
 import errno
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from .store import Buffer
 
-#: Files of at least this many bytes are written so. Smaller ones are read soon (rows of source
-#: runs), or share a sync.
+#: The smallest file, in bytes, that is written directly. Smaller ones are often read soon (rows of
+#: source runs), or share a sync.
 LEAST = 1 << 20
-#: Bytes of the buffer, and what offsets and sizes of direct writes are multiples of.
+#: Bytes of the buffer, and the alignment of offsets and sizes of direct writes.
 _BUFFER, _ALIGNMENT = 4 << 20, 4096
-#: The file system, or the disk below it, takes no direct writes.
+#: Errors of file systems or disks that do not support direct writes.
 _UNABLE = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -27,13 +27,14 @@ class DirectWriter:
     """Writes whole files. Belongs to one thread, and keeps its buffer."""
 
     def __init__(self, write_at: Callable[[int, Sequence[Buffer], int], None]) -> None:
-        """`write_at(descriptor, buffers, offset)` writes all of them, one behind the other."""
+        """`write_at(descriptor, buffers, offset)` writes all buffers, one after the other."""
         self._write_at = write_at
-        self._memory = -1  # a file in memory: what is written to it is copied without Python's lock
+        self._memory = -1  # a file in memory: writing to it copies without holding the GIL
         self._buffer: mmap.mmap | None = None
 
     def write(self, path: Path, buffers: Sequence[Buffer]) -> bool:
-        """Make `path` hold these bytes; False, with an empty file, where it cannot.
+        """Write these bytes to the file `path`. If direct writes are not supported, return False
+        and leave the file empty.
 
         Raises OSError.
         """
@@ -45,7 +46,7 @@ class DirectWriter:
                 return False
             raise
         try:
-            with suppress(OSError):  # the writes themselves say whether there is room
+            with suppress(OSError):  # if there is no room, the writes fail
                 os.posix_fallocate(descriptor, 0, size)
             self._copy(descriptor, buffers)
             os.ftruncate(descriptor, size)
@@ -74,13 +75,15 @@ class DirectWriter:
             for part in _parts(buffers):
                 filled = sum(map(len, part))
                 self._write_at(self._memory, part, 0)
-                whole = filled + -filled % _ALIGNMENT  # what is behind the end is cut off
+                whole = (
+                    filled + -filled % _ALIGNMENT
+                )  # the padding of the last part is cut off at the end
                 self._write_at(descriptor, [staged[:whole]], offset)
                 offset += filled
 
 
 def _parts(buffers: Sequence[Buffer]) -> Iterator[list[memoryview]]:
-    """The same bytes, in parts that fill the buffer, but for the last."""
+    """Yield the bytes in parts; each part except the last fills the buffer."""
     part: list[memoryview] = []
     room = _BUFFER
     for buffer in buffers:

@@ -1,13 +1,13 @@
-"""Artifacts in a local folder: written aside, synced in groups and renamed, or appended to a
-segment; mapped when they are read.
+"""Artifacts in a local folder. Objects are written under temporary names, synced in groups and
+renamed, or appended to a segment; readers map them into memory.
 
-A group costs two disk round trips however many objects it holds: for objects of their own one sync
-of all contents before the renames and one of all directories after them, for a segment one of the
-blobs and one of their index. Nothing is reported before the second.
+A group takes two syncs, however many objects it holds: for separate objects, one of all contents
+before the renames and one of all directories after them; for a segment, one of the blobs and one of
+their index. Receipts are sent only after the second.
 
-A marked name is a folder `.deleted/<name>`; a folder `…/<name>/` that is deleted is moved there
-first, so that its objects disappear together. Who reads a segment holds a shared lock on it, its
-writer an exclusive one on its index. Names that begin with a dot are not listed.
+The mark of a name is a folder `.deleted/<name>`. To delete a folder `…/<name>/`, it is first moved
+there, so that its objects disappear together. The reader of a segment holds a shared lock on it;
+the writer holds an exclusive lock on its index. Names that begin with a dot are not listed.
 """
 
 import ctypes
@@ -43,8 +43,8 @@ DELETED = ".deleted"
 _SYNC_SINGLY = 4
 #: `writev` takes at most this many buffers (Linux IOV_MAX).
 _IOV_MAX = 1024
-#: Bytes of the unit of `st_blocks`, and of a page: erased ranges are whole pages where the disk can
-#: give them back.
+#: Bytes of a unit of `st_blocks`, and of a page: where the file system can release blocks, erased
+#: ranges are whole pages.
 _BLOCK, _PAGE = 512, 4096
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2  # fallocate(2)
 _PROT_READ = _MAP_SHARED = 1  # mmap(2)
@@ -74,7 +74,9 @@ class FileStore:
         return probe(self.root)
 
     def used(self) -> int:
-        """Blocks on the disk: holes count as nothing. What vanishes meanwhile is left out."""
+        """Return the bytes of allocated blocks: holes do not count. Files deleted meanwhile are
+        left out.
+        """
         total, folders = 0, [self.root]
         while folders:
             try:
@@ -92,7 +94,7 @@ class FileStore:
         return FileWriter(self)
 
     def draft(self, key: str) -> "FileDraft | None":
-        """None on file systems that have no files without a name."""
+        """Create a draft; None on file systems without unnamed files (`O_TMPFILE`)."""
         folder = self.path(key).parent
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -145,8 +147,8 @@ class FileStore:
                     path, self._mark(path.name) / f"{path.parent.name}.{secrets.token_hex(8)}"
                 )
             except FileNotFoundError:
-                # another process has moved it, or it was done with the name and has taken the mark
-                # away
+                # another process has moved the folder, or has finished the deletion and removed the
+                # mark
                 self.mark(path.name)
         self._clear(path.name, unmark=False)
 
@@ -181,15 +183,15 @@ class FileStore:
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
     def path(self, key: str) -> Path:
-        """Raises ValueError for what would leave the folder."""
+        """Return the path of a key. Raises ValueError if it would be outside the folder."""
         return self.root / check_key(key)
 
     def _mark(self, name: str) -> Path:
         return self.root / DELETED / name
 
     def _clear(self, name: str, unmark: bool) -> None:
-        """Remove what was moved to the mark; others may be doing that as well, or still be moving
-        something there.
+        """Remove the contents of the mark's folder. Other processes may be doing the same, or still
+        be moving something there.
         """
         trash = self._mark(name)
         while True:
@@ -233,7 +235,7 @@ class FileHandle:
         return self._file.read(count)
 
     def view(self) -> memoryview:
-        """Mapped, without keeping a descriptor.
+        """Map the file, without keeping a descriptor.
 
         Raises MidstreamError("capture_failed") when it cannot be mapped.
         """
@@ -341,19 +343,19 @@ class FileDraft:
         _with_descriptor(path.parent, named)
 
 
-_mine = threading.local()
+_per_thread = threading.local()
 
 
 def _direct() -> DirectWriter:
-    """This thread's."""
-    if not hasattr(_mine, "direct"):
-        _mine.direct = DirectWriter(_write_at)
-    direct: DirectWriter = _mine.direct
+    """Return this thread's direct writer."""
+    if not hasattr(_per_thread, "direct"):
+        _per_thread.direct = DirectWriter(_write_at)
+    direct: DirectWriter = _per_thread.direct
     return direct
 
 
 def scratch(folder: Path) -> FileDraft:
-    """A draft that no store takes, for rows that wait. Raises OSError."""
+    """Create a draft that no store can adopt, for rows that wait. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         return FileDraft(os.dup(file.fileno()), adoptable=False)
@@ -362,9 +364,9 @@ def scratch(folder: Path) -> FileDraft:
 class FileSegment:
     """A file of many blobs, appended to, and the index of their places.
 
-    A line is written after its blob is synced, so a crash leaves at most bytes that no line names,
-    or a torn last line. Such a file is never appended to again: every start of a process opens
-    new segments.
+    An index line is written after its blob is synced, so a crash leaves at most bytes that no line
+    describes, or an incomplete last line. Such a file is never appended to again, because each
+    process creates new segments.
     """
 
     def __init__(self, store: FileStore, key: str) -> None:
@@ -377,8 +379,8 @@ class FileSegment:
         target.parent.mkdir(parents=True, exist_ok=True)
         created = []
         try:
-            # The index first, locked while this process may append: who deletes captures leaves
-            # both standing until then.
+            # Create the index first, and lock it for as long as this process may append: deletions
+            # remove neither file while it is locked.
             self._index = os.open(index, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
             created.append(index)
             _lock(self._index, shared=False)
@@ -393,7 +395,9 @@ class FileSegment:
 
     @property
     def usable(self) -> bool:
-        """Other processes with write access can remove or replace the files: then not."""
+        """Return whether the segment can be appended to: not if another process has removed or
+        replaced its files.
+        """
         if self._doubtful or self._data < 0:
             return False
         try:
@@ -432,12 +436,13 @@ class FileSegment:
         try:
             os.fdatasync(descriptor)
         except OSError:
-            # the kernel may have dropped what it could not write, and will not say so twice
+            # the kernel may have dropped the pages that it could not write, and reports the error
+            # only once
             self._doubtful = True
             raise
 
     def _take_back(self) -> None:
-        """Cut off what a failed group left behind."""
+        """Cut off the bytes of a failed group."""
         try:
             os.ftruncate(self._index, self._lines)
             os.ftruncate(self._data, self.size)
@@ -463,8 +468,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def _map(descriptor: int, size: int, path: Path) -> memoryview:
-    """mmap(2) itself: Python's `mmap` keeps a descriptor for each mapping, and there may be
-    thousands.
+    """Map a file with mmap(2) directly: Python's `mmap` keeps a descriptor for each mapping, and
+    there may be thousands.
     """
     libc = _libc()
     address = libc.mmap(None, size, _PROT_READ, _MAP_SHARED, descriptor, 0)
@@ -476,14 +481,13 @@ def _map(descriptor: int, size: int, path: Path) -> memoryview:
         )
     buffer = (ctypes.c_ubyte * size).from_address(address)
     release = weakref.finalize(buffer, libc.munmap, address, size)  # views refer to the buffer
-    # the end of the program is not the end of the views: the system unmaps when nothing runs any
-    # more
+    # do not unmap at exit: views may still be in use, and the system unmaps when the process ends
     release.atexit = False
     return memoryview(buffer).cast("B").toreadonly()
 
 
 def _lock(descriptor: int, shared: bool, wait: bool = True) -> None:
-    """Raises BlockingIOError."""
+    """Lock a file. Raises BlockingIOError if it is locked and `wait` is false."""
     import fcntl  # not on Windows, where captures are read but not served
 
     fcntl.flock(
@@ -493,7 +497,9 @@ def _lock(descriptor: int, shared: bool, wait: bool = True) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int | None]:
-    """A descriptor, or None if another process holds the lock."""
+    """Yield a descriptor of the exclusively locked file, or None if another process holds a
+    lock.
+    """
     descriptor = os.open(path, os.O_RDWR)
     try:
         try:
@@ -507,9 +513,9 @@ def _locked(path: Path) -> Iterator[int | None]:
 
 
 def _punch(descriptor: int, offset: int, length: int) -> None:
-    """Give a range's blocks back: it reads as zeros from now on.
+    """Release a range's blocks, so that it reads as zeros.
 
-    Where the file system cannot, zeros are written.
+    If the file system cannot release blocks, write zeros.
     """
     if (
         _libc().fallocate(
@@ -532,9 +538,7 @@ def _blocks(entry: os.DirEntry[str]) -> int:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    """Open a regular file; not one whose bytes come from elsewhere, such as a FIFO, which might
-    never end or never begin.
-    """
+    """Open a regular file. Rejects other kinds, such as a FIFO, which could block or never end."""
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     try:
         _must_be_regular(os.fstat(descriptor), path)
@@ -564,7 +568,7 @@ def _must_be_at(path: Path, identity: tuple[int, int]) -> None:
 
 
 def _read_all(read: Callable[[int, int], bytes], start: int, count: int) -> bytes:
-    """The bytes `[start, start + count)` by as many calls of `read` as it takes; fewer at the
+    """Read the bytes `[start, start + count)` with as many calls of `read` as needed; fewer at the
     file's end.
     """
     parts = []
@@ -611,8 +615,8 @@ def _syncfs(descriptor: int) -> None:
 
 
 def _directories(root: Path, files: Iterable[Path]) -> list[Path]:
-    """Every directory from the files' parents up to `root` and root's own parent: a new entry may
-    sit in each.
+    """Return every directory from the files' parents up to `root`, and root's parent: each may have
+    a new entry to sync.
     """
     directories: dict[Path, None] = {root: None, root.parent: None}
     for file in files:

@@ -1,9 +1,9 @@
 """Artifacts in a bucket of S3, or of a server that speaks its protocol.
 
 An object is uploaded whole or in parts, is visible when it is complete, and counts as durable when
-the store shows it with the size and the ETag that the upload returned. Of a group, indices are
-uploaded after what they describe. A segment takes one group. A mark is an empty object
-`.deleted/<name>`. Names that begin with a dot are not listed. See
+the store shows it with the size and the ETag that the upload returned. In a group, indices are
+uploaded after the objects that they describe. A segment holds a single group. A mark is an empty
+object `.deleted/<name>`. Names that begin with a dot are not listed. See
 docs/decisions/0034-object-storage.md.
 """
 
@@ -32,29 +32,31 @@ from .store import Buffer, NotInPlaceError, check_key
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Folders of marks, and of references: an empty object `.segments/<job>/<tag>/<segment>` for each
-#: segment with blobs of a job.
+#: Folders of marks and of references (an empty object `.segments/<job>/<tag>/<segment>` for each
+#: segment with blobs of a job), and keys of test writes.
 DELETED, REFERENCES, PROBE, CONDITIONS = ".deleted", ".segments", ".probe", ".conditions"
 _NOTHING, _NO_TAG = b"midstream", '"00000000000000000000000000000000"'
 _JOB = re.compile(rb'"job":"([^"\\/]+)"')
-#: Bytes of a part of an upload or a download; S3 takes 10,000 parts, so that an object has 80 GiB
-#: at most.
+#: Bytes of a part of an upload or a download, and the most parts that S3 accepts: an object has at
+#: most 80 GiB.
 PART, MAX_PARTS = 8 << 20, 10_000
-#: Bytes of a segment with several blobs: erasing one holds all of them in memory.
+#: The largest segment with several blobs, in bytes: erasing one blob reads the whole segment into
+#: memory.
 REWRITTEN = 16 << 20
-#: Parts of one object: under way at a time, and waiting.
+#: The most parts of one object that are being uploaded, and that wait to be uploaded.
 _UNDER_WAY, _WAITING = 4, 2
-#: A read fetches at least this much, so that a header, or a small blob, is one request and one
-#: version of its object; one that continues where the last one ended fetches a part.
+#: A read fetches at least this many bytes, so that a header or a small blob takes one request and
+#: comes from one version of the object. A read that continues where the previous one ended fetches
+#: a whole part.
 _READ_AHEAD = 256 << 10
-#: What changes while it is read or erased is tried again this often.
+#: How often reading or erasing an object is tried while other processes change it.
 _TRIES = 10
-#: Objects deleted with one request, as S3 allows.
+#: The most objects that S3 deletes with one request.
 _AT_ONCE = 1000
-#: An answer that is shorter than it should be, and says so, is asked for again. (One that is cut is
-#: obstore's to repeat.)
+#: How often a request is tried if the complete response is shorter than requested. (obstore itself
+#: repeats requests whose response is cut off.)
 _SHORT_TRIES = 3
-#: Seconds for which the outcome of a test write is kept: one that succeeded, one that failed.
+#: Seconds for which the outcome of a test write is kept: of a successful one, of a failed one.
 _GOOD_S, _BAD_S = 10.0, 2.0
 
 _OPTIONS = ("endpoint", "region")
@@ -90,7 +92,7 @@ class S3Store:
 
     @property
     def uri(self) -> str:
-        """Without credentials."""
+        """The store's URI, without credentials."""
         options = urlencode(
             [(name, value) for name in _OPTIONS if (value := getattr(self.address, name))]
         )
@@ -107,8 +109,10 @@ class S3Store:
         return _troubles.of(self)
 
     def unfit(self) -> str:
-        """Return whether conditions are obeyed, in writes and in reads: a wrong one must be
-        refused, and the right one taken.
+        """Test conditional writes and reads: a wrong ETag must be rejected, and the right one
+        accepted.
+
+        Returns why the server cannot be used; empty if it can.
         """
         key = check_key(f"{CONDITIONS}/{secrets.token_hex(8)}")
         s3 = client(self.address, quick=True)
@@ -122,7 +126,8 @@ class S3Store:
             except OSError as error:
                 if error.errno != errno.ENOSYS:
                     raise
-                return tag == _NO_TAG  # it cannot: as if a wrong one had been taken
+                # conditions are not supported: count it as a wrong ETag that was accepted
+                return tag == _NO_TAG
             return True
 
         def write(tag: str) -> object:
@@ -205,8 +210,8 @@ class S3Store:
             )
 
     def erase(self, key: str, ranges: Sequence[tuple[int, int]]) -> bool:
-        """The object is replaced by one with zeros, unless another process has just done so: then
-        by that one with more zeros.
+        """Replace the object by a copy with zeros in `ranges`. If another process changes it
+        meanwhile, start again from the new version.
         """
         for _ in range(_TRIES):
             size, tag = self.head(key)
@@ -260,9 +265,9 @@ class S3Store:
         return ask(self.address, operation, action, key)
 
     def put(self, key: str, content: Buffer, **more: Any) -> str:
-        """The ETag of the object.
+        """Upload an object, and return its ETag.
 
-        Raises OSError, and Stale if it had another one than `mode` says.
+        Raises OSError, and Stale if the existing object does not have the ETag in `mode`.
         """
 
         def put(s3: Any, call: Call) -> str:
@@ -272,7 +277,7 @@ class S3Store:
         return self.ask("put", put, key)
 
     def paths(self, folder: str) -> list[str]:
-        """The keys of all objects below it."""
+        """Return the keys of all objects below a folder."""
         return self.ask(
             "list",
             lambda s3, _: [
@@ -284,18 +289,20 @@ class S3Store:
         )
 
     def head(self, key: str) -> tuple[int, str]:
-        """Size and ETag. Raises OSError, ValueError."""
+        """Return size and ETag of an object. Raises OSError, ValueError."""
         try:
             result = self.ask("head", lambda s3, _: obstore.head(s3, check_key(key)), key)
         except OSError:
-            # the answer to HEAD does not say why: a missing bucket reads as a missing key, a wrong
-            # key as any refusal
+            # a response to HEAD has no reason: a missing bucket looks like a missing key, and a
+            # wrong access key like any refusal; listing raises the actual error
             self.marks()
             raise
         return result["size"], result["e_tag"] or ""
 
     def fetch(self, key: str, tag: str, start: int, into: memoryview) -> None:
-        """Fill `into` from `start` on, of the version `tag`. Raises Stale, OSError."""
+        """Fill `into` with the object's bytes from `start` on. Raises Stale if its ETag is not
+        `tag`; OSError.
+        """
 
         def part(at: int) -> None:
             stop = min(at + PART, len(into))
@@ -330,7 +337,7 @@ def _body(result: Any, call: Call) -> Any:
 
 
 def _each(action: Callable[[T], object], items: Sequence[T]) -> None:
-    """Concurrently, but a single one in this thread."""
+    """Run `action` on all items concurrently; on a single item, in this thread."""
     if len(items) == 1:
         action(items[0])
     else:
@@ -338,7 +345,7 @@ def _each(action: Callable[[T], object], items: Sequence[T]) -> None:
 
 
 class S3Handle:
-    """One version of an object. Until something was read it may become a later one."""
+    """An object opened for reading: one version of it, fixed by the first read."""
 
     def __init__(self, store: S3Store, key: str) -> None:
         self._store, self._key = store, check_key(key)
@@ -346,7 +353,7 @@ class S3Handle:
         self._look()
 
     def _look(self) -> None:
-        """At the size and the version, and at the beginning, for it is one request."""
+        """Get size, version and the first bytes, all in one request."""
         try:
             self.size, self._tag, content = self._store.ask("get", self._begin, self._key)
         except OSError as error:
@@ -379,7 +386,7 @@ class S3Handle:
         return bytes(self._ahead[start - self._start :][:count])
 
     def view(self) -> memoryview:
-        """In memory."""
+        """Return the whole object, in memory."""
         if len(self._ahead) != self.size:
             self._start, self._ahead = 0, self._fetched(0, self.size)
         self._begun = True
@@ -410,12 +417,12 @@ class S3Handle:
 
 
 class _Dropped(Exception):
-    """An upload ends without an object."""
+    """Makes obstore abort an upload, so that no object is created."""
 
 
 class _Upload:
-    """An object that is being written: kept while it is smaller than a part, on its way in parts
-    from then on.
+    """An object that is being written: held in memory while it is smaller than a part, then
+    uploaded in parts.
     """
 
     def __init__(self, store: S3Store, key: str) -> None:
@@ -438,7 +445,7 @@ class _Upload:
                 self.size, rest = self.size + len(taken), rest[len(taken) :]
 
     def complete(self) -> None:
-        """When this returns, the store has it. Raises OSError."""
+        """Finish the upload: when this returns, the store has the object. Raises OSError."""
         if self._thread is None:
             self._tag = self._store.put(self.key, self._held)
             return
@@ -449,12 +456,12 @@ class _Upload:
             raise self._error
 
     def confirm(self) -> None:
-        """Raises NotInPlaceError unless the store shows what was uploaded."""
+        """Compare size and ETag in the store with those of the upload. Raises NotInPlaceError."""
         try:
             head = self._store.head(self.key)
         except FileNotFoundError as error:
             raise NotInPlaceError(f"{self.key} was deleted while being written") from error
-        # Ceph leaves the quotation marks out now and then
+        # Ceph sometimes omits the quotation marks
         known, shown = (tag.strip('"') for tag in (self._tag, head[1]))
         if head[0] != self.size or (known and shown and known != shown):
             raise NotInPlaceError(f"{self.key} was replaced while being written")
@@ -497,7 +504,9 @@ class _Upload:
             self._error = error.with_traceback(None)
 
     def _iterate(self) -> Iterator[bytearray]:
-        """Yield what it raises makes obstore abort the upload, so that no parts are left."""
+        """Yield the parts. An exception raised here makes obstore abort the upload, so that no
+        parts are left.
+        """
         while (part := self._parts.get()) is not None:
             if isinstance(part, Exception):
                 raise part
@@ -509,13 +518,15 @@ class S3Writer:
         self._store, self._uploads = store, dict[str, _Upload]()
 
     def append(self, key: str, buffers: Sequence[Buffer]) -> None:
-        """The bytes are copied, or have left, when this returns."""
+        """Add bytes to an object; they are copied or uploaded when this returns."""
         if key not in self._uploads:
             self._uploads[key] = _Upload(self._store, key)
         self._uploads[key].write(buffers)
 
     def commit(self) -> None:
-        """Indices follow what they describe: what an index names is there."""
+        """Complete the uploads, indices last: an index never describes an object that is
+        missing.
+        """
         indices = {index_of(key) for key in self._uploads}
         uploads = list(self._uploads.values())
         _each(_Upload.complete, [upload for upload in uploads if upload.key not in indices])
@@ -525,7 +536,9 @@ class S3Writer:
         self._uploads.clear()
 
     def abort(self) -> None:
-        """Discard cached store state; the store may be unreachable."""
+        """Abort the uploads, and forget the outcome of the last test write: the store may be
+        unreachable.
+        """
         _troubles.forget(self._store)
         for upload in self._uploads.values():
             upload.drop()
@@ -533,7 +546,7 @@ class S3Writer:
 
 
 class S3Segment:
-    """Takes one group: its objects are complete then."""
+    """A segment in a bucket: takes a single group, and is complete after that."""
 
     def __init__(self, store: S3Store, key: str) -> None:
         with suppress(FileNotFoundError):
@@ -550,14 +563,15 @@ class S3Segment:
             writer.append(self.key, data)
             tag, _, name = self.key.partition(f"/{SEGMENTS}/")
             for job in sorted(set(_JOB.findall(index))):
-                # before the index, so that a deletion finds what is in it
+                # before the index, so that a deletion finds every segment with blobs of the job
                 writer.append(f"{REFERENCES}/{job.decode()}/{tag}/{name}", [])
             writer.append(index_of(self.key), [index])
             self.size = sum(map(len, data))
             writer.commit()
         except BaseException:
             writer.abort()
-            for key in (index_of(self.key), self.key):  # in doubt: what is there must not be found
+            # what is stored is uncertain: no reader may find it
+            for key in (index_of(self.key), self.key):
                 with suppress(OSError):
                     self._store.delete(key)
             raise
@@ -567,7 +581,7 @@ class S3Segment:
 
 
 class _Troubles:
-    """Outcomes of test writes, by store."""
+    """Recent outcomes of test writes, by store."""
 
     def __init__(self) -> None:
         self._lock, self._known = threading.Lock(), dict[S3Store, tuple[float, str]]()

@@ -1,8 +1,8 @@
-"""Blobs of a source: found in a store, and opened so that they stay whole while they are read.
+"""Finds the blobs of a source in a store, and opens them so that they stay intact while read.
 
-What is opened stays readable, even after deletion of its key. Blobs of deleted jobs in a segment
-are overwritten by zeros, but not while someone holds the segment. Deleting begins with a mark;
-looking for it *after* everything was opened shows whether everything was.
+An opened blob stays readable, even after its key is deleted. In a segment, the blobs of deleted
+jobs are overwritten with zeros, but not while a reader holds the segment open. A deletion first
+writes a mark. If there is no mark *after* all blobs were opened, none was deleted before.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,15 +31,12 @@ class Place:
     key: str
     offset: int = 0
     bytes: int | None = None  # null: up to the file's end
-    crc32: int | None = None  # as someone promised; null: the file next to says it
-    if_there: bool = False  # skip it if it was deleted: its owner is unknown
+    crc32: int | None = None  # as recorded at writing; null: read it from the file next to the blob
+    skip_if_deleted: bool = False  # true where the owner of the blob is unknown
 
     @property
     def path(self) -> Path:
-        """For people, and for programs where the store is a local folder.
-
-        In a bucket: the key, for a URI is no path.
-        """
+        """Path of the object in a local store; its key in a bucket."""
         link = self.store and self.store.link(self.key)
         return Path(link if link and "://" not in link else self.key)
 
@@ -62,8 +59,8 @@ def _within(path: Path, depth: int) -> tuple[ArtifactStore, str]:
     return open_store(Path(*parts[:cut])), "/".join(parts[cut:])
 
 
-class _Promise(msgspec.Struct):
-    """Contents that the file next to a blob must have."""
+class _Recorded(msgspec.Struct):
+    """Size and checksum of a blob, as the file next to it records them."""
 
     bytes: int
     crc32: int
@@ -101,8 +98,8 @@ class Blob:
     def raw(self, name: str) -> np.ndarray:
         """The tensor as stored in the file, read-only and not copied; bfloat16 as uint16.
 
-        With the first tensor that is read the whole blob is compared with its CRC32, where that is
-        known. Raises MidstreamError("capture_damaged").
+        The first call compares the whole blob with its CRC32, if that is known. Raises
+        MidstreamError("capture_damaged").
         """
         if not self._checked:
             promised = self.promised()
@@ -115,7 +112,7 @@ class Blob:
         return self.unchecked(name)
 
     def unchecked(self, name: str) -> np.ndarray:
-        """Return bytes like `raw`, without the check of the CRC32."""
+        """Return the tensor as `raw` does, without comparing the CRC32."""
         tensor = self.header.tensors[name]
         dtype = np.dtype(DTYPES[DTYPE_OF_FILE[tensor.dtype]].raw)
         return np.frombuffer(
@@ -145,7 +142,7 @@ class Blob:
             return None
         try:
             with place.store.open(index_of(place.key)) as handle:
-                report = msgspec.json.decode(handle.read(0, handle.size), type=_Promise)
+                report = msgspec.json.decode(handle.read(0, handle.size), type=_Recorded)
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
@@ -164,15 +161,16 @@ def _damaged(path: Path, why: str) -> MidstreamError:
 
 
 def find(source: ArtifactStore | Path, job: str | None, tag: str | None) -> list[Place]:
-    """The blobs in a folder, those of segments included: a job's folder; or with `job` a tag's
-    folder, the capture root, or a store.
+    """Find the blobs below `source`, including those in segments.
+
+    `source`: a job's folder; if `job` is given, also a tag's folder, the capture root, or a store.
 
     Raises MidstreamError for a manifest that cannot be read.
     """
     if isinstance(source, Path) and source.is_file():
         return expand([at(source)], job)
     if isinstance(source, Path) and job is None:
-        # not there if everything is in segments; or a folder with downloaded files
+        # the folder is missing if all blobs are in segments; it may also hold downloaded files
         store, folder = _within(source, 2)
         above, _, name = folder.rpartition("/")
         return _loose(store, folder) + list(_in_segments(store, above, name))
@@ -191,8 +189,8 @@ def find(source: ArtifactStore | Path, job: str | None, tag: str | None) -> list
 
 
 def expand(places: Iterable[Place], job: str | None) -> list[Place]:
-    """`places`, and instead of whole segments the blobs in them: those of `job`, or those that were
-    not deleted.
+    """Return `places`, with each whole segment replaced by the places of its blobs: those of `job`,
+    or all of them.
 
     Raises MidstreamError for a segment whose manifest is missing or cannot be read.
     """
@@ -234,7 +232,7 @@ def _in_segments(store: ArtifactStore, tag: str, job: str) -> Iterator[Place]:
         try:
             yield from _of_segment(store, index, job)
         except FileNotFoundError:
-            # removed since it was listed, so nothing of this job is left in it
+            # removed since it was listed, so it holds no more blobs of this job
             continue
 
 
@@ -251,15 +249,17 @@ def _of_segment(store: ArtifactStore, index: str, job: str | None) -> list[Place
             entry.offset,
             entry.bytes,
             entry.crc32,
-            if_there=job is None,
+            skip_if_deleted=job is None,
         )
         for entry in entries
     ]
 
 
 def open_blobs(places: Iterable[Place]) -> list[Blob]:
-    """Return all of them, or MidstreamError("gone") when one was deleted before it could be opened,
-    ("capture_damaged") for a damaged one.
+    """Open all blobs.
+
+    Raises MidstreamError: `gone` if one was deleted before it could be opened, `capture_damaged` if
+    one is damaged.
     """
     views: dict[tuple[ArtifactStore | None, str], memoryview] = {}
     blobs: list[Blob] = []
@@ -274,7 +274,7 @@ def open_blobs(places: Iterable[Place]) -> list[Blob]:
             try:
                 blobs.append(Blob(place, views[spot][place.offset : end]))
             except MidstreamError as error:
-                if error.kind != "gone" or not place.if_there:
+                if error.kind != "gone" or not place.skip_if_deleted:
                     raise
                 deleted = place
         if deleted is not None and not blobs:
@@ -283,7 +283,8 @@ def open_blobs(places: Iterable[Place]) -> list[Blob]:
             if store is not None and store.marked(job):
                 raise gone(f"the capture of job {job}")
     except BaseException:
-        blobs.clear()  # not kept, with what they hold, by any caller that keeps the exception
+        # a caller that keeps the exception must not keep the blobs and their mappings alive
+        blobs.clear()
         views.clear()
         raise
     return blobs

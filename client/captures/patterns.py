@@ -43,9 +43,8 @@ class Attention:
     job: str
     positions: list[int]  # absolute, of the prompt's tokens and of captured generated ones
     token_ids: list[int]
-    tokens: list[
-        str
-    ]  # how each token reads, leading space included; its id in digits where that is not known
+    # the text of each token, with its leading space; its id in digits if the text is not known
+    tokens: list[str]
     patterns: dict[int, np.ndarray]  # layer → float32 `[heads, query, key]`
     heads: dict[int, list[int]]  # layer → number of each head in its pattern
     absent: dict[int, str] = field(default_factory=dict)  # layer → why it has no pattern
@@ -60,7 +59,9 @@ class Attention:
         return [(layer, head) for layer, heads in self.heads.items() for head in heads]
 
     def __getitem__(self, layer: int) -> np.ndarray:
-        """`[heads, query, key]` of a layer. Raises MidstreamError naming those there are."""
+        """`[heads, query, key]` of a layer. Raises MidstreamError that lists the layers with
+        patterns.
+        """
         if layer not in self.patterns:
             detail = f"layer {layer} has no pattern here" + (
                 f": {self.absent[layer]}" if layer in self.absent else ""
@@ -73,7 +74,7 @@ class Attention:
     def of(self, layer: int, head: int) -> np.ndarray:
         """float32 `[query, key]` of one head, by its number in the model.
 
-        Raises MidstreamError naming those there are.
+        Raises MidstreamError that lists the heads with patterns.
         """
         pattern, heads = self[layer], self.heads[layer]
         if head not in heads:
@@ -113,7 +114,7 @@ class Attention:
         return sorted(result, key=lambda item: -item.score)
 
     def behaviours(self) -> list[Behaviour]:
-        """Return those that some query of this prompt has keys for."""
+        """Return the behaviours for which at least one query of this prompt has keys."""
         return [behaviour for behaviour in BEHAVIOURS if self._keys(behaviour).any()]
 
     def _keys(self, behaviour: Behaviour) -> np.ndarray:
@@ -148,7 +149,9 @@ def _duplicates(positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def _followers(positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Keys right behind an earlier occurrence of the query's token, and before the query."""
+    """Return the keys directly after an earlier occurrence of the query's token, and before the
+    query.
+    """
     followed = np.zeros((len(ids), len(ids)), dtype=bool)
     behind = np.flatnonzero(np.diff(positions) == 1)
     followed[:, behind + 1] = _duplicates(positions, ids)[:, behind]
@@ -171,10 +174,10 @@ def attention_of(
     heads: LayerSelector | None = None,
     request: int = 0,
 ) -> Attention:
-    """The patterns of one request of a capture of `q` and `k`.
+    """Compute the patterns of one request from a capture of `q` and `k`.
 
-    `layers`: of those captured; with "all", layers whose attention has no pattern are left out and
-    named in `absent`. Raises what `CaptureReader.attention` raises, and `invalid_request` where the
+    `layers`: captured layers; "all" leaves out layers whose attention has no pattern, and lists
+    them in `absent`. Raises what `CaptureReader.attention` raises, and `invalid_request` where the
     patterns would exceed MAX_BYTES in all.
     """
     captured = [
@@ -218,7 +221,9 @@ def attention_of(
 def _chosen(
     layers: LayerSelector, reader: "CaptureReader", request: int, captured: Sequence[int]
 ) -> list[int]:
-    """The layers that a selector names. Raises MidstreamError naming those captured."""
+    """Return the layers that a selector names. Raises MidstreamError that lists the captured
+    ones.
+    """
     try:
         chosen = resolve_layers(layers, reader.manifest(request).num_layers)
     except SelectorError as error:

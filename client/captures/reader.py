@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 Source = Path | str | ArtifactStore | Iterable[Path | str | Place]
 DEFAULT_HOOK = "post_block"
 _PARTIAL = "partial=True reads the available rows"
-#: Longer lists of numbers are cut.
+#: The most ranges of numbers that a message lists.
 _SHOWN_RANGES = 16
 
 
 @dataclass(frozen=True)
 class Check:
-    """Finding of `CaptureReader.verify` about one blob, or about a missing one."""
+    """Finding of `CaptureReader.verify` about one blob, or about something missing."""
 
-    path: Path  # of the blob; where requests are missing, the job's id
+    path: Path  # of the blob; the job's id if whole requests are missing
     bytes: int
     crc32: int  # recomputed
     ok: bool
@@ -55,8 +55,8 @@ class _Request:
         self.blobs = sorted(
             blobs, key=lambda blob: (blob.header.manifest.pp, blob.place.key, blob.place.offset)
         )
-        #: Site → its blob; where ranks stored columns of the rows, one for each, in the order of
-        #: the columns.
+        #: Site → its blobs: a single one, or one per rank, by column, if each rank stored some
+        #: columns of the rows.
         self.sites: dict[tuple[str, int], list[Blob]] = {}
         for blob in sorted(self.blobs, key=lambda blob: blob.header.manifest.columns):
             for tensor in blob.header.tensors.values():
@@ -84,7 +84,7 @@ class _Request:
         ]
 
     def incomplete(self) -> str:
-        """Return why it is not whole; empty when it is."""
+        """Return what the request lacks, as an error message; empty if it is complete."""
         missing = self.missing
         if not missing:
             return ""
@@ -107,15 +107,15 @@ class _Request:
 
     @cached_property
     def positions(self) -> dict[int, int]:
-        """Position → token id, ascending: those that every stage holds (under overload each may
-        have dropped others).
+        """Position → token id, ascending, of the positions that every stage holds. (Under overload,
+        stages may drop different positions.)
         """
         first, *rest = self.blobs
-        request = _asked(first)
+        request = _requested_positions(first)
         shared = _tokens(first)
         for other in rest:
             tokens = _tokens(other)
-            if _asked(other) != request or any(
+            if _requested_positions(other) != request or any(
                 tokens[position] != shared[position] for position in tokens.keys() & shared.keys()
             ):
                 raise MidstreamError(
@@ -158,7 +158,7 @@ def _all_columns(blobs: Sequence[Blob]) -> bool:
     return False
 
 
-def _asked(blob: Blob) -> list[int]:
+def _requested_positions(blob: Blob) -> list[int]:
     manifest = blob.header.manifest
     return (
         sorted([*manifest.positions, *manifest.dropped]) if manifest.dropped else manifest.positions
@@ -172,23 +172,24 @@ def _tokens(blob: Blob) -> dict[int, int]:
 class CaptureReader:
     """The captured rows of one job under one tag, merged over files and pipeline stages.
 
-    `source`: the job's folder `<capture root>/<tag>/<job>`; or with `job` the tag's folder, the
-    capture root or its store; or files, and then those are read and no more is expected. Of several
-    attempts at a request the last whole one counts. All files are opened immediately and stay
-    readable, even if they are deleted meanwhile, until `close` or the reader's end.
+    `source`: the job's folder `<capture root>/<tag>/<job>`; or, if `job` is given, the tag's
+    folder, the capture root or its store; or a list of files, which need not be all files of the
+    job. If there are several attempts at a request, the last complete one is read. All files are
+    opened immediately and stay readable, even if they are deleted meanwhile, until `close` or the
+    reader's end.
 
     Raises MidstreamError: `not_found` when there is nothing, `gone` when it was deleted,
     `capture_damaged` for damaged files, and `invalid_request` when the source holds several jobs or
-    tags and none is named. Listing the requests of a folder where some are missing, and reading one
-    of which a stage or tensor is missing, raise `capture_failed`, unless `partial`.
+    tags and none is named. Without `partial`, listing the requests raises `capture_failed` if some
+    are missing, and so does reading a request that lacks a stage or a tensor.
     """
 
     #: The API's status of the job's capture (`ok`, `partial`, …) and its reason; empty for a reader
     #: that does not use the API.
     status: str = ""
     detail: str = ""
-    #: How token ids read: `[tokens]` → as many strings. Set by `Client.capture`, which requests
-    #: them from the server.
+    #: Converts token ids to as many texts. Set by `Client.capture`, which gets them from the
+    #: server.
     read_tokens: Callable[[list[int]], list[str]] | None = None
 
     def __init__(
@@ -218,8 +219,8 @@ class CaptureReader:
     def from_bytes(
         cls, blobs: bytes | Iterable[bytes], *, tag: str | None = None, partial: bool = False
     ) -> "CaptureReader":
-        """A reader of what the consumer `memory` gave back, or of files read into memory: the blobs
-        of one job.
+        """Return a reader of blobs in memory, all of one job: rows that the consumer `memory`
+        returned, or the contents of files.
         """
         reader = cls.__new__(cls)
         parts = [blobs] if isinstance(blobs, bytes) else list(blobs)
@@ -243,7 +244,9 @@ class CaptureReader:
         tag: str | None = None,
         partial: bool = False,
     ) -> "CaptureReader":
-        """A reader of all the files that the API names of a job whose capture is `status`."""
+        """Return a reader of all files that the API lists for a job whose capture has this
+        `status`.
+        """
         reader = cls.__new__(cls)
         blobs = open_blobs(file if isinstance(file, Place) else at(file) for file in files)
         for blob in blobs:
@@ -269,7 +272,7 @@ class CaptureReader:
         first_tag: bool,
         whole: bool,
     ) -> None:
-        """`whole`: all that the job has should be among the blobs."""
+        """Group the blobs by request. `whole`: the blobs should be all those of the job."""
         self._partial = partial
         if job is not None:
             blobs = [blob for blob in blobs if blob.header.manifest.job == job]
@@ -323,13 +326,15 @@ class CaptureReader:
         self.close()
 
     def close(self) -> None:
-        """Let go of the files; views given by `raw` stay valid. The reader is empty afterwards."""
+        """Release the files; arrays that `raw` returned stay valid. The reader is empty
+        afterwards.
+        """
         self._requests.clear()
         self._expected = 0
 
     @property
     def files(self) -> list[Path]:
-        """The files that are read, by request and stage; a segment once."""
+        """The files of the reader, by request and stage; each segment once."""
         return list(
             dict.fromkeys(
                 blob.place.path for request in self._requests.values() for blob in request.blobs
@@ -365,10 +370,10 @@ class CaptureReader:
         return self._of(request).manifest.images
 
     def tokens(self, request: int = 0) -> list[str]:
-        """Return how the token at each of `positions` reads, leading space included.
+        """Return the text of the token at each of `positions`, with its leading space.
 
         Raises MidstreamError: `not_found` for a reader that was opened from files alone (use
-        `Client.capture`), and what the server raises when it is asked.
+        `Client.capture`), and what the request to the server raises.
         """
         if self.read_tokens is None:
             allowed = (
@@ -384,8 +389,8 @@ class CaptureReader:
         return self.read_tokens(self.token_ids(request))
 
     def words(self, request: int = 0) -> list[str]:
-        """Return the texts of `tokens`; ids in digits for a reader that was opened from files
-        alone.
+        """Return the texts of `tokens`; a reader that was opened from files alone returns ids in
+        digits.
         """
         return (
             [str(token) for token in self.token_ids(request)]
@@ -402,17 +407,17 @@ class CaptureReader:
 
         `hook`: by default `post_block`, or the only one that was captured.
 
-        `layer`: negative ones count from the model's last, -1. TransformerLens' names are
-        understood. Raises MidstreamError naming the layers there are.
+        `hook` may be a TransformerLens name. `layer`: a negative number counts from the model's
+        last layer, -1. Raises MidstreamError that lists the captured layers.
         """
         return self._joined(layer, hook, request, Blob.array)
 
     def raw(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
-        """`[positions, hidden]` as it lies in the file: read-only, nothing copied; bfloat16 as its
-        uint16 bit patterns.
+        """`[positions, hidden]` as stored in the file: read-only and not copied; bfloat16 as uint16
+        bit patterns.
 
-        (A copy only where ranks hold columns of the rows, or a pipeline stage holds rows that
-        another one dropped.)
+        (It is a copy only if each rank stored some columns of the rows, or if a pipeline stage
+        holds rows that another one dropped.)
         """
         return self._joined(layer, hook, request, Blob.raw)
 
@@ -473,17 +478,18 @@ class CaptureReader:
         *,
         queries: Sequence[int] | None = None,
     ) -> np.ndarray:
-        """float32 `[heads, query, key]`: what each token attends to, from the captured `q` and `k`
+        """float32 `[heads, query, key]`: attention patterns, computed from the captured `q` and `k`
         of `layer`.
 
         Both axes are `positions(request)`; keys that a query does not see are 0, and a row sums to
-        1, less what a sink of the model takes. `head`: a number, a list or `"0-3"`; by default all
-        of the layer. `queries`: only those of some absolute positions; negative ones count from the
-        prompt's end. As transformers' eager attention, see `docs/attention.md`.
+        1, or to less if the model has attention sinks. `head`: a number, a list or `"0-3"`; by
+        default all of the layer. `queries`: the absolute positions whose rows to return, by default
+        all; negative ones count from the prompt's end. The values are those of transformers' eager
+        attention, see `docs/attention.md`.
 
-        Raises MidstreamError: `not_found` if `q` or `k` was not captured at the layer, or not the
-        keys that a query sees, or if the model's attention there has no pattern that is known;
-        `invalid_request` for a head that there is not, or too large an answer.
+        Raises MidstreamError: `not_found` if `q`, `k` or a key that a query sees was not captured,
+        or if the pattern of the layer's kind of attention cannot be computed; `invalid_request` for
+        an unknown head, or if the result would be too large.
         """
         kind, manifest = self.attention_kind(layer, request), self.manifest(request)
         if kind.text_only and manifest.images:
@@ -503,15 +509,14 @@ class CaptureReader:
     def attention_kind(self, layer: int, request: int = 0) -> AttentionKind:
         """Return how a layer turns queries and keys into patterns.
 
-        Raises MidstreamError where `q` was not captured or that is not recorded.
+        Raises MidstreamError if `q` was not captured, or if the capture does not record the kind of
+        attention.
         """
         _, blobs, site = self._tensor(layer, "q", request)
         return attention_at(blobs[0].header.manifest.attention, int(site.rpartition(".")[2]))
 
     def heads(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
-        """`[positions, heads, head size]` float32 of a hook that has heads: all of them, or those
-        that were captured.
-        """
+        """`[positions, heads, head size]` float32 of a hook that has heads: the captured heads."""
         _, blobs, name = self._tensor(layer, hook, request)
         shape = blobs[0].header.manifest.row
         bare = name.partition(".")[0]
@@ -527,12 +532,12 @@ class CaptureReader:
         return rows.reshape(len(rows), -1, shape.width)
 
     def experts(self, layer: int, request: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """The experts that each token took, those with the largest weights first, and the weights:
-        int64, float32 `[positions, top]`.
+        """Return the experts that each token was routed to, largest weight first, and the weights:
+        int64 and float32 `[positions, top]`.
 
         From the captured logits `router`, by the model's own rule: softmax or sigmoid, groups,
-        correction bias, scale. A shared expert is not among them. Raises MidstreamError where
-        `router` was not captured, or where the model's rule is not known.
+        correction bias, scale. Shared experts are not included. Raises MidstreamError if `router`
+        was not captured, or if the model's rule is not known.
         """
         _, blobs, site = self._tensor(layer, "router", request)
         kind = routing_at(blobs[0].header.manifest.routing, int(site.rpartition(".")[2]))
@@ -553,7 +558,7 @@ class CaptureReader:
         return np.asarray(self.array(layer, hook, request)[positions.index(position)])
 
     def dtype(self, request: int = 0) -> str:
-        """Return what the rows are stored as: float32, float16 or bfloat16."""
+        """Return the dtype in which the rows are stored: float32, float16 or bfloat16."""
         return self._of(request).manifest.dtype
 
     def manifest(self, request: int = 0) -> Manifest:
@@ -561,9 +566,9 @@ class CaptureReader:
         return self._of(request).manifest
 
     def verify(self) -> list[Check]:
-        """Size, CRC32 and content of every blob, held against its manifests; and `gaps`.
+        """Compare size, CRC32 and content of every blob with its manifests, and add `gaps`.
 
-        All is right when every check is `ok`.
+        The capture is complete and undamaged if every check is `ok`.
         """
         return [
             _check(blob) for request in self._requests.values() for blob in request.blobs
@@ -576,7 +581,9 @@ class CaptureReader:
         result = []
         if self.status not in ("", "ok"):
             result.append(
-                Check(Path(self.job), 0, 0, ok=False, detail=_told(self.status, self.detail))
+                Check(
+                    Path(self.job), 0, 0, ok=False, detail=_status_message(self.status, self.detail)
+                )
             )
         if why := self._missing_requests():
             result.append(Check(Path(self.job), 0, 0, ok=False, detail=why))
@@ -593,7 +600,9 @@ class CaptureReader:
         return result
 
     def _missing_requests(self) -> str:
-        """Return which requests are there when some are missing; empty when none is."""
+        """Return an error message that lists the present requests if some are missing; otherwise an
+        empty text.
+        """
         present = list(self._requests)
         if len(present) >= self._expected:
             return ""
@@ -644,7 +653,7 @@ class CaptureReader:
 
 
 def _from_the_end(layer: int, manifest: Manifest) -> int:
-    """The layer that a negative number names, counted from the model's last."""
+    """Return the layer that a negative number stands for, counted from the model's last."""
     if not manifest.num_layers:
         detail = (
             f"layer {layer} counts from the model's last layer, but this capture does not "
@@ -665,12 +674,12 @@ def _from_the_end(layer: int, manifest: Manifest) -> int:
 
 
 def _last_whole(attempts: dict[int, list[Blob]]) -> _Request:
-    """The last attempt that is whole; if none is, the last."""
+    """Return the last complete attempt; if there is none, the last attempt."""
     requests = [_Request(attempts[attempt]) for attempt in sorted(attempts, reverse=True)]
     return next((request for request in requests if not request.missing), requests[0])
 
 
-def _told(status: str, detail: str) -> str:
+def _status_message(status: str, detail: str) -> str:
     return f"the status of the capture is {status}" + (f": {detail}" if detail else "")
 
 

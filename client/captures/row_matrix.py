@@ -11,11 +11,11 @@ from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.prompts.selectors import as_ranges
 from .reader import CaptureReader
 
-#: Which rows of a request count: its last or first captured one, their mean, all of them, or the
-#: one at an absolute token position.
+#: Rows taken from a request: its last or first captured row, the mean of its rows, all of them, or
+#: the row at a token position.
 Named = Literal["last", "first", "mean", "all"]
 Rows = Named | int
-#: Longer lists of positions are cut in errors.
+#: The most ranges of positions that an error message lists.
 SHOWN_RANGES = 16
 
 
@@ -36,10 +36,10 @@ def matrix(
     """float32 `[samples, hidden]` over all requests of one reader or of several, in the order of
     `samples`.
 
-    `layer`, `hook`: as of `CaptureReader.array`. `rows`: "last" (one row a request: its last
+    `layer`, `hook`: as for `CaptureReader.array`. `rows`: "last" (one row per request: its last
     captured position), "first", "mean" (over its captured positions), "all" (every captured
-    position), or a token position, which as in a request's `positions` counts from the prompt's end
-    where it is negative: -1 is the last token of the prompt.
+    position), or a token position. A negative position counts from the prompt's end, as in a
+    request's `positions`: -1 is the last token of the prompt.
 
     Raises MidstreamError: `invalid_request` for other `rows` or for readers of models of different
     width, `not_found` where a request lacks the layer or the position, and what

@@ -56,7 +56,7 @@ FACTS = (
     "The author of Romeo and Juliet is William",
 )
 FACT_TOKENS = 6
-#: The demo model's shape: every capture is held against it.
+#: The demo model's shape, with which every capture is compared.
 NUM_LAYERS = 30
 HIDDEN_SIZE = 576
 
@@ -84,49 +84,49 @@ LAYER = 14
 SCALE = 1.0
 #: The direction's name.
 MODULE = "sea"
-#: The first token's activation is a sink a hundred times larger than the rest, and says nothing
-#: about the text.
-SINK = 1
-#: Two facts of the same shape: what the model knows of the one is patched into the other.
+#: Leading tokens to leave out: the first one is an attention sink, whose activation is a hundred
+#: times larger than the rest and does not depend on the text.
+SINK_TOKENS = 1
+#: Two prompts of the same form; activations of the first are patched into the second.
 CLEAN, ANSWER = FACTS[0], " Paris"
 CORRUPT, FOIL = "The Colosseum is located in the city of", " Rome"
 HOOK = "resid_pre"
-#: The stream that enters the last layer at the last token has the answer, but for what that layer
-#: does: this share of it, at least.
+#: The smallest share that patching the last layer's input at the last token must recover. It is not
+#: 1, because the last layer itself also contributes.
 LEAST_AT_THE_END = 0.8
-#: The subject's rows bring back that much in an early layer, and nothing any more in a late one,
-#: where the last token has read them.
+#: Patching the subject's rows must recover at least the first share in an early layer, and at most
+#: the second in the last one: by then the last token has already read them.
 LEAST_AT_THE_SUBJECT, MOST_WHEN_READ = 0.3, 0.1
-#: One layer later the edit is still there, but that layer has added to it: at least this part of it
-#: must be seen.
+#: The smallest share of the edit that must remain one layer later; that layer also adds to the
+#: stream.
 LEAST_SHIFT = 0.5
 
 
 @dataclass(frozen=True)
 class Shift:
-    """How far the stream moved along a direction, and how far it was pushed."""
+    """Expected and measured movement of the stream along a steering vector's direction."""
 
-    asked: float
-    found: float
+    expected: float
+    measured: float
 
 
 class Verdict:
-    """Checks of the demo, and those that failed."""
+    """Prints the result of each check, and collects the checks that failed."""
 
     def __init__(self, console: Console):
         self._console = console
-        self.short: list[str] = []
+        self.failed: list[str] = []
 
     def check(self, holds: bool, claim: str) -> None:
         _line(self._console, f"[green]✓[/] {claim}" if holds else f"[red]✗ {claim}[/]")
         if not holds:
-            self.short.append(claim)
+            self.failed.append(claim)
 
 
 def run_demo(
     data: Path | None = None, console: Console | None = None, *, keep: bool = False
 ) -> int:
-    """The demo; its exit code.
+    """Run the demo on a stack of its own; return the exit code.
 
     `data`: the data directory, by default `demo/` in the setting `data_dir`, re-created.
 
@@ -157,9 +157,9 @@ def run_demo(
     ended = wait_for(lambda: not stack.survivors(), END_S)
     verdict.check(ended, "everything stopped, no process left behind")
     _farewell(console, stack.settings, job, time.monotonic() - began)
-    if verdict.short:
+    if verdict.failed:
         console.print(
-            f"[red]{len(verdict.short)} of the checks failed[/]; logs: "
+            f"[red]{len(verdict.failed)} of the checks failed[/]; logs: "
             f"{Path(stack.settings.data_dir) / 'logs'}"
         )
         return 1
@@ -167,12 +167,12 @@ def run_demo(
 
 
 def run_demo_at(url: str, keep: Path | None = None, console: Console | None = None) -> int:
-    """The demo on a stack that runs; its exit code.
+    """Run the demo on a running stack; return the exit code.
 
-    `keep`: where the figure goes, by default the working directory.
+    `keep`: the folder for the figure, by default the working directory.
 
-    Raises MidstreamError when the demo model is not served there. The module that it named is
-    removed.
+    Raises MidstreamError when the demo model is not served there. The module that the demo
+    registers is removed at the end.
     """
     console = console or Console(highlight=False)
     began = time.monotonic()
@@ -201,14 +201,14 @@ def run_demo_at(url: str, keep: Path | None = None, console: Console | None = No
                 client.unregister_module(MODULE, MODEL_NAME)
     console.print()
     console.rule(f"[bold]Done in {time.monotonic() - began:.0f} s[/]", align="left")
-    if verdict.short:
-        console.print(f"[red]{len(verdict.short)} of the checks failed[/]")
-    return 1 if verdict.short else 0
+    if verdict.failed:
+        console.print(f"[red]{len(verdict.failed)} of the checks failed[/]")
+    return 1 if verdict.failed else 0
 
 
 def demonstrate(client: Client, folder: Path, console: Console, verdict: Verdict) -> str:
-    """Capture, steer and patch the demo model, wherever it is served; the figure goes into
-    `folder`. Returns the job that captured.
+    """Capture, steer and patch the served demo model, and write the figure into `folder`. Return
+    the id of the first capturing job.
     """
     job = _capture(client, MODEL_NAME, console, verdict)
     _steer(client, MODEL_NAME, console, verdict)
@@ -218,9 +218,9 @@ def demonstrate(client: Client, folder: Path, console: Console, verdict: Verdict
 
 @contextmanager
 def _started(settings: Settings, console: Console) -> Iterator[Supervisor]:
-    """The running stack; a line counts the seconds while it starts.
+    """Start the stack, and stop it at the end; a line counts the seconds while it starts.
 
-    (Redrawn by the wait itself: no threads together with forks.)
+    The wait itself redraws the line: a thread must not run while the supervisor forks.
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
@@ -243,12 +243,12 @@ def _started(settings: Settings, console: Console) -> Iterator[Supervisor]:
         stack.stop()
 
 
-def _settings(keep: Path | None, console: Console) -> Settings:
+def _settings(data: Path | None, console: Console) -> Settings:
     """Free ports, the demo model and a separate data directory; other settings are the user's."""
     base = load_settings()
-    folder = Path(keep or Path(base.data_dir) / "demo").expanduser().resolve()
-    if keep is None and (folder / LOCK_FILE).exists() and not _in_use(folder):
-        shutil.rmtree(folder)  # the demo before this one
+    folder = Path(data or Path(base.data_dir) / "demo").expanduser().resolve()
+    if data is None and (folder / LOCK_FILE).exists() and not _in_use(folder):
+        shutil.rmtree(folder)  # left by an earlier demo
     with console.status("the demo model …"):
         model = fetch_demo_model(
             Path(base.cache_dir), say=lambda line: console.print(f"  {escape(line)}", style="dim")
@@ -272,17 +272,19 @@ def _settings(keep: Path | None, console: Console) -> Settings:
 
 
 def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> str:
-    """Every layer of every prompt token, held until durable; returns one job's id."""
+    """Capture every layer at every prompt token, and check the rows; return the id of the first
+    job.
+    """
     console.print()
     console.rule(
         "[bold]Capture[/]: every layer at every prompt token, answered once all rows are on disk",
         align="left",
     )
-    wish = {"layers": "all", "positions": "all_prompt", "tag": "demo"}
+    spec = {"layers": "all", "positions": "all_prompt", "tag": "demo"}
 
     def ask(prompt: str) -> Answer:
         return client.completion(
-            model, prompt, capture=wish, capture_wait=True, max_tokens=FACT_TOKENS, temperature=0
+            model, prompt, capture=spec, capture_wait=True, max_tokens=FACT_TOKENS, temperature=0
         )
 
     answers = _all([partial(ask, prompt) for prompt in FACTS], "held responses", console)
@@ -329,8 +331,8 @@ def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> 
 
 
 def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> None:
-    """The same prompts plain and steered by a named module, side by side; then the status of the
-    ranks.
+    """Complete prompts plain and steered by a named module, side by side; show the ranks'
+    status.
     """
     console.print()
     console.rule(
@@ -340,13 +342,16 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
         ),
         align="left",
     )
-    wish = {"layers": LAYER, "positions": "all_prompt", "tag": "direction"}
+    spec = {"layers": LAYER, "positions": "all_prompt", "tag": "direction"}
     source = client.run(
-        model=model, prompts=[*SEA, *LAND], capture=wish, sampling={"max_tokens": 1}
+        model=model, prompts=[*SEA, *LAND], capture=spec, sampling={"max_tokens": 1}
     )
     reader = client.capture(source.id)
     means = np.stack(
-        [reader.array(LAYER, request=request)[SINK:].mean(0) for request in reader.requests()]
+        [
+            reader.array(LAYER, request=request)[SINK_TOKENS:].mean(0)
+            for request in reader.requests()
+        ]
     )
     direction = means[: len(SEA)].mean(0) - means[len(SEA) :].mean(0)
     norm = float(np.linalg.norm(direction))
@@ -396,10 +401,10 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
         plain.texts != steered.texts, "the steered completions differ from the plain ones"
     )
     moved = (
-        f"at layer {LAYER + 1} the stream moved {shift.found:.1f} along the direction "
-        f"(pushed by {shift.asked:.1f})"
+        f"at layer {LAYER + 1} the stream moved {shift.measured:.1f} along the direction "
+        f"(pushed by {shift.expected:.1f})"
     )
-    verdict.check(shift.found >= LEAST_SHIFT * shift.asked, moved)
+    verdict.check(shift.measured >= LEAST_SHIFT * shift.expected, moved)
     applied = (
         sum(report.applied for stage in steered.determinism.stages for report in stage.ranks)
         if steered.determinism
@@ -412,8 +417,8 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
 
 
 def _patch(client: Client, model: str, folder: Path, console: Console, verdict: Verdict) -> None:
-    """Causal tracing of the fact that the tower is in Paris (Meng et al. 2022, arXiv:2202.05262),
-    drawn twice.
+    """Trace the fact that the tower is in Paris (Meng et al. 2022, arXiv:2202.05262), and draw the
+    result in the terminal and as a figure.
     """
     console.print()
     console.rule(
@@ -477,12 +482,15 @@ def _shift(plain: CaptureReader, steered: CaptureReader, direction: np.ndarray) 
     """
     unit = direction / np.linalg.norm(direction)
     moved = [
-        (steered.array(LAYER + 1, request=request) - plain.array(LAYER + 1, request=request))[SINK:]
+        (steered.array(LAYER + 1, request=request) - plain.array(LAYER + 1, request=request))[
+            SINK_TOKENS:
+        ]
         @ unit
         for request in plain.requests()
     ]
     return Shift(
-        asked=SCALE * float(np.linalg.norm(direction)), found=float(np.concatenate(moved).mean())
+        expected=SCALE * float(np.linalg.norm(direction)),
+        measured=float(np.concatenate(moved).mean()),
     )
 
 
@@ -509,7 +517,7 @@ def _receipts(title: str, answers: list[Answer]) -> Table:
 
 
 def _draw_norms(console: Console, reader: CaptureReader, prompt: str) -> None:
-    """The norm of the stream at the last prompt token, layer by layer."""
+    """Draw the norm of the stream at the last prompt token, layer by layer."""
     norms = np.linalg.norm(reader.stack()[:, -1, :], axis=-1)
     levels = np.clip(norms / norms.max() * 8, 0, 7).astype(int)
     line = "".join("▁▂▃▄▅▆▇█"[level] for level in levels)
@@ -548,7 +556,7 @@ def _farewell(console: Console, settings: Settings, job: str, seconds: float) ->
 
 
 def _kept_in(settings: Settings, job: str) -> tuple[str, str]:
-    """Return where the captures are, and what `capture show` needs to find the job's."""
+    """Return the artifact store, and the arguments of `capture show` for the job."""
     store = settings.artifacts
     if "://" in store:
         return store, f"{shlex.quote(store)} --job {job}"
@@ -556,12 +564,12 @@ def _kept_in(settings: Settings, job: str) -> tuple[str, str]:
 
 
 def _line(console: Console, text: str) -> None:
-    """One line, however wide the terminal: paths and addresses stay whole."""
+    """Print one line without wrapping, so that paths and addresses can be copied whole."""
     console.print(f"  {text}", soft_wrap=True)
 
 
 def _command() -> str:
-    """Return how this program was called, as short as it can be typed here."""
+    """Return the shortest command that starts this program from the working directory."""
     called = Path(sys.argv[0])
     if called.name != "midstream":
         return f"{_short(Path(sys.executable))} -m midstream.client.cli.main"
@@ -574,9 +582,7 @@ def _short(path: Path) -> str:
 
 
 def _in_use(folder: Path) -> bool:
-    """Return whether a supervisor's processes may still live there: then nothing is removed, and
-    the supervisor says what is wrong.
-    """
+    """Return whether a supervisor may still use the folder; it then reports the conflict itself."""
     return bool(read_state(folder))
 
 

@@ -17,7 +17,7 @@ from .jobs import AsJson, Model, Url, connect, only_model, out, print_record
 from .registered import Registry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A probe's name.")]
-#: A request alone may ask for `steer`: it names a module.
+#: Actions of a probe on all traffic. `steer` is for single requests, because it needs a module.
 _WATCHES = tuple(action for action in get_args(Action) if action != "steer")
 Acts = Annotated[str, typer.Option(help=f"At a threshold: {', '.join(_WATCHES)}.")]
 
@@ -30,7 +30,7 @@ _TAG = "probe-training"
 
 
 class Example(msgspec.Struct):
-    """A line of a file to train on."""
+    """A line of a training file."""
 
     text: str
     label: str | int | bool
@@ -77,14 +77,14 @@ def probe_train(
         matrix, groups = _rows(client, served, examples, layer, hook, rows)
         from ..probes import fit
 
-        made = fit(
+        probe = fit(
             matrix,
             [examples[group].label for group in groups],
             groups=groups,
             held_out=held_out,
             strength=strength,
         )
-        out.print(render.measured(made.metrics))
+        out.print(render.measured(probe.metrics))
         fields: dict[str, Any] = {
             "layer": layer,
             "hook": hook,
@@ -92,7 +92,7 @@ def probe_train(
             "decay": decay,
             "description": description,
         }
-        print_record(client.register_probe(name, made, model=served, **fields), False)
+        print_record(client.register_probe(name, probe, model=served, **fields), False)
 
 
 @probe_app.command("register")
@@ -128,7 +128,7 @@ def probe_register(
         with np.load(file, allow_pickle=False) as held:
             tensors = {key: np.array(held[key]) for key in ("weight", "bias") if key in held}
     except Exception as error:
-        # numpy evaluates the header of a file as a literal, which fails in many ways
+        # numpy parses a file's header as a Python literal, which can raise many kinds of errors
         raise invalid(
             "file", f"{file}: {error}", allowed="a .npz file with `weight`, and `bias`"
         ) from error
@@ -175,7 +175,10 @@ def probe_watch(
 
 
 def read_examples(file: Path) -> list[Example]:
-    """Raises a problem naming the line that cannot be read."""
+    """Read labelled texts, one JSON object per line.
+
+    Raises MidstreamError that names an invalid line.
+    """
     examples = []
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         if line.strip():
@@ -195,7 +198,9 @@ def read_examples(file: Path) -> list[Example]:
 def _rows(
     client: Client, model: str, examples: list[Example], layer: int, hook: str, rows: str
 ) -> tuple[np.ndarray, list[int]]:
-    """`[samples, hidden]`, and of each sample the number of its example."""
+    """Capture the rows of the examples: `[samples, hidden]`, and the index of each sample's
+    example.
+    """
     capture = {
         "layers": [layer],
         "hook": cast(HookName, hook),

@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _fields(handling: dict[str, Any], steer: list[str] | None, model: str | None) -> dict[str, Any]:
-    """The fields of the job next to the reading."""
+    """Return the job's other fields, without the reading."""
     steering = {"steering": options.parse_steering(steer or [])}
     return {**handling, **steering, **({} if model is None else {"model": model})}
 
@@ -186,18 +186,18 @@ def attention(
         raise invalid(
             "--behaviour", f"{behaviour!r} is not known", allowed=", ".join(get_args(Behaviour))
         )
-    chosen, of_heads = (
+    chosen_layers, chosen_heads = (
         options.parse_layers(layers),
         None if heads is None else options.parse_layers(heads),
     )
     if prompt is not None:
         with connect(url) as client:
             result = client.attention(
-                prompt, layers=chosen, heads=of_heads, model=model or only_model(client)
+                prompt, layers=chosen_layers, heads=chosen_heads, model=model or only_model(client)
             )
     else:
         with open_capture(str(source), url) as reader:
-            result = attention_of(reader, chosen, of_heads, request)
+            result = attention_of(reader, chosen_layers, chosen_heads, request)
     valid = cast(Behaviour | None, behaviour)
     panels = named(result, show_) if show_ else show.panels_of(result, behaviour=valid)
     if not print_json(_facts(result), json_):
@@ -210,7 +210,7 @@ def attention(
 
 
 def _facts(attention: Attention) -> dict[str, Any]:
-    """For programs: tokens, and every head's scores."""
+    """Return the JSON output: tokens, and every head's scores."""
     scores = {
         behaviour: [score._asdict() for score in attention.scores(behaviour)]
         for behaviour in attention.behaviours()
@@ -225,9 +225,9 @@ def _facts(attention: Attention) -> dict[str, Any]:
 
 
 def named(attention: Attention, texts: Sequence[str]) -> list[show.Panel]:
-    """`5.3`, layer and head, of each text.
+    """Parse texts such as `5.3` (layer and head).
 
-    Raises MidstreamError naming `--show`, or the heads that there are.
+    Raises MidstreamError that names `--show`, or lists the valid heads.
     """
     panels = []
     for text in texts:

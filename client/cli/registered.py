@@ -38,41 +38,42 @@ Steer = Annotated[
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """The commands of one kind of thing that has a name: `list`, `show` and `remove`.
+    """The commands `list`, `show` and `remove` of one kind of registered artifact.
 
-    The calls take the client, and the model or None; all but `every` a name before it.
+    `list_all`, `get` and `remove` are calls of the client. Their last argument is the model, or
+    None; `get` and `remove` take the artifact's name before it.
     """
 
-    thing: str  # with its article
-    things: str
+    noun: str  # with its article: "a module"
+    plural: str
     kind: type[T]
-    every: Callable[[Client, str | None], list[T]]
-    one: Callable[[Client, str, str | None], T]
+    list_all: Callable[[Client, str | None], list[T]]
+    get: Callable[[Client, str, str | None], T]
     remove: Callable[[Client, str, str | None], None]
 
     def commands(self, help: str) -> typer.Typer:
-        """A group with the commands, for the calls of the registry."""
+        """Return a command group with `list`, `show` and `remove`."""
         app = typer.Typer(no_args_is_help=True, help=help)
-        name = Annotated[str, typer.Argument(metavar="NAME", help=f"The name of {self.thing}.")]
+        name = Annotated[str, typer.Argument(metavar="NAME", help=f"The name of {self.noun}.")]
 
         def list_(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
             with connect(url) as client:
-                result = self.every(client, model)
-            print_list(result, result, self.kind, self.things, json_)
+                result = self.list_all(client, model)
+            print_list(result, result, self.kind, self.plural, json_)
 
         def show(name: name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
             with connect(url) as client:
-                print_record(self.one(client, name, model), json_)
+                print_record(self.get(client, name, model), json_)
 
         def remove(name: name, model: Model = None, url: Url = None) -> None:
             with connect(url) as client:
                 self.remove(client, name, model)
             out.print(f"{name} removed", markup=False)
 
-        app.command("list", help=f"List the {self.things}.")(list_)
-        app.command("show", help=f"Show {self.thing}.")(show)
+        app.command("list", help=f"List the {self.plural}.")(list_)
+        app.command("show", help=f"Show {self.noun}.")(show)
         app.command(
-            "remove", help=f"Remove {self.thing}; files stay. Requests accepted earlier keep it."
+            "remove", help=f"Remove {self.noun}; files stay. Requests accepted earlier keep it."
         )(remove)
         return app
 

@@ -21,7 +21,7 @@ from ..stack.doctor import Finding, examine
 from .jobs import AsJson, Url, connect, out
 from .options import overrides
 
-#: Seconds between two looks.
+#: Default for the seconds between two updates.
 INTERVAL_S = 2.0
 
 
@@ -46,7 +46,7 @@ def top(
             else:
                 out.print(show_status.status(status, client.url))
             return
-        before = client.status()  # what is wrong from the start is an error and no picture
+        before = client.status()  # an error on the first call ends the command
         try:
             with Live(
                 show_status.status(before, client.url),
@@ -56,14 +56,16 @@ def top(
             ) as live:
                 while True:
                     time.sleep(interval)
-                    before, picture = _look(client.status, client.url, before)
+                    before, picture = _update(client.status, client.url, before)
                     live.update(picture, refresh=True)
         except KeyboardInterrupt:
             return
 
 
-def _look(ask: Callable[[], Status], url: str, before: Status) -> tuple[Status, RenderableType]:
-    """While the service does not answer: the last status, and the error."""
+def _update(ask: Callable[[], Status], url: str, before: Status) -> tuple[Status, RenderableType]:
+    """Return the new status and its picture; if the service does not answer, the last status and
+    the error.
+    """
     try:
         status = ask()
     except MidstreamError as error:

@@ -24,7 +24,7 @@ from ...storage.formats.capture_blobs import TensorPlace
 from ...storage.shards import KEYS, decoded_rows, dtype_of, shard_tensors, site_name, tensor_bits
 from ...storage.store import ArtifactStore, Handle, open_store
 
-#: Shards whose files a reader keeps open.
+#: The most shards whose files a reader keeps open.
 OPEN = 16
 Site = tuple[str, int]
 
@@ -62,7 +62,7 @@ class Shard:
         return {**self.__dict__, "_files": {}}  # a loader's worker opens its own
 
     def close(self) -> None:
-        """Let go of its files; they are opened again when they are needed."""
+        """Close its files; a later read opens them again."""
         for opened in self._files.values():
             opened.handle.close()
         self._files = {}
@@ -163,10 +163,10 @@ class Harvest:
         return self.manifest.rows
 
     def __repr__(self) -> str:
-        made = self.manifest
+        manifest = self.manifest
         return (
-            f"<Harvest {made.id} of {made.model}: {made.rows} rows at {shown(self.sites)}, "
-            f"{made.shards} shards, {made.dtype}>"
+            f"<Harvest {manifest.id} of {manifest.model}: {manifest.rows} rows at "
+            f"{shown(self.sites)}, {manifest.shards} shards, {manifest.dtype}>"
         )
 
     @property
@@ -179,21 +179,21 @@ class Harvest:
         return np.array([shard.first for shard in self.shards], dtype=np.int64)
 
     def site(self, hook: str | None, layer: int | None) -> Site:
-        """The site that is meant; either may be left out where there is one.
+        """Return the only site that matches `hook` and `layer`; None matches any.
 
-        Raises MidstreamError naming those there are.
+        Raises MidstreamError that lists the sites of the harvest if none or several match.
         """
-        fitting = [
+        matching = [
             site for site in self.sites if hook in (None, site[0]) and layer in (None, site[1])
         ]
-        if len(fitting) != 1:
-            text = "several sites" if fitting else f"no {hook or 'site'} of layer {layer}"
+        if len(matching) != 1:
+            text = "several sites" if matching else f"no {hook or 'site'} of layer {layer}"
             raise MidstreamError(
                 "not_found",
                 f"the harvest has {text}: name hook and layer",
                 allowed=shown(self.sites),
             )
-        return fitting[0]
+        return matching[0]
 
     def rows(
         self,
@@ -201,20 +201,22 @@ class Harvest:
         layer: int | None = None,
         hook: str | None = None,
     ) -> np.ndarray:
-        """Rows of a site by their numbers: `[rows, width]` (of one number `[width]`), float32 or
-        float16. Raises IndexError.
+        """Return rows of a site by row number: `[rows, width]`, or `[width]` for a single number;
+        float32 or float16. Raises IndexError.
         """
         at = self.site(hook, layer)
         return self._gather(index, lambda shard, start, stop: shard.rows(*at, start, stop))
 
     def keys(self, index: int | slice | np.ndarray | Sequence[int]) -> Keys:
-        """Likewise the keys."""
+        """Return the keys of rows by row number. Raises IndexError."""
         return Keys(*[self._gather(index, partial(_key_part, part)) for part in range(3)])
 
     def document(
         self, document: int, layer: int | None = None, hook: str | None = None
     ) -> tuple[Keys, np.ndarray]:
-        """A document's keys and rows of a site, by position. Empty where it has none."""
+        """Return a document's keys and its rows at a site, ordered by position; empty if it has no
+        rows.
+        """
         at = self.site(hook, layer)
         result: list[tuple[Keys, np.ndarray]] = []
         for shard in self.shards:
@@ -250,11 +252,11 @@ class Harvest:
             raise IndexError(
                 f"row {int(needed.max())} is out of range: the harvest has {len(self)} rows"
             )
-        of = np.searchsorted(self._firsts, needed, side="right") - 1
+        shard_numbers = np.searchsorted(self._firsts, needed, side="right") - 1
         parts, order = [], []
-        for number in np.unique(of).tolist():
+        for number in np.unique(shard_numbers).tolist():
             shard = self._touch(self.shards[number])
-            places = np.flatnonzero(of == number)
+            places = np.flatnonzero(shard_numbers == number)
             inside = needed[places] - shard.first
             low, high = int(inside.min()), int(inside.max()) + 1
             parts.append(read(shard, low, high)[inside - low])
@@ -263,13 +265,15 @@ class Harvest:
             first = self.shards[0] if self.shards else None
             return read(first, 0, 0) if first is not None else np.zeros(0)
         joined = np.concatenate(parts)
-        made = np.empty_like(joined)
-        made[np.concatenate(order)] = joined
-        one: np.ndarray = made[0] if isinstance(index, int | np.integer) else made
-        return one
+        ordered = np.empty_like(joined)
+        ordered[np.concatenate(order)] = joined
+        result: np.ndarray = ordered[0] if isinstance(index, int | np.integer) else ordered
+        return result
 
     def _touch(self, shard: Shard) -> Shard:
-        """The shard, used last; the one that was not used for longest is closed."""
+        """Return the shard, and record its use; closes the least recently used shards beyond
+        `OPEN`.
+        """
         number = int(np.searchsorted(self._firsts, shard.first, side="right")) - 1
         self._used[number] = None
         self._used.move_to_end(number)
@@ -279,9 +283,10 @@ class Harvest:
 
 
 def open(uri: str) -> Harvest:
-    """The complete harvest at a folder or URI.
+    """Open the complete harvest at a folder or URI.
 
-    Raises `not_found` while it has no manifest, and `capture_damaged`.
+    Raises MidstreamError: `not_found` if it has no manifest, `capture_damaged` if a manifest is not
+    what was written.
     """
     store = open_store(uri)
     manifest = read_manifest(store)
@@ -292,7 +297,7 @@ def open(uri: str) -> Harvest:
 
 
 def read_manifest(store: ArtifactStore) -> HarvestManifest:
-    """Raises `not_found`, `capture_damaged`."""
+    """Read the manifest of a harvest. Raises `not_found`, `capture_damaged`."""
     try:
         with store.open(MANIFEST) as handle:
             data = handle.read(0, handle.size)
@@ -327,5 +332,5 @@ def _key_part(part: int, shard: Shard, start: int, stop: int) -> np.ndarray:
 
 
 def shown(sites: Sequence[Site]) -> str:
-    """`post_block.3, post_block.4`."""
+    """List sites by name: `post_block.3, post_block.4`."""
     return ", ".join(site_name(*site) for site in sites)

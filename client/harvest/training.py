@@ -11,19 +11,20 @@ from ...storage.shards import site_name
 from .reader import Harvest, Shard, Site
 from .reader import open as open_harvest
 
-#: Shards whose rows are mixed.
+#: Default for how many shards are shuffled together.
 MIXED = 4
 
 
 class RowDataset(IterableDataset[Any]):
-    """Batches of rows, in an order that seed and epoch decide: shards in random order, and the rows
-    of `mixed` of them at a time.
+    """Batches of rows, in an order that depends on seed and epoch: shards in random order, and the
+    rows of every `mixed` consecutive shards shuffled together.
 
-    An item is a tensor `[batch_size, width]` of one site, or of several a dict `<hook>.<layer>` →
-    tensor; with `keys=True` a dict that also has `document`, `position` and `token_id`. Use
+    An item is a tensor `[batch_size, width]`, or for several sites a dict `<hook>.<layer>` →
+    tensor; with `keys=True`, always a dict that also has `document`, `position` and `token_id`. Use
     `DataLoader(dataset, batch_size=None, num_workers=…)`. Loader workers, and the `replicas` of a
-    distributed training, get different shards. `state_dict` and `load_state_dict` make a torchdata
-    `StatefulDataLoader` resume; with a plain loader set `start` to the batches that were consumed.
+    distributed training, get different shards. `state_dict` and `load_state_dict` let a torchdata
+    `StatefulDataLoader` resume; with a plain loader, set `start` to the number of batches already
+    consumed.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class RowDataset(IterableDataset[Any]):
         replicas: int = 1,
         start: int = 0,
     ) -> None:
-        """`seed`: None: the order of the harvest.
+        """Open the harvest. `seed`: None keeps the order of the harvest.
 
-        `dtype`: of the rows; None: float32, or float16 where they are stored so.
+        `dtype`: that of the returned rows; None: float16 if they are stored as float16, else
+        float32.
         """
         self.harvest: Harvest = open_harvest(uri)
         self.sites = [self.harvest.site(*site) for site in sites] if sites else self.harvest.sites
@@ -60,7 +62,7 @@ class RowDataset(IterableDataset[Any]):
         self._resume: int | None = None
 
     def __len__(self) -> int:
-        """Batches of all loader workers of this replica, if it is read without loader workers."""
+        """Number of this replica's batches when it is read without loader workers."""
         return sum(-(-sum(map(len, group)) // self.batch_size) for group in self._groups(0, 1))
 
     def state_dict(self) -> dict[str, int]:
@@ -89,7 +91,7 @@ class RowDataset(IterableDataset[Any]):
             skip = 0
 
     def _groups(self, worker: int, workers: int) -> list[list[Shard]]:
-        """The shards of this worker, those that are mixed together."""
+        """Return this worker's shards, in groups that are shuffled together."""
         shards = [shard for shard in self.harvest.shards if len(shard)]
         if self.seed is not None:
             order = np.random.Generator(np.random.PCG64([self.seed, self.epoch])).permutation(
@@ -118,12 +120,12 @@ class RowDataset(IterableDataset[Any]):
         self._given += skip
         for at in range(skip * self.batch_size, count, self.batch_size):
             chosen = order[at : at + self.batch_size]
-            # In the stored dtype until here: half the memory of what most trainers take.
-            batch = {name: self._given_as(values[chosen]) for name, values in tensors.items()}
+            # Convert only now: the stored dtype usually takes half the memory of float32.
+            batch = {name: self._converted(values[chosen]) for name, values in tensors.items()}
             self._given += 1
             yield batch if self.keys or len(batch) > 1 else next(iter(batch.values()))
 
-    def _given_as(self, values: torch.Tensor) -> torch.Tensor:
+    def _converted(self, values: torch.Tensor) -> torch.Tensor:
         if not values.is_floating_point():
             return values
         return values.to(
@@ -132,9 +134,7 @@ class RowDataset(IterableDataset[Any]):
 
 
 def _rows(group: Sequence[Shard], site: Site) -> torch.Tensor:
-    """All rows of these shards in the dtype that they are stored in, or float32 of one with
-    scales.
-    """
+    """Return all rows of these shards in their stored dtype; float32 if that has scales."""
     parts = []
     for shard in group:
         bits, dtype = shard.bits(*site)
@@ -156,8 +156,8 @@ def activations(
     seed: int = 0,
     device: str = "cpu",
 ) -> Iterator[torch.Tensor]:
-    """float32 `[batch_size, width]` of one site, epoch after epoch without end: the data provider
-    of SAELens' `SAETrainer`.
+    """Yield float32 `[batch_size, width]` of one site, epoch after epoch, without end: the data
+    provider for SAELens' `SAETrainer`.
     """
     epoch = 0
     while True:
@@ -173,6 +173,7 @@ def activations(
             raise ValueError(f"the harvest {uri} has no rows")
         small = len(dataset.harvest) < batch_size
         for batch in dataset:
-            if len(batch) == batch_size or small:  # what is left of a group would make a noisy step
+            # a group's last, smaller batch would make a noisy training step
+            if len(batch) == batch_size or small:
                 yield batch.to(device)
         epoch += 1

@@ -9,7 +9,7 @@ from ...schemas.base.errors import MidstreamError, invalid
 from ..captures.reader import CaptureReader
 from .names import BLOCK, PATTERN, Card, Key, Site, site_of
 
-#: What TransformerLens' cache does and this one does not → why.
+#: Methods of TransformerLens' cache that this one lacks → the reason.
 REFUSED: dict[str, str] = {
     "apply_ln_to_stack": "it needs the scales of the model's norms, which are not served",
     "compute_head_results": "it needs the output matrices of attention, which are not served",
@@ -32,7 +32,7 @@ class NotServed(MidstreamError, AttributeError):
 
 
 def refused(table: Mapping[str, str], owner: str, name: str) -> AttributeError:
-    """The error for an attribute that `owner` does not have: with its reason, where `table` has
+    """Return the error for an attribute that `owner` lacks, with the reason from `table` if it has
     one.
     """
     if name in table:
@@ -47,8 +47,8 @@ class ActivationCache(Mapping[str, np.ndarray]):
     Shapes are TransformerLens': `[batch, pos, d_model]`; `[batch, pos, head, d_head]` of `hook_q`,
     `hook_k`, `hook_v`, `hook_z`, `hook_rot_q` and `hook_rot_k` (keys and values have key heads);
     `[batch, head, query, key]` of `hook_pattern`; `[batch, pos, d_mlp]` of `mlp.hook_post`. Rows
-    are those behind the run's own edits. Raises MidstreamError for what was not captured, naming
-    what there is.
+    are taken after the run's own edits. For an activation that was not captured, raises
+    MidstreamError that lists the captured ones.
     """
 
     def __init__(
@@ -116,7 +116,9 @@ class ActivationCache(Mapping[str, np.ndarray]):
         return rows.reshape(len(rows), *self.card.shape(hook))
 
     def remove_batch_dim(self) -> "ActivationCache":
-        """The same without the first axis, which must have one prompt. Raises MidstreamError."""
+        """Return the cache without the batch axis. Raises MidstreamError unless it has one
+        prompt.
+        """
         if len(self.prompts) != 1:
             raise invalid(
                 "remove_batch_dim", f"there are {len(self.prompts)} prompts", allowed="one prompt"
@@ -124,7 +126,8 @@ class ActivationCache(Mapping[str, np.ndarray]):
         return ActivationCache(self.reader, self.card, self.sites, self.prompts, batch=False)
 
     def _layers(self, layer: int | None, upto: int) -> int:
-        """A layer as these methods take it: None and -1 are the number of layers.
+        """Convert the argument `layer` of these methods: None and -1 stand for the number of
+        layers.
 
         Raises MidstreamError.
         """
@@ -157,8 +160,8 @@ class ActivationCache(Mapping[str, np.ndarray]):
         mlp_input: bool = False,
         return_labels: bool = False,
     ) -> Any:
-        """`[components, batch, pos, d_model]`: the stream that enters each layer up to `layer`, and
-        with None what leaves the last one.
+        """`[components, batch, pos, d_model]`: the stream entering each layer up to `layer`; with
+        None, also the output of the last layer.
 
         Labels: `0_pre`, `0_mid`, …, `final_post`. Raises MidstreamError for `apply_ln`.
         """
@@ -184,8 +187,8 @@ class ActivationCache(Mapping[str, np.ndarray]):
         incl_embeds: bool = True,
         return_labels: bool = False,
     ) -> Any:
-        """`[components, batch, pos, d_model]`: what each part below `layer` adds to the stream;
-        their sum is the stream that enters it.
+        """`[components, batch, pos, d_model]`: what each part below `layer` adds to the stream. The
+        sum of these is the stream that enters `layer`.
 
         `mode`: `all`, `attn` or `mlp`. Labels: `embed` (with the positions' embedding, where a
         model has one: that is what enters layer 0), `0_attn_out`, `0_mlp_out`, …. Models that

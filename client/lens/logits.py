@@ -12,11 +12,10 @@ from ...schemas.base.limits import MAX_LENS_TOKENS, MAX_LENS_TOP
 from ...schemas.requests.readings import LensReading
 from .cache import refused
 
-#: Asks the server: (prompt, positions, most likely tokens, named tokens) → what the last layer's
-#: rows predict.
+#: Query to the server: (index of the prompt, positions, number of top tokens, ids of named tokens)
+#: → predictions from the last layer's rows.
 Ask = Callable[[int, list[int], int, list[int]], LensReading]
-#: Bytes that a row takes in an answer: those of its position, and of its number of tokens; and of
-#: each token.
+#: Bytes of an answer for each row, and in addition for each of its tokens.
 _ROW_BYTES, _TOKEN_BYTES = 14, 8
 REFUSED: dict[str, str] = dict.fromkeys(
     ("backward", "grad", "requires_grad", "retain_grad"),
@@ -34,7 +33,7 @@ class Predictions:
         self._known: dict[tuple[int, int], dict[int, float]] = {}
 
     def learn(self, reading: LensReading, prompt: int) -> None:
-        """Keeps an answer of the server."""
+        """Store an answer of the server."""
         for row, position in enumerate(reading.positions):
             place = prompt, position
             top = reading.top_tokens[0][row], reading.top_logprobs[0][row]
@@ -46,7 +45,7 @@ class Predictions:
                 known.update(zip(reading.named_tokens, reading.named_logprobs[0][row], strict=True))
 
     def top(self, place: tuple[int, int], count: int) -> tuple[list[int], list[float]]:
-        """The `count` most likely tokens, most likely first, and their log-probabilities."""
+        """Return the `count` most likely tokens, most likely first, and their log-probabilities."""
         ids, values = self._top[place]
         return ids[:count], values[:count]
 
@@ -59,8 +58,8 @@ class Predictions:
         return self._known[place][token]
 
     def need(self, places: Iterable[tuple[int, int]], tokens: Sequence[int]) -> None:
-        """Asks for what is not known: the tokens that some place lacks, of the places that lack
-        any, in as few requests as hold them.
+        """Fetch the values of `tokens` at `places` that are not stored yet, in as few requests as
+        possible.
         """
         needed = dict.fromkeys(places)
         lacking = {
@@ -89,12 +88,12 @@ class Predictions:
 
 class Logits:
     """`logits[0, -1, token]`: float32 log-probabilities of next tokens, in nats: the model's logits
-    less a constant of each position.
+    minus a constant per position.
 
-    So differences of two tokens' logits, softmax, argmax and ranks are those of the logits. `shape`
+    Differences between tokens, softmax, argmax and ranks are therefore those of the logits. `shape`
     is `[batch, pos, d_vocab]`. The first axes take numbers, slices and lists; the last one takes
-    token ids, since whole rows do not leave the server: `topk` gives the most likely ones. What is
-    asked for and not known yet takes its own request.
+    token ids, since whole rows do not leave the server: `topk` gives the most likely ones. Values
+    that are not stored yet are fetched with further requests.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class Logits:
         return self._values(np.asarray(places), self._ids(tokens))
 
     def _ids(self, tokens: Any) -> np.ndarray:
-        """int64, 0-d for one token. Raises MidstreamError for what is no token id."""
+        """Return token ids as int64, 0-d for a single id. Raises MidstreamError for invalid ids."""
         if isinstance(tokens, slice):
             tokens = range(*tokens.indices(self._known.vocab))
             if len(tokens) > MAX_LENS_TOKENS:
@@ -169,17 +168,17 @@ class Logits:
         return [divmod(place, length) for place in places.ravel().tolist()]
 
     def _values(self, places: np.ndarray, ids: np.ndarray) -> Any:
-        """float32 `[places…, ids…]`."""
+        """Return the values of `ids` at `places`: float32 `[places…, ids…]`."""
         where, tokens = self._where(places), ids.ravel().tolist()
         self._known.need(where, tokens)
         result = np.array(
             [[self._known.value(place, token) for token in tokens] for place in where],
             dtype=np.float32,
         )
-        shaped = self._given(result).reshape((*places.shape, *ids.shape))
+        shaped = self._scaled(result).reshape((*places.shape, *ids.shape))
         return shaped[()]
 
-    def _given(self, logprobs: np.ndarray) -> np.ndarray:
+    def _scaled(self, logprobs: np.ndarray) -> np.ndarray:
         return np.exp(logprobs) if self._probabilities else logprobs
 
     def topk(self, k: int, dim: int = -1) -> tuple[np.ndarray, np.ndarray]:
@@ -191,20 +190,20 @@ class Logits:
         self._known.need_top(where, k)
         tops = [self._known.top(place, k) for place in where]
         shape = *self._places.shape, k
-        values = self._given(np.array([item[1] for item in tops], dtype=np.float32)).reshape(shape)
+        values = self._scaled(np.array([item[1] for item in tops], dtype=np.float32)).reshape(shape)
         return values, np.array([item[0] for item in tops], dtype=np.int64).reshape(shape)
 
     def argmax(self, dim: int = -1) -> Any:
-        """The most likely token: int64 `[…]`."""
+        """Return the most likely tokens: int64 `[…]`."""
         return self.topk(1, dim)[1][..., 0][()]
 
     def log_softmax(self, dim: int = -1) -> "Logits":
-        """Log-probabilities, which these are."""
+        """Return log-probabilities."""
         self._of_tokens(dim)
         return Logits(self._known, self._places)
 
     def softmax(self, dim: int = -1) -> "Logits":
-        """The same as probabilities."""
+        """Return probabilities."""
         self._of_tokens(dim)
         return Logits(self._known, self._places, probabilities=True)
 
@@ -215,10 +214,10 @@ class Logits:
             )
 
     def loss(self, per_token: bool = False) -> Any:
-        """Mean cross-entropy of each next token of the prompts, in nats; `per_token`: float32
-        `[batch, pos - 1]`.
+        """Return the mean cross-entropy of the prompts' next tokens, in nats; with `per_token`,
+        float32 `[batch, pos - 1]`.
 
-        Raises MidstreamError for a part of the logits, and for prompts of one token.
+        Raises MidstreamError for logits that were indexed before, and for prompts of one token.
         """
         prompts = self._known.prompts
         if self._places.shape != (len(prompts), len(prompts[0])):
@@ -233,12 +232,12 @@ class Logits:
                 allowed="two tokens or more",
             )
         for number, prompt in enumerate(prompts):
-            behind = list(enumerate(prompt[1:]))
+            next_tokens = list(enumerate(prompt[1:]))
             distinct = list(dict.fromkeys(prompt[1:]))
             for start in range(0, len(distinct), MAX_LENS_TOKENS):
                 part = set(distinct[start : start + MAX_LENS_TOKENS])
                 self._known.need(
-                    [(number, position) for position, token in behind if token in part],
+                    [(number, position) for position, token in next_tokens if token in part],
                     sorted(part),
                 )
         losses = [

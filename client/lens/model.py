@@ -22,11 +22,11 @@ from .logits import Logits, Predictions
 from .names import Card, Filter, Site, chosen, hooks_of
 from .ops import Op
 
-#: Most likely tokens of each prompt's last position, that come with every run.
+#: Number of top tokens at each prompt's last position that every run fetches.
 FIRST_TOP = 20
 _WEIGHTS = "weights are not served; captures, edits and Client.lens compute with them on the server"
 _GRADIENTS = "there are no gradients: the forward pass runs in a server"
-#: What TransformerLens' models have and this one does not → why.
+#: Attributes of TransformerLens' models that this one lacks → the reason.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -60,7 +60,7 @@ REFUSED: dict[str, str] = {
 class Config:
     """`HookedModel.cfg`, with TransformerLens' names.
 
-    None: the server does not say (it serves no hook that has it).
+    None: unknown, because the server serves no hook from which it follows.
     """
 
     model_name: str
@@ -161,12 +161,12 @@ class HookedModel:
         prepend_bos: bool | None = None,
         **fields: Any,
     ) -> tuple[Any, ActivationCache]:
-        """(logits, cache) of one job, which captures what `names_filter` names; by default all that
-        is served.
+        """Run one job; return (logits, cache). The cache has the activations that `names_filter`
+        names, by default all served ones.
 
         `names_filter`: a name, a list of names or pairs such as `("resid_post", 3)`, or a function
         of a name. The rows stay on the server until they are deleted (`ActivationCache.job`).
-        `fields`: of the job, such as `lora`.
+        `fields`: other fields of the job, such as `lora`.
         """
         sites = chosen(names_filter, self.card)
         run = _Run(self, input, [*self._hooks, *fwd_hooks], prepend_bos, fields)
@@ -202,7 +202,7 @@ class HookedModel:
     def hooks(
         self, fwd_hooks: Sequence[Hook] = (), bwd_hooks: Sequence[Any] = ()
     ) -> Iterator["HookedModel"]:
-        """Within the block every run and generation has these edits, before its own."""
+        """Apply these edits to every run and generation within the block, before its own."""
         if bwd_hooks:
             raise invalid("bwd_hooks", _GRADIENTS, allowed="fwd_hooks")
         edits_of(fwd_hooks, self.card)
@@ -214,7 +214,7 @@ class HookedModel:
             self._hooks = before
 
     def add_hook(self, name: Any, hook: Op) -> None:
-        """Every run and generation has this edit until `reset_hooks`."""
+        """Apply this edit to every run and generation until `reset_hooks`."""
         edits_of([(name, hook)], self.card)
         self._hooks.append((name, hook))
 
@@ -270,19 +270,19 @@ class HookedModel:
     # --- Tokens -----------------------------------------------------------------------------------
 
     def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> np.ndarray:
-        """int64 `[batch, pos]`, as the server reads the text.
+        """Return the server's token ids of a text or texts: int64 `[batch, pos]`.
 
         Texts must have equally many tokens: nothing is padded.
 
-        `prepend_bos`: False leaves out what the tokenizer adds around a text; None: what it adds by
-        itself, nothing more. Raises MidstreamError for True where it adds none: give token ids.
+        `prepend_bos`: False omits the tokens that the tokenizer adds around a text; None keeps
+        them. True is an error if the tokenizer adds none: give token ids instead.
         """
         return np.array(
             self._equal([self._ids(text, prepend_bos) for text in _texts(input)]), dtype=np.int64
         )
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> list[str]:
-        """Return how each token of a text, or of token ids, reads, its leading space included."""
+        """Return the text of each token of a text or of token ids, with its leading space."""
         ids = (
             self._ids(input, prepend_bos)
             if isinstance(input, str)
@@ -291,7 +291,7 @@ class HookedModel:
         return self.client.detokenize(self.card.id, ids).token_strs
 
     def to_string(self, tokens: Any) -> str | list[str]:
-        """The text of token ids; of `[batch, pos]` a list."""
+        """Return the text of token ids; for `[batch, pos]`, a list of texts."""
         many = np.ndim(tokens) == 2
         texts = [self.client.detokenize(self.card.id, row).prompt for row in _token_ids(tokens)]
         return texts if many else texts[0]
@@ -332,7 +332,7 @@ class HookedModel:
         return tokens
 
     def _equal(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Raises MidstreamError where prompts differ in length."""
+        """Return the prompts. Raises MidstreamError if they differ in length."""
         lengths = [len(prompt) for prompt in prompts]
         if len(set(lengths)) > 1:
             raise invalid(
@@ -377,8 +377,8 @@ def _one(prompts: list[list[int]], field: str) -> list[int]:
 def edits_of(hooks: Sequence[Hook], card: Card) -> dict[str, Any]:
     """`steering`, `patch` and `patterns` of a request with these edits.
 
-    Raises MidstreamError: for a Python function; for a name that is not an activation; and where
-    edits of one row are written in another order than that in which they are applied.
+    Raises MidstreamError: for a Python function; for a name that is not an activation; and if edits
+    of one row are listed in a different order from that in which they are applied.
     """
     result: dict[str, Any] = {"steering": [], "patch": [], "patterns": {}}
     last: dict[Site, Op] = {}
@@ -514,7 +514,9 @@ class _Run:
         return reading
 
     def answer(self, return_type: str | None) -> Any:
-        """Return what a run gives back. Raises MidstreamError for another type."""
+        """Return the result of a run, as `return_type` selects. Raises MidstreamError for an
+        unknown type.
+        """
         if return_type not in ("logits", "loss", "both", None):
             raise invalid(
                 "return_type", f"{return_type!r} is not known", allowed="logits, loss, both, None"

@@ -1,10 +1,11 @@
-"""Edits that a served model can make at an activation: what `run_with_hooks` takes in the place of
+"""Edits that a served model can make at an activation; `run_with_hooks` takes them instead of
 Python functions.
 
 Each function here returns an `Op`. `pos` names the tokens: a position (negative ones count from the
 prompt's end), a list, a `slice`, a name such as `"all_prompt"`, or a span as in a request; None:
 all tokens, generated ones included, unless the function says otherwise.
-`heads`: only these heads, of an activation that has some. Formulas are those of `docs/steering.md`.
+`heads`: only these heads, for activations that have heads. Formulas are those of
+`docs/steering.md`.
 """
 
 import math
@@ -20,7 +21,8 @@ from ..values import is_torch
 from .cache import ActivationCache
 from .names import BLOCK, PATTERN, Card, Site
 
-#: What a request has for it: an entry of `steering`, of `patch`, or an attention pattern.
+#: How a request expresses the edit: as an entry of `steering`, as an entry of `patch`, or as an
+#: attention pattern.
 Kind = Literal["steering", "patch", "pattern"]
 
 
@@ -30,9 +32,9 @@ class Op:
 
     kind: Kind
     name: str  # of the function that made it
-    order: int  # the place of its kind among the edits of one row
+    order: int  # rank of its op in the order in which edits of a row are applied
     fields: Mapping[str, Any] = field(default_factory=dict)
-    # float32, the values that are written, of one token or of several
+    # float32: the values to write, for one token or for several
     rows: np.ndarray | None = None
     cache: ActivationCache | None = None
     patterns: Mapping[int, np.ndarray] = field(default_factory=dict)
@@ -41,9 +43,9 @@ class Op:
         return f"ops.{self.name}(…)"
 
     def entries(self, site: Site, card: Card, at: str) -> list[dict[str, Any]]:
-        """Entries of the request.
+        """Return the entries of the request for one activation.
 
-        Raises MidstreamError naming `at` for what does not fit the activation.
+        Raises MidstreamError that names `at` if the op does not fit the activation.
         """
         if (site.name == PATTERN) != (self.kind == "pattern"):
             allowed = (
@@ -106,7 +108,7 @@ def _as_rows(values: np.ndarray, shape: tuple[int, ...], of_head: bool, at: str)
 
 
 def _array(values: Any, name: str) -> np.ndarray:
-    """float32. Raises MidstreamError for anything but finite numbers."""
+    """Convert values to float32. Raises MidstreamError for anything but finite numbers."""
     try:
         result = np.asarray(
             values.detach().cpu().float() if is_torch(values) else values, dtype=np.float32
@@ -185,7 +187,7 @@ def add(
 
 
 def ablate(direction: Any, *, strength: float = 1.0, pos: Any = None, heads: Any = None) -> Op:
-    """s − strength · (s·v̂) v̂: the component along a direction is taken out.
+    """s − strength · (s·v̂) v̂: removes the component along a direction.
 
     `direction`: one row, of any length but 0.
     """
@@ -222,7 +224,7 @@ def replace(
 
 
 def zero(*, pos: Any = None, heads: Any = None, dims: Any = None) -> Op:
-    """Zeros are written. `dims`: as of `replace`."""
+    """Replace rows with zeros. `dims`: as for `replace`."""
     return _op("patch", "zero", "replace", pos, heads, source={"zeros": True}, **_mask(dims))
 
 
@@ -236,9 +238,9 @@ def patch(
     heads: Any = None,
     dims: Any = None,
 ) -> Op:
-    """The rows that another run had at the same activation are written.
+    """Replace rows with those of another run at the same activation.
 
-    They are on the server already: nothing is uploaded.
+    The rows are already on the server: nothing is uploaded.
 
     `source_pos`: positions in the cached prompt, one for all or one for each of `pos` in ascending
     order; None: the same as in this one.
@@ -267,8 +269,8 @@ def patch(
         else [int(source_po) for source_po in source_pos]  # type: ignore[union-attr]
     )
     source = {"prompt": prompt or 0, **({} if places is None else {"position": places})}
-    made = _op("patch", "patch", "replace", pos, heads, source=source, alpha=alpha, **_mask(dims))
-    return Op(made.kind, made.name, made.order, made.fields, cache=cache)
+    op = _op("patch", "patch", "replace", pos, heads, source=source, alpha=alpha, **_mask(dims))
+    return Op(op.kind, op.name, op.order, op.fields, cache=cache)
 
 
 def attend(patterns: Mapping[int, Any]) -> Op:

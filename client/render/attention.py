@@ -20,11 +20,13 @@ from .jobs import count, table
 _STOPS = np.array(
     ((247, 251, 255), (158, 202, 225), (66, 146, 198), (8, 81, 156), (8, 48, 107)), dtype=np.float64
 )
-#: Where there are no colours; the first is of keys that a query sees and hardly attends to.
+#: Shades for terminals without colours, weakest first; the first marks keys with almost no
+#: attention.
 _SHADES = "·░▒▓█"
-#: Widest name of a token, lines of a panel, panels drawn unless more are named, cells of the
-#: legend's scale, cells between panels.
-_LABEL, _LINES, _PANELS, _LEGEND, _GAP = 12, 48, 12, 20, 2
+#: In terminal cells: the width of a token's name, the height of a panel, the width of the legend,
+#: and the gap between panels; `_PANELS` is how many panels are drawn by default.
+_LABEL, _LINES, _LEGEND, _GAP = 12, 48, 20, 2
+_PANELS = 12
 
 #: A head's (layer, number).
 Panel = tuple[int, int]
@@ -33,8 +35,9 @@ Panel = tuple[int, int]
 def panels_of(
     attention: Attention, most: int = _PANELS, behaviour: Behaviour | None = None
 ) -> list[Panel]:
-    """The heads to draw: all if they are at most that many; else the strongest at `behaviour`, or
-    of every behaviour some, in order.
+    """Choose the heads to draw: all, if there are at most `most`; otherwise those that show
+    `behaviour` most, or by default the strongest heads of every behaviour, in order of layer and
+    head.
     """
     if len(attention.panels) <= most:
         return attention.panels
@@ -111,8 +114,8 @@ def _title(panel: Panel, width: int) -> str:
 
 
 def coarse(pattern: np.ndarray, merged: int) -> np.ndarray:
-    """Return the strongest of every `merged` × `merged` tokens: `[cells, cells]`; NaN above the
-    diagonal, where no query sees a key.
+    """Return the largest weight in every block of `merged` × `merged` tokens: `[cells, cells]`; NaN
+    above the diagonal, where keys are later than the query.
     """
     size = -(-len(pattern) // merged) * merged
     padded = np.zeros((size, size), dtype=np.float32)
@@ -125,7 +128,7 @@ def coarse(pattern: np.ndarray, merged: int) -> np.ndarray:
 
 
 def strongest(attention: Attention, most: int = 3) -> Table:
-    """Return the heads that show each behaviour most."""
+    """Return a table of the heads that show each behaviour most."""
     shown = table("What heads attend to", "keys", "heads", "share")
     for behaviour in attention.behaviours():
         scores = attention.scores(behaviour)[:most]
@@ -147,7 +150,9 @@ def report(attention: Attention, panels: Sequence[Panel] | None = None) -> Rende
 
 
 def written(token: str) -> str:
-    """A token in one line: blanks at its ends and line breaks can be seen."""
+    """The token on one line. If it begins with white space, symbols replace its line breaks, its
+    tabs and its first blank.
+    """
     return (
         token.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "⏎").replace(" ", "␣", 1)
         if token[:1] in " \n\t\r"

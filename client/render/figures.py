@@ -24,7 +24,7 @@ from .readings import shown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Text stays text in vector files, and a `$` in a token a dollar.
+#: Vector files contain text as text, and a `$` in a token is drawn as it is.
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
@@ -33,7 +33,7 @@ _STYLE: dict[str, Any] = {
     "axes.linewidth": 0.6,
     "hatch.linewidth": 0.4,
 }
-#: Of scripts that matplotlib's own font lacks; those that are installed.
+#: Fonts for scripts that matplotlib's own font lacks; used where they are installed.
 _FONTS = (
     "Noto Sans CJK SC",
     "Noto Sans CJK JP",
@@ -43,36 +43,36 @@ _FONTS = (
     "Noto Sans",
     "Arial Unicode MS",
 )
-#: Of a saved figure and of one that a notebook shows.
+#: Resolution of a saved figure, and of one that a notebook shows.
 DPI, _DPI_SHOWN = 200, 110
 
 
-#: White where nothing changes, red above and blue below: also for people who are blind to some
-#: colours.
+#: White: no change; red: above; blue: below. Readable with colour blindness.
 DIVERGING = "RdBu_r"
-#: Inches of a heatmap: of a cell, of what stands around the panels, the least and the most that a
-#: panel may take, and the colour bar's width.
+#: Sizes in a heatmap, in inches: width and height of a cell, the margin around the panels, the
+#: smallest and largest width and height of a panel, and the colour bar's width.
 _COLUMN, _ROW, _AROUND, _WIDTH, _HEIGHT, _BAR = 0.1, 0.18, 1.5, (2.2, 7.0), (1.3, 11.0), 0.09
-#: This many layers are numbered, about.
+#: The approximate number of layers with a tick label.
 _TICKS = 8
-#: Characters of the title in an inch.
+#: Characters per inch of the title.
 _PER_INCH = 14
-#: Panels of one picture of attention, at most, and in one row.
+#: The most panels in an attention figure, and in one row of it.
 MOST, _PANELS = 64, 4
-#: Inches of such a panel: per token, at least and at most; and of what stands around the panels.
+#: Sizes in an attention figure, in inches: side of a panel per token, the smallest and largest
+#: side, and the horizontal and vertical margins.
 _TOKEN, _SIDE, _MARGIN = 0.11, (1.5, 4.5), (1.3, 0.9)
-#: Tokens are named at the axes if they are no more than that many.
+#: The most tokens with which the axes carry tokens as labels.
 _NAMED = 64
-#: Characters of a token's name.
+#: The most characters of a token's label.
 _NAME = 14
-#: Inches of a lens: of a cell, and around the cells. Of white text on dark, and of dark text on
-#: light cells.
+#: Sizes in a lens figure, in inches: width and height of a cell, and the margin around the cells.
 _LENS_COLUMN, _LENS_ROW, _LENS_AROUND = 0.62, 0.2, 1.4
+#: Cells with a probability above this are light, and get black text.
 _LIGHT = 0.6
 
 
 def matplotlib() -> Any:
-    """The module. Raises MidstreamError without the extra `plots`."""
+    """Import matplotlib. Raises MidstreamError if the extra `plots` is not installed."""
     try:
         import matplotlib
         import matplotlib.figure
@@ -85,9 +85,8 @@ def matplotlib() -> Any:
 
 @contextmanager
 def styled() -> Iterator[Any]:
-    """matplotlib, with our style and fonts while the context lasts.
-
-    Raises MidstreamError without it.
+    """Yield matplotlib, with our style and fonts while the context lasts. Raises MidstreamError if
+    matplotlib is missing.
     """
     module = matplotlib()
     fonts = module.font_manager.fontManager.get_font_names()
@@ -97,7 +96,7 @@ def styled() -> Iterator[Any]:
 
 
 def png(drawn: "Figure") -> bytes:
-    """The figure as notebooks show it."""
+    """Return the figure as a PNG at a notebook's resolution."""
     buffer = io.BytesIO()
     drawn.savefig(buffer, format="png", dpi=_DPI_SHOWN)
     return buffer.getvalue()
@@ -105,15 +104,17 @@ def png(drawn: "Figure") -> bytes:
 
 @cache
 def figure_class() -> Any:
-    """matplotlib's figure, which a notebook displays as it is."""
+    """Return a subclass of matplotlib's `Figure` that notebooks display."""
     from matplotlib.figure import Figure
 
     return type("Figure", (Figure,), {"_repr_png_": png, "__module__": __name__})
 
 
 def check(path: Path | str, field: str) -> None:
-    """Raises MidstreamError that names `field` unless a figure can be written there: better said
-    before long work than behind it.
+    """Check that a figure can be written to `path`, so that an error comes before long work and not
+    after it.
+
+    Raises MidstreamError that names `field`.
     """
     formats = matplotlib().figure.Figure().canvas.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".").lower() not in formats:
@@ -127,9 +128,8 @@ def check(path: Path | str, field: str) -> None:
 
 
 def _saved(path: Path | str | None, field: str, draw: Callable[[], "Figure"]) -> "Figure":
-    """Draw a figure in our style, and save it at `path`, if that is given, by its ending.
-
-    Raises as `check`; OSError.
+    """Draw a figure in our style. If `path` is given, save it there, in the format of its
+    extension. Raises OSError, and what `check` raises.
     """
     if path is not None:
         check(path, field)
@@ -141,7 +141,7 @@ def _saved(path: Path | str | None, field: str, draw: Callable[[], "Figure"]) ->
 
 
 def _bar(bar: Any, label: str) -> None:
-    """Name a colour bar."""
+    """Label a colour bar."""
     bar.set_label(label, fontsize=7)
     bar.outline.set_linewidth(0.6)
 
@@ -165,7 +165,7 @@ def heatmap(
 
 
 def grid_figure(grid: Grid) -> "Figure":
-    """Draw a grid that is known without its sweep.
+    """Draw a grid for which no sweep result is at hand.
 
     Raises MidstreamError when matplotlib is missing.
     """
@@ -176,14 +176,20 @@ def _draw_grid(grid: Grid, title: list[str]) -> "Figure":
     panels, rows = len(grid.hooks), len(grid.labels)
     width = float(np.clip(_COLUMN * len(grid.layers), *_WIDTH))
     height = float(np.clip(_ROW * rows, *_HEIGHT))
-    wide = max(panels * width + _AROUND, 5.0)
-    lines = [line for part in title for line in textwrap.wrap(part, int(wide * _PER_INCH)) or [""]]
-    drawn = figure_class()(figsize=(wide, height + 0.75 + 0.16 * len(lines)), layout="constrained")
+    figure_width = max(panels * width + _AROUND, 5.0)
+    lines = [
+        line
+        for part in title
+        for line in textwrap.wrap(part, int(figure_width * _PER_INCH)) or [""]
+    ]
+    drawn = figure_class()(
+        figsize=(figure_width, height + 0.75 + 0.16 * len(lines)), layout="constrained"
+    )
     axes = drawn.subplots(1, panels, sharex=True, sharey=True, squeeze=False)[0]
     low, high = grid.limits
     scale = {"vmin": low, "vmax": high, "cmap": DIVERGING}
     for axis, hook in zip(axes, grid.hooks, strict=True):
-        # seen where there is no value
+        # visible in cells without a value
         axis.patch.set(facecolor="0.93", edgecolor="0.6", hatch="/////", linewidth=0)
         mesh = axis.pcolormesh(grid.values[hook].T, edgecolors="face", linewidth=0.1, **scale)
         axis.set_title(titled(hook), fontsize=8)
@@ -210,7 +216,7 @@ def _draw_grid(grid: Grid, title: list[str]) -> "Figure":
 
 
 def _beyond(values: np.ndarray, low: float, high: float) -> str:
-    """Return which ends of the colour bar get an arrow, because there are values beyond."""
+    """Return which ends of the colour bar get an arrow: those beyond which values lie."""
     ends = (bool((values < low).any()), bool((values > high).any()))
     return {
         (False, False): "neither",
@@ -279,10 +285,10 @@ def _draw_attention(attention: Attention, panels: Sequence[Panel]) -> "Figure":
 def lens_figure(
     lens: Lens, path: Path | str | None = None, places: Sequence[int] | None = None
 ) -> "Figure":
-    """The top token of each layer and position, coloured by its probability.
+    """Draw the top token at each layer and position, coloured by its probability.
 
-    `path`: saved there, in the format that its ending names. `places`: of positions; by default
-    all.
+    `path`: saved there, in the format that its ending names. `places`: indices into
+    `lens.positions`; by default all.
 
     Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
     """

@@ -23,7 +23,8 @@ _STATES = {
     for state in State
     if state not in (State.CANCELLING, State.EXPIRED)
 }
-#: Findings are printed as they come, one below the other: so wide is what they are about.
+#: Width of the column with a finding's subject. It is fixed, because findings are printed one by
+#: one.
 _ABOUT = 14
 #: Longer names are cut, so that numbers have room on 80 columns.
 _NAME = 22
@@ -32,7 +33,9 @@ DESYNC_SHOWN_S = 24 * 3600.0
 
 
 def status(now: Status, url: str, before: Status | None = None) -> RenderableType:
-    """`before`: an earlier look, for what happened per second since."""
+    """Render the service's status. `before`: an earlier status, from which rates per second are
+    computed.
+    """
     parts: list[RenderableType] = [_head(now, url), _jobs(now, before), _workers(now.workers)]
     if now.queues:
         parts.insert(2, _queues(now.queues))
@@ -87,12 +90,12 @@ def _alive(name: str, alive: bool, more: str) -> Text:
 
 
 def _table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], remaining: int = 1
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], name_columns: int = 1
 ) -> Table:
-    """The first `remaining` columns contain names, which are truncated to fit; the others numbers,
-    which are not.
+    """Build a table. The first `name_columns` columns contain names, which are truncated to fit;
+    the others contain numbers, which are not.
     """
-    made = Table(
+    result = Table(
         title=f"\n{title}",
         title_justify="left",
         title_style="bold",
@@ -101,14 +104,14 @@ def _table(
         padding=(0, 1, 0, 0),
     )
     for place, column in enumerate(columns):
-        if place < remaining:
-            made.add_column(column, overflow="ellipsis", no_wrap=True, max_width=_NAME)
+        if place < name_columns:
+            result.add_column(column, overflow="ellipsis", no_wrap=True, max_width=_NAME)
         else:
             widest = max([len(column), *[len(row[place]) for row in rows]])
-            made.add_column(column, justify="right", no_wrap=True, min_width=widest)
+            result.add_column(column, justify="right", no_wrap=True, min_width=widest)
     for row in rows:
-        made.add_row(*[cell if isinstance(cell, Text) else escape(cell) for cell in row])
-    return made
+        result.add_row(*[cell if isinstance(cell, Text) else escape(cell) for cell in row])
+    return result
 
 
 def _jobs(now: Status, before: Status | None) -> Table:
@@ -138,7 +141,9 @@ def _queues(queues: Iterable[QueueStatus]) -> Table:
                 str(sum(queue.waiting.values())),
             ]
         )
-    return _table("queues", ["model", "waiting", "priority", "sent", "waiting"], rows, remaining=2)
+    return _table(
+        "queues", ["model", "waiting", "priority", "sent", "waiting"], rows, name_columns=2
+    )
 
 
 def _workers(workers: Sequence[WorkerInfo]) -> RenderableType:
@@ -193,13 +198,13 @@ def _ago(seconds: float) -> str:
 
 
 def findings(result: Iterable[Finding]) -> Table:
-    made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
-    made.add_column(no_wrap=True, min_width=4)
-    made.add_column(no_wrap=True, min_width=_ABOUT)
-    made.add_column(overflow="fold")
+    rows = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    rows.add_column(no_wrap=True, min_width=4)
+    rows.add_column(no_wrap=True, min_width=_ABOUT)
+    rows.add_column(overflow="fold")
     for finding in result:
         text = Text(finding.found)
         if finding.advice:
             text.append(f"\n→ {finding.advice}", style="bold" if finding.level == "fail" else "")
-        made.add_row(Text(finding.level, style=_LEVELS[finding.level]), finding.about, text)
-    return made
+        rows.add_row(Text(finding.level, style=_LEVELS[finding.level]), finding.about, text)
+    return rows

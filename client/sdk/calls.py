@@ -20,7 +20,7 @@ from .wire import Call
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: For how long a call that is safe to repeat is repeated while the server does not answer.
+#: Seconds for which calls that are safe to repeat are repeated while the server does not answer.
 REPEAT_S = 5.0
 
 
@@ -124,18 +124,18 @@ class Calls:
     _io: Transport
 
     async def _send(self, call: Call) -> httpx.Response:
-        """The response, regardless of its status. Raises ServerUnreachable."""
+        """Return the response, regardless of its status. Raises ServerUnreachable."""
         try:
             return await self._io.send(call)
         except httpx.TransportError as error:
             raise wire.unreachable(self._io.url, error) from None
 
     async def _ask(self, call: Call, kind: type[T]) -> T:
-        """The body of a good response as `kind`; raises what `wire.decode` does."""
+        """Return the body of a successful response as `kind`; raises what `wire.decode` raises."""
         return wire.decode(await self._send(call), kind)
 
     async def _do(self, call: Call) -> None:
-        """For a call whose response has no body; raises what `wire.raise_problem` does."""
+        """Send a call whose response has no body; raises what `wire.raise_problem` raises."""
         wire.raise_problem(await self._send(call))
 
     async def _ask_patiently(self, call: Call, kind: type[T]) -> T:

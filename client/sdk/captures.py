@@ -43,9 +43,9 @@ def capture_fields(
     }
 
 
-#: Fields of a job that count for its values, too: what decides them, and how it is handled. Of
-#: results, webhooks and the like there is one.
-_SAME = frozenset(
+#: Fields of the final job that its helper jobs share, because they affect the values or how the job
+#: is handled. Other fields, such as webhooks, apply to the final job alone.
+_SHARED = frozenset(
     {"model", "lora", "steering", "patch", "priority", "expires_in", "progress", "timeout"}
 )
 #: (layer, head) → `[query, key]`.
@@ -55,7 +55,7 @@ Patterns = Mapping[tuple[int, int], np.ndarray]
 def by_layer(patterns: Patterns, fields: Mapping[str, Any]) -> dict[int, Patterns]:
     """The patterns of each layer, lowest first.
 
-    Raises MidstreamError for layers there are not, and for probes that may edit values.
+    Raises MidstreamError for no layers or a negative one, and for probes that may edit values.
     """
     layers = sorted({layer for layer, _ in patterns})
     if not layers or layers[0] < 0:
@@ -83,11 +83,11 @@ def by_layer(patterns: Patterns, fields: Mapping[str, Any]) -> dict[int, Pattern
 def values_fields(
     prompt: str | Sequence[int], layer: int, patches: list[PatchSpec], fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fields of a job that captures what `attention_patches` takes of a layer, with `patches`
-    of the layers below it.
+    """Return the fields of a job that captures, at one layer, the rows that `attention_patches`
+    needs, with `patches` applied to the layers below.
     """
     capture = {"hooks": {"q": [layer], "v": [layer]}, "positions": "all_prompt", "at": "after"}
-    same = {name: value for name, value in fields.items() if name in _SAME}
+    same = {name: value for name, value in fields.items() if name in _SHARED}
     return {
         **patched_fields(prompt, patches, same),
         "sampling": {"max_tokens": 1},
@@ -96,11 +96,11 @@ def values_fields(
 
 
 def attention_patches(reader: CaptureReader, patterns: Patterns) -> list[PatchSpec]:
-    """z ← A′·v, a patch for each token of the prompt: what the heads of `patterns` give if they
-    attend so to their own values.
+    """Return one patch of `z` per token of the prompt, z ← A′·v: the output of the heads in
+    `patterns`, if they attended to their own values as the patterns say.
 
-    `patterns`: of one layer. `reader`: a capture of `q` and `v` of that layer at all positions of
-    the prompt. Raises MidstreamError as `mixed` does.
+    `patterns`: those of one layer. `reader`: a capture of `q` and `v` of that layer at all
+    positions of the prompt. Raises MidstreamError as `mixed` does.
     """
     ((layer, _), *_), heads = patterns, {head: pattern for (_, head), pattern in patterns.items()}
     kind = reader.attention_kind(layer)
@@ -123,7 +123,7 @@ def attention_patches(reader: CaptureReader, patterns: Patterns) -> list[PatchSp
 def patched_fields(
     prompt: str | Sequence[int], patches: list[PatchSpec], fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fields of the job with these patches next to its own."""
+    """Return the fields of the job with these patches after its own."""
     own = fields.get("patch", [])
     prompts = [prompt if isinstance(prompt, str) else list(prompt)]
     patched = (
@@ -145,13 +145,13 @@ class CaptureCalls(JobCalls):
         """The captured rows of a job, given by id, result or answer: read in place on the server's
         machine, else downloaded and checked.
 
-        `folder`: where to keep a download; by default a folder that is gone when the program ends.
-        `tag`: by default that of the job's own capture; what the operator captures of every request
-        has another. `partial`: read the files that exist of a capture that is `pending`, `error`
-        or `timed_out`, which otherwise raises `conflict`, `capture_failed` or `receipts_timed_out`.
+        `folder`: where to keep a download; by default a temporary folder, removed when the program
+        ends. `tag`: by default that of the job's own capture; a global capture of the operator has
+        another tag. `partial`: read the files that exist of a capture that is `pending`, `error` or
+        `timed_out`, which otherwise raises `conflict`, `capture_failed` or `receipts_timed_out`.
         The reader's `status` and `detail` are the server's; `gaps()` lists what is missing;
-        `tokens()` uses the server's tokenizer, which `Client` asks when it is called and
-        `AsyncClient` here, so that `tokens()` need not wait.
+        `tokens()` uses the server's tokenizer: with `Client`, each call queries the server;
+        `AsyncClient` queries it here, so that `tokens()` need not be awaited.
         """
         job_id = wire.id_of(job_id)
         reader = await self._open_capture(job_id, folder, tag, partial)
@@ -170,7 +170,7 @@ class CaptureCalls(JobCalls):
         self, jobs: Iterable[JobLike], layer: int, hook: str | None = None, rows: Rows = "last"
     ) -> np.ndarray:
         """float32 `[samples, hidden]` over all requests of several jobs, as `midstream.matrix`
-        makes it of their captures.
+        computes it from their captures.
         """
         return matrix([await self.capture(job) for job in jobs], layer, hook, rows)
 
@@ -222,20 +222,20 @@ class CaptureCalls(JobCalls):
         """Run a prompt in which some heads attend as `patterns` say: z ← A′·v, with the prompt's
         own values, layer after layer.
 
-        `patterns`: (layer, head) → `[query, key]` over the tokens of the prompt, where no query
-        attends to a key behind it; rows need not sum to 1. Tokens that are generated attend as the
-        model does. `fields`: of the job, such as `model`, `capture` and `sampling`; probes may not
-        steer. Takes a request for each layer, which captures its values behind the patches below,
-        and the job itself. Raises what `attention_patches` and the jobs raise.
+        `patterns`: (layer, head) → `[query, key]` over the tokens of the prompt, in which no query
+        attends to a later key; rows need not sum to 1. Generated tokens attend as usual. `fields`:
+        of the job, such as `model`, `capture` and `sampling`; probes may not steer. Runs one
+        request per layer, which captures that layer's values with the layers below patched, and
+        then the job itself. Raises what `attention_patches` and the jobs raise.
         """
         patches: list[PatchSpec] = []
-        for layer, value in by_layer(patterns, fields).items():
+        for layer, layer_patterns in by_layer(patterns, fields).items():
             with await self.capture(
                 await self.run(
                     **({"progress": False} | values_fields(prompt, layer, patches, fields))
                 )
             ) as reader:
-                patches = [*patches, *attention_patches(reader, value)]
+                patches = [*patches, *attention_patches(reader, layer_patterns)]
         return await self.run(**patched_fields(prompt, patches, fields))
 
     async def _words(self, job_id: JobLike, ids: list[int]) -> list[str]:

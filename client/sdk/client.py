@@ -1,5 +1,5 @@
-"""`Client` blocks, `AsyncClient` awaits; both have the same calls, each of which is written once
-(`client.sdk.calls`).
+"""The blocking `Client` and the awaiting `AsyncClient`. Both have the same calls, each of which is
+written once (`client.sdk.calls`).
 """
 
 from .. import notebook
@@ -29,12 +29,12 @@ class AllCalls(
 class Client(Blocking, AllCalls):
     """The blocking client.
 
-    `url`: where the API is; by default that of the running stack, found as the commands find it
-    (`client.sdk.discovery`). `api_key`: else that of MIDSTREAM_API_KEY.
+    `url`: the address of the API; by default that of the running stack, found as the commands find
+    it (`client.sdk.discovery`). `api_key`: by default the value of MIDSTREAM_API_KEY.
 
-    Every call raises MidstreamError for what the server refuses or cannot do (with its `kind` and
-    `field`), VersionMismatch when the two versions do not understand each other, and
-    ServerUnreachable when no server answers.
+    Every call raises MidstreamError if the server rejects it or cannot carry it out (with its
+    `kind` and `field`), VersionMismatch when the versions of client and server are incompatible,
+    and ServerUnreachable when no server answers.
     """
 
     def __init__(self, url: str | None = None, api_key: str | None = None):
@@ -57,7 +57,7 @@ class Client(Blocking, AllCalls):
 class AsyncClient(AllCalls):
     """The awaiting client: the calls of `Client`, as coroutines.
 
-    Raises the same. Progress callbacks are called, not awaited.
+    Calls raise the same errors. Progress callbacks are called, not awaited.
     """
 
     def __init__(self, url: str | None = None, api_key: str | None = None):

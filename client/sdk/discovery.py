@@ -22,13 +22,13 @@ from .wire import ServerUnreachable
 
 #: State file of `midstream up` in its data directory.
 STATE_FILE = "up.json"
-#: How long a running API may take to answer with its instance.
+#: Seconds within which a running API must report its instance.
 ASK_S = 3.0
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Record that a running `midstream up` keeps of itself."""
+    """State of a running `midstream up`, from its state file."""
 
     data: Path
     pid: int
@@ -46,8 +46,8 @@ def data_dir(settings: Settings) -> Path:
 
 
 def running(data: Path) -> Stack | None:
-    """The stack that runs on a data directory; None when none does, or when the directory is
-    another user's.
+    """Return the stack that runs on a data directory; None if there is none, or if the directory
+    belongs to another user.
     """
     try:
         state = written(data)
@@ -70,8 +70,8 @@ def running(data: Path) -> Stack | None:
 
 
 def written(data: Path) -> dict[str, Any]:
-    """Return what the last `midstream up` on a data directory wrote down; empty when there is
-    nothing, or it is another user's.
+    """Return the state file of the last `midstream up` on a data directory; empty if there is none,
+    or if it belongs to another user.
     """
     path = data / STATE_FILE
     try:
@@ -90,7 +90,9 @@ def processes_of(state: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def address(url: str | None, api_key: str | None) -> tuple[str, str | None]:
-    """The address and key of a client that was given these. Raises as `find_url`."""
+    """Return address and key for a client, with defaults from the settings. Raises what `find_url`
+    raises.
+    """
     if url:
         return url.rstrip("/"), api_key
     settings = load_settings()
@@ -102,9 +104,9 @@ def address(url: str | None, api_key: str | None) -> tuple[str, str | None]:
 def find_url(
     given: str | None = None, settings: Settings | None = None, *, sure: bool = True
 ) -> str:
-    """The API's address.
+    """Return the API's address.
 
-    Raises SettingsError, and when `sure` ServerUnreachable if the stack that is meant does not run.
+    `sure`: check that the configured stack runs there. Raises SettingsError, ServerUnreachable.
     """
     if given:
         return given
@@ -115,11 +117,11 @@ def find_url(
     stack = running(data)
     if stack is not None and stack.url:
         if sure:
-            _same(stack)
+            _check_instance(stack)
         return stack.url
     default = Settings()
-    is_placed = (settings.api_host, settings.api_port) != (default.api_host, default.api_port)
-    if sure and not is_placed and (stack is not None or settings.data_dir != default.data_dir):
+    has_address = (settings.api_host, settings.api_port) != (default.api_host, default.api_port)
+    if sure and not has_address and (stack is not None or settings.data_dir != default.data_dir):
         why = "is still starting" if stack is not None else "is not running"
         raise ServerUnreachable(
             f"the stack on {data} {why}; `midstream up` starts it, and `midstream status` shows it"
@@ -137,10 +139,10 @@ def find_url(
     return url
 
 
-def _same(stack: Stack) -> None:
-    """Raises ServerUnreachable when another stack answers in the place of this one.
+def _check_instance(stack: Stack) -> None:
+    """Check that this stack answers at its address. Raises ServerUnreachable if another one does.
 
-    No answer says nothing: it may be restarting.
+    No answer is not an error: the stack may be restarting.
     """
     try:
         answer = httpx.get(f"{stack.url}/healthz", timeout=ASK_S)

@@ -13,7 +13,7 @@ from .calls import Calls, call
 from .wire import Call
 
 _HARVESTS = "/v1/harvests"
-#: How often a harvest that is waited for is looked at.
+#: Seconds between two polls while waiting for a harvest.
 LOOK_S = 1.0
 
 Progress = Callable[[HarvestView], None]
@@ -31,9 +31,9 @@ def _path(harvest: HarvestLike, *more: str) -> str:
 
 
 def _ended(view: HarvestView) -> HarvestView:
-    """A harvest that succeeded; raises what went wrong with another."""
+    """Return a harvest that succeeded; raise the error of one that did not."""
     if view.error is not None:
-        raise wire.told(view.error)
+        raise wire.error_of(view.error)
     if view.state != "succeeded":
         raise MidstreamError("conflict", f"harvest {view.id} was {view.state}")
     return view
@@ -59,23 +59,24 @@ class HarvestCalls(Calls):
 
     @call
     async def harvest(self, harvest: HarvestLike) -> HarvestView:
-        """Its state and counts. Raises `not_found`."""
+        """Return a harvest's state and counts. Raises `not_found`."""
         return await self._ask(Call("GET", _path(harvest)), HarvestView)
 
     @call
     async def harvests(self, *, limit: int | None = None) -> HarvestPage:
-        """The newest."""
+        """Return the newest harvests."""
         return await self._ask(Call("GET", _HARVESTS, params=wire.given(limit=limit)), HarvestPage)
 
     @call
     async def wait_harvest(
         self, harvest: HarvestLike, progress: Progress | None = None, timeout: float | None = None
     ) -> HarvestView:
-        """The harvest once it has succeeded; `midstream.harvest.open(view.uri)` reads it.
+        """Wait until a harvest has succeeded, and return it; `midstream.harvest.open(view.uri)`
+        reads it.
 
-        `progress` is called with every look.
+        `progress` is called at every poll.
 
-        Raises what went wrong of one that failed, `conflict` of one that was cancelled,
+        Raises the error of a harvest that failed, `conflict` for one that was cancelled,
         TimeoutError after `timeout` seconds. Survives an API restart.
         """
         deadline, patience = (
@@ -98,17 +99,17 @@ class HarvestCalls(Calls):
 
     @call
     async def pause_harvest(self, harvest: HarvestLike) -> HarvestView:
-        """Stop computing; what is done stays. Raises `conflict` for one that has ended."""
+        """Stop computing; finished shards are kept. Raises `conflict` for one that has ended."""
         return await self._ask(Call("POST", _path(harvest, "pause")), HarvestView)
 
     @call
     async def resume_harvest(self, harvest: HarvestLike) -> HarvestView:
-        """Continue what is not done. Raises `conflict` for one that has ended."""
+        """Continue with the unfinished shards. Raises `conflict` for one that has ended."""
         return await self._ask(Call("POST", _path(harvest, "resume")), HarvestView)
 
     @call
     async def cancel_harvest(self, harvest: HarvestLike) -> HarvestView:
-        """End it for good. Raises `conflict` for one that has ended."""
+        """Cancel a harvest; it cannot be resumed. Raises `conflict` for one that has ended."""
         return await self._ask(Call("POST", _path(harvest, "cancel")), HarvestView)
 
     @call

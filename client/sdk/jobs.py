@@ -63,7 +63,7 @@ class JobCalls(Calls):
 
     @call
     async def job(self, job_id: JobLike) -> JobView:
-        """Its state, without waiting. Raises `not_found`."""
+        """Return the job's current state, without waiting. Raises `not_found`."""
         return await self._ask(Call("GET", wire.job_path(job_id)), JobView)
 
     @call
@@ -87,7 +87,7 @@ class JobCalls(Calls):
 
     @call
     async def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView:
-        """The job once it is over, however it ended.
+        """Wait until the job has ended, in any state, and return it.
 
         Raises TimeoutError after `timeout` seconds; survives an API restart.
         """
@@ -116,8 +116,8 @@ class JobCalls(Calls):
 
     @call
     async def result(self, job_id: JobLike) -> JobResult:
-        """The result of a job that succeeded; raises what went wrong of one that failed, `conflict`
-        of one not over yet.
+        """Return the result of a job that succeeded. Raises the job's error if it failed, and
+        `conflict` if it has not ended.
         """
         return await self._ask(Call("GET", wire.job_path(job_id, "result")), JobResult)
 
@@ -131,7 +131,7 @@ class JobCalls(Calls):
         progress: bool = True,
         **fields: Any,
     ) -> JobResult:
-        """Submit, wait, and return the result: every requested capture is durable then.
+        """Submit, wait, and return the result; by then, every requested capture is durable.
 
         On a terminal and in a notebook a bar counts the prompts, once the job has run for a second;
         `progress=False` leaves it out.
@@ -145,14 +145,14 @@ class JobCalls(Calls):
         return await self.result(view.id)
 
     async def _follow(self, job_id: str, show: Callable[[Event], None]) -> None:
-        """Passes events to a progress bar."""
+        """Pass the job's events to a progress bar."""
         async for event in self.events(job_id):
             show(event)
 
     @stream
     async def events(self, job_id: JobLike, after: str = "") -> AsyncIterator[Event]:
-        """The job's events until it is over; after a lost connection it resumes behind the last one
-        seen.
+        """Yield the job's events until it has ended; after a lost connection, resume after the last
+        event received.
         """
         # The server sends a comment every 15 s: silence for longer means that the connection is
         # dead.
@@ -190,12 +190,12 @@ class JobCalls(Calls):
 
     @call
     async def cancel(self, job_id: JobLike) -> JobView:
-        """Ask for cancellation; raises `conflict` when the job is over."""
+        """Request cancellation; raises `conflict` if the job has ended."""
         return await self._ask(Call("POST", wire.job_path(job_id, "cancel")), JobView)
 
     @call
     async def models(self) -> list[str]:
-        """Names of the models that are served."""
+        """Return the names of the served models."""
         return [
             entry["id"]
             for entry in (await self._ask(Call("GET", "/v1/models"), dict[str, Any]))["data"]
@@ -203,7 +203,9 @@ class JobCalls(Calls):
 
     @call
     async def model(self, name: str) -> dict[str, Any]:
-        """The facts of one model, as `GET /v1/models/{name}` gives them. Raises `not_found`."""
+        """Return the facts of one model, as `GET /v1/models/{name}` gives them. Raises
+        `not_found`.
+        """
         return await self._ask(Call("GET", f"/v1/models/{quote(name, safe='')}"), dict[str, Any])
 
     @call
@@ -226,8 +228,8 @@ class JobCalls(Calls):
         messages: Sequence[Mapping[str, Any]] | None = None,
         add_special_tokens: bool = True,
     ) -> Tokenized:
-        """Token ids of a text or of a conversation, as a job of it has them, and how each reads
-        (`token_strs`).
+        """Return the token ids that a job would have for a text or a conversation, and the text of
+        each token (`token_strs`).
         """
         chat = None if messages is None else list(messages)
         body = {
@@ -239,7 +241,7 @@ class JobCalls(Calls):
 
     @call
     async def detokenize(self, model: str, tokens: Sequence[int]) -> Detokenized:
-        """The text of token ids (`prompt`), special tokens included, and how each reads
+        """Return the text of token ids (`prompt`), with special tokens, and the text of each token
         (`token_strs`).
         """
         body = DetokenizeRequest(model=model, tokens=[int(token) for token in tokens])
@@ -258,7 +260,7 @@ class JobCalls(Calls):
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
-        """`POST /v1/completions` with OpenAI's fields (`max_tokens`, `temperature`, …) and ours."""
+        """`POST /v1/completions` with OpenAI's and Midstream's fields."""
         fields = {
             "model": model,
             "prompt": prompt,
@@ -284,7 +286,7 @@ class JobCalls(Calls):
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
-        """`POST /v1/chat/completions` with OpenAI's fields and ours.
+        """`POST /v1/chat/completions` with OpenAI's and Midstream's fields.
 
         `images`: paths of PNG or JPEG files, their bytes, or images of Pillow; they come before the
         text of the last user message.
@@ -301,8 +303,8 @@ class JobCalls(Calls):
         return await self._held("/v1/chat/completions", wire.openai_body(ChatRequest, fields))
 
     async def _held(self, path: str, body: dict[str, Any]) -> Answer:
-        """The answer to a request that the server holds; of the job that it became where that took
-        longer than the server holds it.
+        """Return the answer to a held request. If the server stops holding it, wait for its job,
+        and return the answer from the job's result.
         """
         response = await self._send(Call("POST", path, body=body, timeout=wire.HELD_S))
         if response.status_code != 202:

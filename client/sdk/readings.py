@@ -15,9 +15,9 @@ from . import wire
 from .calls import call
 from .jobs import JobCalls
 
-#: As `positions` of a capture: a name, numbers, a span.
+#: Positions as in a capture: a name, numbers or a span.
 Positions = str | Sequence[Any] | Mapping[str, Any]
-#: Names of autoencoders, or name → how many features of each token come back.
+#: Names of autoencoders, or name → how many features to return per token.
 Saes = Sequence[str] | Mapping[str, int]
 TOP_K = 10
 
@@ -42,13 +42,13 @@ class Lens:
     words: Mapping[int, str] = field(default_factory=dict)  # token id → its text, as far as known
 
     def word(self, token: int) -> str:
-        """The token's text; its number where that is not known."""
+        """Return the token's text, or its number if the text is not known."""
         return self.words.get(int(token), f"#{int(token)}")
 
     def figure(self, path: Any = None, places: Sequence[int] | None = None) -> Any:
         """The heat map of top tokens (matplotlib, extra `plots`).
 
-        `path`: saved there. `places`: of `positions`; by default all.
+        `path`: save the figure there. `places`: indices into `positions`; by default all.
 
         Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
         """
@@ -88,7 +88,7 @@ def lens_of(reading: LensReading, job: str = "", words: Mapping[int, str] | None
 
 
 def known_tokens(readings: Sequence[LensReading]) -> list[int]:
-    """All token ids in these, ascending."""
+    """Return all token ids in these readings, ascending."""
     result: set[int] = set()
     for reading in readings:
         result.update(
@@ -101,8 +101,8 @@ def known_tokens(readings: Sequence[LensReading]) -> list[int]:
 
 @dataclass(frozen=True)
 class Features:
-    """The most active features of each token of one prompt, and of what was generated for it where
-    positions name that.
+    """The most active features of each token of one prompt, and of generated tokens if the
+    positions include them.
     """
 
     job: str
@@ -110,21 +110,21 @@ class Features:
     words: Mapping[int, str] = field(default_factory=dict)  # token id → its text, as far as known
 
     def word(self, place: int) -> str:
-        """The text of the token at this place of `reading.positions`; its id where that is not
-        known.
+        """Return the text of the token at this index of `reading.positions`, or its id if the text
+        is not known.
         """
         token = self.reading.token_ids[place]
         return self.words.get(token, f"#{token}")
 
     def of(self, place: int) -> dict[int, float]:
-        """Feature → activation, most active first, of the token at this place of
+        """Return feature → activation, most active first, of the token at this index of
         `reading.positions`.
         """
         return dict(zip(self.reading.features[place], self.reading.activations[place], strict=True))
 
     def activations(self, feature: int) -> np.ndarray:
-        """float32 `[positions]` of one feature; 0 where it is not among the tokens' most active
-        ones.
+        """Return one feature's activations, float32 `[positions]`; 0 at tokens whose returned
+        features do not include it.
         """
         return np.array(
             [self.of(place).get(feature, 0.0) for place in range(len(self.reading.positions))],
@@ -135,7 +135,7 @@ class Features:
         return str(notebook.rendered("features_html", self))
 
     def top(self, count: int = 10) -> list[tuple[int, float]]:
-        """The features with the largest activation on any token, most active first."""
+        """Return the features with the largest activation on any token, most active first."""
         largest: dict[int, float] = {}
         for place in range(len(self.reading.positions)):
             for feature, value in self.of(place).items():
@@ -175,14 +175,13 @@ class ReadingCalls(JobCalls):
         sampling: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Lens:
-        """Return what each layer's rows say of the next token, through the model's own final norm
-        and output matrix.
+        """Return the logit lens of a prompt: each layer's rows, passed through the model's final
+        norm and output matrix, as predictions of the next token.
 
         `prompt`: text, token ids, or a conversation. `tokens`: ids, or texts of one token, whose
-        rank and log-probability are wanted.
-        `hook`: post_block by default. `tuned`: the name of a tuned lens, whose maps rows go through
-        first. `at`: after edits of the same place by default. `fields`: of the job: `model`,
-        `steering`, …
+        rank and log-probability to return. `hook`: post_block by default. `tuned`: the name of a
+        tuned lens, whose maps are applied to the rows first. `at`: before or after (default) edits
+        at the same site. `fields`: other fields of the job: `model`, `steering`, …
         """
         spec = wire.given(
             layers=layers,
@@ -204,9 +203,9 @@ class ReadingCalls(JobCalls):
     async def features(
         self, /, prompt: Any, sae: str, *, top_k: int = TOP_K, **options: Any
     ) -> Features:
-        """The `top_k` most active features of the autoencoder `sae`.
+        """Return the `top_k` most active features of the autoencoder `sae`.
 
-        `options`: as of `features_of`.
+        `options`: as for `features_of`.
         """
         return (await self.features_of(prompt, {sae: top_k}, **options))[sae]
 
@@ -224,11 +223,11 @@ class ReadingCalls(JobCalls):
         sampling: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> dict[str, Features]:
-        """Name of each autoencoder → the most active features of each token at `positions`, by one
+        """Return, by autoencoder, the most active features of each token at `positions`, in one
         request.
 
-        `prompt`: text, token ids, or a conversation. `at`: after edits of the same place by
-        default. `fields`: of the job: `model`, `steering`, …
+        `prompt`: text, token ids, or a conversation. `at`: before or after (default) edits at the
+        same site. `fields`: other fields of the job: `model`, `steering`, …
         """
         if not isinstance(saes, Mapping):
             saes = dict.fromkeys([saes] if isinstance(saes, str) else saes, TOP_K)

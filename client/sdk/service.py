@@ -41,7 +41,7 @@ _DAY_S = 24 * 3600.0
 def key_request(
     name: str, tenant: str, scopes: str | Sequence[str], expires_in: float | str | None
 ) -> KeyRequest:
-    """Raises MidstreamError naming what is wrong."""
+    """Build the body of `POST /v1/keys`. Raises MidstreamError that names an invalid field."""
     return wire.checked(
         {"name": name, "tenant": tenant, "scopes": scopes, "expires_in": expires_in}, KeyRequest
     )
@@ -56,9 +56,10 @@ def _delivery(delivery_id: str) -> str:
 
 
 class ServiceCalls(Calls):
-    """Keys and tenants require scope admin, but for `tenant`.
+    """Calls on keys, tenants and webhooks.
 
-    `tenant` of webhooks is for admins, who see all deliveries without it.
+    Calls on keys and tenants require the scope `admin`, except `tenant`. In calls on webhooks, an
+    admin may name a `tenant`; without one, an admin sees all of them.
     """
 
     @call
@@ -78,7 +79,7 @@ class ServiceCalls(Calls):
         scopes: str | Sequence[str] = ("submit", "read"),
         expires_in: float | str | None = None,
     ) -> CreatedKey:
-        """A new key, which is shown here and never again.
+        """Create a key; its secret is returned only here.
 
         `expires_in`: seconds, or a text such as `90d` or `12h`.
         """
@@ -92,24 +93,24 @@ class ServiceCalls(Calls):
 
     @call
     async def revoke_key(self, key_id: str) -> None:
-        """It is refused everywhere within five seconds. Raises `not_found`."""
+        """Revoke a key: every process rejects it within five seconds. Raises `not_found`."""
         await self._do(Call("DELETE", f"{_KEYS}/{wire.checked(key_id, KeyId, 'id')}"))
 
     @call
     async def tenants(self) -> list[TenantView]:
-        """All tenants: limits as they hold and what is used."""
+        """Return all tenants, with the limits in effect and their usage."""
         return (await self._ask(Call("GET", _TENANTS), TenantList)).tenants
 
     @call
     async def tenant(self, name: str | None = None) -> TenantView:
-        """Limits as they hold and what is used; of the key's own tenant where no name is given."""
+        """Return the limits in effect and the usage of a tenant, by default the key's own."""
         return await self._ask(
             Call("GET", "/v1/tenant") if name is None else _tenant("GET", name), TenantView
         )
 
     @call
     async def set_tenant(self, name: str, limits: Limits) -> TenantView:
-        """Set its limits; null takes the service's setting, 0 is no limit."""
+        """Set a tenant's limits. None: the service's setting; 0: no limit."""
         return await self._ask(_tenant("PUT", name, limits), TenantView)
 
     @call
@@ -130,7 +131,7 @@ class ServiceCalls(Calls):
 
     @call
     async def delivery(self, delivery_id: str) -> Delivery:
-        """`delivery_id`: the `webhook-id`.
+        """Return one webhook and its attempts. `delivery_id`: its `webhook-id`.
 
         Raises `not_found`, also after the record has expired.
         """
@@ -138,7 +139,8 @@ class ServiceCalls(Calls):
 
     @call
     async def redeliver(self, delivery_id: str) -> Delivery:
-        """Send it again under its id, or now if it waits.
+        """Send a webhook again under the same id, or immediately if it is waiting for its next
+        attempt.
 
         Raises `conflict` while its receiver is disabled.
         """
@@ -146,8 +148,8 @@ class ServiceCalls(Calls):
 
     @call
     async def webhook_secrets(self) -> SecretList:
-        """The secrets that sign webhooks about jobs of this key, newest first; created if there are
-        none.
+        """Return the secrets that sign webhooks about jobs of this key, newest first; create one if
+        there is none.
         """
         return await self._ask(Call("GET", _SECRETS), SecretList)
 
@@ -155,21 +157,22 @@ class ServiceCalls(Calls):
     async def rotate_webhook_secret(
         self, *, keep_former_s: float | str = _DAY_S, own: bool = False
     ) -> SecretList:
-        """A new secret; the previous one also signs for `keep_former_s`: seconds, or `12h`.
+        """Create a secret. The previous one also signs for `keep_former_s` more: seconds, or a text
+        such as `12h`.
 
-        `own`: for this key only, from now on.
+        `own`: give this key a secret of its own.
         """
         body = wire.checked({"keep_former_s": keep_former_s, "own": own}, RotateRequest)
         return await self._ask(Call("POST", _SECRETS, body=body), SecretList)
 
     @call
     async def disabled_webhooks(self, *, tenant: str | None = None) -> list[DisabledEndpoint]:
-        """Receivers that responded with 410."""
+        """Return the receivers that are disabled because they responded with 410."""
         return (
             await self._ask(Call("GET", _DISABLED, params=wire.given(tenant=tenant)), DisabledList)
         ).endpoints
 
     @call
     async def enable_webhooks(self, url: str, *, tenant: str | None = None) -> None:
-        """Send to this receiver again. Raises `not_found` when it is not disabled."""
+        """Resume webhooks to this receiver. Raises `not_found` when it is not disabled."""
         await self._do(Call("DELETE", _DISABLED, params=wire.given(url=url, tenant=tenant)))

@@ -13,17 +13,17 @@ from .wire import Call
 
 T = TypeVar("T")
 
-#: Bytes of a download that are handed on immediately.
+#: Bytes per chunk of a download.
 CHUNK = 1 << 20
 
 
 class Streamed(Protocol):
-    """A response whose body is read as it comes."""
+    """A response whose body is read as it arrives."""
 
     response: httpx.Response
 
     async def read(self) -> httpx.Response:
-        """The response with its whole body: for an error."""
+        """Read the whole body, and return the response: used for errors."""
 
     def lines(self) -> AsyncGenerator[str, None]: ...
 
@@ -31,19 +31,20 @@ class Streamed(Protocol):
 
 
 class Transport(Protocol):
-    """Side effects of calls.
+    """The side effects that calls need.
 
-    All methods of the blocking one return without suspending.
+    The methods of the blocking transport never suspend.
     """
 
     url: str
     blocks: bool
 
     async def send(self, call: Call) -> httpx.Response:
-        """Raises httpx.TransportError."""
+        """Send a request. Raises httpx.TransportError."""
 
     def stream(self, **arguments: Any) -> AbstractAsyncContextManager[Streamed]:
-        """`arguments`: of `httpx.Client.stream`.
+        """Send a request, and read its body as a stream. `arguments`: those of
+        `httpx.Client.stream`.
 
         Raises httpx.TransportError, here and while the body is read.
         """
@@ -51,10 +52,10 @@ class Transport(Protocol):
     async def sleep(self, seconds: float) -> None: ...
 
     async def work(self, function: Callable[..., T], *args: Any) -> T:
-        """Return what a function returns that reads or writes files, or computes for long."""
+        """Call a function that uses files or computes for long, without blocking an event loop."""
 
     def beside(self, coroutine: Coroutine[Any, Any, None]) -> AbstractAsyncContextManager[None]:
-        """Runs a coroutine meanwhile. What it raises is dropped."""
+        """Run a coroutine for the duration of the context. Its errors are ignored."""
 
 
 class BlockingTransport:
@@ -88,7 +89,7 @@ class BlockingTransport:
     @asynccontextmanager
     async def beside(self, coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         def run() -> None:
-            with suppress(Exception):  # also that the client was closed meanwhile
+            with suppress(Exception):  # including the error of a client that was closed
                 coroutine.send(None)
 
         threading.Thread(target=run, daemon=True).start()

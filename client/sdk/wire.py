@@ -40,19 +40,18 @@ VERSION_HEADER = "x-midstream-version"
 JOB_HEADER = "x-midstream-job"
 #: One long poll; shorter than what proxies commonly allow.
 POLL_S = 25.0
-#: A held response may take this long before the client gives up on the connection (the server's
-#: `max_wait_s` and some).
+#: Seconds that the client waits for a held response: somewhat more than the server's `max_wait_s`.
 HELD_S = 660.0
-#: How long a waiting client puts up with an API that does not answer (it may be restarting).
+#: Seconds for which a waiting client tolerates an API that does not answer (it may be restarting).
 PATIENCE_S = 60.0
 PAUSE_S = 0.5
-#: Statuses after which the same call may simply be made again.
+#: Statuses after which a call that is safe to repeat is repeated.
 RETRYABLE = frozenset({502, 503, 504})
 
 #: A steering entry as users write it: a struct, or its fields with tensors as numpy arrays or lists
 #: of numbers.
 Steering = SteeringSpec | Mapping[str, Any]
-#: A patch, likewise; its `source` may be a run's name or an array instead of fields.
+#: A patch as users write it: a struct, or its fields; `source` may be a run's name or an array.
 Patch = PatchSpec | Mapping[str, Any]
 Capture = CaptureSpec | Mapping[str, Any]
 
@@ -69,7 +68,7 @@ class ServerUnreachable(MidstreamError):
 
 
 class VersionMismatch(MidstreamError):
-    """Client and server cannot understand each other because their versions differ."""
+    """The versions of client and server are incompatible."""
 
     def __init__(self, server: str, problem: str):
         super().__init__(
@@ -183,8 +182,7 @@ def pack_capture(capture: Capture) -> CaptureSpec:
 def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, Any]:
     """The body of an OpenAI-style call with Midstream's fields, which are left out when not used.
 
-    Raises MidstreamError naming a field that does not fit, UnknownArgument for one that there is
-    not.
+    Raises MidstreamError that names an invalid field, UnknownArgument for an unknown one.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     values.known_keywords(given, kind)
@@ -206,10 +204,10 @@ def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, 
 def headers(api_key: str | None) -> dict[str, str]:
     """Return the headers of every request.
 
-    `api_key`: None takes MIDSTREAM_API_KEY, or what is in the file of MIDSTREAM_API_KEY_FILE;
-    empty: none.
+    `api_key`: by default MIDSTREAM_API_KEY, or the contents of the file MIDSTREAM_API_KEY_FILE;
+    empty: no key.
 
-    Raises MidstreamError naming it, OSError.
+    Raises MidstreamError for an invalid key or an exposed file, OSError.
     """
     if api_key is None:
         api_key, file = (
@@ -258,7 +256,7 @@ def of_model(model: str | None) -> dict[str, str | int | float]:
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """Return those that are not None."""
+    """Return the arguments that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -268,7 +266,7 @@ def job_path(job: JobLike, *parts: str) -> str:
 
 
 def capture_path(job: JobLike, *parts: str) -> str:
-    """`/v1/captures/<id>/<parts>`, likewise."""
+    """Return `/v1/captures/<id>/<parts>`, with all parts quoted."""
     return "/".join(
         ["/v1/captures", quote(id_of(job), safe=""), *(quote(part, safe="") for part in parts)]
     )
@@ -286,8 +284,8 @@ def unreachable(url: str, error: Exception) -> ServerUnreachable:
 
 
 def decode(response: httpx.Response, kind: type[T]) -> T:
-    """The body of a good answer as `kind`; raises what `raise_problem` does, or VersionMismatch
-    when it cannot be read.
+    """Return the body of a successful response as `kind`. Raises what `raise_problem` raises, and
+    what `not_understood` returns if the body is invalid.
     """
     raise_problem(response)
     try:
@@ -300,8 +298,8 @@ def decode(response: httpx.Response, kind: type[T]) -> T:
 
 
 def raise_problem(response: httpx.Response) -> None:
-    """Raises MidstreamError when the answer is an error; a problem document keeps its kind, field
-    and advice.
+    """Raise a response's error, if it is one: a MidstreamError with the kind, field and valid
+    values of the problem document.
     """
     if response.status_code < 400:
         return
@@ -313,20 +311,20 @@ def raise_problem(response: httpx.Response) -> None:
     kind = problem.type.rpartition(":")[2]
     server = response.headers.get(VERSION_HEADER)
     if server != __version__ and (kind not in STATUS_OF_KIND or kind == "invalid_request"):
-        # The other version may have other fields: say so, or the message sends the user looking for
-        # their own mistake.
+        # The other version may have other fields. Without this hint, users would look for a mistake
+        # of their own.
         raise VersionMismatch(
             server or "of unknown version",
             f"{problem.field + ': ' if problem.field else ''}{problem.detail}",
         )
-    refused = told(problem)
+    refused = error_of(problem)
     if (seconds := response.headers.get("retry-after", "")).isdecimal():
         refused.retry_after = float(seconds)
     raise refused
 
 
-def told(problem: Problem) -> MidstreamError:
-    """The error that a problem document describes."""
+def error_of(problem: Problem) -> MidstreamError:
+    """Return the error that a problem document describes."""
     kind = problem.type.rpartition(":")[2]
     return MidstreamError(
         kind if kind in STATUS_OF_KIND else "internal",
@@ -345,7 +343,9 @@ def _lenient(content: bytes | str) -> dict[str, Any]:
 
 
 def not_understood(response: httpx.Response, problem: str) -> MidstreamError:
-    """The error for an answer that cannot be read: it names both versions when they differ."""
+    """Return the error for a response that cannot be read; it names both versions if they
+    differ.
+    """
     server = response.headers.get(VERSION_HEADER)
     if server is None:
         return MidstreamError(
@@ -385,8 +385,8 @@ def answer(response: httpx.Response) -> Answer:
 
 
 def answer_from_result(result: JobResult) -> Answer:
-    """The same from a job's result: for a response that was held until the server's limit and then
-    became a job.
+    """Return an OpenAI-style answer from a job's result: for a request that the server stopped
+    holding.
     """
     captures = result.capture_results if result.capture_results.status != "not_requested" else None
     return Answer(
@@ -401,10 +401,9 @@ def answer_from_result(result: JobResult) -> Answer:
 
 
 def returned_rows(results: CaptureResults | None) -> CaptureReader:
-    """The rows that consumer `memory` returned, as numpy by (hook, layer, position); of the user's
-    capture.
+    """Return a reader of the rows that the consumer `memory` returned for the user's capture.
 
-    Raises MidstreamError: `not_found` when none came back, `capture_failed` with the reason when a
+    Raises MidstreamError: `not_found` if there are none, `capture_failed` with the reason when a
     rank could not return them.
     """
     reports = [report for report in results.consumers if report.name == "memory"] if results else []
@@ -430,14 +429,17 @@ def is_over(view: JobView) -> bool:
 
 
 class EventParser:
-    """Server-sent events, line by line, into `Event`s; remembers the last id for resuming."""
+    """Parses server-sent events, line by line, into `Event`s; remembers the last id, for
+    resuming.
+    """
 
     def __init__(self, after: str = ""):
         self.last_id = after
         self._fields: dict[str, list[str]] = {}
 
     def feed(self, line: str) -> Event | None:
-        """The event that `line` (without its newline) completes, if it does. Comments are ignored.
+        """Return the event that `line` (without its newline) completes, or None. Comments are
+        ignored.
 
         Raises the MidstreamError with which the server ended the stream.
         """
@@ -451,7 +453,7 @@ class EventParser:
             return None
         self.last_id = fields.get("id", [self.last_id])[-1]
         if fields["event"][-1] == PROBLEM_EVENT:
-            raise told(msgspec.convert(_lenient("\n".join(fields["data"])), Problem))
+            raise error_of(msgspec.convert(_lenient("\n".join(fields["data"])), Problem))
         body = json.loads("\n".join(fields["data"]))
         attempt = body.pop("attempt", 0)
         return msgspec.convert(
@@ -461,7 +463,7 @@ class EventParser:
 
 
 def only_model(served: list[str]) -> str:
-    """The model to use where the caller names none.
+    """Return the model to use if the caller names none.
 
     Raises MidstreamError unless exactly one is served.
     """
@@ -474,13 +476,13 @@ def only_model(served: list[str]) -> str:
     return served[0]
 
 
-#: Kinds of refusals that pass by themselves.
+#: Kinds of errors that are temporary.
 PASSING = frozenset({"unavailable", "too_many_connections", "too_many_streams"})
 
 
 class Patience:
-    """Decides, after a failed poll, whether to try again; an API that restarts is waited for, one
-    that is gone is not.
+    """Decides, after a failed poll, whether to try again: temporary errors are tolerated for a
+    limited time.
     """
 
     def __init__(self, seconds: float = PATIENCE_S):
@@ -491,7 +493,7 @@ class Patience:
         self._since = None
 
     def check(self, error: MidstreamError) -> None:
-        """Raises `error` when it is not of the passing kind, or has lasted too long."""
+        """Raise `error` if it is not temporary, or if errors have lasted too long."""
         if error.kind not in PASSING:
             raise error
         self._since = self._since or time.monotonic()

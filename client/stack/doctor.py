@@ -1,7 +1,7 @@
 """The checks of `midstream doctor`, each with advice.
 
-Redis is asked as an operator would ask it, the rest as it is seen from outside; nothing is left
-behind.
+Redis is queried directly, all other parts through the API. The checks remove everything that they
+create.
 """
 
 import asyncio
@@ -30,19 +30,21 @@ from ..sdk.client import Client
 Level = Literal["ok", "warn", "fail"]
 
 LEAST_REDIS = (6, 2)
-#: Milliseconds of a round trip to Redis beyond which held responses and receipts get slow, or
-#: everything does.
+#: Milliseconds of a round trip to Redis: above the first, held responses and receipts are slow;
+#: above the second, everything is.
 PING_WARN_MS, PING_FAIL_MS = 5.0, 50.0
-#: Share of Redis' memory.
+#: Share of Redis' memory limit in use that causes a warning.
 MEMORY_WARN = 0.7
-#: Seconds by which two clocks may differ before leases and deadlines are noticeably wrong, and when
-#: they are useless.
+#: Differences of two clocks in seconds: above the first, leases and deadlines are noticeably wrong;
+#: above the second, they are useless.
 SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
-#: HTTP's `Date` has whole seconds, and servers write the same for another second.
+#: Allowed difference from the API's clock: HTTP's `Date` has whole seconds, and servers may repeat
+#: a value for another second.
 DATE_SKEW_S = 3.0
-#: Milliseconds of a write with fsync: every group of capture files and receipts waits for some.
+#: Milliseconds of a write with fsync. Every group of capture files and receipts waits for several
+#: such writes.
 FSYNC_WARN_MS, FSYNC_FAIL_MS = 20.0, 200.0
-#: The same of a bucket.
+#: Milliseconds of writing a small object to a bucket.
 STORE_WARN_MS = 2000.0
 FSYNCS, PINGS = 20, 20
 DISK_WARN, DISK_FAIL = 10 << 30, 1 << 30
@@ -61,7 +63,7 @@ class Finding(NamedTuple):
 
 
 def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
-    """All checks, in order of dependency. `redis_url`: empty if not configured."""
+    """Run all checks, in order of dependency. `redis_url`: empty if not configured."""
     if redis_url:
         yield from _redis(redis_url, settings)
     else:
@@ -203,7 +205,7 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
 
 
 def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Finding]:
-    if int(info.get("loading", 0)):  # the AOF counts as off meanwhile
+    if int(info.get("loading", 0)):  # while loading, Redis reports the AOF as off
         yield Finding(
             "warn",
             "redis AOF",
@@ -249,7 +251,7 @@ def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Findi
 
 
 def _config(client: Any, name: str) -> str | None:
-    """None where the user may not ask."""
+    """Return a configuration value of Redis; None if this user may not read it."""
     import redis
 
     try:
@@ -324,7 +326,7 @@ def _version(about: str, version: str, more: str = "") -> Finding:
     )
 
 
-# --- What continues
+# --- Status of the service
 # --------------------------------------------------------------------------------------------------
 
 
@@ -462,9 +464,9 @@ def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
 
 
 def _vllm(settings: Settings) -> Iterator[Finding]:
-    """Return this environment's vLLM; nothing if it is not installed.
+    """Check the vLLM of this environment; yields nothing if it is not installed.
 
-    The options are checked only if there are any: that imports vLLM.
+    Options are checked only if there are any, because the check imports vLLM.
     """
     from ...workers.engines import check_options
     from ...workers.runner.support.seams import WINDOW, SeamError, verify
@@ -499,8 +501,8 @@ def _vllm(settings: Settings) -> Iterator[Finding]:
 
 
 def _extensions(settings: Settings) -> Iterator[Finding]:
-    """Yield what packages of this environment offer, and whether the setting names them; nothing of
-    them is imported.
+    """Yield the extensions that packages of this environment offer, and whether the setting names
+    them; does not import the packages.
     """
     from ...workers.runner.base.extensions import check_installed, named, offered
 
@@ -533,7 +535,7 @@ def _extensions(settings: Settings) -> Iterator[Finding]:
 
 
 def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
-    """Yield what is proven of each model's hook points, and what is not served."""
+    """Yield which hook points of each model are proven, and which are not served."""
     try:
         listed = httpx.get(f"{url}/v1/models", headers=headers, timeout=TIMEOUT_S)
         names = (
@@ -544,7 +546,7 @@ def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
             for name in names
         ]
     except (httpx.HTTPError, ValueError, KeyError):
-        return  # said above
+        return  # reported by an earlier check
     for card in cards:
         for one in card.get("extensions") or []:
             code = (
@@ -620,8 +622,8 @@ def _disk(data: Path) -> Iterator[Finding]:
 
 
 def _store(settings: Settings) -> Iterator[Finding]:
-    """A small object in a bucket, written, read and deleted; or the disk of a folder next to
-    `data_dir`.
+    """Write, read and delete a small object in the bucket; for a folder outside `data_dir`, check
+    its disk.
     """
     if "://" not in settings.artifact_store:
         if settings.artifact_store:
@@ -681,7 +683,7 @@ def _store(settings: Settings) -> Iterator[Finding]:
 
 
 def _fsyncs(folder: Path) -> list[float]:
-    """Milliseconds of writing 4 KiB and waiting for the disk, again and again."""
+    """Write 4 KiB with fsync several times; return the milliseconds of each."""
     took = []
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
         for _ in range(FSYNCS):
@@ -698,15 +700,15 @@ def _fsyncs(folder: Path) -> list[float]:
 
 def _keys(url: str, headers: dict[str, str]) -> Iterator[Finding]:
     try:
-        stranger, we = (
+        without_key, with_key = (
             httpx.get(f"{url}/v1/tenant", headers=given, timeout=TIMEOUT_S).status_code
             for given in ({}, headers)
         )
     except httpx.HTTPError:
-        return  # said above
-    if stranger == MISDIRECTED:
-        return  # said above
-    if stranger != 401:
+        return  # reported by an earlier check
+    if without_key == MISDIRECTED:
+        return  # reported by an earlier check
+    if without_key != 401:
         if is_loopback(urlsplit(url).hostname or ""):
             yield Finding("ok", "keys", "not required; the address is loopback")
         else:
@@ -714,7 +716,7 @@ def _keys(url: str, headers: dict[str, str]) -> Iterator[Finding]:
             yield Finding(
                 "fail", "keys", text, "`midstream keys create`, then unset MIDSTREAM_AUTH"
             )
-    elif we == 401:
+    elif with_key == 401:
         yield Finding(
             "warn",
             "keys",

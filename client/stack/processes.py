@@ -15,19 +15,20 @@ from ...schemas.service.engine_errors import in_our_settings
 
 #: A log file above this size is renamed to `<name>.log.1` when its process restarts.
 LOG_LIMIT_BYTES = 32 << 20
-#: Pause before a dead child is started again, doubled with each death, and the longest unless the
-#: child has another; a child that ran this long starts over at the first.
+#: Pauses before a dead child is restarted: the first, which doubles with each death, and the
+#: default for the longest. After a child has run for `HEALTHY_AFTER_S`, its next pause is the first
+#: again.
 BACKOFF_S = (1.0, 4.0)
 HEALTHY_AFTER_S = 10.0
-#: In the environment of every child, and of what it starts: the data directory of its supervisor,
-#: so that the next supervisor finds them.
+#: Environment variable of every child and its descendants: the data directory of the supervisor, by
+#: which the next supervisor finds processes that were left running.
 MARK = "SUPERVISED_BY_MIDSTREAM"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-#: What a line of a dying process looks like that says why: `ValueError: …`, `error: …`, `… ERROR
+#: Matches a log line that may give the reason for a failure: `ValueError: …`, `error: …`, `… ERROR
 #: …`.
 _COMPLAINT = re.compile(r"\b\w*(error|exception|refused|fatal|failed)\b", re.IGNORECASE)
-#: Noise that may follow the reason.
+#: Lines without information that may follow the reason.
 _NOISE = re.compile(
     (
         r"^(During handling|For further information visit|The above "
@@ -36,14 +37,14 @@ _NOISE = re.compile(
     re.IGNORECASE,
 )
 
-#: The message of vLLM's first process when another of its processes failed, and the form of that
-#: one's error in the log.
+#: What vLLM's first process logs when another of its processes failed, and the patterns of that
+#: process's logged error.
 _POINTS_ABOVE = "See root cause above"
 _LOGGED_ERROR = re.compile(r" ERROR \S+ \S+ \[[^]]*\] (.*)")
 _RAISED = re.compile(r"[\w.]*(?:Error|Exception)(: .+)?$")
 
-#: Places in `/proc/<pid>/stat`, counted from behind the name (proc(5) counts from 1 with pid and
-#: name).
+#: Indices of fields in `/proc/<pid>/stat`, where 0 is the field after the process's name (field 3
+#: in proc(5)).
 _STATE, _SESSION, _STARTTIME = 0, 3, 19
 
 _PR_SET_PDEATHSIG = 1
@@ -51,7 +52,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Child:
-    """A process of ours: its command, its log file, and how often it has died.
+    """A child process: its command, its log file, and how often it has died.
 
     It runs in its own session, so that Ctrl-C in the terminal reaches only the supervisor, which
     then stops everything in order; the kernel signals it if the supervisor is killed.
@@ -79,8 +80,10 @@ class Child:
         self._not_before = 0.0  # monotonic time of the next start
 
     def start(self) -> None:
-        """Start it; its output goes to the end of its log, or nowhere where the log cannot be
-        opened. Raises OSError.
+        """Start the process. Its output is appended to its log, or discarded if the log cannot be
+        opened.
+
+        Raises OSError.
         """
         with self._open_log() as handle:
             self._log_start = handle.tell()
@@ -115,11 +118,11 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """`70`, `SIGKILL`."""
+        """Exit code or name of the signal: `70`, `SIGKILL`."""
         return exit_name(self.exit_code)
 
     def output(self) -> str:
-        """Return what it has written since its last start."""
+        """Return the output since the last start."""
         try:
             with self.log.open("rb") as handle:
                 handle.seek(self._log_start)
@@ -128,9 +131,9 @@ class Child:
             return ""
 
     def last_words(self) -> str:
-        """The log line that best explains its end: the last error, else the last line.
+        """Return the log line that best explains the exit: the last error, else the last line.
 
-        Empty for a killed process.
+        For a process that was killed, say that instead.
         """
         if self.exit_code == -signal.SIGKILL:
             return "it was killed, possibly by the kernel for lack of memory"
@@ -146,8 +149,8 @@ class Child:
         return in_our_settings(words)[:500]
 
     def died(self) -> float:
-        """Note a death, or a start that failed; returns the pause in seconds before it should be
-        started again.
+        """Record a death, or a start that failed; return the pause in seconds before the next
+        start.
         """
         if time.monotonic() - self._started > HEALTHY_AFTER_S:
             self._deaths = 0
@@ -161,11 +164,12 @@ class Child:
 
     @property
     def due(self) -> bool:
-        """Return whether it is dead and its pause is over."""
+        """Return whether the process is dead and its pause is over."""
         return self.process is None and time.monotonic() >= self._not_before
 
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """SIGTERM, wait, and after `stop_timeout_s` (or when `hurry()`) SIGKILL.
+        """Send SIGTERM and wait; send SIGKILL after `stop_timeout_s`, or as soon as `hurry()` is
+        true.
 
         Returns whether it exited without SIGKILL.
         """
@@ -173,20 +177,20 @@ class Child:
             return True
         if self.process.poll() is None:
             self.process.terminate()
-        willing = wait_for(
+        exited = wait_for(
             lambda: self.process is None or self.process.poll() is not None,
             self.stop_timeout_s,
             hurry,
         )
-        if not willing:
+        if not exited:
             self.process.kill()
         self.process.wait()
         self.sweep_group()
         self.process = None
-        return willing
+        return exited
 
     def sweep_group(self) -> None:
-        """Kill what the dead process left behind in its process group (engine ranks, pool
+        """Kill the processes that remain in the dead process's group (engine ranks, pool
         children).
         """
         assert self.process is not None
@@ -198,8 +202,8 @@ class Child:
 
 
 def _root_cause(lines: Sequence[str]) -> str:
-    """The end of the first traceback that vLLM logged: the exception, with the statement that
-    raised it if it has no message.
+    """Return the last line of the first traceback that vLLM logged: the exception; if that has no
+    message, also the statement that raised it.
     """
     logged = [match[1] for line in lines if (match := _LOGGED_ERROR.search(line))]
     for number, text in enumerate(logged):
@@ -232,9 +236,9 @@ def wait_for(
 
 
 def birth(pid: int) -> int:
-    """When the process was started, in clock ticks since boot; 0 if there is none.
+    """Return when the process was started, in clock ticks since boot; 0 if there is none.
 
-    With the pid it names a process for good.
+    Pid and start time together identify a process, even after the pid is reused.
     """
     fields = _stat(pid)
     return int(fields[_STARTTIME]) if fields else 0
@@ -247,8 +251,8 @@ def members(session: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """`/proc/<pid>/stat` behind the name, which may hold anything; empty for a process that is gone
-    or a zombie.
+    """Return the fields of `/proc/<pid>/stat` after the process's name (the name may contain any
+    character); empty if the process is gone or a zombie.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -259,9 +263,9 @@ def _stat(pid: int) -> list[str]:
 
 
 def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:
-    """Stop a process of a supervisor that was killed, and its session, if it still runs.
+    """Stop a process left over from a killed supervisor, and its session.
 
-    Returns whether it did.
+    Returns whether the process was still running.
     """
     if not born or birth(pid) != born:
         return False
@@ -275,8 +279,8 @@ def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:
 
 
 def holders(path: Path) -> list[int]:
-    """Pids of other processes that have the file open; those of other accounts are seen by root
-    alone.
+    """Return the pids of other processes that have the file open. Only root sees those of other
+    accounts.
     """
     try:
         needed = path.stat()
@@ -324,5 +328,5 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def exit_name(code: int | None) -> str:
-    """An exit code for people: `70`, or the name of the signal that ended the process."""
+    """Return an exit code as text: `70`, or the name of the signal that ended the process."""
     return next((known.name for known in signal.Signals if code == -known), str(code))

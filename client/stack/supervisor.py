@@ -56,11 +56,11 @@ Say = Callable[[str], None]
 
 
 class Part(NamedTuple):
-    """How to run one child process."""
+    """Parameters of one child process."""
 
     module: str
-    stop_s: float  # a stop may take so long
-    longest_pause_s: float = BACKOFF_S[1]  # before it is started again
+    stop_s: float  # the longest that stopping may take, in seconds
+    longest_pause_s: float = BACKOFF_S[1]  # the longest pause before a restart, in seconds
 
 
 #: Started in this order, after Redis.
@@ -72,21 +72,23 @@ MODULES = {
     "callbacks": Part("midstream.broker.callbacks", 15.0),
 }
 FLOWER = Part("midstream.broker.flower", 5.0, longest_pause_s=30.0)
-#: Secrets that these children alone need: a worker runs what comes with its model.
-WHOSE = {
+#: Secrets, and the children that get them. The worker gets none, because it may run code that came
+#: with its model.
+SECRET_HOLDERS = {
     f"{PREFIX}ADMIN_KEY": {"api"},
     f"{PREFIX}OBSERVE_KEY": {"api", "flower"},
     f"{PREFIX}FLOWER_AUTH": {"flower"},
 }
-#: Above `metrics_port`; the API serves its own at /metrics.
+#: Each child's metrics port, counted from `metrics_port`; the API serves its own at /metrics.
 METRICS_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2}
-#: Those who give work stop first, then those who do it, then those who carry its results; Redis
-#: goes last.
+#: Processes that create work stop first, then the worker, then the relay, which carries its
+#: results; Redis stops last.
 STOP_ORDER = ("api", "callbacks", "flower", "worker", "relay")
-#: The worker prints this once its engine is up; an old heartbeat in Redis could make `/readyz` say
-#: so too early.
+#: The worker prints this once its engine is up. `/readyz` alone is not enough: an old heartbeat in
+#: Redis could make it report a ready worker too early.
 WORKER_READY = "worker ready"
-#: With what follows, before that line: see `ModelInfo.caveats`.
+#: Prefix of the lines that the worker prints before `WORKER_READY`, one for each of
+#: `ModelInfo.caveats`.
 WORKER_CAVEAT = "worker caveat: "
 #: Loading a large model and compiling it take minutes.
 READY_TIMEOUT_S = 1800.0
@@ -116,7 +118,7 @@ class Supervisor:
         self.settings = settings
         self._children: dict[str, Child] = {}
         self._redis: RedisServer | None = None
-        self._redis_due = 0.0  # monotonic time of its next start, and the pause behind that
+        self._redis_due = 0.0  # monotonic time of its next start; below, the pause after that
         self._redis_pause = BACKOFF_S[0]
         self._redis_trouble = ""  # why its last start failed
         self._disk = ""  # why the data directory cannot be written
@@ -132,7 +134,7 @@ class Supervisor:
 
     @property
     def url(self) -> str:
-        """Return where the API answers."""
+        """Address of the API."""
         return f"http://{reachable(self.settings.api_host)}:{self.settings.api_port}"
 
     @property
@@ -168,9 +170,10 @@ class Supervisor:
         self.stop()
 
     def run(self) -> int:
-        """Start, watch until SIGINT or SIGTERM, stop in order; a second signal kills what is left.
+        """Start, watch until SIGINT or SIGTERM, and stop in order; a second signal kills the
+        remaining processes.
 
-        The exit code.
+        Returns the exit code.
         """
         with _signals(self._on_signal):
             try:
@@ -180,7 +183,7 @@ class Supervisor:
                 pass  # a signal during the start: everything is stopped already
             except MidstreamError:
                 if not self._stopping.is_set():
-                    # a Ctrl-C also reaches a fetch of the model, which then fails
+                    # Ctrl-C also interrupts a download of the model, which then raises this error
                     raise
             finally:
                 self.stop()
@@ -223,7 +226,7 @@ class Supervisor:
         self._say(self.ready_line())
 
     def _say_how_to_make_a_key(self) -> None:
-        """The command that makes the first key, where keys are required and none exists."""
+        """Print the command that creates the first key, if keys are required and none exists."""
         from ...broker.ledger.people.keys import any_key
         from ...broker.ops.logs import redacted
 
@@ -233,7 +236,7 @@ class Supervisor:
             if asyncio.run(any_key(self.settings)):
                 return
         except MidstreamError:
-            # Redis is unreachable just now: the hint is not worth failing the start
+            # Redis is unreachable: a missing hint is no reason to fail the start
             return
         local = f"MIDSTREAM_DATA_DIR={shlex.quote(str(self.data))} " if self._own_redis else ""
         redis_url = "-" if self._own_redis else shlex.quote(redacted(self.settings.redis_url))
@@ -243,14 +246,14 @@ class Supervisor:
         )
 
     def watch(self) -> None:
-        """Until a signal: restart processes that died, after a growing pause."""
+        """Restart processes that died, after a growing pause, until a signal arrives."""
         while not self._stopping.wait(TICK_S):
             self.tend()
 
     def tend(self) -> None:
-        """One look at every child and at the disk; says what died and what is started again.
+        """Check every child and the disk once; restart what died, and report it.
 
-        A full disk ends nothing here.
+        A full disk does not stop the supervisor.
         """
         if (
             self._redis is not None
@@ -285,7 +288,9 @@ class Supervisor:
             self._write_state()
 
     def _look_at_disk(self) -> None:
-        """Say once that the data directory cannot be written, and once that it can again."""
+        """Report once when the data directory becomes unwritable, and once when it is writable
+        again.
+        """
         if time.monotonic() < self._disk_due:
             return
         self._disk_due = time.monotonic() + DISK_LOOK_S
@@ -297,8 +302,8 @@ class Supervisor:
         self._disk = trouble
 
     def _restart_redis(self) -> None:
-        """Once, and again after a growing pause when it fails: the others wait for it and lose
-        nothing.
+        """Try once to restart Redis; if that fails, `tend` tries again after a growing pause.
+        Meanwhile the other processes wait, and lose nothing.
         """
         assert self._redis is not None
         if not self._redis_trouble:
@@ -315,7 +320,7 @@ class Supervisor:
             self._redis_due = time.monotonic() + self._redis_pause
             self._redis_pause = min(BACKOFF_S[1], 2 * self._redis_pause)
         except KeyboardInterrupt:
-            return  # the watch ends
+            return  # `watch` then ends too
         else:
             if self._redis_trouble:
                 self._say("redis restarted")
@@ -328,7 +333,9 @@ class Supervisor:
             raise KeyboardInterrupt
 
     def _while_redis_starts(self) -> None:
-        """Loading a large file takes minutes: the children are tended meanwhile."""
+        """Tend the children while Redis loads its file, which may take minutes; raises
+        KeyboardInterrupt on a signal.
+        """
         self._tend_children()
         if self._stopping.is_set():
             raise KeyboardInterrupt
@@ -341,10 +348,7 @@ class Supervisor:
             self._print(line)
 
     def stop(self) -> None:
-        """End everything, in order; harmless when repeated.
-
-        Nothing of the stack is left running.
-        """
+        """Stop all processes, in order. May be called again."""
         for name in STOP_ORDER:
             child = self._children.get(name)
             if child is not None and not child.stop(lambda: self._hurry):
@@ -392,7 +396,9 @@ class Supervisor:
             raise MidstreamError("unavailable", trouble, field="data_dir")
 
     def _take_lock(self) -> None:
-        """One supervisor per data directory; what a killed one left running is ended first."""
+        """Lock the data directory for this supervisor, and stop processes left over from a killed
+        one.
+        """
         lock = (self.data / LOCK_FILE).open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -412,11 +418,11 @@ class Supervisor:
         self._write_state()
 
     def _leftovers(self) -> Iterator[tuple[str, int, int]]:
-        """(name, pid, birth) of what a previous supervisor of this data directory left, those first
-        who give work, Redis last.
+        """Yield (name, pid, birth) of processes left over from a previous supervisor of this data
+        directory, in the order in which to stop them.
 
-        What it wrote down, and what it had no time to write down: its children carry a mark, and
-        Redis, which removes its environment, holds the lock of its folder.
+        First those in its state file, then those that it had no time to record: children carry
+        `MARK`, and Redis, which clears its environment, has the lock file of its folder open.
         """
         state = read_state(self.data).get("processes", {})
         for name in (*STOP_ORDER, "redis"):
@@ -465,11 +471,11 @@ class Supervisor:
         return {
             variable: value
             for variable, value in environment.items()
-            if name in WHOSE.get(variable, {name})
+            if name in SECRET_HOLDERS.get(variable, {name})
         }
 
     def _metrics_port(self, name: str) -> dict[str, str]:
-        """Each process that serves metrics has its own port, counted from `metrics_port`."""
+        """Return the variable with the process's own metrics port; empty if it serves none."""
         if not self.settings.metrics_port or name not in METRICS_OFFSETS:
             return {}
         return {f"{PREFIX}METRICS_PORT": str(self.settings.metrics_port + METRICS_OFFSETS[name])}
@@ -519,15 +525,15 @@ class Supervisor:
             path.with_suffix(".tmp").write_text(json.dumps(state))
             path.with_suffix(".tmp").rename(path)
         except OSError:
-            self._unwritten = True  # tried again; why is said by `_look_at_disk`
+            self._unwritten = True  # retried by `tend`; `_look_at_disk` reports the reason
         else:
             self._unwritten = False
 
 
 def prepare(settings: Settings, data: Path, say: Say) -> Settings:
-    """Settings with everything decided: absolute folders, free ports, a model.
+    """Return the settings with absolute folders, free ports and a model filled in.
 
-    Raises SettingsError naming the setting.
+    Raises SettingsError that names the setting.
     """
     changes: dict[str, Any] = {"data_dir": str(data)}
     if settings.engine != "vllm":
@@ -564,25 +570,27 @@ def _checkpoint(name: str, value: str) -> str:
 
 
 def child_environment(settings: Settings) -> dict[str, str]:
-    """This process's environment with exactly these settings, read from nowhere else."""
+    """Return this process's environment with exactly these settings: a child reads no settings
+    file.
+    """
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(PREFIX) and name != FILE_VARIABLE
     }
-    # that is of who calls
+    # `api_key` is a client's credential
     environment |= to_environment(msgspec.structs.replace(settings, api_key=""))
-    # what lies in the working directory is no module of theirs, nor of the processes they start
+    # neither the children nor their processes import modules from the working directory
     environment |= {"PYTHONSAFEPATH": "1"}
     environment |= {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if all(Path(item).is_dir() for item in (settings.model, settings.draft_model) if item):
-        # everything is there: a hub that does not answer must not hold up the start
+        # the models are local folders: an unreachable hub must not delay the start
         environment["HF_HUB_OFFLINE"] = "1"
     return environment
 
 
 def read_state(data: Path) -> dict[str, Any]:
-    """Return what the supervisor of a data directory wrote down; empty when none runs there."""
+    """Return the state file of a data directory's supervisor; empty if there is none."""
     try:
         return dict(json.loads((data / STATE_FILE).read_text()))
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -590,8 +598,8 @@ def read_state(data: Path) -> dict[str, Any]:
 
 
 def own_redis_url(data: Path) -> str:
-    """The Redis that a `midstream up` runs on `data`, with its password; empty when none runs
-    there.
+    """Return the URL, with password, of the Redis that a `midstream up` runs on `data`; empty if
+    none runs there.
     """
     from ...broker.ops.install import with_redis_password
 

@@ -1,5 +1,5 @@
-"""Arrays in `.npy` and `.npz` files: an array's declared size is compared with its bytes before any
-memory is taken for it.
+"""Reads and writes `.npy` and `.npz` files. An array's declared size is compared with its bytes
+before memory is allocated.
 """
 
 import io
@@ -15,7 +15,9 @@ MAGIC = b"\x93NUMPY"
 
 
 def read_npy(raw: bytes) -> Array:
-    """float16 and float32 as they are, other numbers rounded to float32. Raises ValueError."""
+    """Read an array: float16 and float32 unchanged, other numbers rounded to float32. Raises
+    ValueError.
+    """
     stream = io.BytesIO(raw)
     try:
         shape, fortran, dtype = npy_header(stream)
@@ -35,7 +37,7 @@ def read_npy(raw: bytes) -> Array:
 
 
 def read_npz(raw: bytes) -> dict[str, Array]:
-    """Name → array. Raises ValueError naming the member."""
+    """Read the arrays by name. Raises ValueError that names the invalid member."""
     archive = opened(raw, stored=False)
     result = {}
     for name in archive.sizes:
@@ -48,5 +50,5 @@ def read_npz(raw: bytes) -> dict[str, Array]:
 
 def write_npz(arrays: Mapping[str, np.ndarray]) -> bytes:
     out = io.BytesIO()
-    np.savez(out, **dict(arrays))  # type: ignore[arg-type]  # its names are ours
+    np.savez(out, **dict(arrays))  # type: ignore[arg-type]  # the names are sites
     return out.getvalue()

@@ -27,7 +27,7 @@ class Handling(Record, kw_only=True):
     callback_url: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_URL)] | None = None
     callback_events: (
         Annotated[list[CallbackEvent], msgspec.Meta(min_length=1, max_length=MAX_EVENTS)] | None
-    ) = None  # null: all ways in which it may end
+    ) = None  # null: all events of a job's end
 
 
 class Callback(Record):
@@ -35,7 +35,7 @@ class Callback(Record):
 
     url: str
     events: list[CallbackEvent]
-    key: str = ""  # id of the API key that submitted the job: whose secret signs
+    key: str = ""  # id of the API key that submitted the job, whose secret signs the webhooks
 
 
 def handling_of(body: Handling) -> Handling:

@@ -1,5 +1,5 @@
-"""Sessions of the page: the login with an API key, what is kept of it, and what the page learns
-from it.
+"""Sessions of the page: the login with an API key, the stored record, and what the page gets
+back.
 """
 
 from typing import Annotated, Literal
@@ -9,9 +9,9 @@ import msgspec
 from ..base.records import Published, Record
 from .keys import KeyId, Scope
 
-#: Characters that are read of a key at the login; a key of ours has at most 272.
+#: The longest key that a login accepts, in characters; real keys have at most 272.
 MAX_LOGIN_KEY = 512
-#: How long a session lasts, in seconds, unless its key is revoked or expires before.
+#: How long a session lasts, in seconds, unless its key is revoked or expires earlier.
 SESSION_S = 12 * 3600
 #: Sessions of one key at a time.
 MAX_SESSIONS = 100
@@ -27,7 +27,7 @@ class Session(Record):
     """Stored session, under a hash of its id, so that a reader of Redis cannot use it."""
 
     key: KeyId
-    sha256: str  # of the key's secret: another key of the same id is not this one
+    sha256: str  # of the key's secret, so that a new key with the same id does not match
     csrf: (
         str  # must come back in the header `x-midstream-csrf` of every call that changes something
     )
@@ -49,4 +49,4 @@ class SessionView(Published, kw_only=True):
     key_name: str = ""
     scopes: list[Scope] = []
     expires: float | None = None  # of the session
-    links: dict[str, str] = {}  # of what else there is: docs, Flower, Grafana
+    links: dict[str, str] = {}  # name → address of related pages: docs, Flower, Grafana

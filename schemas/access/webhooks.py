@@ -7,9 +7,9 @@ import msgspec
 from ..base.records import Record
 from ..base.states import CallbackEvent
 
-#: `pending`: to be sent, perhaps again. `delivered`: answered 2xx. `failed`: the last try of the
-#: ladder was not. `disabled`: its receiver responded with 410, or had before. `refused`: its
-#: address may not be called.
+#: `pending`: waits for its first attempt or a retry. `delivered`: answered with 2xx. `failed`: the
+#: last retry was not answered with 2xx. `disabled`: its receiver responded with 410, now or
+#: earlier. `refused`: its address may not be called.
 DeliveryState = Literal["pending", "delivered", "failed", "disabled", "refused"]
 
 
@@ -75,7 +75,7 @@ class Secret(Record):
 
     secret: str
     created: float
-    until: float | None = None  # end of the previous one
+    until: float | None = None  # set on a replaced secret: until when it also signs
 
 
 class SecretList(Record):
@@ -90,5 +90,6 @@ class RotateRequest(Record):
 
     # how long the previous one also signs
     keep_former_s: Annotated[float, msgspec.Meta(ge=0, le=30 * 24 * 3600)] = 24 * 3600.0
-    # give this key its own secret instead of its tenant's; a key that has its own keeps its own
+    # rotate a secret of this key's own instead of its tenant's; a key that has its own always
+    # rotates that
     own: bool = False

@@ -1,5 +1,5 @@
-"""LoRA adapters: how they are registered, what a job keeps of one, and which modules of a model
-they may change.
+"""LoRA adapters: registration, the form that a job stores, and the modules of a model that they may
+change.
 """
 
 from ..access.handling import Handling
@@ -27,8 +27,8 @@ class LoraSupport(Record):
 
 
 class StoredLora(Record):
-    """An adapter as a job keeps it: what is loaded must have this content, even if the name has
-    another content now.
+    """An adapter as a job stores it. The job uses this content, even if the name has since been
+    given another.
     """
 
     name: str
@@ -53,7 +53,7 @@ def use_of(lora: StoredLora | None) -> LoraUse | None:
 class Adapted(Handling, kw_only=True):
     """Fields of every submission whose rows may be computed with an adapter."""
 
-    lora: Reference | None = None  # the name of an adapter: everything is computed with it
+    lora: Reference | None = None  # name of the adapter with which everything is computed
 
 
 class LoraRequest(FolderRequest):
@@ -65,11 +65,11 @@ class Lora(Registered):
 
     path: str
     rank: int  # the largest of its modules
-    modules: list[str]  # that it changes, `*` for the layer's number
+    modules: list[str]  # names of the modules that it changes, with `*` for the layer's number
     bytes: int
     created: float
     description: str = ""
-    replaced: str = ""  # digest that the name had until this request
+    replaced: str = ""  # the previous digest of the name, if this request replaced it
 
     def stored(self) -> StoredLora:
         return StoredLora(name=self.name, digest=self.digest, path=self.path, bytes=self.bytes)

@@ -1,5 +1,4 @@
-"""Linear probes: how they are registered and named, what a job keeps of one, and what the ranks
-report of it.
+"""Linear probes: registration, use in requests, the form that a job stores, and the ranks' reports.
 
 A probe is an affine map of a row: scores = W · row + b, float32. Alain and Bengio 2016
 (arXiv:1610.01644).
@@ -29,8 +28,8 @@ from .registered import Kind, Registered
 #: How the scores of a request's tokens become one: that of the last token, the largest, the mean,
 #: or the exponential moving average e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p.
 Aggregation = Literal["last", "max", "mean", "exponential"]
-#: What happens when the aggregate of a label reaches its threshold. `steer`: a module edits
-#: generated tokens while it is there.
+#: What happens when the aggregate of a label reaches its threshold. `steer`: a module edits the
+#: generated tokens for as long as the aggregate is at or above it.
 Action = Literal["none", "flag", "stop", "steer"]
 #: Float32, like the scores.
 Threshold = Annotated[float, msgspec.Meta(ge=-3e38, le=3e38)]
@@ -54,7 +53,7 @@ class ProbeRequest(Record):
     at: Side = "before"
     # null: `0`, `1`, …
     labels: Annotated[list[ProbeLabel], msgspec.Meta(max_length=MAX_PROBE_LABELS)] | None = None
-    #: One number: of each label.
+    #: A single number applies to every label.
     thresholds: (
         Threshold
         | Annotated[list[Threshold | None], msgspec.Meta(max_length=MAX_PROBE_LABELS)]
@@ -80,7 +79,7 @@ class ProbeContent(Record):
 
     @property
     def digest(self) -> str:
-        """SHA-256 hex of everything that decides its scores and crossings."""
+        """SHA-256, in hexadecimal, of everything that determines its scores and crossings."""
         return hashlib.sha256(
             msgspec.msgpack.encode([getattr(self, name) for name in ProbeContent.__struct_fields__])
         ).hexdigest()
@@ -94,9 +93,9 @@ class Probe(Registered):
     bytes: int  # of its tensors
     created: float
     description: str = ""
-    # what it does on all traffic of the model; null: it does not watch all traffic
+    # its action on all traffic of the model; null: it does not watch all traffic
     watch: Action | None = None
-    replaced: str = ""  # digest that the name had until this request
+    replaced: str = ""  # the previous digest of the name, if this request replaced it
 
     def stored(
         self, action: Action, *, tokens: bool = False, watching: bool = False
@@ -167,7 +166,7 @@ class StoredProbe(Record):
 
 
 def label_starts(probes: list[StoredProbe]) -> list[int]:
-    """Return where each probe's labels begin among those of all."""
+    """Return the index of each probe's first label in the list of all probes' labels."""
     starts = [0]
     for probe in probes:
         starts.append(starts[-1] + len(probe.content.labels))
@@ -185,7 +184,7 @@ class ProbeScore(Wire):
     # of each label the first position at which the aggregate reached its threshold
     crossed: list[int | None]
     action: str = "none"
-    tokens: bytes = b""  # where asked for: float32 `[positions, labels]`, C order, little-endian
+    tokens: bytes = b""  # if requested: float32 `[positions, labels]`, C order, little-endian
     watching: bool = False
     model: str = ""
     stopped: bool = False  # it ended the request
@@ -194,9 +193,8 @@ class ProbeScore(Wire):
 
     @property
     def flagged(self) -> bool:
-        """Return whether the job should be reported for it.
-
-        (The operator's probes are reported in metrics.)
+        """Return whether the job's result reports it as flagged. (The operator's probes are
+        reported in metrics instead.)
         """
         return (
             self.action == "flag"
@@ -228,8 +226,8 @@ class ProbeResult(Record):
     action: str = "none"  # what was asked for
     flagged: bool = False
     stopped: bool = False  # it ended the request
-    tokens: list[list[float]] | None = None  # of each position the score of each label
+    tokens: list[list[float]] | None = None  # for each position, the score of each label
     #: With `steer`: where the module's edits were applied, as first and last position of each run
     #: of tokens; at most `MAX_GATE_RUNS`.
     gate: list[tuple[int, int]] | None = None
-    gated: int = 0  # tokens at which they were, all runs together
+    gated: int = 0  # number of tokens in all runs

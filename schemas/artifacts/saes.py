@@ -1,4 +1,4 @@
-"""Sparse autoencoders (SAEs): how they are registered, and what a job keeps of one."""
+"""Sparse autoencoders (SAEs): registration, and the form that a job stores."""
 
 from typing import Annotated, Literal
 
@@ -11,8 +11,8 @@ from .registered import FolderRequest, Kind, Registered
 
 #: How a pre-activation becomes an activation, by SAELens' names.
 Architecture = Literal["standard", "jumprelu", "gated", "topk"]
-#: What is done to a row before it is encoded, by SAELens' names (`interventions.NORMS`); others
-#: need statistics of a data set.
+#: How a row is normalised before encoding, by SAELens' names (`interventions.NORMS`). SAELens'
+#: other kinds need statistics of a data set.
 Normalisation = Literal["none", "layer_norm", "constant_norm_rescale"]
 
 
@@ -22,16 +22,16 @@ class SaeForm(Record):
     architecture: Architecture
     d_in: Count  # width of the rows that it reads
     d_sae: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAE_WIDTH)]  # features
-    apply_b_dec_to_input: bool = True  # the decoder's bias is taken from a row before it is encoded
+    apply_b_dec_to_input: bool = True  # the decoder's bias is subtracted from a row before encoding
     normalize_activations: Normalisation = "none"
-    k: Index = 0  # of `topk`: features that are active, at most
-    # of `topk`: activations are times the norm of their decoder rows
+    k: Index = 0  # of `topk`: the most features that are active
+    # of `topk`: activations are multiplied by the norm of their decoder rows
     rescale_acts_by_decoder_norm: bool = False
 
 
 class StoredSae(Record):
-    """An SAE as a job keeps it: what is loaded must have this content, even if the name has another
-    content now.
+    """An SAE as a job stores it. The job uses this content, even if the name has since been given
+    another.
     """
 
     name: str
@@ -45,7 +45,7 @@ class StoredSae(Record):
 class SaeRequest(FolderRequest):
     """Body of `POST /v1/saes`."""
 
-    # required where the files do not name it (Gemma Scope's); else it must be theirs
+    # required if the files do not name it (Gemma Scope); otherwise it must agree with them
     hook: HookName | None = None
     layer: Index | None = None  # likewise
 
@@ -61,7 +61,7 @@ class Sae(Registered):
     created: float
     trained_on: str = ""  # the model, as the files name it
     description: str = ""
-    replaced: str = ""  # digest that the name had until this request
+    replaced: str = ""  # the previous digest of the name, if this request replaced it
 
     def stored(self) -> StoredSae:
         return StoredSae(

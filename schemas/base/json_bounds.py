@@ -28,19 +28,19 @@ class JsonCounter:
         self._commas = 0  # n of them separate n + 1 values
         self._containers = 0
         self._in_string = 0
-        # a backslash at the end of the piece before, which escapes what comes next
+        # a backslash at the end of the previous piece, which escapes the next byte
         self._held = b""
 
     def feed(self, piece: bytes) -> None:
-        """Raises TooManyValues once there are more values or containers than `schemas.limits`
-        allows.
+        """Count the next piece. Raises TooManyValues once there are more values or containers than
+        `schemas.base.limits` allows.
         """
         piece = self._held + piece
         self._held = b"\\" if (len(piece) - len(piece.rstrip(b"\\"))) % 2 else b""
         bare = piece[: len(piece) - len(self._held)]
-        # without escaped quotes, so that quotes alone begin and end strings
+        # remove escaped quotes: each remaining quote begins or ends a string
         bare = bare.replace(b"\\\\", b"").replace(b'\\"', b"")
-        # strings that now hold nothing change nothing for the others
+        # strings that are empty now can go: each takes two quotes, so the others stay paired
         bare = bare.translate(None, _PLAIN).replace(b'""', b"")
         parts = bare.split(b'"')
         outside = b"".join(parts[self._in_string :: 2])
@@ -54,7 +54,7 @@ class JsonCounter:
 
 
 def check_json(raw: bytes) -> None:
-    """Raises TooManyValues as `JsonCounter.feed`, of a whole document."""
+    """Check a whole document. Raises TooManyValues as `JsonCounter.feed` does."""
     counter = JsonCounter()
     for at in range(0, len(raw), PIECE):
         counter.feed(raw[at : at + PIECE])

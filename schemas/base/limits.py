@@ -22,7 +22,7 @@ MAX_JSON_CONTAINERS = 1 << 15  # objects and arrays
 
 MAX_COUNT = (1 << 31) - 1  # indices, positions, numbers of tokens
 MAX_INT64 = (1 << 63) - 1  # seeds and limits of tenants
-# `?wait=` and `Prefer: wait=N`; what is longer than the setting `max_wait_s` counts as that
+# `?wait=` and `Prefer: wait=N`; longer waits are cut to the setting `max_wait_s`
 MAX_WAIT_S = 1_000_000.0
 
 # --- Names
@@ -56,9 +56,9 @@ MAX_LOGIT_BIAS = 1024  # entries of `logit_bias`
 MAX_ALLOWED_TOKENS = 1 << 16  # `allowed_token_ids`
 MAX_BAD_WORDS = 256  # `bad_words`, each as long as a stop string
 MAX_CHOICES = 128  # `n`: outputs of one prompt
-# of all prompts of a request with `n`, each counted `n` times: each is stored so often
+# of all prompts of a request with `n`; each prompt counts `n` times, because it is stored `n` times
 MAX_CHOICE_TOKENS = 1 << 20
-# bytes of an OpenAI field that is accepted only at the value that asks for nothing
+# bytes of an OpenAI field that is accepted only with a value that has no effect
 MAX_UNSERVED = 1024
 
 # --- Tools and formats
@@ -95,13 +95,13 @@ MAX_SPAN_TEXT = 1 << 16
 # --------------------------------------------------------------------------------------
 
 MAX_CONSUMERS = 8
-# of `steering`, of `patch` and of a module, and for one prompt those of its modules among them
+# of `steering`, of `patch` and of a module; for one prompt, including the entries of its modules
 MAX_ENTRIES = 4096
-# of `steering`, those of modules among them, over all prompts of a job: each is stored with the job
+# of `steering` over all prompts of a job, including those of modules: each is stored with the job
 MAX_JOB_EDITS = 1 << 16
 # of `patch`, over all prompts of a job: each names a row of a run or a vector
 MAX_PATCH_ROWS = 1 << 16
-MAX_MASKS = 256  # that differ, of a job: each is stored as a vector
+MAX_MASKS = 256  # different masks of a job: each is stored as a vector
 MAX_NORM_ROWS = 4096  # positions of one answer of `GET /v1/captures/{id}/norms`
 MAX_NORM_VALUES = 1 << 17  # layers × positions of one such answer
 MAX_URL_MODULES = 16  # of `?module=`
@@ -120,7 +120,7 @@ MAX_LENS_TOP = 100  # most likely tokens of a logit lens
 MAX_LENS_TOKENS = 64  # named tokens of a logit lens
 MAX_LENS_TOKEN = 256  # characters of one, by its text
 MAX_TUNED = 1024  # tuned lenses registered, of one model
-MAX_TUNED_BYTES = 32 << 30  # of the file of one
+MAX_TUNED_BYTES = 32 << 30  # of one lens's file
 
 MAX_READERS = 8  # installed readers of one request
 MAX_OPTIONS = 16  # of a reader
@@ -140,26 +140,26 @@ MAX_SAES = 1024  # registered, of one model
 MAX_SAE_CONFIG = 1 << 20  # bytes of cfg.json
 MAX_SAE_BYTES = 8 << 30  # of sae_weights.safetensors or params.npz, also once unpacked
 MAX_SAE_WIDTH = 1 << 21  # features of one
-MAX_FEATURES = 256  # that differ, of one request's steering
+MAX_FEATURES = 256  # different features in one request's steering
 MAX_FEATURE_SPECS = 64  # `features` of one request
-MAX_FEATURE_TOP = 256  # features of a token that come back
+MAX_FEATURE_TOP = 256  # features returned for one token
 
 # --- Probes
 # --------------------------------------------------------------------------------------------------
 
 MAX_PROBES = 256  # registered, of one model
-MAX_WATCHING = 16  # of those, on all traffic
+MAX_WATCHING = 16  # probes that watch all traffic
 MAX_REQUEST_PROBES = 16  # that one request names
 MAX_PROBE_LABELS = 64  # of one probe
 MAX_GATE_RUNS = 1024  # of tokens with gated edits, that a result names for each probe
-# scores of single tokens that come back, over all prompts and probes of a job
+# scores of single tokens that are returned, over all prompts and probes of a job
 MAX_PROBE_TOKENS = 1 << 18
 
 # --- Sweeps
 # --------------------------------------------------------------------------------------------------
 
 MAX_PAIRS = 256
-# of prompts, answers and foils of all pairs; of token ids, the text that they read
+# of prompts, answers and foils of all pairs; token ids count as the text that they decode to
 MAX_SWEEP_TEXT = 1 << 20
 MAX_SPANS = 4096  # of a pair
 MAX_ANSWER_TEXT = 4096
@@ -190,14 +190,14 @@ MAX_PAGE = 200  # entries of a page
 MAX_SHOWN = 200
 MAX_DETAIL = 1000
 
-# --- The types that have them
+# --- Types with these limits
 # ----------------------------------------------------------------------------------------------
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-#: Of modules and adapters: a part of a URL's path. `Reference`: in a request; that it exists is
-#: checked at submission.
+#: `PathName`: the name of a module, adapter or the like, as part of a URL's path. `Reference`: such
+#: a name in a request; submission checks that it exists.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?!\n)$"
 PathName = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME, pattern=NAME_PATTERN)]
 Reference = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME)]

@@ -10,7 +10,7 @@ import msgspec
 T = TypeVar("T")
 
 
-#: Renders a record as HTML for notebooks, or returns None. The client sets it, which knows how
+#: Renders a record as HTML for notebooks, or returns None. Set by the client
 #: (`client.notebook.install`).
 html_renderer: Callable[[Any], str | None] | None = None
 
@@ -21,7 +21,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tr
     """A JSON object of the public vocabulary: immutable, keyword-only, unknown fields refused."""
 
     def _repr_html_(self) -> str | None:
-        """Return what notebooks show; None: the text."""
+        """Return HTML for notebooks; None makes them show the plain text."""
         return None if html_renderer is None else html_renderer(self)
 
 
@@ -70,5 +70,5 @@ def from_msgpack(raw: bytes, kind: type[T]) -> T:
 
 
 def now() -> float:
-    """The one clock: seconds since the Unix epoch."""
+    """Return the time from the clock that all records use: seconds since the Unix epoch."""
     return time.time()

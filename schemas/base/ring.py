@@ -1,17 +1,17 @@
-"""Sizes of the ring, the buffer that one step's captured rows are written to in compiled forward
-passes and on accelerators, and of the queue of those that wait for the writers.
+"""Sizes of two buffers: the ring, which one step's captured rows are written to in compiled forward
+passes and on accelerators, and the queue of rows that wait for the writers.
 """
 
 from typing import NamedTuple
 
-#: Automatic size, both halves together: at most this, and on an accelerator at most `SHARE` of its
-#: memory.
-MOST_BYTES = {True: 2 << 30, False: 512 << 20}  # on an accelerator; on the CPU
+#: The largest automatic size of the ring, in bytes, both halves together: on an accelerator, on the
+#: CPU. On an accelerator it is also at most 1 / `SHARE` of the memory.
+MOST_BYTES = {True: 2 << 30, False: 512 << 20}
 SHARE = 32
 
 
 class Ring(NamedTuple):
-    rows: int  # `[hidden_size]` each, that one step may capture
+    rows: int  # that one step may capture, each of size `[hidden_size]`
     halves: int  # one is filled while the other is copied from
     size: int  # bytes of all halves, on every rank
 
@@ -28,39 +28,45 @@ def plan_ring(
     memory_bytes: int = 0,
     size_mib: int = 0,
 ) -> Ring:
-    """The ring of a rank that holds `layers` with `hooks` hook points each.
+    """Plan the ring of a rank that holds `layers` layers with `hooks` hook points each.
 
     `row_bytes`: of one row. `step_tokens` and `requests`: of one step, at most. `drafts`:
     speculative tokens of a request in a step.
     `memory_bytes`: of the accelerator; 0: unknown. `size_mib`: the setting `capture_buffer_mib`; 0:
-    automatic, which is room for every site of every request's next token and for one hook's layers
-    of a whole step, as far as the bounds above allow. Always room for every site of one request's
-    next token, unless the setting says less.
+    automatic.
+
+    The automatic size has room for every site of every request's next token, and for all layers at
+    one hook for every token of a step, within the bounds above. It never has less room than every
+    site of one request's next token needs.
     """
     halves = 2 if accelerator else 1
     if size_mib:
         rows = max(1, (size_mib << 20) // (row_bytes * halves))
     else:
-        one = hooks * layers * (1 + drafts)
-        most = min(MOST_BYTES[accelerator], memory_bytes // SHARE or MOST_BYTES[accelerator]) // (
-            row_bytes * halves
+        rows_per_request = hooks * layers * (1 + drafts)
+        upper_bound = min(
+            MOST_BYTES[accelerator], memory_bytes // SHARE or MOST_BYTES[accelerator]
+        ) // (row_bytes * halves)
+        rows = max(
+            rows_per_request,
+            min(upper_bound, max(rows_per_request * requests, layers * step_tokens)),
         )
-        rows = max(one, min(most, max(one * requests, layers * step_tokens)))
     return Ring(rows, halves, rows * halves * row_bytes)
 
 
-#: Automatic size of the queue: on the CPU; on an accelerator that many full steps, at least as on
-#: the CPU, at most this share of the memory.
+#: Automatic size of the queue. On the CPU: `QUEUE_BYTES`. On an accelerator: `QUEUE_STEPS` full
+#: steps, but at least `QUEUE_BYTES`, and at most a rank's part of 1 / `QUEUE_SHARE` of the host
+#: memory.
 QUEUE_BYTES, QUEUE_STEPS, QUEUE_SHARE = 512 << 20, 4, 16
 
 
 def plan_queue(
     ring: Ring | None, *, accelerator: bool, host_bytes: int = 0, ranks: int = 1, size_mib: int = 0
 ) -> int:
-    """Bytes of a rank's captured rows that may wait for the writers.
+    """Return how many bytes of a rank's captured rows may wait for the writers.
 
-    `host_bytes`: memory of the machine, which that many `ranks` share; 0: unknown. `size_mib`: the
-    setting `capture_queue_mib`; 0: automatic.
+    `host_bytes`: memory of the machine, shared by its `ranks`; 0: unknown. `size_mib`: the setting
+    `capture_queue_mib`; 0: automatic.
     """
     if size_mib:
         return size_mib << 20

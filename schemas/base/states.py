@@ -1,4 +1,4 @@
-"""The states of a job, which may follow which, and the webhook events that they are reported by."""
+"""The states of a job, the transitions between them, and the webhook events that report them."""
 
 from enum import StrEnum
 from typing import Literal, cast
@@ -7,7 +7,7 @@ from typing import Literal, cast
 class State(StrEnum):
     QUEUED = "queued"  # accepted and durable; no worker has it
     RUNNING = "running"  # a worker holds it under a lease
-    CANCELLING = "cancelling"  # cancel was asked for while it ran
+    CANCELLING = "cancelling"  # cancellation was requested while it ran
     SUCCEEDED = "succeeded"  # outputs stored, every capture durable, every rank agrees
     FAILED = "failed"  # `error` says why
     CANCELLED = "cancelled"  # stopped on request while it ran

@@ -10,11 +10,11 @@ class LawFigure(Published):
     """The worst figure of one law over all layers, rows and requests that it was checked on."""
 
     law: str  # see docs/architectures.md
-    figure: float  # in units of the tolerance's reason; -1: not finite
+    figure: float  # in the unit of `tolerance`; -1: not finite
     tolerance: float
     checked: int  # layers, or requests
-    layer: int = -1  # of the worst figure; -1: of no layer
-    hooks: list[str] = []  # hook points that the law speaks about
+    layer: int = -1  # of the worst figure; -1: the law has no layers
+    hooks: list[str] = []  # hook points that the law concerns
     ok: bool = True
 
 
@@ -37,20 +37,19 @@ class Certificate(Published):
     seconds: float  # that it took
     proven: list[str]  # hook points
     absent: dict[str, str] = {}  # hook point → why it is not served
-    # hook point that is served all the same → why nothing proves it: its neighbours are not
+    # hook point that is served without proof → the reason: the hooks that would prove it are not
     # installed
     unproven: dict[str, str] = {}
-    readings: dict[str, str] = {}  # kind of reading (`lens`) → why it is not served after all
+    readings: dict[str, str] = {}  # kind of reading (`lens`) → why the certification excluded it
     laws: list[LawFigure] = []
     not_compared: dict[str, str] = {}  # law → why it was not checked
-    extensions: list[Extension] = []  # loaded on every rank, and what was found to hold of them
-    # those of every manifest: of options that are not proven, and of hooks in `unproven`, among
-    # others
+    extensions: list[Extension] = []  # loaded on every rank, with the properties that were tested
+    # also in every manifest: for example options and hooks that are not proven
     caveats: list[str] = []
 
     @property
     def served(self) -> list[str]:
-        """Hook points, in the order of those that are proven, then the others."""
+        """Served hook points: the proven ones, then the unproven ones."""
         return [*self.proven, *self.unproven]
 
     @property

@@ -1,4 +1,4 @@
-"""The order and the choice of rows in harvests: functions of seed and keys alone, the same in every
+"""Order and sampling of rows in harvests: functions of seed and keys alone, the same in every
 version of numpy.
 """
 
@@ -13,7 +13,7 @@ _STEP, _FIRST, _SECOND = (
 
 
 def mixed(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function on uint64, any shape."""
+    """Apply SplitMix64's output function to uint64 values of any shape."""
     with np.errstate(over="ignore"):
         values = values + _STEP
         values = (values ^ (values >> np.uint64(30))) * _FIRST
@@ -23,15 +23,18 @@ def mixed(values: np.ndarray) -> np.ndarray:
 
 
 def key_hash(seed: int, documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """uint64 `[rows]` of keys, int64 `[rows]` each."""
+    """Return a hash of each row's key, uint64 `[rows]`. `documents`, `positions`: int64
+    `[rows]`.
+    """
     start = mixed(np.full(1, seed, np.uint64))
     return mixed(mixed(start ^ documents.astype(np.uint64)) ^ positions.astype(np.uint64))
 
 
 def row_order(seed: int | None, documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """int64 `[rows]`: which row comes at each place.
+    """Return the order of the rows as indices, int64 `[rows]`.
 
-    Without a seed by document and position; equal hashes too.
+    Rows are ordered by the hash of their keys; without a seed, or for equal hashes, by document and
+    position.
     """
     by = (
         (positions, documents)
@@ -43,11 +46,11 @@ def row_order(seed: int | None, documents: np.ndarray, positions: np.ndarray) ->
 
 
 def sampled(seed: int, documents: np.ndarray, positions: np.ndarray, count: int) -> np.ndarray:
-    """bool `[rows]`: `count` rows of each document, or all of one that has fewer: those with the
-    smallest hashes.
+    """Return which rows to keep, bool `[rows]`: in each document, the `count` rows with the
+    smallest hashes, or all if it has fewer.
 
-    The seed is set apart from a shuffle's, or the first rows of every shard would be those that
-    were hardest to leave out.
+    The seed is changed before hashing. With the seed of the shuffle, both would use the same
+    hashes, and shards would begin with the rows that sampling prefers.
     """
     order = np.lexsort((positions, key_hash(seed ^ (1 << 62), documents, positions), documents))
     sorted_documents = documents[order]

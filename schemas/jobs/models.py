@@ -15,8 +15,8 @@ SHOWN_IDENTITY = 12
 
 
 class ModelInfo(Published):
-    """Published in Redis when a worker's engine is up; kept when it goes, so that jobs are accepted
-    meanwhile.
+    """Published in Redis when a worker's engine is up; kept when the worker stops, so that jobs are
+    still accepted.
     """
 
     name: str
@@ -33,7 +33,7 @@ class ModelInfo(Published):
     pp: int = 1
     runner: str = "v1"
     consumers: list[str] = []  # of captured rows, loaded on every rank
-    memory_limit_kib: int = 0  # the largest capture that comes back in a response
+    memory_limit_kib: int = 0  # the largest capture that a response returns
     step_tokens: int = 0  # token rows in one engine step, at most
     speculative_tokens: int = 0  # drafts of a request in one engine step, at most
     # rows that one engine step may capture: those of one token and its drafts must fit; 0: no limit
@@ -47,21 +47,21 @@ class ModelInfo(Published):
     extensions: list[Extension] = []  # loaded on every rank
     absent: dict[str, str] = {}  # hook that does not exist → why
     inside: dict[str, RowShape] = {}  # of `hooks`, those whose rows are not of the hidden size
-    multimodal: bool = False  # takes images, here or elsewhere
-    images: int = 0  # of a prompt, at most; 0: it takes none here
-    images_refused: str = ""  # why it takes none
+    multimodal: bool = False  # the model takes images, even if this worker does not
+    images: int = 0  # the most images of a prompt; 0: this worker takes none
+    images_refused: str = ""  # why this worker takes none
     # token ids of an image in a prompt as its chat template writes it
     image_placeholder: list[int] = []
     tool_parser: str = ""  # vLLM's parser of tool calls; empty: chats take no tools
-    caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
-    # SHA-256 of what decides the model's numbers, see `workers.engine.model_identity`
+    caveats: list[str] = []  # how its rows differ from transformers' for the same checkpoint
+    # SHA-256 of everything that determines the model's results, see `workers.engine.model_identity`
     identity: str = ""
     # vLLM's method, and how weights and activations are rounded; empty: not quantised
     quantization: str = ""
     lora: LoraSupport | None = None  # None: no adapters are served
     certificate: Certificate | None = None  # of the engine's start; None: it was not certified
     attention: list[AttentionKind] = []  # of each layer that attends; empty: not reported
-    wire: int = 0  # of the worker, see `schemas.compatibility`
+    wire: int = 0  # of the worker, see `schemas.service.compatibility`
     oldest_wire: int = 0
 
     def row_size(self, hook: str) -> int:
@@ -69,8 +69,8 @@ class ModelInfo(Published):
         return self.inside[hook].size if hook in self.inside else self.hidden_size
 
     def step_holds(self, rows: int) -> bool:
-        """Return whether one engine step may capture that many rows, if the pipeline stages share
-        them evenly; the worker knows how they do.
+        """Return whether one engine step may capture that many rows, assuming that the pipeline
+        stages share them evenly. Only the worker knows the actual shares.
         """
         return not self.capture_row_limit or -(-rows // self.pp) <= self.capture_row_limit
 
@@ -137,6 +137,6 @@ class WorkerInfo(Published):
     healthy: bool = True
     detail: str = ""
     stats: WorkerStats | None = None
-    wire: int = 0  # see `schemas.compatibility`
+    wire: int = 0  # see `schemas.service.compatibility`
     oldest_wire: int = 0
     identity: str = ""  # of the model that it serves

@@ -7,14 +7,13 @@ from ..base.records import Wire
 
 #: Version of the frames between ranks and relay: `[PROTOCOL, kind, epoch, seq u64be, payload]`.
 PROTOCOL = 1
-#: `Receipt.kind` of captures that the artifact store did not take, though nothing is wrong with
-#: them: the job waits for the store.
+#: `Receipt.kind` of captures that could not be stored because the artifact store is unavailable:
+#: the job waits for the store.
 STORE_AWAY = "store_away"
-#: `Receipt.kind` of a failure that is of no single concern: its kind follows from what the job
-#: requested.
+#: `Receipt.kind` of a failure that concerns the request as a whole: the kind of the error follows
+#: from what the job requested.
 BY_REQUEST = ""
-#: What a rank's refusal of a source run says when the artifact store could not be read now, though
-#: nothing is wrong with the run.
+#: Message of a rank that cannot load a source run because the artifact store is unavailable.
 READ_LATER = "the artifact store cannot be read now"
 
 
@@ -29,14 +28,14 @@ class CapturedFile(Wire):
     bytes: int  # of the blob
     crc32: int  # of the blob
     rows: int  # (hook, layer, position) triples in it
-    # of `post_block`, in receipts of the first version, which knew no `sites`
+    # layers of `post_block`, in receipts of the first version, which had no `sites`
     layers: list[int] = []
     positions: int = 0  # how many token positions
     sites: dict[str, list[int]] = {}  # hook → ascending layers
     offset: int = 0
     layout: str = "packed"
     tag: str = ""
-    # rows of it that came from the store of earlier rows instead of this request's forward passes
+    # rows that were kept from an earlier request's forward passes, not computed in this request's
     reused: int = 0
     dropped: list[int] = []  # requested positions dropped under overload
     non_finite: int = 0  # rows of it with values that are not finite
@@ -48,7 +47,7 @@ class Consumed(Wire):
     name: str
     ok: bool = True
     message: str = ""
-    # `memory`: the rows as a safetensors blob; `reading`: a part of it, see `schemas.readings`
+    # `memory`: the rows as a safetensors blob; `reading`: a part, see `schemas.requests.readings`
     rows: bytes = b""
 
 
@@ -81,23 +80,23 @@ class Receipt(Wire):
     global_version: int = 0  # of the global steering that the request began under
     # how often this rank's action ledger was reset: checksums are compared within one epoch
     epoch: int = 0
-    graded: list[float] = []  # what `RankSpec.grade` asked, from the last stage's first rank
+    graded: list[float] = []  # answers to `RankSpec.grade`, from the last stage's first rank
     trace: str = ""  # W3C traceparent of the attempt, as `RankSpec.trace`
     scores: list[ProbeScore] = []  # of the probes whose layers the stage has, from its first rank
     identity: str = ""  # of the model that the rank has loaded
 
     @property
     def attempt_id(self) -> str:
-        """`JOB.ATTEMPT`: an outbox knows its receipts by it, also when it has lost them."""
+        """`JOB.ATTEMPT`, by which an outbox names its receipts, even those that it has lost."""
         return f"{self.job}.{self.attempt}"
 
     @property
     def verdict(self) -> str:
         """`status`, but never `ok` where rows were dropped or a consumer failed."""
-        short = any(file.dropped for file in self.files) or not all(
+        incomplete = any(file.dropped for file in self.files) or not all(
             consumed.ok for consumed in self.consumed
         )
-        return "partial" if short and self.status == "ok" else self.status
+        return "partial" if incomplete and self.status == "ok" else self.status
 
 
 class LostRange(Wire):

@@ -2,9 +2,8 @@
 
 Each pair has the units base, source (not in an ablation), sender (of a path that has one) and
 `noise` patches that change nothing; then come all cells, pair by pair, hook by hook, layer by
-layer, column by column. A unit is one request for each node of its continuations: what is asked of
-several answer tokens is asked token by token, behind those before. A path's cell may take two
-passes.
+layer, column by column. A unit takes one request per node (see `Node`): an answer of several tokens
+is graded token by token, each after the previous ones. A cell of a path may take two passes.
 """
 
 from collections.abc import Iterator
@@ -15,15 +14,17 @@ from .sweeps import StoredPair, StoredSweep, Unit
 
 
 class Node(NamedTuple):
-    """The prompt is followed by `prefix`, and each of `token_ids` graded as the next token."""
+    """A request that appends `prefix` to the prompt, and grades each of `token_ids` as the next
+    token.
+    """
 
     prefix: tuple[int, ...]
     token_ids: tuple[int, ...]  # ascending, each once
 
 
 def nodes_of(pair: StoredPair) -> list[Node]:
-    """Return what must be asked to know the log-probability of answer and foil; the first is the
-    prompt itself.
+    """Return the nodes that give the log-probabilities of answer and foil. The first has an empty
+    prefix: it is the prompt itself.
     """
     needed: dict[tuple[int, ...], set[int]] = {(): set()}
     for continuation in (pair.answer, pair.foil):
@@ -47,14 +48,15 @@ class Units:
 
     @cached_property
     def requests(self) -> int:
-        """Numbers of requests are below this. Not all are in use."""
+        """Upper bound of the request numbers. Not all numbers are in use."""
         return (self.first_cell + self._sweep.num_cells) * self.width
 
     @cached_property
     def tokens(self) -> int:
-        """Return what all its requests come to: their prompts, and the token that each has graded.
+        """The tokens of all requests: their prompts, and one graded token each.
 
-        What is skipped counts nothing; what an engine shares between requests counts for each.
+        Skipped cells count nothing. Tokens that the engine computes once for several requests count
+        for each.
         """
         sweep, total = self._sweep, 0
         for stored, nodes in zip(sweep.pairs, self.nodes, strict=True):
@@ -66,9 +68,9 @@ class Units:
                 if columns
                 else 0
             )
-            behind = sum(len(node.prefix) + 1 for node in nodes)
-            total += (1 + patched) * (len(nodes) * len(stored.base) + behind)
-            total += len(nodes) * len(stored.source) + behind if stored.source else 0
+            continuation = sum(len(node.prefix) + 1 for node in nodes)
+            total += (1 + patched) * (len(nodes) * len(stored.base) + continuation)
+            total += len(nodes) * len(stored.source) + continuation if stored.source else 0
         return total
 
     def base(self, pair: int) -> Unit:
@@ -78,11 +80,13 @@ class Units:
         return Unit(pair * self._controls + 1, "source", pair)
 
     def sender(self, pair: int) -> Unit | None:
-        """The first pass of a path whose sender is the same for all cells."""
+        """Return the first pass of a path whose sender is the same for all cells."""
         return Unit(pair * self._controls + 2, "sender", pair) if self._sends else None
 
     def noise(self, pair: int) -> list[Unit]:
-        """Spread over layers and columns that are not skipped; none where all are."""
+        """Return the no-op patches, spread over layers and unskipped columns; none if every column
+        is skipped.
+        """
         sweep = self._sweep
         columns = [place for place, column in enumerate(sweep.pairs[pair].columns) if column.places]
         units = []
@@ -102,7 +106,7 @@ class Units:
         return units
 
     def cells(self, pair: int) -> Iterator[Unit]:
-        """Yield all of a pair, those that are skipped included, by number."""
+        """Yield all cells of a pair, including skipped ones, by number."""
         sweep = self._sweep
         number = self.first_cell + pair * len(sweep.hooks) * len(sweep.layers) * sweep.num_columns
         for hook in range(len(sweep.hooks)):
@@ -122,9 +126,10 @@ class Units:
         return Unit(number, "cell", pair, hook, layer, column)
 
     def patched(self, unit: Unit) -> tuple[list[int], list[tuple[int, int]]]:
-        """Layers (of the model) and places (as in `Column`) that a cell or a noise unit patches:
-        its own and those around it that are in the sweep's window; ascending. No places: it is
-        skipped, as its own column is.
+        """Return the layers of the model and the places (as in `Column`) that a cell or a noise
+        unit patches: its own and its neighbours within the sweep's window; ascending.
+
+        If the unit's column is skipped, there are no places.
         """
         sweep, columns = self._sweep, self._sweep.pairs[unit.pair].columns
         layers = sweep.layers[_around(unit.layer, sweep.window.layers)]
@@ -142,13 +147,15 @@ class Units:
         return unit.number * self.width + node
 
     def first_request(self, unit: Unit) -> int:
-        """The number of the first pass of a cell of a path, or of its sender."""
+        """Return the number of the request that is the first pass of a path's cell, or of its
+        sender.
+        """
         return unit.number * self.width + self.passes - 1
 
 
 def _around(place: int, width: int) -> slice:
-    """`width` neighbours of which `place` is the middle (of an even number: the one before), cut
-    off at the beginning.
+    """Return the window of `width` indices centred on `place` (for an even width, one more after it
+    than before), cut off at 0.
     """
     first = place - (width - 1) // 2
     return slice(max(first, 0), first + width)

@@ -13,21 +13,22 @@ class PlannedColumn(Record):
 
     label: str  # the token's text, or the span's name
     positions: list[int]  # in the patched prompt; none: it is skipped
-    # whose rows are written there, in the other prompt, in the same order; in an ablation: none
+    # positions in the other prompt whose rows are written to `positions`, in the same order; in an
+    # ablation: none
     sources: list[int]
     reason: str  # why it is skipped
-    head: int  # −1: no column of a head
+    head: int  # number of the head; −1: the column is not a head's
 
 
 class PlannedPair(Record):
     """A pair with its tokens, aligned."""
 
-    clean_tokens: list[str]  # how they read
+    clean_tokens: list[str]  # the text of each token
     corrupt_tokens: list[str]  # in an ablation: none
     columns: list[PlannedColumn]
     answer_tokens: list[int]  # ids, as a continuation of the prompts
     foil_tokens: list[int]
-    notes: list[str]  # what the alignment did that a reader should know
+    notes: list[str]  # remarks on the alignment, for people
 
 
 class SweepPlan(Record):
@@ -37,10 +38,10 @@ class SweepPlan(Record):
     hooks: list[Hook]
     layers: list[int]
     axis: Axis
-    patched: str  # `clean` or `corrupt`: the prompt that the positions of the columns are of
-    cells: int  # of all pairs, those that are skipped included
-    skipped: int  # of them
-    tokens: int  # that it is charged
+    patched: str  # `clean` or `corrupt`: the prompt to which `positions` refer
+    cells: int  # of all pairs, including skipped ones
+    skipped: int  # how many of the cells are skipped
+    tokens: int  # that the tenant is charged for
     pairs: list[PlannedPair]
 
 

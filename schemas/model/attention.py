@@ -4,7 +4,7 @@ model.
 
 from .layer_kinds import LayerKind
 
-#: Of the arithmetic that a kind describes; a reader refuses kinds of a later one.
+#: Version of the arithmetic that a kind describes; readers reject kinds of a later version.
 VERSION = 1
 #: Hook points whose rows make a pattern: queries and keys, as attention uses them.
 ATTENDING = frozenset({"q", "k"})
@@ -21,8 +21,7 @@ class AttentionKind(LayerKind):
     more score that belongs to no key.
     """
 
-    # query heads; each shares its key head with its neighbours, as many as there are query heads
-    # per key head
+    # number of query heads; consecutive query heads share a key head
     heads: int = 0
     head_dim: int = 0
     scale: float = 0.0

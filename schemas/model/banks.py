@@ -1,6 +1,6 @@
 """Banks: hook points whose rows have the same width.
 
-What depends on the width exists once for each of them.
+Everything that depends on the width exists once for each bank.
 
 The residual bank has rows of the model's hidden size. Rows of the others hold all heads (neurons,
 experts) side by side.
@@ -12,8 +12,8 @@ from ..base.records import Record
 from ..prompts.selectors import FORWARD, HOOKS, INSIDE, Hook
 
 RESIDUAL = "residual"
-#: Bank → its hooks. Keys and values have as many heads as the model has of those; queries and `z`
-#: have the query heads.
+#: Bank → its hooks. Keys and values have the model's key heads; queries and `z` have its query
+#: heads.
 BANKS: dict[str, tuple[Hook, ...]] = {
     RESIDUAL: HOOKS,
     "query": ("q_proj", "q", "z"),
@@ -24,7 +24,7 @@ BANKS: dict[str, tuple[Hook, ...]] = {
 BANK: dict[Hook, str] = {hook: bank for bank, hooks in BANKS.items() for hook in hooks}
 #: Banks whose rows are heads.
 OF_HEADS = ("query", "key")
-#: How the setting `hooks` names all those that are inside.
+#: Value of the setting `hooks` that stands for all hooks inside attention and MLP.
 ALL_INSIDE = "inside"
 
 
@@ -63,7 +63,7 @@ def banks_of(sites: Mapping[Hook, list[int]]) -> dict[str, dict[Hook, list[int]]
 
 
 def asked_hooks(setting: str) -> tuple[list[str], list[str]]:
-    """The setting `hooks` as (residual hooks, empty for all; hooks inside). Raises ValueError.
+    """Parse the setting `hooks`: (residual hooks, empty for all; hooks inside). Raises ValueError.
 
     `all`: those of the residual stream; `inside`: all others; or single names.
     """

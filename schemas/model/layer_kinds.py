@@ -1,6 +1,4 @@
-"""Facts about some layers of a model, alike in all of them, that a rank reads from the loaded
-model.
-"""
+"""Facts that are the same for a group of layers, as a rank reads them from the loaded model."""
 
 from collections.abc import Collection, Iterable
 from typing import TypeVar
@@ -20,7 +18,7 @@ Kind = TypeVar("Kind", bound=LayerKind)
 
 
 def grouped(kinds: Iterable[Kind]) -> list[Kind]:
-    """With layers of the same kind joined."""
+    """Merge kinds that differ only in their layers."""
     result: dict[bytes, tuple[Kind, list[int]]] = {}
     for kind in kinds:
         key = msgspec.msgpack.encode(msgspec.structs.replace(kind, layers=[]))
@@ -33,7 +31,7 @@ def grouped(kinds: Iterable[Kind]) -> list[Kind]:
 
 
 def of_layers(kinds: Iterable[Kind], layers: Collection[int]) -> list[Kind]:
-    """The kinds of `layers`, and of no others."""
+    """Return the kinds restricted to `layers`, without kinds that have none of them."""
     cut = [
         msgspec.structs.replace(kind, layers=[layer for layer in kind.layers if layer in layers])
         for kind in kinds

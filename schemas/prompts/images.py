@@ -14,10 +14,10 @@ from typing import Literal
 from ..base.limits import MAX_IMAGE_PIXELS
 from ..base.records import Record
 
-#: Places from here on are tokens of images: `_INSIDE` + image · `_STRIDE` + token. No prompt is as
-#: long.
+#: Places from `_INSIDE` on are tokens of images: `_INSIDE` + image · `_STRIDE` + token. No prompt
+#: is long enough to reach them.
 _INSIDE, _STRIDE = 1 << 40, 1 << 20
-#: Tokens of one image that can be named, at most.
+#: The most tokens of one image that can be named.
 MAX_IMAGE_TOKENS = _STRIDE
 
 Format = Literal["PNG", "JPEG"]
@@ -42,7 +42,7 @@ class ImageSpan(Record):
 
 
 class ImageError(ValueError):
-    """The bytes are not an image that is taken; says why."""
+    """The bytes are not a valid image; the message gives the reason."""
 
 
 def inside(image: int, token: int) -> int:
@@ -60,9 +60,9 @@ def digest_of(data: bytes) -> str:
 
 
 def check_image(data: bytes) -> Format:
-    """The format of an image file, by its header alone.
+    """Return the format of an image file, from its header alone.
 
-    Raises ImageError for another format, or more pixels than are taken.
+    Raises ImageError for another format, or for more than `MAX_IMAGE_PIXELS`.
     """
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR" and len(data) >= 24:
         name: Format = "PNG"
@@ -80,7 +80,7 @@ def check_image(data: bytes) -> Format:
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int]:
-    """Width and height, of the first frame header."""
+    """Return width and height from the first frame header."""
     place = 2
     while place + 9 <= len(data) and data[place] == 0xFF:
         marker, length = data[place + 1], int.from_bytes(data[place + 2 : place + 4], "big")

@@ -1,5 +1,5 @@
-"""Selectors of layers, positions and hook points, as users write them, resolved to plain names and
-numbers.
+"""Selectors of layers, positions and hook points as users write them, and their resolution to plain
+names and numbers.
 """
 
 import re
@@ -40,7 +40,7 @@ class SelectorError(ValueError):
 #: `mlp_in`: the normed MLP input;
 #: `mlp_out`: the MLP branch just before it is added, after any post-norm;
 #: `post_block`: s leaving the layer (HF `hidden_states[L+1]`). Inside attention and MLP, rows of
-#: other widths (see `schemas.banks`), served where the setting `hooks` names them:
+#: other widths (see `schemas.model.banks`), served where the setting `hooks` names them:
 #: `q_proj`, `k_proj`: what the projections give, by head; `q`, `k`: as attention uses them, after
 #: any norm and rotary embedding; `v`; `z`: what enters the output projection, by head; `mlp_act`:
 #: what enters the down projection, by neuron;
@@ -131,7 +131,7 @@ HookName = Hook | Alias
 
 
 def resolve_hook(name: HookName) -> Hook:
-    """Our name of a hook point, of which `name` may be TransformerLens' one."""
+    """Return Midstream's name for a hook point; `name` may be TransformerLens'."""
     return ALIASES.get(name) or cast(Hook, name)
 
 
@@ -149,7 +149,7 @@ DimensionSelector = (
     | LayerNumber
     | Annotated[list[LayerNumber], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 )
-#: Heads of a hook that has some, written as layers are.
+#: Heads of a hook whose rows have heads, written as layers are.
 HeadSelector = LayerSelector
 _LAYERS = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 
@@ -175,7 +175,9 @@ class Window(Record):
 PositionSelector = PositionName | list[int] | Window
 
 
-class Span(Record, omit_defaults=True):  # what is not used, an older server need not know
+class Span(
+    Record, omit_defaults=True
+):  # so that servers without the newer fields accept the others
     """Consecutive tokens: by their text, by their positions, or those of an image.
 
     By `text`: every prompt token that overlaps an occurrence of it in the prompt's text.
@@ -256,10 +258,10 @@ def written_range(text: str) -> dict[str, int] | None:
 def resolve_layers(
     selector: LayerSelector | DimensionSelector, num_layers: int, thing: str = "layer"
 ) -> list[int]:
-    """Sorted unique layer numbers in `[0, num_layers)`; or of another `thing` that a model has so
-    many of.
+    """Return sorted unique layer numbers in `[0, num_layers)`. `thing`: what else is numbered, such
+    as a dimension; `num_layers` is then the number of these.
 
-    Raises SelectorError saying what is wrong and what would be right.
+    Raises SelectorError that says what is wrong and what is valid.
     """
     if selector == "all":
         return list(range(num_layers))
@@ -272,15 +274,17 @@ def resolve_layers(
 
 
 def parts_of(selector: LayerSelector | DimensionSelector | None) -> int:
-    """Return how many numbers and ranges it is written as."""
+    """Return the number of parts of a selector as written: numbers and ranges."""
     if isinstance(selector, str):
         return selector.count(",") + 1
     return len(selector) if isinstance(selector, list) else 1
 
 
 def joined(ranges: Iterable[range]) -> list[int]:
-    """The numbers in any of `ranges`, each once, ascending; takes time for each range and each
-    number, not for both together.
+    """Return the numbers in any of `ranges`, each once, ascending.
+
+    The time grows with the number of ranges plus the number of distinct numbers: overlaps cost
+    nothing.
     """
     numbers: list[int] = []
     reached = -sys.maxsize
@@ -348,17 +352,17 @@ def resolve_sites(
 
 
 class SpanFinder(Protocol):
-    """Knows one prompt's text."""
+    """Finds spans in the text of one prompt."""
 
     def __call__(self, span: Span) -> list[int]:
-        """The positions of the prompt tokens that overlap the span, which has a text.
+        """Return the positions of the prompt tokens that overlap a text span.
 
         Raises SelectorError.
         """
 
 
 def no_text(span: Span) -> list[int]:
-    """The finder of a prompt that has no text."""
+    """Reject a text span of a prompt that has no text."""
     raise SelectorError("a text span needs a prompt given as text, not as token ids")
 
 
@@ -368,12 +372,12 @@ def resolve_positions(
     find: SpanFinder = no_text,
     images: Sequence[ImageRef] = (),
 ) -> PositionSelector:
-    """A name is kept, one range becomes a window; positions and spans become sorted unique
-    positions, each inside the prompt.
+    """Resolve positions in one prompt. A name is kept, a single range becomes a window, and
+    anything else becomes sorted unique positions in the prompt.
 
-    With `images` these are places in the prompt as written, see `schemas.images`. Raises
-    SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that is not
-    there, an empty list or range, or a range in a list that does not end in the prompt.
+    With `images` these are places in the prompt as written, see `schemas.prompts.images`. Raises
+    SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that does not
+    occur, an empty list or range, or a range in a list that extends beyond the prompt.
     """
     if requested_positions == "image":
         return _of_images(Span(image="all"), images, "")
@@ -410,7 +414,7 @@ def resolve_positions(
                 f"{prompt_tokens - 1}"
             )
             raise SelectorError(detail, f"[{index}]")
-        # numbers are shared by all prompts
+        # counted here: the same requested numbers may apply to prompts of different lengths
         positions.add(item if item >= 0 else item + prompt_tokens)
     positions.update(joined(ranges))
     return sorted(positions)
@@ -481,11 +485,10 @@ def _span(span: Span, find: SpanFinder, at: str) -> list[int]:
 
 
 def cut_positions(selector: RequestedPositions, prompt_tokens: int) -> RequestedPositions:
-    """Drop positions beyond the prompt: for selections that apply to prompts of every length.
+    """Drop positions beyond the prompt from a selection that applies to prompts of every length.
 
-    An empty list where nothing is left.
-
-    A range alone keeps what may be generated.
+    Returns an empty list if nothing is left. A single range, not in a list, keeps its positions of
+    generated tokens.
     """
     if isinstance(selector, Span):
         return _cut(selector, prompt_tokens, None) or []
@@ -503,9 +506,9 @@ def cut_positions(selector: RequestedPositions, prompt_tokens: int) -> Requested
 
 
 def _cut(span: Span, prompt_tokens: int, end: int | None) -> Span | None:
-    """The part of a range that is from 0 up to `end` (null: as far as it goes); None where none is.
+    """Return the part of a range from 0 up to `end` (None: no upper bound), or None if it is empty.
 
-    A text stays as it is.
+    A span that is not a range stays as it is.
     """
     if not span.is_range:
         return span
@@ -516,7 +519,7 @@ def _cut(span: Span, prompt_tokens: int, end: int | None) -> Span | None:
 
 
 def lowest_position(selector: PositionSelector, prompt_tokens: int) -> int:
-    """The first absolute position that a resolved selector names."""
+    """Return the first absolute position that a resolved selector names."""
     if isinstance(selector, str):
         return {
             "last_prompt": prompt_tokens - 1,
@@ -528,8 +531,8 @@ def lowest_position(selector: PositionSelector, prompt_tokens: int) -> int:
 
 
 def end_position(selector: PositionSelector, prompt_tokens: int) -> int:
-    """The first absolute position behind all that a resolved selector names; `sys.maxsize` if it
-    names all that is generated.
+    """Return the first absolute position after all those that a resolved selector names;
+    `sys.maxsize` if the selector has no upper bound.
     """
     if isinstance(selector, str):
         return prompt_tokens if selector in ("last_prompt", "all_prompt") else sys.maxsize

@@ -21,5 +21,5 @@ class FeatureSpec(Record):
     at: At = "after"  # before or after steering at the same site
 
 
-#: Of one request: usually one autoencoder for each layer.
+#: The entries of one request: usually one autoencoder per layer.
 FeatureList = Annotated[list[FeatureSpec], msgspec.Meta(max_length=MAX_FEATURE_SPECS)]

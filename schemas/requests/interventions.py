@@ -1,5 +1,5 @@
-"""The table of interventions: what users give for each op, its limits and defaults, and what the
-kernels keep of it.
+"""The table of interventions: the fields, limits and defaults of each op, and the form in which the
+kernels store it.
 
 API rules, client options, modules, the ranks' rows and the kernels' families are read from
 `FAMILIES`; only the arithmetic is elsewhere (`kernels/reference.py`, `kernels/triton_site.py`).
@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, get_args
 
 #: What a steering entry does to a row s at its hook, as users write it.
 SteeringOp = Literal["replace", "lowrank", "add", "ablate", "clamp"]
-#: What the ops are to the ranks: an op may have variants, such as `add_matched`, which is `add`
-#: with `norm_match`.
+#: The ranks' families of interventions: an op may have several, such as `add_matched`, which is
+#: `add` with `norm_match`.
 Family = Literal[
     "replace",
     "replace_masked",
@@ -34,12 +34,12 @@ Effect = Literal["rewrite", "shift"]
 SCALARS = 5
 #: The largest rank of one `lowrank`.
 MAX_RANK = 64
-#: The largest float32: as a limit of a component it is none. (Infinity has no place in JSON.)
+#: The largest float32, which stands for no limit of a component. (JSON cannot express infinity.)
 NO_LIMIT = float.fromhex("0x1.fffffep127")
 
 
-#: A feature's target and activation are one where they differ by at most that much of what its dot
-#: product adds up, in absolute values: float32 sums in another order differ by less.
+#: A feature's target and activation count as equal if they differ by at most this share of the sum
+#: of the absolute terms of its dot product. Float32 sums in a different order differ by less.
 NEAR = 2.0**-20
 #: A feature's `norm`: how its autoencoder normalises a row before it reads it, by SAELens' names.
 NORMS = ("none", "layer_norm", "constant_norm_rescale")
@@ -51,8 +51,8 @@ class TensorField(NamedTuple):
     """A tensor of an entry."""
 
     symbol: str  # in the formulas
-    ranked: bool  # one vector, or one number, for each term
-    wide: bool = True  # `hidden_size` numbers (for each term), else one
+    ranked: bool  # whether each term has its own vector or number
+    wide: bool = True  # whether it has `hidden_size` numbers (per term) instead of one
 
 
 TENSORS: dict[str, TensorField] = {
@@ -61,7 +61,8 @@ TENSORS: dict[str, TensorField] = {
     "rotation": TensorField("R", ranked=True),
     "weight": TensorField("W", ranked=True),
     "bias": TensorField("bias", ranked=True, wide=False),
-    # An encoder in float32 is the sum of three parts in the model's dtype: exactly, in bfloat16.
+    # An encoder in float32 is stored as the sum of three parts in the model's dtype. In bfloat16,
+    # the sum is exact.
     "encoder": TensorField("e0", ranked=False),
     "encoder_middle": TensorField("e1", ranked=False),
     "encoder_last": TensorField("e2", ranked=False),
@@ -77,7 +78,8 @@ class Number(NamedTuple):
     default: float = 1.0
 
 
-#: A multiple of the row itself, or of a component of it: 100 times leaves nothing else of it.
+#: A multiple of the row or of a component of it. At a factor of 100, it already dominates the rest
+#: of the row.
 _STRENGTH = Number("strength", 100.0)
 #: In units of the stream, which may be large.
 _STREAM = 1e6
@@ -103,16 +105,17 @@ class Intervention:
     source: str
     flag: str = ""  # the field that turns `op` into this variant: of a spec's, or `mask` of a patch
     tensors: tuple[str, ...] = ("vector",)  # all are required
-    scale: Number | None = None  # the vector is written times this
+    scale: Number | None = None  # a factor of the vector, applied when it is written to the pool
     numbers: tuple[Number, ...] = ()  # the first is its strength: at 0 the row keeps its bits
-    # two of the numbers: lower and upper limit, of which one is required
+    # names of two numbers: lower and upper limit, of which at least one is required
     limits: tuple[str, str] | None = None
     unit: bool = False  # its vector is a direction: written with length 1
     # sums over the row, in an order of the device's own: devices agree to float32's rounding, not
     # to the bit
     sums: bool = False
-    joined: bool = False  # several at one site are joined to one where they have the same positions
-    # of a steering entry, if tensors and numbers are made of these and are not its fields
+    joined: bool = False  # several at one site with the same positions are combined into one
+    # fields of a steering entry from which tensors and numbers are computed, if these are not
+    # fields themselves
     fields: tuple[str, ...] = ()
 
     @property
@@ -130,7 +133,7 @@ class Intervention:
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """Return what the entries of one term hold."""
+        """Symbols of the vectors in the entries of one term."""
         return tuple(TENSORS[name].symbol for name in self.tensors if TENSORS[name].wide)
 
     @property
@@ -163,8 +166,8 @@ class Intervention:
 
     @property
     def is_one_vector(self) -> bool:
-        """Return whether its one tensor is a vector that is written as it is: what a patch can take
-        from a module.
+        """Return whether its only tensor is a vector that is used without normalisation. A patch
+        can take such a vector from a module.
         """
         return self.tensors == ("vector",) and not self.unit
 
@@ -310,8 +313,8 @@ FAMILIES: tuple[Intervention, ...] = (
         fields=("sae", "feature", "value"),
     ),
 )
-#: A function of another package, on CPUs alone: kernels of accelerators know nothing of it. After
-#: all others.
+#: A function from an extension. It works only on CPUs, because kernels on accelerators cannot call
+#: it, and is applied after all other families.
 INSTALLED = Intervention(
     "installed",
     "replace",
@@ -324,15 +327,15 @@ INSTALLED = Intervention(
     sums=True,
     fields=("extension", "strength", "options"),
 )
-#: All that an entry may be, in order. A CPU's sites have a row for each; those of accelerators for
+#: All families, in order. On a CPU, `site_rows` has a row for each; on accelerators, only for
 #: `FAMILIES`.
 EVERY: tuple[Intervention, ...] = (*FAMILIES, INSTALLED)
-#: Those whose tensors and numbers are fields of a steering entry, or of a patch.
+#: Families whose tensors and numbers are fields of a steering entry or of a patch.
 PLAIN: tuple[Intervention, ...] = tuple(family for family in FAMILIES if not family.fields)
 #: Name → place in `EVERY`, which is also its row of the ranks' `site_rows`.
 PLACE: dict[str, int] = {family.name: place for place, family in enumerate(EVERY)}
 FAMILY: dict[Family, Intervention] = {family.name: family for family in EVERY}
-#: Op → the family that it is, and its variants.
+#: Op → its family, followed by variants.
 VARIANTS: dict[SteeringOp, tuple[Intervention, ...]] = {
     op: tuple(family for family in PLAIN if family.op == op) for op in get_args(SteeringOp)
 }
@@ -352,7 +355,7 @@ STEERING_FIELDS: dict[SteeringOp, OpFields] = {
     )
     for op, variants in VARIANTS.items()
 }
-#: For people: each op with its formula.
+#: Text for documentation: each op with its formula.
 MEANINGS = "; ".join(
     f"`{family.written}`: {family.result}" for family in FAMILIES if family.flag != "mask"
 )

@@ -1,5 +1,5 @@
-"""vllm-lens' request fields and the rows in its answers, of version 1.3; its tensors are
-`lens_vectors`'s.
+"""Request fields of vllm-lens 1.3, and the rows in its answers. Its tensors are in
+`lens_vectors`.
 """
 
 from typing import Annotated
@@ -11,7 +11,7 @@ from ..base.limits import MAX_LAYER_TEXT, MAX_LAYERS, Index
 from ..base.records import Record
 from .lens_vectors import MAX_LENS_TEXT, LensVectors
 
-#: Field → what does the same here; fields that cannot be expressed are refused by name.
+#: Fields that are rejected → what to use instead.
 REFUSED = {
     "apply_hooks": (
         "omit it: functions of clients are not run; see steering, patch, capture and readers"
@@ -26,7 +26,7 @@ class LensArgs(Record):
     Its client writes lists as JSON in a string; lists are accepted as well.
     """
 
-    #: Layers whose rows of the residual stream, behind all steering, are returned in `activations`;
+    #: Layers whose rows of the residual stream, after all steering, are returned in `activations`;
     #: true: all layers.
     output_residual_stream: (
         Annotated[str, msgspec.Meta(max_length=MAX_LAYER_TEXT)]

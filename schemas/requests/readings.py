@@ -1,9 +1,9 @@
-"""Readings: what ranks compute from captured rows instead of storing them, as requested of a rank,
-as it reports it, and as users see it.
+"""Readings: what ranks compute from captured rows instead of storing them. Three forms of each: the
+instruction to a rank, the rank's report, and the result for users.
 
-A reading rides on a capture (`StoredCapture.reading`). Its rows go to the rank's readers, which
-return one part per rank. Parts come back in the receipt and are joined where results are made: see
-`broker.ledger.readings`.
+A reading is attached to a capture (`StoredCapture.reading`). The capture's rows go to the rank's
+readers, which return one part per rank. Parts travel in the receipt and are joined in
+`broker.ledger.results.readings`.
 """
 
 import math
@@ -20,14 +20,14 @@ from ..prompts.selectors import Hook
 #: The consumer that rows of a reading go to. No request can name it.
 READER = "reading"
 
-#: Bytes of a part that belong to a position apart from its rows: its number and token id, as
-#: MessagePack writes them.
+#: Bytes of a part for each position, in addition to those for its rows: position and token id in
+#: MessagePack.
 POSITION_BYTES = 10
 
 
 class StoredTuned(Record):
-    """A tuned lens as a job keeps it: what is read must have this content, even if the name has
-    another content now.
+    """A tuned lens as a job stores it. The job uses this content, even if the name has since been
+    given another.
     """
 
     name: str
@@ -50,11 +50,11 @@ class StoredLens(Record, tag="lens", omit_defaults=True):
     everywhere: ClassVar[bool] = True
 
     def size(self, positions: int, sites: int) -> int:
-        """Bytes of the part of one rank, at most, its header aside."""
+        """Return the most bytes of one rank's part, without its header."""
         return positions * (sites * (4 + 8 * self.top_k + 8 * len(self.tokens)) + POSITION_BYTES)
 
 
-#: What an option of an installed reader may be.
+#: Types of the options of installed readers.
 OptionValue = (
     bool
     | Annotated[int, msgspec.Meta(ge=-MAX_INT64, le=MAX_INT64)]
@@ -79,7 +79,7 @@ class StoredReader(Record, tag="reader", omit_defaults=True):
     everywhere: ClassVar[bool] = False
 
     def size(self, positions: int, sites: int) -> int:
-        """Bytes of the part of one rank, at most, its header aside."""
+        """Return the most bytes of one rank's part, without its header."""
         return self.fixed_bytes + positions * (sites * self.row_bytes + POSITION_BYTES)
 
 
@@ -93,11 +93,12 @@ class StoredFeatures(Record, tag="features", omit_defaults=True):
     everywhere: ClassVar[bool] = False
 
     def size(self, positions: int, sites: int) -> int:
-        """Bytes of the part of one rank, at most, its header aside."""
+        """Return the most bytes of one rank's part, without its header."""
         return positions * (sites * (8 + 8 * self.top_k) + POSITION_BYTES)
 
 
-#: What may be read. A further kind is a member of the union, with `everywhere` and `size` as above.
+#: All kinds of readings. A new kind is another member of the union, with `everywhere` and `size` as
+#: above.
 Reading = StoredLens | StoredFeatures | StoredReader
 
 
@@ -151,7 +152,7 @@ class Array(Record):
             )
 
     def numpy(self) -> np.ndarray:
-        """The array, read-only."""
+        """Return the array, read-only."""
         return np.frombuffer(self.data, dtype=np.dtype(self.dtype).newbyteorder("<")).reshape(
             self.shape
         )

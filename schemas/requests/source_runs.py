@@ -1,5 +1,5 @@
-"""Source runs: stored captures of a job that other requests are patched with, and the names of
-their rows.
+"""Source runs: stored captures of a job, with whose rows other requests are patched; and the names
+of these rows.
 """
 
 from typing import Literal, NamedTuple
@@ -17,7 +17,7 @@ RunState = Literal["pending", "ready", "failed", "deleted"]
 class Run(Record, omit_defaults=True):
     """Record of a named run in the ledger.
 
-    A job's captures never change, so neither does what it names.
+    A job's captures never change, so the rows that a run refers to do not change either.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Run(Record, omit_defaults=True):
     tag: str  # of the captures
     created: float
     lora: LoraUse | None = None  # adapter that its rows were computed with
-    # of the model that computed them; empty: accepted by a version that knew none
+    # identity of the model that computed them; empty: accepted by a version without identities
     identity: str = ""
 
 
@@ -69,7 +69,7 @@ class RunPage(Record):
 
 
 class RunFile(Record):
-    """One durable blob of a run, see `schemas.captures`."""
+    """One durable blob of a run, see `schemas.jobs.captures`."""
 
     path: str  # relative to the capture root
     offset: int
@@ -92,8 +92,8 @@ class RunFiles(Record):
 
 
 def run_key(job: str, request: int, tag: Tag) -> str:
-    """Names one prompt's captures under one tag of one job: their content, because a settled job's
-    captures never change.
+    """Return the key of one prompt's captures under one tag of a job. It identifies their content,
+    because the captures of a settled job never change.
     """
     return f"{job}.{request}.{tag}"
 
@@ -108,12 +108,12 @@ def parse_key(key: str) -> tuple[str, int, Tag]:
 
 
 ROW_PREFIX = "run:"
-#: A vector of zeros of the model's width; needs no bytes.
+#: Name of a vector of zeros of the model's width, for which no bytes are stored.
 ZEROS = "zeros"
 
 
 class RunRow(NamedTuple):
-    """A vector that a run gives: its row at a position, or the mean over several."""
+    """A vector from a run: its row at a position, or the mean over several."""
 
     key: str  # `run_key`
     hook: Hook
@@ -123,7 +123,9 @@ class RunRow(NamedTuple):
 
 
 def row_name(row: RunRow) -> str:
-    """Return what `StoredSteering.tensors` calls it: as good as a content hash, see `run_key`."""
+    """Return the row's name in `StoredSteering.tensors`. It identifies the content like a hash, see
+    `run_key`.
+    """
     where = (
         str(row.position) if row.position is not None else f"mean {as_ranges(row.mean)}".rstrip()
     )

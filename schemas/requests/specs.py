@@ -50,8 +50,7 @@ Tag = Annotated[
     str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")
 ]
 
-#: Names a source run; job ids name the captures of their jobs without one, so no name may begin
-#: like them.
+#: Name of a source run. A run may also be given as a job id, so a name may not begin like one.
 RunName = Annotated[
     str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^(?!job_)[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")
 ]
@@ -64,7 +63,7 @@ Layout = Literal["auto", "packed", "per_file", "segment"]
 #: Consumers of the rows, by name: `filesystem`, `memory`, `logging`, and any installed ones.
 Consumers = Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MAX_CONSUMERS)]
 DEFAULT_CONSUMERS = ("filesystem",)
-#: A number of an installed op.
+#: Value of an installed op's option.
 OpNumber = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 #: The consumer of rows that probes score: users cannot name it.
 PROBED = "probes"
@@ -240,7 +239,7 @@ class PatchSpec(Record):
     )
 
 
-#: The same, as in requests.
+#: Lists of these in requests.
 SteeringList = Annotated[list[SteeringSpec], msgspec.Meta(max_length=MAX_ENTRIES)]
 PatchList = Annotated[list[PatchSpec], msgspec.Meta(max_length=MAX_ENTRIES)]
 
@@ -254,13 +253,12 @@ class StoredSteering(Record):
     hook: Hook
     positions: PositionSelector
     family: Family
-    tensors: list[str]  # those of its family, in their order; of a mask 1: written, 0: not
-    scale: float = 1.0  # of the vector, where the family has one
-    numbers: list[float] = []  # those of its family, in their order
-    rank: int = 0  # of a family whose tensors have one
-    gate: str = (
-        ""  # digest of the probe that decides at which of `positions` it is applied; empty: at all
-    )
+    tensors: list[str]  # in the order of its family; in a mask, 1: written, 0: not written
+    scale: float = 1.0  # factor of the vector, if the family has a scale
+    numbers: list[float] = []  # in the order of its family
+    rank: int = 0  # if the tensors of its family have one
+    # digest of the probe that decides at which of `positions` it is applied; empty: at all of them
+    gate: str = ""
 
     @property
     def num_vectors(self) -> int:
@@ -268,13 +266,13 @@ class StoredSteering(Record):
         return FAMILY[self.family].entries(self.rank or 1)
 
     def shapes(self, hidden_size: int) -> list[list[int]]:
-        """Return what its tensors must be."""
+        """Return the shapes that its tensors must have."""
         return FAMILY[self.family].shapes(self.rank, hidden_size)
 
 
 def at_scale(entry: StoredSteering, factor: float) -> StoredSteering:
-    """The entry with `factor` times its effect: scale · factor where the vector is scaled, strength
-    · factor otherwise.
+    """Return the entry with its effect multiplied by `factor`: scale · factor if the family has a
+    scale, otherwise strength · factor.
     """
     if factor == 1.0:
         return entry
@@ -284,9 +282,9 @@ def at_scale(entry: StoredSteering, factor: float) -> StoredSteering:
 
 
 class StoredCapture(Record, omit_defaults=True):
-    """A `CaptureSpec` after validation, for one prompt: its hooks of one bank.
+    """The hooks of one bank of a `CaptureSpec`, after validation, for one prompt.
 
-    Or rows that something is computed from (`reading`).
+    Or the rows from which a reading is computed (`reading`).
     """
 
     sites: dict[Hook, list[int]]  # hook → ascending layers, at least one
@@ -311,7 +309,7 @@ class StoredCapture(Record, omit_defaults=True):
 
     @property
     def bank(self) -> str:
-        """See `schemas.banks`."""
+        """See `schemas.model.banks`."""
         return BANK[next(iter(self.sites))]
 
     def split(self, inside: Mapping[str, RowShape]) -> "list[StoredCapture]":
@@ -358,9 +356,9 @@ class StoredCapture(Record, omit_defaults=True):
         ]
 
     def count_positions(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Return how many rows per site it may give, when up to `max_tokens` are generated.
+        """Return the most rows per site, if up to `max_tokens` tokens are generated.
 
-        Takes no time, however many they are.
+        Takes constant time for names and ranges.
         """
         chosen = select(self.positions, 0, prompt_tokens + max_tokens - 1, prompt_tokens)
         if self.every_n == 1 or not isinstance(chosen, range):
@@ -374,8 +372,8 @@ class StoredCapture(Record, omit_defaults=True):
 
 
 def probe_captures(probes: Sequence[StoredProbe]) -> list[StoredCapture]:
-    """Return what records the rows of these probes, of all positions: one capture for each side of
-    the interventions.
+    """Return captures that record the rows of these probes at all positions: one before the
+    interventions and one after, as needed.
     """
     sides: dict[At, dict[Hook, set[int]]] = {}
     for content in (probe.content for probe in probes):
@@ -397,8 +395,8 @@ POSITION_BYTES = 16
 
 
 def memory_bytes(positions: int, sites: int, hidden_size: int, dtype: str, stages: int = 1) -> int:
-    """Return what one prompt's rows count against `memory_limit_kib`: rows, numbers and token ids,
-    but not the blob's header.
+    """Return the bytes of one prompt's rows that count against `memory_limit_kib`: rows, positions
+    and token ids, but not the blob's header.
 
     `positions` `[hidden_size]` rows of `dtype` at each of `sites`; each of `stages` repeats the
     positions.
@@ -410,9 +408,10 @@ class Entry(Record):
     """Entry point of a request's forward pass: at `layer`, with the rows of `pre_attn` that a run
     kept of the same tokens.
 
-    All that an intervention of the request touches is at `layer` or above. A rank may begin there
-    or not: the result is the same. All runs of one job that entries name have rows at every layer
-    at which one of them is entered: a step begins at the lowest.
+    All interventions of the request are at `layer` or above. A rank may begin there or at the first
+    layer: the result is the same. A step that contains several entries begins at the lowest of
+    their layers. Therefore, each run that the entries of a job name has rows at all of these
+    layers.
     """
 
     run: str  # `run_key`: rows of `pre_attn` at `layer` for every prompt position
@@ -447,20 +446,21 @@ class RankSpec(Record):
     captures: list[StoredCapture] = []  # the user's captures and global capture
     digest: str = ""  # content hash of the interventions; empty if there are none
     first_affected: int = -1  # lowest absolute position an intervention touches; -1: none
-    # where the prompt ends decides what is touched: `all_prompt`, `last_prompt`, `all_generated`
+    # the edited positions depend on where the prompt ends: `all_prompt`, `last_prompt`,
+    # `all_generated`
     by_prompt: bool = False
     lowest_captured: int = -1  # lowest captured prompt position; -1: none
     requests: dict[str, int] = {}  # tag → how many of the job's prompts have a capture under it
-    # the worker says where the output ends (stop strings are found there, after the fact)
+    # the worker reports where the output ends, because it detects stop strings after the ranks have
+    # computed the tokens
     told_when_over: bool = False
-    global_steering: list[
-        StoredSteering
-    ] = []  # the operator's, applied before `steering`; part of `digest` and what follows from it
+    # the operator's, applied before `steering`; included in `digest` and in all that depends on it
+    global_steering: list[StoredSteering] = []
     global_version: int = 0  # of the global steering that the request began under
     entry: Entry | None = None  # only of requests that generate one token; their `digest` is unique
     grade: Grade | None = None
-    # the run of the same tokens without interventions: its kept blocks serve this one below
-    # `first_affected`
+    # key of a run of the same tokens without interventions, whose kept KV blocks are used for
+    # positions before `first_affected`
     base: str = ""
     # keep the KV cache of its prompt, where there is room, for requests whose `base` names this run
     keep_blocks: str = ""
@@ -480,7 +480,7 @@ class RankSpec(Record):
 
     @property
     def key(self) -> str:
-        """Names this request in calls to the ranks."""
+        """Name of this request in calls to the ranks."""
         return f"{self.job}.{self.request}.{self.attempt}"
 
 
@@ -498,8 +498,8 @@ def touched(spec: RankSpec) -> tuple[int, int]:
     return first, max((end_position(item, spec.prompt_tokens) for item in named), default=0)
 
 
-#: This many rows of the ranks' steering table may edit *one token* for its request, and as many
-#: more for everyone's sake. Rows of other positions do not count: see `columns_of`.
+#: The most rows of the ranks' steering table that may edit *one token* for its own request; global
+#: steering may use as many in addition. Rows at other positions do not count, see `columns_of`.
 MAX_STEERING_ROWS = 4
 
 
@@ -521,31 +521,33 @@ class SteeringRow(Record):
 
     @property
     def bank(self) -> str:
-        """See `schemas.banks`."""
+        """See `schemas.model.banks`."""
         return BANK[self.entries[0].hook] if self.entries else RESIDUAL
 
     @property
     def num_vectors(self) -> int:
-        """Entries of the ranks' pool, at most: sites where the same entries meet share them."""
-        meet: dict[
-            tuple[Hook, int, Family], tuple[int, ...]
-        ] = {}  # site and family → which entries
+        """The most entries of the ranks' pool that the row needs. Sites to which the same entries
+        apply share theirs.
+        """
+        # (hook, layer, family) → numbers of the entries that apply there
+        applied: dict[tuple[Hook, int, Family], tuple[int, ...]] = {}
         for number, entry in enumerate(self.entries):
             for layer in entry.layers:
                 site = entry.hook, layer, entry.family
-                meet[site] = (*meet.get(site, ()), number)
-        return sum(self.entries[numbers[-1]].num_vectors for numbers in set(meet.values()))
+                applied[site] = (*applied.get(site, ()), number)
+        return sum(self.entries[numbers[-1]].num_vectors for numbers in set(applied.values()))
 
 
-#: A mask that leaves out no dimension; needs no bytes.
+#: Name of a mask of all dimensions, for which no bytes are stored.
 ONES = "ones"
-#: So do those that list their dimensions: `dims:0-63,100`.
+#: Prefix of the name of a mask that lists its dimensions, such as `dims:0-63,100`; no bytes are
+#: stored for it either.
 DIMS_PREFIX = "dims:"
 
 
 def dims_name(dims: str) -> str:
-    """The name of a mask of 1 at these dimensions (of the whole row, as `as_ranges` writes them)
-    and 0 elsewhere.
+    """Return the name of a mask that is 1 at these dimensions (of the whole row, as `as_ranges`
+    writes them) and 0 elsewhere.
     """
     return DIMS_PREFIX + dims.replace(" ", "")
 
@@ -563,18 +565,19 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     """Group a request's steering by bank, by its positions and by its gate, in the order first
     named.
 
-    A family's entries at one site are applied in the order of the rows, and those that are `joined`
-    in one row in the order written. So an entry whose family is at one of its sites already joins
-    no earlier row than that one, or, where it cannot be joined, a later one or a new one. The order
-    of additions does not matter. To the user both ways to replace are one kind, to the ranks masked
-    ones come behind: so a full one behind a masked one at its site becomes one with a mask of
-    everything.
+    Entries of one family at one site are applied in the order of the rows; within a row, `joined`
+    entries are combined in the order written. To keep the order of the request, an entry may
+    therefore not go into a row before one that already has its family at one of its sites; if the
+    family is not `joined`, it must go into a later row. The order of additions does not matter.
+
+    The ranks apply masked replacements after full ones, but users see a single op. A full
+    replacement that follows a masked one at the same site therefore becomes a masked one with a
+    mask of all dimensions.
     """
     groups: list[list[StoredSteering]] = []
     named: dict[object, int] = {}  # bank, positions and gate → the last group that has them
-    met: dict[
-        tuple[Hook, int, Family], int
-    ] = {}  # (hook, layer, family) → the last group that has it
+    # (hook, layer, family) → the last group that has it
+    met: dict[tuple[Hook, int, Family], int] = {}
     for entry in steering:
         if entry.family == "replace" and any(
             (entry.hook, layer, "replace_masked") in met for layer in entry.layers
@@ -607,14 +610,13 @@ def columns_of(rows: list[SteeringRow]) -> list[int]:
     """The slot of each row among a token's rows in its bank: after all earlier rows that may share
     a token with it.
 
-    Rows of listed positions that have none in common share a place, so a request may have many of
-    them.
+    Rows with disjoint lists of positions share a slot, so a request may have many of them.
     """
     columns: list[int] = []
     places: dict[str, tuple[list[set[int]], list[bool]]] = {}
     for row in rows:
-        # Of each place of the bank: the listed positions of the rows there, and whether a row there
-        # names others than listed ones.
+        # For each slot of the bank: the listed positions of its rows, and whether it has a row
+        # whose positions are not a list.
         listed, open_ended = places.setdefault(row.bank, ([], []))
         own = set(row.positions) if isinstance(row.positions, list) else None
         meets = [
@@ -637,7 +639,9 @@ def hashable(positions: PositionSelector) -> str | tuple[int, ...] | Window:
 
 
 def steering_digest(steering: list[StoredSteering]) -> str:
-    """Digest of everything that steering does to a request's KV cache; empty without steering."""
+    """Return the digest of everything that determines the effect of steering on a request's KV
+    cache; empty without steering.
+    """
     if not steering:
         return ""
     gates = [entry.gate for entry in steering]

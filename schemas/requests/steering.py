@@ -25,8 +25,8 @@ Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=MA
 
 
 class SteeringTemplate(Record):
-    """A `SteeringSpec` after validation against a model, before it meets a prompt: positions are
-    still a wish.
+    """A `SteeringSpec` after validation against a model, but not yet for a prompt: positions are
+    not resolved.
     """
 
     layers: list[int]
@@ -39,11 +39,13 @@ class SteeringTemplate(Record):
     rank: int = 0
 
     def shapes(self, hidden_size: int) -> list[list[int]]:
-        """Return what its tensors must be."""
+        """Return the shapes that its tensors must have."""
         return FAMILY[self.family].shapes(self.rank, hidden_size)
 
     def stored(self, positions: PositionSelector, scale: float = 1.0) -> StoredSteering:
-        """The same for one prompt, at `positions`, times `scale` (see `specs.at_scale`)."""
+        """Return the entry for one prompt, at the resolved `positions`, multiplied by `scale` (see
+        `specs.at_scale`).
+        """
         return at_scale(
             StoredSteering(
                 layers=self.layers,
@@ -60,11 +62,13 @@ class SteeringTemplate(Record):
 
 
 def content_digest(entries: list[SteeringTemplate]) -> str:
-    """SHA-256 hex of everything that the entries do; empty for none."""
+    """Return the SHA-256, in hexadecimal, of everything that determines what the entries do; empty
+    for no entries.
+    """
     return content_key(entries) if entries else ""
 
 
-#: Of a module's file: the model that it is for.
+#: Metadata key of a module's file: the model that it belongs to.
 MODEL_HEADER = "x-midstream-model"
 
 
@@ -92,10 +96,8 @@ class Module(Record):
     created: float
     description: str = ""
     hidden_size: int = 0  # of the model that it was registered for
-    reach: list[
-        float
-        # of each entry, the largest coordinate of scale · vector; 0 where the vector is not scaled
-    ] = []
+    # for each entry, the largest coordinate of scale · vector; 0 if the vector is not scaled
+    reach: list[float] = []
 
     @property
     def tensors(self) -> list[str]:
@@ -127,9 +129,8 @@ class ModuleView(Record):
     bytes: int
     created: float
     description: str = ""
-    replaced: str | None = (
-        None  # on `PUT`: the digest that the name pointed at before, where it was another
-    )
+    # on `PUT`: the previous digest of the name, if it was different
+    replaced: str | None = None
 
 
 class ModulePage(Record):
@@ -171,8 +172,8 @@ class GlobalSteering(Record):
         return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
 
     def at(self, prompt_tokens: int) -> list[StoredSteering]:
-        """Return what it does to a prompt of this length; an entry without a position there is left
-        out.
+        """Return its entries for a prompt of this length, without entries that have no position in
+        it.
         """
         cut = [(entry, cut_positions(entry.positions, prompt_tokens)) for entry in self.entries]
         return [
@@ -182,10 +183,10 @@ class GlobalSteering(Record):
         ]
 
     def standing_rows(self) -> list[SteeringRow]:
-        """The rows that ranks keep written even while unused: those of entries whose positions are
-        a name or a range.
+        """Return the rows that ranks keep in their tables even while unused: those of entries whose
+        positions are a name or a range.
 
-        A list of positions is cut to each prompt.
+        A list of positions is cut to each prompt, so its row differs by prompt.
         """
         same = [entry for entry in self.entries if not isinstance(entry.positions, list)]
         return steering_rows(
@@ -194,13 +195,13 @@ class GlobalSteering(Record):
 
 
 class Proposal(Record):
-    """Phase one of a change of global steering: workers validate it on all their ranks and say so;
-    nothing is applied yet.
+    """Phase one of a change of global steering: workers validate it on all their ranks and report
+    the outcome; nothing is applied yet.
     """
 
     id: str
     steering: GlobalSteering  # with the version that it will have
-    deadline: float  # it cannot be committed later: workers drop it then
+    deadline: float  # workers drop the proposal after this
 
 
 class Desired(Record):
@@ -242,11 +243,10 @@ class RankSteering(Record):
     captured_bytes: int = 0
     dropped_positions: int = 0  # requested positions dropped under overload
     running: int = 0  # requests in the engine's last step, with or without interventions
-    queued: int = 0  # requests that waited for it
+    queued: int = 0  # requests that waited in that step
     kv_cache: float = 0.0  # share of the KV cache in use then, 0 to 1
-    store: dict[
-        str, StoreCalls
-    ] = {}  # operation → the rank's requests to object storage since it started
+    # operation → the rank's requests to object storage since it started
+    store: dict[str, StoreCalls] = {}
 
 
 WorkerState = Literal["serving", "resyncing", "quarantined"]
@@ -277,8 +277,8 @@ class WorkerSteering(Record):
     refusal: str = ""  # why not
     applied: list[RankApplied] = []  # of the last prepare or commit
     waiting: int = 0  # requests that wait for rows of the table
-    desyncs: int = 0  # found since the worker started
-    resyncs: int = 0  # that ended well
+    desyncs: int = 0  # disagreements of ranks since the worker started
+    resyncs: int = 0  # disagreements that were resolved
     ranks: list[RankSteering] = []
 
 

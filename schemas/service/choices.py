@@ -1,4 +1,4 @@
-"""Valid values for msgspec's validation errors, which name only the invalid one."""
+"""Adds the valid values to msgspec's validation errors, which name only the invalid one."""
 
 import re
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from ..requests.specs import At, Layout
 
 #: Names of positions where nothing is generated.
 PROMPT_POSITIONS = ("all_prompt", "last_prompt")
-#: Field → the names that it takes: msgspec says only that another one is wrong.
+#: Field → the names that it takes, which msgspec's message does not list.
 NAMES: dict[str, tuple[str, ...]] = {
     "capture.hook": EVERY,
     "capture.hooks": EVERY,
@@ -67,30 +67,31 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-_ANOTHER_NAME = re.compile(r"^Invalid enum value '(?P<name>.*)'$", re.DOTALL)
-#: msgspec quotes the pattern as it is written, with what keeps a line break from following the end.
+_INVALID_NAME = re.compile(r"^Invalid enum value '(?P<name>.*)'$", re.DOTALL)
+#: msgspec quotes the whole pattern; `form` leaves out the anchors, and the lookahead that forbids a
+#: line break at the end.
 _PATTERN = re.compile(r"^Expected `str` matching regex '\^(?P<form>.*?)(?:\(\?!\\+n\))?\$'$")
 _INDEX = re.compile(r"\[.*?\]")
 
 
 def suggestion(word: str, names: Iterable[str]) -> str:
-    """A `did you mean` hint with the closest name; empty if no name is close to `word`."""
+    """Return a `did you mean` hint with the closest name; empty if no name is close to `word`."""
     close_matches = get_close_matches(word[:100], list(names), n=1)
     return f"did you mean {close_matches[0]!r}?" if close_matches else ""
 
 
 def unknown(word: str, names: Iterable[str]) -> str:
-    """Return what is wrong with a field's name, with the name that was probably meant."""
+    """Return the message for an unknown field, with the name that was probably meant."""
     return "; ".join(part for part in ("unknown field", suggestion(word, names)) if part)
 
 
 def refusal(
     error: msgspec.ValidationError, prefix: str = "", whole: str | None = None, kind: Any = None
 ) -> MidstreamError:
-    """The error as one that names the field, below `prefix`, and what it takes.
+    """Convert msgspec's error to one that names the field, below `prefix`, and its valid values.
 
-    `whole`: the name for an error without a field, by default the body. `kind`: the type that did
-    not fit, for the names of its fields.
+    `whole`: the field to name if msgspec names none, by default the body. `kind`: the type of the
+    value, for the names of its fields.
     """
     detail, path = misfit(error)
     dot = "." if prefix and path and not path.startswith("[") else ""
@@ -100,7 +101,7 @@ def refusal(
     if field is None:
         return MidstreamError("invalid_request", f"the body: {detail}")
     names: tuple[str, ...] = ()
-    if match := _ANOTHER_NAME.match(detail):
+    if match := _INVALID_NAME.match(detail):
         names = NAMES.get(_INDEX.sub("", field), ())
         suggested = suggestion(match["name"], (*names, *ALIASES) if names == EVERY else names)
         detail = "; ".join(part for part in (shortened(detail), suggested) if part)
@@ -111,8 +112,8 @@ def refusal(
 
 
 def fields_at(kind: Any, path: str) -> tuple[str, ...]:
-    """The names of the fields at a path of msgspec's inside a struct type, such as
-    `pairs[0].spans[...]`; none if it is not a struct.
+    """Return the names of the fields at a path inside a struct type, in msgspec's notation
+    (`pairs[0].spans[...]`); none if the path leads to no struct.
     """
     if kind is None:
         return ()
@@ -129,7 +130,7 @@ def fields_at(kind: Any, path: str) -> tuple[str, ...]:
 
 
 def structs_in(info: Any) -> list[msgspec.inspect.StructType]:
-    """The struct types that a type may be: itself, one of a union, or an item of a list or
+    """Return the struct types inside a type: itself, members of a union, or items of a list or
     mapping.
     """
     if isinstance(info, msgspec.inspect.StructType):

@@ -2,8 +2,9 @@
 
 `WIRE` grows with every change to what API, workers, relay and callbacks exchange that a process
 with the previous number could misunderstand: a field with a new meaning, a key in Redis that every
-process must maintain. `OLDEST_WIRE` is the oldest that this one still works with. A field that is
-new, left out where it is not used, and refused where it is not known needs no new number.
+process must maintain. `OLDEST_WIRE` is the oldest number with which this version still works. A new
+field needs no new number if it is omitted while unused, and rejected by processes that do not know
+it.
 """
 
 import msgspec
@@ -13,14 +14,14 @@ from ..base.version import __version__
 from ..jobs.models import ModelInfo, WorkerInfo
 
 #: 0: versions that did not report one.
-#: 2: jobs carry the identity of their model; a job without one is taken by no worker.
+#: 2: jobs carry the identity of their model; workers do not take a job without one.
 WIRE = 2
 OLDEST_WIRE = 2
 
 
 def disagreement(who: str, version: str, wire: int, oldest: int) -> MidstreamError | None:
-    """Return why `who`, which runs Midstream `version`, and this process cannot work together;
-    None: they can.
+    """Return why `who`, which runs Midstream `version`, and this process cannot work together; None
+    if they can.
     """
     if wire >= OLDEST_WIRE and oldest <= WIRE:
         return None
@@ -34,7 +35,7 @@ def disagreement(who: str, version: str, wire: int, oldest: int) -> MidstreamErr
 
 
 def misfit_of(info: ModelInfo | WorkerInfo) -> MidstreamError | None:
-    """Return why this process cannot work with the worker that said this; None: it can."""
+    """Return why this process cannot work with the worker that reported `info`; None if it can."""
     who = (
         f"the worker of {info.name!r}"
         if isinstance(info, ModelInfo)
@@ -44,7 +45,7 @@ def misfit_of(info: ModelInfo | WorkerInfo) -> MidstreamError | None:
 
 
 def judged(worker: WorkerInfo) -> WorkerInfo:
-    """Health as this process sees it: a worker with an incompatible version counts as unhealthy."""
+    """Return the worker's report; a worker with an incompatible version is marked as unhealthy."""
     trouble = misfit_of(worker)
     return (
         worker

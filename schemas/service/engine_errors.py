@@ -1,10 +1,10 @@
-"""vLLM's reasons not to start, in terms of our settings: its own messages name options that
-Midstream does not have.
+"""Translates vLLM's start-up errors, which name vLLM's options, to messages that name Midstream's
+settings.
 """
 
 import re
 
-#: Error text of vLLM (0.32) → its meaning here; groups of the match fill the braces.
+#: Pattern of a vLLM error (0.32), and Midstream's message; groups of the match fill the braces.
 REASONS: tuple[tuple[str, str], ...] = (
     (
         r"(?<!--engine )(?:trust_remote_code|trust-remote-code)",
@@ -65,7 +65,7 @@ REASONS: tuple[tuple[str, str], ...] = (
 
 
 def in_our_settings(text: str) -> str:
-    """`text` with vLLM's reason replaced by ours, where it has one that is known."""
+    """Return Midstream's message for a known error of vLLM; any other text unchanged."""
     joined = " ".join(text.split())
     for pattern, meaning in REASONS:
         if (match := re.search(pattern, joined)) is not None:

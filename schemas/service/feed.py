@@ -20,8 +20,8 @@ class FeedJobs(Published, omit_defaults=True):
     """
 
     jobs: list[FeedJob]
-    first: bool = False  # the beginning of a list of the newest: forget what was known before
-    more: bool = False  # the rest of that list follows
+    first: bool = False  # begins a new list of the newest jobs: discard the previous list
+    more: bool = False  # more of that list follows
 
 
 class FeedModel(Published):

@@ -1,8 +1,8 @@
 """Global capture: the settings `global_capture…` as capture specs.
 
 `post_block:all;pre_attn:0-17` names hooks (ours, or TransformerLens' names) with their layers; a
-hook without layers means all. Options of the command line are written alike: `parse_hooks` is the
-one grammar of hooks.
+hook without layers means all layers. Options of the command line have the same syntax, which
+`parse_hooks` implements.
 """
 
 import re
@@ -33,7 +33,8 @@ from .choices import suggestion
 
 #: Names of hooks, aliases included.
 HOOK_NAMES = (*EVERY, *get_args(Alias))
-#: A separator that is followed by a name; other commas separate layers.
+#: A separator between hooks: a comma that is followed by a name, or `;`. Other commas separate
+#: layers.
 _BEFORE_HOOK = re.compile(r"[;,]\s*(?=[A-Za-z_])|;")
 _IMAGE = re.compile(r"image:(-?[0-9]{1,4})")
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
@@ -45,12 +46,12 @@ def from_settings(
     hooks: Sequence[str] = HOOKS,
     row_limit: int = 0,
 ) -> list[CaptureSpec]:
-    """The captures that the settings ask for; held against the model's layers and hooks when
-    `num_layers` is known.
+    """Return the captures that the settings ask for; if `num_layers` is given, check them against
+    the model's layers and hooks.
 
-    `row_limit`: rows that one engine step may capture; 0: any number. What is more for a single
-    position would never be taken. Raises SettingsError saying what is wrong and what would be
-    right.
+    `row_limit`: rows that one engine step may capture; 0: any number. A capture with more sites is
+    rejected, because even a single position would not fit. Raises SettingsError that says what is
+    wrong and what is valid.
     """
     try:
         specs = parse(
@@ -73,8 +74,8 @@ def from_settings(
 def captures_of(
     spec: CaptureSpec, model: ModelInfo, lengths: Sequence[int]
 ) -> list[StoredCapture | None]:
-    """Return what global capture takes of prompts of these lengths; None for one that has none of
-    the positions.
+    """Return the global capture of each prompt, given the prompts' lengths; None for a prompt that
+    has none of the positions.
 
     Raises MidstreamError("internal") for a spec that does not fit the model: the worker checked it
     when it started.
@@ -108,8 +109,8 @@ def captures_of(
 def step_rows(
     captures: Sequence[StoredCapture], model: ModelInfo, prompt_tokens: int, max_tokens: int
 ) -> int:
-    """Return how many rows a request gives in one engine step at least: those of a token and its
-    drafts. Longer prompts are split.
+    """Return the fewest rows that a request can capture in one engine step: those of one token and
+    its drafts. The engine can divide a prompt, but not these.
     """
     tokens = 1 + model.speculative_tokens
     return sum(
@@ -123,7 +124,7 @@ def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> lis
 
     `positions`: a name, or `0,5,-1`.
 
-    Raises ValueError saying what is wrong and what would be right.
+    Raises ValueError that says what is wrong and what is valid.
     """
     if not text.strip():
         return []
@@ -142,7 +143,7 @@ def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> lis
 def parse_hooks(text: str, layers: LayerSelector = "all") -> dict[HookName, LayerSelector]:
     """`post_block:all;pre_attn:0-3,7` or `resid_pre,mlp_out` as hook → layers. Raises ValueError.
 
-    Hooks are separated by `;` or `,`. `layers`: of a hook that names none.
+    Hooks are separated by `;` or `,`. `layers`: for hooks without their own.
     """
     hooks: dict[HookName, LayerSelector] = {}
     for part in _BEFORE_HOOK.split(text.strip()):

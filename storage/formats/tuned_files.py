@@ -15,24 +15,24 @@ from .folders import folder_below
 from .tensor_files import TensorFile, TensorFileError, opened
 
 FILE = "lens.safetensors"
-#: Tensors of one file: two for each layer.
+#: The most tensors in one file; there are two per layer.
 _TENSORS = 4096
 _NAME = re.compile(r"(0|[1-9][0-9]{0,5})\.(weight|bias)")
 
 
 def folder_of(root: str, path: str) -> Path:
-    """The folder at `path` below `root`.
+    """Return the folder at `path` below `root`.
 
-    Raises a 400 for one that is elsewhere, also by a symbolic link, or not there.
+    Raises a 400 if it is missing, or outside `root`, for example through a symbolic link.
     """
     return folder_below(root, path, "lens_dir", "tuned lenses", ((FILE,),))
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[TensorFile]:
-    """The file in `folder`.
+    """Open the file in `folder`.
 
-    Raises TensorFileError, also at the end when it has changed meanwhile.
+    Raises TensorFileError, also at the end if the file was changed meanwhile.
     """
     with opened(folder / FILE, MAX_TUNED_BYTES, _TENSORS) as file:
         yield file
@@ -40,14 +40,14 @@ def reading(folder: Path) -> Iterator[TensorFile]:
 
 
 def map_of(file: TensorFile, layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """(W `[hidden, hidden]`, b `[hidden]`) of a layer, float32. Raises TensorFileError."""
+    """Return (W `[hidden, hidden]`, b `[hidden]`) of a layer, float32. Raises TensorFileError."""
     return file.read(f"{layer}.weight"), file.read(f"{layer}.bias")
 
 
 def layers_of(file: TensorFile, num_layers: int, hidden_size: int) -> list[int]:
-    """The layers that have a map, ascending.
+    """Return the layers that have a map, ascending.
 
-    Raises TensorFileError for a file that is no tuned lens of such a model.
+    Raises TensorFileError if the file is not a tuned lens for a model of this shape.
     """
     result: dict[int, set[str]] = {}
     for name, shape in file.shapes.items():
@@ -79,9 +79,9 @@ def layers_of(file: TensorFile, num_layers: int, hidden_size: int) -> list[int]:
 
 
 def check_on(folder: Path, num_layers: int, hidden_size: int) -> tuple[str, list[int], int]:
-    """(Digest, layers, bytes) of a tuned lens that fits the model.
+    """Return (digest, layers, bytes) of a tuned lens that fits the model.
 
-    Reads all of it. Raises a 400 naming `path`.
+    Reads the whole file. Raises a 400 that names `path`.
     """
     try:
         with reading(folder) as file:

@@ -456,7 +456,7 @@ def test(
                     demonstrate(client, cache / "demo", console, verdict)
                 scaled_workers(stack, client, verdict)
                 if brief:
-                    return 1 if verdict.short else 0
+                    return 1 if verdict.failed else 0
                 flower_agrees(stack, client, kill_in_turn(stack, client, console, verdict), verdict)
             figures_are_there(stack, verdict)
             names_a_missing_model(stack, verdict)
@@ -464,7 +464,7 @@ def test(
         if not keep:
             for name in sizes:
                 succeeds("docker", "image", "rm", name, env=environment)
-    return 1 if verdict.short else 0
+    return 1 if verdict.failed else 0
 
 
 def main(arguments: list[str]) -> int:

@@ -18,22 +18,22 @@ from ...captures.blobs import Place
 from ...captures.reader import CaptureReader
 from ..wire import Manifest, ManifestFile
 
-#: `<tag>.p<request>.pp<stage>.safetensors`, before the suffix `.<hook>.<layer>` where each tensor
+#: `<tag>.p<request>.pp<stage>.safetensors`; with `.<hook>.<layer>` before the suffix if each tensor
 #: has its own file.
 FILE_NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]*\.p(?P<request>\d+)\.pp\d+(\.[a-z_]+\.\d+)?\.safetensors"
 )
 
-#: Seconds without a byte after which a link counts as not working.
+#: Seconds without data after which a link is given up.
 LINK_S = 20.0
-#: Status of a capture that is not all there → the kind of error that says so. (`partial` is whole
-#: but for what its detail names.)
+#: Status of an incomplete capture → kind of the error. (`partial` is not listed: such a capture has
+#: all its files, and lacks only what its detail names.)
 _REFUSED = {"pending": "conflict", "error": "capture_failed", "timed_out": "receipts_timed_out"}
 
 
 def check(manifest: Manifest, job_id: str, partial: bool) -> None:
-    """Raises MidstreamError when the job has no files, or not all that it should have and `partial`
-    is not wanted; saying why.
+    """Check that the job's files are complete. Raises MidstreamError with the reason if there are
+    none, or if some are missing and `partial` is false.
     """
     because = f" ({manifest.detail})" if manifest.detail else ""
     if not manifest.files:
@@ -46,8 +46,8 @@ def check(manifest: Manifest, job_id: str, partial: bool) -> None:
 
 
 def in_place(manifest: Manifest, job_id: str) -> list[Place]:
-    """The blobs under the server's capture root if they are on this machine, whole; else
-    nothing.
+    """Return the blobs below the server's capture root if all of them are complete on this machine;
+    otherwise an empty list.
     """
     if (
         manifest.root is None or "://" in manifest.root
@@ -57,7 +57,7 @@ def in_place(manifest: Manifest, job_id: str) -> list[Place]:
         return []  # downloading raises the server's error
     try:
         store = open_store(manifest.root)
-        # Another account's folder may be closed to this one: its files are fetched.
+        # A folder of another account may not be readable: its files are then downloaded.
         sizes = {key: store.stat(key) for key in {file.path for file in manifest.files}}
     except (OSError, ValueError):
         return []
@@ -72,14 +72,16 @@ def in_place(manifest: Manifest, job_id: str) -> list[Place]:
 def reader(
     manifest: Manifest, job_id: str, files: Iterable[Path | Place], tag: str | None, partial: bool
 ) -> CaptureReader:
-    """Return a reader of `files`, which are all that the manifest names, here or in place."""
+    """Return a reader of `files`: all files that the manifest names, downloaded or in place."""
     return CaptureReader.of_job(
         files, job_id, status=manifest.status, detail=manifest.detail, tag=tag, partial=partial
     )
 
 
 def target_folder(folder: Path | str | None) -> Path:
-    """`folder`, made if it is not there; or a temporary one, removed when the program ends."""
+    """Return `folder`, created if it is missing; without one, a temporary folder, removed when the
+    program ends.
+    """
     if folder is None:
         target = Path(tempfile.mkdtemp(prefix="midstream-capture-"))
         atexit.register(shutil.rmtree, target, ignore_errors=True)
@@ -90,8 +92,8 @@ def target_folder(folder: Path | str | None) -> Path:
 
 
 def from_link(folder: Path, job_id: str, file: ManifestFile) -> Path | None:
-    """A file downloaded from the store itself, and checked; None where that fails: the API has it
-    too, or says what is wrong.
+    """Download a file directly from the store, and check it. Returns None on failure: the caller
+    then uses the API, which has the file or reports the error.
 
     The API key is not sent.
     """
@@ -115,11 +117,12 @@ def downloaded(folder: Path, request: int) -> list[Path]:
 
 
 class Saved:
-    """Writes a downloaded file, chunk by chunk, and a manifest for `verify`; nothing stays of one
-    that is not as promised.
+    """Writes a downloaded file, chunk by chunk, and a manifest for `verify`. A file with the wrong
+    size or CRC32 is removed.
 
     Only names of capture files are accepted, so a server cannot write outside `folder`. Raises
-    MidstreamError for others, and when it is left with another size or CRC32 than the server named.
+    MidstreamError for other names, and at the end of the context if size or CRC32 are not those
+    that the server named.
     """
 
     def __init__(self, folder: Path, job_id: str, file: ManifestFile):

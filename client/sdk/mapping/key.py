@@ -15,12 +15,13 @@ from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import JobRequest, JobView
 from ....schemas.jobs.openai import ChatRequest
 
-#: Fields of a request that do not decide a result.
-_ASIDE = {*Handling.__struct_fields__, "metadata", "model", "prompts", "messages"}
+#: Fields that `base` does not digest with the rest of the request: some do not affect the results;
+#: the model and the prompts are digested separately.
+_NOT_IN_BASE = {*Handling.__struct_fields__, "metadata", "model", "prompts", "messages"}
 
-#: Kind and name of something that requests name.
+#: (kind, name) of an artifact that requests refer to by name.
 Named = tuple[str, str]
-#: What names things: both kinds have the same fields for it.
+#: The requests whose names are looked up; both types have the same fields for them.
 Request = JobRequest | ChatRequest
 
 
@@ -47,8 +48,8 @@ def named(request: Request) -> Iterator[Named]:
 
 
 def operators(card: dict[str, Any], probes: Sequence[Probe]) -> dict[Named, str]:
-    """Return what applies to every request to the model: its extensions, and the probes that watch
-    all traffic.
+    """Return the digests of what the operator applies to every request to the model: extensions,
+    and the probes that watch all traffic.
     """
     result = {(item["kind"], item["name"]): item["digest"] for item in card.get("extensions", [])}
     return result | {
@@ -59,10 +60,10 @@ def operators(card: dict[str, Any], probes: Sequence[Probe]) -> dict[Named, str]
 
 
 def identity(card: dict[str, Any]) -> str:
-    """The identity of the model.
+    """Return the identity of the model on this card of `/v1/models`.
 
-    Raises MidstreamError("version_mismatch") where the service reports none: results could be
-    anyone's.
+    Raises MidstreamError("version_mismatch") if the service reports none: stored results could then
+    belong to another model.
     """
     result = card.get("identity")
     if not result:
@@ -77,7 +78,7 @@ def identity(card: dict[str, Any]) -> str:
 
 
 def used(view: JobView) -> dict[Named, str]:
-    """Return what names stood for when the job was accepted, and what else applied to it."""
+    """Return the digest of each artifact that the job used, as resolved when it was accepted."""
     result = {("module", name): digest for name, digest in view.modules.items()} | {
         ("run", name): job for name, job in view.runs.items()
     }
@@ -88,9 +89,11 @@ def used(view: JobView) -> dict[Named, str]:
 
 
 def check(view: JobView, identity: str, names: dict[Named, str], steering: int) -> None:
-    """Raises MidstreamError `conflict` where the job was computed by another model than `identity`,
-    with other contents than `names`, or under another version of global steering. What the job does
-    not report is not equal.
+    """Check that the job was computed by the model `identity`, with the contents `names`, under the
+    version `steering` of global steering.
+
+    Raises MidstreamError `conflict` otherwise. Anything that the job does not report counts as
+    different.
     """
     result = used(view)
     if view.identity != identity:
@@ -111,12 +114,14 @@ def check(view: JobView, identity: str, names: dict[Named, str], steering: int) 
 
 
 def base(request: JobRequest, identity: str, names: dict[Named, str], steering: str) -> bytes:
-    """Digest of everything but the prompt.
+    """Return the digest of everything that decides a result, except the prompt.
 
-    `identity`: of the model. `steering`: digest of global steering.
+    `identity`: that of the model. `steering`: the digest of global steering.
     """
     fields = {
-        name: getattr(request, name) for name in request.__struct_fields__ if name not in _ASIDE
+        name: getattr(request, name)
+        for name in request.__struct_fields__
+        if name not in _NOT_IN_BASE
     }
     model, contents = (
         [request.model, identity],
@@ -127,19 +132,22 @@ def base(request: JobRequest, identity: str, names: dict[Named, str], steering: 
 
 
 def of_prompt(base: bytes, prompt: bytes) -> str:
-    """The key of a result. `prompt`: as JSON."""
+    """Return the key of a result. `prompt`: as JSON."""
     return hashlib.sha256(base + prompt).hexdigest()
 
 
 def of_job(base: bytes, keys: Sequence[str], attempt: int = 0) -> str:
-    """Return the key of a job over the prompts with these keys."""
+    """Return the idempotency key of a job for the prompts with these keys."""
     return hashlib.sha256(
         base + "\n".join([*keys, f"{attempt} {__version__}"]).encode()
     ).hexdigest()
 
 
 def checked_request(request: JobRequest) -> JobRequest:
-    """Raises MidstreamError for what several jobs cannot have."""
+    """Return the request if it can be divided into several jobs.
+
+    Raises MidstreamError if it names a source run, which belongs to one job.
+    """
     if request.capture is not None and request.capture.run:
         raise invalid(
             "capture.run",
