@@ -450,18 +450,22 @@ class DataPlane:
             return
         places = [(rows.first_row, rows.num_rows, rows.first_position) for rows in view.requests]
         self._schedule = zlib.crc32(msgspec.msgpack.encode(places), self._schedule)
-        own = [(self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked]
+        tracked_rows = [
+            (self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked
+        ]
         if self._idle:
             lost = {
                 rows.id
-                for _, rows in own
+                for _, rows in tracked_rows
                 if self._touches(rows.id, rows.first_position, rows.num_rows)
             }
             for request_id in lost:
                 self._requests.fail(self._tracked[request_id], _IDLE, "intervention_failed")
-            own = [(tracked, rows) for tracked, rows in own if rows.id not in lost]
+            tracked_rows = [
+                (tracked, rows) for tracked, rows in tracked_rows if rows.id not in lost
+            ]
         for part in self._parts:
-            part.plan(own, view)
+            part.plan(tracked_rows, view)
 
     def grade(self, logits: torch.Tensor) -> None:
         """Take these as the logits of the planned step, unless no request waits for any."""
