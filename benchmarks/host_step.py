@@ -74,12 +74,7 @@ class Load:
         new = []
         if self._kind != "plain":
             new = [
-                NewRequest(
-                    one,
-                    msgspec.to_builtins(msgspec.structs.replace(self._spec, job=f"j{one}")),
-                    0,
-                    LIFE,
-                )
+                NewRequest(one, msgspec.structs.replace(self._spec, job=f"j{one}"), 0, LIFE)
                 for one in ids
             ]
         prompts = CAPACITY // PROMPT

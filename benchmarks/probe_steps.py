@@ -170,10 +170,7 @@ def cost(
                 msgspec.structs.replace(spec, job=f"j{step}", request=number)
                 for number in range(requests if probes else 0)
             ]
-            return [
-                NewRequest(f"{step}.{one.request}", msgspec.to_builtins(one), 0, 1000)
-                for one in each
-            ]
+            return [NewRequest(f"{step}.{one.request}", one, 0, 1000) for one in each]
 
         def windows(step: int, first: int, count: int) -> list[tuple[str, int, int]]:
             return [(f"{step}.{number}", first, count) for number in range(requests)]

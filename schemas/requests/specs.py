@@ -431,8 +431,7 @@ class Grade(Record):
 
 
 class RankSpec(Record):
-    """A request as ranks receive it, in `SamplingParams.extra_args["midstream"]` (as plain
-    containers).
+    """A request as ranks receive it, packed into vLLM's `SamplingParams.extra_args`.
 
     Positions are resolved against this request's prompt.
     """

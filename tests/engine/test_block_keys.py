@@ -6,11 +6,11 @@ import importlib
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from midstream.schemas.requests.specs import RankSpec
 from midstream.workers.runner.base import process
+from midstream.workers.runner.base.packed_spec import pack
 from midstream.workers.runner.base.row_index import RowIndex
 
 BLOCK = 16
@@ -46,7 +46,7 @@ def request(number: int, digest: str, salt: str | None = None) -> Any:
         digest=digest,
         first_affected=BLOCK if digest else -1,
     )
-    params = SamplingParams(max_tokens=1, extra_args={"midstream": msgspec.to_builtins(spec)})
+    params = SamplingParams(max_tokens=1, extra_args=pack(spec))
     hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
     return Request(str(number), list(range(64)), params, None, cache_salt=salt, block_hasher=hasher)
 

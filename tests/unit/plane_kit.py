@@ -135,7 +135,7 @@ class Rig:
         arrived = [
             NewRequest(
                 str(r.number),
-                msgspec.to_builtins(spec_of(r)),
+                spec_of(r),
                 cached if r is new[-1] else 0,
                 r.max_tokens,
             )

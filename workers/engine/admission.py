@@ -274,12 +274,12 @@ class FairTurns:
     async def turn(self, tenant: str) -> AsyncIterator[None]:
         """Hold the turn for the block."""
         if self._held:
-            own: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(tenant, deque()).append(own)
+            granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(tenant, deque()).append(granted)
             try:
-                await own
+                await granted
             except asyncio.CancelledError:
-                if own.done() and not own.cancelled():
+                if granted.done() and not granted.cancelled():
                     self._pass_on()  # it was our turn in the same instant
                 raise
         self._held = True
@@ -293,12 +293,12 @@ class FairTurns:
         while self._waiting:
             tenant = next(iter(self._waiting))
             queue = self._waiting.pop(tenant)
-            own = queue.popleft()
+            granted = queue.popleft()
             if queue:
                 self._waiting[tenant] = queue  # behind the others
-            if not own.done():
+            if not granted.done():
                 self._held = True
-                own.set_result(None)
+                granted.set_result(None)
                 return
 
 

@@ -55,10 +55,10 @@ def check_layers(model: str, config: Any, layers: int) -> None:
             stacks[match["stack"]] = max(stacks.get(match["stack"], 0), int(match["number"]) + 1)
     behind = max(int(getattr(config, name, None) or 0) for name in _BEHIND)
     if stacks and not any(layers <= count <= layers + behind for count in stacks.values()):
-        stack, result = max(stacks.items(), key=lambda item: item[1])
+        stack, present = max(stacks.items(), key=lambda item: item[1])
         raise _refused(
-            f"the config says {layers} layers, and the weights have {result} ({stack}.0 to "
-            f"{stack}.{result - 1}): config and weights "
+            f"the config says {layers} layers, and the weights have {present} ({stack}.0 to "
+            f"{stack}.{present - 1}): config and weights "
             "belong to different checkpoints, or num_hidden_layers is wrong"
         )
 

@@ -123,9 +123,9 @@ class Worker:
         logged = False
         while True:
             try:
-                result = self.start()
-                if result is not None and result.boot != after:
-                    return result
+                plane = self.start()
+                if plane is not None and plane.boot != after:
+                    return plane
             except redis.RedisError as error:
                 if not is_absence(error):
                     raise
@@ -136,8 +136,8 @@ class Worker:
 
     def is_over(self, boot: str) -> bool:
         """Return whether that start has ended: another one began, or its sign of life is gone."""
-        result = self.start()
-        if result is None or result.boot != boot:
+        plane = self.start()
+        if plane is None or plane.boot != boot:
             return True
         now = time.monotonic()
         if self._client.get(f"ms:alive:{self._settings.worker_id}") == boot.encode():

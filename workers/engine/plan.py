@@ -321,7 +321,7 @@ def buffers(
     entries = 1 + settings.steering_entries
     where: Literal["GPU", "host"] = "GPU" if gpu else "host"
     ring_rows = ring.rows * ring.halves if ring else 0
-    result = {
+    sizes = {
         "ring": (
             ring_rows * width,
             "rows captured in one step" + (", in two halves" if ring and ring.halves > 1 else ""),
@@ -354,7 +354,7 @@ def buffers(
         "counts": (sites * COUNTS * 4, "what each site did", "hooks"),
     }
     return [
-        Memory(name, size, where, about, setting) for name, (size, about, setting) in result.items()
+        Memory(name, size, where, about, setting) for name, (size, about, setting) in sizes.items()
     ]
 
 
@@ -365,14 +365,14 @@ def _inside(
 
     As `buffers`, summed.
     """
-    result = []
+    parts = []
     for bank, count in sites.items():
         width = model.inside.width(bank, settings.tensor_parallel_size) * ITEM_BYTES[model.dtype]
         rows, *tables = buffers(width, settings, count, ring, gpu=gpu)
         named = ", ".join(hook for hook in BANKS[bank] if hook in model.inside.hooks)
-        result.append(rows._replace(name=f"{bank}: ring", about=f"the same for {named}"))
+        parts.append(rows._replace(name=f"{bank}: ring", about=f"the same for {named}"))
         total = sum(part.bytes for part in tables)
-        result.append(
+        parts.append(
             Memory(
                 f"{bank}: tables",
                 total,
@@ -381,7 +381,7 @@ def _inside(
                 "hooks",
             )
         )
-    return result
+    return parts
 
 
 def _adapters(model: Model, settings: Settings, layers: int, *, gpu: bool) -> list[Memory]:
@@ -466,7 +466,7 @@ def _work(shape: Shape, hooks: Collection[Hook], settings: Settings) -> list[Wor
     sets: dict[str, Collection[Hook]] = {f"{len(hooks)} hooks": hooks}
     if len(hooks) > 1:
         sets |= {hook: (hook,) for hook in hooks if hook == "post_block"}
-    result = []
+    works = []
     for name, installed in sets.items():
         for case, (edited, captured) in CASES.items():
             if not {*edited, *captured} <= {*installed}:
@@ -480,8 +480,8 @@ def _work(shape: Shape, hooks: Collection[Hook], settings: Settings) -> list[Wor
                 captured=captured,
                 configurations=rows,
             )
-            result.append(Work(name, case, cost, cost.seconds / shape.step_s()))
-    return result
+            works.append(Work(name, case, cost, cost.seconds / shape.step_s()))
+    return works
 
 
 def _streams(model: Model, hooks: Collection[Hook], tokens_per_second: float) -> list[Stream]:
@@ -509,11 +509,11 @@ def _limits(
     tokens_per_second: float,
 ) -> list[str]:
     """Return what a user or the operator meets first, in sentences that begin with the setting."""
-    result, sites, tokens = [], len(hooks) * layers, settings.max_num_batched_tokens
+    limits, sites, tokens = [], len(hooks) * layers, settings.max_num_batched_tokens
     if ring is not None:
         whole = ring.rows // tokens
         if whole < layers:
-            result.append(
+            limits.append(
                 f"capture_buffer_mib: a step of {tokens} tokens captures at most {whole} of "
                 f"{layers} layers at one hook; a prompt captured "
                 f"at more of them is computed in steps of fewer tokens ({ring.rows // layers} "
@@ -521,25 +521,25 @@ def _limits(
             )
         else:
             all_of = min(whole // layers, len(hooks))
-            result.append(
+            limits.append(
                 f"capture_buffer_mib: a step of {tokens} tokens captures every layer at "
                 f"{all_of} of {len(hooks)} hooks"
             )
         together = ring.rows // (sites * (1 + settings.speculative_tokens))
         if together < 1:
-            result.append(
+            limits.append(
                 f"capture_buffer_mib: a request captures at most {ring.rows} of the {sites} "
                 "sites; requests for more are rejected"
             )
         elif together < settings.max_num_seqs:
-            result.append(
+            limits.append(
                 f"capture_buffer_mib: requests that capture all {sites} sites: at most "
                 f"{together} at a time; others wait "
                 f"(max_num_seqs {settings.max_num_seqs})"
             )
     positions = (settings.capture_window_mib << 20) // (model.layers * model.row_bytes)
     long = settings.capture_memory_mib // settings.capture_window_mib
-    result.append(
+    limits.append(
         "capture_memory_mib: requests that capture every layer at one hook at more "
         f"than {positions} positions "
         f"(capture_window_mib): at most {long} at a time; others wait"
@@ -550,33 +550,33 @@ def _limits(
         "spill": "rows go to files",
         "drop": "rows are dropped",
     }[settings.capture_overload]
-    result.append(
+    limits.append(
         f"capture_queue_mib: every layer at one hook fills the queue in {seconds:.1f} s "
         f"if nothing is written; then {after}"
     )
     if settings.steering_rows <= settings.max_num_seqs:
-        result.append(
+        limits.append(
             f"steering_rows: {settings.steering_rows} configurations do not exceed "
             f"max_num_seqs ({settings.max_num_seqs}): requests "
             "with configurations of their own cannot be prepared while others run"
         )
-    result.append(
+    limits.append(
         f"steering_entries: {settings.steering_entries} vectors at a time; a lowrank of "
         f"rank {MAX_RANK} takes {2 * MAX_RANK} of them, so "
         f"at most {settings.steering_entries // (2 * MAX_RANK)} such lowranks fit"
     )
     if asked_hooks(settings.hooks)[1]:
-        result.append(
+        limits.append(
             "hooks: hooks inside attention and MLP are counted in memory, and not in work "
             "per step or bytes to the disk"
         )
     memory = settings.memory_limit_kib * 1024 // model.row_bytes
-    result.append(
+    limits.append(
         f"memory_limit_kib: a response holds at most {memory} rows of one prompt (consumer memory)"
     )
     if memory < 1:
-        result[-1] = (
+        limits[-1] = (
             f"memory_limit_kib: a row has {model.row_bytes} bytes, more than a response may "
             "hold (consumer memory)"
         )
-    return result
+    return limits

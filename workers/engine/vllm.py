@@ -194,21 +194,21 @@ class VllmEngine(RankControl):
                     "engine_failed",
                     f"files of {config.model} changed while the engine loaded them: start it again",
                 )
-            result = [
+            of_ranks = [
                 msgspec.convert(item, Found) for item in await self._call("midstream_found", ())
             ]
-            if refused := next((item.refused for item in result if item.refused), ""):
+            if refused := next((item.refused for item in of_ranks if item.refused), ""):
                 await asyncio.to_thread(self._llm.shutdown)
                 raise UnsupportedArchitectureError(refused)
-            extensions = agreed([item.extensions for item in result])
-            absent = {hook: why for item in result for hook, why in item.absent.items()}
+            extensions = agreed([item.extensions for item in of_ranks])
+            absent = {hook: why for item in of_ranks for hook, why in item.absent.items()}
             absent |= {
                 hook: "the setting hooks leaves it out"
-                for hook in result[0].hooks
+                for hook in of_ranks[0].hooks
                 if plane.hooks and hook not in plane.hooks
             }
-            hooks = [hook for hook in hooks if all(hook in item.hooks for item in result)]
-            shapes = _shapes(result, absent)
+            hooks = [hook for hook in hooks if all(hook in item.hooks for item in of_ranks)]
+            shapes = _shapes(of_ranks, absent)
         except (MidstreamError, SettingsError):  # their own words
             raise
         except Exception as error:
@@ -217,10 +217,10 @@ class VllmEngine(RankControl):
                 "engine_failed", f"the engine did not start: {_why(error, built, settings)}"
             ) from error
         readings = {
-            kind: next((item.readings[kind] for item in result if item.readings[kind]), "")
-            for kind in result[0].readings
+            kind: next((item.readings[kind] for item in of_ranks if item.readings[kind]), "")
+            for kind in of_ranks[0].readings
         }
-        self.enters = all(item.enters for item in result)
+        self.enters = all(item.enters for item in of_ranks)
         self._item_bytes: int = config.dtype.itemsize
         self._row_bytes: int = config.get_hidden_size() * self._item_bytes
         self._step_rows = StepRows(plane.step_rows)
@@ -256,7 +256,7 @@ class VllmEngine(RankControl):
             readings=readings | {"features": served(settings)},
             extensions=extensions,
             absent=absent,
-            attention=grouped(kind for item in result for kind in item.attention),
+            attention=grouped(kind for item in of_ranks for kind in item.attention),
             multimodal=config.is_multimodal_model,
             caveats=plane.caveats,
             quantization=quantisation.name,
@@ -569,12 +569,12 @@ def _why(error: Exception, built: str, settings: Settings) -> str:
     `built`: what a rank kept.
     """
     reason = built or build_errors.reason_of(error)
-    own = in_our_settings(reason)
-    if own != reason or not (
+    explained = in_our_settings(reason)
+    if explained != reason or not (
         built
         or isinstance(error, AttributeError | AssertionError | KeyError | TypeError | IndexError)
     ):
-        return own
+        return explained
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
         architecture, fields = (config.architectures or ["the model"])[0], suspects(config)
@@ -624,14 +624,14 @@ def _hooks(settings: Settings) -> tuple[list[str], list[str]]:
         raise SettingsError(f"hooks: {error}") from error
 
 
-def _shapes(result: Sequence[Found], absent: dict[str, str]) -> dict[str, RowShape]:
+def _shapes(reports: Sequence[Found], absent: dict[str, str]) -> dict[str, RowShape]:
     """Hook inside → its rows, of those that all ranks have.
 
     For others, `absent` gets the reason.
     """
     shapes = {}
-    for hook in dict.fromkeys(hook for item in result for hook in item.inside):
-        of_ranks = {item.inside.get(hook) for item in result}
+    for hook in dict.fromkeys(hook for item in reports for hook in item.inside):
+        of_ranks = {item.inside.get(hook) for item in reports}
         if len(of_ranks) == 1 and (shape := of_ranks.pop()) is not None:
             shapes[hook] = shape
         else:

@@ -15,6 +15,7 @@ from ...schemas.base.errors import MidstreamError, invalid, shortened
 from ...schemas.base.limits import MAX_DETAIL
 from ...schemas.jobs.jobs import Message, Output, Prompted, Sampling, TokenLogprob
 from ...schemas.requests.specs import RankSpec
+from ..runner.base.packed_spec import pack
 from ..runner.probes.probe_news import SCORES, STOPPED_BY, Scored
 from .prompts.tool_calls import ToolReader
 from .protocol import EngineRequest, Progress
@@ -33,9 +34,7 @@ def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams
         if form is None
         else StructuredOutputsParams(**msgspec.structs.asdict(form)),
         output_kind=RequestOutputKind.DELTA,
-        extra_args={"midstream": msgspec.to_builtins(spec, builtin_types=(bytes,))}
-        if spec
-        else None,
+        extra_args=pack(spec) if spec else None,
     )
 
 

@@ -1,21 +1,18 @@
 """Do tensors, specs and jobs mean what they say, and do they cross our wires unchanged?"""
 
-from typing import Any
-
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream import __version__
 from midstream.schemas.base.dtypes import bfloat16_to_float32
 from midstream.schemas.base.records import from_json, from_msgpack, to_json, to_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from midstream.schemas.jobs import jobs
 from midstream.schemas.jobs.jobs import TERMINAL, TRANSITIONS, JobRequest, State
 from midstream.schemas.requests import specs
-from midstream.schemas.requests.specs import CaptureSpec, RankSpec, StoredCapture, StoredSteering
+from midstream.schemas.requests.specs import CaptureSpec
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=16))
@@ -47,71 +44,6 @@ def test_bfloat16_is_widened_exactly() -> None:
     # 1, -2, the smallest subnormal, infinity
     bits = np.array([0x3F80, 0xC000, 0x0001, 0x7F80], dtype=np.uint16)
     assert bfloat16_to_float32(bits).tolist() == [1.0, -2.0, 2.0**-133, float("inf")]
-
-
-# field case 23
-def test_rank_specs_survive_the_engine_rpc_unchanged() -> None:
-    spec = RankSpec(
-        version=__version__,
-        job="job_x",
-        request=1,
-        attempt=2,
-        prompt_tokens=5,
-        steering=[
-            StoredSteering(
-                layers=[3],
-                hook="pre_attn",
-                positions=[0, 4],
-                family="replace",
-                tensors=["ab" * 32],
-                scale=1.5,
-                numbers=[0.5],
-            ),
-            StoredSteering(
-                layers=[0],
-                hook="mlp_out",
-                positions="all",
-                family="lowrank",
-                tensors=["a", "b", "c"],
-                numbers=[1.0],
-                rank=7,
-            ),
-        ],
-        requests={"t": 3},
-        captures=[
-            StoredCapture(
-                sites={"pre_attn": [0], "post_block": [1, 2]},
-                positions="all",
-                tag="t",
-                every_n=3,
-                at="after",
-                dtype="float32",
-            ),
-            StoredCapture(
-                sites={"mlp_out": [2]},
-                positions=[1, 4],
-                tag="global",
-                layout="segment",
-                consumers=["memory", "logging"],
-            ),
-        ],
-        digest="cd" * 32,
-        first_affected=0,
-        lowest_captured=0,
-    )
-    plain = msgspec.to_builtins(spec, builtin_types=(bytes,))
-    assert {type(leaf) for leaf in leaves(plain)} <= {str, int, float, bool, type(None)}
-    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
-    assert arrived == plain
-    assert msgspec.convert(arrived, RankSpec) == spec
-
-
-def leaves(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for key, inner in value.items() for leaf in [key, *leaves(inner)]]
-    if isinstance(value, list):
-        return [leaf for inner in value for leaf in leaves(inner)]
-    return [value]
 
 
 @pytest.mark.parametrize(

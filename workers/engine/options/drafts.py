@@ -49,20 +49,20 @@ def check_drafter(settings: Settings) -> None:
                 "drafter is 'eagle3', but draft_model is empty: set it to the EAGLE-3 head's "
                 "folder or hub name"
             )
-        if not (result := checkpoint_config(head)):
+        if not (declared := checkpoint_config(head)):
             raise SettingsError(f"draft_model={head!r}: no checkpoint found (no config.json)")
-        if not result.get("architectures"):
+        if not declared.get("architectures"):
             raise SettingsError(
                 f"draft_model={head!r}: its config.json has no architectures, so it is no "
                 "EAGLE-3 head"
             )
-    elif result := checkpoint_config(settings.model):
+    elif declared := checkpoint_config(settings.model):
         sections = [
-            result,
+            declared,
             *(
-                result[name]
+                declared[name]
                 for name in ("text_config", "mtp_config")
-                if isinstance(result.get(name), dict)
+                if isinstance(declared.get(name), dict)
             ),
         ]
         if not any(section.get(name) for section in sections for name in _MTP_LAYERS):

@@ -126,12 +126,12 @@ class FormatChecker:
     @contextlib.contextmanager
     def _place(self, tenant: str, job: str) -> Iterator[None]:
         """Let a job wait, where it and its tenant may."""
-        own = sum(of == tenant for of, _ in self._waiting)
+        of_tenant = sum(of == tenant for of, _ in self._waiting)
         if (tenant, job) not in self._waiting and (
-            len(self._waiting) >= self._jobs or 2 * own >= self._jobs
+            len(self._waiting) >= self._jobs or 2 * of_tenant >= self._jobs
         ):
             raise FormatsBusy(
-                f"{own} jobs of the tenant wait until their formats are checked, and "
+                f"{of_tenant} jobs of the tenant wait until their formats are checked, and "
                 f"{len(self._waiting)} in all"
             )
         self._waiting[tenant, job] += 1

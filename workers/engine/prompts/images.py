@@ -82,21 +82,21 @@ def expanded(ask: EngineRequest, made: Any) -> EngineRequest:
 
     `made`: vLLM's, of the same prompt.
     """
-    result = align(ask.token_ids, ask.images, made)
+    expansion = align(ask.token_ids, ask.images, made)
     return dataclasses.replace(
         ask,
-        token_ids=result.token_ids,
+        token_ids=expansion.token_ids,
         steering=[
-            msgspec.structs.replace(entry, positions=result.map(entry.positions, "steering"))
+            msgspec.structs.replace(entry, positions=expansion.map(entry.positions, "steering"))
             for entry in ask.steering
         ],
         captures=[
             msgspec.structs.replace(
-                capture, positions=result.map(capture.positions, "capture.positions")
+                capture, positions=expansion.map(capture.positions, "capture.positions")
             )
             for capture in ask.captures
         ],
-        spans=[span for _, span in result.images],
+        spans=[span for _, span in expansion.images],
     )
 
 
@@ -132,16 +132,16 @@ def align(written: Sequence[int], images: Sequence[ImageRef], made: Any) -> Expa
     Raises MidstreamError if anything but the placeholders was changed.
     """
     token_ids, places = list(made["prompt_token_ids"]), made["mm_placeholders"].get("image", [])
-    result, end_written, end = [], 0, 0
+    spans, end_written, end = [], 0, 0
     for ref, place in zip(images, places, strict=True):
         start, stop = place.offset, place.offset + place.length
         if token_ids[end:start] != list(written[end_written : ref.start]):
             raise _changed()
-        result.append((ref, ImageSpan(digest=ref.digest, start=start, stop=stop)))
+        spans.append((ref, ImageSpan(digest=ref.digest, start=start, stop=stop)))
         end_written, end = ref.stop, stop
     if token_ids[end:] != list(written[end_written:]):
         raise _changed()
-    return Expansion(token_ids, len(written), result)
+    return Expansion(token_ids, len(written), spans)
 
 
 def _changed() -> MidstreamError:

@@ -218,7 +218,7 @@ def differences(
             ):
                 known = worst.setdefault((layer, item.hook), item)
                 worst[layer, item.hook] = max(known, item, key=lambda one: one.share)
-    result = list(worst.values())
+    differing = list(worst.values())
     if head and logits is not None:
         count = min(logits.shape[1], head.logits.shape[1])
         parts = [
@@ -229,7 +229,7 @@ def differences(
         )  # a vocabulary may be padded
         served, defined, own = (part[:, finite] for part in parts)
         size = defined.norm(dim=-1)
-        result.append(
+        differing.append(
             Difference(
                 "logits",
                 -1,
@@ -237,7 +237,7 @@ def differences(
                 max(FLOORS[dtype], TIMES * _error(own, defined, size)),
             )
         )
-    return result
+    return differing
 
 
 def _of_layer(
@@ -256,9 +256,9 @@ def _of_layer(
             right = exact[name]
             norms = right.norm(dim=-1)
             size = torch.maximum(added, LEAST_SHARE * norms) if hook == "post_block" else norms
-            own = _error(rounded[name], right, size, median=median) if rounded else 0.0
+            rounding = _error(rounded[name], right, size, median=median) if rounded else 0.0
             return Difference(
-                hook, layer, _error(got, right, size, median=median), max(floor, TIMES * own)
+                hook, layer, _error(got, right, size, median=median), max(floor, TIMES * rounding)
             )
 
         yield min((judged(name) for name in names), key=lambda value: value.share)
@@ -335,9 +335,9 @@ def suspects(config: Any) -> list[str]:
     `name=value`.
     """
     text = config.get_text_config()
-    own, fresh = text.to_dict(), type(text)().to_dict()
+    given, fresh = text.to_dict(), type(text)().to_dict()
     return [
         f"{name}={value!r}"
-        for name, value in own.items()
+        for name, value in given.items()
         if name in fresh and value != fresh[name] and not _NO_SUSPECTS.search(name)
     ]

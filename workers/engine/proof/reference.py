@@ -102,7 +102,7 @@ def _kind(layer: nn.Module) -> Hashable:
 
 
 def _plain(module: nn.Module) -> Hashable:
-    own = {
+    fields = {
         name: value
         for name, value in vars(module).items()
         if not name.startswith("_") and not any(item in name for item in _NUMBERS)
@@ -110,7 +110,7 @@ def _plain(module: nn.Module) -> Hashable:
     return tuple(
         sorted(
             (name, repr(value))
-            for name, value in own.items()
+            for name, value in fields.items()
             if isinstance(value, bool | int | float | str | None)
         )
     )
@@ -202,9 +202,9 @@ class Reference:
 
     def trace(self, tokens: Sequence[int], positions: Sequence[int]) -> list[Tensors]:
         """Every tensor of the layers that has a row for each token."""
-        result: list[dict[str, torch.Tensor]] = [{} for _ in range(self.truncation.layers)]
+        traces: list[dict[str, torch.Tensor]] = [{} for _ in range(self.truncation.layers)]
         handles = []
-        for layer, into in zip(self._model.get_submodule(self._layers), result, strict=True):
+        for layer, into in zip(self._model.get_submodule(self._layers), traces, strict=True):
             for path, module in layer.named_modules():
                 if path.count(".") < _DEPTH:
                     handles.append(
@@ -216,7 +216,7 @@ class Reference:
             self._model.get_submodule(self._layers)[-1].register_forward_hook(_stop)
         )  # after the hooks above
         self._forward(tokens, handles)
-        return list(result)
+        return list(traces)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """`[rows, vocabulary]` float32, of rows `[rows, hidden]` that leave the last layer of the
@@ -272,21 +272,21 @@ def _recorder(
 
 def _class_of(architecture: str, config: Any) -> Any:
     """transformers' class. Raises NotComparableError."""
-    result = getattr(transformers, architecture, None)
-    if result is None and type(config) in AutoModelForCausalLM._model_mapping:
-        result = AutoModelForCausalLM._model_mapping[type(config)]
-    if result is None or not isinstance(
-        config, getattr(result, "config_class", None) or PretrainedConfig
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None and type(config) in AutoModelForCausalLM._model_mapping:
+        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    if model_class is None or not isinstance(
+        config, getattr(model_class, "config_class", None) or PretrainedConfig
     ):
         raise NotComparableError(
             f"transformers {transformers.__version__} has no class {architecture} for its config"
         )
-    return result
+    return model_class
 
 
 def _stack(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
     """The path of the decoder layers, and the layers. Raises NotComparableError."""
-    result = [
+    stacks = [
         (path, module)
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
@@ -294,9 +294,9 @@ def _stack(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
         and len(module) == number
         and not any(word in path for word in _ENCODERS)
     ]
-    if len(result) != 1:
-        raise NotComparableError(f"transformers' model has {len(result)} lists of {number} layers")
-    return result[0]
+    if len(stacks) != 1:
+        raise NotComparableError(f"transformers' model has {len(stacks)} lists of {number} layers")
+    return stacks[0]
 
 
 def _without_encoders(model: nn.Module, layers: str) -> None:

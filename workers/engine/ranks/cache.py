@@ -131,8 +131,8 @@ class RankCache(RankRecord, ABC, Generic[T]):
             others = sum(
                 size for key, size in self._sizes.items() if key in self._held and key not in needed
             )
-            own = sum(size for key, size in self._sizes.items() if key in needed)
-            if not others or others + own + coming <= self._budget:
+            of_request = sum(size for key, size in self._sizes.items() if key in needed)
+            if not others or others + of_request + coming <= self._budget:
                 break
             self._freed.clear()
             await self._freed.wait()

@@ -9,9 +9,9 @@ from ..protocol import EngineRequest
 
 def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec | None:
     """None if nothing is requested by user or operator: then no rank reports."""
-    own, captures = ask.steering, ask.captures
+    own_steering, captures = ask.steering, ask.captures
     if (
-        not own
+        not own_steering
         and not captures
         and not global_steering.entries
         and ask.grade is None
@@ -20,7 +20,7 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
         return None
     prompt_tokens = len(ask.token_ids)
     global_rows = global_steering.at(prompt_tokens)
-    steering = [*global_rows, *own]
+    steering = [*global_rows, *own_steering]
     lowest = min(
         (lowest_position(capture.positions, prompt_tokens) for capture in captures),
         default=prompt_tokens,
@@ -31,9 +31,9 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
         request=ask.request,
         attempt=ask.attempt,
         prompt_tokens=prompt_tokens,
-        steering=own,
+        steering=own_steering,
         captures=captures,
-        digest=_digest(global_rows, own, ask),
+        digest=_digest(global_rows, own_steering, ask),
         by_prompt=any(depends_on_prompt(entry.positions) for entry in steering),
         first_affected=min(
             (lowest_position(entry.positions, prompt_tokens) for entry in steering), default=-1
@@ -57,7 +57,7 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
 
 
 def _digest(
-    global_steering: list[StoredSteering], own: list[StoredSteering], ask: EngineRequest
+    global_steering: list[StoredSteering], own_steering: list[StoredSteering], ask: EngineRequest
 ) -> str:
     """Digest of everything that affects the request's KV cache.
 
@@ -68,8 +68,8 @@ def _digest(
     those blocks are never shared. Nor are those of tokens at which a probe's score decided about
     edits: on a threshold's very edge, another batch may round it to the other side.
     """
-    digest = steering_digest(global_steering or own)
-    if global_steering and own:
-        digest = content_key([steering_digest(global_steering), steering_digest(own)])
-    own_alone = ask.entry is not None or any(entry.gate for entry in own)
-    return content_key([digest, ask.job, ask.request, ask.attempt]) if own_alone else digest
+    digest = steering_digest(global_steering or own_steering)
+    if global_steering and own_steering:
+        digest = content_key([steering_digest(global_steering), steering_digest(own_steering)])
+    unshared = ask.entry is not None or any(entry.gate for entry in own_steering)
+    return content_key([digest, ask.job, ask.request, ask.attempt]) if unshared else digest

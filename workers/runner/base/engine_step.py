@@ -1,7 +1,8 @@
 """An engine step as the data plane sees it, the same for vLLM's v1 and v2 runners."""
 
 from dataclasses import dataclass
-from typing import Any
+
+from ....schemas.requests.specs import RankSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -9,9 +10,10 @@ class NewRequest:
     """A request seen for the first time, or again after a preemption."""
 
     id: str  # the engine's internal id: unique among live requests
-    spec: dict[str, Any]  # `SamplingParams.extra_args["midstream"]`
+    spec: RankSpec
     cached_tokens: int  # served by the prefix cache
     max_tokens: int = 0  # generated at most; 0: unknown
+    unreadable: str = ""  # why its spec cannot be read: see `ReadSpec`
 
 
 @dataclass(frozen=True, slots=True)

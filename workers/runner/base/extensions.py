@@ -60,14 +60,14 @@ def named(setting: str) -> list[str]:
 
 def offered() -> list[Offer]:
     """Return all that is installed, trusted or not, by kind and name."""
-    result = set()
+    offers = set()
     for group, kind in GROUPS.items():
         for entry in entry_points(group=group):
             if entry.dist is not None:
-                result.add(
+                offers.add(
                     Offer(kind, entry.name, normal(entry.dist.name), entry.dist.version, entry)
                 )
-    return sorted(result, key=lambda offer: offer[:4])
+    return sorted(offers, key=lambda offer: offer[:4])
 
 
 def trusted(packages: Sequence[str]) -> list[Offer]:
@@ -106,8 +106,8 @@ def agreed(of_ranks: Sequence[Sequence[Extension]]) -> list[Extension]:
     Raises MidstreamError for ranks that have different versions or different code.
     """
     first = {(item.kind, item.name): item for item in of_ranks[0]}
-    for rank, result in enumerate(of_ranks[1:], 1):
-        other = {(item.kind, item.name): item for item in result}
+    for rank, of_rank in enumerate(of_ranks[1:], 1):
+        other = {(item.kind, item.name): item for item in of_rank}
         for key in sorted(first.keys() | other.keys()):
             if first.get(key) != other.get(key):
                 raise MidstreamError(

@@ -67,8 +67,8 @@ def begin_helper(device: torch.device, gives_way: bool) -> None:
 
 def _taken() -> set[int]:
     """The cores that one of this process's threads is bound to alone."""
-    result = set()
+    cores = set()
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it has ended
-            result |= own if len(own := os.sched_getaffinity(int(thread))) == 1 else set()
-    return result
+            cores |= pinned if len(pinned := os.sched_getaffinity(int(thread))) == 1 else set()
+    return cores

@@ -194,19 +194,19 @@ def named(terms: Mapping[Hook, float]) -> str:
 
 def judge_layer(shape: Shape, rows: Rows, layer: int) -> list[Finding]:
     """Sums of one layer, and that every branch is visible in them."""
-    result, tolerance = [], shape.tolerance("sum")
+    findings, tolerance = [], shape.tolerance("sum")
     for total, terms in sums(shape, layer):
         parts = {hook: factor * rows(hook, layer) for hook, factor in terms.items()}
         whole = rows(total, layer)
         figure = elementwise(whole, list(parts.values()), tolerance)
-        result.append(Finding(f"{total} = {named(terms)}", (total, *terms), layer, figure))
+        findings.append(Finding(f"{total} = {named(terms)}", (total, *terms), layer, figure))
         for branch in parts.keys() & {"attn_out", "mlp_out"}:
             rest = [part for hook, part in parts.items() if hook != branch]
             share = visible(parts[branch], whole, rest, tolerance)
-            result.append(
+            findings.append(
                 Finding(f"{branch} is visible in {total}", (branch,), layer, share, "seen")
             )
-    return result
+    return findings
 
 
 def judge_boundary(
@@ -293,10 +293,10 @@ def judge_edit(
     reaches: see `judge_module`.
     """
     have, law = [item for item in HOOKS if item in shape.hooks], f"edit at {hook}: "
-    result = []
+    findings = []
     for item in have[: have.index(hook) + 1]:
         figure = rowwise(edited(item, layer), plain(item, layer), shape.tolerance("batch"))
-        result.append(
+        findings.append(
             Finding(f"{law}nothing before it", (hook, item), layer, figure, "batch", edit=True)
         )
     for total, terms in sums(shape, layer):
@@ -305,13 +305,13 @@ def judge_edit(
                 terms[hook] * added
             ]
             figure = sumwise(edited(total, layer), parts, shape.tolerance("edit"))
-            result.append(
+            findings.append(
                 Finding(
                     f"{law}{total} has it", (hook, total, *terms), layer, figure, "edit", edit=True
                 )
             )
     if hook == "post_block" and entered is not None:
-        result.append(judge_entered(shape, edited("post_block", layer), added, entered, layer))
+        findings.append(judge_entered(shape, edited("post_block", layer), added, entered, layer))
     reads: dict[str, Hook] = {
         "pre_attn": "attn_out",
         "post_attn": "mlp_in" if "mlp_in" in have else "mlp_out",
@@ -320,7 +320,7 @@ def judge_edit(
     reader = reads.get(hook)
     if reader is not None and reader in have:
         moved = rowwise(edited(reader, layer), plain(reader, layer), shape.tolerance("reach"))
-        result.append(
+        findings.append(
             Finding(
                 f"{law}{reader} sees it",
                 (hook, reader),
@@ -330,7 +330,7 @@ def judge_edit(
                 edit=True,
             )
         )
-    return result
+    return findings
 
 
 def judge_entered(
@@ -406,13 +406,13 @@ def verdict(
     first layer, and what leaves the last, has no neighbour. `unshown`: takes the hooks that nothing
     proves, and nothing disproves.
     """
-    result = list(findings)
-    laws = combine(finding for finding in result if not finding.edit)
+    judged = list(findings)
+    laws = combine(finding for finding in judged if not finding.edit)
     broken = [law for law in laws if not law.ok]
     blamed = _smallest(hooks, [set(law.hooks) & set(hooks) for law in broken])
     absent: dict[Hook, str] = {hook: _why(broken, hook) for hook in hooks if hook in blamed}
     edits = combine(
-        finding for finding in result if finding.edit and not blamed & set(finding.hooks)
+        finding for finding in judged if finding.edit and not blamed & set(finding.hooks)
     )
     for hook in hooks:
         if wrong := [law for law in edits if not law.ok and law.hooks[0] == hook]:
@@ -453,11 +453,11 @@ def verdict_inside(
     laws = combine(findings)
     absent: dict[str, str] = {}
     for hook in hooks:
-        own = [law for law in laws if hook in law.hooks]
-        if broken := [law for law in own if not law.ok]:
+        of_hook = [law for law in laws if hook in law.hooks]
+        if broken := [law for law in of_hook if not law.ok]:
             absent[hook] = _why(broken, hook)
         elif lacking := sorted(
-            set(range(num_layers)) - {layer for law in own for layer in law.layers}
+            set(range(num_layers)) - {layer for law in of_hook for layer in law.layers}
         ):
             absent[hook] = (
                 "the certification run did not prove it: no law speaks about its rows in layer "

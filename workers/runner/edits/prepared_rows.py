@@ -12,13 +12,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
-import msgspec
 import torch
 
 from ....schemas.requests.source_runs import is_row
-from ....schemas.requests.specs import RankSpec, SteeringRow, steering_rows
+from ....schemas.requests.specs import SteeringRow, steering_rows
+from ..base.packed_spec import unpack
 from .vector_pool import Joined
 
 logger = logging.getLogger(__name__)
@@ -129,10 +128,7 @@ class PreparedRows:
             done.set_result(None)
 
 
-def rows_of(spec: dict[str, Any]) -> list[SteeringRow]:
-    """The rows that a request needs, of its `RankSpec` as plain containers.
-
-    Raises msgspec.ValidationError.
-    """
-    read = msgspec.convert(spec, RankSpec)
-    return [*steering_rows(read.global_steering), *steering_rows(read.steering)]
+def rows_of(packed: bytes) -> list[SteeringRow]:
+    """The rows that a request needs, of its packed `RankSpec`; none of an unreadable one."""
+    spec = unpack(packed).spec
+    return [*steering_rows(spec.global_steering), *steering_rows(spec.steering)]

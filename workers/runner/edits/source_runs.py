@@ -192,8 +192,8 @@ class RunStore:
                 place.site: place for place in header.tensors.values() if place.site is not None
             }
             self._check(files, header)
-            own_part = {site: place for site, place in held.items() if site in needed}
-            if not own_part:  # another stage's
+            places = {site: place for site, place in held.items() if site in needed}
+            if not places:  # another stage's
                 return {}
             raw = handle.read(file.offset, file.bytes)
             if len(raw) != file.bytes or zlib.crc32(raw) != file.crc32:
@@ -202,13 +202,13 @@ class RunStore:
         size = self._hidden_size if row is None else row.size
         start, stop = columns or (0, size)
         shape = [len(files.positions), stop - start]
-        for site, place in own_part.items():
+        for site, place in places.items():
             if place.shape != shape or place.dtype not in _DTYPES:
                 raise ValueError(f"{place.name} is {place.dtype} {place.shape}, not {shape}")
             # so that rows of others are not held as well
-            own = bytearray(memoryview(raw)[place.start : place.start + place.length])
+            content = bytearray(memoryview(raw)[place.start : place.start + place.length])
             rows[site] = _Part(
-                start, size, torch.frombuffer(own, dtype=_DTYPES[place.dtype]).view(place.shape)
+                start, size, torch.frombuffer(content, dtype=_DTYPES[place.dtype]).view(place.shape)
             )
         return rows
 
@@ -217,11 +217,11 @@ class RunStore:
         if (key := run_key(manifest.job, manifest.request, manifest.tag)) != files.key:
             raise ValueError(f"these are rows of {key}")
         if manifest.positions != files.positions:
-            ranges, own = (
+            written, wanted = (
                 as_ranges(manifest.positions, _SHOWN_RANGES),
                 as_ranges(files.positions, _SHOWN_RANGES),
             )
-            raise ValueError(f"it has positions {ranges}, but the run has {own}")
+            raise ValueError(f"it has positions {written}, but the run has {wanted}")
 
 
 class _Part(NamedTuple):

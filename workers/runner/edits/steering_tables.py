@@ -243,14 +243,14 @@ class RowTable:
             ]
             if not numbers:
                 continue
-            own = self._does(entry)
+            added = self._does(entry)
             # the entries before it are usually the same as well
             joined: dict[int, tuple[Does, Does]] = {}
             for number in numbers:
                 before = does.get((number, entry.family))
                 if before is not None and id(before) not in joined:
-                    joined[id(before)] = before, _JOINED[entry.family](before, own)
-                does[number, entry.family] = own if before is None else joined[id(before)][1]
+                    joined[id(before)] = before, _JOINED[entry.family](before, added)
+                does[number, entry.family] = added if before is None else joined[id(before)][1]
         # most sites of an entry hold the same
         laid: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         content = {}

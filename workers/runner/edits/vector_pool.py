@@ -180,7 +180,7 @@ class EntryPool:
             buffers.pool.cpu(),
             buffers.scalars.cpu(),
         )
-        result = {0: crc32_of(site_rows[:, :, 0], pool[0], scalars[0])}
+        checksums = {0: crc32_of(site_rows[:, :, 0], pool[0], scalars[0])}
         for row, runs in self._runs.items():
             crc = 0
             for run in sorted(runs):
@@ -189,8 +189,8 @@ class EntryPool:
                 crc = crc32_of(
                     pool[first : first + run.entries], scalars[first : first + run.entries], crc=crc
                 )
-            result[row] = crc
-        return result
+            checksums[row] = crc
+        return checksums
 
     def _close_gaps(self) -> None:
         """Compact all runs, keeping their order."""

@@ -169,9 +169,9 @@ def installed() -> dict[str, Installed]:
 
     One that cannot be loaded or made is logged and left out.
     """
-    result: dict[str, Installed] = {}
+    consumers: dict[str, Installed] = {}
     for entry in entry_points(group=ENTRY_POINTS):
-        if entry.name in (*BUILT_IN, HARVEST, READER) or entry.name in result:
+        if entry.name in (*BUILT_IN, HARVEST, READER) or entry.name in consumers:
             logger.error(
                 "capture consumer %s of %s skipped: the name is already in use",
                 entry.name,
@@ -180,14 +180,14 @@ def installed() -> dict[str, Installed]:
             continue
         try:
             make: Callable[[], Consumer] = entry.load()
-            result[entry.name] = Installed(entry.name, make())
+            consumers[entry.name] = Installed(entry.name, make())
         except KeyboardInterrupt:
             raise
         except BaseException:  # a module that calls sys.exit() must not end the rank
             logger.exception(
                 "capture consumer %s (%s) skipped: it cannot be loaded", entry.name, entry.value
             )
-    return result
+    return consumers
 
 
 def available() -> list[str]:

@@ -52,15 +52,15 @@ class Variant:
         """Return what the rows of a layer add up to: `post_attn` and `post_block`, as multiples of
         rows before them.
         """
-        result: dict[Hook, Law] = {}
+        derived: dict[Hook, Law] = {}
         if {"pre_attn", "attn_out", "post_attn"} <= self.taps.keys():
-            result["post_attn"] = {"pre_attn": 1.0, "attn_out": 1.0}
+            derived["post_attn"] = {"pre_attn": 1.0, "attn_out": 1.0}
         middle: Law = (
             {"post_attn": 1.0} if "post_attn" in self.taps else {"pre_attn": 1.0, "attn_out": 1.0}
         )
         if {*middle, "mlp_out", "post_block"} <= self.taps.keys():
-            result["post_block"] = {**middle, "mlp_out": 1.0}
-        return dict(self.stated) if self.stated else result
+            derived["post_block"] = {**middle, "mlp_out": 1.0}
+        return dict(self.stated) if self.stated else derived
 
 
 #: Of what the table does not have, until the model is loaded.

@@ -35,9 +35,9 @@ def attention_kinds(
     The same on each of its `ranks`, all of which must call this.
     """
     return grouped(
-        result
+        kind
         for number, layer in held_layers(model, adapter)
-        if (result := kind_of(number, layer, gather, ranks)) is not None
+        if (kind := kind_of(number, layer, gather, ranks)) is not None
     )
 
 

@@ -259,14 +259,14 @@ def caveats(
             f"model does: set max_model_len to {window} or "
             f"less (now {max_model_len})"
         )
-    result: list[str] = []
+    reasons: list[str] = []
     if architecture in LEAST_STEP and getattr(config, "time_step_min", 0.0) > LEAST_STEP_MATTERS:
-        result.append(
+        reasons.append(
             "time_step_min: transformers' Mamba layers have a least time step, vLLM's have "
             "none; where it acts, rows differ slightly"
         )
     if architecture in REORDERED and not backend:
-        result.append(
+        reasons.append(
             "rows at q, k, q_proj and k_proj: the dimensions of each head are in vLLM's "
             "order, the even ones of transformers and then "
             "the odd ones"
@@ -295,8 +295,8 @@ def caveats(
                 "rotates whole heads"
             )
         keys = ROPE_KEYS if interleaved is None else ROPE_KEYS | _SECTIONS
-        result += _of_rope(rope, config, max_model_len, backend, keys if compared else None)
-    return tuple(dict.fromkeys(result))
+        reasons += _of_rope(rope, config, max_model_len, backend, keys if compared else None)
+    return tuple(dict.fromkeys(reasons))
 
 
 def as_served(architecture: str, config: Any, max_model_len: int) -> dict[str, Any]:

@@ -269,13 +269,13 @@ class _Probe:
                 name: abs(part) > 10 * self.exact for name, part in zip(chosen, parts, strict=True)
             }
             if all(adds.values()):
-                result = {
+                factors = {
                     name: self._snapped(part / length[name])
                     for name, part in zip(chosen, parts, strict=True)
                 }
-                rest = sum((value * chosen[name] for name, value in result.items()), -needed)
+                rest = sum((value * chosen[name] for name, value in factors.items()), -needed)
                 error = rest.reshape(len(_SCALES), -1).norm(dim=-1).max()
-                return result if float(error) < self.exact else None
+                return factors if float(error) < self.exact else None
             chosen = {name: column for name, column in chosen.items() if adds[name]}
         return None
 
@@ -458,14 +458,14 @@ class _Probe:
     ) -> None:
         call = run.calls[place]
         mixes = any(item.mixes for item in run.calls)
-        own: Hook = "attn_out" if mixes else "mlp_out"
-        taps[own] = Tap("", "output") if kind == "pair" else Tap(call.path, "output")
+        output: Hook = "attn_out" if mixes else "mlp_out"
+        taps[output] = Tap("", "output") if kind == "pair" else Tap(call.path, "output")
         for hook in ("attn_out", "post_attn", "mlp_in", "mlp_out"):
-            if hook != own:
+            if hook != output:
                 absent[hook] = "the layer has one branch"
         laws["post_block"] = {
             "pre_attn": law["stream"],
-            own: 1.0 if kind == "pair" else law[place],
+            output: 1.0 if kind == "pair" else law[place],
         }
 
     def _check_edits(self, taps: Taps, laws: Mapping[Hook, Law], kind: Any) -> None:

@@ -107,9 +107,9 @@ class Head:
                 "named tokens need an output matrix that is not quantised, where ranks share it"
             )
         places = torch.tensor(tokens, device=self.device) - self.shard.start
-        own = (places >= 0) & (places < self.shard.stop - self.shard.start)
-        rows = weight[places.where(own, 0)] * own[:, None]
-        shift = None if bias is None else reduce(bias[places.where(own, 0)] * own)
+        in_shard = (places >= 0) & (places < self.shard.stop - self.shard.start)
+        rows = weight[places.where(in_shard, 0)] * in_shard[:, None]
+        shift = None if bias is None else reduce(bias[places.where(in_shard, 0)] * in_shard)
         only = SimpleNamespace(weight=reduce(rows), tp_size=1)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # they are read on another stream
@@ -133,7 +133,7 @@ def final_norm(root: nn.Module, layers: nn.Module, hidden_size: int) -> nn.Modul
     """
     path = next(name for name, module in root.named_modules() if module is layers).split(".")
     holders = [root.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
-    result = {
+    norms = {
         id(child): child
         for holder in holders
         for name, child in holder.named_children()
@@ -141,7 +141,7 @@ def final_norm(root: nn.Module, layers: nn.Module, hidden_size: int) -> nn.Modul
     }
     fitting = [
         norm
-        for norm in result.values()
+        for norm in norms.values()
         if all(parameter.shape[-1] == hidden_size for parameter in norm.parameters())
     ]
     if len(fitting) != 1:

@@ -28,9 +28,9 @@ def routing_kinds(model: nn.Module, adapter: Adapter) -> list[RoutingKind]:
     After the weights have been read.
     """
     return grouped(
-        result
+        kind
         for number, layer in held_layers(model, adapter)
-        if (result := kind_of(number, layer)) is not None
+        if (kind := kind_of(number, layer)) is not None
     )
 
 
@@ -57,19 +57,19 @@ def kind_of(number: int, layer: nn.Module) -> RoutingKind | None:
             refused=f"{type(router).__name__} is no router that can be run by itself",
         )
     try:
-        result = rule_of(router, next(layer.parameters()).device)
+        kind = rule_of(router, next(layer.parameters()).device)
     except Exception as error:
         # a router of vLLM's may raise any exception for rows alone: the choice is unknown
         return RoutingKind(
             layers=[number], refused=f"{type(router).__name__} cannot be run by itself: {error}"
         )
-    if result is None:
+    if kind is None:
         return RoutingKind(
             layers=[number],
             refused=f"no rule that is known chooses as {type(router).__name__} does",
         )
     after = float(getattr(runners[0], "routed_scaling_factor", 1.0))
-    return msgspec.structs.replace(result, layers=[number], scale=result.scale * after)
+    return msgspec.structs.replace(kind, layers=[number], scale=kind.scale * after)
 
 
 def rule_of(router: Any, device: torch.device) -> RoutingKind | None:
@@ -116,16 +116,16 @@ def _scale(
     """The factor between the rule's weights and the router's; None: it chooses others, or there is
     no one factor.
     """
-    own, own_part = routed(logits, rule)
-    dense, own_values = np.zeros((2, *logits.shape))
+    expert_ids, expert_weights = routed(logits, rule)
+    dense, by_rule = np.zeros((2, *logits.shape))
     np.put_along_axis(dense, chosen.astype(np.int64), weights, axis=1)
-    np.put_along_axis(own_values, own, own_part, axis=1)
-    scale = float(dense.sum() / own_values.sum())
+    np.put_along_axis(by_rule, expert_ids, expert_weights, axis=1)
+    scale = float(dense.sum() / by_rule.sum())
     nearest = round(scale, 3)
     scale = nearest if abs(scale - nearest) <= _NEAR * abs(nearest) else scale
     return (
         scale
-        if np.array_equal(dense != 0, own_values != 0)
-        and np.allclose(dense, scale * own_values, rtol=_NEAR, atol=1e-7)
+        if np.array_equal(dense != 0, by_rule != 0)
+        and np.allclose(dense, scale * by_rule, rtol=_NEAR, atol=1e-7)
         else None
     )

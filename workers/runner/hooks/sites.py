@@ -115,12 +115,12 @@ def install(
         next_layer=always and bool(ordered) and not read_between_layers(model, adapter),
     )
     visits: dict[nn.Module, dict[Side, list[tuple[bool, Visit]]]] = {}
-    for first, own in _launches(sites):
+    for first, launched in _launches(sites):
         _, layer, _, tap = placed[first]
         module = _submodule(layer, tap.path, adapter)
-        visit = visit_of(module, own, first, buffers, always)
+        visit = visit_of(module, launched, first, buffers, always)
         visits.setdefault(module, {"input": [], "output": []})[tap.side].append(
-            (own[-1].kind == "pair", visit)
+            (launched[-1].kind == "pair", visit)
         )
     for module, sides in visits.items():
         _wrap(module, sides["input"], sides["output"])
@@ -134,16 +134,19 @@ def warm_up(sites: Sequence[Site], buffers: Buffers) -> None:
     sites. Without graphs the first busy step would.
     """
     # pairs behind a branch are their own
-    kinds = {(own[0].kind, own[-1].kind): (first, own) for first, own in _launches(sites)}
-    for _, (first, own) in sorted(kinds.items()):
-        one = slice(first, first + len(own))
+    kinds = {
+        (launched[0].kind, launched[-1].kind): (first, launched)
+        for first, launched in _launches(sites)
+    }
+    for _, (first, launched) in sorted(kinds.items()):
+        one = slice(first, first + len(launched))
         arguments = [
             getattr(buffers, name)[one] if name in _BY_SITE else getattr(buffers, name)
             for name in _ORDER
         ]
         stream = buffers.pool.new_zeros(1, buffers.pool.shape[1])
-        if own[-1].kind == "pair":
-            pair_site(stream, stream.clone(), *arguments, _branches(own))
+        if launched[-1].kind == "pair":
+            pair_site(stream, stream.clone(), *arguments, _branches(launched))
         else:
             single_site(stream, *arguments)
 
@@ -210,8 +213,8 @@ def decoder(model: nn.Module, adapter: Adapter) -> nn.Module:
     Some language models are that alone, and their head is above.
     """
     below, (path, _, layers) = language_model(model), adapter.layers.rpartition(".")
-    result: nn.Module = below if hasattr(below, layers) else _submodule(below, path, adapter)
-    return result
+    holder: nn.Module = below if hasattr(below, layers) else _submodule(below, path, adapter)
+    return holder
 
 
 def _submodule(module: nn.Module, path: str, adapter: Adapter) -> Any:
@@ -259,20 +262,23 @@ def visit_of(
 
     `bank`: whose buffers they are, where that is not the residual one.
     """
-    own = {name: getattr(buffers, name)[first : first + len(sites)] for name in _BY_SITE}
+    by_site = {name: getattr(buffers, name)[first : first + len(sites)] for name in _BY_SITE}
     leader, branches = sites[0], _branches(sites)
     # Buffers on the module become inputs of the traced graph, as weights do. They are never saved.
     shared = f"midstream_{bank}_" if bank else "midstream_"
     names = tuple(
-        f"midstream_{leader.hook}_{name}" if name in own else f"{shared}{name}" for name in _ORDER
+        f"midstream_{leader.hook}_{name}" if name in by_site else f"{shared}{name}"
+        for name in _ORDER
     )
     for name, of_module in zip(_ORDER, names, strict=True):
-        module.register_buffer(of_module, own.get(name, getattr(buffers, name)), persistent=False)
+        module.register_buffer(
+            of_module, by_site.get(name, getattr(buffers, name)), persistent=False
+        )
 
     def arguments() -> list[torch.Tensor]:
         if torch.compiler.is_compiling():
             return [getattr(module, name) for name in names]
-        return [own[name] if name in own else getattr(buffers, name) for name in _ORDER]
+        return [by_site[name] if name in by_site else getattr(buffers, name) for name in _ORDER]
 
     def visit(hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         if torch.compiler.is_compiling() or always or leader.busy:

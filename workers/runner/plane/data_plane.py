@@ -25,7 +25,7 @@ from ....schemas.jobs.receipts import BY_REQUEST
 from ....schemas.model.attention import AttentionKind
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.model.routing import RoutingKind
-from ....schemas.requests.specs import RankSpec, StoredSteering, steering_rows, touched
+from ....schemas.requests.specs import StoredSteering, steering_rows, touched
 from ....storage.calls import CALLS
 from ....storage.file_store import scratch
 from ....storage.store import open_store
@@ -53,7 +53,7 @@ from .faults import Faults
 from .grading import Grading
 from .probe_scores import Scorer
 from .reentry import Reentry, ReentryGate
-from .reports import Reports, unreadable
+from .reports import Reports
 from .requests import Requests
 from .step_edits import Edits
 from .step_loras import Adapters
@@ -378,14 +378,14 @@ class DataPlane:
         keeping: Keeping | None = None,
         resumed: dict[str, int] | None = None,
         ends: Sequence[tuple[str, int]] = (),
-        waiting: Sequence[dict[str, Any]] = (),
+        waiting: Sequence[bytes] = (),
     ) -> None:
         """Requests that ended before this step, then new ones: rows are released before they are
         acquired.
 
         `preempted`: requests that lost their KV cache before this step; their rows stay recorded.
         `resumed`: those that continue now → tokens that the prefix cache serves them. `ends`: what
-        `end` takes. `waiting`: specs of requests that will come in a later step.
+        `end` takes. `waiting`: packed specs of requests that will come in a later step.
         """
         requests = self._requests
         requests.step += 1
@@ -407,8 +407,8 @@ class DataPlane:
             requests.end(key, num_tokens)
         if new and not self._tracked:
             self._schedule = 0
-        for spec in waiting:
-            self._table.prepared.expect(partial(rows_of, spec))
+        for packed in waiting:
+            self._table.prepared.expect(partial(rows_of, packed))
         for request in new:
             if request.id in self._tracked:  # in the v2 runner a resumed request arrives as new
                 requests.resume(self._tracked[request.id], request.cached_tokens)
@@ -450,18 +450,22 @@ class DataPlane:
             return
         places = [(rows.first_row, rows.num_rows, rows.first_position) for rows in view.requests]
         self._schedule = zlib.crc32(msgspec.msgpack.encode(places), self._schedule)
-        own = [(self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked]
+        tracked_rows = [
+            (self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked
+        ]
         if self._idle:
             lost = {
                 rows.id
-                for _, rows in own
+                for _, rows in tracked_rows
                 if self._touches(rows.id, rows.first_position, rows.num_rows)
             }
             for request_id in lost:
                 self._requests.fail(self._tracked[request_id], _IDLE, "intervention_failed")
-            own = [(tracked, rows) for tracked, rows in own if rows.id not in lost]
+            tracked_rows = [
+                (tracked, rows) for tracked, rows in tracked_rows if rows.id not in lost
+            ]
         for part in self._parts:
-            part.plan(own, view)
+            part.plan(tracked_rows, view)
 
     def grade(self, logits: torch.Tensor) -> None:
         """Take these as the logits of the planned step, unless no request waits for any."""
@@ -489,19 +493,17 @@ class DataPlane:
         return self._banks.found()
 
     def _admit(self, request: NewRequest) -> None:
-        try:
-            spec = msgspec.convert(request.spec, RankSpec)
-        except msgspec.ValidationError as error:  # another version's, most likely
-            self._requests.fail(
-                unreadable(request.spec),
+        requests, spec = self._requests, request.spec
+        if request.unreadable:  # another version's, most likely
+            requests.fail(
+                Tracked(spec),
                 (
                     f"rank {self._place.rank} (Midstream {__version__}) cannot read the request: "
-                    f"{error}"
+                    f"{request.unreadable}"
                 ),
                 BY_REQUEST,
             )
             return
-        requests = self._requests
         tracked = Tracked(
             spec, admitted=requests.step, cached_tokens=request.cached_tokens, touched=touched(spec)
         )

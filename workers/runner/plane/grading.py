@@ -47,11 +47,11 @@ class Grading(StepPart):
         """
         return [due.tracked for due in self._due]
 
-    def plan(self, own: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
+    def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
         self._due = []
         ending = {
             rows.id: tracked
-            for tracked, rows in own
+            for tracked, rows in tracked_rows
             if tracked.spec.grade is not None and tracked.graded is None and not tracked.reported
             if rows.first_position
             < tracked.spec.prompt_tokens

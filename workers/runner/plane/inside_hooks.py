@@ -310,7 +310,7 @@ def find(
 
     A hook must be in every layer, with rows of one shape; rows of one bank must have one shape too.
     """
-    result: dict[Hook, list[Inner]] = {}
+    by_hook: dict[Hook, list[Inner]] = {}
     absent: dict[str, str] = {}
     shapes: dict[str, tuple[Hook, Columns]] = {}
     # `z` decides about the shape of its bank: where values are narrower than keys, as in latent
@@ -333,8 +333,8 @@ def find(
         except Missing as error:
             absent[hook] = str(error)
             continue
-        result[hook] = inners
-    return {hook: result[hook] for hook in INSIDE if hook in result}, absent
+        by_hook[hook] = inners
+    return {hook: by_hook[hook] for hook in INSIDE if hook in by_hook}, absent
 
 
 def install_inside(
@@ -355,19 +355,19 @@ def install_inside(
     `sizes`: of the buffers of that many sites; `always` as for `sites.install`.
     """
     layers = held_layers(model, adapter)
-    result, absent = find(layers, hooks, group)
+    by_hook, absent = find(layers, hooks, group)
     parts = []
     wrapped: dict[nn.Module, list[tuple[Inner, Visit, Site]]] = {}
     for bank, of_bank in BANKS.items():
-        own = [hook for hook in of_bank if hook in result]
-        if not own:
+        present = [hook for hook in of_bank if hook in by_hook]
+        if not present:
             continue
-        columns = result[own[0]][0].columns
+        columns = by_hook[present[0]][0].columns
         places = [
             (hook, number, inner)
             for place, (number, _) in enumerate(layers)
-            for hook in own
-            for inner in [result[hook][place]]
+            for hook in present
+            for inner in [by_hook[hook][place]]
         ]
         sites = [Site(hook, number, "single") for hook, number, _ in places]
         buffers = buffers_of(len(sites), sizes(len(sites)), columns.size, dtype, device)
@@ -377,7 +377,7 @@ def install_inside(
         parts.append(Part(bank, sites, buffers, columns))
     for module, visits in wrapped.items():
         _wrap(module, visits, always)
-    return parts, result, absent
+    return parts, by_hook, absent
 
 
 def _wrap(module: nn.Module, visits: Sequence[tuple[Inner, Visit, Site]], always: bool) -> None:

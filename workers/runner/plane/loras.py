@@ -51,9 +51,9 @@ class Loras:
         vLLM reads a copy of the very bytes that were compared: the files may change meanwhile.
         """
         config, weights = raw_files(Path(folder))
-        if (result := digest_of(config, weights)) != digest:
+        if (current := digest_of(config, weights)) != digest:
             raise ValueError(
-                f"the files have changed since they were registered: {result[:12]} instead of "
+                f"the files have changed since they were registered: {current[:12]} instead of "
                 f"{digest[:12]}"
             )
         self._scratch.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,9 @@ def _names_at_transformers(model: Any, hf_config: Any) -> dict[str, str]:
         with torch.device("meta"):
             reference = getattr(transformers, hf_config.architectures[0])(hf_config)
         rename = mapper.get_rename_mapper()
-        result = {rename._map_name(f"{name}.weight"): name for name, _ in reference.named_modules()}
+        mapped_names = {
+            rename._map_name(f"{name}.weight"): name for name, _ in reference.named_modules()
+        }
     except Exception as error:  # of many kinds
         logger.warning(
             ("modules of adapters are named as vLLM names them: transformers cannot build %s: %s"),
@@ -173,7 +175,7 @@ def _names_at_transformers(model: Any, hf_config: Any) -> dict[str, str]:
             error,
         )
         return {}
-    return {mapped.removesuffix(".weight"): name for mapped, name in result.items() if mapped}
+    return {mapped.removesuffix(".weight"): name for mapped, name in mapped_names.items() if mapped}
 
 
 def _linear_only(name: str, module: torch.nn.Module, supported: list[str]) -> bool:
@@ -247,9 +249,9 @@ class _BySegment(PunicaWrapperCPU):
         ):
             if slot < 0:
                 continue
-            own, column = rows[start : start + length].float(), 0
+            of_request, column = rows[start : start + length].float(), 0
             for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-                shrunk = scale * (own @ a[slot, 0].float().T)
+                shrunk = scale * (of_request @ a[slot, 0].float().T)
                 out[start : start + length, column : column + width] += (
                     shrunk @ b[slot, 0].float().T
                 ).to(out.dtype)

@@ -79,8 +79,10 @@ class Scorer:
 
         Raises LookupError and ValueError for weights that are not here or of another shape.
         """
-        own = [recording for recording in recordings if recording.capture.scored]
-        sides = [Side(recording.capture.at, recording.ports, recording.wants) for recording in own]
+        scored = [recording for recording in recordings if recording.capture.scored]
+        sides = [
+            Side(recording.capture.at, recording.ports, recording.wants) for recording in scored
+        ]
         plan = self._stacks.plan(spec.probes, sides) if sides else None
         if plan is None:
             return None
@@ -88,7 +90,7 @@ class Scorer:
         watch = Watch(
             request_id, [spec.probes[number] for number in plan.here], streams_from, plan.kind
         )
-        for recording, stack in zip(own, plan.stacks, strict=True):
+        for recording, stack in zip(scored, plan.stacks, strict=True):
             recording.watch, recording.stack = watch, stack
         return watch
 
@@ -214,9 +216,9 @@ def _put(
     for extent in itertools.chain.from_iterable(order):
         place[id(extent)] = at
         at += extent.count
-    for watch, own in itertools.groupby(extents, key=lambda item: item[0]):
+    for watch, of_watch in itertools.groupby(extents, key=lambda item: item[0]):
         runs: list[tuple[int, list[Extent]]] = []
-        for _, extent in own:
+        for _, extent in of_watch:
             if runs and runs[-1][1][-1].positions.stop == extent.first_position:
                 runs[-1][1].append(extent)
             else:

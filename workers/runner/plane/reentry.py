@@ -176,13 +176,13 @@ class Reentry(StepPart):
         self.steps = 0  # that began above the first layer
         self.skipped = 0  # (token row, layer of this rank) pairs that were not computed
 
-    def plan(self, own: Sequence[_Member], view: StepView) -> None:
+    def plan(self, tracked_rows: Sequence[_Member], view: StepView) -> None:
         """Open the gate; fails the requests whose rows are not on this rank."""
-        entered = [tracked for tracked, _ in own if tracked.spec.entry is not None]
+        entered = [tracked for tracked, _ in tracked_rows if tracked.spec.entry is not None]
         if not entered:
             return
         with self._requests.guard(entered, "intervention_failed"):
-            specs = {rows.id: tracked.spec for tracked, rows in own}
+            specs = {rows.id: tracked.spec for tracked, rows in tracked_rows}
             step = [(specs.get(rows.id), rows) for rows in view.requests]
             begin = first_layer(step, self.block_size)
             if not begin:
@@ -190,16 +190,16 @@ class Reentry(StepPart):
             self.steps += 1
             self.skipped += self._gate.open(begin) * view.num_rows
             if begin in self._gate.layers:  # the other stages' forward continues what they get
-                self._gate.stream = self._stream(begin, own, view.num_rows)
+                self._gate.stream = self._stream(begin, tracked_rows, view.num_rows)
 
     def drain(self, step: RanStep) -> None:
         if self._gate.begin:
             self._gate.close()
 
-    def _stream(self, layer: int, own: Sequence[_Member], num_rows: int) -> torch.Tensor:
+    def _stream(self, layer: int, tracked_rows: Sequence[_Member], num_rows: int) -> torch.Tensor:
         """`[num_rows, hidden_size]`, what enters `layer`."""
         by_run: dict[str, list[_Member]] = {}
-        for tracked, rows in own:
+        for tracked, rows in tracked_rows:
             assert tracked.spec.entry is not None
             by_run.setdefault(tracked.spec.entry.run, []).append((tracked, rows))
         stream = torch.zeros(num_rows, self._hidden_size, dtype=self._dtype)
@@ -231,17 +231,17 @@ class Reentry(StepPart):
             for _, rows in members
             for position in range(rows.first_position, rows.first_position + rows.num_rows)
         ]
-        result = self._runs.rows(key, "pre_attn", layer, positions)
-        if not all_finite(result):
+        held = self._runs.rows(key, "pre_attn", layer, positions)
+        if not all_finite(held):
             raise LookupError(
                 f"source run {key}: its rows of pre_attn of layer {layer} are not all finite"
             )
         if len(positions) == len(stream):
-            stream.copy_(result)
+            stream.copy_(held)
         else:
             tokens = [
                 token
                 for _, rows in members
                 for token in range(rows.first_row, rows.first_row + rows.num_rows)
             ]
-            stream[torch.tensor(tokens)] = result.to(self._dtype)
+            stream[torch.tensor(tokens)] = held.to(self._dtype)

@@ -7,7 +7,6 @@ import torch
 
 from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import Receipt
-from ....schemas.requests.specs import RankSpec
 from ..base.config import Place, PlaneConfig
 from ..edits.actions import ActionLedger
 from ..files.finished_rows import FinishedCapture
@@ -142,15 +141,3 @@ class Reports:
             scores=tracked.scores if place.tp == 0 and not tracked.failure else [],
             identity=self._config.identity,
         )
-
-
-def unreadable(raw: dict[str, Any]) -> Tracked:
-    """A request whose spec cannot be read, for an error receipt."""
-    spec = RankSpec(
-        version=str(raw.get("version", "")),
-        job=str(raw.get("job", "")),
-        request=int(raw.get("request", 0)),
-        attempt=int(raw.get("attempt", 0)),
-        prompt_tokens=0,
-    )
-    return Tracked(spec)

@@ -67,16 +67,16 @@ class Edits(StepPart):
         self._rows.release(self._requests.step, tracked.rows)
         tracked.holds([])
 
-    def plan(self, own: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
+    def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
         """Plan the edits of the step, once the gates of its positions are decided."""
-        for tracked, rows in own:
+        for tracked, rows in tracked_rows:
             if tracked.gates is not None and (
                 why := tracked.decide(rows.first_position + rows.num_rows)
             ):
                 self._requests.fail(tracked, f"{why} (rank {self._requests.rank})", "probe_failed")
-        steered = [tracked for tracked, _ in own if tracked.rows]
+        steered = [tracked for tracked, _ in tracked_rows if tracked.rows]
         with self._requests.guard(steered, "intervention_failed"):
-            self._banks.plan_steering(own)
+            self._banks.plan_steering(tracked_rows)
 
     def forget(self) -> None:
         self._banks.table.clear()

@@ -44,7 +44,7 @@ class StepPart:
     def prepare(self, keeping: Keeping | None) -> None:
         """All requests of the step are here. `keeping`: orders about stored rows."""
 
-    def plan(self, own: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
+    def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
         """Set up the forward that follows. `own`: the requests of `view` that are tracked."""
 
     def drain(self, step: RanStep) -> None:

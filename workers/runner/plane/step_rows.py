@@ -89,15 +89,18 @@ class Rows(StepPart):
             with self._requests.guard(recording, "capture_failed"):
                 self._room.make(recording, self._requests.guard)
 
-    def plan(self, own: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
+    def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
         """Plan the captures, and commit them with the edits."""
         guard = self._requests.guard
-        with guard([tracked for tracked, _ in own if tracked.recordings], "capture_failed"):
+        with guard(
+            [tracked for tracked, _ in tracked_rows if tracked.recordings], "capture_failed"
+        ):
             if "plan" in self._faults:
                 raise RuntimeError("fault injected: plan")
-            self._banks.plan_capture(own)
+            self._banks.plan_capture(tracked_rows)
         with guard(
-            [tracked for tracked, _ in own if tracked.rows or tracked.recordings], BY_REQUEST
+            [tracked for tracked, _ in tracked_rows if tracked.rows or tracked.recordings],
+            BY_REQUEST,
         ):
             if "commit" in self._faults:
                 raise HostMemoryError("fault injected: commit")

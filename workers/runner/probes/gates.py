@@ -55,11 +55,11 @@ class Gates:
 
         What is not decided is closed.
         """
-        own = self._open.get(digest, b"")
+        flags = self._open.get(digest, b"")
         return [
             position
             for position in positions
-            if 0 <= position - self._first < len(own) and own[position - self._first]
+            if 0 <= position - self._first < len(flags) and flags[position - self._first]
         ]
 
     def shown(self, score: ProbeScore, stop: int) -> ProbeScore:
@@ -77,8 +77,8 @@ class Gates:
 
     def checksum(self, stop: int, before: int) -> int:
         """CRC32 of the decisions about positions below `stop`, going on from `before`."""
-        for own in self._open.values():
-            before = zlib.crc32(own[: max(0, stop - self._first)], before)
+        for flags in self._open.values():
+            before = zlib.crc32(flags[: max(0, stop - self._first)], before)
         return before
 
 

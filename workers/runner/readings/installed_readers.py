@@ -62,12 +62,12 @@ def load_readers(
     """The readers that trusted packages offer, by name, each tried with random rows of the model's
     shape. Raises ExtensionError.
     """
-    result = {}
+    readers = {}
     for offer in offers:
         if offer.kind != "reader":
             continue
         try:
-            result[offer.name] = loaded = _loaded(offer)
+            readers[offer.name] = loaded = _loaded(offer)
             _check(loaded, hidden_size, num_layers, hooks)
         except ExtensionError:
             raise
@@ -76,7 +76,7 @@ def load_readers(
                 f"{offer}: {error if isinstance(error, ValueError) else repr(error)}"
             ) from error
         logger.info("%s is loaded, code %s", offer, loaded.facts.digest[:12])
-    return result
+    return readers
 
 
 def _loaded(offer: Offer) -> LoadedReader:

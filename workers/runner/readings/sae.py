@@ -106,8 +106,8 @@ class Autoencoder:
         scaled = NORMALISATIONS[self.form.normalize_activations](rows)
         activations = self._encode(scaled.rows)
         values, indices = activations.topk(k, dim=1)
-        result = self._decode_active(activations) * scaled.scale + scaled.shift
-        errors = torch.linalg.vector_norm(rows - result, dim=1) / torch.linalg.vector_norm(
+        reconstructed = self._decode_active(activations) * scaled.scale + scaled.shift
+        errors = torch.linalg.vector_norm(rows - reconstructed, dim=1) / torch.linalg.vector_norm(
             rows, dim=1
         )
         return (

@@ -204,10 +204,10 @@ class Recording:
     @property
     def sites(self) -> dict[str, list[int]]:
         """hook → ascending layers that this rank holds."""
-        result: dict[str, list[int]] = {}
+        layers_of: dict[str, list[int]] = {}
         for hook, layer in self.ports:
-            result.setdefault(hook, []).append(layer)
-        return result
+            layers_of.setdefault(hook, []).append(layer)
+        return layers_of
 
     @property
     def num_rows(self) -> int:
@@ -252,8 +252,10 @@ class Recording:
         """Recorded position in `[start, stop)` → the run that computed it last."""
         owners: dict[int, Extent] = {}
         for run in self.runs:
-            own = range(max(start, run.first_position), min(stop, run.first_position + run.count))
-            owners.update(dict.fromkeys(own, run))
+            overlap = range(
+                max(start, run.first_position), min(stop, run.first_position + run.count)
+            )
+            owners.update(dict.fromkeys(overlap, run))
         return owners
 
     def selection(self, start: int, stop: int) -> "Selection | None":
@@ -442,16 +444,16 @@ class Stretch:
 
 def stretches(owners: dict[int, Extent], positions: Sequence[int]) -> list[Stretch]:
     """Ascending `positions`, split where the next one is not contiguous."""
-    result: list[Stretch] = []
+    merged: list[Stretch] = []
     for position in positions:
         run = owners[position]
         offset = position - run.first_position
-        last = result[-1] if result else None
+        last = merged[-1] if merged else None
         if last is not None and last.run is run and last.offset + last.count == offset:
-            result[-1] = Stretch(run, last.offset, last.count + 1)
+            merged[-1] = Stretch(run, last.offset, last.count + 1)
         else:
-            result.append(Stretch(run, offset, 1))
-    return result
+            merged.append(Stretch(run, offset, 1))
+    return merged
 
 
 class _Rows:

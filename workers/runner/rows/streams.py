@@ -139,12 +139,12 @@ class Stream:
     def _write(self, runs: Sequence[Extent]) -> None:
         """Neighbours in one piece."""
         for _, group in itertools.groupby(_numbered(runs), key=lambda item: item[0]):
-            own = [run for _, run in group]
-            if len(own) == 1:
-                self._put(own[0], 0, own[0].count)
+            of_group = [run for _, run in group]
+            if len(of_group) == 1:
+                self._put(of_group[0], 0, of_group[0].count)
                 continue
-            positions = [position for run in own for position in run.positions]
-            stretches = [Stretch(run, 0, run.count) for run in own]
+            positions = [position for run in of_group for position in run.positions]
+            stretches = [Stretch(run, 0, run.count) for run in of_group]
             for run in Selection(self._numbers, self._num_ports, positions, stretches).copy():
                 self._put(run, 0, run.count)
 
@@ -354,7 +354,7 @@ class Streams:
             if recording.capture.dtype == "model"
             else getattr(torch, recording.capture.dtype)
         )
-        own = "filesystem" in recording.capture.consumers and recording.capture.layout in (
+        streamable = "filesystem" in recording.capture.consumers and recording.capture.layout in (
             "auto",
             "packed",
         )
@@ -363,7 +363,7 @@ class Streams:
             largest = self._largest(spec, recording, order, stored_as)
             draft = (
                 self._store.draft(file_name(largest))
-                if own and isinstance(self._store, Drafts)
+                if streamable and isinstance(self._store, Drafts)
                 else None
             )
             return draft if draft is not None else self._scratch(), _header_bytes(largest)

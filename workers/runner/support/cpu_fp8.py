@@ -18,15 +18,15 @@ _FP8 = torch.float8_e4m3fn
 
 def install() -> None:
     """Replace both in this process once, if on a CPU."""
-    foreign = ops.scaled_fp8_quant
-    if not current_platform.is_cpu() or foreign.__module__ == __name__:
+    original = ops.scaled_fp8_quant
+    if not current_platform.is_cpu() or original.__module__ == __name__:
         return
 
     def scaled_fp8_quant(
         input: torch.Tensor, scale: torch.Tensor | None = None, *args: Any, **named: Any
     ) -> Any:
         if scale is None or scale.numel() != 1 or args or named:
-            return foreign(input, scale, *args, **named)
+            return original(input, scale, *args, **named)
         limit = torch.finfo(_FP8).max
         return (input.float() / scale).clamp(-limit, limit).to(_FP8), scale
 

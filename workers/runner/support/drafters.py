@@ -177,48 +177,48 @@ def refusals(config: VllmConfig) -> list[str]:
             )
         ]
     rules = (*CONDITIONS, *method.conditions)
-    result = [line for rule in rules if (line := rule.refusal(config))]
-    return result + (_of_model(config, method) if method.drafters else [])
+    lines = [line for rule in rules if (line := rule.refusal(config))]
+    return lines + (_of_model(config, method) if method.drafters else [])
 
 
 def _of_model(config: VllmConfig, method: Method) -> list[str]:
     """Return what of a drafting model is not served. Its weights have not been read."""
     drafting, target = config.speculative_config, config.model_config
-    result = []
+    lines = []
     (architecture, *_) = drafting.draft_model_config.architectures
     if architecture not in method.drafters:
         valid = ", ".join(sorted(method.drafters))
-        result.append(
+        lines.append(
             f"the drafter {drafting.model} is a {architecture}, valid: {valid} (of others, "
             "rows and tokens are untested)"
         )
     ranks = config.parallel_config.tensor_parallel_size
     if drafting.draft_tensor_parallel_size != ranks:
-        result.append(
+        lines.append(
             "speculative_config.draft_tensor_parallel_size is "
             f"{drafting.draft_tensor_parallel_size}, valid: {ranks} (untested)"
         )
     if target.is_hybrid or target.is_attention_free:
-        result.append(
+        lines.append(
             "the model has layers with a state, which rejected drafts change, valid with "
             f"it: no drafter {drafting.method}"
         )
     head = drafting.draft_model_config.hf_config
-    for name, own in (
+    for name, needed in (
         ("hidden_size", target.get_hidden_size()),
         ("vocab_size", target.get_vocab_size()),
     ):
-        foreign = getattr(head, f"target_{name}", None) or getattr(head, name, own)
-        if foreign != own:
-            result.append(
-                f"the drafter {drafting.model} is of a model with {name} {foreign}, valid: {own}"
+        trained = getattr(head, f"target_{name}", None) or getattr(head, name, needed)
+        if trained != needed:
+            lines.append(
+                f"the drafter {drafting.model} is of a model with {name} {trained}, valid: {needed}"
             )
     if drafting.method == "eagle3" and not supports_eagle3(get_model_cls(target)):
-        result.append(
+        lines.append(
             f"vLLM's {target.architectures[0]} does not give an EAGLE-3 head what it reads, "
             "valid: no drafter eagle3"
         )
-    return result
+    return lines
 
 
 def check_loaded(drafter: nn.Module | None, read: Sequence[int], adapter: Adapter) -> None:

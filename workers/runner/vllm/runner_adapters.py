@@ -12,6 +12,7 @@ import torch
 
 from ....kernels import idle_sites
 from ..base.engine_step import NewRequest, RequestRows, StepView
+from ..base.packed_spec import packed_spec, unpack
 from ..probes.probe_news import NEWS
 from .graph_families import capture_both_families, dispatch_by_family
 from .quarantine import attach
@@ -22,23 +23,17 @@ if TYPE_CHECKING:
 
     from ..plane.data_plane import DataPlane
 
-EXTRA_ARGS_KEY = "midstream"
-
 
 def _new_requests(scheduler_output: Any) -> list[NewRequest]:
-    result = []
+    new = []
     for data in scheduler_output.scheduled_new_reqs:
-        extra = data.sampling_params.extra_args if data.sampling_params is not None else None
-        if extra and EXTRA_ARGS_KEY in extra:
-            result.append(
-                NewRequest(
-                    data.req_id,
-                    extra[EXTRA_ARGS_KEY],
-                    data.num_computed_tokens,
-                    data.sampling_params.max_tokens or 0,
-                )
+        if (packed := packed_spec(data.sampling_params)) is not None:
+            spec, unreadable = unpack(packed)
+            max_tokens = data.sampling_params.max_tokens or 0
+            new.append(
+                NewRequest(data.req_id, spec, data.num_computed_tokens, max_tokens, unreadable)
             )
-    return result
+    return new
 
 
 def _resumed(scheduler_output: Any) -> dict[str, int]:

@@ -7,7 +7,6 @@ what a KV block's hash covers, that new blocks are zeroed, and how it waits for 
 
 from typing import Any
 
-import msgspec
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -18,6 +17,7 @@ from ....schemas.requests.source_runs import is_row
 from ....schemas.requests.specs import RankSpec
 from ..base.config import plane_config
 from ..base.engine_step import Finish, Load
+from ..base.packed_spec import packed_spec, unpack
 from ..base.process import die_with_parent
 from ..base.row_index import Keeping, RowIndex, Wanted
 from ..probes.probe_news import ProbeNews, news_of
@@ -40,25 +40,28 @@ _WAITING = "midstream_waiting"
 _epoch = 0
 #: Attribute of a request whose hashes cover an intervention: the epoch in which they were begun.
 _HASHED_IN = "midstream_hashed_in"
+#: Attribute of a request: its decoded spec, or None.
+_SPEC = "midstream_spec"
 
 die_with_parent()
 idle_sleep.install()
 zeroed_blocks.install()
 
 
-def _spec(request: Any) -> dict[str, Any] | None:
-    params = request.sampling_params
-    extra = params.extra_args if params is not None else None
-    return extra.get(_KEY) if extra else None
+def _spec(request: Any) -> RankSpec | None:
+    """Return the request's spec, which is decoded when it is first needed, and kept with it."""
+    if not hasattr(request, _SPEC):
+        packed = packed_spec(request.sampling_params)
+        setattr(request, _SPEC, None if packed is None else unpack(packed).spec)
+    spec: RankSpec | None = getattr(request, _SPEC)
+    return spec
 
 
-def _patches(spec: dict[str, Any]) -> bool:
+def _patches(spec: RankSpec) -> bool:
     """Return whether rows of source runs edit the request: ranks do not lay those out ahead, and
     sweeps have thousands.
     """
-    return any(
-        is_row(name) for entry in spec.get("steering", ()) for name in entry.get("tensors", ())
-    )
+    return any(is_row(name) for entry in spec.steering for name in entry.tensors)
 
 
 def finishes(scheduler_output: Any) -> dict[str, Finish]:
@@ -78,9 +81,9 @@ def keeping(scheduler_output: Any) -> Keeping | None:
     return getattr(scheduler_output, _KEEPING, None)
 
 
-def waiting(scheduler_output: Any) -> list[dict[str, Any]]:
-    """Specs of steered requests that came since the last step and are not in this one: ranks can
-    lay out their rows ahead.
+def waiting(scheduler_output: Any) -> list[bytes]:
+    """Packed specs of steered requests that came since the last step and are not in this one:
+    ranks can lay out their rows ahead.
     """
     return getattr(scheduler_output, _WAITING, [])
 
@@ -97,8 +100,8 @@ class _Midstream:
         super().__init__(*args, **kwargs)
         self._midstream_finished: dict[str, Finish] = {}
         self._midstream_ends: list[tuple[str, int]] = []
-        # steered requests that came since the last step → spec
-        self._midstream_came: dict[str, dict[str, Any]] = {}
+        # steered requests that came since the last step → packed spec
+        self._midstream_came: dict[str, bytes] = {}
         _accept_ends()
         self._midstream_capturing: dict[str, Wanted] = {}  # live requests that capture prompt rows
         self._midstream_bases: dict[str, Based] = {}  # live requests with a base
@@ -128,30 +131,37 @@ class _Midstream:
 
     def add_request(self, request: Any) -> None:
         spec = _spec(request)
-        if spec is not None and spec.get("captures") and spec.get("version") == __version__:
-            requested = msgspec.convert(spec, RankSpec)
-            self._midstream_ring.join(
-                request.request_id, requested.captures, requested.prompt_tokens, request.max_tokens
-            )
-            if requested.lowest_captured >= 0:
-                parallel = self.parallel_config  # type: ignore[attr-defined]
-                self._midstream_capturing[request.request_id] = Wanted(
-                    requested, tensor_parallel=parallel.tensor_parallel_size > 1
-                )
-        if spec is not None and (spec.get("base") or spec.get("entry") is not None):
-            touched, entry = max(spec.get("first_affected", -1), 0), spec.get("entry")
-            self._midstream_bases[request.request_id] = Based(
-                spec.get("base", ""), touched, entry["layer"] if entry else 0
-            )
-        if spec is not None and spec.get("chunk"):
-            self._midstream_chunks[request.request_id] = spec["chunk"]
-        if spec is not None and spec.get("digest") and not _patches(spec):
-            self._midstream_came[request.request_id] = spec
+        if spec is not None:
+            self._join(request, spec)
         # vLLM hashes requests as they come in, in another thread: an epoch may have begun before it
         # is their turn.
         if getattr(request, _HASHED_IN, _epoch) != _epoch:
             _hash_anew(request)
         super().add_request(request)  # type: ignore[misc]
+
+    def _join(self, request: Any, spec: RankSpec) -> None:
+        """Record what the spec says about later steps."""
+        if spec.captures and spec.version == __version__:
+            self._midstream_ring.join(
+                request.request_id, spec.captures, spec.prompt_tokens, request.max_tokens
+            )
+            if spec.lowest_captured >= 0:
+                parallel = self.parallel_config  # type: ignore[attr-defined]
+                self._midstream_capturing[request.request_id] = Wanted(
+                    spec, tensor_parallel=parallel.tensor_parallel_size > 1
+                )
+        if spec.base or spec.entry is not None:
+            self._midstream_bases[request.request_id] = Based(
+                spec.base,
+                max(spec.first_affected, 0),
+                spec.entry.layer if spec.entry is not None else 0,
+            )
+        if spec.chunk:
+            self._midstream_chunks[request.request_id] = spec.chunk
+        if spec.digest and not _patches(spec):
+            packed = packed_spec(request.sampling_params)
+            if packed is not None:
+                self._midstream_came[request.request_id] = packed
 
     def midstream_end(self, ends: list[tuple[str, int]]) -> None:
         """Have all ranks receive this with the next step, of which there will be one."""
@@ -183,12 +193,12 @@ class _Midstream:
             self._midstream_bases.pop(request.request_id, None)
             self._midstream_chunks.pop(request.request_id, None)
             if (
-                spec.get("keep_blocks")
-                and not spec.get("digest")
+                spec.keep_blocks
+                and not spec.digest
                 and not aborted
                 and self._midstream_quarantine.clean(request)
             ):
-                self._midstream_blocks.keep(spec["keep_blocks"], request)
+                self._midstream_blocks.keep(spec.keep_blocks, request)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +228,7 @@ class _Midstream:
             setattr(
                 output,
                 _WAITING,
-                [spec for name, spec in self._midstream_came.items() if name not in scheduled],
+                [item for name, item in self._midstream_came.items() if name not in scheduled],
             )
             self._midstream_came.clear()
         if self._midstream_ends:
@@ -390,7 +400,7 @@ def _hash_anew(request: Any, *, always: bool = False) -> None:
     `always`: also of others.
     """
     spec = _spec(request)
-    if (always or (spec and spec.get("digest"))) and request.block_hashes:
+    if (always or (spec is not None and spec.digest)) and request.block_hashes:
         request.block_hashes.clear()
         request.update_block_hashes()
 
@@ -406,17 +416,15 @@ def _install_block_keys() -> None:
         """
         keys, next_mm_idx = original(request, start_token_idx, end_token_idx, start_mm_idx)
         spec = _spec(request)
-        if spec and spec.get("digest") and end_token_idx > spec["first_affected"]:
+        if spec is not None and spec.digest and end_token_idx > spec.first_affected:
             if not hasattr(request, _HASHED_IN):
                 setattr(request, _HASHED_IN, _epoch)
             # A longer prompt with the same beginning (the next turn of a chat) is touched otherwise
             # from here on.
             prompt_tokens = (
-                spec["prompt_tokens"]
-                if spec["by_prompt"] and end_token_idx >= spec["prompt_tokens"]
-                else 0
+                spec.prompt_tokens if spec.by_prompt and end_token_idx >= spec.prompt_tokens else 0
             )
-            keys = (*(keys or ()), (_KEY, spec["digest"], prompt_tokens, _epoch))
+            keys = (*(keys or ()), (_KEY, spec.digest, prompt_tokens, _epoch))
         if owner := private(request, end_token_idx):
             keys = (*(keys or ()), (_KEY, owner))
         return keys, next_mm_idx

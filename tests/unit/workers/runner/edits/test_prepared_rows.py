@@ -14,6 +14,7 @@ from capture_kit import source_run
 from plane_kit import VECTOR, Rig, spec_of, steered
 from rank_kit import HIDDEN, steering
 
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.source_runs import RunRow, row_name
 from midstream.schemas.requests.specs import SteeringRow, steering_rows
@@ -154,7 +155,7 @@ def test_ranks_agree_whichever_of_them_laid_rows_out_ahead(tmp_path: Path, how: 
     if how == "with its vectors":
         ahead.plane.expect([msgspec.to_builtins(spec.steering)])
     else:
-        ahead.plane.begin([], {}, 0, waiting=[msgspec.to_builtins(spec)])
+        ahead.plane.begin([], {}, 0, waiting=[to_msgpack(spec)])
         other.plane.begin([], {}, 0)
     noting(ahead.plane._table.prepared)()
     ahead.plane._table.prepared._make = lambda spec: pytest.fail("laid out on the model thread")  # type: ignore[method-assign]

@@ -17,11 +17,13 @@ from rank_kit import HIDDEN, Request, steering, stream_of
 
 from midstream import __version__
 from midstream.client.captures.reader import CaptureReader
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.prompts.selectors import HOOKS, PositionSelector, Window, select
 from midstream.schemas.requests.source_runs import RunRow, row_name
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.runner.base.engine_step import Finish, NewRequest
+from midstream.workers.runner.base.packed_spec import unpack
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 
 
@@ -133,10 +135,11 @@ def test_sites_the_model_lacks_fail_the_request(rig: Rig) -> None:
 
 def test_a_spec_of_another_version_or_shape_is_refused_with_both_named(rig: Rig) -> None:
     other = msgspec.structs.replace(spec_of(capturing(1)), version="0.0.0")
+    spec, unreadable = unpack(to_msgpack({"job": "j2", "captures": 3}))
     rig.plane.begin(
         [
-            NewRequest("1", msgspec.to_builtins(other), 0),
-            NewRequest("2", {"job": "j2", "captures": 3}, 0),
+            NewRequest("1", other, 0),
+            NewRequest("2", spec, 0, unreadable=unreadable),
         ],
         {},
         0,
@@ -311,9 +314,7 @@ def test_after_a_failed_intervention_its_digest_reads_no_block_until_a_cache_res
     assert rig.plane.status()["tainted"] == 1
 
     def arrives(number: int) -> None:
-        rig.plane.begin(
-            [NewRequest(str(number), msgspec.to_builtins(spec_of(steered(number))), 4)], {}, 0
-        )
+        rig.plane.begin([NewRequest(str(number), spec_of(steered(number)), 4)], {}, 0)
 
     rig.plane.begin([], {}, 0, None, {"1": 4})  # preempted, and goes on with four cached tokens
     arrives(3)
@@ -397,9 +398,7 @@ def test_a_missing_source_run_fails_the_request_and_taints_the_blocks_it_fills(
     assert (status["tainted"], status["rows_used"], status["entries_used"]) == (1, 0, 0)
     # a cell that comes with the same patch is not served what this one fills
     rig.plane.runs.put(run_files)
-    rig.plane.begin(
-        [NewRequest("3", msgspec.to_builtins(spec_of(patched(3, (0, 2), (1, 3)))), 4)], {}, 0
-    )
+    rig.plane.begin([NewRequest("3", spec_of(patched(3, (0, 2), (1, 3))), 4)], {}, 0)
     later = patched(4, (1, 3))
     rig.step((later, 0, 6), new=[later])
     assert rig.left("pre_attn", 1)[3].tolist() == values("pre_attn", 1, [3])[0].tolist()

@@ -513,7 +513,7 @@ def test_requests_present_when_a_rank_restarts_fail_with_the_reason(rig: Rig) ->
     live, plain, over = steered(1), capturing(2), steered(3)
     over_spec = msgspec.structs.replace(spec_of(over), told_when_over=True)
     rig.step((live, 0, 6), (plain, 0, 6), new=[live, plain])
-    rig.plane.begin([NewRequest("3", msgspec.to_builtins(over_spec), 0)], {}, 0)
+    rig.plane.begin([NewRequest("3", over_spec, 0)], {}, 0)
     rig.step(finished=[over])  # the worker has not said where it ends
     assert rig.plane.status()["requests"] == 3
     rig.plane.restart()

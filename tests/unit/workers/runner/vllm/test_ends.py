@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.requests.source_runs import RunRow, row_name
+from midstream.schemas.requests.specs import RankSpec, StoredSteering
 from midstream.workers.engine.ranks.request_ends import Ends
 from midstream.workers.runner.base import process
+from midstream.workers.runner.base.packed_spec import pack
 
 
 def test_ends_of_one_turn_are_one_message_and_a_cancelled_sender_still_sends() -> None:
@@ -112,22 +115,29 @@ def test_an_idle_engine_has_a_step_that_carries_the_ends_once(scheduler: Any) ->
 def test_ranks_are_shown_steered_requests_that_wait_but_no_cells_of_sweeps(scheduler: Any) -> None:
     from midstream.workers.runner.vllm.scheduler import waiting
 
-    def came(name: str, **spec: Any) -> dict[str, Any]:
-        scheduler.add_request(
-            SimpleNamespace(
-                request_id=name, sampling_params=SimpleNamespace(extra_args={"midstream": spec})
+    def came(name: str, *tensors: str) -> bytes:
+        steering = [
+            StoredSteering(
+                layers=[0], hook="pre_attn", positions="all", family="add", tensors=list(tensors)
             )
+        ]
+        spec = RankSpec(
+            version="v",
+            job="j",
+            request=0,
+            attempt=1,
+            prompt_tokens=3,
+            steering=steering if tensors else [],
+            digest="d" if tensors else "",
         )
-        return spec
+        params = SimpleNamespace(extra_args=pack(spec))
+        scheduler.add_request(SimpleNamespace(request_id=name, sampling_params=params))
+        return to_msgpack(spec)
 
-    later = came("later", digest="d", steering=[{"tensors": ["v"]}])
-    came("now", digest="d", steering=[{"tensors": ["v"]}])
-    came("plain", digest="")
-    came(
-        "cell",
-        digest="d",
-        steering=[{"tensors": [row_name(RunRow("job_s.0.tag", "pre_attn", 0, 1, ()))]}],
-    )
+    later = came("later", "v")
+    came("now", "v")
+    came("plain")
+    came("cell", row_name(RunRow("job_s.0.tag", "pre_attn", 0, 1, ())))
     scheduler.scheduled = {"now": 3}
     assert waiting(scheduler.schedule()) == [later]
     assert waiting(scheduler.schedule()) == [], "once"
