@@ -9,13 +9,14 @@ import unittest.mock
 from typing import Any
 
 import msgspec
+from midstream_fake_engine.rank_faults import faulty
 
 from midstream.workers.engine.proof.certificate import Uncertified
 from midstream.workers.runner.base.config import plane_config
 
 
 async def certify_with(engine: Any, fault: str) -> dict[str, Any]:
-    """The `certificate` of the adapter with this fault (of `faults`; empty: the right one), or
+    """The `certificate` of the adapter with this fault (of `rank_faults`; empty: the right one), or
     `refused`: why no engine would start.
 
     Beside it `taps`, what the adapter says. The engine must have started with `certify=False`, and
@@ -42,6 +43,8 @@ async def certify_with(engine: Any, fault: str) -> dict[str, Any]:
 
 def _install(worker: Any, fault: str) -> None:
     """The worker's own `load_model`, on the model that is loaded."""
+    from midstream.workers.runner.vllm.worker_class import PlatformWorker
+
     worker._plane.close()
     model = worker.model_runner.get_model()
     for part in model.modules():
@@ -49,10 +52,10 @@ def _install(worker: Any, fault: str) -> None:
             part.forward = bare
     vars(model).pop("compute_logits", None)  # graded there
     msgspec.structs.replace(plane_config(), fault=fault).export()
-    vllm = type(worker).__mro__[1]
+    worker.__class__ = faulty(type(worker))
     with (
-        unittest.mock.patch.object(vllm, "load_model"),
-        unittest.mock.patch.object(vllm, "initialize_from_config"),
+        unittest.mock.patch.object(PlatformWorker, "load_model"),
+        unittest.mock.patch.object(PlatformWorker, "initialize_from_config"),
     ):
         worker.load_model()
         worker.initialize_from_config()

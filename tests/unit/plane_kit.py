@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from midstream_fake_engine.rank_faults import Faults, inject
 from rank_kit import HIDDEN, Rank, Request, make_buffers, steering
 
 from midstream import __version__
@@ -98,6 +99,8 @@ class Rig:
             gate=gate,
             loras=loras,
         )
+        self.faults = Faults(config.fault, rank)
+        inject(self.plane, self.faults)
         self.idle = False  # whether the last forward was of the idle family
         self.plane.rank_state.put_vectors({content_hash(VECTOR): VECTOR})
 

@@ -85,7 +85,7 @@ class PlaneConfig(Record):
     log_format: str = "text"
     log_level: str = "INFO"
     extensions: list[str] = []  # packages whose extensions are loaded
-    fault: str = ""  # tests only: see `faults`
+    fault: str = ""  # tests only: the setting `fault`
     curve_secret_file: str = ""  # see `broker.receipts.curve`
     curve_server_key: str = ""
     inside: list[str] = []  # hooks of other widths that are served where the model has them

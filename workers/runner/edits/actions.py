@@ -6,7 +6,6 @@ CRC32 digests, so it is sensitive to content, order and step, and stable across 
 """
 
 import zlib
-from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -24,7 +23,6 @@ Kind = Literal[
     "lora",
     "probe",
 ]
-Content = tuple[str | int, ...]
 
 #: Everything that a rank can be made to do → what of it is folded. Actions that were rejected are
 #: not folded.
@@ -58,19 +56,13 @@ def splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
-def _honest(content: Content) -> Content | None:
-    return content
-
-
 class ActionLedger:
     """Count and checksum of the actions applied on this rank since its epoch began."""
 
-    def __init__(self, faulty: Callable[[Content], Content | None] = _honest) -> None:
-        """`faulty`: tests only, what is folded instead of an action's content; None: nothing."""
+    def __init__(self) -> None:
         self.count = 0
         self.epoch = 0  # how often it was reset
         self._state = 0
-        self._faulty = faulty
 
     def fold(self, step: int, kind: Kind, *content: str | int) -> None:
         """Account for one applied action in engine step `step`.
@@ -79,10 +71,7 @@ class ActionLedger:
         """
         if kind not in KINDS or len(content) != len(KINDS[kind]):
             raise ValueError(f"{kind!r} with {len(content)} values is not an action")
-        folded = self._faulty(content)
-        if folded is None:
-            return
-        digest = zlib.crc32(msgspec.msgpack.encode((step, kind, folded)))
+        digest = zlib.crc32(msgspec.msgpack.encode((step, kind, content)))
         self._state = splitmix64(self._state ^ ((self.count & 0xFFFFFFFF) << 32 | digest))
         self.count += 1
 

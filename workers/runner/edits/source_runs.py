@@ -6,7 +6,7 @@ fails reports the reason.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,15 +38,8 @@ class _LoadedRun:
 class RunStore:
     """One per rank. Refusals are raised as LookupError or ValueError and change nothing."""
 
-    def __init__(
-        self,
-        store: ArtifactStore,
-        sites: Sequence[Site],
-        hidden_size: int,
-        lost: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`lost`: tests only; whether the next look-up finds nothing."""
-        self._store, self._hidden_size, self._lost = store, hidden_size, lost
+    def __init__(self, store: ArtifactStore, sites: Sequence[Site], hidden_size: int) -> None:
+        self._store, self._hidden_size = store, hidden_size
         self._sites: set[tuple[str, int]] = {(site.hook, site.layer) for site in sites}
         self._runs: dict[str, _LoadedRun] = {}
 
@@ -154,7 +147,7 @@ class RunStore:
 
     def _find(self, key: str, hook: Hook, layer: int) -> tuple[_LoadedRun, torch.Tensor]:
         run = self._runs.get(key)
-        if run is None or self._lost():
+        if run is None:
             raise LookupError(f"source run {key} is not on this rank")
         rows = run.rows.get((hook, layer))
         if rows is None:

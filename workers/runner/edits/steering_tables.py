@@ -1,6 +1,6 @@
 """Vectors of this rank, and the rows of its steering tables in use."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -83,15 +83,10 @@ class RowTable:
         buffers: Buffers,
         vectors: VectorStore,
         runs: RunStore,
-        faulty: Callable[[Content], Content] = lambda content: content,
         columns: Columns | None = None,
     ) -> None:
-        """`faulty`: tests only, what is written instead of a row's content.
-
-        `columns`: those that this rank holds of the rows; None: all of the hidden size.
-        """
+        """`columns`: those that this rank holds of the rows; None: all of the hidden size."""
         self._columns = columns
-        self._faulty = faulty
         self._buffers = buffers
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
         self.vectors, self._runs = vectors, runs
@@ -137,8 +132,6 @@ class RowTable:
             self._references[spec.key] += 1
             return self._rows[spec.key], None
         what = self.prepared.get(spec)
-        if (content := self._faulty(what.content)) is not what.content:
-            what = self._join(content)
         if not self._free_rows:
             raise RuntimeError(f"all {self.used} steering rows are in use")
         row = self._free_rows[-1]
@@ -146,7 +139,7 @@ class RowTable:
         self._free_rows.pop()
         self._rows[spec.key], self._references[spec.key] = row, 1
         self._sites[row] = np.zeros(len(self._numbers), dtype=bool)
-        self._sites[row][[site for site, _ in content]] = True
+        self._sites[row][[site for site, _ in what.content]] = True
         self._num_sites[row] = int(self._sites[row].sum())
         if self._columns is not None and self._columns.sharded:
             self._whole[row] = what.fingerprint(), what.crc32

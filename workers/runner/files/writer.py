@@ -120,20 +120,16 @@ class Writer:
         outbox: Outbox,
         threads: int,
         memory_limit: int,
-        fail_writes: Callable[[], bool] = lambda: False,
         begin: Callable[[], None] = lambda: None,
         readings: Consumer | None = None,
     ) -> None:
         """`memory_limit`: bytes that the consumer `memory` puts into a receipt.
-
-        `fail_writes`: tests only, writing fails while true.
 
         `begin`: called first in each thread. `readings`: the consumer of captures that are read;
         None: there is none.
         """
         self._begin = begin
         self._outbox = outbox
-        self._fail_writes = fail_writes
         self._queue: queue.SimpleQueue[WriteJob | _Part | None] = queue.SimpleQueue()
         self._pending = 0
         self.backlog = 0  # bytes of rows that wait, or are being written
@@ -309,11 +305,6 @@ class Writer:
     ) -> Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]:
         if self._diverted is not None:
             return self._diverted.consume
-        if name in ("filesystem", HARVEST) and self._fail_writes():
-            return lambda captures: (
-                [Outcome(error="write failed: fault injected: write", away=name == HARVEST)]
-                * len(captures)
-            )
         if name not in consumers:
             return lambda captures: (
                 [Outcome(error=f"rank {captures[0].rank} has no such consumer")] * len(captures)
@@ -375,7 +366,6 @@ def make_writer(
     config: "PlaneConfig",
     rank: int,
     outbox: Outbox,
-    fail_writes: Callable[[], bool],
     begin: Callable[[], None] = lambda: None,
     readings: Consumer | None = None,
 ) -> Writer:
@@ -392,7 +382,6 @@ def make_writer(
         outbox,
         config.writer_threads,
         config.memory_limit_kib << 10,
-        fail_writes,
         begin,
         readings,
     )

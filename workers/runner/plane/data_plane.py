@@ -49,7 +49,6 @@ from ..rows.planner import Tracked
 from ..rows.row_store import RowStore
 from ..rows.slabs import SlabPool
 from ..rows.streams import Streams
-from .faults import Faults
 from .grading import Grading
 from .probe_scores import Scorer
 from .reentry import Reentry, ReentryGate
@@ -108,14 +107,11 @@ class DataPlane:
         `readers`: what computes readings, by the type of `StoredCapture.reading`.
         """
         self._config, self._place = config, place
-        self.faults = Faults(config.fault, place.rank)
         arm(config.fault, Path(config.outbox_dir).parent)
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
-        self.actions = ActionLedger(self.faults.of_action)
+        self.actions = ActionLedger()
         every = [*sites, *(site for part in inside for site in part.sites)]
-        self.runs = RunStore(
-            open_store(config.capture_root), every, self._hidden_size, self.faults.of_run
-        )
+        self.runs = RunStore(open_store(config.capture_root), every, self._hidden_size)
         queue_bytes = config.capture_queue_mib << 20
         self._slabs = SlabPool(
             queue_bytes, Path(config.spill_dir), pinned=buffers.ring.device.type != "cpu"
@@ -135,12 +131,8 @@ class DataPlane:
             device,
             device.type == "cpu" and torch.get_num_threads() >= len(config.cores),
         )
-        self.readings = readings = Readings(
-            readers or {}, config.memory_limit_kib << 10, self.faults.of_reading
-        )
-        self._writer = make_writer(
-            config, place.rank, self._outbox, self.faults.of_write, begin, readings
-        )
+        self.readings = readings = Readings(readers or {}, config.memory_limit_kib << 10)
+        self._writer = make_writer(config, place.rank, self._outbox, begin, readings)
         self._reports = Reports(
             config,
             place,
@@ -181,7 +173,6 @@ class DataPlane:
             residual,
             inside,
             self.runs,
-            self.faults.of_row,
             self._slabs,
             self._overload,
             self._mover,
@@ -194,13 +185,7 @@ class DataPlane:
         )
         self._grading = Grading()
         waits, whole = device.type == "cpu", place.stages == 1
-        self._probes = Scorer(
-            self._table.vectors,
-            self._hidden_size,
-            waits=waits,
-            streams=whole,
-            faulty=self.faults.of_score,
-        )
+        self._probes = Scorer(self._table.vectors, self._hidden_size, waits=waits, streams=whole)
         self.probe_news = self._probes.news  # of the step that ran last, as `found`
         self._view: StepView | None = None  # of the step that was planned and has not run
         self.entering = (
@@ -218,13 +203,12 @@ class DataPlane:
             self._room,
             RowStore(self._mover),
             lambda: self.block_size,
-            self.faults,
         )
         parts: list[StepPart | None] = [
             # First: after a wrong adapter nothing of the step may be used.
-            Adapters(requests, loras, self.actions, self.faults) if loras is not None else None,
+            Adapters(requests, loras, self.actions) if loras is not None else None,
             # The plan of the edits starts the step's plan; that of the rows ends and commits it.
-            Edits(requests, self._banks, self.rank_state, self.runs, self.actions, self.faults),
+            Edits(requests, self._banks, self.rank_state, self.runs, self.actions),
             self._rows,
             # Requests that failed so far take no part in these.
             self.entering,
@@ -529,6 +513,18 @@ class DataPlane:
             requests.fail(tracked, unprepared, "reading_failed")
         for part in self._parts:
             part.acquire(tracked)
+
+
+def answer(action: Callable[[], None]) -> tuple[bool, str]:
+    """Return how a rank answers a call of the worker: (ok, why not).
+
+    A refused call has changed nothing on this rank.
+    """
+    try:
+        action()
+    except (LookupError, ValueError, RuntimeError) as error:
+        return False, str(error)
+    return True, ""
 
 
 def _give_up(error: Exception) -> None:

@@ -5,7 +5,7 @@ that they got.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -102,14 +102,12 @@ class Loras:
         view: StepView,
         tracked: Mapping[str, Tracked],
         actions: ActionLedger,
-        faulty: Callable[[], bool],
     ) -> None:
         """Compare the adapter of every row of the step that ran with its request's; once for each
         request, put it into the ledger.
 
         Raises RuntimeError where they differ, which ends the engine: all rows and cached blocks of
         this rank are doubtful then.
-        `faulty`: tests only, whether they are to differ.
         """
         for rows in view.requests:
             request = tracked.get(rows.id)
@@ -118,7 +116,7 @@ class Loras:
                 if request is not None and request.spec.lora is not None
                 else ""
             )
-            used = "another" if faulty() else self.used(rows.first_row, rows.num_rows)
+            used = self.used(rows.first_row, rows.num_rows)
             if used != needed:
                 raise RuntimeError(
                     f"rows of request {rows.id} were computed with adapter "

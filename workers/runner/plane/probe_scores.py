@@ -48,20 +48,13 @@ class Scorer:
         *,
         waits: bool,
         streams: bool = True,
-        faulty: Callable[[], bool] = lambda: False,
     ) -> None:
         """`waits`: rows are there when a step is over; otherwise they are scored when they have
         landed, at the request's end at the latest.
 
-        `streams`: scores may travel with the tokens: all layers are here. `faulty`: tests only,
-        whether a step's scores should be wrong.
+        `streams`: scores may travel with the tokens: all layers are here.
         """
-        self._hidden_size, self._waits, self._faulty, self._streams = (
-            hidden_size,
-            waits,
-            faulty,
-            streams,
-        )
+        self._waits, self._streams = waits, streams
         self._stacks = Stacks(vectors, hidden_size)
         self._pending: deque[_Batch] = deque()
         self._last: _Batch | None = None  # of the step that ran last
@@ -194,12 +187,9 @@ class Scorer:
                 _, slabs, extents = groups.setdefault(id(stack), (stack, {}, []))
                 slabs.setdefault(id(extent.step), []).append(extent)
                 extents.append((watch, extent))
-        wrong = np.float32(self._faulty())
         for stack, slabs, extents in groups.values():
             rows = [_rows(of_slab, stack.ports) for of_slab in slabs.values()]
             scores = _products(rows[0] if len(rows) == 1 else torch.cat(rows, dim=1), stack)
-            if wrong:
-                scores = scores + wrong
             _put(scores, stack, slabs.values(), extents)
 
 

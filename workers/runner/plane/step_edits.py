@@ -13,7 +13,6 @@ from ..edits.source_runs import RunStore
 from ..edits.steering_tables import HeldRows
 from ..rows.banks import Banks
 from ..rows.planner import Tracked
-from .faults import Faults
 from .requests import TAINTED, Requests
 from .step_parts import StepPart
 
@@ -30,9 +29,8 @@ class Edits(StepPart):
         state: RankState,
         runs: RunStore,
         actions: ActionLedger,
-        faults: Faults,
     ) -> None:
-        self._requests, self._banks, self._faults = requests, banks, faults
+        self._requests, self._banks = requests, banks
         self._state, self._runs, self._actions = state, runs, actions
         self._rows = HeldRows(banks.table, actions)
 
@@ -43,8 +41,6 @@ class Edits(StepPart):
         try:
             if self._requests.taints.spoil(spec, tracked.cached_tokens):
                 raise RuntimeError(TAINTED)
-            if needed and "admit" in self._faults:
-                raise RuntimeError("fault injected: admit")
             if (most := max(columns_of(needed), default=-1) + 1) > ROWS_PER_TOKEN:
                 raise ValueError(
                     f"its steering takes {most} rows of the table at one token; at most "

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from ..edits.actions import ActionLedger
-from .faults import Faults
 from .requests import Requests
 from .step_parts import RanStep, StepPart
 
@@ -14,19 +13,12 @@ if TYPE_CHECKING:
 class Adapters(StepPart):
     """One per rank that serves adapters."""
 
-    def __init__(
-        self, requests: Requests, loras: "Loras", actions: ActionLedger, faults: Faults
-    ) -> None:
-        self._requests, self._loras = requests, loras
-        self._actions, self._faults = actions, faults
+    def __init__(self, requests: Requests, loras: "Loras", actions: ActionLedger) -> None:
+        self._requests, self._loras, self._actions = requests, loras, actions
 
     def drain(self, step: RanStep) -> None:
         """Unguarded: where they differ, no row and no cached block of this rank can be trusted."""
         if step.view is not None:
             self._loras.account(
-                self._requests.step,
-                step.view,
-                self._requests.tracked,
-                self._actions,
-                self._faults.of_lora,
+                self._requests.step, step.view, self._requests.tracked, self._actions
             )

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from ....schemas.jobs.receipts import BY_REQUEST
 from ..base.config import Place
 from ..base.engine_step import NewRequest, RequestRows, StepView
-from ..base.host_memory import HostMemoryError
 from ..base.row_index import Keeping, KeptBlock
 from ..edits.model_state import RankState
 from ..rows.banks import Banks
@@ -16,7 +15,6 @@ from ..rows.memory_bound import Room
 from ..rows.planner import Tracked
 from ..rows.row_store import RowStore
 from ..rows.streams import Streams
-from .faults import Faults
 from .requests import Requests
 from .step_parts import RanStep, StepPart
 
@@ -34,10 +32,9 @@ class Rows(StepPart):
         room: Room,
         store: RowStore,
         block_size: Callable[[], int],
-        faults: Faults,
     ) -> None:
         """`block_size`: of blocks whose rows are kept."""
-        self._requests, self._place, self._banks, self._faults = requests, place, banks, faults
+        self._requests, self._place, self._banks = requests, place, banks
         self._state, self._streams, self._room = state, streams, room
         self._store, self._block_size = store, block_size
         self._keeping: Keeping | None = None  # of the step
@@ -95,18 +92,12 @@ class Rows(StepPart):
         with guard(
             [tracked for tracked, _ in tracked_rows if tracked.recordings], "capture_failed"
         ):
-            if "plan" in self._faults:
-                raise RuntimeError("fault injected: plan")
             self._banks.plan_capture(tracked_rows)
         with guard(
             [tracked for tracked, _ in tracked_rows if tracked.rows or tracked.recordings],
             BY_REQUEST,
         ):
-            if "commit" in self._faults:
-                raise HostMemoryError("fault injected: commit")
             self._banks.commit()
-        if self._banks.busy and self._faults.of_site():
-            self._banks.lose_site()
 
     def drain(self, step: RanStep) -> None:
         requests = self._requests
@@ -153,8 +144,6 @@ class Rows(StepPart):
         steps of these requests.
         """
         with self._requests.guard(self._requests.tracked.values(), BY_REQUEST):
-            if ended is None and "settle" in self._faults:
-                raise RuntimeError("fault injected: settle")
             for item in self._banks.settle(ended):
                 if isinstance(item, Miscount):
                     self._miscounted(item)

@@ -44,14 +44,9 @@ class Preparing(Protocol):
 class Readings:
     """The consumer of captures that are read instead of stored. Called from writer threads."""
 
-    def __init__(
-        self, readers: Mapping[type, Reader], limit: int, fails: Callable[[], bool] = lambda: False
-    ) -> None:
-        """`readers`: by the type of `StoredCapture.reading`.
-
-        `limit`: bytes of a part. `fails`: tests only, reading fails while true.
-        """
-        self._readers, self._limit, self._fails = dict(readers), limit, fails
+    def __init__(self, readers: Mapping[type, Reader], limit: int) -> None:
+        """`readers`: by the type of `StoredCapture.reading`. `limit`: bytes of a part."""
+        self._readers, self._limit = dict(readers), limit
         item: Mapping[type, object] = readers
         self._preparing = {
             kind: reader for kind, reader in item.items() if isinstance(reader, Preparing)
@@ -91,8 +86,6 @@ class Readings:
 
     def _read(self, capture: FinishedCapture) -> bytes:
         needed = capture.capture
-        if self._fails():
-            raise ReadingError("fault injected: reading")
         reader = self._readers.get(type(needed.reading))
         if reader is None or needed.reading is None:
             raise ReadingError(f"this rank has no reader for {type(needed.reading).__name__}")

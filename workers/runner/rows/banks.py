@@ -15,7 +15,7 @@ from ....schemas.requests.specs import SteeringRow, StoredCapture
 from ..base.engine_step import RequestRows, StepView
 from ..edits.source_runs import RunStore
 from ..edits.steering_tables import RowTable, VectorStore
-from ..edits.vector_pool import Content, Joined
+from ..edits.vector_pool import Joined
 from ..files.finished_rows import Columns
 from ..hooks.sites import Buffers, Site
 from .capture import Extent, Ports, Recording
@@ -158,7 +158,6 @@ class Banks:
         residual: Part,
         inside: Sequence[Part],
         runs: RunStore,
-        faulty: Callable[[Content], Content],
         slabs: SlabPool,
         overload: Overload,
         mover: Mover,
@@ -168,7 +167,7 @@ class Banks:
         parts = [residual, *inside]
         vectors = VectorStore()
         tables = {
-            part.name: RowTable(part.sites, part.buffers, vectors, runs, faulty, part.columns)
+            part.name: RowTable(part.sites, part.buffers, vectors, runs, part.columns)
             for part in parts
         }
         #: Of the only bank itself where there is one.
@@ -223,9 +222,6 @@ class Banks:
     def commit(self) -> None:
         for bank in self._banks:
             bank.planner.commit()
-
-    def lose_site(self) -> None:
-        next(bank for bank in self._banks if bank.planner.busy).planner.lose_site()
 
     def drain(self) -> list[tuple[Recording, Extent]]:
         return [

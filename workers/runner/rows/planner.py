@@ -202,8 +202,7 @@ class Planner:
         """
         self._bank, self._last = bank, last
         self._overload, self._mover = overload, mover
-        self._sites, self._buffers, self._table, self._slabs = list(sites), buffers, table, slabs
-        self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
+        self._sites, self._table, self._slabs = list(sites), table, slabs
         self._staging = Staging(buffers, traced=traced)
         self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
         self._firsts = np.flatnonzero([site.leads for site in self._sites])  # of each launch
@@ -429,12 +428,6 @@ class Planner:
                 raise
             for site in self._sites:
                 site.busy = False
-
-    def lose_site(self) -> None:
-        """Tests only: the last site with something to do in the next forward does not run."""
-        work = [columns.EDITS, columns.BEFORE.COUNT, columns.AFTER.COUNT]
-        last = np.flatnonzero(self._plan[:, work].any(axis=1))[-1]
-        self._buffers.plan[last, work] = 0
 
     def _abandon(self) -> None:
         self._plan[:] = 0

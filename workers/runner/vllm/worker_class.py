@@ -31,8 +31,7 @@ from ..hooks.attention_kinds import attention_kinds
 from ..hooks.model_adapter import complete
 from ..hooks.routing_kinds import routing_kinds
 from ..hooks.sites import Sizes, install, read_between_layers, warm_up
-from ..plane.data_plane import DataPlane
-from ..plane.faults import Faults, answer, mislabelled, misplaced
+from ..plane.data_plane import DataPlane, answer
 from ..plane.grading import tap
 from ..plane.inside_hooks import Group, install_inside
 from ..plane.loras import Loras
@@ -133,7 +132,6 @@ class MidstreamWorker(PlatformWorker):
                 tp.world_size,
             )
             self._found = msgspec.structs.replace(self._found, attention=kinds)
-        adapter = misplaced(adapter, faults := Faults(config.fault, self.rank))
         mode = self.vllm_config.compilation_config.mode
         traced = mode != CompilationMode.NONE or not (
             model.enforce_eager or current_platform.is_cpu()
@@ -167,7 +165,6 @@ class MidstreamWorker(PlatformWorker):
         self._found = msgspec.structs.replace(
             self._found, inside=shapes, absent=self._found.absent | absent
         )
-        mislabelled(sites, adapter.num_layers, faults)
         try:
             check_loaded(
                 self.model_runner.drafting_model(), read_between_layers(loaded, adapter), adapter
@@ -267,28 +264,28 @@ class MidstreamWorker(PlatformWorker):
             plane.rank_state.put_vectors(msgspec.convert(vectors, dict[str, Tensor]))
             plane.expect(users)
 
-        return self._answer("put_vectors", put)
+        return self._answer(put)
 
     def midstream_drop_vectors(self, names: list[str]) -> tuple[bool, str]:
         """Refused if a module or global steering needs one of them."""
-        return self._answer("drop_vectors", lambda plane: plane.rank_state.drop_vectors(names))
+        return self._answer(lambda plane: plane.rank_state.drop_vectors(names))
 
     def midstream_put_run(self, run: dict[str, Any]) -> tuple[bool, str]:
         """`run`: a `RunFiles` as plain containers.
 
         This rank reads only what its own sites need and waits for no other.
         """
-        return self._answer("put_run", lambda plane: plane.runs.put(msgspec.convert(run, RunFiles)))
+        return self._answer(lambda plane: plane.runs.put(msgspec.convert(run, RunFiles)))
 
     def midstream_drop_runs(self, keys: list[str]) -> tuple[bool, str]:
-        return self._answer("drop_runs", lambda plane: plane.runs.drop(keys))
+        return self._answer(lambda plane: plane.runs.drop(keys))
 
     def midstream_put_lora(self, number: int, digest: str, folder: str) -> tuple[bool, str]:
         """`number`: of the adapter at vLLM. Its files must have this content."""
-        return self._answer("put_lora", lambda _: self._loras().put(number, digest, folder))
+        return self._answer(lambda _: self._loras().put(number, digest, folder))
 
     def midstream_drop_loras(self, numbers: list[int]) -> tuple[bool, str]:
-        return self._answer("drop_loras", lambda _: self._loras().drop(numbers))
+        return self._answer(lambda _: self._loras().drop(numbers))
 
     def midstream_put_sae(
         self, digest: str, hook: str, layer: int, folder: str
@@ -297,12 +294,10 @@ class MidstreamWorker(PlatformWorker):
 
         Ranks that read no rows at `hook` of `layer` load nothing.
         """
-        return self._answer(
-            "put_sae", lambda plane: _features(plane).put(digest, hook, layer, folder)
-        )
+        return self._answer(lambda plane: _features(plane).put(digest, hook, layer, folder))
 
     def midstream_drop_saes(self, digests: list[str]) -> tuple[bool, str]:
-        return self._answer("drop_saes", lambda plane: _features(plane).drop(digests))
+        return self._answer(lambda plane: _features(plane).drop(digests))
 
     def midstream_lora_modules(self) -> dict[str, Any]:
         with set_current_vllm_config(self.vllm_config):  # transformers' modules may be vLLM's
@@ -311,7 +306,6 @@ class MidstreamWorker(PlatformWorker):
     def midstream_prepare_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
         """`steering`: a `GlobalSteering` as plain containers. Changes nothing."""
         return self._answer(
-            "prepare_global",
             lambda plane: plane.rank_state.prepare_global(
                 msgspec.convert(steering, GlobalSteering)
             ),
@@ -322,7 +316,6 @@ class MidstreamWorker(PlatformWorker):
         have been admitted.
         """
         return self._answer(
-            "commit_global",
             lambda plane: plane.rank_state.commit_global(msgspec.convert(steering, GlobalSteering)),
         )
 
@@ -330,29 +323,23 @@ class MidstreamWorker(PlatformWorker):
         """Undoes the commit of `version`; where that was refused, or is not the last change,
         nothing is done, which is fine.
         """
-        return self._answer(
-            "rollback_global", lambda plane: plane.rank_state.rollback_global(version)
-        )
+        return self._answer(lambda plane: plane.rank_state.rollback_global(version))
 
     def midstream_set_module(self, name: str, digest: str, tensors: list[str]) -> tuple[bool, str]:
         """With an empty `digest`: unregister."""
-        return self._answer(
-            "set_module", lambda plane: plane.rank_state.set_module(name, digest, tensors)
-        )
+        return self._answer(lambda plane: plane.rank_state.set_module(name, digest, tensors))
 
     def midstream_rollback_module(self, name: str, digest: str) -> tuple[bool, str]:
         """Undoes `midstream_set_module(name, digest, …)`, in the same way as
         `midstream_rollback_global`.
         """
-        return self._answer(
-            "rollback_module", lambda plane: plane.rank_state.rollback_module(name, digest)
-        )
+        return self._answer(lambda plane: plane.rank_state.rollback_module(name, digest))
 
     def midstream_cleanse(self, steps: list[int]) -> tuple[bool, str]:
-        return self._answer("cleanse", lambda plane: plane.cleanse(steps))
+        return self._answer(lambda plane: plane.cleanse(steps))
 
     def midstream_restart_ledger(self) -> tuple[bool, str]:
-        return self._answer("restart_ledger", lambda plane: plane.restart())
+        return self._answer(lambda plane: plane.restart())
 
     def midstream_found(self) -> dict[str, Any]:
         """A `Found` as plain containers."""
@@ -388,18 +375,13 @@ class MidstreamWorker(PlatformWorker):
             )
         return getattr(self._certifier, action)(**arguments)
 
-    def midstream_fault(self, text: str) -> tuple[bool, str]:
-        """Tests only, see `faults`."""
-        self._connected().faults.switch(text)
-        return True, ""
-
     def midstream_close(self) -> tuple[bool, str]:
         self._connected().close()
         return True, ""
 
-    def _answer(self, call: str, action: Callable[[DataPlane], None]) -> tuple[bool, str]:
+    def _answer(self, action: Callable[[DataPlane], None]) -> tuple[bool, str]:
         plane = self._connected()
-        return answer(plane.faults, call, lambda: action(plane))
+        return answer(lambda: action(plane))
 
     def _loras(self) -> Loras:
         if (loras := self._connected().loras) is None:

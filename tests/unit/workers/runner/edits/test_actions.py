@@ -5,9 +5,9 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from midstream_fake_engine.rank_faults import Faults, wrap_ledger
 
 from midstream.workers.runner.edits.actions import KINDS, ActionLedger, Kind, splitmix64
-from midstream.workers.runner.plane.faults import Faults
 
 #: One of each kind: (step, kind, *what is folded).
 ONE_OF_EACH: list[tuple[Any, ...]] = [
@@ -126,7 +126,8 @@ def test_a_fault_reaches_one_action_of_one_rank_and_every_checksum_after_it(faul
     ledgers = []
     for rank in range(2):
         faults = Faults("rpc", rank)
-        ledger = ActionLedger(faults.of_action)
+        ledger = ActionLedger()
+        wrap_ledger(ledger, faults)
         ledger.fold(1, "row_admit", "key", 1)
         faults.switch(f"{fault}:rank=1")
         for step in range(2, 5):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from capture_kit import HIDDEN, finished, run_of, values, write
+from midstream_fake_engine.rank_faults import Faults, wrap_runs
 
 from midstream.schemas.jobs.receipts import READ_LATER
 from midstream.schemas.prompts.selectors import HOOKS
@@ -20,20 +21,19 @@ from midstream.storage.file_store import FileStore
 from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.edits.source_runs import RunStore
 from midstream.workers.runner.hooks.sites import Site
-from midstream.workers.runner.plane.faults import Faults, answer
+from midstream.workers.runner.plane.data_plane import answer
 
 KEY = run_key("job_x", 0, "tag")
 SITES = {"post_block": [2, 3], "pre_attn": [2]}
 
 
 def store_of(
-    root: Path, layers: Sequence[int] = (0, 1, 2, 3), hidden_size: int = HIDDEN, **more: Any
+    root: Path, layers: Sequence[int] = (0, 1, 2, 3), hidden_size: int = HIDDEN
 ) -> RunStore:
     return RunStore(
         open_store(root),
         [Site(hook, layer, "pair") for layer in layers for hook in HOOKS],
         hidden_size,
-        **more,
     )
 
 
@@ -254,7 +254,7 @@ def test_missing_damaged_or_foreign_run_files_are_refused(tmp_path: Path) -> Non
 
 def test_a_rank_answers_why_it_refuses_a_run_and_raises_nothing(tmp_path: Path) -> None:
     # field case 28
-    store, faults = store_of(tmp_path), Faults("put_run:rank=1", rank=1)
+    store = store_of(tmp_path)
     run = msgspec.to_builtins(run_of(write(tmp_path, finished()), {"post_block": [2, 3]}))
     broken = (
         run | {"key": 7},
@@ -262,24 +262,12 @@ def test_a_rank_answers_why_it_refuses_a_run_and_raises_nothing(tmp_path: Path) 
         run | {"files": []},
     )
     for each in broken:
-        ok, why = answer(
-            Faults("", 1), "put_run", lambda each=each: store.put(msgspec.convert(each, RunFiles))
-        )  # type: ignore[misc]
+        ok, why = answer(lambda each=each: store.put(msgspec.convert(each, RunFiles)))  # type: ignore[misc]
         assert not ok
         assert why
-    assert answer(faults, "put_run", lambda: store.put(msgspec.convert(run, RunFiles))) == (
-        False,
-        "fault injected: put_run",
-    )
     assert len(store) == 0
-    assert answer(Faults("", 1), "put_run", lambda: store.put(msgspec.convert(run, RunFiles))) == (
-        True,
-        "",
-    )
-    assert answer(Faults("", 1), "drop_runs", lambda: store.drop([KEY, "job_y.0.tag"])) == (
-        True,
-        "",
-    )
+    assert answer(lambda: store.put(msgspec.convert(run, RunFiles))) == (True, "")
+    assert answer(lambda: store.drop([KEY, "job_y.0.tag"])) == (True, "")
     assert len(store) == 0, "and one that was never here is dropped without a word"
 
 
@@ -300,7 +288,8 @@ def test_run_keys_are_equal_exactly_for_equal_runs(tmp_path: Path) -> None:
 
 def test_a_run_is_lost_for_one_look_up_when_tests_ask_for_it(tmp_path: Path) -> None:
     faults = Faults("lose_run", 0)
-    store = store_of(tmp_path, lost=faults.of_run)
+    store = store_of(tmp_path)
+    wrap_runs(store, faults)
     store.put(run_of(write(tmp_path, finished()), {"post_block": [2, 3]}))
     with pytest.raises(LookupError, match="is not on this rank"):
         store.row(name())

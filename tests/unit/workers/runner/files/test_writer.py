@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from capture_kit import HIDDEN, finished, values
+from midstream_fake_engine.rank_faults import Faults, wrap_writer
 
 from midstream.broker.receipts.outbox import Outbox
 from midstream.client import CaptureReader
@@ -52,11 +53,8 @@ class Desk:
             self.receipts.append(receipt)
 
         monkeypatch.setattr(self.outbox, "append", appended)
-        self.fail = False
         config = StoreConfig(self.store, "w.boot.0", **store)
-        self.writer = Writer(
-            config, self.outbox, threads, MEMORY_LIMIT, fail_writes=lambda: self.fail
-        )
+        self.writer = Writer(config, self.outbox, threads, MEMORY_LIMIT)
 
     def submit(
         self, *builds: Callable[[], FinishedCapture], request: int = 0, status: str = "ok"
@@ -197,7 +195,7 @@ def test_failed_or_dropped_captures_are_never_ok(
 
 # field case 19
 def test_a_capture_that_cannot_be_written_is_an_error_with_the_reason(desk: Desk) -> None:
-    desk.fail = True
+    wrap_writer(desk.writer, Faults("write", 0))
     desk.submit(capture())
     receipt = desk.close()[0]
     assert (receipt.status, receipt.kind, receipt.files) == ("error", "capture_failed", [])

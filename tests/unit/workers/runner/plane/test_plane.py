@@ -187,9 +187,9 @@ def test_where_rows_cannot_be_spilled_the_request_fails_with_the_reason(tmp_path
 def test_rows_missing_from_a_failed_request_are_reported_and_fail_dependent_ones(rig: Rig) -> None:
     """The scheduler promised them; the worker then has it forget all promises."""
     first, second = capturing(1), capturing(2)
-    rig.plane.faults.switch("plan")
+    rig.faults.switch("plan")
     rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[KeptBlock("1", 0, 0, 4, 77)]))
-    rig.plane.faults.switch("")
+    rig.faults.switch("")
     failed_at = rig.plane.status()["step"]
     assert rig.plane.status()["unkept"] == failed_at
     rig.step((second, 4, 2), new=[second], keeping=Keeping(serve=[KeptBlock("2", 0, 0, 4, 77)]))
@@ -307,10 +307,10 @@ def test_after_a_failed_intervention_its_digest_reads_no_block_until_a_cache_res
     """New requests and preempted ones alike; nor while a request that failed still fills blocks."""
     resumed = steered(1)
     rig.step((resumed, 0, 6), new=[resumed])
-    rig.plane.faults.switch("admit")
+    rig.faults.switch("admit")
     failed = steered(2)
     rig.step((failed, 0, 6), new=[failed])
-    rig.plane.faults.switch("")
+    rig.faults.switch("")
     assert rig.plane.status()["tainted"] == 1
 
     def arrives(number: int) -> None:
@@ -385,7 +385,7 @@ def test_a_missing_source_run_fails_the_request_and_taints_the_blocks_it_fills(
     if lost == "dropped":
         rig.plane.runs.drop([run_files.key])
     elif lost == "lost once":
-        rig.plane.faults.switch("lose_run")
+        rig.faults.switch("lose_run")
     elif lost == "dropped for a restart":
         rig.plane.restart()
     request, beside = patched(1, (0, 2), (1, 3)), Request(2, 6, 8, (), [])

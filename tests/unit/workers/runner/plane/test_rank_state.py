@@ -10,13 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 from capture_kit import source_run
+from midstream_fake_engine.rank_faults import CALLS, faulty
 from plane_kit import VECTOR, Rig, capturing, for_everyone, run, spec_of, steered, template
 from rank_kit import HIDDEN, Request, steering, stream_of
 
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.steering import GlobalSteering, RankSteering, SteeringTemplate
 from midstream.workers.runner.base.engine_step import NewRequest
-from midstream.workers.runner.plane.faults import CALLS, answer
+from midstream.workers.runner.plane.data_plane import answer
 
 NAME = content_hash(VECTOR)
 JOY = "d" * 64
@@ -326,14 +327,14 @@ def test_a_call_that_fails_on_this_rank_says_why_and_has_changed_nothing(
     rig.plane.rank_state.commit_global(for_everyone(1, template()))
     rig.plane.runs.put(source_run(rig.directory / "captures", {"pre_attn": [0]}, [0, 1]))
     before = state(rig)
-    rig.plane.faults.switch(call)
-    assert answer(rig.plane.faults, call, lambda: ACTIONS[call](rig)) == (
-        False,
-        f"fault injected: {call}",
-    )
+    method = f"midstream_{call}"
+    rank = faulty(type("Rank", (), {method: lambda _: answer(lambda: ACTIONS[call](rig))}))()
+    rank.midstream_faults, ask = rig.faults, getattr(rank, method)
+    rig.faults.switch(call)
+    assert ask() == (False, f"fault injected: {call}")
     assert state(rig) == before
-    rig.plane.faults.switch("")
-    assert answer(rig.plane.faults, call, lambda: ACTIONS[call](rig)) == (True, "")
+    rig.faults.switch("")
+    assert ask() == (True, "")
 
 
 @pytest.mark.parametrize("error", [LookupError("gone"), ValueError("gone"), RuntimeError("gone")])
@@ -344,9 +345,9 @@ def test_refusals_are_returned_and_bugs_are_raised(rig: Rig, error: Exception) -
     def bug() -> None:
         raise TypeError("a bug")
 
-    assert answer(rig.plane.faults, "cleanse", refuse) == (False, "gone")
+    assert answer(refuse) == (False, "gone")
     with pytest.raises(TypeError):
-        answer(rig.plane.faults, "cleanse", bug)
+        answer(bug)
 
 
 # -- two ranks
@@ -370,7 +371,7 @@ def module(name: str, digest: str) -> Act:
 
 
 def fault(text: str) -> Act:
-    return lambda rig: rig.plane.faults.switch(text)
+    return lambda rig: rig.faults.switch(text)
 
 
 #: Difference between two ranks → what the first does, and what the second does instead.
@@ -443,7 +444,7 @@ def test_ranks_that_do_the_same_agree_in_every_receipt_and_in_content(tmp_path: 
 @pytest.mark.parametrize(("kind", "edited"), [("alter_action", -2), ("skip_action", 0)])
 def test_skip_and_alter_faults_change_rank_content(tmp_path: Path, kind: str, edited: int) -> None:
     first, second = stage(tmp_path)
-    second.plane.faults.switch(f"{kind}:rank=1")
+    second.faults.switch(f"{kind}:rank=1")
     request = steered(1)
     for rig in (first, second):
         rig.step((request, 0, 6), new=[request])
@@ -479,7 +480,7 @@ def test_desynced_ranks_agree_after_reset_and_replay(tmp_path: Path) -> None:
     def replay(rig: Rig, text: str = "") -> None:
         rig.plane.rank_state.put_vectors({NAME: VECTOR})
         rig.plane.rank_state.set_module("joy", JOY, [NAME])
-        rig.plane.faults.switch(text)
+        rig.faults.switch(text)
         rig.plane.rank_state.commit_global(everyone)
 
     for rig in ranks:

@@ -344,7 +344,7 @@ def test_ranks_of_a_stage_choose_alike_whatever_fails_on_one(tmp_path: Path) -> 
     graph, then both the idle one.
     """
     ranks = [Rig(tmp_path / str(number), rank=number, world=2, traced=True) for number in range(2)]
-    ranks[1].plane.faults.switch("admit,plan")
+    ranks[1].faults.switch("admit,plan")
     whole = capturing(2, total=7)
     captures = Request(
         1, 6, 8, [StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="t")]
