@@ -48,6 +48,8 @@ class StoredLens(Record, tag="lens", omit_defaults=True):
     #: Each rank of a tensor-parallel stage holds a part of the vocabulary: all of them record, and
     #: their parts are joined.
     everywhere: ClassVar[bool] = True
+    #: What ranks hold for it.
+    artifact: ClassVar[StoredSae | None] = None
 
     def size(self, positions: int, sites: int) -> int:
         """Return the most bytes of one rank's part, without its header."""
@@ -77,6 +79,7 @@ class StoredReader(Record, tag="reader", omit_defaults=True):
 
     #: The ranks of a stage hold equal rows: one reads them.
     everywhere: ClassVar[bool] = False
+    artifact: ClassVar[StoredSae | None] = None
 
     def size(self, positions: int, sites: int) -> int:
         """Return the most bytes of one rank's part, without its header."""
@@ -92,13 +95,18 @@ class StoredFeatures(Record, tag="features", omit_defaults=True):
     #: The ranks of a stage hold equal rows.
     everywhere: ClassVar[bool] = False
 
+    @property
+    def artifact(self) -> StoredSae:
+        """What ranks hold for it."""
+        return self.sae
+
     def size(self, positions: int, sites: int) -> int:
         """Return the most bytes of one rank's part, without its header."""
         return positions * (sites * (8 + 8 * self.top_k) + POSITION_BYTES)
 
 
-#: All kinds of readings. A new kind is another member of the union, with `everywhere` and `size` as
-#: above.
+#: All kinds of readings. A new kind is another member of the union, with `everywhere`, `artifact`
+#: and `size` as above.
 Reading = StoredLens | StoredFeatures | StoredReader
 
 

@@ -72,7 +72,6 @@ from .protocol import EngineRequest, Progress
 from .ranks.control import RankControl, rank_steering, row_wish
 from .ranks.rank_spec import rank_spec
 from .ranks.request_ends import Ends
-from .ranks.saes import served
 from .vllm_output import Parts, refusal, sampling_params
 
 logger = logging.getLogger(__name__)
@@ -253,7 +252,7 @@ class VllmEngine(RankControl):
                 plane.step_rows * len(self._stages),
             ),
             grades=True,
-            readings=readings | {"features": served(settings)},
+            readings=readings | self.artifact_readings,
             extensions=extensions,
             absent=absent,
             attention=grouped(kind for item in of_ranks for kind in item.attention),

@@ -26,7 +26,6 @@ from ...schemas.base.tensors import Tensor, content_hash
 from ...schemas.jobs.jobs import Event, Job, Output, State
 from ...schemas.prompts.images import digest_of
 from ...schemas.requests.harvest_work import SHARDS_AT_ONCE
-from ...schemas.requests.readings import StoredFeatures
 from ...schemas.requests.source_runs import ZEROS, is_row, runs_named
 from ...schemas.requests.steering import GlobalSteering
 from ..engine.admission import CellSlots, CrowdedOut
@@ -492,17 +491,17 @@ class Attempts:
 
 
 def _artifacts_of(job: Job) -> list[Sequence[StoredArtifact]]:
-    """Return the artifacts that ranks hold for the job: its adapter, then the sparse autoencoders
-    that read its features. One order of kinds for all jobs: two never wait for each other's room.
+    """Return the artifacts that ranks hold for the job: its adapter, then those of its readings.
+    One order of kinds for all jobs: two never wait for each other's room.
     """
     readings = (capture.reading for captures in job.captures for capture in captures)
-    saes = {
-        reading.sae.digest: reading.sae
+    of_readings = {
+        reading.artifact.digest: reading.artifact
         for reading in readings
-        if isinstance(reading, StoredFeatures)
+        if reading is not None and reading.artifact is not None
     }
     adapters = [] if job.lora is None else [job.lora]
-    return [artifacts for artifacts in (adapters, list(saes.values())) if artifacts]
+    return [artifacts for artifacts in (adapters, list(of_readings.values())) if artifacts]
 
 
 def _other_attempt(error: BaseException) -> AttemptOutcome | None:
