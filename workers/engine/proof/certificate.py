@@ -30,7 +30,6 @@ from ....schemas.model.banks import banks_of
 from ....schemas.prompts.selectors import HOOKS, INSIDE, Hook
 from ....schemas.requests.specs import StoredCapture, StoredSteering, content_key
 from ....schemas.requests.steering import GlobalSteering
-from ...runner.certificate.certify import Copy, EditRun, Judgement, Plan, direction
 from ...runner.certificate.laws import (
     STREAM,
     TOLERANCES,
@@ -42,6 +41,7 @@ from ...runner.certificate.laws import (
     verdict,
     verdict_inside,
 )
+from ...runner.certificate.plans import Copy, EditRun, Judgement, Plan, direction
 from ..protocol import EngineRequest
 from ..requests import trial_request
 from .comparison import (

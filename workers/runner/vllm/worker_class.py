@@ -24,7 +24,8 @@ from ....schemas.requests.steering import GlobalSteering
 from ..base.config import Found, Place, PlaneConfig, plane_config
 from ..base.extensions import ExtensionError, trusted
 from ..base.process import die_with_parent, threads_elsewhere
-from ..certificate.certify import Certifier, Plan
+from ..certificate.certify import Certifier
+from ..certificate.plans import Plan
 from ..edits.installed_ops import load_ops
 from ..hooks.architectures import UnsupportedArchitectureError, describe
 from ..hooks.attention_kinds import attention_kinds

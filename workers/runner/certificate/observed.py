@@ -1,0 +1,178 @@
+"""What a rank sees of the certification run's requests while they run."""
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.distributed import get_pp_group
+
+from ....schemas.base.dtypes import DTYPES
+from ....schemas.jobs.receipts import Receipt
+from ..files.finished_rows import FinishedCapture, Outcome
+from .laws import Rows
+
+if TYPE_CHECKING:
+    from ..base.engine_step import StepView
+    from ..hooks.architectures import Adapter
+    from ..plane.data_plane import DataPlane
+
+
+class Kept:
+    """Takes the place of consumers and outbox. Called from writer threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # (request, hook, layer) → position → row
+        self.rows: dict[tuple[int, str, int], dict[int, torch.Tensor]] = {}
+        self.ended: dict[int, str] = {}  # request → why it failed; empty: it did not
+
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        for capture in captures:
+            for hook, layers in capture.sites.items():
+                for layer in layers:
+                    raw = np.frombuffer(
+                        b"".join(capture.rows(hook, layer)), dtype=DTYPES[capture.dtype].raw
+                    )
+                    held = (
+                        torch.from_numpy(raw.copy())
+                        .view(getattr(torch, capture.dtype))
+                        .view(-1, capture.hidden_size)
+                    )
+                    with self._lock:
+                        self.rows.setdefault((capture.spec.request, hook, layer), {}).update(
+                            zip(capture.positions, held, strict=True)
+                        )
+        return [Outcome()] * len(captures)
+
+    def receipt(self, receipt: Receipt) -> None:
+        with self._lock:
+            self.ended[receipt.request] = (
+                "" if receipt.status == "ok" else receipt.message or receipt.status
+            )
+
+    def of(self, request: int, positions: Sequence[int]) -> Rows:
+        """float32 rows of a request at these positions.
+
+        Raises KeyError where one was not captured.
+        """
+        return lambda hook, layer: torch.stack(
+            [self.rows[request, hook, layer][position] for position in positions]
+        ).float()
+
+
+class Observed:
+    """Rows, logits and final hidden states of the requests, from now until `close`."""
+
+    def __init__(
+        self,
+        plane: "DataPlane",
+        runner: Any,
+        adapter: "Adapter",
+        layers: Iterable[int],
+        *,
+        traced: bool,
+    ) -> None:
+        """`layers`: those of this rank's stage."""
+        self._plane, self._runner, self._adapter, self._traced = plane, runner, adapter, traced
+        self._model: Any = runner.get_model()
+        self._layers = sorted(layers)
+        self.skipped = ""  # why `aux` is empty
+        # layer → what vLLM itself reads behind it for EAGLE-3
+        self.aux: dict[int, torch.Tensor] = {}
+        self.most = 0  # requests in one step
+        # the watched request and its last position, in its own step
+        self._alone: tuple[int, int] | None = None
+        self._watched = -1  # request
+        # (request, position) → what vLLM's sampler got
+        self.logits: dict[tuple[int, int], torch.Tensor] = {}
+        # (request, position) → the final hidden state that it got them from
+        self.final: dict[tuple[int, int], torch.Tensor] = {}
+        self.kept = Kept()
+        plane.divert(self.kept)
+        plan, compute_logits = plane.plan, self._model.compute_logits
+
+        def noted(view: "StepView") -> None:
+            self.most = max(self.most, len(view.requests))
+            only = view.requests[0] if len(view.requests) == 1 and self._watched >= 0 else None
+            self._alone = (
+                (self._watched, only.first_position + only.num_rows - 1)
+                if only is not None
+                else None
+            )
+            plan(view)
+
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            logits = compute_logits(*args, **kwargs)
+            state = next(iter((*args, *kwargs.values())))
+            if self._alone is not None and len(state) == 1:
+                # on every rank, also on those that get no logits
+                self.final[self._alone] = state.detach().clone()
+                if logits is not None:
+                    self.logits[self._alone] = logits.detach().float().cpu()
+            return logits
+
+        plane.plan = noted  # type: ignore[method-assign]
+        self._restore = compute_logits
+        self._model.compute_logits = computed
+
+    def watch(self, request: int) -> None:
+        """Keep the logits of the one request that runs now; of the first, also what vLLM reads
+        behind the layers for EAGLE-3.
+        """
+        self._watched = request
+        if request:
+            return
+        why = self._unwatched()
+        if why:
+            self.skipped = why
+            return
+        try:
+            self._model.set_aux_hidden_state_layers(tuple(layer + 1 for layer in self._layers))
+        except Exception as error:
+            self.skipped = f"the model does not take the layers: {error}"
+            return
+        forward = self._model.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if not isinstance(output, tuple):
+                return output
+            hidden, states = output
+            if not self.aux:
+                self.aux = {
+                    layer: state.detach().cpu().clone()
+                    for layer, state in zip(self._layers, states, strict=True)
+                }
+            return hidden
+
+        self._model.forward = watched
+
+    def _unwatched(self) -> str:
+        if self._traced:
+            return "the forward pass is compiled"
+        if not hasattr(self._model, "set_aux_hidden_state_layers"):
+            return "the model has none"
+        if self._adapter.variant.backend:
+            return "vLLM's Transformers backend would keep its hooks"
+        if not get_pp_group().is_last_rank or get_pp_group().world_size > 1:
+            return "pipeline stages"
+        return (
+            "drafts use them"
+            if getattr(self._runner, "use_aux_hidden_state_outputs", False)
+            else ""
+        )
+
+    def unwatch(self) -> None:
+        self._watched = -1
+        if "forward" in self._model.__dict__ and not self.skipped:
+            del self._model.forward
+            self._model.set_aux_hidden_state_layers(())
+
+    def close(self) -> None:
+        """Forget the rows, receipts and counters of the run."""
+        self.unwatch()
+        self._model.compute_logits = self._restore
+        del self._plane.plan
+        self._plane.divert(None)
