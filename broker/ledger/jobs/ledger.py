@@ -9,7 +9,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -32,6 +32,7 @@ from ..core import scripts
 from ..core.aof_barrier import AofBarrier, Barrier, persistence_in
 from ..core.auto_pipeline import PipelinedRedis
 from ..core.memory_pressure import MemoryPressure
+from ..core.record import FIELDS, JobRecord, decode
 from ..core.tenants import Tenants, limits_of, refusal
 from ..results import views
 
@@ -134,6 +135,14 @@ def _own(info: ModelInfo | WorkerInfo) -> bytes:
 
 def not_found(job_id: str) -> MidstreamError:
     return MidstreamError("not_found", f"unknown job {job_id}")
+
+
+def _record(job_id: str, values: Sequence[bytes | None]) -> JobRecord:
+    """`values` as HMGET returns them for `FIELDS`. Raises not_found."""
+    record = decode(job_id, values)
+    if record is None:
+        raise not_found(job_id)
+    return record
 
 
 class Ledger:
@@ -515,11 +524,8 @@ class Ledger:
     @reachable
     async def view(self, job_id: str) -> JobView:
         """The job's state. Raises not_found."""
-        values = await self.redis.hmget(f"ms:job:{job_id}", views.FIELDS)
-        view = views.view(job_id, values, self.settings)
-        if view is None:
-            raise not_found(job_id)
-        return view
+        values = await self.redis.hmget(f"ms:job:{job_id}", FIELDS)
+        return views.view(_record(job_id, values), self.settings)
 
     @reachable
     async def outcome(self, job_id: str) -> Outcome:
@@ -528,10 +534,9 @@ class Ledger:
         Raises not_found.
         """
         names = [f"ms:{kind}:{job_id}" for kind in ("job", "out", "ticket")]
-        values, outputs, receipts, persistence = await self._result(keys=names, args=views.FIELDS)
-        view = views.view(job_id, values, self.settings)
-        if view is None:
-            raise not_found(job_id)
+        values, outputs, receipts, persistence = await self._result(keys=names, args=FIELDS)
+        record = _record(job_id, values)
+        view = views.view(record, self.settings)
         # A script cannot await replicas. Results are answered without a log too: only what is
         # confirmed needs one.
         written = not self.settings.redis_replicas and Barrier(lossy=True).passed(
@@ -539,7 +544,7 @@ class Ledger:
         )
         if view.state is State.EXPIRED or view.kind == "sweep":
             return Outcome(view, written=written)
-        return Outcome(view, views.result(view, values, outputs, receipts, self.settings), written)
+        return Outcome(view, views.result(view, record, outputs, receipts, self.settings), written)
 
     @reachable
     async def result(self, job_id: str) -> JobResult:
@@ -558,19 +563,16 @@ class Ledger:
             return result
         async with self.redis.pipeline(transaction=True) as pipe:
             job = f"ms:job:{job_id}"
-            pipe.hmget(job, views.FIELDS).hget(job, "spec").hvals(f"ms:units:{job_id}").hvals(
+            pipe.hmget(job, FIELDS).hget(job, "spec").hvals(f"ms:units:{job_id}").hvals(
                 f"ms:ticket:{job_id}"
             )
             values, spec, units, receipts = await pipe.execute()
-        swept = views.view(job_id, values, self.settings)
-        if (
-            swept is None
-            or spec is None
-            or (sweep := (await self._decode_job(job_id, spec)).sweep) is None
-        ):
+        record = _record(job_id, values)
+        if spec is None or (sweep := (await self._decode_job(job_id, spec)).sweep) is None:
             raise not_found(job_id)
-        records = {record.unit: record for record in map(unit_decoder.decode, units)}
-        return views.result(swept, values, None, receipts, self.settings, (sweep, records))
+        records = {unit.unit: unit for unit in map(unit_decoder.decode, units)}
+        view = views.view(record, self.settings)
+        return views.result(view, record, None, receipts, self.settings, (sweep, records))
 
     @reachable
     async def list(
@@ -599,16 +601,16 @@ class Ledger:
                 return JobPage(jobs=job_views)
             async with self.redis.pipeline(transaction=False) as pipe:
                 for name, _ in chunk:
-                    pipe.hmget(f"ms:job:{name}", views.FIELDS)
+                    pipe.hmget(f"ms:job:{name}", FIELDS)
                 records = await pipe.execute()
             for (name, created), values in zip(chunk, records, strict=True):
                 score, last = created, name
                 scanned += 1
-                view = views.view(name, values, self.settings)
-                if (
-                    view
-                    and (state is None or view.state is state)
-                    and (model is None or view.model == model)
+                if (record := decode(name, values)) is None:
+                    continue
+                view = views.view(record, self.settings)
+                if (state is None or view.state is state) and (
+                    model is None or view.model == model
                 ):
                     job_views.append(view)
                     if len(job_views) == limit:
