@@ -6,12 +6,12 @@ from litestar import Response, get
 from litestar.params import QueryParameter
 from litestar.response import Stream
 
+from ...schemas.access.keys import Caller
 from ...schemas.service.feed import MAX_FEED
-from ..context import context_of
+from ..context import AppContext
 from ..responses import events
 from ..responses.feed import job_feed
-from ..web.auth import caller_of, needs, tenant_asked
-from ..web.body import JsonRequest
+from ..web.auth import needs, tenant_asked
 from ..web.open_calls import EVENTS
 from .jobs import ERRORS, Whose
 
@@ -29,14 +29,14 @@ from .jobs import ERRORS, Whose
     responses=ERRORS,
 )
 async def feed(
-    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
     limit: Annotated[
         int,
         QueryParameter(ge=1, le=MAX_FEED, description="How many of the newest jobs it begins with"),
     ] = 500,
     tenant: Whose = None,
 ) -> Response[Any]:
-    context, caller = context_of(request), caller_of(request)
     whose = tenant_asked(caller, tenant)
     return Stream(
         job_feed(context, caller, whose, limit),

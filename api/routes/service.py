@@ -25,7 +25,7 @@ from ...schemas.jobs.openai import ModelCard, ModelList
 from ...schemas.service.compatibility import judged, misfit_of
 from ...schemas.service.health import Health, Readiness
 from ...schemas.service.status import Status
-from ..context import AppContext, context_of
+from ..context import AppContext
 from ..operations import scraped
 from ..web.auth import knows_us, needs
 from ..web.body import JsonRequest
@@ -40,8 +40,8 @@ SCRAPE_S = 1.0
 
 
 @get("/v1/models", opt=needs("read"), summary="List the served models", responses={503: PROBLEM})
-async def list_models(request: JsonRequest) -> ModelList:
-    ledger = context_of(request).ledger
+async def list_models(context: AppContext) -> ModelList:
+    ledger = context.ledger
     live = Tally(worker.model for worker in await ledger.workers())
     return ModelList(
         object="list", data=[_card(info, live[info.name]) for info in await ledger.models()]
@@ -62,8 +62,7 @@ ModelName = Annotated[
     summary="Get a model, with the certificate of its hook points",
     responses=ERRORS,
 )
-async def get_model(name: ModelName, request: JsonRequest) -> ModelCard:
-    context = context_of(request)
+async def get_model(name: ModelName, context: AppContext) -> ModelCard:
     info = await context.the_model(name)
     workers = sum(worker.model == info.name for worker in await context.ledger.workers())
     return msgspec.structs.replace(
@@ -118,8 +117,7 @@ async def healthz() -> Health:
         )
     },
 )
-async def readyz(request: JsonRequest) -> Response[Readiness]:
-    context = context_of(request)
+async def readyz(request: JsonRequest, context: AppContext) -> Response[Readiness]:
     readiness: Readiness = await context.looks.of_next("ready", lambda: look(context))
     if not await knows_us(request):
         missing = sorted({re.split(r"\W", what, maxsplit=1)[0] for what in readiness.missing})
@@ -202,8 +200,7 @@ def _why(workers: list[WorkerInfo], models: list[ModelInfo]) -> list[str]:
     include_in_schema=False,
     media_type=METRICS_TYPE,
 )
-async def metrics(request: JsonRequest) -> Response[Any]:
-    context = context_of(request)
+async def metrics(context: AppContext) -> Response[Any]:
     status: Status | None = None
     accounts: list[Account] = []
     durable = False

@@ -4,9 +4,8 @@ from litestar import get
 
 from ...broker.ledger.jobs.status import read_status
 from ...schemas.service.status import Status
-from ..context import context_of
+from ..context import AppContext
 from ..web.auth import needs
-from ..web.body import JsonRequest
 from .jobs import PROBLEM
 
 
@@ -19,8 +18,7 @@ from .jobs import PROBLEM
     "`observe`. Worker figures are as of their last heartbeat.",
     responses={503: PROBLEM},
 )
-async def service_status(request: JsonRequest) -> Status:
-    context = context_of(request)
+async def service_status(context: AppContext) -> Status:
     status: Status = await context.looks.of_next(
         "status", lambda: read_status(context.ledger, held=context.watcher.waiting)
     )
