@@ -33,16 +33,14 @@ from .routes import (
     service,
     session,
     source_runs,
-    status,
     steering,
     sweeps,
     tokens,
     webhooks,
 )
 from .web import problems
-from .web.auth import authorize, caller_of
+from .web.auth import authorize, caller_of, well_called
 from .web.body import JsonRequest
-from .web.hosts import well_called
 from .web.middleware import App
 from .web.request_context import awaits_log
 
@@ -61,7 +59,6 @@ ROUTES = [
     *harvests.ROUTES,
     *webhooks.ROUTES,
     *keys.ROUTES,
-    *status.ROUTES,
     *service.ROUTES,
     *pages.ROUTES,
     *tokens.ROUTES,
