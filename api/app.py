@@ -10,6 +10,7 @@ from typing import Any
 
 from litestar import Litestar, Response
 from litestar.datastructures import MutableScopeHeaders
+from litestar.di import Provide
 from litestar.plugins.prometheus import PrometheusConfig
 from litestar.routes import HTTPRoute
 from litestar.types import Message, Scope
@@ -17,7 +18,7 @@ from litestar.types import Message, Scope
 from ..schemas.base.settings import Settings
 from ..schemas.base.version import __version__
 from . import openapi
-from .context import open_context
+from .context import context_of, open_context
 from .routes import (
     captures,
     completions,
@@ -32,16 +33,14 @@ from .routes import (
     service,
     session,
     source_runs,
-    status,
     steering,
     sweeps,
     tokens,
     webhooks,
 )
 from .web import problems
-from .web.auth import authorize
+from .web.auth import authorize, caller_of, well_called
 from .web.body import JsonRequest
-from .web.hosts import well_called
 from .web.middleware import App
 from .web.request_context import awaits_log
 
@@ -60,7 +59,6 @@ ROUTES = [
     *harvests.ROUTES,
     *webhooks.ROUTES,
     *keys.ROUTES,
-    *status.ROUTES,
     *service.ROUTES,
     *pages.ROUTES,
     *tokens.ROUTES,
@@ -113,6 +111,10 @@ def make_app(settings: Settings) -> App:
     records = openapi.Records()
     app = App(
         route_handlers=ROUTES,
+        dependencies={
+            "context": Provide(context_of, sync_to_thread=False),
+            "caller": Provide(caller_of, sync_to_thread=False),
+        },
         lifespan=[context],
         request_class=JsonRequest,
         request_max_body_size=settings.max_body_mib * 1024 * 1024,

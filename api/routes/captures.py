@@ -27,11 +27,10 @@ from ...schemas.jobs.captures import (
 from ...schemas.jobs.jobs import CaptureResults, FileEntry
 from ...schemas.prompts.selectors import ALIASES, joined
 from ...storage.store import Signing
-from ..context import AppContext, context_of
+from ..context import AppContext
 from ..responses import packed
 from ..responses.outcome import capture_url, matches, result_of
-from ..web.auth import caller_of, needs, tenant_asked
-from ..web.body import JsonRequest
+from ..web.auth import needs, tenant_asked
 from .jobs import ERRORS, PROBLEM, Cursor, JobId, Known, PageSize, Whose
 
 T = TypeVar("T")
@@ -172,7 +171,8 @@ def _link(context: AppContext, entry: FileEntry) -> str | None:
     responses=ERRORS,
 )
 async def list_captures(
-    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
     tag: Annotated[
         str | None,
         QueryParameter(max_length=MAX_TAG, description="Only jobs with captures under this tag"),
@@ -181,10 +181,8 @@ async def list_captures(
     cursor: Cursor = None,
     tenant: Whose = None,
 ) -> CapturePage:
-    whose = tenant_asked(caller_of(request), tenant)
-    return await Captures(context_of(request).ledger).list(
-        tag=tag, limit=limit, cursor=cursor, tenant=whose
-    )
+    whose = tenant_asked(caller, tenant)
+    return await Captures(context.ledger).list(tag=tag, limit=limit, cursor=cursor, tenant=whose)
 
 
 @get(
@@ -193,9 +191,8 @@ async def list_captures(
     summary="Get a job's capture manifest",
     responses=CAPTURE_ERRORS,
 )
-async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
-    context = context_of(request)
-    _, results = await captured(context, caller_of(request), job_id)
+async def get_manifest(job_id: JobId, context: AppContext, caller: Caller) -> CaptureManifest:
+    _, results = await captured(context, caller, job_id)
     files, caveats, first = await reading(context, job_id, results.files, _described)
     return CaptureManifest(
         job=job_id,
@@ -221,9 +218,9 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     "The job's record stays.",
     responses=CAPTURE_ERRORS,
 )
-async def delete_captures(job_id: JobId, request: JsonRequest) -> None:
-    captures = Captures(context_of(request).ledger)
-    if not _sees(caller_of(request), await captures.owner(job_id)):
+async def delete_captures(job_id: JobId, context: AppContext, caller: Caller) -> None:
+    captures = Captures(context.ledger)
+    if not _sees(caller, await captures.owner(job_id)):
         raise no_captures(job_id)
     await captures.delete(job_id)
 
@@ -242,11 +239,11 @@ async def delete_captures(job_id: JobId, request: JsonRequest) -> None:
 async def get_file(
     job_id: JobId,
     name: Annotated[str, PathParameter(max_length=MAX_NAME, description="`name` in the manifest")],
-    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
     known: Known = None,
 ) -> Response[Any]:
-    context = context_of(request)
-    _, results = await captured(context, caller_of(request), job_id)
+    _, results = await captured(context, caller, job_id)
     entries = [entry for entry in results.files if _name(entry) == name]
     if not entries:
         raise MidstreamError("not_found", f"job {job_id} has no file {name!r}")
@@ -290,7 +287,8 @@ def _attachment(name: str, length: int) -> dict[str, str]:
 )
 async def get_safetensors(
     job_id: JobId,
-    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
     prompt: Annotated[
         int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")
     ] = 0,
@@ -314,8 +312,7 @@ async def get_safetensors(
     ] = None,
     known: Known = None,
 ) -> Response[Any]:
-    context = context_of(request)
-    _, results = await captured(context, caller_of(request), job_id)
+    _, results = await captured(context, caller, job_id)
     needed = None if layers is None else parse_layers(layers)
     entries = [entry for entry in results.files if entry.request == prompt]
     chosen_tag = tag or (tag_of(entries[0]) if entries else "")

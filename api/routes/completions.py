@@ -18,13 +18,14 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody, QueryParameter
 from litestar.response import Stream
 
+from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.limits import MAX_MODULE_TEXT, MAX_URL_MODULES
 from ...schemas.base.records import now
 from ...schemas.jobs.jobs import JobResult, JobView
 from ...schemas.jobs.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest
 from ...schemas.requests.lens_args import LensRows
-from ..context import AppContext, context_of, unless_client_leaves
+from ..context import AppContext, unless_client_leaves
 from ..resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_completion
 from ..resolve.prompts.url_modules import modules_of, with_modules
 from ..resolve.prompts.vllm_lens_fields import TAG, as_written, with_lens_args
@@ -44,7 +45,7 @@ from ..responses.outcome import (
 )
 from ..responses.streaming import Streamed
 from ..web import problems
-from ..web.auth import caller_of, needs
+from ..web.auth import needs
 from ..web.body import JsonRequest
 from ..web.middleware import released
 from ..web.problems import JOB_HEADER
@@ -79,13 +80,14 @@ Modules = Annotated[
 
 async def _answer(
     request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
     body: CompletionRequest | ChatRequest,
     parsed: ParsedRequest,
     shape: Shape,
     key: str | None,
     modules: list[str] | None,
 ) -> Response[Any]:
-    context = context_of(request)
     entries = modules_of(modules or [])
     keep_steering(entries)
     parsed = with_modules(parsed, entries)
@@ -96,7 +98,7 @@ async def _answer(
     created, needed = now(), openai_shapes.wanted_of(body)
     choices = len(parsed.prompts) * parsed.n
     with as_written(parsed):
-        job_id = await context.submit(parsed, request.idempotency(key), caller_of(request))
+        job_id = await context.submit(parsed, request.idempotency(key), caller)
     headers = {JOB_HEADER: job_id, "Location": job_url(context, job_id)}
     read = [*asked_readings(parsed), *(["probes"] if parsed.probes else [])]
     hold = (
@@ -123,7 +125,7 @@ async def _answer(
             created=created,
             choices=choices,
             wanted=needed,
-            caller=caller_of(request),
+            caller=caller,
             until=until,
             with_usage=bool(body.stream_options and body.stream_options.include_usage),
             with_extras=asked,
@@ -192,10 +194,22 @@ async def _activations(context: AppContext, result: JobResult) -> dict[str, Lens
     responses=RESPONSES,
 )
 async def complete(
-    data: JSONBody[CompletionRequest], request: JsonRequest, key: Key = None, module: Modules = None
+    data: JSONBody[CompletionRequest],
+    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
+    key: Key = None,
+    module: Modules = None,
 ) -> Response[Completion]:
     return await _answer(
-        request, data, parse_completion(data), openai_shapes.COMPLETION, key, module
+        request,
+        context,
+        caller,
+        data,
+        parse_completion(data),
+        openai_shapes.COMPLETION,
+        key,
+        module,
     )
 
 
@@ -208,9 +222,16 @@ async def complete(
     responses=RESPONSES,
 )
 async def chat(
-    data: JSONBody[ChatRequest], request: JsonRequest, key: Key = None, module: Modules = None
+    data: JSONBody[ChatRequest],
+    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
+    key: Key = None,
+    module: Modules = None,
 ) -> Response[ChatCompletion]:
-    return await _answer(request, data, parse_chat(data), openai_shapes.CHAT, key, module)
+    return await _answer(
+        request, context, caller, data, parse_chat(data), openai_shapes.CHAT, key, module
+    )
 
 
 ROUTES = [complete, chat]

@@ -1,23 +1,34 @@
-"""Route of the page's feed."""
+"""Route of the page's feed: server-sent events with the newest jobs, then every change, and the
+service's figures.
+"""
 
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from litestar import Response, get
 from litestar.params import QueryParameter
 from litestar.response import Stream
 
+from ...schemas.access.keys import Caller
+from ...schemas.base.errors import MidstreamError
 from ...schemas.service.feed import MAX_FEED
-from ..context import context_of
+from ..context import AppContext
+from ..operations.job_feed import SENDS_PER_S, TICK_S
 from ..responses import events
-from ..responses.feed import job_feed
-from ..web.auth import caller_of, needs, tenant_asked
-from ..web.body import JsonRequest
+from ..web.auth import needs, tenant_asked
 from ..web.open_calls import EVENTS
 from .jobs import ERRORS, Whose
 
+#: Seconds between two `service` events; more while many feeds are open.
+SERVICE_S = 2.0
+FEED_URL = "/v1/feed"
+
 
 @get(
-    "/v1/feed",
+    FEED_URL,
     summary="Follow all jobs and the state of the service",
     description="Server-sent events without end: `jobs` with the newest jobs (the first has "
     "`first`; `more`: the next has more of them), "
@@ -29,20 +40,50 @@ from .jobs import ERRORS, Whose
     responses=ERRORS,
 )
 async def feed(
-    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
     limit: Annotated[
         int,
         QueryParameter(ge=1, le=MAX_FEED, description="How many of the newest jobs it begins with"),
     ] = 500,
     tenant: Whose = None,
 ) -> Response[Any]:
-    context, caller = context_of(request), caller_of(request)
     whose = tenant_asked(caller, tenant)
     return Stream(
-        job_feed(context, caller, whose, limit),
+        _events(context, caller, whose, limit),
         media_type=events.MEDIA_TYPE,
         headers=events.HEADERS,
     )
+
+
+async def _events(
+    context: AppContext, caller: Caller, tenant: str | None, count: int
+) -> AsyncIterator[bytes]:
+    """The body of `GET /v1/feed`, up to a problem when the caller's key or session ends.
+
+    `tenant`: None: of all tenants.
+
+    Everything that is sent was rendered for all feeds of the same audience; here it is only handed
+    on.
+    """
+    with context.key_watch.of(caller) as held_key, context.feed.of(tenant) as subscriber:
+        for end in held_key.ends:
+            end.add_done_callback(lambda _: subscriber.woken.set())
+        yield events.RETRY
+        service_due = 0.0
+        try:
+            while not context.closing:
+                held_key.check()
+                for event in await context.patiently(lambda: subscriber.take(count)):
+                    yield event
+                if (at := time.monotonic()) >= service_due:
+                    yield await context.patiently(lambda: context.figures.rendered(caller))
+                    service_due = at + max(SERVICE_S, context.feed.open / SENDS_PER_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(TICK_S, service_due - time.monotonic())):
+                        await subscriber.woken.wait()
+        except MidstreamError as error:
+            yield events.encode_problem(error.problem(FEED_URL))
 
 
 ROUTES = [feed]

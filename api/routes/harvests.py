@@ -17,10 +17,10 @@ from ...schemas.base.records import to_json
 from ...schemas.jobs.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
 from ...storage.store import around, open_store
 from ..context import HARVEST_LOOK_S as LOOK_S
-from ..context import AppContext, context_of
+from ..context import AppContext
 from ..resolve.admission.harvests import plan_harvest
 from ..responses import events
-from ..web.auth import caller_of, needs, tenant_asked
+from ..web.auth import needs, tenant_asked
 from ..web.body import JsonRequest
 from ..web.open_calls import EVENTS
 from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, Key, PageSize, Whose
@@ -39,9 +39,12 @@ HarvestId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The h
     responses=SUBMIT_ERRORS,
 )
 async def post_harvest(
-    data: JSONBody[HarvestRequest], request: JsonRequest, key: Key = None
+    data: JSONBody[HarvestRequest],
+    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
+    key: Key = None,
 ) -> Response[HarvestView]:
-    context, caller = context_of(request), caller_of(request)
     idempotency = request.idempotency(key)
     info = await context.model(data.model)
     steering = (await context.model_state(info.name, [], caller)).global_steering.digest
@@ -58,14 +61,14 @@ async def post_harvest(
 
 @get("/v1/harvests", opt=needs("read"), summary="List harvests, newest first", responses=ERRORS)
 async def list_harvests(
-    request: JsonRequest, limit: PageSize = 50, tenant: Whose = None
+    context: AppContext, caller: Caller, limit: PageSize = 50, tenant: Whose = None
 ) -> HarvestPage:
-    return await context_of(request).harvests.list(tenant_asked(caller_of(request), tenant), limit)
+    return await context.harvests.list(tenant_asked(caller, tenant), limit)
 
 
 @get("/v1/harvests/{harvest_id:str}", opt=needs("read"), summary="Get a harvest", responses=ERRORS)
-async def get_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestView:
-    return await _seen(request, harvest_id)
+async def get_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> HarvestView:
+    return await _seen(context, caller, harvest_id)
 
 
 @get(
@@ -78,10 +81,12 @@ async def get_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestVie
     opt=needs("read") | EVENTS,
     responses=ERRORS,
 )
-async def harvest_events(harvest_id: HarvestId, request: JsonRequest) -> Response[Any]:
-    await _seen(request, harvest_id)
+async def harvest_events(
+    harvest_id: HarvestId, context: AppContext, caller: Caller
+) -> Response[Any]:
+    await _seen(context, caller, harvest_id)
     return Stream(
-        _progress(context_of(request), harvest_id, caller_of(request)),
+        _progress(context, harvest_id, caller),
         media_type=events.MEDIA_TYPE,
         headers=events.HEADERS,
     )
@@ -129,8 +134,8 @@ async def _progress(context: AppContext, harvest_id: str, caller: Caller) -> Asy
     ),
     responses={409: PROBLEM, **ERRORS},
 )
-async def pause_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestView:
-    return await _ask(request, harvest_id, "pause")
+async def pause_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> HarvestView:
+    return await _ask(context, caller, harvest_id, "pause")
 
 
 @post(
@@ -140,8 +145,8 @@ async def pause_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestV
     summary="Resume a harvest",
     responses={409: PROBLEM, **ERRORS},
 )
-async def resume_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestView:
-    return await _ask(request, harvest_id, "run")
+async def resume_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> HarvestView:
+    return await _ask(context, caller, harvest_id, "run")
 
 
 @post(
@@ -152,8 +157,8 @@ async def resume_harvest(harvest_id: HarvestId, request: JsonRequest) -> Harvest
     description="What was written stays until it is deleted, without a manifest.",
     responses={409: PROBLEM, **ERRORS},
 )
-async def cancel_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestView:
-    return await _ask(request, harvest_id, "cancel")
+async def cancel_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> HarvestView:
+    return await _ask(context, caller, harvest_id, "cancel")
 
 
 @delete(
@@ -164,18 +169,17 @@ async def cancel_harvest(harvest_id: HarvestId, request: JsonRequest) -> Harvest
     description="Its record and all its files. Only one that has ended.",
     responses={409: PROBLEM, **ERRORS},
 )
-async def delete_harvest(harvest_id: HarvestId, request: JsonRequest) -> None:
-    view = await _seen(request, harvest_id)
+async def delete_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> None:
+    view = await _seen(context, caller, harvest_id)
     if view.state not in OVER:
         raise MidstreamError("conflict", f"harvest {harvest_id} has not ended: cancel it first")
     base, name = around(view.uri)
     await anyio.to_thread.run_sync(lambda: open_store(base).delete(f"{name}/"))
-    await context_of(request).harvests.forget(harvest_id)
+    await context.harvests.forget(harvest_id)
 
 
-async def _ask(request: JsonRequest, harvest_id: str, needed: Wanted) -> HarvestView:
-    context = context_of(request)
-    await _seen(request, harvest_id)
+async def _ask(context: AppContext, caller: Caller, harvest_id: str, needed: Wanted) -> HarvestView:
+    await _seen(context, caller, harvest_id)
     view = await context.harvests.ask(harvest_id, needed)
     if needed != "run":
         for job in view.jobs:
@@ -183,10 +187,10 @@ async def _ask(request: JsonRequest, harvest_id: str, needed: Wanted) -> Harvest
     return view
 
 
-async def _seen(request: JsonRequest, harvest_id: str) -> HarvestView:
+async def _seen(context: AppContext, caller: Caller, harvest_id: str) -> HarvestView:
     """Raises `not_found` for a harvest of another tenant, just as for one that there is not."""
-    view = await context_of(request).harvests.view(harvest_id)
-    if not caller_of(request).sees(view.tenant):
+    view = await context.harvests.view(harvest_id)
+    if not caller.sees(view.tenant):
         raise MidstreamError("not_found", f"unknown harvest {harvest_id}")
     return view
 

@@ -9,6 +9,7 @@ from litestar.params import HeaderParameter, JSONBody, PathParameter, QueryParam
 from litestar.response import Stream
 
 from ...broker.ledger.jobs.ledger import Outcome
+from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError, Problem, shortened
 from ...schemas.base.limits import (
     MAX_HEADER,
@@ -20,7 +21,7 @@ from ...schemas.base.limits import (
 )
 from ...schemas.jobs.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequestView, ShownPrompt
 from ...schemas.jobs.jobs import JobPage, JobRequest, JobResult, JobView, State
-from ..context import AppContext, context_of, unless_client_leaves
+from ..context import AppContext, unless_client_leaves
 from ..resolve.prompts.request_parsing import parse_job
 from ..responses import events
 from ..responses.outcome import (
@@ -35,7 +36,7 @@ from ..responses.outcome import (
     not_ready,
 )
 from ..web import problems
-from ..web.auth import caller_of, needs, seen, tenant_asked
+from ..web.auth import needs, seen, tenant_asked
 from ..web.body import JsonRequest
 from ..web.middleware import released
 from ..web.open_calls import EVENTS
@@ -137,10 +138,14 @@ def preferred_wait(header: str | None) -> float | None:
     },
 )
 async def submit_job(
-    data: JSONBody[JobRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None
+    data: JSONBody[JobRequest],
+    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
+    key: Key = None,
+    prefer: Prefer = None,
 ) -> Response[JobView]:
-    context = context_of(request)
-    job_id = await context.submit(parse_job(data), request.idempotency(key), caller_of(request))
+    job_id = await context.submit(parse_job(data), request.idempotency(key), caller)
     return await answer_submission(request, context, job_id, prefer)
 
 
@@ -172,7 +177,8 @@ async def answer_submission(
     responses=ERRORS,
 )
 async def list_jobs(
-    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
     job_state: Annotated[
         State | None, QueryParameter(name="state", description="Only jobs in this state")
     ] = None,
@@ -183,8 +189,8 @@ async def list_jobs(
     cursor: Cursor = None,
     tenant: Whose = None,
 ) -> JobPage:
-    whose = tenant_asked(caller_of(request), tenant)
-    ledger = context_of(request).ledger
+    whose = tenant_asked(caller, tenant)
+    ledger = context.ledger
     page = await ledger.list(state=job_state, model=model, limit=limit, cursor=cursor, tenant=whose)
     await ledger.written()
     return page
@@ -197,9 +203,13 @@ async def list_jobs(
     responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **ERRORS},
 )
 async def get_job(
-    job_id: JobId, request: JsonRequest, wait: Wait = None, known: Known = None
+    job_id: JobId,
+    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
+    wait: Wait = None,
+    known: Known = None,
 ) -> Response[JobView]:
-    context, caller = context_of(request), caller_of(request)
 
     def news(view: JobView) -> bool:
         seen(caller, view)
@@ -233,8 +243,9 @@ async def get_job(
         **ERRORS,
     },
 )
-async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> Response[Any]:
-    context, caller = context_of(request), caller_of(request)
+async def job_events(
+    job_id: JobId, context: AppContext, caller: Caller, last: Last = None
+) -> Response[Any]:
     view = seen(caller, await context.ledger.view(job_id))
     after = events.resume_point(last)
     if is_over(view) and not await context.ledger.events(job_id, after, 1):
@@ -253,9 +264,10 @@ async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> 
     summary="Get a job's result",
     responses={409: PROBLEM, 410: PROBLEM, 500: PROBLEM, 504: PROBLEM, **ERRORS},
 )
-async def job_result(job_id: JobId, request: JsonRequest) -> Response[JobResult]:
-    context = context_of(request)
-    view = seen(caller_of(request), await context.ledger.view(job_id))
+async def job_result(
+    job_id: JobId, request: JsonRequest, context: AppContext, caller: Caller
+) -> Response[JobResult]:
+    view = seen(caller, await context.ledger.view(job_id))
     if not is_over(view):
         raise not_ready(view)
     await context.ledger.written()
@@ -278,9 +290,9 @@ PATHS = {
     description="The body as it was sent, up to 16 KiB, and the beginning of the prompts.",
     responses=ERRORS,
 )
-async def job_request(job_id: JobId, request: JsonRequest) -> JobRequestView:
-    ledger = context_of(request).ledger
-    view = seen(caller_of(request), await ledger.view(job_id))
+async def job_request(job_id: JobId, context: AppContext, caller: Caller) -> JobRequestView:
+    ledger = context.ledger
+    view = seen(caller, await ledger.view(job_id))
     job, body = await ledger.request(job_id)
     return JobRequestView(
         id=job_id,
@@ -304,9 +316,8 @@ async def job_request(job_id: JobId, request: JsonRequest) -> JobRequestView:
     summary="Cancel a job",
     responses={409: PROBLEM, **ERRORS},
 )
-async def cancel_job(job_id: JobId, request: JsonRequest) -> Response[JobView]:
-    context = context_of(request)
-    seen(caller_of(request), await context.ledger.view(job_id))
+async def cancel_job(job_id: JobId, context: AppContext, caller: Caller) -> Response[JobView]:
+    seen(caller, await context.ledger.view(job_id))
     view = await context.cancel(job_id)
     return Response(
         view,

@@ -10,6 +10,7 @@ from ...broker.ledger.jobs.ledger import reachable
 from ...broker.ledger.people.keys import view_of
 from ...schemas.access.keys import (
     TENANT_PATTERN,
+    Caller,
     CreatedKey,
     KeyList,
     KeyRequest,
@@ -21,9 +22,8 @@ from ...schemas.access.keys import (
 from ...schemas.base.errors import invalid
 from ...schemas.base.limits import MAX_TAG
 from ...schemas.base.records import now
-from ..context import AppContext, context_of
-from ..web.auth import caller_of, needs
-from ..web.body import JsonRequest
+from ..context import AppContext
+from ..web.auth import needs
 from .jobs import ERRORS, PROBLEM
 
 BODY_ERRORS = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
@@ -57,8 +57,7 @@ TenantParameter = Annotated[
     ),
     responses=BODY_ERRORS,
 )
-async def create_key(data: JSONBody[KeyRequest], request: JsonRequest) -> Response[CreatedKey]:
-    context = context_of(request)
+async def create_key(data: JSONBody[KeyRequest], context: AppContext) -> Response[CreatedKey]:
     made = await context.keys.create(data)
     where = f"{context.settings.public_url.rstrip('/')}/v1/keys/{made.id}"
     return Response(made, status_code=201, headers={"Cache-Control": "no-store", "Location": where})
@@ -71,8 +70,8 @@ async def create_key(data: JSONBody[KeyRequest], request: JsonRequest) -> Respon
     description="Keys of all tenants, oldest first, including expired ones.",
     responses=ERRORS,
 )
-async def list_keys(request: JsonRequest) -> KeyList:
-    return KeyList(keys=[view_of(key) for key in await context_of(request).keys.list()])
+async def list_keys(context: AppContext) -> KeyList:
+    return KeyList(keys=[view_of(key) for key in await context.keys.list()])
 
 
 @delete(
@@ -85,8 +84,8 @@ async def list_keys(request: JsonRequest) -> KeyList:
     "The key's jobs continue.",
     responses=ERRORS,
 )
-async def revoke_key(key_id: KeyIdParameter, request: JsonRequest) -> None:
-    await context_of(request).keys.revoke(key_id)
+async def revoke_key(key_id: KeyIdParameter, context: AppContext) -> None:
+    await context.keys.revoke(key_id)
 
 
 # --- Tenants
@@ -105,8 +104,7 @@ async def _view(context: AppContext, name: str) -> TenantView:
     description="Tenants that have keys or limits of their own.",
     responses={503: PROBLEM},
 )
-async def list_tenants(request: JsonRequest) -> TenantList:
-    context = context_of(request)
+async def list_tenants(context: AppContext) -> TenantList:
     stored = {tenant.name for tenant in await reachable(context.ledger.tenants.list)()}
     names = stored | {
         key.tenant
@@ -126,8 +124,8 @@ async def list_tenants(request: JsonRequest) -> TenantList:
     ),
     responses=ERRORS,
 )
-async def get_tenant(name: TenantParameter, request: JsonRequest) -> TenantView:
-    return await _view(context_of(request), name)
+async def get_tenant(name: TenantParameter, context: AppContext) -> TenantView:
+    return await _view(context, name)
 
 
 @put(
@@ -140,9 +138,8 @@ async def get_tenant(name: TenantParameter, request: JsonRequest) -> TenantView:
     responses=BODY_ERRORS,
 )
 async def put_tenant(
-    name: TenantParameter, data: JSONBody[Limits], request: JsonRequest
+    name: TenantParameter, data: JSONBody[Limits], context: AppContext
 ) -> TenantView:
-    context = context_of(request)
     for index, source in enumerate(data.harvest_sources or []):
         if not roots_of(context.settings, [source]):
             present = ", ".join(roots_of(context.settings)) or "nothing"
@@ -160,8 +157,8 @@ async def put_tenant(
     summary="Get your tenant's limits and usage",
     responses={503: PROBLEM},
 )
-async def own_tenant(request: JsonRequest) -> TenantView:
-    return await _view(context_of(request), caller_of(request).tenant)
+async def own_tenant(context: AppContext, caller: Caller) -> TenantView:
+    return await _view(context, caller.tenant)
 
 
 ROUTES: list[Any] = [

@@ -28,10 +28,9 @@ from ...schemas.jobs.jobs import FileEntry
 from ...schemas.prompts.selectors import ALIASES, as_ranges
 from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import Module
-from ..context import MEASURED_OF_TENANT, AppContext, context_of
+from ..context import MEASURED_OF_TENANT, AppContext
 from ..responses.norms import Measured, measured
-from ..web.auth import caller_of, needs
-from ..web.body import JsonRequest
+from ..web.auth import needs
 from .captures import CAPTURE_ERRORS, captured, opened, parse_layers, reading, tag_of
 from .jobs import PROBLEM, JobId
 from .steering import named_module, tensors_of
@@ -56,7 +55,8 @@ MIB = 1 << 20
 )
 async def get_norms(
     job_id: JobId,
-    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
     prompt: Annotated[
         int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")
     ] = 0,
@@ -104,7 +104,6 @@ async def get_norms(
         int, QueryParameter(ge=1, le=MAX_NORM_ROWS, description="How many rows at most")
     ] = 512,
 ) -> CaptureNorms:
-    context, caller = context_of(request), caller_of(request)
     if module_layer is not None and module is None:
         raise invalid("module_layer", "needs a module", allowed="give module too")
     model, results = await captured(context, caller, job_id)

@@ -20,7 +20,7 @@ from ...schemas.base.errors import MidstreamError, shortened
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import Settings
 from ...schemas.base.version import __version__
-from ..context import context_of
+from ..context import AppContext
 from ..web.auth import needs
 from ..web.body import JsonRequest
 
@@ -194,14 +194,14 @@ def page_asset(request: JsonRequest, path: Annotated[str, PathParameter()]) -> R
 
 
 @get("/", opt=needs(None), include_in_schema=False, sync_to_thread=True)
-def front(request: JsonRequest) -> Response[bytes]:
+def front(request: JsonRequest, context: AppContext) -> Response[bytes]:
     """The live page for browsers; for everything else what is here and where, as JSON."""
     if "text/html" in request.headers.get("accept", ""):
         return _page_file(request, "index.html")
     result = {
         "name": "midstream",
         "version": __version__,
-        "links": {name: url for name, (url, _) in links(context_of(request).settings).items()},
+        "links": {name: url for name, (url, _) in links(context.settings).items()},
     }
     return Response(
         to_json(result), media_type=MediaType.JSON, headers={**HEADERS, "Vary": "Accept"}

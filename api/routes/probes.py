@@ -9,10 +9,9 @@ from litestar.params import JSONBody
 
 from ...schemas.artifacts.probes import PROBES, Probe, ProbeRequest, WatchRequest
 from ...schemas.base.errors import invalid
-from ..context import context_of
+from ..context import AppContext
 from ..resolve.readings.probes import check_action, resolve_probe
 from ..web.auth import needs
-from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Model
 from .registered import Named, name_parameter, name_routes, put_response, put_responses
 
@@ -30,9 +29,8 @@ Name = Annotated[str, name_parameter("probe")]
     responses={**put_responses(Probe), 409: PROBLEM},
 )
 async def put_probe(
-    name: Name, data: JSONBody[ProbeRequest], request: JsonRequest
+    name: Name, data: JSONBody[ProbeRequest], context: AppContext
 ) -> Response[Probe]:
-    context = context_of(request)
     info = await context.the_model(data.model)
     made, blobs = await anyio.to_thread.run_sync(resolve_probe, data, name, info)
     former = await context.probes.get(info.name, name)
@@ -55,9 +53,8 @@ async def put_probe(
     responses={**ERRORS, 409: PROBLEM, 415: PROBLEM},
 )
 async def watch(
-    name: Name, data: JSONBody[WatchRequest], request: JsonRequest, model: Model = None
+    name: Name, data: JSONBody[WatchRequest], context: AppContext, model: Model = None
 ) -> Probe:
-    context = context_of(request)
     info = await context.the_model(model)
     probe = await context.probes.known(info.name, name)
     if data.action == "steer":
@@ -79,8 +76,7 @@ async def watch(
     summary="End a probe's watch",
     responses={**ERRORS, 409: PROBLEM},
 )
-async def unwatch(name: Name, request: JsonRequest, model: Model = None) -> Probe:
-    context = context_of(request)
+async def unwatch(name: Name, context: AppContext, model: Model = None) -> Probe:
     info = await context.the_model(model)
     probe = msgspec.structs.replace(await context.probes.known(info.name, name), watch=None)
     await context.probes.put(probe, {})

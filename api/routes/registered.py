@@ -17,12 +17,11 @@ from ...schemas.base.limits import MAX_MODULE_NAME, NAME_PATTERN
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.lens import TUNED_LENSES
-from ..context import AppContext, context_of
+from ..context import AppContext
 from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.saes import resolve_sae
 from ..resolve.readings.tuned_lenses import resolve_tuned
 from ..web.auth import needs
-from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Model
 
 
@@ -117,9 +116,8 @@ def folder_route(row: FromFolder) -> Any:
 
     async def register(
         data: JSONBody[kind.request],  # type: ignore[name-defined]
-        request: JsonRequest,
+        context: AppContext,
     ) -> Response[kind.record]:  # type: ignore[name-defined]
-        context = context_of(request)
         info = await context.the_model(data.model)
         folder = row.folder(context.settings)
         artifact = await anyio.to_thread.run_sync(row.resolve, data, info, folder)
@@ -146,24 +144,21 @@ def name_routes(row: Named, names: Callable[[AppContext], Names[Any]], deletion:
     Name = Annotated[str, name_parameter(row.short)]
 
     async def every(
-        request: JsonRequest,
+        context: AppContext,
         model: Model = None,
     ) -> kind.page:  # type: ignore[name-defined]
-        context = context_of(request)
         info = await context.the_model(model)
         return kind.page(**{kind.plural: await names(context).of_model(info.name)})
 
     async def one(
         name: Name,
-        request: JsonRequest,
+        context: AppContext,
         model: Model = None,
     ) -> kind.record:  # type: ignore[name-defined]
-        context = context_of(request)
         info = await context.the_model(model)
         return await names(context).known(info.name, name)
 
-    async def forget(name: Name, request: JsonRequest, model: Model = None) -> None:
-        context = context_of(request)
+    async def forget(name: Name, context: AppContext, model: Model = None) -> None:
         info = await context.the_model(model)
         if not await names(context).delete(info.name, name):
             raise await names(context).unknown(info.name, name)

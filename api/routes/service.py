@@ -1,8 +1,9 @@
-"""The routes about the service itself: models, health, readiness, metrics."""
+"""The routes about the service itself: models, health, readiness, status, metrics."""
 
 import os
 import re
 from collections import Counter as Tally
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -15,7 +16,15 @@ from ...broker.ledger.jobs.ledger import Ledger, reachable
 from ...broker.ledger.jobs.status import read_status
 from ...broker.ledger.named.steering import Account
 from ...broker.ops.liveness import RELAY_KEY
-from ...broker.ops.metrics import HELD, LEDGER_DURABLE
+from ...broker.ops.metrics import (
+    HELD,
+    LEDGER,
+    LEDGER_DURABLE,
+    OF_SERVICE,
+    OF_STEERING,
+    Readings,
+    SteeringReport,
+)
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.instance import instance_of
 from ...schemas.base.limits import MAX_NAME
@@ -25,8 +34,8 @@ from ...schemas.jobs.openai import ModelCard, ModelList
 from ...schemas.service.compatibility import judged, misfit_of
 from ...schemas.service.health import Health, Readiness
 from ...schemas.service.status import Status
-from ..context import AppContext, context_of
-from ..operations import scraped
+from ..context import AppContext
+from ..operations.rank_agreement import stage_agreements
 from ..web.auth import knows_us, needs
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM
@@ -37,11 +46,16 @@ METRICS_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
 #: Seconds that a scrape waits for the workers' reports on their ranks; after that it uses the last
 #: ones.
 SCRAPE_S = 1.0
+#: The state of the service and of its workers' steering as of the last scrape.
+_scraped: list[Status] = []
+_steering: list[SteeringReport] = []
+REGISTRY.register(Readings(OF_SERVICE, lambda: _scraped))
+REGISTRY.register(Readings(OF_STEERING, lambda: _steering))
 
 
 @get("/v1/models", opt=needs("read"), summary="List the served models", responses={503: PROBLEM})
-async def list_models(request: JsonRequest) -> ModelList:
-    ledger = context_of(request).ledger
+async def list_models(context: AppContext) -> ModelList:
+    ledger = context.ledger
     live = Tally(worker.model for worker in await ledger.workers())
     return ModelList(
         object="list", data=[_card(info, live[info.name]) for info in await ledger.models()]
@@ -62,8 +76,7 @@ ModelName = Annotated[
     summary="Get a model, with the certificate of its hook points",
     responses=ERRORS,
 )
-async def get_model(name: ModelName, request: JsonRequest) -> ModelCard:
-    context = context_of(request)
+async def get_model(name: ModelName, context: AppContext) -> ModelCard:
     info = await context.the_model(name)
     workers = sum(worker.model == info.name for worker in await context.ledger.workers())
     return msgspec.structs.replace(
@@ -118,8 +131,7 @@ async def healthz() -> Health:
         )
     },
 )
-async def readyz(request: JsonRequest) -> Response[Readiness]:
-    context = context_of(request)
+async def readyz(request: JsonRequest, context: AppContext) -> Response[Readiness]:
     readiness: Readiness = await context.looks.of_next("ready", lambda: look(context))
     if not await knows_us(request):
         missing = sorted({re.split(r"\W", what, maxsplit=1)[0] for what in readiness.missing})
@@ -196,30 +208,64 @@ def _why(workers: list[WorkerInfo], models: list[ModelInfo]) -> list[str]:
 
 
 @get(
+    "/v1/status",
+    opt=needs("observe"),
+    summary="Status of the whole service",
+    description="Queues by model, priority and tenant; live workers and their load; relay, "
+    "webhooks and Redis. Needs the scope "
+    "`observe`. Worker figures are as of their last heartbeat.",
+    responses={503: PROBLEM},
+)
+async def service_status(context: AppContext) -> Status:
+    return await _status(context)
+
+
+async def _status(context: AppContext) -> Status:
+    status: Status = await context.looks.of_next(
+        "status", lambda: read_status(context.ledger, held=context.watcher.waiting)
+    )
+    return status
+
+
+@get(
     "/metrics",
     opt=needs("observe"),
     summary="Prometheus metrics",
     include_in_schema=False,
     media_type=METRICS_TYPE,
 )
-async def metrics(request: JsonRequest) -> Response[Any]:
-    context = context_of(request)
+async def metrics(context: AppContext) -> Response[Any]:
     status: Status | None = None
     accounts: list[Account] = []
     durable = False
     try:
-        status = await context.looks.of_next(
-            "status", lambda: read_status(context.ledger, held=context.watcher.waiting)
-        )
+        status = await _status(context)
         durable = await _is_durable(context.ledger)
         _, accounts = await answers_of_ranks(context, None, SCRAPE_S)
     except MidstreamError:  # the metrics of this process are useful while Redis is unreachable
         status = None
     # From here on without a pause: several may be scraping.
-    scraped.replace(status, accounts)
+    _keep_scraped(status, accounts)
     HELD.set(context.watcher.waiting)
     LEDGER_DURABLE.set(durable)
     return Response(generate_latest(REGISTRY), media_type=METRICS_TYPE)
+
+
+def _keep_scraped(status: Status | None, accounts: Iterable[Account]) -> None:
+    """Keep what was read for this scrape.
+
+    `status`: None while the ledger does not answer. Workers without a report are left out.
+    """
+    LEDGER.set(status is not None)
+    _scraped[:] = [] if status is None else [status]
+    _steering[:] = [
+        SteeringReport(
+            account.report,
+            {stage.pp: stage.consistent for stage, _ in stage_agreements(account.report)},
+        )
+        for account in accounts
+        if account.report is not None
+    ]
 
 
 async def _is_durable(ledger: Ledger) -> bool:
@@ -230,4 +276,4 @@ async def _is_durable(ledger: Ledger) -> bool:
     return True
 
 
-ROUTES = [list_models, get_model, healthz, readyz, metrics]
+ROUTES = [list_models, get_model, healthz, readyz, service_status, metrics]

@@ -14,7 +14,7 @@ from ...schemas.access.keys import EVERYBODY
 from ...schemas.access.sessions import SessionRequest, SessionView
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.version import __version__
-from ..context import AppContext, context_of
+from ..context import AppContext
 from ..web.auth import COOKIE, Visit, address_of, needs, own_page, visit_of
 from ..web.body import JsonRequest
 from .pages import links
@@ -25,8 +25,8 @@ NO_STORE = {"Cache-Control": "no-store"}
 
 
 @get("/session", opt=needs(None), include_in_schema=False)
-async def get_session(request: JsonRequest) -> Response[SessionView]:
-    return Response(_view(context_of(request), await visit_of(request)), headers=NO_STORE)
+async def get_session(request: JsonRequest, context: AppContext) -> Response[SessionView]:
+    return Response(_view(context, await visit_of(request)), headers=NO_STORE)
 
 
 @post(
@@ -36,8 +36,9 @@ async def get_session(request: JsonRequest) -> Response[SessionView]:
     include_in_schema=False,
     request_max_body_size=MAX_BODY,
 )
-async def log_in(data: JSONBody[SessionRequest], request: JsonRequest) -> Response[SessionView]:
-    context = context_of(request)
+async def log_in(
+    data: JSONBody[SessionRequest], request: JsonRequest, context: AppContext
+) -> Response[SessionView]:
     if {"sec-fetch-site", "origin"} & request.headers.keys() and not own_page(request):
         raise MidstreamError(
             "cross_site",
@@ -72,9 +73,8 @@ async def log_in(data: JSONBody[SessionRequest], request: JsonRequest) -> Respon
 
 
 @delete("/session", opt=needs(None), status_code=204, include_in_schema=False)
-async def log_out(request: JsonRequest) -> Response[None]:
+async def log_out(request: JsonRequest, context: AppContext) -> Response[None]:
     """End the session and its open streams."""
-    context = context_of(request)
     if (visit := await visit_of(request)) is not None:
         await context.sessions.end(visit.caller.session, visit.session.key)
         context.key_watch.end(visit.caller.session)

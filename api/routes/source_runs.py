@@ -6,11 +6,11 @@ from litestar import delete, get
 from litestar.params import PathParameter
 
 from ...broker.ledger.named.source_runs import SourceRuns
+from ...schemas.access.keys import Caller
 from ...schemas.base.limits import MAX_NAME
 from ...schemas.requests.source_runs import RunPage, RunView
-from ..context import context_of
-from ..web.auth import caller_of, needs
-from ..web.body import JsonRequest
+from ..context import AppContext
+from ..web.auth import needs
 from .jobs import ERRORS, PROBLEM, Cursor, Model, PageSize
 
 Name = Annotated[
@@ -29,22 +29,21 @@ Name = Annotated[
     responses=ERRORS,
 )
 async def list_runs(
-    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
     model: Model = None,
     limit: PageSize = 50,
     cursor: Cursor = None,
 ) -> RunPage:
-    context = context_of(request)
-    return await SourceRuns(context.ledger, caller_of(request)).list(
+    return await SourceRuns(context.ledger, caller).list(
         (await context.the_model(model)).name, limit, cursor
     )
 
 
 @get("/v1/runs/{name:str}", opt=needs("read"), summary="Describe a source run", responses=ERRORS)
-async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunView:
-    context = context_of(request)
+async def get_run(name: Name, context: AppContext, caller: Caller, model: Model = None) -> RunView:
     info = await context.the_model(model)
-    return await SourceRuns(context.ledger, caller_of(request)).view(info.name, name)
+    return await SourceRuns(context.ledger, caller).view(info.name, name)
 
 
 @delete(
@@ -57,10 +56,9 @@ async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunV
     "later jobs fail.",
     responses={**ERRORS, 409: PROBLEM},
 )
-async def delete_run(name: Name, request: JsonRequest, model: Model = None) -> None:
-    context = context_of(request)
+async def delete_run(name: Name, context: AppContext, caller: Caller, model: Model = None) -> None:
     info = await context.the_model(model)
-    await SourceRuns(context.ledger, caller_of(request)).delete(info.name, name)
+    await SourceRuns(context.ledger, caller).delete(info.name, name)
 
 
 ROUTES: list[Any] = [list_runs, get_run, delete_run]

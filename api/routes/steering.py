@@ -37,12 +37,12 @@ from ...schemas.requests.steering import (
     content_digest,
 )
 from ...storage.formats.module_files import specs_of, to_bytes
-from ..context import AppContext, context_of
+from ..context import AppContext
 from ..operations.global_change import change, is_applied
 from ..operations.rank_agreement import agreement
 from ..resolve.edits import module_export, steering
-from ..web.auth import caller_of, needs
-from ..web.body import FILE_TYPES, JsonRequest
+from ..web.auth import needs
+from ..web.body import FILE_TYPES
 from .jobs import ERRORS, PROBLEM, Model
 from .registered import name_parameter
 
@@ -95,17 +95,16 @@ class ModuleOperation(Operation):
 async def put_module(
     name: Name,
     data: JSONBody[ModuleRequest],
-    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
     model: Model = None,
     description: Annotated[
         str | None, QueryParameter(max_length=MAX_DESCRIPTION, description="If the body is a file")
     ] = None,
 ) -> Response[ModuleView]:
-    context = context_of(request)
     info = await context.the_model(data.model or model)
     features = await context.features(info, data.steering)
     content = await anyio.to_thread.run_sync(steering.resolve_module, data.steering, info, features)
-    caller = caller_of(request)
     module = Module(
         name=scoped(caller.tenant, name),
         model=info.name,
@@ -129,16 +128,11 @@ async def put_module(
 
 
 @get("/v1/steering/modules", opt=needs("read"), summary="List named modules", responses=ERRORS)
-async def list_modules(request: JsonRequest, model: Model = None) -> ModulePage:
-    context = context_of(request)
+async def list_modules(context: AppContext, caller: Caller, model: Model = None) -> ModulePage:
     info = await context.the_model(model)
     modules = await context.steering.modules(info.name)
     return ModulePage(
-        modules=[
-            _view(module)
-            for module in modules
-            if unscoped(module.name)[0] == caller_of(request).tenant
-        ]
+        modules=[_view(module) for module in modules if unscoped(module.name)[0] == caller.tenant]
     )
 
 
@@ -148,10 +142,11 @@ async def list_modules(request: JsonRequest, model: Model = None) -> ModulePage:
     summary="Get a named module",
     responses=ERRORS,
 )
-async def get_module(name: Name, request: JsonRequest, model: Model = None) -> ModuleView:
-    context = context_of(request)
+async def get_module(
+    name: Name, context: AppContext, caller: Caller, model: Model = None
+) -> ModuleView:
     info = await context.the_model(model)
-    return _view(await named_module(context, caller_of(request), info.name, name))
+    return _view(await named_module(context, caller, info.name, name))
 
 
 @get(
@@ -171,10 +166,11 @@ async def get_module(name: Name, request: JsonRequest, model: Model = None) -> M
         409: PROBLEM,
     },
 )
-async def get_module_file(name: Name, request: JsonRequest, model: Model = None) -> Response[bytes]:
-    context = context_of(request)
+async def get_module_file(
+    name: Name, context: AppContext, caller: Caller, model: Model = None
+) -> Response[bytes]:
     info = await context.the_model(model)
-    module = await named_module(context, caller_of(request), info.name, name)
+    module = await named_module(context, caller, info.name, name)
     entries = module_export.entries_of(module, await tensors_of(context, name, module.tensors))
     headers = {
         MODEL_HEADER: info.name,
@@ -193,10 +189,10 @@ async def get_module_file(name: Name, request: JsonRequest, model: Model = None)
     description="Requests accepted earlier keep its content.",
     responses=ERRORS,
 )
-async def delete_module(name: Name, request: JsonRequest, model: Model = None) -> None:
-    context = context_of(request)
+async def delete_module(
+    name: Name, context: AppContext, caller: Caller, model: Model = None
+) -> None:
     info = await context.the_model(model)
-    caller = caller_of(request)
     if await context.steering.delete_module(info.name, scoped(caller.tenant, name)) is None:
         raise await _no_module(context, info.name, name, caller)
 
@@ -287,19 +283,18 @@ def _entry(entry: SteeringTemplate) -> EntryView:
     responses=CHANGE_ERRORS,
 )
 async def put_global(
-    data: JSONBody[GlobalRequest], request: JsonRequest, model: Model = None
+    data: JSONBody[GlobalRequest], context: AppContext, caller: Caller, model: Model = None
 ) -> GlobalView:
-    context = context_of(request)
     info = await context.the_model(data.model or model)
     model_state = await context.model_state(
-        info.name, steering.modules_named(data.steering), caller_of(request)
+        info.name, steering.modules_named(data.steering), caller
     )
     model_state = replace(model_state, features=await context.features(info, data.steering))
     content = await anyio.to_thread.run_sync(
         steering.resolve_everyone, data.steering, info, model_state
     )
     desired = await change(context.steering, context.settings, info, content.entries, content.blobs)
-    return await _global(context, info.name, desired, caller_of(request))
+    return await _global(context, info.name, desired, caller)
 
 
 @delete(
@@ -312,14 +307,13 @@ async def put_global(
     ),
     responses=CHANGE_ERRORS,
 )
-async def delete_global(request: JsonRequest, model: Model = None) -> GlobalView:
-    context = context_of(request)
+async def delete_global(context: AppContext, caller: Caller, model: Model = None) -> GlobalView:
     info = await context.the_model(model)
     return await _global(
         context,
         info.name,
         await change(context.steering, context.settings, info, [], {}),
-        caller_of(request),
+        caller,
     )
 
 
@@ -329,11 +323,10 @@ async def delete_global(request: JsonRequest, model: Model = None) -> GlobalView
     summary="Get a model's global steering",
     responses=ERRORS,
 )
-async def get_global(request: JsonRequest, model: Model = None) -> GlobalView:
-    context = context_of(request)
+async def get_global(context: AppContext, caller: Caller, model: Model = None) -> GlobalView:
     info = await context.the_model(model)
     _, desired = await context.steering.standing(info.name, [])
-    return await _global(context, info.name, desired, caller_of(request))
+    return await _global(context, info.name, desired, caller)
 
 
 async def _global(
@@ -391,12 +384,11 @@ def _own(modules: Mapping[str, str], tenant: str) -> dict[str, str]:
     ),
     responses=ERRORS,
 )
-async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:
-    context = context_of(request)
+async def get_dynamic(context: AppContext, caller: Caller, model: Model = None) -> Dynamic:
     if model is not None:
         await context.model(model)
     asks, accounts = await answers_of_ranks(context, model, ANSWER_S)
-    caller, structs = caller_of(request), agreement(accounts, asks)
+    structs = agreement(accounts, asks)
     if "admin" not in caller.scopes and structs.detail:  # it may name modules of other tenants
         structs = msgspec.structs.replace(
             structs,

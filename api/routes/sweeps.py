@@ -15,12 +15,12 @@ from ...schemas.jobs.models import ModelInfo
 from ...schemas.jobs.sweep_units import Units
 from ...schemas.jobs.sweep_views import PlannedColumn, PlannedPair, SweepPlan, SweepView
 from ...schemas.jobs.sweeps import StoredPair, StoredSweep, SweepRequest
-from ..context import AppContext, context_of
+from ..context import AppContext
 from ..resolve.admission.admission import handled
 from ..resolve.edits.loras import named_lora
 from ..resolve.sweeps.alignment import CLEAN, CORRUPT
 from ..resolve.sweeps.plan import Planned, plan_sweep
-from ..web.auth import caller_of, needs, seen
+from ..web.auth import needs, seen
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, JobId, Key, Prefer, answer_submission
 
@@ -80,10 +80,14 @@ async def _planned(
     },
 )
 async def post_sweep(
-    data: JSONBody[SweepRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None
+    data: JSONBody[SweepRequest],
+    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
+    key: Key = None,
+    prefer: Prefer = None,
 ) -> Response[JobView]:
-    context = context_of(request)
-    job_id = await submit_sweep(context, data, request.idempotency(key), caller_of(request))
+    job_id = await submit_sweep(context, data, request.idempotency(key), caller)
     return await answer_submission(request, context, job_id, prefer)
 
 
@@ -98,11 +102,12 @@ async def post_sweep(
     ),
     responses=SUBMIT_ERRORS,
 )
-async def post_sweep_plan(data: JSONBody[SweepRequest], request: JsonRequest) -> SweepPlan:
-    context = context_of(request)
+async def post_sweep_plan(
+    data: JSONBody[SweepRequest], context: AppContext, caller: Caller
+) -> SweepPlan:
     info = await context.model(data.model)
     await named_lora(data.lora, info, context.ledger)
-    sweep, _ = await _planned(context, data, info, caller_of(request))
+    sweep, _ = await _planned(context, data, info, caller)
     clean_is_patched = data.ablation is not None or data.direction == "noise"
     per_column = len(sweep.hooks) * len(sweep.layers)
     return SweepPlan(
@@ -150,9 +155,8 @@ def _planned_pair(sweep: StoredSweep, pair: StoredPair, clean_is_patched: bool) 
     summary="Get a sweep: its job, its request and its grids so far",
     responses={410: PROBLEM, **ERRORS},
 )
-async def get_sweep(job_id: JobId, request: JsonRequest) -> SweepView:
-    context = context_of(request)
-    view = seen(caller_of(request), await context.ledger.view(job_id))
+async def get_sweep(job_id: JobId, context: AppContext, caller: Caller) -> SweepView:
+    view = seen(caller, await context.ledger.view(job_id))
     requested, result, last_event = await Sweeps(context.ledger).standing(job_id)
     await context.ledger.written()
     return SweepView(job=view, request=requested, result=result, last_event=last_event)

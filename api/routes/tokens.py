@@ -6,12 +6,11 @@ from litestar.params import JSONBody
 from ...schemas.base.errors import invalid
 from ...schemas.jobs.jobs import StoredPrompt
 from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
-from ..context import context_of
+from ..context import AppContext
 from ..resolve.admission.admission import check_vocabulary
 from ..resolve.prompts.request_parsing import parse_conversation, plain_messages
 from ..resolve.prompts.tokenizer import TooLong
 from ..web.auth import needs
-from ..web.body import JsonRequest
 from .jobs import SUBMIT_ERRORS
 
 
@@ -26,10 +25,9 @@ from .jobs import SUBMIT_ERRORS
     ),
     responses=SUBMIT_ERRORS,
 )
-async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Response[Tokenized]:
+async def tokenize(data: JSONBody[TokenizeRequest], context: AppContext) -> Response[Tokenized]:
     if (data.prompt is None) == (data.messages is None):
         raise invalid("prompt", "give either prompt or messages", allowed="prompt, or messages")
-    context = context_of(request)
     info = await context.model(data.model)
     codec = await context.codec(info)
     special_tokens = data.messages is None and data.add_special_tokens
@@ -65,9 +63,8 @@ async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Res
     responses=SUBMIT_ERRORS,
 )
 async def detokenize(
-    data: JSONBody[DetokenizeRequest], request: JsonRequest
+    data: JSONBody[DetokenizeRequest], context: AppContext
 ) -> Response[Detokenized]:
-    context = context_of(request)
     info = await context.model(data.model)
     check_vocabulary(data.tokens, "tokens", info)
     text, words = await (await context.codec(info)).decode(data.tokens)

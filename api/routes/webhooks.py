@@ -7,6 +7,7 @@ from litestar.params import JSONBody, PathParameter, QueryParameter
 
 from ...broker.webhooks.outbox import WebhookOutbox, not_found
 from ...broker.webhooks.secrets import WebhookSecrets
+from ...schemas.access.keys import Caller
 from ...schemas.access.webhooks import (
     Delivery,
     DeliveryPage,
@@ -16,9 +17,8 @@ from ...schemas.access.webhooks import (
     SecretList,
 )
 from ...schemas.base.limits import MAX_NAME, MAX_URL
-from ..context import context_of
-from ..web.auth import caller_of, needs, tenant_asked
-from ..web.body import JsonRequest
+from ..context import AppContext
+from ..web.auth import needs, tenant_asked
 from .jobs import ERRORS, PROBLEM, Cursor, PageSize, Whose
 
 DeliveryId = Annotated[
@@ -40,7 +40,8 @@ UNKEPT = {"Cache-Control": "no-store"}
     responses=ERRORS,
 )
 async def list_deliveries(
-    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
     job: Annotated[
         str | None,
         QueryParameter(max_length=MAX_NAME, description="Only deliveries about this job"),
@@ -53,10 +54,8 @@ async def list_deliveries(
     cursor: Cursor = None,
     tenant: Whose = None,
 ) -> DeliveryPage:
-    whose = tenant_asked(caller_of(request), tenant)
-    return await WebhookOutbox(context_of(request).ledger).deliveries(
-        whose, job, delivery_state, limit, cursor
-    )
+    whose = tenant_asked(caller, tenant)
+    return await WebhookOutbox(context.ledger).deliveries(whose, job, delivery_state, limit, cursor)
 
 
 @get(
@@ -65,8 +64,8 @@ async def list_deliveries(
     summary="Get a webhook delivery and its attempts",
     responses=ERRORS,
 )
-async def get_delivery(delivery_id: DeliveryId, request: JsonRequest) -> Delivery:
-    return await _seen(request, delivery_id)
+async def get_delivery(delivery_id: DeliveryId, context: AppContext, caller: Caller) -> Delivery:
+    return await _seen(context, caller, delivery_id)
 
 
 @post(
@@ -80,15 +79,15 @@ async def get_delivery(delivery_id: DeliveryId, request: JsonRequest) -> Deliver
     ),
     responses={**ERRORS, 409: PROBLEM},
 )
-async def redeliver(delivery_id: DeliveryId, request: JsonRequest) -> Delivery:
-    await _seen(request, delivery_id)
-    return await WebhookOutbox(context_of(request).ledger).redeliver(delivery_id)
+async def redeliver(delivery_id: DeliveryId, context: AppContext, caller: Caller) -> Delivery:
+    await _seen(context, caller, delivery_id)
+    return await WebhookOutbox(context.ledger).redeliver(delivery_id)
 
 
-async def _seen(request: JsonRequest, delivery_id: str) -> Delivery:
+async def _seen(context: AppContext, caller: Caller, delivery_id: str) -> Delivery:
     """Raises `not_found`, also for another tenant's."""
-    delivery = await WebhookOutbox(context_of(request).ledger).delivery(delivery_id)
-    if not caller_of(request).sees(delivery.tenant):
+    delivery = await WebhookOutbox(context.ledger).delivery(delivery_id)
+    if not caller.sees(delivery.tenant):
         raise not_found(delivery_id)
     return delivery
 
@@ -103,10 +102,9 @@ async def _seen(request: JsonRequest, delivery_id: str) -> Delivery:
     ),
     responses={503: PROBLEM},
 )
-async def get_secrets(request: JsonRequest) -> Response[SecretList]:
-    caller = caller_of(request)
+async def get_secrets(context: AppContext, caller: Caller) -> Response[SecretList]:
     return Response(
-        await WebhookSecrets(context_of(request).ledger).of(caller.tenant, caller.key),
+        await WebhookSecrets(context.ledger).of(caller.tenant, caller.key),
         headers=UNKEPT,
     )
 
@@ -123,10 +121,9 @@ async def get_secrets(request: JsonRequest) -> Response[SecretList]:
     responses=WITH_BODY,
 )
 async def rotate_secret(
-    data: JSONBody[RotateRequest], request: JsonRequest
+    data: JSONBody[RotateRequest], context: AppContext, caller: Caller
 ) -> Response[SecretList]:
-    caller = caller_of(request)
-    made = await WebhookSecrets(context_of(request).ledger).rotate(
+    made = await WebhookSecrets(context.ledger).rotate(
         caller.tenant, caller.key, data.keep_former_s, data.own
     )
     return Response(made, status_code=201, headers=UNKEPT)
@@ -138,9 +135,9 @@ async def rotate_secret(
     summary="List disabled receivers: those that responded with 410",
     responses=ERRORS,
 )
-async def list_disabled(request: JsonRequest, tenant: Whose = None) -> DisabledList:
-    whose = tenant_asked(caller_of(request), tenant)
-    return DisabledList(endpoints=await WebhookOutbox(context_of(request).ledger).disabled(whose))
+async def list_disabled(context: AppContext, caller: Caller, tenant: Whose = None) -> DisabledList:
+    whose = tenant_asked(caller, tenant)
+    return DisabledList(endpoints=await WebhookOutbox(context.ledger).disabled(whose))
 
 
 @delete(
@@ -152,7 +149,8 @@ async def list_disabled(request: JsonRequest, tenant: Whose = None) -> DisabledL
     responses=ERRORS,
 )
 async def enable(
-    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
     url: Annotated[
         str,
         QueryParameter(
@@ -161,10 +159,7 @@ async def enable(
     ],
     tenant: Whose = None,
 ) -> None:
-    caller = caller_of(request)
-    await WebhookOutbox(context_of(request).ledger).enable(
-        tenant_asked(caller, tenant) or caller.tenant, url
-    )
+    await WebhookOutbox(context.ledger).enable(tenant_asked(caller, tenant) or caller.tenant, url)
 
 
 ROUTES: list[Any] = [

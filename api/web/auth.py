@@ -18,7 +18,7 @@ from ...broker.ledger.jobs.ledger import not_found
 from ...broker.ledger.people import keys
 from ...broker.ledger.people.keys import Keys
 from ...broker.ledger.people.sessions import Sessions, name_of
-from ...broker.ops.hosts import SAFE
+from ...broker.ops.hosts import SAFE, Hosts
 from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Key, Scope
 from ...schemas.access.sessions import Session
 from ...schemas.base.errors import MidstreamError
@@ -148,6 +148,19 @@ class Gate:
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return key
+
+
+async def well_called(
+    connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
+) -> None:
+    """The guard of all routes that comes before `authorize`. Raises `misdirected`, `cross_site`."""
+    hosts: Hosts = connection.app.state.context.hosts
+    headers = connection.headers
+    hosts.check(
+        connection.scope["method"],  # type: ignore[typeddict-item]
+        headers.getall("host", []),
+        headers.getall("origin", []),
+    )
 
 
 async def authorize(

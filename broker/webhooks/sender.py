@@ -14,6 +14,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,7 +27,6 @@ from ..ledger.jobs.ledger import Ledger
 from ..ops import metrics
 from .http import NoAnswer, Poster, TargetRefused
 from .outbox import DeliveryLease, WebhookOutbox
-from .schedule import due_again, retry_after
 from .secrets import WebhookSecrets
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,15 @@ SET_BACK_S = 1.0
 #: again.
 STOP_S = 3.0
 GONE = 410
+#: Seconds before each attempt, counted from the end of the one before: a little over three days in
+#: all.
+LADDER_S = (0.0, 5.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 50_400.0, 72_000.0, 86_400.0)
+#: A pause is longer by up to this share, so that what failed together does not come back together.
+JITTER = 0.2
+#: The longest pause that a receiver may wish for, in seconds.
+RETRY_AFTER_MAX_S = 24 * 3600.0
+#: The answers with which it may wish for one.
+WISHING = frozenset({429, 503})
 
 _CLOCK = re.compile(r"(?:^|[;,])webhooks:clock=([^;,]+)")
 
@@ -259,3 +268,34 @@ class Sender:
                 if self._outbox.clock() >= loan.ends:
                     raise
                 await asyncio.sleep(POLL_S)
+
+
+def due_again(
+    tries: int, at: float, request: float = 0.0, chance: random.Random | None = None
+) -> float | None:
+    """When to send again after `tries` attempts (at least 1) of which the last ended at `at`; None:
+    that was the last rung.
+
+    `request`: seconds that the receiver asked to be left alone, at least. `at` and the answer in
+    seconds since the epoch.
+    """
+    if tries >= len(LADDER_S):
+        return None
+    pause = LADDER_S[tries] * (1.0 + JITTER * (chance or random).random())
+    return at + max(pause, request)
+
+
+def retry_after(status: int, header: str | None, at: float) -> float:
+    """Seconds that the answer asks us to wait (RFC 9110: a number, or an HTTP date), 0 when it does
+    not; a day at most.
+    """
+    if status not in WISHING or header is None:
+        return 0.0
+    text = header.strip()
+    if text.isascii() and text.isdigit():
+        return min(float(text[:9]), RETRY_AFTER_MAX_S)
+    try:
+        moment = parsedate_to_datetime(text).timestamp()
+    except (ValueError, OverflowError):  # no date, or one outside of all calendars
+        return 0.0
+    return min(max(moment - at, 0.0), RETRY_AFTER_MAX_S)

@@ -8,8 +8,8 @@ import pytest
 import redis
 from flower.events import EventsState
 
-from midstream.broker.queue import flower_tasks
-from midstream.broker.queue.flower_tasks import MissedEnds
+from midstream.broker import flower
+from midstream.broker.flower import MissedEnds
 
 WORKER = "w1@machine"
 
@@ -148,7 +148,7 @@ def test_flower_polls_nothing_without_unfinished_tasks() -> None:
 def test_unfinished_tasks_beyond_the_batch_size_take_turns(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flower_tasks, "ASKED", 2)
+    monkeypatch.setattr(flower, "ASKED", 2)
     for number in range(5):
         seen.hears(f"job_{number}", "started")
         seen.stands(f"job_{number}", "running" if number < 4 else "succeeded")

@@ -18,7 +18,7 @@ from tenant_kit import ADMIN, Caller, asking, bearer
 from midstream.broker.ledger.core import tenants
 from midstream.broker.ledger.core.scripts import Scripts
 from midstream.broker.ledger.recovery.harvests import Harvests
-from midstream.broker.ledger.recovery.usage_reconciliation import UsageReconciliation
+from midstream.broker.ledger.recovery.reaper import UsageReconciliation
 from midstream.schemas.access.keys import Limits, Tenant
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now

@@ -28,8 +28,7 @@ from midstream.broker.ledger.core.dispatch import cost_of
 from midstream.broker.ledger.core.scripts import Scripts
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
-from midstream.broker.ledger.recovery.reaper import Reaper
-from midstream.broker.ledger.recovery.usage_reconciliation import UsageReconciliation
+from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.schemas.access.keys import Limits, Tenant
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now

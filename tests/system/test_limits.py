@@ -37,8 +37,7 @@ from midstream.broker.ledger.core.scripts import Scripts
 from midstream.broker.ledger.jobs.captures import Captures
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named.steering import Steering
-from midstream.broker.ledger.recovery.reaper import Reaper
-from midstream.broker.ledger.recovery.usage_reconciliation import UsageReconciliation
+from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.access.keys import Limits, Tenant, scoped

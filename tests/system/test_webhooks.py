@@ -25,9 +25,8 @@ from midstream.broker.ops import redis_server
 from midstream.broker.webhooks import outbox
 from midstream.broker.webhooks.http import CheckedBackend, NoAnswer, Poster, TargetRefused
 from midstream.broker.webhooks.outbox import WebhookOutbox
-from midstream.broker.webhooks.schedule import LADDER_S
 from midstream.broker.webhooks.secrets import WebhookSecrets
-from midstream.broker.webhooks.sender import Sender
+from midstream.broker.webhooks.sender import LADDER_S, Sender
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.access.webhooks import Delivery, DeliveryAttempt
 from midstream.schemas.base.errors import MidstreamError

@@ -10,7 +10,6 @@ import itertools
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from ....schemas.access.keys import unscoped
 from ....schemas.artifacts.loras import use_of
 from ....schemas.artifacts.probes import Probe
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError
-from ....schemas.base.limits import MAX_COUNT, MAX_PROBES, MAX_WATCHING
+from ....schemas.base.limits import MAX_PROBES, MAX_WATCHING
 from ....schemas.base.records import now, to_json, to_msgpack
 from ....schemas.base.settings import Settings
 from ....schemas.base.version import __version__
@@ -28,7 +27,6 @@ from ....schemas.jobs.harvests import OVER
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State, StoredPrompt
 from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.jobs.receipts import STORE_AWAY, CapturedFile, LostRange, Receipt
-from ....schemas.jobs.sweep_units import Units
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.source_runs import Run
 from ....schemas.requests.steering import Module, Proposal
@@ -36,7 +34,8 @@ from ...queue.celery_app import SEPARATOR, channels_of
 from ...queue.messages import SENT_CHANNEL, templates
 from . import script_arguments
 from .auto_pipeline import Parts
-from .dispatch import STEPS, URGENCY, cost_of
+from .dispatch import STEPS, URGENCY
+from .record import accepted
 from .script_arguments import binary, binary_head
 from .tenants import limits_of
 
@@ -208,29 +207,6 @@ def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]
     )
 
 
-def _requests(job: Job) -> int:
-    """Limit on the numbers of a job's requests."""
-    if job.harvest is not None:
-        return MAX_COUNT
-    return len(job.prompts) if job.sweep is None else Units(job.sweep).requests
-
-
-def asked_requests(job: Job) -> int:
-    """Number of the job's prompts that have an intervention, a capture, a probe or an adapter, and
-    so get a receipt from every rank. (0 for a sweep or a harvest, which read their own receipts.)
-    """
-    if job.lora is not None or job.probes:
-        return len(job.prompts)
-    return sum(
-        1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering
-    )
-
-
-def _callback(job: Job) -> bytes | None:
-    """The packed callback, with the key whose secret signs its webhooks."""
-    return to_json(msgspec.structs.replace(job.callback, key=job.key)) if job.callback else None
-
-
 def stored_tags(job: Job) -> list[str]:
     """The tags under which the job's captures become files; the user's own first."""
     result = [] if job.sweep is None else ["base"] if job.sweep.ablation else ["base", "source"]
@@ -316,34 +292,12 @@ def submit(
     arguments = pack(
         settings,
         id=job.id,
-        created=repr(job.created),
-        kind=job.kind,
-        model=job.model,
-        prompts=_requests(job),
-        asked=asked_requests(job),
-        captures=any(job.captures) or job.sweep is not None or bool(job.global_captures),
-        steers=any(job.steering) or job.lora is not None,
-        probed=bool(job.probes),
-        identity=job.identity,
-        metadata=to_json(job.metadata),
-        written_by=__version__,
+        record=accepted(job, request),
         idem=key,
         body=body,
         blob_ttl=BLOB_TTL_FACTOR * settings.result_ttl_s,
         tags=to_json(tags) if tags else None,
-        modules=to_json(job.modules),
-        contents=to_json(job.contents),
-        cells=job.sweep.num_cells if job.sweep is not None else 0,
-        runs=to_json(job.runs),
-        lora=to_json(use_of(job.lora)) if job.lora is not None else None,
-        run=job.run or None,
         packed_run=to_msgpack(run) if run else None,
-        tenant=job.tenant,
-        priority=job.priority,
-        expires=None if job.expires is None else repr(job.expires),
-        callback=_callback(job),
-        request=request or None,
-        cost=cost_of(job),
         files=bool(set(tags) - set(operators))
         or (job.harvest is not None and job.harvest.role == "run"),
         limits=limits_of(settings),

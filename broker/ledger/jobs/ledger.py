@@ -5,18 +5,14 @@ Everything here may be called from any process at any time; each change of a job
 call returns None or False.
 """
 
-import functools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import redis.asyncio
-import redis.exceptions
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
 
 from ....schemas.base.errors import MidstreamError, Problem
 from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
@@ -24,31 +20,20 @@ from ....schemas.base.settings import Settings
 from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import Event, Job, JobPage, JobResult, JobView, Output, State
-from ....schemas.jobs.models import SHOWN_IDENTITY, ModelInfo, WorkerInfo
 from ....schemas.jobs.sweeps import UnitRecord
-from ....schemas.service.compatibility import OLDEST_WIRE, WIRE
-from ...ops import redis_availability, redis_durability, redis_open
 from ..core import scripts
-from ..core.aof_barrier import AofBarrier, Barrier, persistence_in
-from ..core.auto_pipeline import PipelinedRedis
-from ..core.memory_pressure import MemoryPressure
-from ..core.tenants import Tenants, limits_of, refusal
+from ..core.aof_barrier import Barrier, persistence_in
+from ..core.connection import reachable as reachable
+from ..core.record import FIELDS, JobRecord, decode
+from ..core.tenants import refusal
 from ..results import views
+from .fleet import Fleet
 
-P = ParamSpec("P")
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 unit_decoder = msgspec.msgpack.Decoder(UnitRecord)
 list_ = list  # the method `Ledger.list` hides the builtin inside the class
 
-#: Connections to Redis that one process opens at most; more callers wait for a free one.
-MAX_CONNECTIONS = 64
-#: Seconds without an answer after which Redis counts as unreachable.
-SOCKET_TIMEOUT_S = 10.0
-#: Repeats of a command whose connection broke. Every script may be repeated: a completed change is
-#: recognised or refused.
-RETRIES = 3
 #: Jobs read per query while filling a filtered page, and in total for one page.
 PAGE_CHUNK, PAGE_SCAN = 100, 5000
 #: The parts of a result, a consistent snapshot: fields of the record, outputs, receipts.
@@ -110,105 +95,29 @@ def new_job_id() -> str:
     return "job_" + prefix + "".join(ALPHABET[byte & 31] for byte in secrets.token_bytes(26))
 
 
-def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """An unreachable, loading or full Redis raises one typed error:
-    MidstreamError("unavailable").
-    """
-
-    @functools.wraps(call)
-    async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return await call(*args, **kwargs)
-        except redis.exceptions.RedisError as error:
-            if not redis_availability.is_absence(error):
-                raise
-            raise MidstreamError("unavailable", redis_availability.words(error)) from error
-
-    return guarded
-
-
-def _own(info: ModelInfo | WorkerInfo) -> bytes:
-    """Encode as JSON, with the versions that this process supports."""
-    return to_json(msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE))
-
-
 def not_found(job_id: str) -> MidstreamError:
     return MidstreamError("not_found", f"unknown job {job_id}")
 
 
-class Ledger:
+def _record(job_id: str, values: Sequence[bytes | None]) -> JobRecord:
+    """`values` as HMGET returns them for `FIELDS`. Raises not_found."""
+    record = decode(job_id, values)
+    if record is None:
+        raise not_found(job_id)
+    return record
+
+
+class Ledger(Fleet):
     """The job ledger over one asyncio Redis client.
 
     Belongs to the event loop it is first used on.
     """
 
     def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:
-        # redis-py types each answer as the union of all that it can be configured to return
-        self.redis: Any = client
-        self.settings = settings
-        self.tenants = Tenants(self.redis, settings)
-        self._pressure = MemoryPressure(self.redis, settings.redis_allow_lossy)
-        self._written = AofBarrier(self.redis, settings.redis_replicas, settings.redis_allow_lossy)
-        self._scripts = scripts.Scripts(client)
-        self._models: dict[str, tuple[bytes, ModelInfo]] = {}  # as stored, and decoded
+        super().__init__(client, settings)
         self._result: Any = client.register_script(RESULT)
 
-    @classmethod
-    def connect(cls, settings: Settings, answer_s: float = SOCKET_TIMEOUT_S) -> "Ledger":
-        """A ledger on `settings.redis_url`, with its own connections; close it with `close()`.
-
-        `answer_s`: seconds without an answer after which a connection is dropped and the call
-        repeated over a new one.
-        """
-        pool = redis_open.async_pool(
-            settings.redis_url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=answer_s,
-            socket_timeout=answer_s,
-            socket_connect_timeout=answer_s,
-            # A pooled connection cut by a restart of Redis is reconnected silently; an unreachable
-            # Redis is reported within a second.
-            retry=Retry(ExponentialBackoff(cap=min(0.4, answer_s / 5), base=0.05), RETRIES),
-        )
-        return cls(PipelinedRedis.from_pool(pool), settings)
-
-    async def close(self) -> None:
-        await self.redis.aclose()
-
-    @reachable
-    async def ping(self) -> None:
-        """Raises MidstreamError("unavailable") if Redis does not answer."""
-        await self.redis.ping()
-
-    @reachable
-    async def check_durable(self) -> None:
-        """Raises MidstreamError("unavailable") if Redis does not answer, or may lose what it
-        confirms: submissions are refused then.
-        """
-        redis_durability.refuse_lossy(await self.redis.info(), self.settings.redis_allow_lossy)
-
-    @reachable
-    async def written(self) -> None:
-        """Wait until all earlier answers survive a kill of Redis.
-
-        For callers that are about to confirm them.
-        """
-        await self._written()
-
     # ---- accepting -------------------------------------------------------------------------------
-
-    @reachable
-    async def check_room(self, size: int) -> None:
-        """Raises MidstreamError("overloaded") if `size` more bytes would fill Redis too far: the
-        rest is reserved for accepted jobs.
-        """
-        used, allowed = await self._pressure.percent(size), limits_of(self.settings)["redis_fill"]
-        if used >= allowed:
-            raise refusal("", "redis_fill", int(used), allowed, size, None)
-
-    def took_room(self, size: int) -> None:
-        """Count `size` bytes stored since the last sample."""
-        self._pressure.accepted(size)
 
     @reachable
     async def submit(
@@ -515,11 +424,8 @@ class Ledger:
     @reachable
     async def view(self, job_id: str) -> JobView:
         """The job's state. Raises not_found."""
-        values = await self.redis.hmget(f"ms:job:{job_id}", views.FIELDS)
-        view = views.view(job_id, values, self.settings)
-        if view is None:
-            raise not_found(job_id)
-        return view
+        values = await self.redis.hmget(f"ms:job:{job_id}", FIELDS)
+        return views.view(_record(job_id, values), self.settings)
 
     @reachable
     async def outcome(self, job_id: str) -> Outcome:
@@ -528,10 +434,9 @@ class Ledger:
         Raises not_found.
         """
         names = [f"ms:{kind}:{job_id}" for kind in ("job", "out", "ticket")]
-        values, outputs, receipts, persistence = await self._result(keys=names, args=views.FIELDS)
-        view = views.view(job_id, values, self.settings)
-        if view is None:
-            raise not_found(job_id)
+        values, outputs, receipts, persistence = await self._result(keys=names, args=FIELDS)
+        record = _record(job_id, values)
+        view = views.view(record, self.settings)
         # A script cannot await replicas. Results are answered without a log too: only what is
         # confirmed needs one.
         written = not self.settings.redis_replicas and Barrier(lossy=True).passed(
@@ -539,7 +444,7 @@ class Ledger:
         )
         if view.state is State.EXPIRED or view.kind == "sweep":
             return Outcome(view, written=written)
-        return Outcome(view, views.result(view, values, outputs, receipts, self.settings), written)
+        return Outcome(view, views.result(view, record, outputs, receipts, self.settings), written)
 
     @reachable
     async def result(self, job_id: str) -> JobResult:
@@ -558,19 +463,16 @@ class Ledger:
             return result
         async with self.redis.pipeline(transaction=True) as pipe:
             job = f"ms:job:{job_id}"
-            pipe.hmget(job, views.FIELDS).hget(job, "spec").hvals(f"ms:units:{job_id}").hvals(
+            pipe.hmget(job, FIELDS).hget(job, "spec").hvals(f"ms:units:{job_id}").hvals(
                 f"ms:ticket:{job_id}"
             )
             values, spec, units, receipts = await pipe.execute()
-        swept = views.view(job_id, values, self.settings)
-        if (
-            swept is None
-            or spec is None
-            or (sweep := (await self._decode_job(job_id, spec)).sweep) is None
-        ):
+        record = _record(job_id, values)
+        if spec is None or (sweep := (await self._decode_job(job_id, spec)).sweep) is None:
             raise not_found(job_id)
-        records = {record.unit: record for record in map(unit_decoder.decode, units)}
-        return views.result(swept, values, None, receipts, self.settings, (sweep, records))
+        records = {unit.unit: unit for unit in map(unit_decoder.decode, units)}
+        view = views.view(record, self.settings)
+        return views.result(view, record, None, receipts, self.settings, (sweep, records))
 
     @reachable
     async def list(
@@ -599,16 +501,16 @@ class Ledger:
                 return JobPage(jobs=job_views)
             async with self.redis.pipeline(transaction=False) as pipe:
                 for name, _ in chunk:
-                    pipe.hmget(f"ms:job:{name}", views.FIELDS)
+                    pipe.hmget(f"ms:job:{name}", FIELDS)
                 records = await pipe.execute()
             for (name, created), values in zip(chunk, records, strict=True):
                 score, last = created, name
                 scanned += 1
-                view = views.view(name, values, self.settings)
-                if (
-                    view
-                    and (state is None or view.state is state)
-                    and (model is None or view.model == model)
+                if (record := decode(name, values)) is None:
+                    continue
+                view = views.view(record, self.settings)
+                if (state is None or view.state is state) and (
+                    model is None or view.model == model
                 ):
                     job_views.append(view)
                     if len(job_views) == limit:
@@ -676,124 +578,3 @@ class Ledger:
                 f"cannot read it: {error}; "
                 "upgrade the older one, workers first",
             ) from error
-
-    # ---- blobs, models, workers ------------------------------------------------------------------
-
-    @reachable
-    async def put_blob(self, name: str, data: bytes) -> None:
-        """Keep `data` under its content hash, without expiry: for tokenizer bundles.
-
-        A job's vectors come with `submit`.
-        """
-        await self.redis.set(f"ms:blob:{name}", data)
-
-    @reachable
-    async def get_blob(self, name: str) -> bytes | None:
-        raw: bytes | None = await self.redis.get(f"ms:blob:{name}")
-        return raw
-
-    async def get_tensor(self, name: str) -> Tensor:
-        """A steering vector by its content hash.
-
-        Raises MidstreamError("intervention_failed") if it is gone.
-        """
-        raw = await self.get_blob(name)
-        if raw is None:
-            raise MidstreamError("intervention_failed", f"the vector {name} is no longer stored")
-        return from_msgpack(raw, Tensor)
-
-    @reachable
-    async def publish_model(self, info: ModelInfo, worker: WorkerInfo) -> None:
-        """Publish the model of `worker` with the features that this process supports, and record
-        that the worker is alive.
-
-        Raises MidstreamError("model_changed") while another live worker serves a model of another
-        identity under the name.
-        """
-        arguments = scripts.pack(
-            self.settings,
-            name=info.name,
-            worker=worker.worker,
-            boot=worker.boot,
-            identity=info.identity,
-            model=_own(info),
-            info=_own(worker),
-            lease_s=self.settings.lease_s,
-        )
-        outcome, *rest = scripts.text(await self._scripts.publish(args=arguments))
-        if outcome == "refused":
-            other, identity = rest
-            raise MidstreamError(
-                "model_changed",
-                f"the live worker {other!r} serves {info.name!r} with the identity "
-                f"{identity[:SHOWN_IDENTITY] or '(not reported)'}, and "
-                f"this worker's model has {info.identity[:SHOWN_IDENTITY]}: one name stands for "
-                "one model. Stop the workers of the other "
-                "one first (its accepted jobs then fail, or wait: setting on_model_change), or "
-                "serve this one under another model_name",
-                field="model",
-            )
-
-    @reachable
-    async def model(self, name: str) -> ModelInfo | None:
-        return self._read_model(name, await self.redis.hget("ms:models", name))
-
-    @reachable
-    async def watched_model(self, name: str) -> tuple[ModelInfo | None, list_[bytes]]:
-        """The model, and the names of the probes that score all its traffic, ascending; in one
-        round trip: every submission needs both.
-        """
-        async with self.redis.pipeline(transaction=False) as pipe:
-            pipe.hget("ms:models", name)
-            pipe.smembers(f"ms:probes-watching:{name}")
-            raw, watching = await pipe.execute()
-        return self._read_model(name, raw), sorted(watching)
-
-    def _read_model(self, name: str, raw: bytes | None) -> ModelInfo | None:
-        if raw is None:
-            return None
-        if self._models.get(name, (b"",))[0] != raw:  # read by every request, rarely changed
-            self._models[name] = raw, from_json(raw, ModelInfo)
-        return self._models[name][1]
-
-    @reachable
-    async def serves(self, name: str, identity: str) -> bool:
-        """Return whether jobs for the model of this identity can be accepted: it is published under
-        the name, and so is its tokenizer.
-
-        False after Redis has lost its data.
-        """
-        info = await self.model(name)
-        return (
-            info is not None
-            and info.identity == identity
-            and bool(await self.redis.exists(f"ms:blob:{info.tokenizer}"))
-        )
-
-    @reachable
-    async def models(self) -> list_[ModelInfo]:
-        """Every model that a worker has ever served, by name."""
-        raw = await self.redis.hgetall("ms:models")
-        return [from_json(raw[name], ModelInfo) for name in sorted(raw)]
-
-    @reachable
-    async def heartbeat(self, info: WorkerInfo) -> None:
-        """Record that this worker is alive for another `lease_s`."""
-        async with self.redis.pipeline(transaction=True) as pipe:
-            pipe.hset("ms:workers", info.worker, _own(info))
-            pipe.set(f"ms:alive:{info.worker}", info.boot, px=int(self.settings.lease_s * 1000))
-            await pipe.execute()
-
-    @reachable
-    async def workers(self) -> list_[WorkerInfo]:
-        """The workers whose heartbeat is fresh, by id."""
-        raw = await self.redis.hgetall("ms:workers")
-        infos = [from_json(raw[name], WorkerInfo) for name in sorted(raw)]
-        boots = (
-            await self.redis.mget([f"ms:alive:{info.worker}" for info in infos]) if infos else []
-        )
-        return [
-            info
-            for info, boot in zip(infos, boots, strict=True)
-            if boot is not None and boot.decode() == info.boot
-        ]

@@ -10,6 +10,7 @@ import msgspec
 
 from ....schemas.base.records import from_json
 from ....schemas.service.feed import FeedJob
+from ..core.record import FIELDS, decode
 from ..jobs.ledger import Ledger, reachable
 from ..results import views
 
@@ -32,7 +33,7 @@ async def read_jobs(ledger: Ledger, names: Sequence[str]) -> list[FeedJob]:
         return []
     async with ledger.redis.pipeline(transaction=False) as pipe:
         for name in names:
-            pipe.hmget(f"ms:job:{name}", views.FIELDS).hget(f"ms:capture:{name}", "tags")
+            pipe.hmget(f"ms:job:{name}", FIELDS).hget(f"ms:capture:{name}", "tags")
         raw = await pipe.execute(raise_on_error=False)
     result = []
     for name, values, tags in zip(names, raw[::2], raw[1::2], strict=True):
@@ -42,11 +43,12 @@ async def read_jobs(ledger: Ledger, names: Sequence[str]) -> list[FeedJob]:
                     "its record has another type: "
                     f"{values if isinstance(values, Exception) else tags}"
                 )
-            view = views.view(name, values, ledger.settings)
-            if view is not None:
+            record = decode(name, values)
+            if record is not None:
+                view = views.view(record, ledger.settings)
                 listed = from_json(tags, list[str]) if tags else []
                 result.append(FeedJob(**msgspec.structs.asdict(view), tags=listed))
-        except (KeyError, ValueError, msgspec.DecodeError) as error:
+        except (TypeError, ValueError, msgspec.DecodeError) as error:
             log.warning(
                 "job %s is left out of the page's table: its record cannot be read: %r", name, error
             )

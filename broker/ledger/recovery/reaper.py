@@ -7,8 +7,10 @@ check.
 
 import logging
 import re
+import secrets
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -25,7 +27,6 @@ from ..jobs.status import relay_since
 from ..named.source_runs import SourceRuns
 from ..results.views import listing
 from .harvests import Harvests
-from .usage_reconciliation import UsageReconciliation
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ SECONDS_PER_MESSAGE = 1e-3
 #: Seconds between two recounts of usage; and until the next one if a recount could not be
 #: completed.
 RECOUNT_S, RECOUNT_AGAIN_S = 3600.0, 60.0
+#: Jobs, captures or harvests examined per script call of a recount, which blocks Redis for a few
+#: milliseconds.
+RECOUNT_SLICE = 250
 
 #: The task id in a message's headers; `\\` because a message may be quoted inside another JSON
 #: document.
@@ -282,3 +286,63 @@ def _job_of(message: bytes) -> tuple[str, int]:
     """
     match = _TASK_ID.search(message)
     return ("", NOWHERE) if match is None else job_of_task(match[1].decode())
+
+
+class UsageReconciliation:
+    """One recount of the usage counters: call `step` until it returns the differences.
+
+    Usage is updated in the commits that change it, so it is correct except for changes that a
+    process of another version made without counting. A recount takes a slice at a time, while all
+    scripts keep it up to date (`tally` in lua/usage.lua), so the service need not stop. One that
+    begins later replaces it.
+    """
+
+    def __init__(
+        self, bound: scripts.Scripts, settings: Settings, at: float, slice_: int = RECOUNT_SLICE
+    ) -> None:
+        """`bound`: the `Scripts` of an asynchronous client.
+
+        `at`: the time, in seconds since the epoch.
+        """
+        self._scripts, self._settings, self._at, self._slice = bound, settings, at, slice_
+        self._name = secrets.token_hex(8)
+        self._left = ["live", "captures", "harvests", "jobs"]
+        self._cursor = b"0"
+
+    async def step(self) -> list[str] | None:
+        """Count one more slice.
+
+        None: more slices remain. At the end, the counters that were wrong and are now corrected.
+        """
+        if not self._left:
+            counted = await self._scripts.recounted(
+                args=scripts.pack(self._settings, self._at, name=self._name)
+            )
+            return [
+                *_differences(counted),
+                *_differences(
+                    await self._scripts.list_modules(args=scripts.pack(self._settings, self._at))
+                ),
+            ]
+        local = {
+            "name": self._name,
+            "which": self._left[0],
+            "cursor": self._cursor,
+            "many": self._slice,
+        }
+        self._cursor = await self._scripts.recount(
+            args=scripts.pack(self._settings, self._at, **local)
+        )
+        if not self._cursor:
+            return []
+        if self._cursor == b"0":
+            self._left.pop(0)
+        return None
+
+
+def _differences(reply: Sequence[bytes | int]) -> list[str]:
+    text = scripts.text(reply)
+    return [
+        f"{name}: {was} instead of {result}"
+        for name, was, result in zip(text[::3], text[1::3], text[2::3], strict=False)
+    ]

@@ -2,16 +2,13 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, cast
 
 import numpy as np
 
-from ....schemas.access.handling import Callback, Priority
-from ....schemas.access.keys import DEFAULT_TENANT, shown
-from ....schemas.artifacts.loras import LoraUse
+from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
-from ....schemas.base.errors import Problem, invalid
-from ....schemas.base.records import from_json, from_msgpack, now
+from ....schemas.base.errors import invalid
+from ....schemas.base.records import from_msgpack, now
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.jobs import (
     TERMINAL,
@@ -31,49 +28,9 @@ from ....schemas.jobs.sweeps import StoredSweep
 from ....schemas.prompts.selectors import as_ranges
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.readings import READER
-from ....schemas.requests.specs import CaptureStatus
+from ..core.record import JobRecord
 from .readings import readings
 from .sweep_result import Records, sweep_result
-
-#: The fields of `ms:job:{id}` that a view needs; not `spec`, which may be large.
-FIELDS = [
-    "state",
-    "kind",
-    "model",
-    "attempt",
-    "version",
-    "created",
-    "queued",
-    "started",
-    "generated",
-    "cancelling",
-    "finished",
-    "worker",
-    "capture_status",
-    "receipts",
-    "expected",
-    "prompts",
-    "error",
-    "metadata",
-    "captures",
-    "steers",
-    "everyone",
-    "global_version",
-    "retried",
-    "modules",
-    "runs",
-    "run",
-    "cells",
-    "cells_expected",
-    "tenant",
-    "priority",
-    "expires",
-    "callback",
-    "lora",
-    "probed",
-    "identity",
-    "contents",
-]
 
 #: Ranges of positions that a detail lists; the rest are only counted.
 SHOWN_RANGES = 8
@@ -82,93 +39,35 @@ _STREAM_ID = re.compile(r"^\d{1,20}(-\d{1,20})?$")
 _CURSOR = re.compile(r"^(\d+(?:\.\d+)?):([A-Za-z0-9_]+)$")
 
 
-class Facts(NamedTuple):
-    """Fields of the record that a result needs in addition to the view."""
-
-    captures: bool
-    global_version: int
-    retried: list[str]
-
-
-def facts(values: Sequence[bytes | None]) -> Facts:
-    record = dict(zip(FIELDS, values, strict=True))
-    retried = record["retried"]
-    return Facts(
-        captures=record["captures"] == b"1",
-        global_version=int(record["global_version"] or 0),
-        retried=[] if retried is None else [retried.decode()],
-    )
-
-
-def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> JobView | None:
-    """`values` as HMGET returns them for `FIELDS`; None if there is no such job.
-
-    A result past its retention reads `expired`.
-    """
-    record = {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
-    if "state" not in record:
-        return None
-
-    def moment(name: str) -> float | None:
-        return float(record[name]) if name in record else None
-
-    state, finished = State(record["state"].decode()), moment("finished")
-    if state in TERMINAL and finished is not None and now() > finished + settings.result_ttl_s:
-        state = State.EXPIRED
-    return JobView(
-        id=job_id,
-        kind=record["kind"].decode(),
-        model=record["model"].decode(),
-        state=state,
-        attempt=int(record["attempt"]),
-        version=int(record["version"]),
-        created=float(record["created"]),
-        queued=moment("queued"),
-        started=moment("started"),
-        generated=moment("generated"),
-        cancelling=moment("cancelling"),
-        finished=finished,
-        worker=record["worker"].decode() if "worker" in record else None,
-        capture_status=cast(CaptureStatus, record["capture_status"].decode()),
-        receipts=int(record["receipts"]),
-        receipts_expected=int(record["expected"]),
-        prompts=0 if record["kind"] in (b"sweep", b"harvest") else int(record["prompts"]),
-        error=from_json(record["error"], Problem) if "error" in record else None,
-        metadata=from_json(record["metadata"], dict[str, str]),
-        steered=b"1" in (record.get("steers"), record.get("everyone")),
-        modules=from_json(record["modules"], dict[str, str]) if "modules" in record else {},
-        runs=from_json(record["runs"], dict[str, str]) if "runs" in record else {},
-        run=shown(record["run"].decode()) if "run" in record else "",
-        cells=int(record.get("cells", 0)),
-        cells_expected=int(record.get("cells_expected", 0)),
-        tenant=record["tenant"].decode() if "tenant" in record else DEFAULT_TENANT,
-        priority=cast(Priority, record["priority"].decode()) if "priority" in record else "normal",
-        expires=moment("expires"),
-        callback_url=from_json(record["callback"], Callback).url if "callback" in record else None,
-        lora=from_json(record["lora"], LoraUse) if "lora" in record else None,
-        probed="probed" in record,
-        identity=record["identity"].decode() if "identity" in record else "",
-        contents=from_json(record["contents"], dict[str, str]) if "contents" in record else {},
-        global_version=int(record["global_version"]) if "global_version" in record else None,
-    )
+def view(record: JobRecord, settings: Settings) -> JobView:
+    """The record as users see it; a result past its retention reads `expired`."""
+    past = record.finished is not None and now() > record.finished + settings.result_ttl_s
+    fields = {name: getattr(record, name) for name in JobView.__struct_fields__} | {
+        "state": State.EXPIRED if record.state in TERMINAL and past else record.state,
+        "receipts_expected": record.expected,
+        "prompts": 0 if record.kind in ("sweep", "harvest") else record.prompts,
+        "run": shown(record.run) if record.run else "",
+        "callback_url": record.callback.url if record.callback is not None else None,
+        "steered": record.steers or record.everyone,
+    }
+    return JobView(**fields)
 
 
 def result(
     view: JobView,
-    values: Sequence[bytes | None],
+    record: JobRecord,
     outputs: bytes | None,
     receipts: Iterable[bytes],
     settings: Settings,
     swept: tuple[StoredSweep, Records] | None = None,
 ) -> JobResult:
-    """`values` as for `view`; `outputs` and `receipts` as stored; receipts of one attempt, in any
+    """`view` is of `record`; `outputs` and `receipts` as stored; receipts of one attempt, in any
     order. `swept`: the result of a sweep.
     """
-    known = facts(values)
     report = [receipt_decoder.decode(raw) for raw in receipts]
     sweep = None
     if swept is not None:
-        report += [receipt for record in swept[1].values() for receipt in record.receipts]
+        report += [receipt for unit in swept[1].values() for receipt in unit.receipts]
         seconds = (
             view.generated - view.started
             if view.generated is not None and view.started is not None
@@ -181,9 +80,9 @@ def result(
         model=view.model,
         state=view.state,
         outputs=from_msgpack(outputs, list[Output]) if outputs else [],
-        capture_results=capture_results(view, known, ticket, settings),
-        determinism=determinism(view, known, ticket)
-        if known.captures or view.steered or any(item.scores for item in ticket)
+        capture_results=capture_results(view, record, ticket, settings),
+        determinism=determinism(view, record, ticket)
+        if record.captures or view.steered or any(item.scores for item in ticket)
         else None,
         attempt=view.attempt,
         sweep=sweep,
@@ -227,10 +126,10 @@ def probe_result(request: int, score: ProbeScore) -> ProbeResult:
 
 
 def capture_results(
-    view: JobView, known: Facts, ticket: Sequence[Receipt], settings: Settings
+    view: JobView, record: JobRecord, ticket: Sequence[Receipt], settings: Settings
 ) -> CaptureResults:
     """The files of the receipts that arrived, under the status that the ledger settled on."""
-    if not known.captures:
+    if not record.captures:
         return CaptureResults(status="not_requested", job=view.id)
     files = [
         FileEntry(
@@ -332,7 +231,7 @@ def _reuse(ticket: Sequence[Receipt]) -> list[str]:
     )
 
 
-def determinism(view: JobView, known: Facts, ticket: Sequence[Receipt]) -> Determinism:
+def determinism(view: JobView, record: JobRecord, ticket: Sequence[Receipt]) -> Determinism:
     """Return whether, for every request, the ranks of each pipeline stage report the same checksum,
     actions and edited rows, in one epoch.
 
@@ -372,8 +271,8 @@ def determinism(view: JobView, known: Facts, ticket: Sequence[Receipt]) -> Deter
         consistent=all(stage.consistent for stage in stages),
         stages=stages,
         worker=view.worker or "",
-        global_version=known.global_version,
-        retried=known.retried,
+        global_version=record.global_version or 0,
+        retried=[] if record.retried is None else [record.retried],
     )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from prometheus_client import REGISTRY
 from tree import PACKAGES, ROOT, imports_of, sources
 
-from midstream.api.operations import scraped as _scraped  # noqa: F401
+from midstream.api.routes import service as _service  # noqa: F401
 from midstream.broker.ops.metrics import OF_WORKER, Readings
 
 

@@ -17,14 +17,14 @@ from midstream.broker.webhooks.http import (
     TargetRefused,
     signature,
 )
-from midstream.broker.webhooks.schedule import (
+from midstream.broker.webhooks.sender import (
     JITTER,
     LADDER_S,
     RETRY_AFTER_MAX_S,
+    TENANT_SLOTS,
     due_again,
     retry_after,
 )
-from midstream.broker.webhooks.sender import TENANT_SLOTS
 from midstream.broker.webhooks.targets import refusal, url_fault
 from midstream.schemas.access.handling import Handling, callback_of
 from midstream.schemas.base.errors import MidstreamError

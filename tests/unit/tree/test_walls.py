@@ -88,7 +88,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "base",
     ),
     "api/resolve": ("sweeps", "admission", "readings", "edits", "positions", "prompts"),
-    "broker/ledger": ("recovery", "people named", "jobs", "core", "results"),
+    "broker/ledger": ("recovery", "people named", "jobs", "results", "core"),
     "workers/engine": (
         "vllm",
         "proof vllm_output model_identity",

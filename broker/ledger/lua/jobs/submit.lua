@@ -1,15 +1,14 @@
 -- Accept a job: record, blobs, listing and idempotency key in one commit.
--- args: id, spec (packed), created (text), kind, model, prompts, asked, captures, steers, metadata (JSON), written_by, idem (idempotency
---       key, or nil), body (its body's sha256), blob_ttl, tags (JSON list of the tags under which captures become files, or nil), modules
---       (JSON of the named ones), contents (JSON of what else is named), cells (of a sweep), runs (JSON of the source runs that patch it), run (name of the run that
---       it makes, or nil), packed_run, lora (JSON of the adapter's name and digest, or nil), probed (whether probes score it), identity (of the model), tenant, priority, expires (text, or nil), callback (JSON, or nil), request (the body as JSON, or nil), cost (tokens), files (whether its
---       user captures into files), limits (defaults where the tenant has none of its own), blobs: {sha256, bytes, or false to take
---       the pinned tensor} of each
+-- args: id, spec (packed), record (field of `ms:job:{id}` -> value, as `core/record.py` encodes them), idem (idempotency key, or nil),
+--       body (its body's sha256), blob_ttl, tags (JSON list of the tags under which captures become files, or nil), packed_run (of the
+--       source run that it makes, or nil), files (whether its user captures into files), limits (defaults where the tenant has none of
+--       its own), blobs: {sha256, bytes, or false to take the pinned tensor} of each
 -- ARGV[2]: memory usage of Redis, in percent, sampled with the size of the arguments.
 -- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
 --         | {'refused', name of the limit, used, allowed, seconds until it would be accepted ('' if unknown)}
-local id, spec, model, tenant, tags, idem = args.id, args.spec, args.model, args.tenant, args.tags, args.idem
-local redis_fill, priority = tonumber(ARGV[2]), args.priority
+local id, spec, record, tags, idem = args.id, args.spec, args.record, args.tags, args.idem
+local model, tenant, created = record.model, record.tenant, record.created
+local redis_fill = tonumber(ARGV[2])
 
 -- The first limit that a submission exceeds; if none, charges its cost to the rates and returns nil. A rate is a leaky
 -- bucket (GCRA): `{name}_until` is when it is empty; a minute ahead it is full. A submission worth more than a minute
@@ -20,9 +19,9 @@ local function over_limit(limits)
   for _, check in ipairs({ -- limit, used, requested, unit
     {'queue_limit', queued, 1, 1},
     {'jobs_in_flight', jobs, 1, 1},
-    {'sweep_cells', cells, args.cells, 1},
-    {'sweep_cells_waiting', all_cells, args.cells, 1},
-    {'webhooks_pending', args.callback and redis.call('SCARD', 'ms:hook-pending:' .. tenant), args.callback and 1 or 0, 1},
+    {'sweep_cells', cells, record.cells_expected, 1},
+    {'sweep_cells_waiting', all_cells, record.cells_expected, 1},
+    {'webhooks_pending', record.callback and redis.call('SCARD', 'ms:hook-pending:' .. tenant), record.callback and 1 or 0, 1},
     {'capture_mib', bytes, args.files and 1 or 0, MIB}, -- their size is unknown in advance: accepted until the limit is reached
   }) do
     local name, used, more, unit = unpack(check)
@@ -35,7 +34,7 @@ local function over_limit(limits)
   local minute, requests, requests_until, tokens, tokens_until =
     unpack(redis.call('HMGET', rate, 'minute', 'requests', 'requests_until', 'tokens', 'tokens_until'))
   local taken, new = {'minute', this_minute}, tonumber(minute) ~= this_minute
-  for _, each in ipairs({{'requests', 1, requests, requests_until}, {'tokens', args.cost, tokens, tokens_until}}) do
+  for _, each in ipairs({{'requests', 1, requests, requests_until}, {'tokens', record.cost, tokens, tokens_until}}) do
     local name, more, counted, till = unpack(each)
     local allowed = limits[name .. '_per_minute']
     till = math.max(now, tonumber(till) or 0)
@@ -77,9 +76,10 @@ local refused = over_limit(limits)
 if refused then
   return refused
 end
-if own.highest_priority and URGENCY[priority] < URGENCY[own.highest_priority] then
-  priority = own.highest_priority
+if own.highest_priority and URGENCY[record.priority] < URGENCY[own.highest_priority] then
+  record.priority = own.highest_priority
 end
+record.spec, record.queued, record.step = spec, args.at, STEPS[record.kind][record.priority]
 for _, each in ipairs(args.blobs) do -- the job's own copies: later changes of a module do not affect it
   local name, bytes = unpack(each)
   local blob = key('blob', name)
@@ -90,51 +90,35 @@ for _, each in ipairs(args.blobs) do -- the job's own copies: later changes of a
   end
   redis.call('EXPIRE', blob, args.blob_ttl)
 end
-redis.call('HSET', key('job', id), 'spec', spec, 'state', 'queued', 'attempt', 0, 'version', 1, 'created', args.created,
-  'queued', args.at, 'kind', args.kind, 'model', model, 'prompts', args.prompts, 'asked', args.asked,
-  'captures', args.captures and '1' or '0', 'steers', args.steers and '1' or '0', 'metadata', args.metadata, 'modules', args.modules,
-  'contents', args.contents,
-  'cells', 0, 'cells_expected', args.cells, 'runs', args.runs, 'run', args.run or '', 'tenant', tenant, 'priority', priority,
-  'step', STEPS[args.kind][priority], 'cost', args.cost, 'written_by', args.written_by, 'receipts', 0, 'expected', 0,
-  'capture_status', args.captures and 'pending' or 'not_requested', 'identity', args.identity)
-if args.expires then
-  redis.call('HSET', key('job', id), 'expires', args.expires)
+local fields = {}
+for name, value in pairs(record) do
+  fields[#fields + 1] = name
+  fields[#fields + 1] = value
 end
-if args.lora then
-  redis.call('HSET', key('job', id), 'lora', args.lora)
-end
-if args.callback then
-  redis.call('HSET', key('job', id), 'callback', args.callback)
-end
-if args.request then
-  redis.call('HSET', key('job', id), 'request', args.request)
-end
-if args.probed then
-  redis.call('HSET', key('job', id), 'probed', '1')
-end
-redis.call('ZADD', 'ms:jobs', args.created, id)
-redis.call('ZADD', key('jobs', tenant), args.created, id) -- its tenant's own list
+redis.call('HSET', key('job', id), unpack(fields))
+redis.call('ZADD', 'ms:jobs', created, id)
+redis.call('ZADD', key('jobs', tenant), created, id) -- its tenant's own list
 redis.call('SADD', 'ms:owners', tenant)
 if tags then -- outlives the job's record: files stay until they are deleted
-  redis.call('HSET', key('capture', id), 'tags', tags, 'created', args.created, 'status', 'pending', 'bytes', 0, 'rows', 0, 'model', model,
-    'tenant', tenant, 'identity', args.identity)
-  if args.files and args.kind ~= 'harvest' then -- its shards are charged with its units
+  redis.call('HSET', key('capture', id), 'tags', tags, 'created', created, 'status', 'pending', 'bytes', 0, 'rows', 0, 'model', model,
+    'tenant', tenant, 'identity', record.identity)
+  if args.files and record.kind ~= 'harvest' then -- its shards are charged with its units
     redis.call('HSET', key('capture', id), 'charged', tenant)
     tally_from_here(key('capture', id))
   end
-  redis.call('ZADD', 'ms:captures', args.created, id)
-  redis.call('ZADD', key('captures', tenant), args.created, id)
+  redis.call('ZADD', 'ms:captures', created, id)
+  redis.call('ZADD', key('captures', tenant), created, id)
 end
-if args.run then -- from here on the name points at this job
-  redis.call('HSET', key('runs', model), args.run, args.packed_run)
+if args.packed_run then -- from here on the name points at this job
+  redis.call('HSET', key('runs', model), record.run, args.packed_run)
 end
 if idem then
   redis.call('SET', key('idem', idem), id .. ':' .. args.body, 'EX', args.result_ttl)
 end
 local job = read(id)
-list_job(id, 'queued', tenant, args.created)
+list_job(id, 'queued', tenant, created)
 enter(job)
-if args.cells > 0 then
+if record.cells_expected > 0 then
   tally_cells(job, job.cells_expected)
 end
 event(job, 'state', '{"state":"queued","attempt":0}')

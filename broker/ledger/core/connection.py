@@ -1,0 +1,143 @@
+"""The ledger's connection to Redis: its errors, its durability, its room, its blobs."""
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, ParamSpec, Self, TypeVar
+
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.records import from_msgpack
+from ....schemas.base.settings import Settings
+from ....schemas.base.tensors import Tensor
+from ...ops import redis_availability, redis_durability, redis_open
+from . import scripts
+from .aof_barrier import AofBarrier
+from .auto_pipeline import PipelinedRedis
+from .memory_pressure import MemoryPressure
+from .tenants import Tenants, limits_of, refusal
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Connections to Redis that one process opens at most; more callers wait for a free one.
+MAX_CONNECTIONS = 64
+#: Seconds without an answer after which Redis counts as unreachable.
+SOCKET_TIMEOUT_S = 10.0
+#: Repeats of a command whose connection broke. Every script may be repeated: a completed change is
+#: recognised or refused.
+RETRIES = 3
+
+
+def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """An unreachable, loading or full Redis raises one typed error:
+    MidstreamError("unavailable").
+    """
+
+    @functools.wraps(call)
+    async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await call(*args, **kwargs)
+        except redis.exceptions.RedisError as error:
+            if not redis_availability.is_absence(error):
+                raise
+            raise MidstreamError("unavailable", redis_availability.words(error)) from error
+
+    return guarded
+
+
+class Connection:
+    """One asyncio Redis client, and what every change of the ledger needs of it.
+
+    Belongs to the event loop it is first used on.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:
+        # redis-py types each answer as the union of all that it can be configured to return
+        self.redis: Any = client
+        self.settings = settings
+        self.tenants = Tenants(self.redis, settings)
+        self._pressure = MemoryPressure(self.redis, settings.redis_allow_lossy)
+        self._written = AofBarrier(self.redis, settings.redis_replicas, settings.redis_allow_lossy)
+        self._scripts = scripts.Scripts(client)
+
+    @classmethod
+    def connect(cls, settings: Settings, answer_s: float = SOCKET_TIMEOUT_S) -> Self:
+        """One on `settings.redis_url`, with its own connections; close it with `close()`.
+
+        `answer_s`: seconds without an answer after which a connection is dropped and the call
+        repeated over a new one.
+        """
+        pool = redis_open.async_pool(
+            settings.redis_url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=answer_s,
+            socket_timeout=answer_s,
+            socket_connect_timeout=answer_s,
+            # A pooled connection cut by a restart of Redis is reconnected silently; an unreachable
+            # Redis is reported within a second.
+            retry=Retry(ExponentialBackoff(cap=min(0.4, answer_s / 5), base=0.05), RETRIES),
+        )
+        return cls(PipelinedRedis.from_pool(pool), settings)
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+
+    @reachable
+    async def ping(self) -> None:
+        """Raises MidstreamError("unavailable") if Redis does not answer."""
+        await self.redis.ping()
+
+    @reachable
+    async def check_durable(self) -> None:
+        """Raises MidstreamError("unavailable") if Redis does not answer, or may lose what it
+        confirms: submissions are refused then.
+        """
+        redis_durability.refuse_lossy(await self.redis.info(), self.settings.redis_allow_lossy)
+
+    @reachable
+    async def written(self) -> None:
+        """Wait until all earlier answers survive a kill of Redis.
+
+        For callers that are about to confirm them.
+        """
+        await self._written()
+
+    @reachable
+    async def check_room(self, size: int) -> None:
+        """Raises MidstreamError("overloaded") if `size` more bytes would fill Redis too far: the
+        rest is reserved for accepted jobs.
+        """
+        used, allowed = await self._pressure.percent(size), limits_of(self.settings)["redis_fill"]
+        if used >= allowed:
+            raise refusal("", "redis_fill", int(used), allowed, size, None)
+
+    def took_room(self, size: int) -> None:
+        """Count `size` bytes stored since the last sample."""
+        self._pressure.accepted(size)
+
+    @reachable
+    async def put_blob(self, name: str, data: bytes) -> None:
+        """Keep `data` under its content hash, without expiry: for tokenizer bundles.
+
+        A job's vectors come with `submit`.
+        """
+        await self.redis.set(f"ms:blob:{name}", data)
+
+    @reachable
+    async def get_blob(self, name: str) -> bytes | None:
+        raw: bytes | None = await self.redis.get(f"ms:blob:{name}")
+        return raw
+
+    async def get_tensor(self, name: str) -> Tensor:
+        """A steering vector by its content hash.
+
+        Raises MidstreamError("intervention_failed") if it is gone.
+        """
+        raw = await self.get_blob(name)
+        if raw is None:
+            raise MidstreamError("intervention_failed", f"the vector {name} is no longer stored")
+        return from_msgpack(raw, Tensor)

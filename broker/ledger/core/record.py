@@ -1,0 +1,119 @@
+"""A job's record, the hash `ms:job:{id}`: its fields, and how each is encoded.
+
+Text and numbers are stored as text, truth values as 0 and 1, everything else as JSON; an absent
+field has the default of its type. Scripts add what only they read, such as `spec` and `lease`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+
+from ....schemas.access.handling import Callback, Priority
+from ....schemas.artifacts.loras import use_of
+from ....schemas.base.limits import MAX_COUNT
+from ....schemas.base.records import from_json, to_json
+from ....schemas.base.version import __version__
+from ....schemas.jobs.jobs import Job, JobView, State
+from ....schemas.jobs.sweep_units import Units
+from ....schemas.requests.specs import CaptureStatus
+from .dispatch import cost_of
+from .script_arguments import binary
+
+
+class JobRecord(JobView):
+    """What views and results read: the fields of a view as stored, and what they derive from."""
+
+    captures: bool = False
+    steers: bool = False  # its own steering or its adapter edits it
+    everyone: bool = False  # the global steering that it was started under edits it
+    expected: int = 0  # receipts
+    callback: Callback | None = None
+    retried: str | None = None  # what ranks of an earlier attempt disagreed on
+
+
+#: Fields of a view that are not stored (`views.view` derives them).
+DERIVED = {"id", "steered", "receipts_expected", "callback_url"}
+#: How a field of each type is read; of any other type, it is JSON.
+TEXT: dict[Any, Callable[[bytes], Any]] = {
+    **dict.fromkeys((str, str | None, CaptureStatus, Priority), bytes.decode),
+    **dict.fromkeys((int, int | None), int),
+    float: float,
+    float | None: float,
+    bool: lambda value: value == b"1",
+    State: lambda value: State(value.decode()),
+}
+DECODERS = {
+    field.name: TEXT.get(field.type) or partial(from_json, kind=field.type)
+    for field in msgspec.structs.fields(JobRecord)
+    if field.name not in DERIVED
+}
+#: The fields of `ms:job:{id}` that views and results need; not `spec`, which may be large.
+FIELDS = [*DECODERS]
+#: Those that are stored as a job has them.
+AS_IN_JOB = sorted({*FIELDS} & {*Job.__struct_fields__} - {"prompts", "captures"})
+
+
+def decode(job_id: str, values: Sequence[bytes | None]) -> JobRecord | None:
+    """`values` as HMGET returns them for `FIELDS`; None if there is no such job."""
+    fields = {
+        name: decoder(value)
+        for (name, decoder), value in zip(DECODERS.items(), values, strict=True)
+        if value is not None
+    }
+    return JobRecord(id=job_id, **fields) if "state" in fields else None
+
+
+def accepted(job: Job, request: bytes) -> dict[str, Any]:
+    """The record of a job when it is accepted, encoded; `submit.lua` adds what it decides.
+
+    `request`: the body as JSON; empty: it is not kept.
+    """
+    captures = any(job.captures) or job.sweep is not None or bool(job.global_captures)
+    fields = {
+        **{name: getattr(job, name) for name in AS_IN_JOB},
+        "state": State.QUEUED,
+        "attempt": 0,
+        "version": 1,
+        "prompts": _requests(job),
+        "asked": _asked_requests(job),
+        "captures": int(captures),
+        "capture_status": "pending" if captures else "not_requested",
+        "steers": int(any(job.steering) or job.lora is not None),
+        "probed": 1 if job.probes else None,  # readers check for its presence
+        "receipts": 0,
+        "expected": 0,
+        "cells": 0,
+        "cells_expected": job.sweep.num_cells if job.sweep is not None else 0,
+        "lora": use_of(job.lora),
+        # with the key whose secret signs its webhooks
+        "callback": job.callback and msgspec.structs.replace(job.callback, key=job.key),
+        "cost": cost_of(job),
+        "request": msgspec.Raw(request) if request else None,
+        "written_by": __version__,
+    }
+    return {
+        name: value if isinstance(value, int | str) else binary(to_json(value))
+        for name, value in fields.items()
+        if value is not None
+    }
+
+
+def _requests(job: Job) -> int:
+    """Limit on the numbers of a job's requests."""
+    if job.harvest is not None:
+        return MAX_COUNT
+    return len(job.prompts) if job.sweep is None else Units(job.sweep).requests
+
+
+def _asked_requests(job: Job) -> int:
+    """Number of the job's prompts that have an intervention, a capture, a probe or an adapter, and
+    so get a receipt from every rank. (0 for a sweep or a harvest, which read their own receipts.)
+    """
+    if job.lora is not None or job.probes:
+        return len(job.prompts)
+    return sum(
+        1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering
+    )
