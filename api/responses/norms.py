@@ -22,7 +22,7 @@ Values = list[float | None]
 @dataclass(frozen=True)
 class Measured:
     """`norms`, `cosines`: of each layer a value for each row; see
-    `schemas.captures.CaptureNorms`.
+    `schemas.jobs.captures.CaptureNorms`.
     """
 
     manifest: Manifest

@@ -1,5 +1,5 @@
 """Templates of a job's Celery message and of its `task-sent` event, which the Lua scripts fill in
-and send (`lua/message.lua`).
+and send (`lua/shared/message.lua`).
 
 Celery itself composes the message once, with placeholders; only what differs between jobs is filled
 in. A test compares a message with the one that `send_task` would send. Nothing in it is specific to

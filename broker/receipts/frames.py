@@ -8,8 +8,8 @@ the relay keeps no state about peers.
 |---|---|---|---|
 | HELLO | outbox | a nonce | `Hello` |
 | MARK | relay | last contiguous seq committed | the nonce that it answers |
-| RECEIPT | outbox | its number, from 1, without gaps | `schemas.receipts.Receipt` |
-| LOST | outbox | last of the range | `schemas.receipts.LostRange` |
+| RECEIPT | outbox | its number, from 1, without gaps | `schemas.jobs.receipts.Receipt` |
+| LOST | outbox | last of the range | `schemas.jobs.receipts.LostRange` |
 | ACK | relay | last contiguous seq committed | empty |
 | REFUSED | relay | seq of the frame refused | `Refusal` |
 

@@ -1,4 +1,4 @@
-"""Webhook outbox in Redis: deliveries and their state; filled by `lua/announce.lua`.
+"""Webhook outbox in Redis: deliveries and their state; filled by `lua/shared/announce.lua`.
 
 Every delivery is lent to one sender at a time; one whose sender died is lent again, under the same
 id, when the loan ends. The time is asked of `clock` wherever it matters, so that hours can be

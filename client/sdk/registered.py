@@ -3,7 +3,7 @@ source runs; also on global steering and rank agreement.
 
 Steering is given as a list of entries or as one, as a mapping from site to array
 (`{"post_block.12": vector}`), or as a file in one of the formats of `client.vectors`:
-`schemas.module_files` says how the mapping and safetensors files name their tensors.
+`storage.formats.module_files` says how the mapping and safetensors files name their tensors.
 """
 
 import dataclasses

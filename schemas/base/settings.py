@@ -190,9 +190,10 @@ class Settings(Record):
     # `lease_s`
     steering_wait_s: Positive = 20.0
     # compiled and on accelerators: rows captured in one step; 0: by the model's shape, see
-    # `schemas.ring`
+    # `schemas.base.ring`
     capture_buffer_mib: Natural = 0
-    # captured rows waiting for the writers, per rank; 0: by the model's shape, see `schemas.ring`
+    # captured rows waiting for the writers, per rank; 0: by the model's shape, see
+    # `schemas.base.ring`
     capture_queue_mib: Natural = 0
     # if that queue is full: steps wait, rows go to disk, or rows are dropped
     capture_overload: Literal["block", "spill", "drop"] = "block"

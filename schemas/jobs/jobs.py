@@ -164,7 +164,9 @@ class StoredPrompt(Record, omit_defaults=True):
     # the API keeps them as an `array`, which takes half the memory of a list
     token_ids: Sequence[int]
     text: str | None = None
-    images: list[ImageRef] = []  # with them the prompt is stored as written: see `schemas.images`
+    images: list[
+        ImageRef
+    ] = []  # with them the prompt is stored as written: see `schemas.prompts.images`
 
 
 class Job(Record, dict=True, omit_defaults=True):

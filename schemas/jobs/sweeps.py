@@ -241,7 +241,7 @@ UnitKind = Literal["base", "source", "sender", "noise", "cell"]
 
 
 class Unit(NamedTuple):
-    """A question that the model is asked: `StoredSweep` → units, see `schemas.sweep_units`."""
+    """A question that the model is asked: `StoredSweep` → units, see `schemas.jobs.sweep_units`."""
 
     number: int
     kind: UnitKind

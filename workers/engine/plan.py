@@ -3,7 +3,7 @@ bytes to the disk, binding limits.
 
 Pure, without torch and vLLM, so that it answers before anything is started: `midstream doctor
 --plan`. The memory of the rank's buffers is exact (tests compare it with the buffers); times are
-estimates, see `runner.site_costs`.
+estimates, see `runner.hooks.site_costs`.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,7 +21,7 @@ from .plan_inside import Inside, inside_of
 
 #: As `kernels.plan` has them, which imports torch; a test compares.
 PLAN_COLUMNS, COUNTS, ROWS_PER_TOKEN = 16, 3, 8
-#: As `runner.prepared_rows` has it, likewise.
+#: As `runner.edits.prepared_rows` has it, likewise.
 KEPT_BYTES = 64 << 20
 #: Spellings in config.json → those that transformers' config classes give.
 _SPELLINGS = {
@@ -312,7 +312,7 @@ def _ranks(settings: Settings) -> int:
 def buffers(
     width: int, settings: Settings, sites: int, ring: Ring | None, *, gpu: bool
 ) -> list[Memory]:
-    """Return the bytes of a rank's buffers for one bank, name for name as `runner.sites.Buffers`;
+    """Return the bytes of a rank's buffers for one bank, named as in `runner.rows.buffers.Buffers`;
     on a CPU they are in the host's memory.
 
     `width`: bytes of a row.

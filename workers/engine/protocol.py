@@ -36,7 +36,7 @@ class EngineRequest:
     """
 
     job: str
-    request: int  # index of the prompt in its job; of a sweep see `schemas.sweep_units`
+    request: int  # index of the prompt in its job; of a sweep see `schemas.jobs.sweep_units`
     attempt: int
     token_ids: list[int]
     sampling: Sampling

@@ -1,8 +1,8 @@
 """Resolves one entry of a body's `steering` on this model, or refuses it by the field that is
 wrong.
 
-What each op takes is a table, `schemas.interventions`; what must hold of a field is a row in
-`RULES`, as in `captures.py`. `steering.py` resolves all entries, named modules among them.
+What each op takes is a table, `schemas.requests.interventions`; what must hold of a field is a row
+in `RULES`, as in `captures.py`. `steering.py` resolves all entries, named modules among them.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 
 A rule reads a spec and returns a value, as in `rules.py`; `SOURCES` has one row per kind of source.
 Runs and modules are named here and nowhere behind: entries hold content
-(`schemas.source_runs.row_name`).
+(`schemas.requests.source_runs.row_name`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """Resolution of `steering`: for the prompts of a request, as a module, or as global steering.
 
 A named module is replaced by its entries here, so that nothing behind this knows names. Patches
-(`patched.py`) come in front.
+(`patches.py`) come in front.
 """
 
 from collections.abc import Callable, Iterable, Sequence

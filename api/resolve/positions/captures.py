@@ -2,7 +2,7 @@
 
 A rule reads a spec and returns the value to store; a ValueError's text becomes the problem's
 detail, at the rule's field (and below it, when a SelectorError says where). A new hook or option is
-a row in `CAPTURE_RULES`. Steering is `steering_rules.py`'s and `steered.py`'s.
+a row in `CAPTURE_RULES`. Steering is resolved in `api/resolve/edits/steering.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ MEMORY_JOB_BYTES = 16 << 20
 class PromptFacts:
     """A prompt's tokens, and how a span of its text becomes positions."""
 
-    tokens: int  # as written, see `schemas.images`
+    tokens: int  # as written, see `schemas.prompts.images`
     find: SpanFinder = no_text
     images: Sequence[ImageRef] = ()
 

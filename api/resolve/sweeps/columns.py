@@ -1,7 +1,7 @@
 """Columns of a sweep's grid on axes other than tokens: heads, heads at positions, and neurons.
 
-Positions and spans become columns in `sweep_plan.py`; here they are joined, and multiplied by what
-a cell writes of a row.
+Positions and spans become columns in `api/resolve/sweeps/plan.py`; here they are joined, and
+multiplied by what a cell writes of a row.
 """
 
 from collections.abc import Iterator, Sequence

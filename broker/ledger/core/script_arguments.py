@@ -1,4 +1,4 @@
-"""Arguments of Lua scripts: one map in MessagePack, which `lua/arguments.lua` reads."""
+"""Arguments of Lua scripts: one map in MessagePack, which `lua/shared/arguments.lua` reads."""
 
 from pathlib import Path
 from typing import Any

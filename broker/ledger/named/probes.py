@@ -1,6 +1,6 @@
 """Registered probes of a ledger, per model and for all tenants.
 
-The ledger's side of `schemas.probes`.
+The ledger's side of `schemas.artifacts.probes`.
 """
 
 from collections.abc import Mapping, Sequence

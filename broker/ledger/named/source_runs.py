@@ -1,6 +1,6 @@
 """Source runs in the ledger: names, state and locations of their rows.
 
-The ledger's side of `schemas.source_runs`.
+The ledger's side of `schemas.requests.source_runs`.
 
 A name points at the captures of a job and is written in the commit that accepts the job
 (`submit.lua`). The captures never change; a reused name points at another job. The rows are capture

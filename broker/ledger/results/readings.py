@@ -1,4 +1,4 @@
-"""Joins what ranks computed of captured rows (`schemas.readings`) into results, prompt by
+"""Joins what ranks computed of captured rows (`schemas.requests.readings`) into results, prompt by
 prompt.
 """
 

@@ -1,7 +1,7 @@
 """State of one fake rank: vectors, source runs, modules, global steering, rows in use, and a real
 action ledger.
 
-It answers the same calls as a real rank (`runner.worker_class`), so that the worker's code for
+It answers the same calls as a real rank (`runner.vllm.worker_class`), so that the worker's code for
 ranks runs unchanged.
 """
 

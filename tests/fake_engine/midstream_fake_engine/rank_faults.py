@@ -64,7 +64,7 @@ KNOWN = {
     ),
     "commit": "putting a step's plan where the forward pass reads it raises",
     "settle": "reading which rows are not finite raises",
-    "crash": "the process dies at a crash point: `schemas.faults`",
+    "crash": "the process dies at a crash point: `schemas.base.faults`",
     "rpc": "faults may be switched while the engine runs",
 }
 

@@ -2,7 +2,7 @@
 dataclass, then the three lists.
 
 It runs before weights are loaded, and before any process of the engine starts.
-`runner/allowlist.py` checks the configuration that vLLM makes of all of them.
+`workers/runner/support/allowlist.py` checks the configuration that vLLM makes of all of them.
 """
 
 import json

@@ -117,8 +117,8 @@ class RunStore:
         self._runs.clear()
 
     def row(self, name: str) -> torch.Tensor:
-        """Return what `schemas.source_runs.row_name` names: float32, the whole row, on the CPU; a
-        mean is taken in float64.
+        """Return what `schemas.requests.source_runs.row_name` names: float32, the whole row, on the
+        CPU; a mean is taken in float64.
 
         Raises LookupError when the run, its site or a position is not here, ValueError when a value
         is not finite or `name` is no such name.

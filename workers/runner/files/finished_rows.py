@@ -20,7 +20,7 @@ from ....storage.blobs import Blob
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a bank's rows that this rank holds. See `schemas.banks`."""
+    """Columns of a bank's rows that this rank holds. See `schemas.model.banks`."""
 
     row: RowShape  # the whole row
     start: int

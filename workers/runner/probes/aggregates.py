@@ -18,7 +18,8 @@ def aggregate(
     """`scores`: `[positions, labels]` of positions from `first` on; `before`: `[labels]`, the
     aggregates of position `first` − 1.
 
-    The result's rows aggregate all positions up to theirs. Kinds: see `schemas.probes.Aggregation`.
+    The result's rows aggregate all positions up to theirs. Kinds: see
+    `schemas.artifacts.probes.Aggregation`.
     """
     return KINDS[kind](scores.astype(np.float64), decay, before, first)
 

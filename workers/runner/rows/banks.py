@@ -2,7 +2,7 @@
 them as the data plane uses them.
 
 The residual bank is the first, and the only one where no hook inside is served. See
-`schemas.banks`.
+`schemas.model.banks`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ from .slabs import SlabPool
 class Part(NamedTuple):
     """Installed parts of one bank."""
 
-    name: str  # see `schemas.banks.BANKS`
+    name: str  # see `schemas.model.banks.BANKS`
     sites: Sequence[Site]
     buffers: Buffers
     columns: Columns | None = None  # None: the residual bank

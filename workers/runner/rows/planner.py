@@ -58,7 +58,7 @@ class Tracked:
     reported: bool = False
     admitted: int = 0  # the step in which it came, or went on after a preemption
     cached_tokens: int = 0  # served by the prefix cache then
-    touched: tuple[int, int] = (0, sys.maxsize)  # see `schemas.specs.touched`
+    touched: tuple[int, int] = (0, sys.maxsize)  # see `schemas.requests.specs.touched`
     unsound: bool = (
         False  # the model gave rows that are not finite, before any edit could reach them
     )

@@ -33,7 +33,7 @@ MEASURED = frozenset(
     }
 )
 #: 4-bit weights run with 8-bit activations on CPUs with AMX, unless this is 0: see
-#: `engine.vllm_options`.
+#: `engine.options.option_check`.
 W4A8 = "VLLM_CPU_INT4_W4A8"
 #: `repository:QUANTISATION`, as the GGUF plugin of vLLM takes it.
 _GGUF_NAME = re.compile(r":(I?Q\d\w*|BF16|F16|F32)$")
