@@ -51,7 +51,7 @@ _PROT_READ = _MAP_SHARED = 1  # mmap(2)
 
 
 def open_store(uri: str) -> "FileStore":
-    """`/folder`, `folder` or `file:///folder`."""
+    """Open the store at `/folder`, `folder` or `file:///folder`."""
     return FileStore(
         Path(unquote(urlsplit(uri).path) if uri.startswith("file://") else uri).absolute()
     )
@@ -307,7 +307,7 @@ class FileDraft:
     """A file without a name, which the system removes when it is dropped or the process ends."""
 
     def __init__(self, descriptor: int, *, adoptable: bool) -> None:
-        """Owns the descriptor. `adoptable`: the file can be given a name."""
+        """Take over the descriptor. `adoptable`: the file can be given a name."""
         self._descriptor, self.adoptable = descriptor, adoptable
         weakref.finalize(self, os.close, descriptor)
 
@@ -332,7 +332,8 @@ class FileDraft:
         self.adoptable = False
 
         def named(folder: int) -> None:
-            # with a folder Python calls linkat(2), which alone follows the link in /proc
+            # given `dst_dir_fd`, Python calls linkat(2), which follows the link in /proc; link(2)
+            # does not
             os.link(
                 f"/proc/self/fd/{self._descriptor}",
                 path.name,
@@ -558,7 +559,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _must_be_at(path: Path, identity: tuple[int, int]) -> None:
-    """Raises NotInPlaceError unless the file with this device and inode is at `path`."""
+    """Check that the file at `path` has this device and inode. Raises NotInPlaceError."""
     try:
         result = _identity(os.stat(path))
     except (FileNotFoundError, NotADirectoryError) as error:

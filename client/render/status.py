@@ -17,7 +17,7 @@ from ..stack.doctor import Finding
 from .jobs import count, size
 
 _LEVELS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-#: Columns of the table of jobs: how each state is called there.
+#: Column titles in the table of jobs, by state.
 _STATES = {
     state: "begun" if state is State.RUNNING else state.value
     for state in State

@@ -271,7 +271,7 @@ class WorkerSteering(Record):
     version: int  # of `Desired`, reconciled
     global_version: int  # applied on all ranks
     at: float
-    ask: str = ""  # the last question (`Steering.ask`) that this answers
+    ask: str = ""  # the last query (`Steering.ask`) that this report answers
     proposal: str = ""  # id of the proposal that was prepared or refused
     prepared: bool = False  # all ranks could apply it
     refusal: str = ""  # why not
