@@ -176,8 +176,8 @@ def wrap_runs(runs: Any, faults: Faults) -> None:
 
 def wrap_writer(writer: Any, faults: Faults) -> None:
     """Faults of `Writer`."""
+    from midstream.schemas.requests.harvest_work import HARVEST
     from midstream.workers.runner.files.finished_rows import Outcome
-    from midstream.workers.runner.files.writer import HARVEST
 
     def action(original: Callable[..., Any], name: str, consumers: Any) -> Any:
         if writer._diverted is None and name in ("filesystem", HARVEST):
@@ -275,8 +275,9 @@ class FaultyRank:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         from midstream.workers.runner.base.config import plane_config
-        from midstream.workers.runner.vllm import worker_class as module
+        from midstream.workers.runner.vllm import worker_class
 
+        module: Any = worker_class  # whose imports are replaced
         faults = self.midstream_faults = Faults(plane_config().fault, self.rank)
         complete, install_sites, make_plane = module.complete, module.install, module.DataPlane
 
