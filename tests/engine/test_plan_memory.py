@@ -20,7 +20,7 @@ sys.path.insert(0, sys.argv[1])
 import kit
 from direct import Direct
 import msgspec
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
 from midstream.workers.runner.base.config import plane_config
 direct = Direct(msgspec.convert(json.loads(sys.argv[2]), Settings), {})
 worker = direct.engine._llm.llm.model_executor.driver_worker.worker

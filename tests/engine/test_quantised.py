@@ -283,10 +283,10 @@ def test_what_this_cpu_cannot_run_is_refused_before_a_process_starts(
 
 _TRY = """
 import sys
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
 from midstream.workers.engine.vllm import configured
-from midstream.workers.engine.vllm_options import prepare_environment
+from midstream.workers.engine.options.engine_arguments import prepare_environment
 from midstream.workers.runner.support.kernel_check import check_kernels
 for model, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
     settings = Settings(model=model, dtype=dtype, max_model_len=64)
