@@ -116,7 +116,16 @@ def test_the_model_reports_how_its_layers_attend(
     }
 
 
-@pytest.mark.parametrize("engine", ["v1", "cached", "v2", "compiled", "tp2", "pp2"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "v1",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("cached", "v2", "compiled", "tp2", "pp2")
+        ),
+    ],
+)
 def test_patterns_are_transformers_on_every_engine(
     engine: str, llama: Path, qwen3: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -221,7 +221,7 @@ def compared(made: Certificate) -> dict[str, bool]:
     [
         ("OlmoeForCausalLM", {"clip_qkv": 0.5}, "attn_out", "float32"),
         pytest.param(
-            "OlmoeForCausalLM", {"clip_qkv": 0.5}, "attn_out", "bfloat16", marks=pytest.mark.long
+            "OlmoeForCausalLM", {"clip_qkv": 0.5}, "attn_out", "bfloat16", marks=pytest.mark.matrix
         ),
         pytest.param(
             "OlmoeForCausalLM",
@@ -245,7 +245,7 @@ def compared(made: Certificate) -> dict[str, bool]:
             {"swiglu_limit": 0.3},
             "mlp_out",
             "bfloat16",
-            marks=pytest.mark.long,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "FalconH1ForCausalLM",
@@ -288,7 +288,7 @@ def test_vllms_transformers_backend_is_compared(start: Callable[..., Host]) -> N
     assert (compared(made), made.caveats) == (dict.fromkeys([*HOOKS, "logits"], True), [])
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_worker_compares_vllms_transformers_backend(folder: Path) -> None:
     """Start an engine whose core is a process of its own, as a worker does."""
     (directory := folder / "engine-worker").mkdir()

@@ -61,7 +61,7 @@ def streams(model: Path, dtype: torch.dtype) -> list[np.ndarray]:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("float32", marks=pytest.mark.long), "bfloat16"]
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.long)]
 )
 def host(
     request: pytest.FixtureRequest,
