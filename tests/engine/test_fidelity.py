@@ -55,10 +55,16 @@ def rows(table: list[tuple[str, Way]], way: tuple[str, str, str]) -> list[Any]:
     ]
 
 
+#: Architecture → marks: those that are tried every time are of different kinds.
+MARKS = {
+    name: () if name in ("llama", "gpt2", "gemma3", "qwen3-moe") else (pytest.mark.long,)
+    for name in CHECKPOINTS
+}
+ARCHITECTURES = [pytest.param(name, marks=marks) for name, marks in MARKS.items()]
 #: What reads an edited tensor in the same layer.
 READERS = [
-    (name, hook, reads)
-    for name in CHECKPOINTS
+    pytest.param(name, hook, reads, marks=marks)
+    for name, marks in MARKS.items()
     for hook, reads in (("pre_attn", "attn_out"), ("post_attn", "mlp_out"), ("mlp_in", "mlp_out"))
     if hook in hooks_of(name)
 ]
@@ -81,7 +87,7 @@ def captured(checkpoints, nurseries, tmp_path_factory: pytest.TempPathFactory) -
 
 # field case 2, field case 3
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_hook_of_every_architecture_gives_transformers_rows_plain_and_edited(
     name: str, dtype: str, captured, checkpoints
 ) -> None:
@@ -175,7 +181,7 @@ def test_captures_of_two_ranks_match_transformers(
 
 
 # field case 2
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_stream_is_its_input_plus_the_branches(name: str, captured) -> None:
     """So `post_block` holds the MLP, `post_attn` the attention, and the branches are meant after
     their own norms.
@@ -191,7 +197,7 @@ def test_the_stream_is_its_input_plus_the_branches(name: str, captured) -> None:
 
 
 # field case 4, field case 8
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_each_layer_has_its_own_rows_and_layer_n_is_hidden_states_n_plus_1(
     name: str, captured, checkpoints
 ) -> None:
