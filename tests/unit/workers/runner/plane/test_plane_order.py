@@ -60,6 +60,9 @@ class Adapters:
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
+    def used(self, *_: Any) -> tuple[int, ...]:
+        return ()
+
     def account(self, *_: Any) -> None:
         self._log.append("Loras.account")
 
