@@ -88,6 +88,7 @@ def test_the_kit_detects_a_slightly_wrong_row(name: str, dtype: torch.dtype) -> 
         check(case, run(case, off, single_site))
 
 
+@pytest.mark.long
 def test_sites_that_share_a_launch_give_the_bits_of_one_launch_each() -> None:
     check_groups(pair_site, single_site, rounds=12, widths=(1, 37, 576))
 

@@ -45,6 +45,7 @@ def test_names_of_the_stand_in_import_and_fail_when_they_are_used() -> None:
     )
 
 
+@pytest.mark.long
 def test_transformers_goes_on_with_its_processors_for_pil() -> None:
     found = ran(
         """
@@ -58,6 +59,7 @@ def test_transformers_goes_on_with_its_processors_for_pil() -> None:
     assert found == "False (112, 112)"
 
 
+@pytest.mark.long
 def test_processes_that_vllm_starts_have_it_as_well() -> None:
     found = ran(
         """
@@ -76,6 +78,7 @@ def test_processes_that_vllm_starts_have_it_as_well() -> None:
     assert "torchvision.io" in found
 
 
+@pytest.mark.long
 def test_processes_that_multiprocessing_spawns_have_it_as_well(tmp_path: Path) -> None:
     """They take over the path of the process that spawns them, and not `PYTHONPATH`."""
     script = tmp_path / "script.py"

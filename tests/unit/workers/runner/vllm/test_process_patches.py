@@ -18,6 +18,7 @@ ZEROED, SLEEPS = "True", "midstream.workers.runner.vllm.idle_sleep"
 ROUNDS = "midstream.workers.runner.support.cpu_fp8"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("process", "patches"),
     [
