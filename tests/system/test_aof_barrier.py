@@ -59,6 +59,7 @@ def test_unsynced_receipts_are_not_acknowledged(
         server.stop()
 
 
+@pytest.mark.long
 def test_receipts_are_acknowledged_while_others_keep_a_busy_disk_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,6 +166,7 @@ def test_idle_connections_make_room_and_health_is_answered_beyond_the_limit(hast
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mib", "status"), [(1.5, 400), (2.5, 413)])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_file_has_a_limit_of_its_own_and_leaves_nothing_on_disk(

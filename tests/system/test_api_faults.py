@@ -119,6 +119,7 @@ def test_a_held_answer_outlives_a_restart_of_redis(
 
 
 # field case 37
+@pytest.mark.long
 @pytest.mark.parametrize("promise", ["accepted", "over", "listed", "told"])
 def test_answers_given_on_a_slow_disk_survive_a_redis_kill(
     on_slow_disk: None,

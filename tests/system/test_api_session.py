@@ -209,6 +209,7 @@ def test_the_sessions_of_a_key_are_limited(
         create(key)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("proxies", "counted"), [("", "all"), ("127.0.0.1, 10.0.0.0/8", "each")])
 def test_wrong_keys_are_limited_and_right_ones_never(
     redis_url: str, tmp_path: Path, proxies: str, counted: str

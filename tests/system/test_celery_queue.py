@@ -141,6 +141,7 @@ def test_interactive_jobs_are_served_before_batch_jobs(redis_url: str) -> None:
     app.close()
 
 
+@pytest.mark.long
 def test_a_task_over_the_visibility_timeout_runs_once_only_with_leases(  # field case 37
     redis_url: str, tmp_path: Path
 ) -> None:

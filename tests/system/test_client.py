@@ -130,6 +130,7 @@ def test_an_answer_without_rows_says_how_to_ask_for_them(client: Client) -> None
         assert answer.rows
 
 
+@pytest.mark.long
 def test_global_captures_are_taken_of_every_request(tmp_path: Path) -> None:
     up = Up(
         tmp_path / "data",
@@ -202,6 +203,7 @@ def test_a_chat_is_answered(client: Client) -> None:
     assert answer.capture_results is None
 
 
+@pytest.mark.long
 def test_a_response_that_was_held_too_long_is_fetched_as_a_job(tmp_path: Path) -> None:
     up = Up(tmp_path / "data", engine_options={"token_s": 0.2}, max_wait_s=0.5)
     try:
@@ -329,6 +331,7 @@ def test_the_capture_options_of_submit_reach_the_worker(up: Up) -> None:
     assert re.search(r"\d B in the response", shown.stdout)
 
 
+@pytest.mark.long
 def test_a_job_can_be_submitted_now_and_looked_at_later(up: Up) -> None:
     submitted = up.midstream("submit", "hello", "--layers", "all", "--no-wait")
     job_id = submitted.stdout.strip()
@@ -379,6 +382,7 @@ def test_a_job_that_is_refused_fails_the_command(up: Up) -> None:
     assert refused.stdout == ""
 
 
+@pytest.mark.long
 def test_cancel_stops_a_running_job_and_waiting_for_it_fails(tmp_path: Path) -> None:
     up = Up(tmp_path / "data", engine_options={"token_s": 0.2})
     try:

@@ -151,6 +151,7 @@ def test_rank_checksums_agree(client: Client) -> None:
     assert found.determinism.consistent
 
 
+@pytest.mark.long
 def test_the_cli_registers_uses_and_deletes_modules(up: Up, client: Client, tmp_path: Path) -> None:
     save_file({"post_block.2": JOY}, tmp_path / "joy.safetensors", {"op": "add", "scale": "0.5"})
     made = up.midstream(
@@ -172,6 +173,7 @@ def test_the_cli_registers_uses_and_deletes_modules(up: Up, client: Client, tmp_
     assert (gone.returncode, "steering[0].module" in gone.stderr) == (1, True)
 
 
+@pytest.mark.long
 def test_the_cli_sets_global_steering_and_shows_ranks(
     up: Up, client: Client, tmp_path: Path
 ) -> None:

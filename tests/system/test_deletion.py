@@ -264,6 +264,7 @@ def filled(directory: Path, size: int) -> None:
     (directory / "captures" / "earlier").write_bytes(bytes(size))
 
 
+@pytest.mark.long
 def test_idempotent_submission_ignores_a_full_capture_quota(redis_url: str, tmp_path: Path) -> None:
     body, key = (
         {"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}},
@@ -291,6 +292,7 @@ def test_idempotent_submission_ignores_a_full_capture_quota(redis_url: str, tmp_
 
 
 # a user's capture would still have room in the first
+@pytest.mark.long
 @pytest.mark.parametrize("size", [(1 << 20) - (20 << 10), 2 << 20])
 def test_a_full_quota_skips_global_captures_and_refuses_no_job_without_captures(
     redis_url: str, tmp_path: Path, size: int

@@ -78,6 +78,7 @@ async def swept(line: Line) -> AsyncIterator[Reaper]:
     yield Reaper(line.ledger, line.ledger.settings)
 
 
+@pytest.mark.long
 def test_ten_jobs_are_not_delayed_by_two_thousand_of_another_tenant(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url, dispatch_window=16) as line:

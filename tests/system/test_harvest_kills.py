@@ -37,11 +37,12 @@ POINTS = {
     "relay.received": "relay",
     "relay.committed": "relay",
 }
-#: Those of them that are tried every time; the others are long tests.
+#: Those of them that are tried every time, and in CI; the others are rows of the matrix.
 FEW = ("harvest.part", "receipt.sent", "relay.committed")
+LONG = ("harvest.planned", "harvest.sealing", "worker.stored")
 #: Those where files matter; a minute each, so that most are rows of the matrix.
 OF_BUCKETS = [
-    name if name in FEW else pytest.param(name, marks=pytest.mark.matrix)
+    name if name == "harvest.part" else pytest.param(name, marks=pytest.mark.matrix)
     for name in POINTS
     if name.startswith(("harvest.", "receipt."))
 ]
@@ -102,7 +103,12 @@ def check_kill(stack: Stack, whole: Harvest, point: str, bucket: bool) -> None:
 
 @pytest.mark.parametrize(
     "point",
-    [point if point in FEW else pytest.param(point, marks=pytest.mark.long) for point in POINTS],
+    [
+        point
+        if point in FEW
+        else pytest.param(point, marks=pytest.mark.long if point in LONG else pytest.mark.matrix)
+        for point in POINTS
+    ],
 )
 def test_a_harvest_survives_a_kill_at(stack: Stack, whole: Harvest, point: str) -> None:
     check_kill(stack, whole, point, bucket=False)

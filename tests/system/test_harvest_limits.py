@@ -122,6 +122,7 @@ def test_listings_do_not_read_the_lines_of_harvests(redis_url: str, tmp_path: Pa
     Rig(redis_url, tmp_path)(scenario)
 
 
+@pytest.mark.long
 def test_what_a_harvest_writes_is_charged_until_it_is_deleted(
     redis_url: str, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_probes_that_watch_all_traffic_and_global_capture_apply_to_harvests(
     Rig(redis_url, tmp_path, global_capture="post_block:1", global_capture_tag="ops")(scenario)
 
 
+@pytest.mark.long
 def test_a_harvest_waits_while_a_probe_that_watches_does_not_fit_the_model(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ def test_a_harvest_waits_while_a_probe_that_watches_does_not_fit_the_model(
     Rig(redis_url, tmp_path)(scenario)
 
 
+@pytest.mark.long
 def test_a_harvest_is_planned_computed_and_sealed(redis_url: str, tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         harvest, view = await harvested(rig)
@@ -165,6 +167,7 @@ def test_the_stages_of_a_pipeline_write_files_of_the_same_rows(
     Rig(redis_url, tmp_path, pipeline_parallel_size=2, tensor_parallel_size=2)(scenario)
 
 
+@pytest.mark.long
 def test_an_attempt_that_was_cut_short_is_gone_on_with(redis_url: str, tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         whole, _ = await harvested(rig)
@@ -194,6 +197,7 @@ def test_an_attempt_that_was_cut_short_is_gone_on_with(redis_url: str, tmp_path:
     Rig(redis_url, tmp_path)(scenario)
 
 
+@pytest.mark.long
 def test_a_store_that_refuses_pauses_the_harvest_until_it_takes(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +242,7 @@ def small_disk(folder: Path, mib: int) -> Iterator[Callable[[int], object]]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_pauses_the_harvest_until_there_is_room(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +271,7 @@ def test_a_disk_that_is_full_pauses_the_harvest_until_there_is_room(
         Rig(redis_url, tmp_path)(lambda rig: scenario(rig, resize))
 
 
+@pytest.mark.long
 def test_a_paused_harvest_goes_on_with_what_is_missing(redis_url: str, tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         harvests = Harvests(rig.ledger)
@@ -517,6 +523,7 @@ def test_another_global_steering_ends_the_harvest(redis_url: str, tmp_path: Path
     Rig(redis_url, tmp_path)(scenario)
 
 
+@pytest.mark.long
 def test_a_seal_that_finds_fewer_parts_than_were_planned_removes_nothing(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -591,6 +598,7 @@ def test_generated_tokens_have_rows_too(redis_url: str, tmp_path: Path) -> None:
     Rig(redis_url, tmp_path)(scenario)
 
 
+@pytest.mark.matrix
 @pytest.mark.long
 def test_a_bucket_that_goes_away_pauses_the_harvest_and_gets_every_row(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

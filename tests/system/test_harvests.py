@@ -81,6 +81,7 @@ def test_lines_of_a_request_become_shards_with_every_row(client: Client) -> None
     assert client.harvests(limit=1).harvests[0].id == view.id
 
 
+@pytest.mark.long
 def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(
     stack: Stack, client: Client
 ) -> None:

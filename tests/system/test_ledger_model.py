@@ -475,6 +475,7 @@ def broker(redis_url: str) -> Iterator[Broker]:
     loop.close()
 
 
+@pytest.mark.long
 def test_the_ledger_follows_its_model(broker: Broker) -> None:
     LedgerModel.broker = broker
     run_state_machine_as_test(  # type: ignore[no-untyped-call]

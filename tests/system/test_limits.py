@@ -557,6 +557,7 @@ def test_a_full_queue_and_a_rate_limit_give_retry_after(crowded: tuple[Any, Hand
     assert "its limit of requests per minute (5)" in hasty.json()["error"]["message"]
 
 
+@pytest.mark.long
 def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
     tmp_path: Path,
 ) -> None:

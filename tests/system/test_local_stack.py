@@ -109,6 +109,7 @@ def test_logs_of_one_process_or_all(up: Up) -> None:
     assert (wrong.returncode, "did you mean 'worker'?" in wrong.stderr) == (1, True)
 
 
+@pytest.mark.long
 def test_down_stops_everything_and_status_says_that_nothing_runs(tmp_path: Path) -> None:
     up = Up(tmp_path / "data", api_port=free_port())
     try:
@@ -130,6 +131,7 @@ def test_down_stops_everything_and_status_says_that_nothing_runs(tmp_path: Path)
         up.close()
 
 
+@pytest.mark.long
 def test_down_ends_what_a_killed_up_left(tmp_path: Path) -> None:
     up = Up(tmp_path / "data")
     try:

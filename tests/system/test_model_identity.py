@@ -230,6 +230,7 @@ def test_a_second_worker_of_another_model_does_not_start(two: Two) -> None:
     assert two.stack.end("worker-2") == 0
 
 
+@pytest.mark.long
 def test_a_worker_whose_name_was_taken_while_it_stood_still_ends(two: Two) -> None:
     two.stack.kill("worker", signal.SIGSTOP)
     deadline = time.monotonic() + 30

@@ -113,6 +113,7 @@ def await_that(true: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
 def test_captures_come_back_by_link_through_the_api_and_from_the_bucket(
     stack: Apart, client: Client, proxy: FaultProxy, bucket: S3Store, layout: str, tmp_path: Path
@@ -202,6 +203,7 @@ def test_a_deleted_capture_is_gone_from_the_bucket_for_links_and_readers(
     check(client.capture(other))
 
 
+@pytest.mark.long
 def test_expired_captures_are_removed_by_the_callbacks_process(
     stack: Apart, bucket: S3Store
 ) -> None:
@@ -218,6 +220,7 @@ def test_expired_captures_are_removed_by_the_callbacks_process(
     stack.restart("callbacks")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", [r"PUT .*\.safetensors", r"PUT .*\.json", r"HEAD .*\.safetensors"])
 def test_a_worker_killed_during_an_upload_loses_nothing(
     stack: Apart, client: Client, proxy: FaultProxy, bucket: S3Store, when: str

@@ -427,6 +427,7 @@ def test_the_doctor_finds_a_healthy_stack_by_its_data_directory(
     assert ended.value.code == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("limit", "about"), [("PING_{}_MS", "redis latency"), ("FSYNC_{}_MS", "disk fsync")]
 )

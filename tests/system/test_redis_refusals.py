@@ -124,6 +124,7 @@ def test_processes_wait_for_a_redis_out_of_memory(stack: Stack) -> None:
     assert all(process.poll() is None for process in processes.values())
 
 
+@pytest.mark.long
 def test_processes_wait_for_a_redis_that_cannot_save(stack: Stack) -> None:
     home = str(stack.directory / "redis")
 
@@ -143,6 +144,7 @@ def test_processes_wait_for_a_redis_that_cannot_save(stack: Stack) -> None:
     survives(stack, refuse, allow, ["worker", "callbacks"])
 
 
+@pytest.mark.long
 def test_processes_wait_for_a_read_only_redis(stack: Stack) -> None:
     """As a managed Redis is for a moment when another takes over.
 

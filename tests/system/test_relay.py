@@ -148,6 +148,7 @@ def test_receipts_are_settled_in_groups(
 
 
 # field case 17, 38
+@pytest.mark.long
 def test_five_kills_of_the_relay_under_load_lose_and_double_nothing(
     relay: RelayProcess, jobs: Jobs, tmp_path: Path
 ) -> None:
@@ -165,6 +166,7 @@ def test_five_kills_of_the_relay_under_load_lose_and_double_nothing(
 
 
 # field case 37
+@pytest.mark.long
 def test_five_kills_of_the_sending_process_lose_and_double_nothing_that_was_durable(
     relay: RelayProcess, jobs: Jobs, tmp_path: Path
 ) -> None:
@@ -288,6 +290,7 @@ def unsent(jobs: Jobs, directory: Path, url: str, count: int) -> tuple[list[str]
     return made, outbox
 
 
+@pytest.mark.long
 def test_receipts_take_another_relay_when_theirs_is_away(
     jobs: Jobs, redis_url: str, tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_global_steering_of_a_model_is_that_of_all_its_workers_and_of_no_others(
     client.clear_global(SHARED)
 
 
+@pytest.mark.long
 def test_another_worker_finishes_the_jobs_of_a_killed_one(stack: Stack, client: Client) -> None:
     jobs = [
         client.submit(model=SHARED, prompts=["a"], sampling={"max_tokens": 250}).id

@@ -64,6 +64,7 @@ def test_a_job_five_times_longer_than_the_visibility_timeout_starts_once(stack: 
 
 
 # field case 37, 38
+@pytest.mark.long
 def test_late_receipts_of_a_worker_stopped_past_its_lease_are_ignored(stack: Stack) -> None:
     """Its outputs are stored and its receipts are on its disk when it is stopped; they reach the
     relay after another attempt's.

@@ -205,6 +205,7 @@ def test_only_the_pair_with_a_useless_baseline_has_no_values(stack: Stack) -> No
     )
 
 
+@pytest.mark.long
 def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(stack: Stack) -> None:
     # Each is far more than the cells in flight: the second's hundredth cell comes long before the
     # first's last.

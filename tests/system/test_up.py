@@ -52,6 +52,7 @@ def in_shell(command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_up_prints_addresses_and_ctrl_c_leaves_no_process(up: Up) -> None:
     url = up.ready()
     lines = [line for line in up.output().splitlines() if "ready:" in line]
@@ -81,6 +82,7 @@ def test_up_prints_addresses_and_ctrl_c_leaves_no_process(up: Up) -> None:
     assert not (up.data / STATE_FILE).exists()
 
 
+@pytest.mark.long
 def test_jobs_survive_a_stop_and_start_of_up(up: Up, tmp_path: Path) -> None:
     with Client(up.ready()) as client:
         done = client.run(model="fake", prompts=["hello"], sampling={"max_tokens": 4}, timeout=90)
@@ -93,6 +95,7 @@ def test_jobs_survive_a_stop_and_start_of_up(up: Up, tmp_path: Path) -> None:
         again.close()
 
 
+@pytest.mark.long
 def test_a_second_up_on_a_data_directory_is_refused(up: Up) -> None:
     url = up.ready()
     second = up.midstream("up")
@@ -106,7 +109,14 @@ def test_a_second_up_on_a_data_directory_is_refused(up: Up) -> None:
 
 # field case 37
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["worker", "relay", "api", "redis"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "worker",
+        "redis",
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("relay", "api")),
+    ],
+)
 def test_a_part_that_is_killed_is_started_again_and_the_job_completes(
     tmp_path: Path, name: str
 ) -> None:
@@ -139,6 +149,7 @@ def test_a_part_that_is_killed_is_started_again_and_the_job_completes(
     assert up.alive() == []
 
 
+@pytest.mark.long
 def test_up_exits_with_the_reason_of_a_failed_engine(tmp_path: Path) -> None:
     up = Up(tmp_path / "data", fault="start:reason=GPT-J is not supported")
     try:
@@ -184,6 +195,7 @@ def test_up_cleans_up_after_a_killed_up(up: Up, tmp_path: Path) -> None:
     assert up.alive() == []
 
 
+@pytest.mark.long
 def test_everything_up_starts_is_private_to_the_account(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -261,6 +273,7 @@ def test_flower_without_a_password_checks_the_host_name(up: Up) -> None:
     )
 
 
+@pytest.mark.long
 def test_every_path_of_flower_needs_the_password(tmp_path: Path) -> None:
     """Also those that Flower itself leaves open.
 
@@ -318,6 +331,7 @@ def test_every_path_of_flower_needs_the_password(tmp_path: Path) -> None:
         up.close()
 
 
+@pytest.mark.long
 def test_a_failing_demo_stops_what_it_started(tmp_path: Path) -> None:
     demo = Up(
         tmp_path / "data", command=("demo", "--data", str(tmp_path / "data"))

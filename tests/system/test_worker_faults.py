@@ -30,6 +30,7 @@ def captured(stack: Stack, job_id: str) -> list[str]:
 
 
 # field case 37
+@pytest.mark.long
 def test_a_worker_killed_during_a_job_leaves_one_result_and_no_double_counts(
     tmp_path: Path,
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_stream_whose_events_a_failover_lost_begins_again(tmp_path: Path) -> N
 
 
 # field case 37
+@pytest.mark.long
 def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(tmp_path: Path) -> None:
     settings = {
         "engine_options": {"token_s": TOKEN_S},
@@ -134,6 +136,7 @@ def test_a_job_that_always_kills_the_engine_fails(tmp_path: Path) -> None:
 
 
 # field case 37
+@pytest.mark.long
 def test_sigterm_finishes_what_runs_and_leaves_the_rest_in_the_queue(tmp_path: Path) -> None:
     with Stack(
         tmp_path, engine_options={"token_s": 0.05}, worker_concurrency=2, lease_s=15
@@ -154,6 +157,7 @@ def test_sigterm_finishes_what_runs_and_leaves_the_rest_in_the_queue(tmp_path: P
 
 
 # field case 37
+@pytest.mark.long
 def test_redis_killed_under_load_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
     with Stack(tmp_path, engine_options={"token_s": 0.005}, lease_s=10) as stack:
         accepted: list[str] = []

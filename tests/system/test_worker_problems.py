@@ -42,6 +42,7 @@ def _no_worker_afterwards(stack: Stack) -> Iterator[None]:
 
 
 # field case 21
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "kind", "detail"),
     [

@@ -246,6 +246,7 @@ def test_a_refusing_rank_prevents_the_change_on_all_ranks(stack: Stack) -> None:
     assert {worker: report.global_version for worker, report in found.items()} == before
 
 
+@pytest.mark.long
 def test_a_returning_worker_syncs_steering_before_its_first_job(stack: Stack) -> None:
     steered = text(stack, stack.submit(["late"], steering=own(3), blobs=blobs(3)))
     for name in ("worker", "worker-2"):
@@ -273,6 +274,7 @@ def test_a_returning_worker_syncs_steering_before_its_first_job(stack: Stack) ->
     set_global(stack)
 
 
+@pytest.mark.long
 def test_jobs_are_not_delayed_by_a_quarantined_worker(stack: Stack) -> None:
     set_global(stack, 2)
     stack.end("worker-2")
@@ -305,6 +307,7 @@ def test_a_commit_that_one_rank_refuses_is_rolled_back_and_applied_after_a_resyn
     set_global(stack)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on_desync", ["retry", "fail"])
 def test_desynced_ranks_are_found_by_the_first_receipt_and_resynced(
     tmp_path: Path, on_desync: str
