@@ -120,10 +120,7 @@ def test_the_model_reports_how_its_layers_attend(
     "engine",
     [
         "v1",
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("cached", "v2", "compiled", "tp2", "pp2")
-        ),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("compiled", "tp2", "pp2")),
     ],
 )
 def test_patterns_are_transformers_on_every_engine(

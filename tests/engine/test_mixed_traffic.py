@@ -276,6 +276,7 @@ class Batch:
     others: list[np.ndarray]
 
 
+@pytest.mark.matrix
 def test_rows_beside_strong_interventions_equal_an_unedited_batch_bit_for_bit(
     crowded: Host,
 ) -> None:

@@ -111,7 +111,7 @@ def asked(pair: dict[str, Any]) -> dict[str, Any]:
     "numbers",
     [
         pytest.param([0], id="one pair"),
-        pytest.param([1, 2], id="two pairs, one of them aligned by hand"),
+        pytest.param([1, 2], id="two pairs, one of them aligned by hand", marks=pytest.mark.matrix),
     ],
 )
 def test_every_cell_of_a_sweep_is_the_logit_difference_that_transformer_lens_gives(

@@ -20,6 +20,8 @@ STACK_PORT = "8321"
 METRICS_PORT = "8360"
 PORT = re.compile(r"(?<!\d)83\d\d(?!\d)")
 ENGINE_START_S = 500.0
+#: Pages that take minutes: `make test-matrix` runs them.
+SLOW = ("attention", "harvest", "lens", "patching", "scheduling")
 #: The id that `midstream up` gives its worker on a machine called `vm`.
 WORKER = "vm-SmolLM2-135M-Instruct"
 
@@ -50,7 +52,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("path", pages(), ids=str)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=str(path), marks=pytest.mark.matrix if path.stem in SLOW else ())
+        for path in pages()
+    ],
+)
 def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(
     path: Path, stack: Up, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_the_interpreted_kernels_do_in_random_steps_what_the_reference_does() ->
     assert tried(RANDOM) == dict.fromkeys(RANDOM)
 
 
+@pytest.mark.matrix
 @pytest.mark.long
 def test_the_kernels_compile_once_per_dtype_and_width_for_two_gpu_generations(
     tmp_path: Path,
