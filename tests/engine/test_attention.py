@@ -120,6 +120,7 @@ def test_the_model_reports_how_its_layers_attend(
     "engine",
     [
         "v1",
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("cached", "v2")),
         *(pytest.param(name, marks=pytest.mark.long) for name in ("compiled", "tp2", "pp2")),
     ],
 )

@@ -14,21 +14,12 @@ from perturbed import CHANGES, PAGE, SHOWS, attempt, cases, label, read_page
 
 #: Tried with the long tests: what stock vLLM leaves out, and some that it reads.
 LONG = {
-    "OlmoeForCausalLM": (
-        "norm_topk_prob",
-        "clip_qkv",
-        "rms_norm_eps",
-        "attention_bias",
-        "hidden_act",
-    ),
+    "OlmoeForCausalLM": ("norm_topk_prob", "clip_qkv"),
     "StableLmForCausalLM": ("hidden_act",),
-    "GptOssForCausalLM": ("rms_norm_eps", "swiglu_limit"),
-    "GraniteMoeForCausalLM": ("hidden_act", "logits_scaling"),
-    "FalconH1ForCausalLM": ("mamba_norm_before_gate", "time_step_limit"),
-    "FalconForCausalLM": ("activation",),
-    "DeepseekV2ForCausalLM": ("attention_bias",),
+    "GptOssForCausalLM": ("swiglu_limit",),
+    "GraniteMoeForCausalLM": ("hidden_act",),
+    "FalconH1ForCausalLM": ("mamba_norm_before_gate",),
     "Olmo3ForCausalLM": ("rope_parameters",),
-    "LlamaForCausalLM": ("attention_bias",),
 }
 
 
