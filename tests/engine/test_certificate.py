@@ -228,14 +228,14 @@ def compared(made: Certificate) -> dict[str, bool]:
             {"norm_topk_prob": True},
             "mlp_out",
             "float32",
-            marks=pytest.mark.long,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "StableLmForCausalLM",
             {"hidden_act": "relu"},
             "mlp_out",
             "float32",
-            marks=pytest.mark.long,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "GptOssForCausalLM", {"swiglu_limit": 0.3}, "mlp_out", "float32", marks=pytest.mark.long

@@ -86,8 +86,16 @@ def captured(checkpoints, nurseries, tmp_path_factory: pytest.TempPathFactory) -
 
 
 # field case 2, field case 3
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(pytest.param(name, "float32", marks=marks) for name, marks in MARKS.items()),
+        *(
+            pytest.param(name, "bfloat16", marks=pytest.mark.matrix if marks else pytest.mark.long)
+            for name, marks in MARKS.items()
+        ),
+    ],
+)
 def test_every_hook_of_every_architecture_gives_transformers_rows_plain_and_edited(
     name: str, dtype: str, captured, checkpoints
 ) -> None:
@@ -115,7 +123,7 @@ def test_compiled_and_v2_captures_match_transformers(
 
 # field case 5
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "way"), rows(STEERED, ("v2", "compiled", "float32")))
+@pytest.mark.parametrize(("name", "way"), rows(STEERED, ("v1", "eager", "bfloat16")))
 def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
     name: str, way: Way, checkpoints, nurseries, tmp_path
 ) -> None:

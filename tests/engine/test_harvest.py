@@ -141,6 +141,7 @@ def test_a_probe_that_stops_all_traffic_ends_what_a_harvest_generates(client: Cl
         client.unregister_probe("guard")
 
 
+@pytest.mark.matrix
 def test_a_killed_worker_costs_no_row_and_doubles_none(
     service: Stack, client: Client, whole: Harvest
 ) -> None:

@@ -152,7 +152,12 @@ def other_models(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "tolerance"), [("gpt2", FP32_ROWS), ("gemma3", FP32_ROWS), ("qwen3-moe", FP32_HOOKS)]
+    ("name", "tolerance"),
+    [
+        pytest.param("gpt2", FP32_ROWS, marks=pytest.mark.matrix),
+        pytest.param("gemma3", FP32_ROWS, marks=pytest.mark.matrix),
+        ("qwen3-moe", FP32_HOOKS),
+    ],
 )
 def test_other_architectures_are_steered_alike(other_models, name: str, tolerance: float) -> None:
     """One that keeps its stream in one tensor, one with norms after its branches, and one whose MLP

@@ -113,6 +113,7 @@ def test_a_long_capture_and_a_patch_from_it_go_through_the_bucket(stack: Stack) 
         )
 
 
+@pytest.mark.matrix
 def test_a_patch_waits_for_a_bucket_that_is_away(stack: Stack, proxy: s3_kit.FaultProxy) -> None:
     """Its run can be neither located nor read meanwhile; its attempts do not count."""
     kept = StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="away")

@@ -18,6 +18,7 @@ from host import Host, capture_of, prompt_of
 from lens_kit import Truth, check, lens, lenses
 from nursery import Nursery
 from patching_kit import Cell, patches
+from processors import flags
 from reference import Reference
 from test_graded_tokens import logprobs_of
 from tokenizers import Tokenizer
@@ -60,9 +61,11 @@ def streams(model: Path, dtype: torch.dtype) -> list[np.ndarray]:
     ]
 
 
-@pytest.fixture(
-    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.long)]
-)
+#: Without instructions for it, bfloat16 takes eight times as long.
+BF16_MARK = pytest.mark.long if "avx512_bf16" in flags() else pytest.mark.matrix
+
+
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=BF16_MARK)])
 def host(
     request: pytest.FixtureRequest,
     model: Path,
