@@ -65,9 +65,10 @@ up: $(READY) ## run the whole stack until Ctrl-C
 test: $(READY) ## lint, then unit, system, browser (a few) and engine tests; a line for each at the end; a failure does not stop the others
 	@MAKE="$(MAKE)" tests/stages.sh lint test-unit test-system $(if $(LONG),test-web,test-smoke) test-engine
 
-lint: $(READY) ## run ruff and mypy, compile the Lua scripts, look for secrets
+lint: $(READY) ## run ruff and mypy, compile the Lua scripts, look for secrets and for what a merge left
 	@echo "== lint"
 	@failed=0; \
+	! git grep -nE '^(<{7}|>{7}|\|{7})( |$$)' || failed=1; \
 	$(BIN)/ruff check . || failed=1; \
 	$(BIN)/ruff format --check . || failed=1; \
 	$(BIN)/python tests/check_lua.py || failed=1; \
