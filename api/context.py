@@ -219,8 +219,8 @@ class AppContext:
         info, watching = await self.ledger.watched_model(parsed.model)
         info = await self._usable(parsed.model, info)
         named = admission.modules_of(parsed)
-        features = parsed.features or any(spec.sae for spec in parsed.steering)
-        names = named or parsed.lora or parsed.probes or features or patches.runs_of(parsed.patch)
+        artifacts = parsed.readings or any(spec.sae for spec in parsed.steering)
+        names = named or parsed.lora or parsed.probes or artifacts or patches.runs_of(parsed.patch)
         if names and idempotency and (known := await self.ledger.repeated(idempotency)):
             # even if its modules, probes, runs, adapters or autoencoders have been removed since
             return known

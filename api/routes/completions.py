@@ -24,12 +24,12 @@ from ...schemas.base.limits import MAX_MODULE_TEXT, MAX_URL_MODULES
 from ...schemas.base.records import now
 from ...schemas.jobs.jobs import JobResult, JobView
 from ...schemas.jobs.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest
+from ...schemas.readings.readings import FIELDS
 from ...schemas.requests.lens_args import LensRows
 from ..context import AppContext, unless_client_leaves
 from ..resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_completion
 from ..resolve.prompts.url_modules import modules_of, with_modules
 from ..resolve.prompts.vllm_lens_fields import TAG, as_written, with_lens_args
-from ..resolve.readings.readings import asked as asked_readings
 from ..responses import events, lens_rows, openai_shapes
 from ..responses.openai_shapes import Shape
 from ..responses.outcome import (
@@ -61,9 +61,10 @@ RESPONSES = {
     ),
     **SUBMIT_ERRORS,
 }
+ADDED = ", ".join(f"`{field}`" for field in FIELDS)
 DESCRIPTION = (
-    "OpenAI's API with `steering`, `patch`, `capture`, `lens`, `features`, "
-    "`readers` and `capture_wait`. With `stream: true` the answer "
+    "OpenAI's API with `steering`, `patch`, `capture`, "
+    f"{ADDED} and `capture_wait`. With `stream: true` the answer "
     "is server-sent chunks; the last one before `[DONE]` carries `capture_results` "
     "and `determinism`. `?module=NAME:SCALE` adds named "
     "modules to `steering`."
@@ -100,7 +101,7 @@ async def _answer(
     with as_written(parsed):
         job_id = await context.submit(parsed, request.idempotency(key), caller)
     headers = {JOB_HEADER: job_id, "Location": job_url(context, job_id)}
-    read = [*asked_readings(parsed), *(["probes"] if parsed.probes else [])]
+    read = [*parsed.readings, *(["probes"] if parsed.probes else [])]
     hold = (
         body.capture_wait
         or bool(read)

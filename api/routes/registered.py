@@ -13,10 +13,10 @@ from ...broker.ledger.named.registry import Names, Registry
 from ...schemas.artifacts.loras import LORAS
 from ...schemas.artifacts.registered import Kind, Registered
 from ...schemas.artifacts.saes import SAES
+from ...schemas.artifacts.tuned_lenses import TUNED_LENSES
 from ...schemas.base.limits import MAX_MODULE_NAME, NAME_PATTERN
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import ModelInfo
-from ...schemas.requests.lens import TUNED_LENSES
 from ..context import AppContext
 from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.saes import resolve_sae

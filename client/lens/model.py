@@ -13,7 +13,7 @@ import numpy as np
 
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.jobs.jobs import JobResult
-from ...schemas.requests.readings import LensReading
+from ...schemas.readings.lens import LensReading
 from ..sdk import wire
 from ..sdk.client import Client
 from ..values import is_torch

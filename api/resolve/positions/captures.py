@@ -7,11 +7,10 @@ a row in `CAPTURE_RULES`. Steering is resolved in `api/resolve/edits/steering.py
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ....broker.ops import global_capture
 from ....schemas.base.errors import invalid
-from ....schemas.extensions import ReaderSpec
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.images import ImageRef
 from ....schemas.prompts.selectors import (
@@ -27,19 +26,14 @@ from ....schemas.prompts.selectors import (
     resolve_positions,
     resolve_sites,
 )
-from ....schemas.requests.lens import LensSpec
+from ....schemas.prompts.sites import SitesSpec
 from ....schemas.requests.specs import (
     DEFAULT_CONSUMERS,
     CaptureSpec,
-    PatchSpec,
-    SitesSpec,
-    SteeringSpec,
     StoredCapture,
     memory_bytes,
 )
-from ....schemas.requests.steering import SteeringTemplate
 from ....schemas.service.global_capture import captures_of, step_rows
-from ..prompts.requested_features import FeatureWish
 from .heads import heads_of
 
 #: Rows that come back are kept in Redis with their job's result: all prompts of a job together may
@@ -73,13 +67,17 @@ def has_text(positions: RequestedPositions) -> bool:
     )
 
 
-Spec = CaptureSpec | SteeringSpec | PatchSpec | LensSpec | ReaderSpec | FeatureWish
+class Positioned(Protocol):
+    """A spec with positions."""
+
+    @property
+    def positions(self) -> RequestedPositions | None: ...
 
 
 # --- Rules of both --------------------------------------------------------------------------------
 
 
-def positions_of_each(spec: Spec | SteeringTemplate, bounds: Bounds) -> list[PositionSelector]:
+def positions_of_each(spec: Positioned, bounds: Bounds) -> list[PositionSelector]:
     """One resolved selector per prompt."""
     if spec.positions is None or (isinstance(spec.positions, str) and spec.positions != "image"):
         return [spec.positions or "all"] * len(bounds.prompts)
@@ -118,7 +116,10 @@ def one_hook(name: Any, bounds: Bounds) -> Hook:
 
 
 def apply_rules(
-    rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]], spec: Spec, bounds: Bounds, at: str
+    rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]],
+    spec: Positioned,
+    bounds: Bounds,
+    at: str,
 ) -> dict[str, Any]:
     """Field → what its rule made of it.
 

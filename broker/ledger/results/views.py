@@ -26,8 +26,8 @@ from ....schemas.jobs.jobs import (
 from ....schemas.jobs.receipts import CapturedFile, Receipt, receipt_decoder
 from ....schemas.jobs.sweeps import StoredSweep
 from ....schemas.prompts.selectors import as_ranges
+from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
-from ....schemas.requests.readings import READER
 from ..core.record import JobRecord
 from .readings import readings
 from .sweep_result import Records, sweep_result
