@@ -96,6 +96,7 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
         dtype=info.dtype,
+        dtype_reason=info.dtype_reason,
         hooks=info.hooks,
         workers=workers,
         consumers=info.consumers,

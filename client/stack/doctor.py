@@ -548,6 +548,8 @@ def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
     except (httpx.HTTPError, ValueError, KeyError):
         return  # reported by an earlier check
     for card in cards:
+        if why := card.get("dtype_reason"):
+            yield Finding("ok", f"model {card.get('id')}", f"computes in {card['dtype']}: {why}")
         for one in card.get("extensions") or []:
             code = (
                 f"{one['kind']} {one['name']} of {one['package']} {one['version']}, code "

@@ -386,6 +386,7 @@ class ModelCard(Record):
     dtype: str
     hooks: list[str]
     workers: int  # live ones
+    dtype_reason: str = ""  # why it computes in `dtype`
     consumers: list[str] = []  # who may get captured rows
     memory_limit_kib: int = 0  # the most that consumer `memory` returns per prompt
     global_captures: list[CaptureSpec] = []  # what the operator captures of every request

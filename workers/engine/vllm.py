@@ -55,6 +55,7 @@ from .identity import BOOT
 from .model_identity import identity_of
 from .options.drafts import check_drafter, check_drafts
 from .options.engine_arguments import (
+    dtype_of,
     engine_options,
     for_platform,
     prepare_environment,
@@ -92,6 +93,7 @@ class VllmEngine(RankControl):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._settings = for_platform(settings)
+        self._dtype_reason = dtype_of(settings).why
         self._captures = CaptureBudget(settings.capture_memory_mib << 20)
         self._live: dict[tuple[str, int], set[str]] = {}
         self._stopping = False
@@ -232,6 +234,7 @@ class VllmEngine(RankControl):
             vocab_size=config.get_vocab_size(),
             max_model_len=config.max_model_len,
             dtype=str(config.dtype).removeprefix("torch."),
+            dtype_reason=self._dtype_reason,
             hooks=[*hooks, *shapes],
             inside=shapes,
             tokenizer="",

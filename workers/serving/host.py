@@ -103,6 +103,14 @@ class EngineHost:
             raise
 
     @property
+    def dtype(self) -> str:
+        """What the model computes in, and why, once the engine is ready."""
+        if self._engine is None:
+            return ""
+        info = self._engine.info
+        return f"{info.dtype} ({info.dtype_reason})" if info.dtype_reason else info.dtype
+
+    @property
     def caveats(self) -> list[str]:
         """Return the model's caveats, once the engine is ready."""
         return self._engine.info.caveats if self._engine is not None else []

@@ -13,7 +13,8 @@ from ....schemas.base.records import to_json
 from ....schemas.base.settings import Settings, SettingsError
 from ...runner.support.quantisation import W4A8
 from .. import no_torchvision
-from .drafts import speculative_config
+from ..dtype import Choice, choose
+from .drafts import checkpoint_config, speculative_config
 from .option_check import accepted
 
 #: Tokens in a block of the KV cache. vLLM's 128 leaves prompts of a sentence nothing to share; 32
@@ -121,12 +122,18 @@ def use_all_cores(ranks: int) -> None:
 
 
 def for_platform(settings: Settings) -> Settings:
-    """The settings with the platform's choice where they leave one open: graphs on an accelerator,
-    none on the CPU.
+    """Return the settings with the platform's choice where they leave one open: the dtype, and
+    graphs on an accelerator, none on the CPU.
     """
-    if settings.enforce_eager is not None:
-        return settings
-    return msgspec.structs.replace(settings, enforce_eager=current_platform.is_cpu())
+    on_cpu = current_platform.is_cpu()
+    eager = on_cpu if settings.enforce_eager is None else settings.enforce_eager
+    return msgspec.structs.replace(settings, enforce_eager=eager, dtype=dtype_of(settings).dtype)
+
+
+def dtype_of(settings: Settings) -> Choice:
+    """Return the dtype that the engine computes in, and why."""
+    config = checkpoint_config(settings.model) if settings.dtype == "auto" else {}
+    return choose(settings.dtype, config, gpu=not current_platform.is_cpu())
 
 
 def scheduler_class(config: VllmConfig) -> str:
