@@ -21,7 +21,8 @@ def computes_bfloat16() -> bool:
         except OSError:
             return False
     # private names that vLLM's platform for CPUs calls as well
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    supported = torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported
+    return any(check() for check in supported)
 
 
 def choose(setting: str, config: Mapping[str, Any], *, gpu: bool) -> Choice:
