@@ -174,7 +174,6 @@ def _in_order(token: TokenLogprob) -> list[TokenLogprob]:
 
 
 # --- Completions
-# --------------------------------------------------------------------------------------------------
 
 
 def _completion_choice(output: Output, needed: Wanted) -> CompletionChoice:
@@ -273,7 +272,6 @@ def _prompt_logprobs(prompt: Prompted | None) -> PromptLogprobs | UnsetType:
 
 
 # --- Chats
-# --------------------------------------------------------------------------------------------------
 
 
 def _chat_choice(output: Output, needed: Wanted) -> ChatChoice:

@@ -183,7 +183,7 @@ async def _ask(context: AppContext, caller: Caller, harvest_id: str, needed: Wan
     view = await context.harvests.ask(harvest_id, needed)
     if needed != "run":
         for job in view.jobs:
-            await context.tell_worker(await context.ledger.view(job))
+            await context.notify_worker(await context.ledger.view(job))
     return view
 
 

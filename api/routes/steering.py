@@ -74,7 +74,6 @@ class ModuleOperation(Operation):
 
 
 # --- Named modules
-# --------------------------------------------------------------------------------------------------
 
 
 @put(
@@ -270,7 +269,6 @@ def _entry(entry: SteeringTemplate) -> EntryView:
 
 
 # --- Global steering
-# --------------------------------------------------------------------------------------------------
 
 
 @put(
@@ -371,7 +369,6 @@ def _own(modules: Mapping[str, str], tenant: str) -> dict[str, str]:
 
 
 # --- Status reported by the ranks
-# ------------------------------------------------------------------------------------------------
 
 
 @get(

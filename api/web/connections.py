@@ -78,7 +78,7 @@ class Connection(HttpToolsProtocol):
         self._unread: asyncio.TimerHandle | None = None
         self._refused = False
 
-    # --- Opening and closing ---
+    # --- Opening and closing
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -107,7 +107,7 @@ class Connection(HttpToolsProtocol):
         if not self.transport.is_closing() and not self.pipeline:
             self._common.waiting[self] = None
 
-    # --- Data from the client ---
+    # --- Data from the client
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -159,7 +159,7 @@ class Connection(HttpToolsProtocol):
             self._stop_timer()
             super().on_message_complete()
 
-    # --- Deadlines ---
+    # --- Deadlines
 
     def _await(self, seconds: float) -> None:
         self._stop_timer()

@@ -61,7 +61,6 @@ def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
 
 
 # --- Which fields
-# --------------------------------------------------------------------------------------------------
 
 
 def _taken(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
@@ -89,7 +88,6 @@ def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
 
 
 # --- Tensors
-# --------------------------------------------------------------------------------------------------
 
 
 def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
@@ -174,7 +172,6 @@ def limit_of(bounds: Bounds) -> float:
 
 
 # --- Numbers
-# --------------------------------------------------------------------------------------------------
 
 
 def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float | None:
@@ -227,7 +224,6 @@ def check_limit(family: Intervention, number: Number, value: float) -> None:
 
 
 # --- All of them
-# --------------------------------------------------------------------------------------------------
 
 Rule = tuple[str, Callable[[SteeringSpec, Bounds], Any]]
 

@@ -67,7 +67,6 @@ def _field(at: str) -> Iterator[None]:
 
 
 # --- Which rows are written
-# ----------------------------------------------------------------------------------------------
 
 
 def _destinations(spec: PatchSpec, bounds: Bounds) -> list[PositionSelector]:
@@ -172,7 +171,6 @@ class Patch:
 
 
 # --- What is written
-# --------------------------------------------------------------------------------------------------
 
 VECTOR_RULES = tuple(rule for rule in STEERING_RULES if rule[0] in ("vector.shape", "vector.data"))
 
@@ -464,7 +462,6 @@ SOURCES: dict[
 
 
 # --- All of them
-# --------------------------------------------------------------------------------------------------
 
 
 def resolve_patches(
@@ -527,7 +524,6 @@ def _most_entries(patch: Patch) -> int:
 
 
 # --- Masks
-# --------------------------------------------------------------------------------------------------
 
 
 def mask_tensor(dimensions: Sequence[int], size: int, blobs: dict[str, bytes]) -> str:

@@ -100,7 +100,6 @@ def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts
 
 
 # --- A named module in a request
-# ---------------------------------------------------------------------------------------
 
 #: Fields that are valid together with `module`.
 BESIDE_MODULE = ("module", "scale", "positions")
@@ -226,7 +225,6 @@ def _own_positions(
 
 
 # --- A request
-# --------------------------------------------------------------------------------------------------
 
 
 def resolve_edits(
@@ -323,7 +321,6 @@ def _entry_of(
 
 
 # --- Any request
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -462,7 +459,6 @@ def _check_for_everyone(requested_positions: RequestedPositions, at: str) -> Non
 
 
 # --- Room in the tables
-# ------------------------------------------------------------------------------------------------
 
 
 def _room(rows: Sequence[SteeringRow]) -> Room:

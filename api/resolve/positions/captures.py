@@ -76,7 +76,7 @@ def has_text(positions: RequestedPositions) -> bool:
 Spec = CaptureSpec | SteeringSpec | PatchSpec | LensSpec | ReaderSpec | FeatureWish
 
 
-# --- Rules of both --------------------------------------------------------------------------------
+# --- Rules of both
 
 
 def positions_of_each(spec: Spec | SteeringTemplate, bounds: Bounds) -> list[PositionSelector]:
@@ -133,7 +133,7 @@ def apply_rules(
     return made
 
 
-# --- Rules of capture -----------------------------------------------------------------------------
+# --- Rules of capture
 
 
 def _sites(spec: SitesSpec, bounds: Bounds) -> dict[Hook, list[int]]:

@@ -258,7 +258,6 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 # --- The helper
-# --------------------------------------------------------------------------------------------------
 
 
 def answer(ask: Ask, codecs: "OrderedDict[str, Codec]") -> Answer:

@@ -84,7 +84,6 @@ def align(
 
 
 # --- The ways to align
-# --------------------------------------------------------------------------------------------------
 
 
 def _shifted(clean: Tokens, corrupt: Tokens, shift: int, how: str) -> Aligned:
@@ -287,7 +286,6 @@ def _fill_in(made: Aligned, clean: Tokens, corrupt: Tokens, of_clean: str, of_co
 
 
 # --- Spans
-# --------------------------------------------------------------------------------------------------
 
 
 class Matched(NamedTuple):

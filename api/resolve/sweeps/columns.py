@@ -82,7 +82,6 @@ def _part_of(column: Column, part: Part, where: str = "") -> Column:
 
 
 # --- Fields
-# --------------------------------------------------------------------------------------------------
 
 
 def _check_fields(request: SweepRequest) -> None:

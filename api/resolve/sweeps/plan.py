@@ -128,7 +128,6 @@ async def plan_sweep(
 
 
 # --- What does not need the prompts
-# ---------------------------------------------------------------------------------------
 
 
 def _check_model(model: ModelInfo) -> None:
@@ -285,7 +284,6 @@ def _mask(
 
 
 # --- Prompts and answers
-# --------------------------------------------------------------------------------------------------
 
 
 async def _read_pairs(request: SweepRequest, model: ModelInfo, codec: Codec) -> list[_Pair]:
@@ -338,7 +336,6 @@ async def _continue_pairs(
 
 
 # --- Columns
-# --------------------------------------------------------------------------------------------------
 
 
 def _store_pairs(
