@@ -181,7 +181,9 @@ class AppContext:
         return models[0]
 
     async def codec(self, info: ModelInfo) -> Codec:
-        """Return the model's tokenizer; a process reads it once per content hash and model length."""
+        """Return the model's tokenizer, which a process reads once per content hash and model
+        length.
+        """
 
         async def fetch() -> bytes:
             raw = await self.ledger.get_blob(info.tokenizer)

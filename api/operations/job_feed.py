@@ -229,7 +229,7 @@ class JobFeed:
         self._changed.clear()
 
     async def _look(self) -> None:
-        """Add changed jobs to the events of every audience that may see them, and wake its feeds."""
+        """Add changed jobs to the events of each audience that may see them, and wake its feeds."""
         names, self._changed = list(self._changed), {}
         woken: set[str | None] = set()
         for start in range(0, len(names), BATCH):

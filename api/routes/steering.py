@@ -289,7 +289,7 @@ async def put_global(
     )
     model_state = replace(model_state, features=await context.features(info, data.steering))
     content = await anyio.to_thread.run_sync(
-        steering.resolve_everyone, data.steering, info, model_state
+        steering.resolve_global, data.steering, info, model_state
     )
     desired = await change(context.steering, context.settings, info, content.entries, content.blobs)
     return await _global(context, info.name, desired, caller)
