@@ -1,4 +1,4 @@
-"""The routes of keys and tenants: who may call, and how much each tenant may use and does."""
+"""Routes of API keys and tenants, with each tenant's limits and usage."""
 
 from typing import Annotated, Any
 
