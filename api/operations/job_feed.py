@@ -220,7 +220,7 @@ class JobFeed:
                     log.debug("cannot read changed jobs for feeds; will retry: %s", error)
                 else:
                     log.exception(
-                        "changed jobs could not be read for the page's feeds; they begin again"
+                        "cannot read changed jobs for the page's feeds; the feeds begin again"
                     )
                 self._miss()
                 await asyncio.sleep(AGAIN_S)

@@ -85,8 +85,8 @@ async def follow(
 
 
 def encode(event: Event) -> bytes:
-    """One server-sent event; the attempt travels in the data, so that a reader of tokens sees when
-    a job restarted.
+    """Return a server-sent event; its data has the attempt, which shows readers that a job
+    restarted.
     """
     data = to_json({**event.data, "attempt": event.attempt})
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (event.id.encode(), event.event.encode(), data)

@@ -67,7 +67,7 @@ def tag_of(entry: FileEntry) -> str:
 
 
 def _name(entry: FileEntry) -> str:
-    """Name of the blob within its job, independent of its file: `mine.p0003.pp0.safetensors`."""
+    """Return the blob's name within its job, whatever its file: `mine.p0003.pp0.safetensors`."""
     site = (
         [f".{hook}.{layer}" for hook, layers in entry.sites.items() for layer in layers]
         if entry.layout == "per_file"

@@ -114,7 +114,7 @@ def _sites(body: HarvestRequest, info: ModelInfo) -> dict[Hook, list[int]]:
     if hooks and info.tp > 1:
         raise invalid(
             "hooks",
-            f"each of {info.tp} ranks holds columns of {hooks[0]}",
+            f"{hooks[0]} cannot be harvested, because each of {info.tp} ranks has some columns",
             allowed="hooks of the residual stream and its branches",
         )
     return sites

@@ -120,7 +120,7 @@ def _within_one_rank(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
 
 
 def _rank(spec: SteeringSpec) -> int:
-    """Rank of the family's first tensor; 0 if it is not a matrix."""
+    """Return the rank of the family's first tensor; 0 if it is not a matrix."""
     tensor: Tensor | None = getattr(spec, family_of(spec).tensors[0])
     return tensor.shape[0] if tensor is not None and tensor.shape else 0
 

@@ -295,7 +295,7 @@ def _positions_of(capture: StoredCapture, index: int, bounds: Bounds) -> int:
 
 
 def _check_step(field: str, captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> None:
-    """The rows of one token, with its drafts, must fit the capture buffer."""
+    """Raises a 400 unless the rows of one token, with its drafts, fit the capture buffer."""
     if not _fits_step(captures, index, bounds):
         raise invalid(
             field,

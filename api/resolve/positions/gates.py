@@ -62,7 +62,7 @@ def check_use(use: ProbeUse, at: str, model: ModelInfo) -> None:
     if model.speculative_tokens:
         detail = (
             "'steer' is not served with speculative decoding: a step computes tokens "
-            "before the scores of those before them are known"
+            "before the scores of the preceding tokens are known"
         )
         raise invalid(f"{at}.action", detail, allowed=rest)
     if use.module is None:
