@@ -1,4 +1,4 @@
-"""Ends held responses and event streams whose key is revoked or whose user logs out.
+"""Ends held responses and event streams whose key is revoked or expires, or whose user logs out.
 
 All keys and sessions with open calls are checked together every `KNOWN_S`, however many calls there
 are; nothing is checked while none is open.

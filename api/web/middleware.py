@@ -72,9 +72,7 @@ class App(Litestar):
         self._stopping = False
 
     def stop(self) -> None:
-        """Answer calls that are still open after `STOP_S` with 503; called when the server
-        stops.
-        """
+        """Answer calls still open after `STOP_S` with 503; called when the server stops."""
 
         def end() -> None:
             self._stopping = True

@@ -145,8 +145,8 @@ def body_of(problem: Problem, path: str) -> bytes:
 
 
 def with_job(problem: Problem) -> tuple[Problem, dict[str, str]]:
-    """Add the job's id to an `unavailable` call that has begun a job, so that its caller can look
-    it up.
+    """Add the job that the call has begun, if any, to `unavailable`, so that it can be looked
+    up.
     """
     call = CURRENT.get()
     if call is None or not call.job:

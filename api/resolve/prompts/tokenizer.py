@@ -240,9 +240,7 @@ class Codec:
             result, text = await helpers.encode_chat(messages, rendering, self._limit)
             return _compact(result), text
         text = self.render(messages, rendering)
-        (ids,) = await self.encode(
-            [text], special_tokens=False
-        )  # the template has them
+        (ids,) = await self.encode([text], special_tokens=False)  # the template has them
         return ids, text
 
     def render(self, messages: Sequence[PlainMessage], rendering: Rendering = PLAIN) -> str:
