@@ -2,12 +2,11 @@
 
 A completion is a job like any other; these handlers wait for it and answer in OpenAI's shape.
 
-When is a response answered? With `capture_wait: true`, with steering, with probes, or with rows or
-readings that are to come back in it, once the job is over: then every capture is durable, every
-rank has reported and all agree. (A steered answer, also of a request that only global steering
-edits, is never given before: a rank might still report that it applied nothing. Nor is one that
-probes score, also those that watch all traffic: a rank might report that it could not.) Without any
-of these, as soon as the outputs are stored; captures are `pending` then, with the place to look.
+A response with `capture_wait: true`, steering, probes, or rows or readings to return is sent once
+the job is over: then every capture is durable, and every rank has reported and agrees. (So is a
+response that only global steering edits, or that only probes of all traffic score: until then, a
+rank might report that it applied nothing, or could not score.) Other responses are sent as soon as
+the outputs are stored; their captures are `pending`, with the place to look.
 """
 
 from typing import Annotated, Any
@@ -114,7 +113,7 @@ async def _answer(
             not hold and not view.steered and not view.probed and view.generated is not None
         )
 
-    def asked(view: JobView) -> bool:
+    def with_extras(view: JobView) -> bool:
         return parsed.capture is not None or view.steered
 
     if parsed.stream:
@@ -129,7 +128,7 @@ async def _answer(
             caller=caller,
             until=until,
             with_usage=bool(body.stream_options and body.stream_options.include_usage),
-            with_extras=asked,
+            with_extras=with_extras,
             readings=read,
         )
         return Stream(
@@ -153,11 +152,11 @@ async def _answer(
                 return failed(request, problem, headers)
             result = outcome.result or await result_of(context, job_id)
             if is_over(view) or len(result.outputs) == choices:
-                break  # else its worker died in between and the outputs went with the attempt
-        more = openai_shapes.extras(result, asked(view), is_over(view), read)
+                break  # else its worker died meanwhile, and its outputs were dropped
+        more = openai_shapes.extras(result, with_extras(view), is_over(view), read)
         if parsed.returns_rows:
             more["activations"] = await _activations(context, result)
-    except MidstreamError as error:  # the job is accepted all the same: say where it is
+    except MidstreamError as error:  # the job is accepted nevertheless: return its address
         return problems.answer(
             request,
             error.problem(instance=job_url(context, job_id)),
@@ -170,7 +169,7 @@ async def _answer(
 
 
 async def _activations(context: AppContext, result: JobResult) -> dict[str, LensRows]:
-    """The rows that vllm-lens' `output_residual_stream` asked for."""
+    """Return the rows that vllm-lens' `output_residual_stream` requested."""
     results = result.capture_results
     if results.status != "ok":
         raise MidstreamError("capture_failed", f"the capture is {results.status}: {results.detail}")
