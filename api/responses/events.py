@@ -83,7 +83,7 @@ async def follow(
             # Looked at before the events are read again, so that none slips between the two.
             over = (await context.patiently(lambda: context.ledger.view(job_id))).state in TERMINAL
         else:
-            await context.or_closing(context.watcher.stirred(job_id, after, remaining), held_key)
+            await context.or_closing(context.watcher.has_events(job_id, after, remaining), held_key)
 
 
 def encode(event: Event) -> bytes:
