@@ -35,7 +35,7 @@ MARGIN_S = 2.0
 #: WAIT blocks its connection for at most this long; the barrier then asks again.
 REPLICAS_MS = 500
 #: Nothing is acknowledged for this long after a new master was found: the write to be acknowledged
-#: may have been confirmed by the former one.
+#: may have been confirmed by the previous one.
 SETTLED_S = 3.0
 
 
@@ -43,8 +43,7 @@ class Barrier:
     """One wait: the query to send, and whether its answer is sufficient.
 
     Both users, the asynchronous ledger and the synchronous relay, queue `ask` on a pipeline and
-    pass its answers to `passed`. With `replicas` they then ask `Replicas.sufficient` about
-    `holders`.
+    pass its answers to `passed`. With `replicas` they then ask these whether `holders` suffice.
     """
 
     def __init__(self, replicas: Replicas | None = None, lossy: bool = False) -> None:
@@ -187,5 +186,5 @@ class AofBarrier:
     def _check_master(self, since: float) -> None:
         if getattr(self._client.connection_pool, "switched", float("-inf")) > since - SETTLED_S:
             raise redis.exceptions.ConnectionError(
-                "Redis failed over, and may have lost writes that the former master had confirmed"
+                "Redis failed over, and may have lost writes that the previous master had confirmed"
             )

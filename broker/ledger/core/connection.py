@@ -42,9 +42,9 @@ def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
         try:
             return await call(*args, **kwargs)
         except redis.exceptions.RedisError as error:
-            if not redis_availability.is_absence(error):
+            if not redis_availability.is_redis_unavailable(error):
                 raise
-            raise MidstreamError("unavailable", redis_availability.words(error)) from error
+            raise MidstreamError("unavailable", redis_availability.detail_of(error)) from error
 
     return guarded
 
