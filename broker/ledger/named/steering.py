@@ -256,8 +256,7 @@ class Steering:
 
     @reachable
     async def commit(self, model: str, proposal_id: str) -> GlobalSteering:
-        """Phase two: make the proposal the desired state; no job begins under the former state any
-        more.
+        """Phase two: make the proposal the desired state, under which all later jobs begin.
 
         Raises MidstreamError("conflict") if the proposal is no longer open: nothing has changed
         then.
