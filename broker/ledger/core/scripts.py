@@ -335,7 +335,7 @@ def claim(
         global_version=global_version,
         everyone=everyone,
         call=secrets.token_hex(8),
-        away=unreachable,
+        unreachable=unreachable,
         identity=identity,
         on_model_change=settings.on_model_change,
     )

@@ -345,7 +345,9 @@ class Ledger(Fleet):
         at most `artifact_wait_s` without progress, and the attempt does not count. Returns the new
         state; None if the attempt is stale.
         """
-        outcome = await self._report("release", job_id, attempt, away=unreachable, later=later)
+        outcome = await self._report(
+            "release", job_id, attempt, unreachable=unreachable, later=later
+        )
         return None if outcome == "stale" else State(outcome)
 
     async def desync_release(self, job_id: str, attempt: int, detail: str) -> State | None:

@@ -198,7 +198,7 @@ class Reaper:
             later = at + scripts.QUEUED_LOOK_S + SECONDS_PER_MESSAGE * read
             if await self._scripts.look_again(
                 args=scripts.pack(
-                    self._settings, at, id=job_id, attempt=attempt, there=present, later=later
+                    self._settings, at, id=job_id, attempt=attempt, present=present, later=later
                 )
             ):
                 log.warning("job %s had no message in the queue: a new one was sent", job_id)
