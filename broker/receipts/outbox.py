@@ -104,6 +104,7 @@ class Outbox:
         self._sender.start()
 
     # --- what callers use
+
     def append(self, receipt: Receipt, on_durable: Callable[[], object] | None = None) -> None:
         """Queue `receipt`, from any thread, without waiting for the disk.
 
@@ -199,6 +200,7 @@ class Outbox:
         return self._acked + self._shift >= goal and not self._sender.formers
 
     # --- called by the sender
+
     def _note_acked(self, acked: int) -> None:
         with self._changed:
             if acked < self._acked:
@@ -232,6 +234,7 @@ class Outbox:
             self._on_fatal(error)
 
     # --- the writer thread
+
     def _write_loop(self) -> None:
         try:
             while self._write_once():

@@ -137,6 +137,7 @@ class Sender(threading.Thread):
         self._waking = False
 
     # --- called by other threads
+
     def committed(self, last: int) -> None:
         """Allow sending everything up to `last`, which is durable."""
         self._committed = last
@@ -164,6 +165,7 @@ class Sender(threading.Thread):
                 os.write(self._wake_write, b"w")
 
     # --- the thread
+
     @property
     def _url(self) -> str:
         return self._urls[self._place]
@@ -335,6 +337,7 @@ class Sender(threading.Thread):
         self._enter(Phase.GREET)
 
     # --- sending
+
     @property
     def _epoch(self) -> str:
         """The epoch that is being sent: former ones first."""
@@ -412,6 +415,7 @@ class Sender(threading.Thread):
         return True
 
     # --- receiving
+
     def _receive(self, socket: "zmq.Socket[bytes]") -> None:
         while True:
             try:

@@ -114,6 +114,7 @@ class Steering:
         self._scripts = scripts.Scripts(ledger.redis)
 
     # --- the worker's side
+
     @reachable
     async def desired(self, model: str) -> Desired:
         """Return a consistent snapshot of the state that a worker of `model` reconciles to, without
@@ -181,6 +182,7 @@ class Steering:
             raise unreadable(f"the tensor {name}", UNKNOWN, error) from error
 
     # --- workers' reports
+
     @reachable
     async def ask(self, model: str) -> str:
         """Send a query to the workers of `model`; they answer with a new report (see
@@ -210,6 +212,7 @@ class Steering:
         ]
 
     # --- global steering
+
     @reachable
     async def propose(
         self, model: str, entries: Sequence[SteeringTemplate], blobs: Mapping[str, bytes | Tensor]
@@ -283,6 +286,7 @@ class Steering:
         return outcome == b"aborted"
 
     # --- named modules
+
     @reachable
     async def put_module(
         self, module: Module, blobs: Mapping[str, bytes | Tensor]

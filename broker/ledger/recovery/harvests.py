@@ -97,6 +97,7 @@ class Harvests:
         self._scripts = scripts.Scripts(ledger.redis)
 
     # --- accepting and reading
+
     @reachable
     async def submit(
         self, harvest: StoredHarvest, idempotency: tuple[str, str] | None = None
@@ -187,6 +188,7 @@ class Harvests:
         return [name.decode() for name in await self._redis.smembers("ms:harvests-live")]
 
     # --- the user's side
+
     @reachable
     async def ask(self, harvest_id: str, action: Wanted) -> HarvestView:
         """Pause, resume or cancel the harvest.
@@ -223,6 +225,7 @@ class Harvests:
         await self._scripts.forget_harvest(args=scripts.pack(self._ledger.settings, id=harvest_id))
 
     # --- the worker's side
+
     async def planned(self, job: Job, attempt: int, plan: HarvestPlan, file: PlanFile) -> Kept:
         """Record that the plan is durable in the harvest's store."""
         fields = {
@@ -328,6 +331,7 @@ class Harvests:
         return cast(Kept, (await self._scripts.keep_harvest(args=arguments)).decode())
 
     # --- advancing
+
     async def advance_all(self) -> None:
         """Advance every harvest that has not ended; an error of one is logged, and the others
         advance.
