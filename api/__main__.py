@@ -16,7 +16,7 @@ import uvicorn
 from ..broker.artifacts import fitness
 from ..broker.ledger.people import keys
 from ..broker.ops import logs, metrics_server, redis_durability, traces
-from ..broker.ops.hosts import named
+from ..broker.ops.hosts import allowed_names
 from ..schemas.base import faults
 from ..schemas.base.errors import MidstreamError
 from ..schemas.base.settings import (
@@ -139,7 +139,7 @@ def serve(settings: Settings) -> None:
     if not settings.redis_url:
         raise SettingsError("MIDSTREAM_REDIS_URL: is required; `midstream up` sets it")
     keys.of_settings(settings)  # reports invalid keys before anything listens
-    named(settings)
+    allowed_names(settings)
     proxies = trusted_proxies(settings)
     redis_durability.require(settings)
     fitness.require(settings)

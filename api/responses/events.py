@@ -81,7 +81,7 @@ async def follow(
             # Read the state before the events, so that no event between the two reads is lost.
             over = (await context.patiently(lambda: context.ledger.view(job_id))).state in TERMINAL
         else:
-            await context.or_closing(context.watcher.stirred(job_id, after, remaining), held_key)
+            await context.or_closing(context.watcher.has_events(job_id, after, remaining), held_key)
 
 
 def encode(event: Event) -> bytes:

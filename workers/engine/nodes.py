@@ -25,7 +25,7 @@ import msgspec
 import redis
 
 from ...broker.ops import redis_open
-from ...broker.ops.redis_availability import await_writes, is_absence
+from ...broker.ops.redis_availability import await_writes, is_redis_unavailable
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import from_json, to_json
 from ...schemas.base.settings import Settings
@@ -127,7 +127,7 @@ class Worker:
                 if plane is not None and plane.boot != after:
                     return plane
             except redis.RedisError as error:
-                if not is_absence(error):
+                if not is_redis_unavailable(error):
                     raise
                 if not logged:
                     log.warning("waiting for Redis: %s", error)

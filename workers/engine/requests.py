@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...broker.ops.global_capture import left_out
+from ...broker.ops.global_capture import count_skipped
 from ...schemas.artifacts.loras import use_of
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.models import ModelInfo
@@ -155,7 +155,7 @@ def _with_global(
         ):
             joined += more.split(model.inside)
         else:
-            left_out(
+            count_skipped(
                 "buffer",
                 1,
                 "one token has more rows than the worker's buffer holds (capture_buffer_mib)",

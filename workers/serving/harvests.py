@@ -19,7 +19,7 @@ from ...broker.ledger.jobs.status import relay_alive_for
 from ...broker.ledger.jobs.sweeps import Sweeps
 from ...broker.ledger.recovery.harvests import Harvests, Kept
 from ...broker.ops import metrics
-from ...broker.ops.global_capture import QUOTA_SPARE, left_out
+from ...broker.ops.global_capture import QUOTA_SPARE, count_skipped
 from ...schemas.base.dtypes import RowDType
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.faults import crash_point
@@ -495,7 +495,7 @@ class HarvestAttempt:
         try:
             await asyncio.to_thread(self._usage.take, [1], quota // QUOTA_SPARE)
         except MidstreamError as error:
-            left_out("quota", sequences, error.detail)
+            count_skipped("quota", sequences, error.detail)
             return msgspec.structs.replace(job, global_captures=[])
         return job
 

@@ -72,7 +72,7 @@ class SourceRunLeases:
         worker has in memory.
         """
         await sources.lease(self._held, self._seconds)
-        await sources.tell_held(self._worker, self._engine.held_runs(), self._lease_s)
+        await sources.record_held(self._worker, self._engine.held_runs(), self._lease_s)
 
     async def reading(self, work: Awaitable[T]) -> T:
         """The result of `work`, which reads from the artifact store.

@@ -608,7 +608,9 @@ class SweepAttempt:
             late = []
         for pending in late:
             some = await patiently(
-                lambda of=pending.requests: self._sweeps.told(job, of, world),  # type: ignore[misc]
+                lambda of=pending.requests: self._sweeps.reported(  # type: ignore[misc]
+                    job, of, world
+                ),
                 f"receipts of {job}",
             )
             pending.reason = refusal(some) or (

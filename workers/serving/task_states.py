@@ -18,7 +18,7 @@ from celery.exceptions import Ignore
 from celery.worker.request import Request
 
 from ...broker.ops import redis_open
-from ...broker.queue.task_events import REVOKED, SUCCEEDED, event_of, standings
+from ...broker.queue.task_events import REVOKED, SUCCEEDED, endings, event_of
 from ...schemas.base.errors import Problem
 from ...schemas.jobs.jobs import State
 
@@ -116,7 +116,7 @@ class Settlements:
             return  # there is no connection to send it on
         with self._lock:
             waiting = dict(self._waiting)
-        result = standings(self._client, [request.args[0] for request in waiting.values()])
+        result = endings(self._client, [request.args[0] for request in waiting.values()])
         for (task_id, request), standing in zip(waiting.items(), result, strict=True):
             if standing.state in (State.RUNNING, State.CANCELLING):
                 continue

@@ -276,7 +276,7 @@ def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: B
         else:
             crowded += 1
     if crowded:
-        global_capture.left_out(
+        global_capture.count_skipped(
             "buffer",
             crowded,
             "one token has more rows than the worker's buffer holds (capture_buffer_mib)",
