@@ -557,7 +557,7 @@ class HarvestAttempt:
                 async with aclosing(self._attempt.submit(self._engine, ask)) as stream:
                     async for progress in stream:
                         self._attempt.check()
-                        report.heard(len(progress.token_ids))
+                        report.add_generated(len(progress.token_ids))
                         generated += len(progress.token_ids)
             return generated
         finally:
