@@ -36,7 +36,7 @@ class JobFailed(Exception):
     """The job ended with a problem that the ledger has already."""
 
 
-class StoreAway(MidstreamError):
+class StoreUnavailable(MidstreamError):
     """Rows could not be read from the artifact store, or written to it, because it is unavailable:
     the job waits for it.
     """

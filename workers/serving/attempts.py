@@ -33,7 +33,7 @@ from ..engine.prompts.format_check import FormatsBusy
 from ..engine.protocol import Engine, Progress, StoredArtifact, check_lengths
 from ..engine.ranks.collective import Quarantined
 from ..engine.requests import format_request, prompt_request, tensors_of
-from .attempt import Attempt, AttemptOutcome, JobFailed, StoreAway
+from .attempt import Attempt, AttemptOutcome, JobFailed, StoreUnavailable
 from .harvests import HarvestAttempt
 from .progress import AttemptProgress, Totals
 from .redis_retry import UNAVAILABLE, patiently
@@ -504,7 +504,7 @@ def _other_attempt(error: BaseException) -> AttemptOutcome | None:
     leaves = list(_leaves(error))
     if any(isinstance(leaf, Quarantined) for leaf in leaves):
         return AttemptOutcome.OUT_OF_STEP
-    if any(isinstance(leaf, StoreAway) for leaf in leaves):
+    if any(isinstance(leaf, StoreUnavailable) for leaf in leaves):
         return AttemptOutcome.STORE_AWAY
     if any(isinstance(leaf, FormatsBusy) for leaf in leaves):
         return AttemptOutcome.BUSY

@@ -17,7 +17,7 @@ from ...schemas.requests.source_runs import RunFiles, parse_key
 from ...storage.store import PASSING, open_store
 from ..engine.protocol import Engine, Locate
 from ..engine.ranks.collective import Quarantined
-from .attempt import StoreAway
+from .attempt import StoreUnavailable
 from .redis_retry import UNAVAILABLE, patiently
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class SourceRunLeases:
         `names`: the job's name for a run → the job whose captures it is. `locate` replaces the
         ledger's. A holder must not open another such block inside, see `RankCache`. Raises
         MidstreamError("intervention_failed") naming the run when it does not exist or a rank cannot
-        load it, StoreAway if the artifact store is unavailable, and Quarantined.
+        load it, StoreUnavailable if the artifact store is unavailable, and Quarantined.
         """
         if not keys:
             yield
@@ -76,7 +76,7 @@ class SourceRunLeases:
     async def reading(self, work: Awaitable[T]) -> T:
         """Returns the result of `work`, which reads from the artifact store.
 
-        Raises StoreAway if `work` fails because the store is unavailable. Errors in reading rarely
+        Raises StoreUnavailable if `work` fails because the store is unavailable. Read errors rarely
         name that cause, so after any other failure the store itself is checked.
         """
         try:
@@ -89,7 +89,7 @@ class SourceRunLeases:
             )
             trouble = "" if passes else await asyncio.to_thread(self._store.trouble)
             if passes or trouble:
-                raise StoreAway(f"{error}; {trouble}" if trouble else str(error)) from error
+                raise StoreUnavailable(f"{error}; {trouble}" if trouble else str(error)) from error
             raise
 
     @property
