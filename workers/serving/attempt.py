@@ -15,7 +15,7 @@ from .steering_leases import SteeringLease
 
 
 class AttemptOutcome(StrEnum):
-    """How an attempt ended; the Celery task returns it, so that Flower shows it."""
+    """The end of an attempt; the Celery task returns it, so that Flower shows it."""
 
     SUCCEEDED = "succeeded"  # outputs and receipts are complete
     GENERATED = "generated"  # outputs are stored; receipts may still settle

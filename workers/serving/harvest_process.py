@@ -40,7 +40,7 @@ OPEN = 2
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """What the process needs to open a harvest's source."""
+    """Facts that the process needs to open a harvest's source."""
 
     harvest: StoredHarvest
     bundle: TokenizerBundle

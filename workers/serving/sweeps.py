@@ -78,7 +78,7 @@ class _Pending:
 
 
 class _Pair:
-    """What the values of a pair's cells depend on."""
+    """Inputs of the values of a pair's cells, and the noise units that are left."""
 
     def __init__(self, noise: int) -> None:
         self.base: float | None = None  # the metric of the patched prompt, unpatched, in nats
