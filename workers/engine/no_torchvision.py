@@ -64,7 +64,7 @@ class _Finder(MetaPathFinder, Loader):
         return _StandIn(spec.name, "Stands in for torchvision, which is not installed.")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
+        """Does nothing; loaders must have this method."""
 
 
 def install() -> None:

@@ -169,8 +169,8 @@ def fed(document: Document, harvest: StoredHarvest) -> int:
 
 
 def within(documents: Sequence[Document], harvest: StoredHarvest, tokens: int) -> list[Document]:
-    """Returns the first documents, whose sequences have `tokens` tokens (-1: all documents); the
-    last document is cut short.
+    """Returns the documents that hold the first `tokens` tokens of the sequences (-1: all); the
+    last of them is cut short.
     """
     if tokens < 0:
         return list(documents)

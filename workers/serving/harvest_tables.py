@@ -28,7 +28,7 @@ def parquet_values(handle: Handle, mapped: bool, field: str, start: int) -> Iter
         else []
     )
     file = parquet.ParquetFile(HandleFile(handle), metadata=meta, read_dictionary=texts)
-    # a list's path goes on, such as "text.list.element"
+    # a list's path continues below its column: "text.list.element"
     names = [str(column.path).split(".")[0] for column in columns]
     _check_field(field, sorted(set(names)))
     first = 0

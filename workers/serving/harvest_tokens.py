@@ -52,8 +52,8 @@ class Tokens:
         return token
 
     def documents(self, values: Iterable[Value], tokens: int = -1) -> Iterator[Document]:
-        """Yield the first documents, whose sequences have `tokens` tokens (-1: all documents); the
-        last document is cut short, and no value after it is read.
+        """Yield the documents that hold the first `tokens` tokens of the sequences (-1: all); the
+        last of them is cut short, and no value after it is read.
 
         Raises MidstreamError naming the document.
         """

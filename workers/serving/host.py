@@ -288,7 +288,7 @@ class EngineHost:
                     await self._heartbeat.beat()
 
     async def _watch(self, watched: Coroutine[Any, Any, str], died: asyncio.Event) -> None:
-        """Ends the worker when `watched` returns or raises, which means that it cannot go on."""
+        """Ends the worker when `watched` returns or raises: the worker can do no more work then."""
         try:
             reason = await watched
         except Exception as error:

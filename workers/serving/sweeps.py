@@ -81,9 +81,9 @@ class _Pair:
     """Inputs of the values of a pair's cells, and the noise units that are left."""
 
     def __init__(self, noise: int) -> None:
-        self.base: float | None = None  # the metric of the patched prompt, unpatched, in nats
-        self.source: float | None = None  # and of the other prompt
-        self.noise: list[float] = []  # and of patches that change nothing
+        self.base: float | None = None  # the metric in nats, of the base prompt without a patch
+        self.source: float | None = None  # the same of the source prompt
+        self.noise: list[float] = []  # the same of the base prompt with no-op patches
         self.noise_left = noise  # noise units without a record
         self.useless = ""  # why `recovered` cannot be computed
 
