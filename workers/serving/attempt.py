@@ -25,7 +25,7 @@ class AttemptOutcome(StrEnum):
     RELEASED = "released"  # the engine died, or Redis lost its events; another attempt follows
     # the artifact store is unavailable; another attempt follows when it is back
     STORE_AWAY = "store away"
-    # too many of the tenant's jobs wait for checks of their formats; another attempt follows
+    # too many jobs wait for checks of their formats; another attempt follows
     BUSY = "busy"
     # the ranks disagree; another attempt follows, or the job has failed because of it
     OUT_OF_STEP = "out of step"
