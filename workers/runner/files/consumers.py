@@ -18,7 +18,7 @@ from ....schemas.base.dtypes import DTYPES, widened
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.readings import READER
 from ....schemas.requests.specs import memory_bytes
-from ..base.helper_threads import Apart, LateError
+from ..base.helper_threads import HelperThread, LateError
 from .finished_rows import Consumer, FinishedCapture, Outcome
 from .layouts import blob_of
 
@@ -123,14 +123,14 @@ class Installed:
 
     def __init__(self, name: str, consumer: Consumer, patience_s: float = PATIENCE_S) -> None:
         self._consumer = consumer
-        self.apart = Apart(f"capture consumer {name}", self._call, patience_s)
+        self.thread = HelperThread(f"capture consumer {name}", self._call, patience_s)
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Raises what the consumer raises, and TypeError for an answer that is not one outcome per
         capture.
         """
         try:
-            return self.apart.ask([_copy(capture) for capture in captures])
+            return self.thread.ask([_copy(capture) for capture in captures])
         except LateError as error:
             return [Outcome(error=str(error))] * len(captures)
 

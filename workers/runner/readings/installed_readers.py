@@ -12,7 +12,7 @@ import numpy as np
 from ....schemas.extensions import Extension, Option, ReaderTerms, Rows
 from ....schemas.requests.readings import Array, ReaderPart, StoredReader
 from ..base.extensions import ExtensionError, Offer, code_of, declared, digest, frozen
-from ..base.helper_threads import Apart
+from ..base.helper_threads import HelperThread
 from ..files.consumers import rows_of
 from ..files.finished_rows import FinishedCapture, ReadingError
 
@@ -47,13 +47,13 @@ class LoadedReader:
 
     facts: Extension
     terms: ReaderTerms
-    apart: Apart[Rows, dict[str, Array]]
+    thread: HelperThread[Rows, dict[str, Array]]
 
     def read(self, rows: Rows) -> dict[str, Array]:
         """Raises what the reader raises, LateError, and ValueError for an answer that it has not
         declared.
         """
-        return self.apart.ask(rows)
+        return self.thread.ask(rows)
 
 
 def load_readers(
@@ -99,7 +99,9 @@ def _loaded(offer: Offer) -> LoadedReader:
     def read(rows: Rows) -> dict[str, Array]:
         return _arrays(reader.read(rows), terms, rows)
 
-    return LoadedReader(facts, terms, Apart(f"reader {offer.name}", read, PATIENCE_S, "request"))
+    return LoadedReader(
+        facts, terms, HelperThread(f"reader {offer.name}", read, PATIENCE_S, "request")
+    )
 
 
 def _arrays(report: Any, terms: ReaderTerms, rows: Rows) -> dict[str, Array]:

@@ -19,7 +19,7 @@ from ..base.config import plane_config
 from ..base.engine_step import Finish, Load
 from ..base.packed_spec import packed_spec, unpack
 from ..base.process import die_with_parent
-from ..base.row_index import Keeping, RowIndex, Wanted
+from ..base.row_index import Keeping, RequestCaptures, RowIndex
 from ..probes.probe_news import ProbeNews, news_of
 from . import idle_sleep, zeroed_blocks
 from .cell_steps import Based, CellSteps
@@ -103,7 +103,8 @@ class _Midstream:
         # steered requests that came since the last step → packed spec
         self._midstream_came: dict[str, bytes] = {}
         _accept_ends()
-        self._midstream_capturing: dict[str, Wanted] = {}  # live requests that capture prompt rows
+        # live requests that capture prompt rows
+        self._midstream_capturing: dict[str, RequestCaptures] = {}
         self._midstream_bases: dict[str, Based] = {}  # live requests with a base
         self._midstream_chunks: dict[str, int] = {}  # live requests with a chunk → its tokens
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
@@ -147,7 +148,7 @@ class _Midstream:
             )
             if spec.lowest_captured >= 0:
                 parallel = self.parallel_config  # type: ignore[attr-defined]
-                self._midstream_capturing[request.request_id] = Wanted(
+                self._midstream_capturing[request.request_id] = RequestCaptures(
                     spec, tensor_parallel=parallel.tensor_parallel_size > 1
                 )
         if spec.base or spec.entry is not None:
