@@ -66,8 +66,7 @@ class Certifier:
         self._findings: list[Finding] = []
         self._skipped: dict[str, str] = {}
 
-    # -- while requests run
-    # ----------------------------------------------------------------------------------------------
+    # --- While requests run
 
     def watch(self, request: int) -> None:
         """See `Observed.watch`."""
@@ -114,8 +113,7 @@ class Certifier:
             else []
         )
 
-    # -- judging
-    # ----------------------------------------------------------------------------------------------
+    # --- Judging
 
     def judge(self, plan: Plan) -> Judgement:
         """Every rank of a stage takes the same path through the modules, which reduce over the

@@ -126,7 +126,7 @@ class Shape(NamedTuple):
         return max(TOLERANCES[kind][0] * self.eps, FLOOR.get(kind, 0.0))
 
 
-# --- Figures --------------------------------------------------------------------------------------
+# --- Figures
 
 
 def elementwise(total: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: float) -> float:
@@ -175,7 +175,7 @@ def visible(
     return VISIBLE / share if share else math.inf
 
 
-# --- Laws of one layer ----------------------------------------------------------------------------
+# --- Laws of one layer
 
 
 def sums(shape: Shape, layer: int) -> list[tuple[Hook, Mapping[Hook, float]]]:
@@ -272,7 +272,7 @@ def factor_of(got: torch.Tensor, expected: torch.Tensor) -> float:
     )
 
 
-# --- Laws of an edit ------------------------------------------------------------------------------
+# --- Laws of an edit
 
 
 def judge_edit(
@@ -348,7 +348,7 @@ def judge_entered(
     )
 
 
-# --- The verdict ----------------------------------------------------------------------------------
+# --- The verdict
 
 #: Kinds of laws that show that rows are what they are called. That an edit arrives, or another
 #: batch gives the same, does not.

@@ -66,8 +66,7 @@ class RankState:
         """Name → digest."""
         return {name: named.digest for name, named in sorted(self._modules.items())}
 
-    # -- tensors
-    # ----------------------------------------------------------------------------------------------
+    # --- Tensors
 
     def put_vectors(self, vectors: dict[str, Tensor]) -> None:
         """Keep tensors by content hash; all or none."""
@@ -101,8 +100,7 @@ class RankState:
         for name in names:
             self.vectors.drop(name)
 
-    # -- modules
-    # ----------------------------------------------------------------------------------------------
+    # --- Modules
 
     def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> None:
         """Point `name` at this content; with an empty digest, at nothing."""
@@ -132,8 +130,7 @@ class RankState:
             self._modules[name] = named
         return former
 
-    # -- sites
-    # ----------------------------------------------------------------------------------------------
+    # --- Sites
 
     def check_sites(self, hook: str, layers: Sequence[int]) -> None:
         """Raises ValueError for what the model does not have.
@@ -152,8 +149,7 @@ class RankState:
                     f"{self._num_layers - 1}"
                 )
 
-    # -- global steering
-    # ----------------------------------------------------------------------------------------------
+    # --- Global steering
 
     def prepare_global(self, steering: GlobalSteering) -> None:
         """Check that this could be committed: tensors, shapes, sites and sums. Changes nothing."""
@@ -205,8 +201,7 @@ class RankState:
         former, self.steering, self._rows = self.steering, steering, rows
         return former
 
-    # -- all
-    # ----------------------------------------------------------------------------------------------
+    # --- All
 
     def _undo(self, change: object) -> GlobalSteering | Named | None:
         """The state before `change`, if that was the last one; it can be undone once."""

@@ -228,8 +228,7 @@ class DataPlane:
         self._schedule = 0
         self._token_rows = 0  # computed so far, rejected drafts included
 
-    # -- calls of the worker
-    # ----------------------------------------------------------------------------------------------
+    # --- Calls of the worker
 
     def cleanse(self, steps: list[int]) -> None:
         """The prefix cache was reset at each rank's step in `steps`: earlier failures can no longer
@@ -351,8 +350,7 @@ class DataPlane:
         self._outbox.flush(FLUSH_S)
         self._outbox.close()
 
-    # -- the step
-    # ----------------------------------------------------------------------------------------------
+    # --- The step
 
     def begin(
         self,

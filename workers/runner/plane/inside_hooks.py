@@ -79,8 +79,7 @@ class _Layer:
             path: part for path, part in self._parts.items() if isinstance(part, Attention)
         }
 
-    # -- the hooks
-    # ----------------------------------------------------------------------------------------------
+    # --- The hooks
 
     def q(self) -> Inner:
         return Inner(self._attend(), 0, self._query(self._attend().head_size))
@@ -174,8 +173,7 @@ class _Layer:
             Columns(RowShape(heads=1, width=width), 0, width, self._group.rank == 0),
         )
 
-    # -- what they are found by
-    # ---------------------------------------------------------------------------------------------
+    # --- What they are found by
 
     def _attend(self) -> Any:
         if self._latent is not None:

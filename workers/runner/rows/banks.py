@@ -204,8 +204,7 @@ class Banks:
             raise ValueError(f"hook {next(iter(capture.sites))} is not served")
         return self._by_name[capture.bank].recording(capture, first_of_stage)
 
-    # -- the step; as `Planner`
-    # ----------------------------------------------------------------------------------------------
+    # --- The step; as `Planner`
 
     @property
     def busy(self) -> bool:
@@ -231,8 +230,7 @@ class Banks:
             for recorded in bank.planner.drain()
         ]
 
-    # -- what was found; as `FiniteCheck`
-    # --------------------------------------------------------------------------------------
+    # --- What was found; as `FiniteCheck`
 
     def take(self, step: int, view: StepView | None, hidden: torch.Tensor | None) -> None:
         """The forward of `view` ran; `hidden`: what left the last layer, which is judged once."""

@@ -48,8 +48,7 @@ class Staging:
         if self._on_cpu:
             self._token_rows = buffers.token_rows.numpy()
 
-    # -- edits
-    # ----------------------------------------------------------------------------------------------
+    # --- Edits
 
     def clear_rows(self) -> None:
         for tokens in self._edited:
@@ -62,8 +61,7 @@ class Staging:
         self._end = max(self._end, int(tokens.max()) + 1)
         self._token_rows[tokens, columns] = rows
 
-    # -- captures
-    # ----------------------------------------------------------------------------------------------
+    # --- Captures
 
     def new_rows(self, slabs: SlabPool, rows: int, *, spill: bool) -> "NewRows":
         """For this step's captured rows; `spill`: they go to a file.
@@ -106,8 +104,7 @@ class Staging:
         else:
             slab.copy_(self._buffers.ring[: self._rows])
 
-    # -- both
-    # ----------------------------------------------------------------------------------------------
+    # --- Both
 
     def commit(self, plan: np.ndarray, lists: Sequence[np.ndarray]) -> None:
         """Put the plan where the next forward reads it."""

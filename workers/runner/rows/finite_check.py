@@ -218,7 +218,7 @@ def _computed(view: StepView, needed: Mapping[str, int]) -> bool:
     return any(rows.first_position < needed.get(rows.id, 0) for rows in view.requests)
 
 
-# --- Attribution ----------------------------------------------------------------------------------
+# --- Attribution
 
 
 def entries_of(spec: RankSpec) -> list[StoredSteering]:
