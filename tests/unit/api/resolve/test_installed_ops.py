@@ -58,7 +58,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     "random": ("return rows + np.float32(np.random.rand())", "different results for the same rows"),
     "of other rows": (
         "return rows - rows.mean(axis=0, keepdims=True)",
-        "depends on the rows beside it",
+        "depends on the rows next to it",
     ),
     "writes": ("rows.flags.writeable = True; rows += 1; return rows", "changes its input"),
     "raises": ("raise KeyError('x')", "KeyError"),
