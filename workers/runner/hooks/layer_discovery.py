@@ -254,7 +254,7 @@ class _Probe:
         add nothing; None if there is no such sum.
         """
         weights = 1 / target.double().norm(dim=-1, keepdim=True).clamp_min(1e-9)
-        needed = (target.double() * weights).flatten().cpu()
+        right_side = (target.double() * weights).flatten().cpu()
         chosen = {
             name: (column.double() * weights).flatten().cpu() for name, column in columns.items()
         }
@@ -262,7 +262,9 @@ class _Probe:
             length = {name: max(float(column.norm()), 1e-30) for name, column in chosen.items()}
             matrix = torch.stack([column / length[name] for name, column in chosen.items()], 1)
             parts = (
-                torch.linalg.lstsq(matrix, needed[:, None], driver="gelsd").solution[:, 0].tolist()
+                torch.linalg.lstsq(matrix, right_side[:, None], driver="gelsd")
+                .solution[:, 0]
+                .tolist()
             )
             adds = {
                 name: abs(part) > 10 * self.exact for name, part in zip(chosen, parts, strict=True)
@@ -272,7 +274,7 @@ class _Probe:
                     name: self._snapped(part / length[name])
                     for name, part in zip(chosen, parts, strict=True)
                 }
-                rest = sum((value * chosen[name] for name, value in factors.items()), -needed)
+                rest = sum((value * chosen[name] for name, value in factors.items()), -right_side)
                 error = rest.reshape(len(_SCALES), -1).norm(dim=-1).max()
                 return factors if float(error) < self.exact else None
             chosen = {name: column for name, column in chosen.items() if adds[name]}
@@ -377,8 +379,8 @@ class _Probe:
         absent: Any,
         laws: Any,
     ) -> None:
-        number, tap, present = middle
-        first = [place for place in present if place != "stream"]
+        number, tap, multiples = middle
+        first = [place for place in multiples if place != "stream"]
         second = [place for place in law if place != "stream" and place not in first]
         taps["post_attn"] = tap
         if len(first) > 1:
@@ -389,12 +391,12 @@ class _Probe:
         elif tap.kind == "pair":
             taps["attn_out"], laws["post_attn"] = (
                 Tap(tap.path, "input"),
-                {"pre_attn": present["stream"], "attn_out": 1.0},
+                {"pre_attn": multiples["stream"], "attn_out": 1.0},
             )
         else:
             taps["attn_out"] = Tap(run.calls[first[0]].path, "output")
-            laws["post_attn"] = {"pre_attn": present["stream"], "attn_out": present[first[0]]}
-        kept = law["stream"] / present["stream"]
+            laws["post_attn"] = {"pre_attn": multiples["stream"], "attn_out": multiples[first[0]]}
+        kept = law["stream"] / multiples["stream"]
         if len(second) > 1:
             absent["mlp_out"] = (
                 "it is the sum of several parts "
