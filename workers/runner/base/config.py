@@ -1,8 +1,8 @@
 """Configuration of a rank at boot.
 
-What compiled graphs depend on (version, buffer layout, traced code) goes through vLLM's
-`additional_config`, which is part of the compile cache's key. The rest changes with every boot and
-goes through one environment variable, which is not.
+Values that compiled graphs depend on (version, buffer layout, traced code) are passed by vLLM's
+`additional_config`, which is part of the compile cache's key. The others change with every boot,
+and are passed by one environment variable, which is not part of the key.
 """
 
 import os

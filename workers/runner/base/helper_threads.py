@@ -58,21 +58,21 @@ class HelperThread(Generic[Question, Answer]):
             self._busy.set()
             self._calls.put((question, answer))
             try:
-                report = answer.get(timeout=self.patience_s)
+                result = answer.get(timeout=self.patience_s)
             except queue.Empty:
                 logger.error("%s takes longer than %g s", self._name, self.patience_s)
                 raise LateError(f"it took longer than {self.patience_s:g} s") from None
-        if isinstance(report, Exception):
-            raise report
-        return report
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def _run(self) -> None:
         while True:
             question, answer = self._calls.get()
-            report = self._result(question)
+            result = self._result(question)
             self._busy.clear()
-            answer.put(report)
-            del question, answer, report  # the rows' memory is not kept until the next call
+            answer.put(result)
+            del question, answer, result  # the rows' memory is not kept until the next call
 
     def _result(self, question: Question) -> Answer | Exception:
         try:

@@ -39,10 +39,10 @@ def locked_copy(values: torch.Tensor) -> torch.Tensor:
 
 
 def pages(size: int, *, locked: bool) -> torch.Tensor:
-    """uint8 `[size]`, uninitialised. Raises HostMemoryError.
+    """Return uninitialised memory, uint8 `[size]`. Raises HostMemoryError.
 
-    `locked`: page-locked for copies from an accelerator. It may be used again, or dropped, only
-    when those are over. (Torch's own allocator would round large memory up to a power of two.)
+    `locked`: page-locked, for copies from an accelerator; the memory may be reused or dropped only
+    when these are over. (Torch's own allocator would round large memory up to a power of two.)
     """
     if size < _LARGE:
         try:

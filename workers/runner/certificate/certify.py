@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Certifier:
-    """One per rank, while the certification runs."""
+    """Certification on one rank; exists while the certification runs."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class Certifier:
 
     def _copies(self, plan: Plan) -> None:
         for copy in plan.copies:
-            got, needed = (
+            got, expected = (
                 self._kept.of(copy.request, copy.positions),
                 self._kept.of(plan.base, copy.positions),
             )
@@ -207,7 +207,7 @@ class Certifier:
                     name = f"{hook}: {copy.law}"
                     self._findings.append(
                         judge_same(
-                            self._shape, name, hook, layer, got(hook, layer), needed(hook, layer)
+                            self._shape, name, hook, layer, got(hook, layer), expected(hook, layer)
                         )
                     )
 

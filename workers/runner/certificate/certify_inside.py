@@ -92,17 +92,17 @@ class InsideLaws:
         output = _first(self._inners[hook][place].module(rows[self._places]))
         if self._compared is None:
             return
-        needed = self._compared(into, number)
+        expected = self._compared(into, number)
         norms = [
             child
             for name, child in self._layers[number].named_children()
             if name.startswith("post") and "norm" in name
         ]
-        given = [output, *(_first(norm(output.clone())) for norm in norms)]
+        candidates = [output, *(_first(norm(output.clone())) for norm in norms)]
         tolerance = self._shape.tolerance("module")
         figure = min(
-            rowwise(item.float().cpu(), needed, tolerance, median=self._shape.routes(number))
-            for item in given
+            rowwise(item.float().cpu(), expected, tolerance, median=self._shape.routes(number))
+            for item in candidates
         )
         yield Finding(f"projection({hook}) = {into}", (hook,), number, figure, "module")
 

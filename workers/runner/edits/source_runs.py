@@ -126,12 +126,12 @@ class RunStore:
         Raises LookupError when this rank lacks the run, its site or a position, ValueError when a
         value is not finite or `name` is invalid.
         """
-        needed = parse_row(name)
-        run, rows = self._find(needed.key, needed.hook, needed.layer)
-        if needed.position is not None:
-            values = rows[self._places(needed, run, (needed.position,))[0]].float()
+        run_row = parse_row(name)
+        run, rows = self._find(run_row.key, run_row.hook, run_row.layer)
+        if run_row.position is not None:
+            values = rows[self._places(run_row, run, (run_row.position,))[0]].float()
         else:
-            chosen = rows[self._places(needed, run, needed.mean)] if needed.mean else rows
+            chosen = rows[self._places(run_row, run, run_row.mean)] if run_row.mean else rows
             values = chosen.double().mean(0).float()
         if not bool(torch.isfinite(values).all()):
             raise ValueError(f"{name}: has values that are not finite")

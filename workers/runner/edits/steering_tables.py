@@ -120,7 +120,7 @@ class RowTable:
         return self._num_sites[row]
 
     def acquire(self, spec: SteeringRow) -> tuple[int, int | None]:
-        """Return the row that holds `spec`'s content, and the CRC32 of what was written; None if
+        """Return the row that holds `spec`'s content, and the CRC32 of the written bytes; None if
         the row was already written.
 
         Raises LookupError for a vector or a source run's row that this rank does not have,
@@ -131,19 +131,19 @@ class RowTable:
         if spec.key in self._rows:
             self._references[spec.key] += 1
             return self._rows[spec.key], None
-        what = self.prepared.get(spec)
+        prepared = self.prepared.get(spec)
         if not self._free_rows:
             raise RuntimeError(f"all {self.used} steering rows are in use")
         row = self._free_rows[-1]
-        self._pool.write(row, what)
+        self._pool.write(row, prepared)
         self._free_rows.pop()
         self._rows[spec.key], self._references[spec.key] = row, 1
         self._sites[row] = np.zeros(len(self._numbers), dtype=bool)
-        self._sites[row][[site for site, _ in what.content]] = True
+        self._sites[row][[site for site, _ in prepared.content]] = True
         self._num_sites[row] = int(self._sites[row].sum())
         if self._columns is not None and self._columns.sharded:
-            self._whole[row] = what.fingerprint(), what.crc32
-        return row, what.crc32
+            self._whole[row] = prepared.fingerprint(), prepared.crc32
+        return row, prepared.crc32
 
     def __contains__(self, key: str) -> bool:
         """Return whether a row in use has this content."""
@@ -246,10 +246,10 @@ class RowTable:
         # most sites of an entry share one effect, which is laid out once
         laid: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         content = {}
-        for (site, family), what in does.items():
-            if id(what) not in laid:
-                laid[id(what)] = self._laid_out(family, what)
-            content[site, PLACE[family]] = laid[id(what)]
+        for (site, family), effect in does.items():
+            if id(effect) not in laid:
+                laid[id(effect)] = self._laid_out(family, effect)
+            content[site, PLACE[family]] = laid[id(effect)]
         return content
 
     def _laid_out(self, family: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:

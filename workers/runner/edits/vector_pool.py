@@ -123,15 +123,15 @@ class EntryPool:
 
     @property
     def used(self) -> int:
-        """Entries in use."""
+        """Return the number of entries in use."""
         return self._used
 
-    def write(self, row: int, what: Joined) -> None:
+    def write(self, row: int, content: Joined) -> None:
         """Write a row's content into free entries.
 
         Raises RuntimeError, and changes nothing, when there are too few.
         """
-        needed = what.entries
+        needed = content.entries
         if self._used + needed > self._capacity:
             raise RuntimeError(
                 f"{needed} steering entries needed, {self._capacity - self._used} of "
@@ -142,10 +142,10 @@ class EntryPool:
         self._runs[row] = []
         if not needed:  # all of the row's layers are on other stages
             return
-        self._put(self._end, what.vectors, what.scalars)  # one copy for all sites
+        self._put(self._end, content.vectors, content.scalars)  # one copy for all sites
         self._runs[row] = [
             _Extent(site, family, self._end + first, entries)
-            for site, family, first, entries in what.extents
+            for site, family, first, entries in content.extents
         ]
         self._end += needed
         self._used += needed

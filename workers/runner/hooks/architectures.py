@@ -86,7 +86,7 @@ class Adapter:
 
     @property
     def layers(self) -> str:
-        """Attribute path of the decoder layers in vLLM's language model, see
+        """Return the path of the decoder layers in vLLM's language model, see
         `sites.language_model`.
         """
         return self.variant.layers

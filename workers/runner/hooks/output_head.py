@@ -51,24 +51,24 @@ class Head:
         self._norm = final_norm(root, decoder(model, adapter), adapter.hidden_size)
         self.dtype, self.device = dtype, device
         self._top, processor = _separate(root)
-        visited: list[Any] = []
+        lm_heads: list[Any] = []
         apply_head = processor._apply_head
 
-        def noted(lm_head: Any, *args: Any) -> torch.Tensor:
-            visited.append(lm_head)
+        def recorded_head(lm_head: Any, *args: Any) -> torch.Tensor:
+            lm_heads.append(lm_head)
             product: torch.Tensor = apply_head(lm_head, *args)
             return product
 
-        processor._apply_head = noted
+        processor._apply_head = recorded_head
         self._product(torch.zeros(1, adapter.hidden_size, dtype=dtype, device=device))
-        at = getattr(visited[0], "shard_indices", None) if visited else None
+        at = getattr(lm_heads[0], "shard_indices", None) if lm_heads else None
         if at is None or at.num_added_elements:
             raise NoHeadError(
                 "its logits do not come from one of vLLM's output matrices"
                 if at is None
                 else "its vocabulary was extended"
             )
-        lm_head, processor._apply_head = visited[0], apply_head
+        lm_head, processor._apply_head = lm_heads[0], apply_head
         if device.type == "cpu":
             # vLLM's own product uses buffers that a concurrent forward pass uses too
             if "Unquantized" not in type(lm_head.quant_method).__name__:

@@ -79,15 +79,17 @@ def rule_of(router: Any, device: torch.device) -> RoutingKind | None:
     experts, top = int(router.global_num_experts), int(router.top_k)
     random = torch.Generator().manual_seed(experts)
     logits = 2 * torch.randn(_ROWS, experts, generator=random)
-    given = router._compute_routing(torch.zeros(_ROWS, 1, device=device), logits.to(device), None)
-    weights, chosen = (np.asarray(item.detach().float().cpu()) for item in given[:2])
+    routed_rows = router._compute_routing(
+        torch.zeros(_ROWS, 1, device=device), logits.to(device), None
+    )
+    weights, chosen = (np.asarray(item.detach().float().cpu()) for item in routed_rows[:2])
     bias = getattr(router, "e_score_correction_bias", None)
     groups = (
         (int(router.num_expert_group or 1), int(router.topk_group or 1))
         if _has_groups(router)
         else (1, 1)
     )
-    known = [] if bias is None else [float(value) for value in bias.detach().float().cpu()]
+    biases = [] if bias is None else [float(value) for value in bias.detach().float().cpu()]
     for scoring, normalised in itertools.product(get_args(Scoring), (True, False)):
         rule = RoutingKind(
             layers=[],
@@ -97,7 +99,7 @@ def rule_of(router: Any, device: torch.device) -> RoutingKind | None:
             normalised=normalised,
             groups=groups[0],
             kept=groups[1],
-            bias=known,
+            bias=biases,
         )
         if (scale := _scale(rule, logits.numpy(), chosen, weights)) is not None:
             return msgspec.structs.replace(rule, scale=scale)

@@ -82,7 +82,7 @@ _RESYNCED = (
 
 
 class DataPlane:
-    """One per rank."""
+    """The data plane of one rank."""
 
     def __init__(
         self,

@@ -294,7 +294,7 @@ def _reads_stream(path: str, linears: Mapping[str, nn.Module]) -> bool:
     return square and len(linears) > 1
 
 
-def _only(linears: Mapping[str, nn.Module], names: re.Pattern[str], what: str) -> nn.Module:
+def _only(linears: Mapping[str, nn.Module], names: re.Pattern[str], role: str) -> nn.Module:
     """Return the only row-parallel module, else the only one with a name in `names`.
 
     Raises MissingHookError.
@@ -304,7 +304,7 @@ def _only(linears: Mapping[str, nn.Module], names: re.Pattern[str], what: str) -
     for candidates in (rows, named):
         if len(candidates) == 1:
             return candidates[0]
-    raise MissingHookError(f"{len(rows) or len(named)} modules could be its {what}")
+    raise MissingHookError(f"{len(rows) or len(named)} modules could be its {role}")
 
 
 def find(
@@ -362,14 +362,14 @@ def install_inside(
     parts = []
     wrapped: dict[nn.Module, list[tuple[Inner, Visit, Site]]] = {}
     for bank, of_bank in BANKS.items():
-        present = [hook for hook in of_bank if hook in by_hook]
-        if not present:
+        installed = [hook for hook in of_bank if hook in by_hook]
+        if not installed:
             continue
-        columns = by_hook[present[0]][0].columns
+        columns = by_hook[installed[0]][0].columns
         places = [
             (hook, number, inner)
             for place, (number, _) in enumerate(layers)
-            for hook in present
+            for hook in installed
             for inner in [by_hook[hook][place]]
         ]
         sites = [Site(hook, number, "single") for hook, number, _ in places]

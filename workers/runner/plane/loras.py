@@ -114,19 +114,19 @@ class Loras:
         """
         for rows in view.requests:
             request = tracked.get(rows.id)
-            needed = (
+            expected = (
                 request.spec.lora.digest
                 if request is not None and request.spec.lora is not None
                 else ""
             )
             used = self.used(rows.first_row, rows.num_rows)
-            if used != needed:
+            if used != expected:
                 raise RuntimeError(
                     f"rows of request {rows.id} were computed with adapter "
                     f"{used[:12]!r} instead of "
-                    f"{needed[:12]!r}"
+                    f"{expected[:12]!r}"
                 )
-            if request is not None and needed and not request.accounted:
+            if request is not None and expected and not request.accounted:
                 request.accounted = True
                 actions.fold(
                     step, "lora", request.spec.job, request.spec.request, request.spec.attempt, used

@@ -85,10 +85,10 @@ class Readings:
             return Outcome(error=f"{type(error).__name__}: {error}")
 
     def _read(self, capture: FinishedCapture) -> bytes:
-        needed = capture.capture
-        reader = self._readers.get(type(needed.reading))
-        if reader is None or needed.reading is None:
-            raise ReadingError(f"this rank has no reader for {type(needed.reading).__name__}")
+        stored = capture.capture
+        reader = self._readers.get(type(stored.reading))
+        if reader is None or stored.reading is None:
+            raise ReadingError(f"this rank has no reader for {type(stored.reading).__name__}")
         if capture.dropped:
             raise ReadingError(
                 f"rows of {len(capture.dropped)} positions were dropped under overload"
@@ -98,7 +98,7 @@ class Readings:
             raise ReadingError(
                 f"the row at {hook} of layer {layer}, position {position}, is not finite"
             )
-        size = needed.reading.size(len(capture.positions), sum(map(len, capture.sites.values())))
+        size = stored.reading.size(len(capture.positions), sum(map(len, capture.sites.values())))
         if size > self._limit:
             raise ReadingError(
                 f"{size} bytes exceed the response limit of {self._limit} ({self._limit >> 10} "

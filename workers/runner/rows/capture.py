@@ -409,12 +409,12 @@ class Selection:
         at = 0
         for stretch in self.stretches:
             stretch.run.step.landing.wait()
-            needed = (
+            indices = (
                 stretch.run.first_rows(self.ports)[:, None]
                 + stretch.offset
                 + np.arange(stretch.count)
             )
-            copied[:, at : at + stretch.count] = stretch.run.step.slab[torch.from_numpy(needed)]
+            copied[:, at : at + stretch.count] = stretch.run.step.slab[torch.from_numpy(indices)]
             at += stretch.count
         base = np.zeros(self.num_ports, dtype=np.int64)
         base[self.ports] = np.arange(len(self.ports)) * len(self.positions)

@@ -29,7 +29,7 @@ _ORDER: dict[str, int] = {hook: place for place, hook in enumerate(FORWARD)}
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first row of a request in one step that is not finite."""
+    """The first non-finite row of a request in one step."""
 
     id: str  # of the request in the engine
     step: int

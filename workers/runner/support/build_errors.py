@@ -24,9 +24,9 @@ def reason_of(error: BaseException) -> str:
         if isinstance(error, ValidationError)
         else str(error)
     )
-    listing = " ".join(text.split())
+    message = " ".join(text.split())
     if not isinstance(error, AssertionError | AttributeError | KeyError | TypeError | IndexError):
-        return listing or type(error).__name__
+        return message or type(error).__name__
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if "/vllm/" in frame.filename
     ]
@@ -38,7 +38,7 @@ def reason_of(error: BaseException) -> str:
         if frames
         else ""
     )
-    return f"{type(error).__name__}{place}{f': {listing}' if listing else ''}"
+    return f"{type(error).__name__}{place}{f': {message}' if message else ''}"
 
 
 @contextlib.contextmanager

@@ -112,58 +112,62 @@ class Rule(NamedTuple):
 
 REFUSED = (
     Rule(
-        lambda it: it.cpu and not it.amx and it.experts,
+        lambda facts: facts.cpu and not facts.amx and facts.experts,
         "vLLM needs a GPU or a CPU with AMX for quantised experts; this is a CPU without AMX",
     ),
     Rule(
-        lambda it: (
-            it.cpu
-            and it.dtype == torch.float32
-            and any("int4" in rounding.kind for rounding in it.weights)
+        lambda facts: (
+            facts.cpu
+            and facts.dtype == torch.float32
+            and any("int4" in rounding.kind for rounding in facts.weights)
         ),
         "4-bit weights are not served in float32: set dtype to bfloat16 or float16",
     ),
 )
 CAVEATS = (
     Rule(
-        lambda it: bool(it.activations) and not it.shares_scales,
+        lambda facts: bool(facts.activations) and not facts.shares_scales,
         "the quantised layers round their input, as the checkpoint specifies: rows are "
         "those of the dequantised weights with this rounding, "
         "and differ from those of the dequantised weights alone",
     ),
     Rule(
-        lambda it: it.shares_scales and it.amx,
+        lambda facts: facts.shares_scales and facts.amx,
         (
             "the checkpoint asks for rounded activations, which vLLM leaves out on this "
             "CPU: rows are those of the dequantised weights"
         ),
     ),
     Rule(
-        lambda it: it.ranks > 1 and any(rounding.scale == "token" for rounding in it.activations),
+        lambda facts: (
+            facts.ranks > 1 and any(rounding.scale == "token" for rounding in facts.activations)
+        ),
         "with tensor_parallel_size above 1, each rank scales its own part of the input "
         "of o_proj and down_proj: rows differ from those "
         "of one rank by this rounding",
     ),
     Rule(
-        lambda it: any(
-            rounding.kind == "fp8" and rounding.scale == "tensor" for rounding in it.weights
+        lambda facts: any(
+            rounding.kind == "fp8" and rounding.scale == "tensor" for rounding in facts.weights
         ),
         "where the scales of q_proj, k_proj and v_proj differ, or those of gate_proj "
         "and up_proj, vLLM rounds these weights again with "
         "the largest of them: rows are then those of weights rounded twice",
     ),
     Rule(
-        lambda it: bool(it.raw.get("kv_cache_scheme") or it.raw.get("kv_cache_quant_algo")),
+        lambda facts: bool(
+            facts.raw.get("kv_cache_scheme") or facts.raw.get("kv_cache_quant_algo")
+        ),
         (
             "the checkpoint asks for a quantised KV cache: attention reads rounded keys "
             "and values, and rows above the first layer differ"
         ),
     ),
     Rule(
-        lambda it: (
-            it.amx
+        lambda facts: (
+            facts.amx
             and os.environ.get(W4A8, "1") != "0"
-            and any("int4" in rounding.kind for rounding in it.weights)
+            and any("int4" in rounding.kind for rounding in facts.weights)
         ),
         (
             f"with {W4A8}=1, vLLM rounds the inputs of 4-bit layers to 8 bits on this CPU, "
@@ -171,7 +175,7 @@ CAVEATS = (
         ),
     ),
     Rule(
-        lambda it: not it.measured,
+        lambda facts: not facts.measured,
         (
             "this quantisation was not compared with transformers: rows are those of the "
             "quantised model as vLLM computes it"

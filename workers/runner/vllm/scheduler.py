@@ -216,12 +216,12 @@ class _Midstream:
         if self.waiting and not self.running and not scheduled:  # type: ignore[attr-defined]
             self._midstream_blocks.make_room(stuck=True)
         if self._midstream_finished:
-            report = {
+            ended = {
                 request_id: self._midstream_finished.pop(request_id)
                 for request_id in output.finished_req_ids
                 if request_id in self._midstream_finished
             }
-            setattr(output, _FINISHES, report)
+            setattr(output, _FINISHES, ended)
         if self._midstream_arrived:
             scheduled = output.num_scheduled_tokens
             setattr(
@@ -309,21 +309,21 @@ class _Midstream:
     def _keeping(self, output: Any) -> Keeping:
         keeping, rows = Keeping(), self._midstream_rows
         for data in output.scheduled_new_reqs:
-            needed = self._midstream_capturing.get(data.req_id)
-            if needed is not None:
+            captures = self._midstream_capturing.get(data.req_id)
+            if captures is not None:
                 keeping.serve += rows.serve(
                     data.req_id,
-                    needed,
+                    captures,
                     self.requests[data.req_id].block_hashes,  # type: ignore[attr-defined]
                     data.num_computed_tokens,
                 )
         for request_id, count in output.num_scheduled_tokens.items():
-            needed = self._midstream_capturing.get(request_id)
-            if needed is not None:
+            captures = self._midstream_capturing.get(request_id)
+            if captures is not None:
                 request = self.requests[request_id]  # type: ignore[attr-defined]
                 stop = request.num_computed_tokens  # already includes the tokens of this step
                 keeping.keep += rows.keep(
-                    request_id, needed, request.block_hashes, stop - count, stop
+                    request_id, captures, request.block_hashes, stop - count, stop
                 )
         keeping.drop = rows.dropped()
         return keeping
@@ -339,21 +339,21 @@ class _Midstream:
         """
 
         def get_computed_blocks(request: Any) -> Any:
-            needed = self._midstream_capturing.get(request.request_id)
+            captures = self._midstream_capturing.get(request.request_id)
             base = self._midstream_bases.get(request.request_id, RepeatedPrompt("", 0, 0))
             if (
-                needed is None
+                captures is None
                 and (result := self._midstream_blocks.find(base.run, request, base.touched))
                 is not None
             ):
                 return *result, 0
             limit = base.touched if base.layer else None
-            if needed is not None:
+            if captures is not None:
                 # A preempted request keeps its recorded rows, and recomputes the others.
                 kept = (
-                    needed.lowest_captured
+                    captures.lowest_captured
                     if request.num_preemptions
-                    else self._midstream_rows.reach(needed, request.block_hashes)
+                    else self._midstream_rows.reach(captures, request.block_hashes)
                 )
                 limit = kept if limit is None else min(kept, limit)
             if limit is None:

@@ -64,7 +64,7 @@ zeroed_blocks.install()
 
 
 class MidstreamWorker(PlatformWorker):
-    """One per rank."""
+    """The vLLM worker of one rank."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         die_with_parent()
