@@ -41,7 +41,7 @@ _idle = False
 def idle_sites(idle: bool) -> Iterator[None]:
     """Disable the ops within the block if `idle`, else enable them.
 
-    This is the only state of the ops besides their tensors.
+    Apart from their tensors, the ops have no other state.
     """
     global _idle
     before, _idle = _idle, idle

@@ -1,4 +1,4 @@
-"""Runs code of other packages in a thread of its own, so that neither its exceptions nor its
+"""Runs code of other packages in a separate thread, so that neither its exceptions nor its
 duration can stop the caller.
 """
 

@@ -346,7 +346,7 @@ def judge_entered(
 
 # --- The verdict
 
-#: Kinds of laws that prove that a hook's rows are what its name says. The arrival of an edit, or
+#: Kinds of laws that prove that rows belong to the hook that names them. The arrival of an edit, or
 #: equal rows in another batch, are no such proof.
 PROVING = frozenset({"sum", "same", "module", "logits"})
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 Sites = dict[str, list[int]]
 Write = Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]
 
-#: Approximate bytes of a position in a blob besides its rows: two integers, and their text in the
+#: Approximate bytes of a position in a blob, without its rows: two integers, and their text in the
 #: manifest.
 _POSITION_BYTES = 32
 #: Captures of a group that are tried alone while a store that takes test writes fails with passing

@@ -488,7 +488,7 @@ class DataPlane:
         )
         self._tracked[request.id] = tracked
         requests.live.add(spec.key)
-        # every rank must reach this call, whatever its state, since it may be collective
+        # every rank must reach this call regardless of its state, since it may be collective
         prepared, unprepared = self.readings.prepare(spec)
         if spec.version != __version__:
             requests.fail(

@@ -39,7 +39,7 @@ class Kind:
         # infinite for columns that do not end a request
         self.stop_thresholds = np.where(stops, self.thresholds, np.inf)
         self.acts = any(stops)
-        # scores decide how the request goes on: whether it ends, or which edits are applied
+        # scores decide how the request continues: whether it ends, or which edits are applied
         self.decides = self.acts or any(probe.action == "steer" for probe in probes)
         self.names = [probe.name for probe in probes for _ in probe.content.labels]
         kinds = [
@@ -140,8 +140,8 @@ class Watch:
 
     @property
     def follows(self) -> bool:
-        """Return whether `follow` can process this watch in a batch: only the aggregates of one new
-        position are to be computed, and compared with thresholds.
+        """Return whether `follow` can process this watch in a batch: it only has to
+        compute the aggregates of one new position, and compare them with thresholds.
         """
         return (
             self.kind.acts

@@ -167,7 +167,7 @@ class _Midstream:
         self._midstream_ends += ends
 
     def has_finished_requests(self) -> bool:
-        """Return True also while ends are to be sent to the ranks: then vLLM runs a step without
+        """Return True also while ends wait to be sent to the ranks: then vLLM runs a step without
         tokens, if it has no other.
         """
         return bool(self._midstream_ends) or bool(
@@ -270,8 +270,8 @@ class _Midstream:
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
-        """End a request at the token where a probe reaches its threshold; drop later tokens, in
-        whichever step they were computed.
+        """End a request at the token where a probe reaches its threshold; drop later tokens, no
+        matter in which step they were computed.
         """
         kept, probe = self._midstream_probes.cut(request, new_token_ids)
         stopped = False
