@@ -76,7 +76,7 @@ def kind_of(number: int, layer: nn.Module, gather: Gather, ranks: int) -> Attent
 def _unknown(module: Any) -> str:
     """Return why `AttentionKind` cannot describe this module; empty if it can."""
     if type(module) not in _MODULES:
-        return f"the pattern of {type(module).__name__} is not known"
+        return f"attention module {type(module).__name__} is not known"
     impl = module.impl
     if type(impl).__name__ not in _IMPLEMENTATIONS:
         return f"attention backend {type(impl).__name__} is not known"

@@ -268,7 +268,7 @@ def caveats(
     if architecture in REORDERED and not backend:
         reasons.append(
             "rows at q, k, q_proj and k_proj: the dimensions of each head are in vLLM's "
-            "order: first transformers' even dimensions, then "
+            "order, the even ones of transformers and then "
             "the odd ones"
         )
     for rope in list(_ropes(config)) or [{}]:

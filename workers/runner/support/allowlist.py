@@ -134,8 +134,8 @@ RULES = (
         "model_config.is_mm_prefix_lm with images",
         (False,),
         (
-            "tokens of an image attend to later ones in transformers' model, which was not "
-            "compared with vLLM's"
+            "tokens of an image attend to later ones in transformers' model, which is not "
+            "proven of vLLM's"
         ),
         lambda config: _takes(config, "image") and bool(config.model_config.is_mm_prefix_lm),
     ),

@@ -149,7 +149,7 @@ def test_an_entry_holds_strength_options_and_the_code_of_the_op(site: Path) -> N
     )
     assert steering_digest([cap]) != steering_digest([other])
     check_here([cap, along])
-    with pytest.raises(LookupError, match="in another version"):
+    with pytest.raises(LookupError, match="another version of it"):
         check_here([other])
 
 

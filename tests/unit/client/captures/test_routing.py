@@ -147,7 +147,7 @@ def test_a_router_that_no_rule_reproduces_is_refused_with_its_class() -> None:
 
     assert "the choices of Odd" in refused(Odd(TOP, EXPERTS))
     assert "it reads token ids" in refused(Broken(TOP, EXPERTS))
-    assert "object is no router" in refused(object())
+    assert "object is not a router" in refused(object())
     assert "2 modules choose experts" in refused(CPURouter(TOP, EXPERTS), twice=True)
 
 

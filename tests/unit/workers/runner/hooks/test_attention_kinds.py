@@ -83,7 +83,7 @@ class Sharper(Attention):
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (lambda: layer(Sharper), "the pattern of Sharper is not known"),
+        (lambda: layer(Sharper), "attention module Sharper is not known"),
         (lambda: layer(backend="NewImpl"), "attention backend NewImpl is not known"),
         (lambda: layer(attn_type=AttentionType.ENCODER_ONLY), "patterns need decoder attention"),
         (

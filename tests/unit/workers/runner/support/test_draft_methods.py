@@ -201,7 +201,7 @@ def test_a_head_that_does_not_fit_is_refused(alter: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("section", "value", "message"),
     [
-        ("model_config.is_hybrid", True, "layers with a state"),
+        ("model_config.is_hybrid", True, "layers with recurrent state"),
         (
             "parallel_config.pipeline_parallel_size",
             2,
