@@ -10,7 +10,7 @@ import time
 
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
-from midstream.workers.runner.base.row_index import RowIndex, Wanted
+from midstream.workers.runner.base.row_index import RequestCaptures, RowIndex
 from midstream.workers.runner.vllm.ring_budget import RingBudget
 
 REQUESTS, PROMPT, STEPS = 64, 512, 200
@@ -32,7 +32,7 @@ def measure(hooks: int, layers: int) -> tuple[float, float]:
         lowest_captured=0,
     )
     index, budget = RowIndex(1 << 28, 16384, 16), RingBudget(1 << 16, [range(layers)], 0)
-    wanted = {str(number): Wanted(spec) for number in range(REQUESTS)}
+    wanted = {str(number): RequestCaptures(spec) for number in range(REQUESTS)}
     for name in wanted:
         budget.join(name, spec.captures, PROMPT, STEPS)
     kept, taken = [], []

@@ -1,9 +1,9 @@
 """Ops that run at a hook site inside the model's forward pass: `midstream::pair_site` and
 `midstream::single_site`.
 
-With the repository's root on the path, this folder can also be imported as `kernels`, the name of a
-Hugging Face package that transformers looks for. It then defines nothing, so that the ops are not
-registered twice.
+If the repository's root is on the path, this folder can also be imported as `kernels`, the name of
+a Hugging Face package that transformers looks for. Then the module defines nothing, so that the ops
+are not registered twice.
 """
 
 if __name__ == "midstream.kernels":

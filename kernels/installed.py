@@ -1,9 +1,8 @@
 """Installed ops: functions of other packages that rewrite rows at a site, on CPUs.
 
-See `docs/extending.md`.
-
-A site knows an op by its code, a number that its pool entry holds. What an op does wrong becomes
-rows that are not finite, which fail their request as any such rows do, and no other.
+A pool entry holds the code of its op, a number by which the site finds the function. If an op
+fails, its rows become NaN, and fail only their own request, as all non-finite rows do. See
+`docs/extending.md`.
 """
 
 import logging
@@ -18,7 +17,7 @@ logger = logging.getLogger(__name__)
 #: rows of the same shape and dtype.
 Edit = Callable[[np.ndarray, np.ndarray, tuple[float, float]], np.ndarray]
 
-#: Of this process: code → the op. Filled before the first forward pass.
+#: Code → op, in this process. Filled before the first forward pass.
 OPS: dict[int, Edit] = {}
 
 
@@ -29,32 +28,32 @@ def edited(
     strength: float,
     numbers: tuple[float, float],
 ) -> torch.Tensor:
-    """`s + strength · (op(s) − s)` for each row s of float32 `[n, hidden_size]`; with strength 1
-    the op's own bits. NaN where it fails.
+    """Return `s + strength · (op(s) − s)` for each row s of float32 `[n, hidden_size]`; with
+    strength 1 the op's own bits, and NaN for rows on which the op fails.
 
-    Requests with the same edit are edited in one call. Where that fails, each row is tried alone,
-    so that only those that cannot be edited fail.
+    Rows with the same edit are passed to the op in one call. If that fails, each row is tried
+    alone, so that only rows that cannot be edited fail.
     """
-    cat = _tried(code, rows, vector, numbers)
-    if cat is None:
+    new = _called(code, rows, vector, numbers)
+    if new is None:
         alone = (
-            (_tried(code, row, vector, numbers) for row in rows.split(1))
+            (_called(code, row, vector, numbers) for row in rows.split(1))
             if len(rows) > 1
             else [None]
         )
-        cat = torch.cat(
+        new = torch.cat(
             [
-                torch.full_like(row, float("nan")) if new is None else new
-                for row, new in zip(rows.split(1), alone, strict=True)
+                torch.full_like(row, float("nan")) if of_row is None else of_row
+                for row, of_row in zip(rows.split(1), alone, strict=True)
             ]
         )
-    return cat if strength == 1.0 else rows + strength * (cat - rows)
+    return new if strength == 1.0 else rows + strength * (new - rows)
 
 
-def _tried(
+def _called(
     code: int, rows: torch.Tensor, vector: torch.Tensor, numbers: tuple[float, float]
 ) -> torch.Tensor | None:
-    """Return what the op gives; None where it fails."""
+    """Return the op's result; None if it fails."""
     try:
         given, along = rows.numpy(), vector.numpy()
         given.flags.writeable = along.flags.writeable = False
@@ -66,7 +65,9 @@ def _tried(
             )
     except (Exception, SystemExit):
         logger.exception(
-            "installed op %d failed for %d rows: those that fail alone become NaN", code, len(rows)
+            "installed op %d failed for %d rows: rows that also fail alone become NaN",
+            code,
+            len(rows),
         )
         return None
     return torch.from_numpy(new)

@@ -1,6 +1,6 @@
-"""Torch ops called by the model's traced forward, and their implementation per device.
+"""Torch ops that the model's forward calls, with an implementation for each device.
 
-The schemas name every tensor that is written, so that no compiler drops or reorders a call.
+The schemas declare every tensor that is written, so that no compiler drops or reorders a call.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,8 +11,8 @@ import torch
 
 from . import reference
 
-#: What follows the stream and the ring. All are persistent; the planner fills them before the
-#: forward, but for the last two.
+#: Arguments after the stream and the ring. All are persistent buffers; the planner fills them
+#: before the forward, except the last two, which the ops write.
 _PLANNED = (
     "Tensor plan, Tensor lists, Tensor token_rows, Tensor capture_slots, Tensor "
     "site_rows, Tensor pool, Tensor scalars, "
@@ -28,20 +28,20 @@ _SCHEMAS = {
 
 _library = torch.library.Library("midstream", "FRAGMENT")
 for _name, _schema in _SCHEMAS.items():
-    # The kernels take rows that lie one after the other.
+    # The kernels need contiguous tensors.
     _library.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
 
 
-#: Of this process: an op that runs does nothing. A graph that is captured meanwhile has no launch
-#: of a site in it, however often and whenever it is replayed.
+#: Whether ops of this process do nothing. A graph that is captured while this is true contains no
+#: launch of a site, whenever it is replayed.
 _idle = False
 
 
 @contextmanager
 def idle_sites(idle: bool) -> Iterator[None]:
-    """Disable the ops within the block if `idle`; else they act by their tensors.
+    """Disable the ops within the block if `idle`, else enable them.
 
-    This is the only state of the ops.
+    Apart from their tensors, the ops have no other state.
     """
     global _idle
     before, _idle = _idle, idle
@@ -52,7 +52,7 @@ def idle_sites(idle: bool) -> Iterator[None]:
 
 
 def sites_idle() -> bool:
-    """Return whether an op that ran now would do nothing."""
+    """Return whether the ops are disabled now."""
     return _idle
 
 
@@ -65,10 +65,10 @@ def _unless_idle(site: Callable[..., None]) -> Callable[..., None]:
 
 
 def _nothing(*_: Any) -> None:
-    """For tracing: no result, and no shape changes."""
+    """Stand in for an op while tracing: no result, and no shape changes."""
 
 
-# Triton is imported when a GPU first asks for it: processes on a CPU do without.
+# Triton is imported at the first call on a GPU, so that processes on a CPU do not need it.
 def _pair_site_on_gpu(*arguments: Any) -> None:
     from .triton_site import pair_site
 

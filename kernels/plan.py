@@ -13,19 +13,19 @@ import torch
 
 from ..schemas.requests.interventions import EVERY, FAMILIES, INSTALLED, PLACE, SCALARS
 
-#: Columns of `token_rows`: the most configuration rows that may edit one token, those of its
-#: request and of global steering together.
+#: Columns of `token_rows`: the most configuration rows that may edit one token, rows of its request
+#: and of global steering together.
 ROWS_PER_TOKEN = 8
 
 #: Columns of a site's plan, int32. Columns that are not named are reserved.
 COLUMNS = 16
 EDITS = 0  # edited tokens in `lists`, each listed once; 0: none
-EDITS_AT = 1  # where they begin in `lists`
+EDITS_AT = 1  # index in `lists` at which they begin
 DEPTH = 2  # columns of `token_rows` in use
-# the only configuration row of all edited tokens, if these are one contiguous run; else 0
+# the only configuration row of all edited tokens, if the tokens are one contiguous run; else 0
 ALIKE = 3
-ALIKE_FROM = 14  # the first of that run
-# number of this site, from 1: its row of `counts`, and its number in `broken`; 0: no site of its
+ALIKE_FROM = 14  # first token of that run
+# number of this site, from 1: its row in `counts`, and its mark in `broken`; 0: no site of the
 # launch has anything to do
 SITE = 15
 
@@ -34,7 +34,7 @@ class Port(NamedTuple):
     """The columns of one of a site's two captures."""
 
     COUNT: int  # captured rows; 0: none
-    AT: int  # where their tokens begin in `lists`, in the order of the slots
+    AT: int  # index in `lists` at which their tokens begin, in the order of the slots
     ROW: int  # ring row of slot 0
     START: int  # the first token, if the tokens are one contiguous run; else SCATTERED
     PATTERN: int  # row of `capture_slots`
@@ -71,8 +71,8 @@ class Planned(NamedTuple):
     #: at which its row was not finite: SITE if only after the edits, −SITE if already before them;
     #: 0: the row was finite at every site that edits it.
     broken: torch.Tensor
-    #: [all sites, COUNTS], advanced by the ops, zeroed by its reader: the work that each site did,
-    #: independent of the plan.
+    #: [all sites, COUNTS], incremented by the ops, zeroed by its reader: the work that each site
+    #: actually did.
     counts: torch.Tensor
 
 
@@ -82,7 +82,8 @@ class Does(NamedTuple):
     # [entries of the application, hidden_size], in the layout of
     # `schemas.requests.interventions.Intervention`
     vectors: torch.Tensor
-    scalars: Sequence[float] | torch.Tensor = ()  # of the first entry, or [entries, up to SCALARS]
+    # scalars of the first entry, or of all: [entries, up to SCALARS]
+    scalars: Sequence[float] | torch.Tensor = ()
 
 
 def does_of(
@@ -114,9 +115,9 @@ def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the contents of the entries of one application of the family `name`: pool
     `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
 
-    Both float32; directions are given length 1 before the pool's dtype rounds them. Raises
-    ValueError for a number of vectors or scalars that the family does not have, and for a direction
-    without a length.
+    Both are float32; directions are normalised before the pool's dtype rounds them. Raises
+    ValueError for a number of vectors or scalars that the family does not take, and for a direction
+    that cannot be normalised.
     """
     family, size = EVERY[PLACE[name]], len(does.vectors)
     terms, rest = divmod(size, family.entries())
@@ -141,9 +142,9 @@ def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unit(vectors: torch.Tensor) -> torch.Tensor:
-    """`[n, hidden_size]` with each row given length 1, float32.
+    """Return the rows `[n, hidden_size]` normalised to length 1, float32.
 
-    Raises ValueError for a row without a length.
+    Raises ValueError for a row whose norm is 0 or not finite.
     """
     wide = vectors.double()
     lengths = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -157,7 +158,7 @@ class SitePlan:
     """Readable description of one site's step; `build` converts it to buffers."""
 
     hidden_size: int
-    #: Configuration row (from 1) → family name → what it does here. A row may do nothing here.
+    #: Configuration row (from 1) → family name → its effect at this site, which may be none.
     configurations: Sequence[Mapping[str, Does]] = ()
     #: Token → the configuration rows that edit it, at most ROWS_PER_TOKEN; 0: none in this column.
     edits: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -171,7 +172,7 @@ class SitePlan:
     def build(
         self, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Planned:
-        """Buffers for up to `capacity` tokens.
+        """Return buffers for up to `capacity` tokens.
 
         Raises ValueError if a token has more than ROWS_PER_TOKEN rows.
         """
@@ -208,12 +209,11 @@ class SitePlan:
 def build_group(
     plans: Sequence[SitePlan], capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Planned:
-    """Buffers of sites that share a launch, for up to `capacity` tokens.
+    """Return buffers of sites that share a launch, for up to `capacity` tokens.
 
-    Raises ValueError if a token has more than ROWS_PER_TOKEN rows.
-
-    In one step all sites see the same configuration rows at a token, so `edits` must be equal; what
-    a configuration does is each site's own.
+    In one step a token has the same configuration rows at all sites, so `edits` must be equal; a
+    configuration's effect may differ from site to site. Raises ValueError for unequal `edits`, or
+    if a token has more than ROWS_PER_TOKEN rows.
     """
     first = plans[0]
     if any(plan.edits != first.edits for plan in plans):

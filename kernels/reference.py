@@ -1,9 +1,9 @@
 """Definition of the site ops in plain torch; also the CPU implementation.
 
-Capture before, then the families in order, then capture after, for the token rows that the plan
-names. A stream site of the kind *deferred pair* holds s = hidden + residual, an addition that vLLM
-fuses into the next norm; a rewritten row becomes (−0, new), whose sum is `new` bit for bit; a row
-with shifts alone has them added to its residual.
+A site captures rows before its edits, applies the families in order, and captures rows after its
+edits, for the token rows that the plan names. The stream of a pair site is s = hidden + residual,
+an addition that vLLM fuses into the next norm: a rewritten row becomes (−0, new), whose sum is
+`new` bit for bit; shifts of a row without rewrites are added to its residual.
 
 If a rewrite applies to a token, s is first rounded to the model's dtype, as the next norm stores
 it. All families then compute in float32, and the result is rounded once. A rewrite that does not
@@ -48,7 +48,7 @@ from .plan import (
 Rewritten = tuple[torch.Tensor, torch.Tensor | None]
 #: Formula of a rewriting family: (rows, entries, pool, scalars) → `Rewritten`. rows: float32
 #: `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, the first entry of each row's
-#: application in pool and scalars, which are those of the plan.
+#: application in pool and scalars, see `plan.Planned`.
 Rewrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rewritten]
 #: Formula of a shifting family: (entries, pool, scalars) → the vectors to add, `[n, hidden_size]`,
 #: in float32 or the model's dtype.
@@ -96,7 +96,7 @@ def _lowrank(
         rotation, weight = pool[terms].float().view(-1, 2, pool.shape[1]).unbind(1)
         indices = (entries == entry).nonzero().flatten()
         selected = rows.index_select(0, indices)
-        # (W − R)·s instead of W·s − R·s: it does not subtract two large numbers.
+        # (W − R)·s instead of W·s − R·s avoids the subtraction of two large numbers.
         correction = torch.addmm(scalars[terms][::2, bias], selected, (weight - rotation).t())
         rows.index_copy_(
             0, indices, selected.addmm_(correction * scalars[entry, strength], rotation)
@@ -127,9 +127,7 @@ def _clamp(
 ) -> Rewritten:
     (strength, low, high), direction = _numbers("clamp", entries, scalars), _vectors(entries, pool)
     component = (rows * direction).sum(1, keepdim=True)
-    outside = ~(
-        (component >= low) & (component <= high)
-    )  # also where the component is not a number
+    outside = ~((component >= low) & (component <= high))  # true if the component is NaN
     change = strength * (torch.minimum(torch.maximum(component, low), high) - component)
     if bool(outside.all()):
         return rows.addcmul_(change, direction), None
@@ -158,7 +156,7 @@ def _feature(
 
 
 def _normalised(rows: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the rows (without their mean where `norm` is `layer_norm`), σ and σ + ε; the last two
+    """Return the rows (minus their mean where `norm` is `layer_norm`), σ and σ + ε; the last two
     and `norm` are `[n, 1]`.
 
     See the formula of the family `feature`.
@@ -197,8 +195,8 @@ def _installed(
 
 def _numbers(name: str, entries: torch.Tensor, scalars: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the family's scalars in their order, each float32 `[n, 1]`."""
-    named = scalars.index_select(0, entries)[:, : len(EVERY[PLACE[name]].scalars)]
-    return tuple(named.split(1, dim=1))
+    numbers = scalars.index_select(0, entries)[:, : len(EVERY[PLACE[name]].scalars)]
+    return tuple(numbers.split(1, dim=1))
 
 
 def _vectors(entries: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
@@ -209,8 +207,8 @@ def _add(entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> to
     return pool.index_select(0, entries)
 
 
-#: Elements per block where several passes are made over the same rows: few enough to stay in the
-#: CPU's cache, and enough to make the overhead of each call negligible.
+#: Elements per block of rows that are read several times: few enough to stay in the CPU's cache,
+#: and enough to make the overhead of each call negligible.
 _BLOCK = 2**18
 
 REWRITES: dict[str, Rewrite] = {
@@ -227,8 +225,8 @@ _FORMULAS = {**REWRITES, INSTALLED.name: _installed}
 _ADD = PLACE["add"]
 _CENTRED = NORMS.index("layer_norm")
 _BITS = {2: torch.int16, 4: torch.int32}
-#: From this many tokens on, the index is converted to int64: with it, torch's `index_add_` is twice
-#: as fast, which outweighs the conversion.
+#: Number of tokens from which the index is converted to int64: torch's `index_add_` is twice as
+#: fast then, which outweighs the conversion.
 _LONG = 256
 
 
@@ -250,10 +248,10 @@ def pair_site(
     """Run sites whose stream is `hidden + residual`, both `[tokens, hidden_size]` or `[1, tokens,
     hidden_size]`, contiguous.
 
-    `plan` has one row for each site; they run in order. The first `branches` sites are on a branch:
-    their stream is `hidden` alone. `ring`: `[ring_rows, hidden_size]` of the same dtype; captured
-    rows go to `ring[first row + slot]`, and nothing else in it is written. The rest:
-    `plan.Planned`.
+    `plan` has one row for each site; sites run in this order. The first `branches` sites are on a
+    branch: their stream is `hidden` alone. `ring`: `[ring_rows, hidden_size]` of the same dtype;
+    captured rows are written to `ring[first row + slot]`, other rows keep their contents. For the
+    other arguments see `plan.Planned`.
     """
     planned: list[list[int]] = plan.tolist()
     if planned[0][SITE]:
@@ -317,7 +315,7 @@ def single_site(
 
 
 def _flat(stream: torch.Tensor) -> torch.Tensor:
-    """`[tokens, hidden_size]`."""
+    """Return the stream as `[tokens, hidden_size]`."""
     return stream if stream.dim() == 2 else stream.view(-1, stream.shape[-1])
 
 
@@ -336,7 +334,7 @@ def _site(
     done: np.ndarray,
 ) -> None:
     """Run one site: capture, edit, capture. `number`: the site's index in its launch; `steps`: its
-    row of the plan; `done`: `counts`.
+    row of the plan; `done`: `counts` as an array.
     """
     place = steps[SITE] - 1
     if steps[BEFORE.COUNT]:
@@ -377,11 +375,9 @@ def _edit_listed(
     applied = entries.any(0)  # [n, depth]
     count = int(applied.count_nonzero())
     if count < applied.numel():
-        indices = (
-            applied.any(1).nonzero().flatten()
-            # a token may have no entry at this site: the plan lists it at every site that any
-            # configuration of the step edits
-        )
+        # Some tokens may have no entry at this site: a site that any configuration of the step
+        # edits lists all edited tokens.
+        indices = applied.any(1).nonzero().flatten()
         tokens, entries = tokens.index_select(0, indices), entries.index_select(1, indices)
     if len(tokens):
         before = _rows(hidden, stream, tokens)
@@ -401,10 +397,9 @@ def _shift_alike(
     pool: torch.Tensor,
     broken: torch.Tensor,
 ) -> int | None:
-    """Handle the usual case in one call: one vector is added to consecutive tokens, and nothing
-    else.
+    """Handle the usual case in one call: the only edit adds one vector to consecutive tokens.
 
-    Returns how many rows were edited; None if this is another case, and nothing was done.
+    Returns the number of edited rows; in other cases does nothing, and returns None.
     """
     entries: list[int] = site_rows.numpy()[number, :, steps[ALIKE]].tolist()
     entry = entries[_ADD]
@@ -417,7 +412,8 @@ def _shift_alike(
     before = rows.clone()
     rows.add_(pool[entry])
     after = rows if other is None else rows + other
-    # no addition makes a row finite again: `after` shows rows that were not finite before, too
+    # an addition never makes a row finite again, so `after` also shows rows that were non-finite
+    # before
     if not _finite(after):
         _mark(broken, run, steps[SITE], before if other is None else before + other, after)
     return len(rows)
@@ -436,17 +432,17 @@ def _mark(
     before: torch.Tensor,
     after: torch.Tensor,
 ) -> None:
-    """Mark in `broken` which of these tokens' rows are not finite `before` or `after` the edits."""
-    result = broken[tokens]
+    """Mark in `broken` which of these tokens' rows are not finite `before` or `after` the edits;
+    earlier marks are kept.
+    """
+    old = broken[tokens]
     bad_before, bad_after = (torch.isfinite(rows).all(1).logical_not_() for rows in (before, after))
-    marks = torch.zeros_like(result).masked_fill_(bad_after, site).masked_fill_(bad_before, -site)
-    broken[tokens] = torch.where(result == 0, marks, result)
+    marks = torch.zeros_like(old).masked_fill_(bad_after, site).masked_fill_(bad_before, -site)
+    broken[tokens] = torch.where(old == 0, marks, old)
 
 
 def _finite(rows: torch.Tensor) -> bool:
-    """Return whether all values are finite, in one pass: minimum and maximum are NaN where a
-    value is.
-    """
+    """Return whether all values are finite, in one pass: the extrema are NaN if a value is."""
     low, high = torch.aminmax(rows)
     return math.isfinite(low) and math.isfinite(high)
 
@@ -484,21 +480,21 @@ def _edit(
     scalars: torch.Tensor,
 ) -> None:
     """Apply all families to the tokens. `entries`: `[families, n, depth]` for tokens `[n]`."""
-    named = [
+    used = [
         (family, entry)
         for family, entry, count in zip(
             EVERY, entries, entries.flatten(1).count_nonzero(1).tolist(), strict=False
         )
         if count
     ]
-    if any(family.effect == "rewrite" for family, _ in named):
-        live = [(family, _live(family, entry, scalars)) for family, entry in named]
+    if any(family.effect == "rewrite" for family, _ in used):
+        live = [(family, _live(family, entry, scalars)) for family, entry in used]
         indices = (
             _rewrite(hidden, stream, tokens, live, pool, scalars).logical_not_().nonzero().flatten()
         )
         tokens = tokens.index_select(0, indices)
-        named = [(family, entry.index_select(0, indices)) for family, entry in live]
-    for family, entry in named:
+        used = [(family, entry.index_select(0, indices)) for family, entry in live]
+    for family, entry in used:
         if family.effect == "shift":
             _shift(family, stream, tokens, entry, pool, scalars)
 
@@ -520,8 +516,8 @@ def _rewrite(
     pool: torch.Tensor,
     scalars: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply all families to the tokens that have rewrites; return the tokens on which a rewrite
-    acted: bool `[n]`.
+    """Apply all families to the tokens that have rewrites; return on which tokens a rewrite had an
+    effect: bool `[n]`.
 
     `live`: each family with its entries `[n, depth]`.
 
@@ -530,18 +526,18 @@ def _rewrite(
     effect (such as a patch with the prompt's own row) therefore changes no later bit.
     """
     done = torch.zeros(len(tokens), dtype=torch.bool)
-    read = (
-        torch.stack([own.any(1) for family, own in live if family.effect == "rewrite"])
+    with_rewrite = (
+        torch.stack([entries.any(1) for family, entries in live if family.effect == "rewrite"])
         .any(0)
         .nonzero()
         .flatten()
     )
-    for block in read.split(_rows_at_a_time(stream)):
+    for block in with_rewrite.split(_rows_at_a_time(stream)):
         places = tokens.index_select(0, block).long()
         rows = stream.index_select(0, places)
         if hidden is not None:
             rows += hidden.index_select(0, places)
-        former, rows = rows, rows.float() if rows.dtype != torch.float32 else rows.clone()
+        original, rows = rows, rows.float() if rows.dtype != torch.float32 else rows.clone()
         acted = torch.zeros(len(block), dtype=torch.bool)
         for family, entries in live:
             part = entries.index_select(0, block)
@@ -551,9 +547,9 @@ def _rewrite(
                 rows += _total(SHIFTS[family.name], part, pool, scalars)
         done[block[acted]] = True
         rows = rows.to(stream.dtype)
-        new = acted & (_bits(rows) != _bits(former)).any(1)
-        if not bool(new.all()):
-            places, rows = places[new], rows[new]
+        differs = acted & (_bits(rows) != _bits(original)).any(1)
+        if not bool(differs.all()):
+            places, rows = places[differs], rows[differs]
         stream.index_copy_(0, places, rows)
         if hidden is not None:
             hidden.index_fill_(0, places, -0.0)
@@ -572,9 +568,9 @@ def _rewritten(
     pool: torch.Tensor,
     scalars: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply one family, column by column.
+    """Apply one family, column by column, and return the rows.
 
-    `entries`: `[n, depth]`; `acted`, bool `[n]`, becomes true for the rows that change.
+    `entries`: `[n, depth]`; `acted`, bool `[n]`, is set for the rows that change.
     """
     for entry in entries.unbind(1):
         indices = entry.nonzero().flatten()
@@ -598,9 +594,8 @@ def _total(
 
     `entries`: `[n, depth]`.
     """
-    total = torch.full(
-        (len(entries), pool.shape[1]), -0.0, dtype=torch.float32
-    )  # −0 + v is v, regardless of v's sign
+    # −0 + v is v, regardless of v's sign
+    total = torch.full((len(entries), pool.shape[1]), -0.0, dtype=torch.float32)
     for entry in entries.unbind(1):
         indices = entry.nonzero().flatten()
         if len(indices):
@@ -621,9 +616,9 @@ def _shift(
     """Apply a shifting family to tokens `[n]` that have no effective rewrite. `entries`: `[n,
     depth]`.
     """
-    named = entries.any(1)
-    if not bool(named.all()):
-        tokens, entries = tokens[named], entries[named]
+    has_entry = entries.any(1)
+    if not bool(has_entry.all()):
+        tokens, entries = tokens[has_entry], entries[has_entry]
     formula = SHIFTS[family.name]
     if entries.shape[1] == 1:  # the usual case: added directly, without float32 sums
         stream.index_add_(

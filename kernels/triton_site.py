@@ -1,11 +1,11 @@
-"""Triton implementation of `reference.py`: one launch for the sites of a group, the same for every
+"""Triton implementation of `reference.py`: one launch for a group of sites, the same for every
 step.
 
-The grid follows from shapes alone and everything else is read on the device, so a replayed CUDA
-graph uses the buffers' contents at the time of the replay. Each program handles whole token rows,
-one after another; if the group has no work, it reads one number and ends. A row is read once for
-all sites of the group, again if it is rewritten, and written only if it changed; rows of the ring
-that no slot names are never written.
+The grid depends only on shapes, and everything else is read on the device, so a replayed CUDA graph
+uses the buffers' contents at the time of the replay. Each program handles whole token rows, one
+after another; if the group has no work, a program reads one number and ends. A row is read once for
+all sites of the group, again if it is rewritten, and written only if it changed; ring rows that no
+slot names are never written.
 """
 
 from functools import cache
@@ -29,20 +29,20 @@ from .plan import (
     SITE,
 )
 
-#: Programs of a launch at most: several for each multiprocessor, and still a short launch when
-#: there is nothing to do.
+#: Programs of a launch at most: several for each multiprocessor, but few enough for a short launch
+#: when there is nothing to do.
 MAX_PROGRAMS = 1024
-#: Two loads of 16 bytes for each thread, in the 16-bit types.
+#: Elements of a row per warp: two loads of 16 bytes for each thread, in the 16-bit types.
 _LANES_PER_WARP = 512
 #: Registers per thread, by the bytes of an element. The kernel is limited by memory bandwidth, so
 #: the bound is chosen to keep many rows in flight on a multiprocessor, although the largest formula
 #: needs more: with 16-bit types at a width of 8192, ptxas spills 24 to 96 bytes.
 _REGISTERS = {2: 64, 4: 96}
 
-#: Whether a launch may begin before the previous one has ended, on GPUs that support it. This hides
+#: Whether a launch may begin before the previous one has ended, on GPUs that support this. It hides
 #: the launch latency.
 DEPENDENT_LAUNCH = True
-#: The first compute capability with dependent launches, times 10.
+#: First compute capability with dependent launches, times 10.
 _FIRST_DEPENDENT = 90
 
 _COLUMNS = tl.constexpr(COLUMNS)
@@ -61,7 +61,7 @@ _AFTER_COUNT, _AFTER_ROW, _AFTER_PATTERN = map(
 _ROWS_PER_TOKEN = tl.constexpr(ROWS_PER_TOKEN)
 _SCALARS = tl.constexpr(SCALARS)
 _FAMILIES = tl.constexpr(len(FAMILIES))
-#: One bit for each family.
+#: Sets of families, one bit for each family.
 _REWRITING = tl.constexpr(
     sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "rewrite")
 )
@@ -142,12 +142,12 @@ def _rewritten(  # type: ignore[no-untyped-def]
         low, high = tl.load(scalars + _LOW), tl.load(scalars + _HIGH)
         direction = _vector(vectors, lanes, inside)
         component = tl.sum(row * direction, 0)
-        # also where the component is not a number
+        # true if the component is NaN
         changed = ((component >= low) & (component <= high)) == 0
         target = tl.minimum(tl.maximum(component, low), high)
         row = tl.where(changed, row + tl.load(scalars) * (target - component) * direction, row)
     elif FAMILY == _FEATURE:
-        # Keep only scalars: a second row would need more registers.
+        # Only scalars are kept: a second row would need more registers.
         centre = tl.full([], 0.0, tl.float32)
         spread = centre + 1.0
         if tl.load(scalars + _NORM) != 0.0:
@@ -214,7 +214,7 @@ def _bits(row):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _slots(plan, capture_slots, token, capacity):  # type: ignore[no-untyped-def]
-    """Return the token's slots in both captures of one site; −1: none."""
+    """Return the token's slots in both captures of a site; −1: not captured."""
     before = tl.load(plan + _BEFORE_COUNT)
     after = tl.load(plan + _AFTER_COUNT)
     before_at = tl.load(plan + _BEFORE_PATTERN).to(tl.int64) * capacity + token
@@ -227,7 +227,7 @@ def _slots(plan, capture_slots, token, capacity):  # type: ignore[no-untyped-def
 @triton.jit
 def _named(plan, rows, site_rows, configurations):  # type: ignore[no-untyped-def]
     """Return a bit for each family that edits the token at one site, the number of configuration
-    rows that edit it, and the number of its rows to check.
+    rows that edit it there, and the number of columns of its rows.
     """
     edits = tl.load(plan + _EDITS)
     depth = tl.where(edits > 0, tl.load(plan + _DEPTH), 0)
@@ -248,7 +248,7 @@ def _named(plan, rows, site_rows, configurations):  # type: ignore[no-untyped-de
 def _whole(  # type: ignore[no-untyped-def]
     hidden_row, row, branch, PAIR: tl.constexpr, MIXED: tl.constexpr
 ):
-    """Return the stream of a site; for a site on a branch, `hidden` alone."""
+    """Return the row of a site's stream; for a site on a branch, that of `hidden` alone."""
     whole = _sum(hidden_row, row, PAIR)
     if MIXED:
         whole = tl.where(branch, hidden_row, whole)
@@ -259,7 +259,7 @@ def _whole(  # type: ignore[no-untyped-def]
 def _count(counts, plan, of, number):  # type: ignore[no-untyped-def]
     """Add `number` to one of the site's counts.
 
-    The address is computed at each call: keeping it would need registers.
+    The address is computed at each call, because keeping it would need registers.
     """
     tl.atomic_add(counts + (tl.load(plan + _SITE) - 1) * _COUNTS + of, number, sem="relaxed")
 
@@ -292,7 +292,7 @@ def _visit(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Apply one site to one token: returns the new rows, and their value for `broken`.
+    """Apply one site to one token; return the new rows, and their mark for `broken`.
 
     `hidden_row`, `row`: the values at `hidden + at` and `stream + at`. `branch`: the site is on a
     branch, whose stream is `hidden` alone; only if `MIXED`.
@@ -343,10 +343,11 @@ def _visit(  # type: ignore[no-untyped-def]
                     _bits(new) != _bits(_whole(hidden_row, row, branch, PAIR, MIXED))
                 )
                 if tl.max(differs.to(tl.int32), 0) > 0:
-                    # only then: a different pair with the same sum would change the next norm
+                    # Written only if it differs: another pair with the same sum would change the
+                    # next norm.
                     if PAIR:
-                        # −0, not 0, so that the pair's sum has the new row's bits even where that
-                        # is −0.
+                        # −0, not 0, so that the pair's sum has the new row's bits even if that
+                        # row has −0.
                         hidden_row = (tl.zeros([BLOCK], tl.float32) * -1.0).to(row.dtype)
                         if MIXED:
                             hidden_row = tl.where(branch, new, hidden_row)
@@ -354,7 +355,7 @@ def _visit(  # type: ignore[no-untyped-def]
                         tl.store(hidden + at, hidden_row, mask=inside)
                     row = new
                     tl.store(stream + at, row, mask=inside)
-        # Also if there were rewrites, but none changed the row.
+        # Also reached if there were rewrites, but none changed the row.
         if (rewrites == 0) & ((named & _SHIFTING) != 0):
             total = tl.zeros([BLOCK], tl.float32) * -1.0
             for family in tl.static_range(_FAMILIES):
@@ -384,8 +385,8 @@ def _visit(  # type: ignore[no-untyped-def]
     return hidden_row, row, mark
 
 
-# Only the alignment of the large tensors may cause another compilation, which could otherwise
-# happen during the capture of a graph.
+# Only the alignment of the large tensors may select another compiled variant: with more reasons, a
+# compilation could fall into the capture of a graph.
 @triton.jit(
     do_not_specialize=[
         *("plan", "token_rows", "capture_slots", "site_rows", "scalars", "broken", "counts"),
@@ -418,15 +419,15 @@ def _sites(  # type: ignore[no-untyped-def]
 ):
     active = tl.load(plan + _SITE)
     if DEPENDENT:
-        # This launch may have begun while the previous one runs. Everything before that one has
-        # ended, so the plan is ready, but the stream is not. Wait even if there is nothing to do:
-        # the next launch takes the end of this one to mean that all earlier ones have ended.
+        # The previous launch may still be running. All earlier launches have ended, so the plan is
+        # ready, but the stream is not. Wait even if there is nothing to do: the next launch relies
+        # on the end of this one to mean that all earlier ones have ended.
         tl.extra.cuda.gdc_wait()
     limit = tl.where(active != 0, tokens, 0)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < WIDTH
 
-    token = tl.program_id(0).to(tl.int64)  # 64 bits: token · width may pass 2^31
+    token = tl.program_id(0).to(tl.int64)  # 64 bits: token · width may exceed 2^31
     while token < limit:
         rows = token_rows + token * _ROWS_PER_TOKEN
         at = token * WIDTH + lanes
@@ -493,7 +494,7 @@ def pair_site(
     counts: torch.Tensor,
     branches: int = 0,
 ) -> None:
-    """Do what `reference.pair_site` does; reads `capture_slots`, not `lists`.
+    """Run sites like `reference.pair_site`, but read `capture_slots` instead of `lists`.
 
     Raises ValueError for tensors that are not contiguous.
     """
@@ -526,7 +527,7 @@ def single_site(
     broken: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    """Do what `reference.single_site` does; reads `capture_slots`, not `lists`.
+    """Run sites like `reference.single_site`, but read `capture_slots` instead of `lists`.
 
     Raises ValueError for tensors that are not contiguous.
     """
@@ -582,7 +583,7 @@ def _launch(
                 "contiguous"
             )
     width, capacity = ring.shape[1], capture_slots.shape[1]
-    # nothing is planned for padding beyond the buffers
+    # padding rows beyond the buffers' capacity are never planned
     tokens = min(stream.numel() // width, capacity)
     if not tokens:
         return
@@ -604,7 +605,7 @@ def _launch(
         DEPENDENT=dependent,
         num_warps=max(1, min(16, block // _LANES_PER_WARP)),
         maxnreg=_REGISTERS[stream.dtype.itemsize],
-        # no fused multiply-add, for the bits of the reference; memory is the bottleneck anyway
+        # no fused multiply-add, to get the reference's bits; memory is the bottleneck anyway
         enable_fp_fusion=False,
         **({"launch_pdl": True} if dependent else {}),
     )
@@ -612,8 +613,8 @@ def _launch(
 
 @cache
 def can_depend() -> bool:
-    """Return whether this GPU, and this Triton, have programmatic dependent launches: compute
-    capability 9.0 and up.
+    """Return whether this GPU (compute capability 9.0 and up) and this Triton have programmatic
+    dependent launches.
     """
     if not isinstance(_visit, triton.JITFunction):  # interpreted
         return False

@@ -62,7 +62,7 @@ def scheduler_of(module: ModuleType) -> Any:
                 {},
                 {},
             )
-            self._midstream_came: dict[str, Any] = {}
+            self._midstream_arrived: dict[str, Any] = {}
             self._midstream_blocks = SimpleNamespace(clear=lambda: None)  # nothing is kept here
             self._midstream_probes = module.ProbeNews()
 

@@ -148,7 +148,7 @@ def test_what_an_op_does_wrong_fails_its_request_alone(v1: Host) -> None:
         assert "replace with extension" in receipt.message
     (receipt,) = v1.receipts(stale)
     assert (receipt.status, receipt.kind) == ("error", "intervention_failed")
-    assert "in another version" in receipt.message
+    assert "another version of it" in receipt.message
     assert v1.receipts(good)[0].status == "ok"
     for layer in ALL:
         assert np.isfinite(v1.capture(beside).array(layer)).all()

@@ -1,3 +1,1 @@
-"""Code that lives inside vLLM's rank processes: what is changed and recorded in the forward
-pass.
-"""
+"""Code inside vLLM's rank processes: it edits and records rows in the forward pass."""

@@ -185,7 +185,9 @@ def wrap_writer(writer: Any, faults: Faults) -> None:
                 time.sleep(_SLOW_S)
             if "write" in faults:
                 error = "write failed: fault injected: write"
-                return lambda captures: [Outcome(error=error, away=name == HARVEST)] * len(captures)
+                return lambda captures: (
+                    [Outcome(error=error, unavailable=name == HARVEST)] * len(captures)
+                )
         return original(name, consumers)
 
     wrap(writer, "_action", action)

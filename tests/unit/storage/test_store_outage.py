@@ -54,12 +54,12 @@ def test_while_the_store_takes_nothing_no_capture_is_tried_alone(
     assert bucket.trouble() == ""  # and that is known for a while
     s3.fault(kind, "PUT")
     s3.seen.clear()
-    assert [outcome.away for outcome in consumer.consume(captures)] == [True] * 20
+    assert [outcome.unavailable for outcome in consumer.consume(captures)] == [True] * 20
     assert len({re.sub(r"\?.*", "", line) for line in s3.seen if line.startswith("PUT")}) <= 42, (
         "the group once, and a test write"
     )
     s3.seen.clear()
-    assert all(outcome.away for outcome in consumer.consume(captures))
+    assert all(outcome.unavailable for outcome in consumer.consume(captures))
     assert s3.count("PUT") <= 1, "the next group is not tried before a test write succeeds"
     s3.faults.clear()
     s3_store._troubles.forget(bucket)
@@ -70,7 +70,7 @@ def test_while_the_store_takes_nothing_no_capture_is_tried_alone(
 def test_what_the_store_refuses_alone_fails_alone(s3: FaultProxy, bucket: S3Store) -> None:
     s3.fault("403 AccessDenied", "PUT .*job_1/")
     outcomes = filesystem(bucket).consume([finished(f"job_{n}", layout="packed") for n in range(4)])
-    assert [(bool(outcome.error), outcome.away) for outcome in outcomes] == [
+    assert [(bool(outcome.error), outcome.unavailable) for outcome in outcomes] == [
         (False, False),
         (True, False),
         (False, False),
@@ -83,7 +83,7 @@ def test_a_group_of_which_two_get_no_answer_is_not_tried_further(
 ) -> None:
     s3.fault("503", "PUT .*job_")
     outcomes = filesystem(bucket).consume([finished(f"job_{n}", layout="packed") for n in range(9)])
-    assert all(outcome.away for outcome in outcomes)
+    assert all(outcome.unavailable for outcome in outcomes)
     first = s3.count("PUT .*job_8/")
     assert s3.count("PUT .*job_0/") == s3.count("PUT .*job_1/") == 2 * first
 

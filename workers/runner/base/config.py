@@ -1,8 +1,8 @@
 """Configuration of a rank at boot.
 
-What compiled graphs depend on (version, buffer layout, traced code) goes through vLLM's
-`additional_config`, which is part of the compile cache's key. The rest changes with every boot and
-goes through one environment variable, which is not.
+Values that compiled graphs depend on (version, buffer layout, traced code) are passed by vLLM's
+`additional_config`, which is part of the compile cache's key. The others change with every boot,
+and are passed by one environment variable, which is not part of the key.
 """
 
 import os
@@ -27,7 +27,7 @@ VARIABLE = "_MIDSTREAM_PLANE"
 @dataclass(frozen=True)
 class Place:
     """Position of this rank: global rank, number of ranks, rank in its stage, stage, number of
-    stages.
+    stages, in the order of the fields.
     """
 
     rank: int
@@ -45,18 +45,18 @@ class Place:
 class Found(Record):
     """A rank's report on the model that it loaded."""
 
-    hooks: list[str] = []  # of the residual stream, that every layer has
-    inside: dict[str, RowShape] = {}  # of the others, those that were asked for and every layer has
-    absent: dict[str, str] = {}  # hook → why there is none
+    hooks: list[str] = []  # hooks of the residual stream that every layer has
+    inside: dict[str, RowShape] = {}  # requested hooks inside the layers that every layer has
+    absent: dict[str, str] = {}  # hook → why the model does not have it
     refused: str = ""  # why the model cannot be served
-    readings: dict[str, str] = {}  # kind of reading → why there is none; empty: it is served
-    extensions: list[Extension] = []  # that it loaded
+    readings: dict[str, str] = {}  # kind of reading → why it is not served; empty: it is served
+    extensions: list[Extension] = []  # loaded extensions
     enters: bool = False  # forwards may begin above the first layer
-    attention: list[AttentionKind] = []  # of the layers that its stage holds
+    attention: list[AttentionKind] = []  # kinds of the layers that the rank's stage holds
 
 
 class PlaneConfig(Record):
-    """Everything but the requests."""
+    """Configuration that a rank gets once, at boot."""
 
     version: str
     worker: str
@@ -64,11 +64,12 @@ class PlaneConfig(Record):
     relay_url: str
     outbox_dir: str
     capture_root: str
-    hooks: list[str]  # of the residual stream, those that exist; empty: all that the model has
+    hooks: list[str]  # residual-stream hooks to install; empty: all that the model has
     steering_rows: int  # distinct configurations in one step, the sentinel row not counted
     steering_entries: int  # pool entries, the sentinel not counted
     step_tokens: int  # token rows in one step, at most
-    # captured rows of one step, at most: the ring, on an accelerator each of its halves; 0: no ring
+    # captured rows of one step, at most: size of the ring, or on an accelerator of each of its
+    # halves; 0: no ring
     step_rows: int
     capture_queue_mib: int
     capture_window_mib: int
@@ -81,22 +82,22 @@ class PlaneConfig(Record):
     segment_mib: int
     memory_limit_kib: int
     capture_quota_mib: int
-    cores: list[int]  # those that the worker may run on; vLLM binds each rank to some of them
+    cores: list[int]  # cores that the worker may run on; vLLM binds each rank to some of them
     log_format: str = "text"
     log_level: str = "INFO"
     extensions: list[str] = []  # packages whose extensions are loaded
     fault: str = ""  # tests only: the setting `fault`
     curve_secret_file: str = ""  # see `broker.receipts.curve`
     curve_server_key: str = ""
-    inside: list[str] = []  # hooks of other widths that are served where the model has them
-    lens_dir: str = ""  # folder that tuned lenses are below
-    identity: str = ""  # of the model, for receipts and manifests
-    # for manifests: of the model, its quantisation and the engine's options; a certification may
-    # add some
+    inside: list[str] = []  # hooks inside the layers to install where the model has them
+    lens_dir: str = ""  # folder below which tuned lenses are
+    identity: str = ""  # the model's identity, for receipts and manifests
+    # for manifests: caveats of the model, its quantisation and the engine's options; certification
+    # may add some
     caveats: list[str] = []
 
     def layout(self) -> dict[str, Any]:
-        """For `additional_config`: what a compiled graph depends on."""
+        """Return the entry of `additional_config` with all that a compiled graph depends on."""
         kernels = (
             tuple(family.name for family in EVERY),
             SCALARS,
@@ -122,8 +123,8 @@ class PlaneConfig(Record):
 
 @cache
 def traced_code() -> str:
-    """CRC32, 8 hex digits, of the modules whose calls are in compiled graphs: graphs that were
-    compiled from other code are not used.
+    """Return the CRC32 (8 hex digits) of the modules whose calls are in compiled graphs, so that
+    graphs compiled from other code are not reused.
     """
     runner = Path(__file__).parents[1]
     checksum = 0
@@ -137,7 +138,7 @@ def traced_code() -> str:
 
 
 def plane_config() -> PlaneConfig:
-    """The config that the worker exported; raises RuntimeError when versions differ."""
+    """Return the config that the worker exported; raises RuntimeError when versions differ."""
     config = from_json(os.environ[VARIABLE], PlaneConfig)
     if config.version != __version__:
         raise RuntimeError(

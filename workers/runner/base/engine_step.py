@@ -11,21 +11,21 @@ class NewRequest:
 
     id: str  # the engine's internal id: unique among live requests
     spec: RankSpec
-    cached_tokens: int  # served by the prefix cache
-    max_tokens: int = 0  # generated at most; 0: unknown
+    cached_tokens: int  # prompt tokens served by the prefix cache
+    max_tokens: int = 0  # tokens generated at most; 0: unknown
     unreadable: str = ""  # why its spec cannot be read: see `ReadSpec`
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a request ended in the scheduler.
+    """End of a request in the scheduler.
 
-    `token_ids`: prompt and generated, the last sampled token included.
+    `token_ids`: prompt and generated tokens, including the last sampled one.
     """
 
     token_ids: list[int]
     aborted: bool
-    # the probe that ended it behind these tokens, of which the last has a row too
+    # the probe that ended the request after these tokens; then the last token has a row too
     stopped_by: str = ""
 
 
@@ -50,7 +50,7 @@ class RequestRows:
     first_row: int
     num_rows: int
     first_position: int
-    # rows of the step's logits: those of its last tokens, one more than it has draft tokens
+    # rows of the step's logits: one for each of its last tokens, one more than its draft tokens
     samples: int = 1
 
 

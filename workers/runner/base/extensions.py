@@ -1,9 +1,9 @@
 """Extensions of a rank: finds what installed packages offer, and loads what the operator named.
 
-A package offers a reader by an entry point of the group `midstream.readers`, an op by one of
-`midstream.ops`. The entry's object is a class or function that is called without arguments, once
-per process, and gives a `ReaderCode` (`installed_readers`) or an `OpCode` (`installed_ops`).
-Nothing of a package is imported unless the setting `extensions` names the package. See
+A package offers a reader by an entry point of the group `midstream.readers`, an op by an entry
+point of `midstream.ops`. The entry point names a class or function that is called without
+arguments, once per process, and returns a `ReaderCode` (`installed_readers`) or an `OpCode`
+(`installed_ops`). A package is imported only if the setting `extensions` names it. See
 `docs/extending.md`.
 """
 
@@ -27,7 +27,7 @@ Terms = TypeVar("Terms", ReaderTerms, OpTerms)
 
 #: Entry point group → kind of extension.
 GROUPS = {"midstream.readers": "reader", "midstream.ops": "op"}
-#: Files and bytes of a package whose digest is taken, at most.
+#: Largest package whose digest is computed.
 MAX_FILES, MAX_BYTES = 10_000, 256 << 20
 
 
@@ -36,7 +36,7 @@ class ExtensionError(Exception):
 
 
 class Offer(NamedTuple):
-    """Offer of an installed package; nothing of it has been imported."""
+    """Extension that an installed package offers; the package has not been imported."""
 
     kind: str
     name: str
@@ -49,17 +49,17 @@ class Offer(NamedTuple):
 
 
 def normal(package: str) -> str:
-    """A package's name as package installers compare it."""
+    """Return a package's name as package installers compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
 def named(setting: str) -> list[str]:
-    """The packages that the setting `extensions` names."""
+    """Return the packages that the setting `extensions` names."""
     return [normal(name.strip()) for name in setting.split(",") if name.strip()]
 
 
 def offered() -> list[Offer]:
-    """Return all that is installed, trusted or not, by kind and name."""
+    """Return the extensions of all installed packages, trusted or not, sorted by kind and name."""
     offers = set()
     for group, kind in GROUPS.items():
         for entry in entry_points(group=group):
@@ -71,15 +71,15 @@ def offered() -> list[Offer]:
 
 
 def trusted(packages: Sequence[str]) -> list[Offer]:
-    """Return what the packages offer.
+    """Return the extensions that `packages` offer.
 
-    Raises ExtensionError for one that is not installed or offers nothing, and for a name that two
-    offer.
+    Raises ExtensionError for a package that is not installed or offers nothing, and for a name that
+    two packages offer.
     """
     offers = [offer for offer in offered() if offer.package in packages]
     for package in packages:
         if not any(offer.package == package for offer in offers):
-            raise ExtensionError(f"extensions: {package} {_lacking(package)}")
+            raise ExtensionError(f"extensions: {package} {_why_no_offer(package)}")
     for before, offer in pairwise(offers):
         if before[:2] == offer[:2]:
             raise ExtensionError(
@@ -90,9 +90,9 @@ def trusted(packages: Sequence[str]) -> list[Offer]:
 
 
 def check_installed(setting: str) -> None:
-    """Before any process of an engine starts.
+    """Raises SettingsError for a package that offers nothing here.
 
-    Raises SettingsError for a package that offers nothing here.
+    Called before any process of an engine starts.
     """
     try:
         trusted(named(setting))
@@ -101,9 +101,9 @@ def check_installed(setting: str) -> None:
 
 
 def agreed(of_ranks: Sequence[Sequence[Extension]]) -> list[Extension]:
-    """Return what all ranks have loaded.
+    """Return the extensions that all ranks have loaded.
 
-    Raises MidstreamError for ranks that have different versions or different code.
+    Raises MidstreamError if ranks have different versions or different code.
     """
     first = {(item.kind, item.name): item for item in of_ranks[0]}
     for rank, of_rank in enumerate(of_ranks[1:], 1):
@@ -127,7 +127,7 @@ def _shown(extension: Extension | None) -> str:
     )
 
 
-def _lacking(package: str) -> str:
+def _why_no_offer(package: str) -> str:
     try:
         return (
             f"{distribution(package).version} has no entry point of the group {' or '.join(GROUPS)}"
@@ -137,10 +137,10 @@ def _lacking(package: str) -> str:
 
 
 def digest(offer: Offer) -> str:
-    """SHA-256 over the files of the top-level package or module that the entry point names,
-    compiled ones left out.
+    """Return the SHA-256 over the files of the top-level package or module that the entry point
+    names, without bytecode.
 
-    Raises ExtensionError. What the package imports from elsewhere is not part of it.
+    Raises ExtensionError. Other packages that it imports are not included.
     """
     top = offer.entry.module.partition(".")[0]
     try:
@@ -176,9 +176,9 @@ def _counts(path: Path) -> bool:
 
 
 def code_of(offer: Offer) -> Any:
-    """Return what the entry point names, made.
+    """Import and call what the entry point names; return the result.
 
-    Raises ExtensionError for anything that is raised.
+    Raises ExtensionError for anything that this raises.
     """
     try:
         return offer.entry.load()()
@@ -189,18 +189,18 @@ def code_of(offer: Offer) -> Any:
 
 
 def declared(code: object, terms: type[Terms]) -> Terms:
-    """Return what the code declares. Raises ValueError."""
+    """Return the terms that the code declares. Raises ValueError for invalid ones."""
     about = next(iter((type(code).__doc__ or "").strip().splitlines()), "")
     given = {name: getattr(code, name) for name in terms.__struct_fields__ if hasattr(code, name)}
-    made = msgspec.convert({"about": about, **given}, terms)
-    for name, option in made.options.items():
+    declaration = msgspec.convert({"about": about, **given}, terms)
+    for name, option in declaration.options.items():
         option.checked(option.default)
         if not name.isidentifier() or name.startswith("_"):
             raise ValueError(f"option {name!r} is not a name")
-    return made
+    return declaration
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
-    """The same array, read-only."""
+    """Make the array read-only, and return it."""
     array.flags.writeable = False
     return array

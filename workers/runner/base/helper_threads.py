@@ -1,5 +1,5 @@
-"""Runs code of other packages in its own thread: neither its exceptions nor its duration hold
-up the caller.
+"""Runs code of other packages in a separate thread, so that neither its exceptions nor its
+duration can stop the caller.
 """
 
 import logging
@@ -19,8 +19,8 @@ class LateError(Exception):
     """The code took too long, or is still busy with an abandoned call."""
 
 
-class Apart(Generic[Question, Answer]):
-    """A function in its own thread, one call at a time."""
+class HelperThread(Generic[Question, Answer]):
+    """Runs one function in its own thread, one call at a time."""
 
     def __init__(
         self,
@@ -29,20 +29,23 @@ class Apart(Generic[Question, Answer]):
         patience_s: float,
         over: str = "capture",
     ) -> None:
-        """`patience_s`: seconds that a call may take. `over`: what a call is about, in messages."""
+        """`patience_s`: seconds that a call may take. `over`: what messages name a call's subject,
+        such as "capture".
+        """
         self.patience_s = patience_s
         self._name, self._call, self._over = name, call, over
         self._turn = threading.Lock()
-        self._asked: queue.SimpleQueue[tuple[Question, queue.SimpleQueue[Answer | Exception]]] = (
+        self._calls: queue.SimpleQueue[tuple[Question, queue.SimpleQueue[Answer | Exception]]] = (
             queue.SimpleQueue()
         )
         self._busy = threading.Event()
-        self._since = 0.0  # when it was last called
+        self._since = 0.0  # start of the last call
         threading.Thread(target=self._run, name=f"midstream-{name}", daemon=True).start()
 
     def ask(self, question: Question) -> Answer:
-        """Raises what the function raises (RuntimeError for what is no Exception), and
-        LateError.
+        """Call the function; return its result.
+
+        Raises what the function raises (RuntimeError if that is no Exception), and LateError.
         """
         with self._turn:
             if self._busy.is_set():  # with an abandoned call
@@ -53,32 +56,30 @@ class Apart(Generic[Question, Answer]):
             answer: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
             self._since = time.monotonic()
             self._busy.set()
-            self._asked.put((question, answer))
+            self._calls.put((question, answer))
             try:
-                report = answer.get(timeout=self.patience_s)
+                result = answer.get(timeout=self.patience_s)
             except queue.Empty:
                 logger.error("%s takes longer than %g s", self._name, self.patience_s)
                 raise LateError(f"it took longer than {self.patience_s:g} s") from None
-        if isinstance(report, Exception):
-            raise report
-        return report
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def _run(self) -> None:
         while True:
-            question, answer = self._asked.get()
-            report = self._told(question)
+            question, answer = self._calls.get()
+            result = self._result(question)
             self._busy.clear()
-            answer.put(report)
-            del question, answer, report  # the rows' memory is not kept until the next call
+            answer.put(result)
+            del question, answer, result  # the rows' memory is not kept until the next call
 
-    def _told(self, question: Question) -> Answer | Exception:
+    def _result(self, question: Question) -> Answer | Exception:
         try:
             return self._call(question)
         except Exception as error:
             logger.exception("%s failed", self._name)
             return error.with_traceback(None)
-        except (
-            BaseException
-        ) as error:  # such as SystemExit: it must end neither this thread nor the caller's
+        except BaseException as error:  # SystemExit must end neither this thread nor the caller's
             logger.exception("%s failed", self._name)
             return RuntimeError(f"it raised {error!r}")

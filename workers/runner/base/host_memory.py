@@ -1,4 +1,4 @@
-"""Host memory for rows and plans: all that is page-locked is allocated here, and an allocation that
+"""Host memory for rows and plans: all page-locked memory is allocated here, and an allocation that
 fails raises HostMemoryError.
 """
 
@@ -8,23 +8,21 @@ import weakref
 import numpy as np
 import torch
 
-#: Memory of at least this size is mapped on its own. Below it there may be thousands of pieces, and
-#: a process has only that many mappings. Huge pages are not asked for: where memory is short or
-#: fragmented, the kernel makes room for them while the model waits.
+#: Bytes from which an allocation gets its own mapping. Smaller allocations may number in the
+#: thousands, and the mappings of a process are limited. Huge pages are not requested: where memory
+#: is short or fragmented, the kernel makes room for them while the model waits.
 _LARGE = 4 << 20
 
 
 class HostMemoryError(RuntimeError):
-    """The machine has no memory left for rows, or locks no more of it."""
+    """The machine has no memory left for rows, or cannot lock more of it."""
 
 
 def locked_like(values: torch.Tensor) -> torch.Tensor:
-    """Uninitialised page-locked memory on the CPU, of the dtype and shape of `values`.
+    """Return uninitialised page-locked memory on the CPU, of the dtype and shape of `values`.
 
+    Torch's allocator does not reuse it before the copies queued from it or into it are over.
     Raises HostMemoryError.
-
-    From torch's allocator, which does not hand it out again before the copies queued from it or
-    into it are over.
     """
     try:
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -33,7 +31,7 @@ def locked_like(values: torch.Tensor) -> torch.Tensor:
 
 
 def locked_copy(values: torch.Tensor) -> torch.Tensor:
-    """`values`, which are on the CPU, in page-locked memory, see `locked_like`.
+    """Copy `values` from ordinary CPU memory into page-locked memory, see `locked_like`.
 
     Raises HostMemoryError.
     """
@@ -41,10 +39,10 @@ def locked_copy(values: torch.Tensor) -> torch.Tensor:
 
 
 def pages(size: int, *, locked: bool) -> torch.Tensor:
-    """uint8 `[size]`, uninitialised. Raises HostMemoryError.
+    """Return uninitialised memory, uint8 `[size]`. Raises HostMemoryError.
 
-    `locked`: page-locked for copies from an accelerator. It may be used again, or dropped, only
-    when those are over. (Torch's own allocator would round large memory up to a power of two.)
+    `locked`: page-locked, for copies from an accelerator; the memory may be reused or dropped only
+    when these are over. (Torch's own allocator would round large memory up to a power of two.)
     """
     if size < _LARGE:
         try:

@@ -1,5 +1,5 @@
-"""The `RankSpec` inside vLLM's sampling parameters: packed by the worker, and read once in the
-scheduler's process and once on each rank.
+"""Packs the `RankSpec` of a request into vLLM's sampling parameters, and unpacks it: once in the
+scheduler's process, and once on each rank.
 """
 
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ _KEY = "midstream"
 
 
 class ReadSpec(NamedTuple):
-    """A decoded spec; where it could not be decoded, `unreadable` is the reason, and the spec only
-    names the request.
+    """A decoded spec. If decoding failed, `unreadable` is the reason, and the spec only names the
+    request.
     """
 
     spec: RankSpec
@@ -22,7 +22,7 @@ class ReadSpec(NamedTuple):
 
 
 class _Names(Published):
-    """What an error receipt needs from a spec of another version."""
+    """The fields that an error receipt needs from a spec of another version."""
 
     version: str = ""
     job: str = ""
@@ -31,12 +31,12 @@ class _Names(Published):
 
 
 def pack(spec: RankSpec) -> dict[str, bytes]:
-    """Return `SamplingParams.extra_args` with the spec, which vLLM passes on as it is."""
+    """Return `SamplingParams.extra_args` with the spec, which vLLM passes on unchanged."""
     return {_KEY: to_msgpack(spec)}
 
 
 def packed_spec(params: Any) -> bytes | None:
-    """Return what `pack` put into vLLM's `SamplingParams`; None: the ranks have no part in it."""
+    """Return the spec that `pack` put into vLLM's `SamplingParams`; None: this request has none."""
     extra = params.extra_args if params is not None else None
     return extra.get(_KEY) if extra else None
 

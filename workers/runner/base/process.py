@@ -1,7 +1,8 @@
-"""Process settings of a rank: its tie to the parent process, and its compute threads.
+"""Process settings of a rank: it ends with its parent process, and its helper threads leave the
+model's cores alone.
 
-It ends when its parent does, because an orphan would hold the device and the outbox. And its helper
-threads stay off the cores that vLLM binds the model's threads to.
+An orphaned rank would hold the device and the outbox. Helper threads stay off the cores to which
+vLLM binds the model's threads.
 """
 
 import ctypes
@@ -15,7 +16,8 @@ from contextlib import contextmanager, suppress
 import torch
 
 _PR_SET_PDEATHSIG = 1
-#: Of helper threads, from 0 to 19: an eighth of what a thread of the model gets, if they compete.
+#: Niceness of helper threads (0 to 19): where they compete with a thread of the model, each gets an
+#: eighth of the time that the model's thread gets.
 _NICE = 10
 
 
@@ -27,8 +29,8 @@ def die_with_parent() -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
-    # Did it end before we asked? Perhaps long before, while this process still started: then
-    # another took us in, and is `parent`.
+    # The parent may have ended before this call, even while this process was starting. Then
+    # `parent` is the process that adopted this one.
     starter = multiprocessing.parent_process()
     if os.getppid() != parent or (starter is not None and not starter.is_alive()):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -36,15 +38,15 @@ def die_with_parent() -> None:
 
 @contextmanager
 def threads_elsewhere(cores: set[int]) -> Iterator[None]:
-    """Threads started in this block run on `cores`, less those that a thread of the process is
-    bound to if any others are left.
+    """Have threads that are started in this block run on `cores`, without the cores to which a
+    thread of this process is bound; on all of `cores` if that leaves none.
 
     On CPUs vLLM binds each of a rank's threads to a core, and new threads inherit the binding of
-    the one that starts them: writing files would take time from the forward pass while other cores
-    idle.
+    the thread that starts them: writing files would take time from the forward pass while other
+    cores idle.
     """
     bound = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, (cores - _taken()) or cores)
+    os.sched_setaffinity(0, (cores - _bound_cores()) or cores)
     try:
         yield
     finally:
@@ -52,12 +54,11 @@ def threads_elsewhere(cores: set[int]) -> Iterator[None]:
 
 
 def begin_helper(device: torch.device, gives_way: bool) -> None:
-    """To be called first in a helper thread of a rank.
+    """Prepare the calling thread, a helper thread of a rank. Must be its first call.
 
-    `device`: the rank's, as a new thread would open a context on the first one.
-
-    `gives_way`: to the model's threads, because they use all cores; a thread of theirs that is
-    interrupted makes the others wait for it.
+    `device`: the rank's device; without it a new thread would open a context on the first GPU.
+    `gives_way`: lower the thread's priority, because the model's threads use all cores, and a model
+    thread that is interrupted makes the others wait for it.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -65,8 +66,8 @@ def begin_helper(device: torch.device, gives_way: bool) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-def _taken() -> set[int]:
-    """The cores that one of this process's threads is bound to alone."""
+def _bound_cores() -> set[int]:
+    """Return the cores to which a thread of this process is bound: it may run on no other."""
     cores = set()
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it has ended

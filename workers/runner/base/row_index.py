@@ -1,11 +1,11 @@
 """Index of captured rows of cached prompts; kept by the scheduler, which alone decides what ranks
 store.
 
-A capture whose prompt is served by the prefix cache would be short by what the hit skips. Rows of
-full prompt blocks are therefore kept on the ranks, bounded, by the hash of their block (which
-covers everything before it and the interventions in it); a hit may then reach as far as they do,
-and the rows come from there. Everything is decided here, in the order of the schedule, and sent to
-the ranks with the step: they never guess.
+A prefix cache hit skips tokens whose rows a capture needs. The ranks therefore keep captured rows
+of full prompt blocks, up to a limit of bytes, under the hash of the block (which covers everything
+before it and the interventions in it). A hit may then reach as far as such rows are kept, and the
+capture takes them from there. The scheduler decides all of this, in the order of the schedule, and
+sends it to the ranks with the step.
 """
 
 from collections import OrderedDict
@@ -15,18 +15,16 @@ from typing import NamedTuple
 from ....schemas.requests.specs import RankSpec, StoredCapture
 
 #: (hook, layer, at, kept on every rank of the stage, heads): one port of the model, over all
-#: pipeline stages. `heads`: those asked for, where ranks hold different ones, and only those with
-#: one of them keep rows; empty: all.
+#: pipeline stages. `heads`: the requested heads, where ranks hold different heads, and only ranks
+#: that hold one of them keep rows; empty: all.
 PortName = tuple[str, int, str, bool, tuple[int, ...]]
-#: Different sets of ports kept for one block: a user who asks for other layers each time must not
-#: fill the store.
+#: Different sets of ports kept for one block at most: a client that requests other layers each time
+#: must not fill the store.
 PIECES = 4
 
 
 class KeptBlock(NamedTuple):
-    """Rows of one capture of a request, of the positions in one block, kept under a number of their
-    own.
-    """
+    """Rows of one capture of a request at the positions of one block, stored under `number`."""
 
     request_id: str
     capture: int  # index in `RankSpec.captures`
@@ -37,8 +35,8 @@ class KeptBlock(NamedTuple):
 
 @dataclass
 class Keeping:
-    """Orders to the ranks about stored rows, executed in this order, `keep` and `drop` after the
-    forward.
+    """Orders to the ranks about stored rows, executed in the order of the fields; `keep` and `drop`
+    after the forward.
     """
 
     # take these rows: the prefix cache skips their computation
@@ -47,12 +45,12 @@ class Keeping:
     drop: list[int] = field(default_factory=list)  # numbers no longer kept
 
 
-class Wanted:
-    """Captures of a request: made once, used in every step of its prompt."""
+class RequestCaptures:
+    """Captures of a request and their ports: made once, used in every step of its prompt."""
 
     def __init__(self, spec: RankSpec, *, tensor_parallel: bool = False) -> None:
-        """`tensor_parallel`: a stage has several ranks, most of which keep only rows that are
-        recorded on all of them.
+        """`tensor_parallel`: a stage has several ranks, most of which keep only rows that all of
+        them record.
         """
         self.prompt_tokens, self.lowest_captured = spec.prompt_tokens, spec.lowest_captured
         self.captures = [
@@ -68,8 +66,10 @@ class _Piece(NamedTuple):
 
 
 class RowIndex:
-    """`limit`: bytes of kept rows; `row_bytes`: of one row of the hidden size; `item_bytes`: of one
-    number; `block`: tokens of a block.
+    """Kept rows of all blocks, within `limit` bytes; the least recently used are dropped.
+
+    `row_bytes`, `item_bytes`: bytes of a row of the hidden size, and of one of its numbers;
+    `block`: tokens of a block.
     """
 
     def __init__(self, limit: int, row_bytes: int, block: int, item_bytes: int = 4) -> None:
@@ -84,13 +84,13 @@ class RowIndex:
         self._last = 0
         self._dropped: list[int] = []
 
-    def reach(self, needed: Wanted, hashes: list[bytes]) -> int:
+    def reach(self, request: RequestCaptures, hashes: list[bytes]) -> int:
         """Return how far the prefix cache may serve this prompt: up to the first captured position
         that is not kept.
         """
-        reach = needed.prompt_tokens
-        for capture, ports in needed.captures:
-            reach = min(reach, self._reach(capture, ports, needed.prompt_tokens, hashes))
+        reach = request.prompt_tokens
+        for capture, ports in request.captures:
+            reach = min(reach, self._reach(capture, ports, request.prompt_tokens, hashes))
         return reach
 
     def _reach(
@@ -115,14 +115,14 @@ class RowIndex:
         return prompt_tokens
 
     def serve(
-        self, request_id: str, needed: Wanted, hashes: list[bytes], cached: int
+        self, request_id: str, request: RequestCaptures, hashes: list[bytes], cached: int
     ) -> list[KeptBlock]:
-        """The kept rows of captured positions below `cached`, as `reach` has promised them."""
+        """Return the kept rows of captured positions below `cached`, which `reach` allowed."""
         served = []
-        for number, (capture, ports) in enumerate(needed.captures):
+        for number, (capture, ports) in enumerate(request.captures):
             for first in range(0, cached, self._block):
                 positions = capture.select(
-                    first, min(first + self._block, cached), needed.prompt_tokens
+                    first, min(first + self._block, cached), request.prompt_tokens
                 )
                 if len(positions):
                     key = hashes[first // self._block]
@@ -140,19 +140,24 @@ class RowIndex:
         return served
 
     def keep(
-        self, request_id: str, needed: Wanted, hashes: list[bytes], start: int, stop: int
+        self,
+        request_id: str,
+        request: RequestCaptures,
+        hashes: list[bytes],
+        start: int,
+        stop: int,
     ) -> list[KeptBlock]:
-        """Return which rows to keep now that the tokens `start … stop` are scheduled: of full
-        blocks of the prompt only.
+        """Return the rows to keep now that the tokens `start … stop` are scheduled: those of full
+        blocks of the prompt.
         """
         kept: list[KeptBlock] = []
-        if start >= needed.prompt_tokens:
+        if start >= request.prompt_tokens:
             return kept
-        last = min(min(stop, needed.prompt_tokens) // self._block, len(hashes))
-        for number, (capture, ports) in enumerate(needed.captures):
+        last = min(min(stop, request.prompt_tokens) // self._block, len(hashes))
+        for number, (capture, ports) in enumerate(request.captures):
             for place in range(start // self._block, last):
                 first = place * self._block
-                positions = capture.select(first, first + self._block, needed.prompt_tokens)
+                positions = capture.select(first, first + self._block, request.prompt_tokens)
                 if len(positions) and (
                     piece := self._add(
                         hashes[place],
@@ -168,16 +173,16 @@ class RowIndex:
 
     @property
     def pending(self) -> bool:
-        """Return whether the ranks must be notified even in a step without captures."""
+        """Return whether the ranks need orders even in a step without captures."""
         return bool(self._dropped)
 
     def dropped(self) -> list[int]:
-        """Numbers freed since the last call."""
+        """Return the numbers dropped since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def clear(self) -> None:
-        """The prefix cache was emptied: nothing will be served from these rows."""
+        """Drop all rows: the prefix cache was emptied, so none of them can be served."""
         for pieces in self._blocks.values():
             self._dropped += [piece.number for piece in pieces]
         self._blocks.clear()
@@ -198,7 +203,7 @@ class RowIndex:
     def _add(
         self, key: bytes, ports: frozenset[PortName], positions: frozenset[int], row_bytes: int
     ) -> _Piece | None:
-        """None when the rows are kept already, or are too many."""
+        """Keep the rows of a block; return None if they are already kept, or too many."""
         size = len(ports) * len(positions) * row_bytes
         if size > self._limit or self._find(key, ports, positions) is not None:
             return None
@@ -216,7 +221,7 @@ class RowIndex:
             for old in list(self._blocks[oldest]):
                 if old is not piece:
                     self._forget(self._blocks[oldest], old)
-            if self._blocks[oldest]:  # only the new piece is left of it
+            if self._blocks[oldest]:  # only the new piece is left of this block
                 self._blocks.move_to_end(oldest)
             else:
                 del self._blocks[oldest]

@@ -1,9 +1,9 @@
-"""A rank's part of the certification run: keeps the rows of real requests, and judges them on the
+"""A rank's part of the certification run: keeps the rows of real requests, and judges them with the
 loaded modules.
 
-The requests are those of `workers.engine.certificate`. Rows come through the same sites, planner
-and writer threads as any capture; only the writers' last step is another: rows stay here in memory,
-and no receipt leaves the rank.
+`workers.engine.proof.certificate` makes the requests. Rows pass the same sites, planner and writer
+threads as any capture. Only the writers' last step differs: rows stay in memory, and no receipt
+leaves the rank.
 """
 
 import logging
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Certifier:
-    """One per rank, while the certification runs."""
+    """Certification on one rank; exists while the certification runs."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Certifier:
         *,
         traced: bool,
     ) -> None:
-        """`hooks`: of the residual stream; `inside`: where the others are."""
+        """`hooks`: hooks of the residual stream; `inside`: locations of the other hooks."""
         self._inside, self._plane, self._config = inside, plane, config
         self._model: Any = runner.get_model()
         layers = dict(held_layers(self._model, adapter))
@@ -66,8 +66,7 @@ class Certifier:
         self._findings: list[Finding] = []
         self._skipped: dict[str, str] = {}
 
-    # -- while requests run
-    # ----------------------------------------------------------------------------------------------
+    # --- While requests run
 
     def watch(self, request: int) -> None:
         """See `Observed.watch`."""
@@ -80,9 +79,7 @@ class Certifier:
         return dict(self._kept.ended)
 
     def sizes(self, request: int, positions: list[int]) -> dict[str, dict[int, float]]:
-        """Hook → layer → root mean square of the rows: an edit is made as large as what it is added
-        to.
-        """
+        """Return hook → layer → root mean square of the rows, by which edits are scaled."""
         if not self._records:
             return {}
         rows = self._kept.of(request, positions)
@@ -94,7 +91,7 @@ class Certifier:
     def rows(
         self, request: int, positions: list[int], hooks: list[Hook], layers: list[int]
     ) -> list[tuple[Hook, int, bytes]]:
-        """float32 rows of a request, of the hooks and layers that this rank records."""
+        """Return float32 rows of a request at the hooks and layers that this rank records."""
         if not self._records:
             return []
         kept, held = (
@@ -104,8 +101,8 @@ class Certifier:
         return [(hook, layer, self._raw(kept(hook, layer))) for hook in hooks for layer in held]
 
     def logits(self, request: int, positions: list[int]) -> list[bytes]:
-        """float32 logits that vLLM's sampler got of a request; empty where this rank did not see
-        all of them.
+        """Return the float32 logits that vLLM's sampler got for a request; empty if this rank did
+        not see all of them.
         """
         result = [self._seen.logits.get((request, position)) for position in positions]
         return (
@@ -114,12 +111,13 @@ class Certifier:
             else []
         )
 
-    # -- judging
-    # ----------------------------------------------------------------------------------------------
+    # --- Judging
 
     def judge(self, plan: Plan) -> Judgement:
-        """Every rank of a stage takes the same path through the modules, which reduce over the
-        ranks; one has rows to compare.
+        """Judge all laws of `plan`.
+
+        Every rank of a stage calls the same modules in the same order, since these reduce over the
+        ranks; only one rank has rows to compare.
         """
         edges: dict[str, bytes] = {}
         lens = self._plane.readings.reader(StoredLens)
@@ -157,8 +155,9 @@ class Certifier:
         rows = self._kept.of(plan.base, compared)
 
         def held(hook: Hook, number: int) -> torch.Tensor | None:
-            present = self._kept.rows.get((plan.base, hook, number))
-            return None if present is None else self._kept.of(plan.base, prompt)(hook, number)
+            if (plan.base, hook, number) not in self._kept.rows:
+                return None
+            return self._kept.of(plan.base, prompt)(hook, number)
 
         def shared(hook: Hook, number: int) -> torch.Tensor:
             return self._stage.shared([rows(hook, number)] if self._records else [], len(compared))
@@ -177,7 +176,7 @@ class Certifier:
         self._findings += laws.findings()
 
     def _attempt(self, law: str, judge: Callable[[Plan], None], plan: Plan) -> None:
-        """A module that cannot be called alone proves nothing, and breaks nothing else."""
+        """Judge a law; if its module cannot be called alone, the law is only skipped."""
         try:
             judge(plan)
         except Exception as error:
@@ -199,7 +198,7 @@ class Certifier:
 
     def _copies(self, plan: Plan) -> None:
         for copy in plan.copies:
-            got, needed = (
+            got, expected = (
                 self._kept.of(copy.request, copy.positions),
                 self._kept.of(plan.base, copy.positions),
             )
@@ -208,7 +207,7 @@ class Certifier:
                     name = f"{hook}: {copy.law}"
                     self._findings.append(
                         judge_same(
-                            self._shape, name, hook, layer, got(hook, layer), needed(hook, layer)
+                            self._shape, name, hook, layer, got(hook, layer), expected(hook, layer)
                         )
                     )
 
@@ -248,7 +247,7 @@ class Certifier:
                     )
 
     def _joined(self, layer: int) -> bool:
-        """Return whether this rank sees what enters the next layer."""
+        """Return whether this rank has the rows that enter the next layer."""
         return layer + 1 in self._layers and "pre_attn" in self._shape.hooks
 
     def _states(self, plan: Plan) -> None:
@@ -278,7 +277,7 @@ class Certifier:
         return bytes(rows.float().contiguous().numpy().tobytes())
 
     def end(self, caveats: list[str]) -> None:
-        """Forget the run. `caveats`: of all later manifests."""
+        """End the run, and drop its rows. `caveats`: those of all later manifests."""
         self._seen.close()
         self._plane.stamp(caveats)
 
@@ -287,8 +286,8 @@ def _shape(
     adapter: "Adapter", layers: Mapping[int, nn.Module], hooks: Sequence[Hook], dtype: torch.dtype
 ) -> Shape:
     routing = {number for number, layer in layers.items() if choosers(layer)}
-    # Of the layers of earlier stages this rank does not know; most models have experts in all
-    # layers but the first.
+    # A later stage does not know the layers of earlier ones, and assumes that they have experts:
+    # most models have experts in all layers but the first.
     first = min(routing if get_pp_group().is_first_rank else layers) if routing else len(layers)
     return Shape(
         [hook for hook in HOOKS if hook in hooks],

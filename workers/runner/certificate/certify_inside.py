@@ -1,8 +1,8 @@
-"""Proof of the hook points inside attention and MLP: what the loaded modules make of their rows
-must be the rows of other hooks.
+"""Proof of the hook points inside attention and MLP: the loaded modules, applied to their rows,
+must give the rows of other hooks.
 
-Every rank judges its own columns. Modules that reduce over the ranks of a stage are called by all
-of them, in the same order.
+Every rank judges its own columns. All ranks of a stage call modules that reduce over the ranks, in
+the same order.
 """
 
 import logging
@@ -20,21 +20,20 @@ from .laws import Finding, Rows, Shape, rowwise
 
 logger = logging.getLogger(__name__)
 
-#: (hooks, layer) → rows on this rank, or None where this rank has none: of a hook that another rank
-#: records.
+#: (hook, layer) → rows on this rank; None if another rank records them.
 Held = Callable[[Hook, int], torch.Tensor | None]
-#: This rank's rows, or the recording rank's: `[rows, hidden]` on all ranks of the stage.
+#: (hook, layer) → the recording rank's rows `[rows, hidden]`, on all ranks of the stage.
 Shared = Callable[[Hook, int], torch.Tensor]
 
 
 class InsideLaws:
-    """Judges one rank's rows of a prompt, of which every position was captured at the hooks inside,
-    in order.
+    """Judges one rank's rows of a prompt, whose positions were all captured at the hooks inside, in
+    order.
     """
 
     def __init__(
         self,
-        fields: Mapping[Hook, Sequence[Inner]],
+        inners: Mapping[Hook, Sequence[Inner]],
         layers: Mapping[int, nn.Module],
         shape: Shape,
         *,
@@ -45,10 +44,10 @@ class InsideLaws:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`compared`: rows of the residual hooks at `places` of the prompt, on the rank that
-        records them.
+        """`inners`: the hooks' locations. `compared`: rows of the residual hooks at the positions
+        `places`, on the rank that records them.
         """
-        self._found, self._layers, self._shape = fields, layers, shape
+        self._inners, self._layers, self._shape = inners, layers, shape
         self._held, self._compared, self._places, self._shared = (
             held,
             compared,
@@ -58,9 +57,9 @@ class InsideLaws:
         self._dtype, self._device = dtype, device
 
     def findings(self) -> Iterator[Finding]:
-        """Return the findings of all laws whose hooks are present.
+        """Yield the findings of all laws whose hooks are present.
 
-        A module that raises proves nothing and ends no run.
+        If a module raises, its law has no finding, and the run continues.
         """
         laws: list[Callable[[int, int], Iterator[Finding]]] = [
             self._output,
@@ -79,31 +78,31 @@ class InsideLaws:
                     )
 
     def _rows(self, hook: Hook, number: int) -> torch.Tensor | None:
-        """Return the rows in the form that the model computes with."""
+        """Return the rows in the model's dtype, on its device."""
         rows = self._held(hook, number)
         return None if rows is None else rows.to(self._dtype).to(self._device)
 
     def _through(self, hook: Hook, into: Hook, place: int, number: int) -> Iterator[Finding]:
-        """The projection behind `hook` gives the rows of `into`, as they are or through a norm
-        behind the branch.
+        """Judge whether the projection after `hook` computes the rows of `into`, directly or with a
+        norm after the branch.
         """
-        rows = self._rows(hook, number) if hook in self._found else None
+        rows = self._rows(hook, number) if hook in self._inners else None
         if rows is None or into not in self._shape.hooks:
             return
-        output = _first(self._found[hook][place].module(rows[self._places]))
+        output = _first(self._inners[hook][place].module(rows[self._places]))
         if self._compared is None:
             return
-        needed = self._compared(into, number)
+        expected = self._compared(into, number)
         norms = [
             child
             for name, child in self._layers[number].named_children()
             if name.startswith("post") and "norm" in name
         ]
-        given = [output, *(_first(norm(output.clone())) for norm in norms)]
+        candidates = [output, *(_first(norm(output.clone())) for norm in norms)]
         tolerance = self._shape.tolerance("module")
         figure = min(
-            rowwise(item.float().cpu(), needed, tolerance, median=self._shape.routes(number))
-            for item in given
+            rowwise(item.float().cpu(), expected, tolerance, median=self._shape.routes(number))
+            for item in candidates
         )
         yield Finding(f"projection({hook}) = {into}", (hook,), number, figure, "module")
 
@@ -114,9 +113,9 @@ class InsideLaws:
         yield from self._through("mlp_act", "mlp_out", place, number)
 
     def _router(self, place: int, number: int) -> Iterator[Finding]:
-        if "router" not in self._found or "mlp_in" not in self._shape.hooks:
+        if "router" not in self._inners or "mlp_in" not in self._shape.hooks:
             return
-        logits = _first(self._found["router"][place].module(self._shared("mlp_in", number)))
+        logits = _first(self._inners["router"][place].module(self._shared("mlp_in", number)))
         rows = self._held("router", number)
         if rows is not None:
             figure = rowwise(
@@ -126,26 +125,27 @@ class InsideLaws:
 
     def _attention(self, place: int, number: int) -> Iterator[Finding]:
         hooks: tuple[Hook, ...] = ("q", "k", "v", "z")
-        if not set(hooks) <= self._found.keys():
+        if not set(hooks) <= self._inners.keys():
             return
         query, key, value, z = (self._held(hook, number) for hook in hooks)
         if query is None or key is None or value is None or z is None:
             return
-        kind = kind_of(number, self._layers[number], lambda own: own, 1)  # of this rank's heads
+        # with one rank and no gathering: the kind of this rank's heads
+        kind = kind_of(number, self._layers[number], lambda values: values, 1)
         if kind is None or kind.refused:
             return
-        width = self._found["k"][place].columns.row.width
-        made = attend(query, key, value, kind, width)
+        width = self._inners["k"][place].columns.row.width
+        output = attend(query, key, value, kind, width)
         yield Finding(
             "attention(q, k, v) = z",
             ("q", "k", "v"),
             number,
-            rowwise(made, z, self._shape.tolerance("batch")),
+            rowwise(output, z, self._shape.tolerance("batch")),
             "batch",
         )
 
     def _projections(self, place: int, number: int) -> Iterator[Finding]:
-        if not {"q_proj", "k_proj", "q", "k"} <= self._found.keys():
+        if not {"q_proj", "k_proj", "q", "k"} <= self._inners.keys():
             return
         rows = [
             row for hook in ("q_proj", "k_proj") if (row := self._rows(hook, number)) is not None
@@ -153,7 +153,7 @@ class InsideLaws:
         projections = [row for hook in ("q", "k") if (row := self._held(hook, number)) is not None]
         if len(rows) + len(projections) < 4:
             return
-        layer, attention = self._layers[number], self._found["q"][place].module
+        layer, attention = self._layers[number], self._inners["q"][place].module
         parent = next(
             (
                 part
@@ -162,7 +162,7 @@ class InsideLaws:
             ),
             layer,
         )
-        norms, width = _norms(parent), self._found["q"][place].columns.row.width
+        norms, width = _norms(parent), self._inners["q"][place].columns.row.width
         normed = [
             _normed(norms.get(letter), row, width) for letter, row in zip("qk", rows, strict=True)
         ]
@@ -192,8 +192,8 @@ class InsideLaws:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: AttentionKind, width: int
 ) -> torch.Tensor:
-    """`[tokens, heads × value width]` float32: causal attention of `kind` over a whole prompt;
-    query and key heads have `width`.
+    """Return causal attention of `kind` over a whole prompt, float32 `[tokens, heads × value
+    width]`. `width`: of query and key heads.
     """
     count, heads = len(query), query.shape[1] // width
     q = query.view(count, heads, width).transpose(0, 1)
@@ -208,12 +208,12 @@ def attend(
     distance = torch.arange(count)[:, None] - torch.arange(count)[None]
     if kind.slopes:
         scores = scores - torch.tensor(kind.slopes)[:, None, None] * distance
-    visited = (distance >= 0) & ((distance < kind.window) if kind.window else torch.tensor(True))
+    attended = (distance >= 0) & ((distance < kind.window) if kind.window else torch.tensor(True))
     if kind.chunk:
-        visited &= (
+        attended &= (
             torch.arange(count)[:, None] // kind.chunk == torch.arange(count)[None] // kind.chunk
         )
-    scores = scores.masked_fill(~visited, float("-inf"))
+    scores = scores.masked_fill(~attended, float("-inf"))
     if kind.sinks:
         scores = torch.cat(
             [scores, torch.tensor(kind.sinks)[:, None, None].expand(-1, count, 1)], dim=2
@@ -223,7 +223,7 @@ def attend(
 
 
 def _norms(parent: nn.Module) -> dict[str, nn.Module]:
-    """`q` or `k` → the norm of it."""
+    """Return `q` or `k` → its norm."""
     return {
         letter: child
         for letter in "qk"

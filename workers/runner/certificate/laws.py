@@ -1,9 +1,8 @@
-"""The laws that rows of a loaded model must obey, and the hook points that violations disprove.
+"""Laws that rows of a loaded model must obey, and the hook points that violations disprove.
 
-Pure: rows in, figures out.
-
-Every row is observed on its own, so a law that holds says something about each of its rows. Each
-figure is compared with a tolerance that has a reason: see `TOLERANCES`.
+Pure functions from rows to figures. A law that holds is evidence for each row in it, since every
+row is captured independently. Each figure is compared with a tolerance, whose reason is in
+`TOLERANCES`.
 """
 
 import itertools
@@ -16,7 +15,8 @@ import torch
 
 from ....schemas.prompts.selectors import HOOKS, Hook
 
-#: Figures of every law, in units of `eps` of the model's dtype unless the reason says otherwise.
+#: Kind of law → (tolerance in units of the model dtype's `eps` unless the reason states another
+#: unit, reason).
 TOLERANCES: Mapping[str, tuple[float, str]] = {
     "sum": (
         1.0,
@@ -29,10 +29,10 @@ TOLERANCES: Mapping[str, tuple[float, str]] = {
         1.0,
         (
             "share of a branch's elements that exceed the tolerance of the sum: below 1 % "
-            "(figure: 0.01 / share) nothing shows them"
+            "(figure: 0.01 / share) the sum does not show the branch"
         ),
     ),
-    "same": (1.0, "a value handed on is rounded once at most; relative to |a| + |b|"),
+    "same": (1.0, "a value passed on is rounded once at most; relative to |a| + |b|"),
     "module": (
         8.0,
         (
@@ -54,27 +54,26 @@ TOLERANCES: Mapping[str, tuple[float, str]] = {
     "edit": (
         4.0,
         (
-            "as a sum, with the vector in it; a pair of tensors rounds it apart from the "
-            "other; norms instead of elements"
+            "like a sum that includes the vector; in a pair of tensors one of the two is "
+            "rounded separately; norms instead of elements"
         ),
     ),
     "reach": (
         4.0,
         (
-            "least change of what reads an edited row, norm of the change over the row's "
-            "norm; the figure is its inverse"
+            "least change of a row computed from an edited row, norm of the change over the "
+            "row's norm; the figure is its inverse"
         ),
     ),
 }
-#: Least tolerance, relative: what fp32 kernels differ by from call to call is not of the size of
-#: fp32's eps.
+#: Least relative tolerances: fp32 kernels differ between calls by much more than fp32's eps.
 FLOOR = {"module": 1e-4, "batch": 1e-3, "logits": 1e-4, "edit": 1e-5, "reach": 1e-4}
 #: Share of a branch's elements that must be visible in the sum.
 VISIBLE = 0.01
-#: Hooks in the order in which they are blamed where a law does not say which of them is wrong: a
-#: branch before the stream.
+#: Hooks in the order in which they are blamed for a failed law, which does not show which of its
+#: hooks is wrong: branches before the stream.
 BLAME: Sequence[Hook] = ("mlp_in", "attn_out", "mlp_out", "post_attn", "pre_attn", "post_block")
-#: What a hook's rows are compared with.
+#: Hook → the hooks with whose rows its own are compared.
 NEIGHBOURS: Mapping[Hook, Sequence[Hook]] = {
     "pre_attn": ("post_block",),
     "attn_out": ("pre_attn", "post_attn"),
@@ -83,7 +82,7 @@ NEIGHBOURS: Mapping[Hook, Sequence[Hook]] = {
     "mlp_out": ("post_attn", "post_block"),
     "post_block": ("pre_attn",),
 }
-#: Without these there is no residual stream to speak of.
+#: Hooks without which a model has no usable residual stream.
 STREAM: Sequence[Hook] = ("pre_attn", "post_block")
 
 Rows = Callable[[Hook, int], torch.Tensor]  # (hook, layer) → `[rows, hidden]`
@@ -96,16 +95,16 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     not finite.
     """
 
-    law: str  # what is said
-    hooks: tuple[str, ...]  # that it speaks about; of an edit: first the one that is edited
+    law: str  # the law as text
+    hooks: tuple[str, ...]  # the hooks whose rows are compared; for an edit, the edited one first
     layer: int
     figure: float
-    kind: str = "sum"  # of `TOLERANCES`
-    edit: bool = False  # of a request with an edit
+    kind: str = "sum"  # key of `TOLERANCES`
+    edit: bool = False  # the law is about a request with an edit
 
     @property
     def ok(self) -> bool:
-        return self.figure <= 1.0  # not of NaN
+        return self.figure <= 1.0  # False for NaN
 
 
 class Shape(NamedTuple):
@@ -113,24 +112,22 @@ class Shape(NamedTuple):
 
     hooks: Sequence[Hook]
     eps: float  # of the dtype
-    laws: Callable[[int], Mapping[Hook, Mapping[Hook, float]]] = (
-        lambda _: {}
-    )  # layer → the sums, see `Variant.laws`
-    routes: Callable[[int], bool] = lambda _: (
-        False
-    )  # this layer chooses experts: rounding decides near a tie, so its median row counts
-    follows: Callable[[int], bool] = lambda _: False  # this layer, or one below it, chooses experts
+    # layer → the sums, see `Variant.laws`
+    laws: Callable[[int], Mapping[Hook, Mapping[Hook, float]]] = lambda _: {}
+    # whether a layer chooses experts: near a tie rounding decides, so the median row is judged
+    routes: Callable[[int], bool] = lambda _: False
+    follows: Callable[[int], bool] = lambda _: False  # the layer, or one below it, chooses experts
 
     def tolerance(self, kind: str) -> float:
-        """Relative."""
+        """Return the relative tolerance of a kind of law."""
         return max(TOLERANCES[kind][0] * self.eps, FLOOR.get(kind, 0.0))
 
 
-# --- Figures --------------------------------------------------------------------------------------
+# --- Figures
 
 
 def elementwise(total: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: float) -> float:
-    """Largest |total − Σ parts| of any element, over `tolerance` · (|total| + Σ |parts|)."""
+    """Return an element's largest |total − Σ parts|, over `tolerance` · (|total| + Σ |parts|)."""
     size = total.abs() + sum(part.abs() for part in parts)
     error = (total - sum(parts)).abs()
     return _worst(error / (tolerance * size).clamp_min(torch.finfo(torch.float32).tiny))
@@ -139,8 +136,8 @@ def elementwise(total: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: f
 def sumwise(
     total: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: float, *, median: bool = False
 ) -> float:
-    """Largest (or median) norm of a row of total − Σ parts, over `tolerance` · the norms of all of
-    them.
+    """Return the largest (or median) norm of a row of total − Σ parts, over `tolerance` · the sum
+    of the norms of total and parts.
     """
     size = total.norm(dim=-1) + sum(part.norm(dim=-1) for part in parts)
     errors = (total - sum(parts)).norm(dim=-1) / (tolerance * size).clamp_min(
@@ -152,7 +149,7 @@ def sumwise(
 def rowwise(
     got: torch.Tensor, expected: torch.Tensor, tolerance: float, *, median: bool = False
 ) -> float:
-    """Largest (or median) norm of a row's error, over `tolerance` · the row's norm."""
+    """Return the largest (or median) norm of a row's error, over `tolerance` · the row's norm."""
     if got.shape != expected.shape:
         return math.inf
     errors = (got - expected).norm(dim=-1) / (tolerance * expected.norm(dim=-1)).clamp_min(
@@ -169,18 +166,18 @@ def _worst(values: torch.Tensor) -> float:
 def visible(
     part: torch.Tensor, total: torch.Tensor, rest: Sequence[torch.Tensor], tolerance: float
 ) -> float:
-    """`VISIBLE` over the share of elements of `part` that the tolerance of a sum does not hide."""
+    """Return `VISIBLE` over the share of elements of `part` that exceed the sum's tolerance."""
     size = total.abs() + part.abs() + sum(other.abs() for other in rest)
     share = float((part.abs() > tolerance * size).float().mean())
     return VISIBLE / share if share else math.inf
 
 
-# --- Laws of one layer ----------------------------------------------------------------------------
+# --- Laws of one layer
 
 
 def sums(shape: Shape, layer: int) -> list[tuple[Hook, Mapping[Hook, float]]]:
-    """(sum, what it is the sum of → multiplier) of a layer: the architecture's own law, over the
-    hooks that are there.
+    """Return (sum, term → multiplier) of a layer: the architecture's laws whose hooks are all
+    installed.
     """
     have = set(shape.hooks)
     return [(total, terms) for total, terms in shape.laws(layer).items() if {total, *terms} <= have]
@@ -193,7 +190,7 @@ def named(terms: Mapping[Hook, float]) -> str:
 
 
 def judge_layer(shape: Shape, rows: Rows, layer: int) -> list[Finding]:
-    """Sums of one layer, and that every branch is visible in them."""
+    """Judge the sums of one layer, and whether each branch is visible in them."""
     findings, tolerance = [], shape.tolerance("sum")
     for total, terms in sums(shape, layer):
         parts = {hook: factor * rows(hook, layer) for hook, factor in terms.items()}
@@ -212,7 +209,7 @@ def judge_layer(shape: Shape, rows: Rows, layer: int) -> list[Finding]:
 def judge_boundary(
     shape: Shape, leaving: torch.Tensor, entered: torch.Tensor, layer: int
 ) -> Finding:
-    """`post_block` of `layer` against `pre_attn` of the next."""
+    """Compare `post_block` of `layer` with `pre_attn` of the next layer."""
     figure = elementwise(entered, [leaving], shape.tolerance("same"))
     return Finding(
         "pre_attn[L+1] = post_block[L]", ("post_block", "pre_attn"), layer, figure, "same"
@@ -222,7 +219,7 @@ def judge_boundary(
 def judge_same(
     shape: Shape, law: str, hook: Hook, layer: int, got: torch.Tensor, expected: torch.Tensor
 ) -> Finding:
-    """The rows of a hook against those of the same tokens in another batch."""
+    """Compare the rows of a hook with those of the same tokens in another batch."""
     return Finding(
         law,
         (hook,),
@@ -235,7 +232,7 @@ def judge_same(
 def judge_module(
     shape: Shape, got: torch.Tensor, expected: torch.Tensor, layer: int, hooks: Sequence[str]
 ) -> Finding:
-    """Return what the layer's own MLP gives for the rows of its input against the rows of
+    """Compare the output of the layer's own MLP, for the rows of its input, with the rows of
     `mlp_out`.
     """
     figure = rowwise(got, expected, shape.tolerance("module"), median=shape.routes(layer))
@@ -245,14 +242,14 @@ def judge_module(
 def judge_parts(
     shape: Shape, got: torch.Tensor, entered: torch.Tensor, leaving: torch.Tensor, layer: int
 ) -> list[Finding]:
-    """Return what the layer's own MLP gives for the rows of `mlp_in`, up to one factor, against
-    what `post_block` has more than `post_attn`.
+    """Compare the output of the layer's own MLP for the rows of `mlp_in`, up to one factor, with
+    `post_block` − `post_attn`.
 
-    Where an MLP of several parts has no `mlp_out`, which would be their sum.
+    Used where an MLP of several parts has no `mlp_out`, which would be their sum.
     """
     part, tolerance = factor_of(got, leaving - entered) * got, shape.tolerance("module")
     law, hooks = "post_block = post_attn + MLP(mlp_in)", ("mlp_in", "post_attn", "post_block")
-    visited = visible(part, leaving, [entered], tolerance)
+    share = visible(part, leaving, [entered], tolerance)
     return [
         Finding(
             law,
@@ -261,18 +258,18 @@ def judge_parts(
             sumwise(leaving, [entered, part], tolerance, median=shape.routes(layer)),
             "module",
         ),
-        Finding("MLP(mlp_in) is visible in post_block", ("mlp_in",), layer, visited, "seen"),
+        Finding("MLP(mlp_in) is visible in post_block", ("mlp_in",), layer, share, "seen"),
     ]
 
 
 def factor_of(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the factor by which `got` is nearest to `expected`."""
+    """Return the factor that brings `got` nearest to `expected` (least squares)."""
     return float(
         (expected * got).sum() / got.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
     )
 
 
-# --- Laws of an edit ------------------------------------------------------------------------------
+# --- Laws of an edit
 
 
 def judge_edit(
@@ -284,13 +281,12 @@ def judge_edit(
     added: torch.Tensor,
     entered: torch.Tensor | None,
 ) -> list[Finding]:
-    """Return what a vector `added` at `hook` of `layer` must reach, and what it must not, at the
-    position where it is added.
+    """Judge, at the position where a vector is `added` at `hook` of `layer`, which rows it reaches
+    and which it must not.
 
-    `edited` and `plain`: the rows there of the request with the edit and of the one without, each
-    before its edits. `entered`: `pre_attn` of the next layer in the edited request; None where
-    another rank has it, or there is none. Of an edit at `mlp_in` the MLP itself says what it
-    reaches: see `judge_module`.
+    `edited` and `plain`: rows at that position of the requests with and without the edit, captured
+    before edits. `entered`: `pre_attn` of the next layer in the edited request; None if another
+    rank has it, or it does not exist. `ModuleLaws.mlp` judges the reach of an edit at `mlp_in`.
     """
     have, law = [item for item in HOOKS if item in shape.hooks], f"edit at {hook}: "
     findings = []
@@ -336,7 +332,7 @@ def judge_edit(
 def judge_entered(
     shape: Shape, leaving: torch.Tensor, added: torch.Tensor, entered: torch.Tensor, layer: int
 ) -> Finding:
-    """An edit of `post_block` against what the next layer gets."""
+    """Judge whether an edit of `post_block` reaches the input of the next layer."""
     figure = sumwise(entered, [leaving, added], shape.tolerance("edit"))
     return Finding(
         "edit at post_block: pre_attn[L+1] has it",
@@ -348,11 +344,11 @@ def judge_entered(
     )
 
 
-# --- The verdict ----------------------------------------------------------------------------------
+# --- The verdict
 
-#: Kinds of laws that show that rows are what they are called. That an edit arrives, or another
-#: batch gives the same, does not.
-TELLING = frozenset({"sum", "same", "module", "logits"})
+#: Kinds of laws that prove that rows belong to the hook that names them. The arrival of an edit, or
+#: equal rows in another batch, are no such proof.
+PROVING = frozenset({"sum", "same", "module", "logits"})
 
 
 class Law(msgspec.Struct, frozen=True):
@@ -362,10 +358,10 @@ class Law(msgspec.Struct, frozen=True):
     kind: str
     hooks: tuple[str, ...]
     figure: float  # relative to the tolerance
-    layer: int  # of the worst finding
-    checked: int
-    failing: tuple[int, ...]  # layers
-    layers: tuple[int, ...]  # checked
+    layer: int  # layer of the worst finding
+    checked: int  # number of findings
+    failing: tuple[int, ...]  # layers in which it fails
+    layers: tuple[int, ...]  # layers in which it was judged
 
     @property
     def ok(self) -> bool:
@@ -373,21 +369,18 @@ class Law(msgspec.Struct, frozen=True):
 
 
 def combine(findings: Iterable[Finding]) -> list[Law]:
-    """The worst finding of each law."""
+    """Combine the findings of each law, with the figure of the worst."""
     laws: dict[str, list[Finding]] = {}
     for finding in findings:
         laws.setdefault(finding.law, []).append(finding)
-    made = []
-    for law, value in laws.items():
-        worst = max(value, key=lambda finding: (math.isnan(finding.figure), finding.figure))
-        failing = tuple(sorted({finding.layer for finding in value if not finding.ok}))
-        layers = tuple(sorted({finding.layer for finding in value}))
-        made.append(
-            Law(
-                law, worst.kind, worst.hooks, worst.figure, worst.layer, len(value), failing, layers
-            )
-        )
-    return made
+    combined = []
+    for law, of_law in laws.items():
+        worst = max(of_law, key=lambda finding: (math.isnan(finding.figure), finding.figure))
+        failing = tuple(sorted({finding.layer for finding in of_law if not finding.ok}))
+        layers = tuple(sorted({finding.layer for finding in of_law}))
+        of_worst = worst.kind, worst.hooks, worst.figure, worst.layer
+        combined.append(Law(law, *of_worst, len(of_law), failing, layers))
+    return combined
 
 
 def verdict(
@@ -397,14 +390,14 @@ def verdict(
     *,
     unshown: dict[Hook, str] | None = None,
 ) -> tuple[dict[Hook, str], list[Law]]:
-    """Hook → why it is not proven (hooks that are proven are missing), and all laws.
+    """Return hook → why it is not proven (proven hooks are missing), and all laws.
 
-    A law that fails says that one of its rows is wrong, not which. The smallest set of hooks
-    without which every law holds is taken, branches first. What an edit does is then judged by rows
-    that are right, and blamed on the hook that is edited. A hook that no law which holds speaks
-    about in some layer is not proven either, but for the stream at its two ends: what enters the
-    first layer, and what leaves the last, has no neighbour. `unshown`: takes the hooks that nothing
-    proves, and nothing disproves.
+    A failed law shows that one of its hooks is wrong, but not which. The smallest set of hooks that
+    explains all failures is blamed, branches first. Edits are then judged by the remaining hooks,
+    and failures are blamed on the edited hook. A hook is also not proven if no law that holds
+    covers it in some layer. Exempt are the two ends of the stream, the first layer's input and the
+    last layer's output, which have no neighbour. `unshown`: receives the hooks that nothing proves
+    and nothing disproves.
     """
     judged = list(findings)
     laws = combine(finding for finding in judged if not finding.edit)
@@ -417,14 +410,14 @@ def verdict(
     for hook in hooks:
         if wrong := [law for law in edits if not law.ok and law.hooks[0] == hook]:
             absent[hook] = _why(wrong, hook)
-    telling = [
-        law for law in laws if law.ok and law.kind in TELLING and not set(law.hooks) & blamed
+    proving = [
+        law for law in laws if law.ok and law.kind in PROVING and not set(law.hooks) & blamed
     ]
     for hook in hooks:
-        covered = {layer for law in telling if hook in law.hooks for layer in law.layers}
+        covered = {layer for law in proving if hook in law.hooks for layer in law.layers}
         covered |= {
             layer + 1
-            for law in telling
+            for law in proving
             if hook == "pre_attn" and law.kind == "same"
             for layer in law.layers
         }
@@ -448,7 +441,7 @@ def verdict_inside(
     """Return the verdict on hooks inside attention and MLP: hook → why it is not proven, and all
     laws.
 
-    A law proves and refutes all of its hooks.
+    A law that holds proves all of its hooks, and one that fails disproves all of them.
     """
     laws = combine(findings)
     absent: dict[str, str] = {}
@@ -467,8 +460,8 @@ def verdict_inside(
 
 
 def _smallest(hooks: Sequence[Hook], broken: Sequence[set[str]]) -> set[str]:
-    """The smallest set that has one of each of `broken`; of equal ones that of hooks blamed
-    first.
+    """Return the smallest set with a hook of each set in `broken`; among equal sizes, hooks that
+    are first in `BLAME`.
     """
     order = [hook for hook in BLAME if hook in hooks]
     distinct = {frozenset(item) for item in broken if item}
@@ -487,9 +480,9 @@ def _why(broken: Sequence[Law], hook: str) -> str:
         if layers
         else ""
     )
-    much = (
+    error = (
         "not finite, or nothing to see"
         if math.isinf(law.figure)
         else f"{law.figure:.3g} times its tolerance"
     )
-    return f"the certification run did not prove it: `{law.law}` fails{where} ({much})"
+    return f"the certification run did not prove it: `{law.law}` fails{where} ({error})"

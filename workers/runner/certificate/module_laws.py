@@ -1,7 +1,7 @@
-"""Proof of hook points by the model's own modules: what they make of captured rows must be the rows
-of the next hook, or the logits of vLLM's sampler.
+"""Proof of hook points by the model's own modules: applied to captured rows, they must give the
+rows of the next hook, or the logits of vLLM's sampler.
 
-Every rank of a stage takes the same path through the modules, which reduce over the ranks.
+Every rank of a stage calls the same modules in the same order, since these reduce over the ranks.
 """
 
 import math
@@ -26,28 +26,29 @@ if TYPE_CHECKING:
 
 #: Children of a decoder layer that are not its MLP.
 _NOT_MLP = re.compile(r"norm|(^|_)ln(_|$)|attn|attention|rotary|mamba|mixer|conv|drop|^act")
-#: Children of the module that holds the layers which do not come between embedding and first layer.
+#: Final norms: children of the layers' parent that are not between embedding and first layer.
 _FINAL_NORM = re.compile(r"^(norm|norm_f|ln_f|final_norm|final_layer_?norm)$")
 _NORM = re.compile(r"norm|ln_f")
 
-#: Copies of an edited row whose experts a router chooses, which differ by one rounding at most.
+#: Copies of an edited row that differ by one rounding at most, in layers where a router chooses
+#: experts.
 NUDGES = 8
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of the loaded model that a rank holds, and how it is judged."""
+    """The part of the loaded model that a rank holds, with facts for judging it."""
 
     model: Any
     adapter: "Adapter"
     layers: Mapping[int, nn.Module]
-    parent: nn.Module  # of the layers
+    parent: nn.Module  # module that holds the layers
     dtype: torch.dtype
     shape: Shape
-    records: bool  # this rank has the rows of its stage
+    records: bool  # this rank records the rows of its stage
 
     def added(self, scale: float) -> torch.Tensor:
-        """The vector as the ranks hold it: scaled, in the model's dtype."""
+        """Return the edits' vector as the ranks hold it: scaled, rounded to the model's dtype."""
         return (
             (torch.from_numpy(direction(self.adapter.hidden_size)) * scale)
             .to(self.dtype)
@@ -55,8 +56,8 @@ class Stage:
         )
 
     def shared(self, rows: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-        """`[count, hidden]` in the model's dtype on its device: those that the recording rank has,
-        on all of its stage.
+        """Return the recording rank's rows `[count, hidden]`, in the model's dtype on its device,
+        on all ranks of the stage.
         """
         device = next(self.parent.parameters()).device
         if rows:
@@ -72,20 +73,23 @@ class ModuleLaws:
     def __init__(
         self,
         stage: Stage,
-        seen: Observed,
+        observed: Observed,
         lens: object,
         findings: list[Finding],
         skipped: dict[str, str],
     ) -> None:
-        """`lens`: the rank's reader of logit lenses, if it has one. `findings`, `skipped` (law →
-        why it was not judged): what this adds to.
+        """`lens`: the rank's logit lens reader, if any. Results are added to `findings` and
+        `skipped` (law → why it was not judged).
         """
-        self._stage, self._seen, self._lens = stage, seen, lens
-        self._shape, self._kept = stage.shape, seen.kept
+        self._stage, self._observed, self._lens = stage, observed, lens
+        self._shape, self._kept = stage.shape, observed.kept
         self._findings, self._skipped = findings, skipped
-        self.readings: dict[str, str] = {}  # kind of reading → why it is not served after all
+        self.readings: dict[str, str] = {}  # kind of reading → why the run disproved it
 
     def mlp(self, plan: Plan) -> None:
+        """Compare the outputs of the layers' MLPs, for captured and for edited rows, with the rows
+        of the next hook.
+        """
         have = set(self._shape.hooks)
         source: Hook = "mlp_in" if "mlp_in" in have else "post_attn"
         parts = {"mlp_in", "post_attn", "post_block"} <= have and "mlp_out" not in have
@@ -135,9 +139,10 @@ class ModuleLaws:
                     factor = factor_of(
                         shown[:plain], base("post_block", number) - base("post_attn", number)
                     )
-                    left, right = edited("post_block", number), edited("post_attn", number)
+                    after, before = edited("post_block", number), edited("post_attn", number)
+                    tolerance = self._shape.tolerance("module")
                     figures = [
-                        sumwise(left, [right, factor * row[None]], self._shape.tolerance("module"))
+                        sumwise(after, [before, factor * row[None]], tolerance)
                         for row in shown[plain:]
                     ]
                 else:
@@ -156,9 +161,9 @@ class ModuleLaws:
                 )
 
     def _nudges(self, number: int) -> torch.Tensor:
-        """`[copies, 1]`: what an edited row is multiplied with.
+        """Return the factors of an edited row's copies, `[copies, 1]`.
 
-        Near a tie of a router's, one rounding or the other chooses its experts.
+        Near a tie of the router, rounding decides which experts it chooses.
         """
         copies = NUDGES if self._shape.routes(number) else 1
         return 1 + torch.finfo(self._stage.dtype).eps * torch.linspace(0, 1, copies)[:, None]
@@ -179,8 +184,8 @@ class ModuleLaws:
         ]
 
     def _through(self, layer: nn.Module, rows: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield what the layer's MLP gives for these rows, as it is and through each norm that may
-        lie behind it.
+        """Yield candidates for the layer's MLP output: of each child that may be its MLP, directly
+        and after each norm that may follow.
         """
         children = dict(layer.named_children())
         batched = self._stage.adapter.variant.backend
@@ -194,20 +199,21 @@ class ModuleLaws:
             ]
         else:
             chains = [[child] for name, child in children.items() if not _NOT_MLP.search(name)]
-        made = []
+        outputs = []
         for chain in chains:
-            # a module may write to what it gets
+            # a module may overwrite its input
             output: Any = rows[None] if batched else rows.clone()
             for module in chain:
                 output = _tensor(module(output))
-            made.append(output.view(rows.shape))
-        if len(made) > 1:
-            made.append(sum(made))
-        for output in made:
+            outputs.append(output.view(rows.shape))
+        if len(outputs) > 1:
+            outputs.append(sum(outputs))
+        for output in outputs:
             for norm in behind:
                 yield _tensor(norm(output.clone())).float().cpu()
 
     def embedding(self, plan: Plan) -> None:
+        """Compare the embedded tokens, up to one factor, with the first `pre_attn`."""
         embed = getattr(self._stage.model, "embed_input_ids", None)
         if embed is None or "pre_attn" not in self._shape.hooks or 0 not in self._stage.layers:
             self._skipped["embedding"] = "the model offers no embed_input_ids, or no pre_attn"
@@ -220,7 +226,7 @@ class ModuleLaws:
         if not self._stage.records:
             return
         rows = self._kept.of(plan.base, plan.positions)("pre_attn", 0)
-        # some normalise it
+        # some models normalise the embedding
         given = [
             _tensor(norm(embedded.clone())).float().cpu()
             for norm in [nn.Identity(), *self._norms()]
@@ -241,8 +247,8 @@ class ModuleLaws:
             )
 
     def logits(self, plan: Plan) -> None:
-        """The last `post_block`, through the model's norm, up to one factor, and output matrix,
-        against what vLLM's sampler got.
+        """Apply the model's final norm, up to one factor, and output matrix to the last
+        `post_block`; compare the result with the logits that vLLM's sampler got.
         """
         if "post_block" not in self._shape.hooks:
             return
@@ -266,50 +272,50 @@ class ModuleLaws:
         best = [math.inf] * len(places)
         for norm in [*self._norms(), nn.Identity()]:
             state = _tensor(norm(held.clone()))
-            if all(place in self._seen.final for place in places):
-                factor = factor_of(
-                    state.float(), torch.cat([self._seen.final[place] for place in places]).float()
-                )
+            if all(place in self._observed.final for place in places):
+                final = torch.cat([self._observed.final[place] for place in places])
+                factor = factor_of(state.float(), final.float())
                 if abs(factor - 1) > self._shape.tolerance("module"):
-                    # some models scale what the norm gives
+                    # some models scale the norm's output
                     state = factor * state
             logits = self._stage.model.compute_logits(state)
             if logits is None or not self._stage.records:
                 continue
             errors = [
-                self._off(row, self._seen.logits.get(place))
+                self._error(row, self._observed.logits.get(place))
                 for row, place in zip(logits.float().cpu(), places, strict=True)
             ]
             best = min(best, errors, key=lambda item: item[0])
         if not self._stage.records:
             return
         law, edit = "logits(last post_block) = vLLM's own", "edit at post_block: the logits have it"
-        visited = {
+        figures = {
             place: figure
             for place, figure in zip(places, best, strict=True)
-            if place in self._seen.logits and place[0] == plan.base
+            if place in self._observed.logits and place[0] == plan.base
         }
-        # Greedy: those logits are the ones that its sampler got.
-        if not visited or any(
-            int(self._seen.logits[place].argmax()) != plan.tokens[place[1] + 1] for place in visited
+        # Sampling is greedy, so the observed logits are the sampler's if they choose its tokens.
+        if not figures or any(
+            int(self._observed.logits[place].argmax()) != plan.tokens[place[1] + 1]
+            for place in figures
         ):
             self._skipped[law] = "vLLM's own logits were not seen"
         else:
             self._findings.append(
-                Finding(law, ("post_block",), last, max(visited.values()), "logits")
+                Finding(law, ("post_block",), last, max(figures.values()), "logits")
             )
-        if plan.final and (plan.final.request, plan.first) in self._seen.logits:
+        if plan.final and (plan.final.request, plan.first) in self._observed.logits:
             self._findings.append(Finding(edit, ("post_block",), last, best[-1], "edit", edit=True))
 
     def lens(self, plan: Plan) -> None:
-        """The same of the lens's copy of norm and output matrix, of which this rank may have a
-        shard: there is no factor here.
+        """Compare likewise the logits of the lens's copy of norm and output matrix, of which this
+        rank may have a shard. Here no factor is allowed.
         """
         lens = self._lens
         places = [
             (plan.base, position)
             for position in plan.positions
-            if (plan.base, position) in self._seen.logits
+            if (plan.base, position) in self._observed.logits
         ]
         if not isinstance(lens, Lens) or not self._stage.records or not places:
             return
@@ -320,18 +326,18 @@ class ModuleLaws:
             lens.head.norm(rows.to(self._stage.dtype).to(lens.head.device))
         ).cpu()
         shard = slice(lens.head.shard.start, lens.head.shard.stop)
-        off = max(
-            self._off(row, self._seen.logits[place][:, shard])
+        error = max(
+            self._error(row, self._observed.logits[place][:, shard])
             for row, place in zip(logits, places, strict=True)
         )
-        if not off <= 1:
+        if not error <= 1:
             self.readings["lens"] = (
                 "its final norm and output matrix give other logits than the model's own "
-                f"({off:.3g} times the tolerance)"
+                f"({error:.3g} times the tolerance)"
             )
 
     def _norms(self) -> list[nn.Module]:
-        """Return those next to the layers, and next to what holds them."""
+        """Return the norms next to the layers and next to each module around them."""
         root = language_model(self._stage.model)
         path = next(
             name for name, module in root.named_modules() if module is self._stage.parent
@@ -352,19 +358,19 @@ class ModuleLaws:
             )
         ]
 
-    def _off(self, row: torch.Tensor, own: torch.Tensor | None) -> float:
-        """Largest error of these logits, over their tolerance; infinite where vLLM's own were not
-        seen.
+    def _error(self, row: torch.Tensor, expected: torch.Tensor | None) -> float:
+        """Return the largest error of these logits, over their tolerance; infinite if vLLM's own
+        logits were not observed.
         """
-        if own is None:
+        if expected is None:
             return math.inf
-        known = own[0].isfinite()
-        error = float((row - own[0])[known].abs().max()) if known.any() else math.inf
-        return error / (self._shape.tolerance("logits") * float(own[0][known].abs().max()))
+        known = expected[0].isfinite()
+        error = float((row - expected[0])[known].abs().max()) if known.any() else math.inf
+        return error / (self._shape.tolerance("logits") * float(expected[0][known].abs().max()))
 
 
 def _tensor(output: Any) -> torch.Tensor:
-    """Return the tensor of a module that may also return a bias or router logits."""
+    """Return the first output of a module that may also return a bias or router logits."""
     tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return tensor
 

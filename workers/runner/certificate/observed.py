@@ -1,4 +1,4 @@
-"""What a rank sees of the certification run's requests while they run."""
+"""Observes the certification run's requests on a rank while they run."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 
 class Kept:
-    """Takes the place of consumers and outbox. Called from writer threads."""
+    """Keeps captured rows and receipts in place of consumers and outbox. Called from writer
+    threads.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # (request, hook, layer) → position → row
         self.rows: dict[tuple[int, str, int], dict[int, torch.Tensor]] = {}
-        self.ended: dict[int, str] = {}  # request → why it failed; empty: it did not
+        self.ended: dict[int, str] = {}  # request → why it failed; empty: it succeeded
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         for capture in captures:
@@ -53,9 +55,9 @@ class Kept:
             )
 
     def of(self, request: int, positions: Sequence[int]) -> Rows:
-        """float32 rows of a request at these positions.
+        """Return a function (hook, layer) → float32 rows of a request at these positions.
 
-        Raises KeyError where one was not captured.
+        The function raises KeyError for a row that was not captured.
         """
         return lambda hook, layer: torch.stack(
             [self.rows[request, hook, layer][position] for position in positions]
@@ -74,26 +76,26 @@ class Observed:
         *,
         traced: bool,
     ) -> None:
-        """`layers`: those of this rank's stage."""
+        """`layers`: the layers of this rank's stage."""
         self._plane, self._runner, self._adapter, self._traced = plane, runner, adapter, traced
         self._model: Any = runner.get_model()
         self._layers = sorted(layers)
         self.skipped = ""  # why `aux` is empty
-        # layer → what vLLM itself reads behind it for EAGLE-3
+        # layer → the stream that vLLM itself reads after it for EAGLE-3
         self.aux: dict[int, torch.Tensor] = {}
-        self.most = 0  # requests in one step
-        # the watched request and its last position, in its own step
+        self.most = 0  # most requests in one step
+        # the watched request and its last position, if it is alone in the step
         self._alone: tuple[int, int] | None = None
-        self._watched = -1  # request
-        # (request, position) → what vLLM's sampler got
+        self._watched = -1  # number of the watched request; -1: none
+        # (request, position) → the logits that vLLM's sampler got
         self.logits: dict[tuple[int, int], torch.Tensor] = {}
-        # (request, position) → the final hidden state that it got them from
+        # (request, position) → the final hidden state of these logits
         self.final: dict[tuple[int, int], torch.Tensor] = {}
         self.kept = Kept()
         plane.divert(self.kept)
         plan, compute_logits = plane.plan, self._model.compute_logits
 
-        def noted(view: "StepView") -> None:
+        def observed_plan(view: "StepView") -> None:
             self.most = max(self.most, len(view.requests))
             only = view.requests[0] if len(view.requests) == 1 and self._watched >= 0 else None
             self._alone = (
@@ -103,28 +105,28 @@ class Observed:
             )
             plan(view)
 
-        def computed(*args: Any, **kwargs: Any) -> Any:
+        def observed_logits(*args: Any, **kwargs: Any) -> Any:
             logits = compute_logits(*args, **kwargs)
             state = next(iter((*args, *kwargs.values())))
             if self._alone is not None and len(state) == 1:
-                # on every rank, also on those that get no logits
+                # on every rank, including those that get no logits
                 self.final[self._alone] = state.detach().clone()
                 if logits is not None:
                     self.logits[self._alone] = logits.detach().float().cpu()
             return logits
 
-        plane.plan = noted  # type: ignore[method-assign]
+        plane.plan = observed_plan  # type: ignore[method-assign]
         self._restore = compute_logits
-        self._model.compute_logits = computed
+        self._model.compute_logits = observed_logits
 
     def watch(self, request: int) -> None:
-        """Keep the logits of the one request that runs now; of the first, also what vLLM reads
-        behind the layers for EAGLE-3.
+        """Keep the logits of the only running request; of request 0, also the stream that vLLM
+        reads after layers for EAGLE-3.
         """
         self._watched = request
         if request:
             return
-        why = self._unwatched()
+        why = self._why_no_aux()
         if why:
             self.skipped = why
             return
@@ -149,7 +151,7 @@ class Observed:
 
         self._model.forward = watched
 
-    def _unwatched(self) -> str:
+    def _why_no_aux(self) -> str:
         if self._traced:
             return "the forward pass is compiled"
         if not hasattr(self._model, "set_aux_hidden_state_layers"):
@@ -171,7 +173,7 @@ class Observed:
             self._model.set_aux_hidden_state_layers(())
 
     def close(self) -> None:
-        """Forget the rows, receipts and counters of the run."""
+        """Stop observing, and reset the plane's rows, receipts and counters of the run."""
         self.unwatch()
         self._model.compute_logits = self._restore
         del self._plane.plan

@@ -1,4 +1,4 @@
-"""What the ranks are asked to judge, and what they answer."""
+"""Messages of the certification run: what the ranks must judge, and their judgements."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,12 @@ from .laws import Finding
 
 
 class EditRun(msgspec.Struct):
-    """A request that adds a vector at `hook` of each of `layers`, at the position of the same place
-    in `positions`.
+    """A request that adds a vector at `hook` of each `layers[i]`, at position `positions[i]`, times
+    `scales[i]`.
     """
 
     request: int
-    plain: int  # the request next to it with the same tokens and no edits
+    plain: int  # a request in the same batch with the same tokens and no edits
     hook: Hook
     layers: list[int]
     positions: list[int]
@@ -23,7 +23,7 @@ class EditRun(msgspec.Struct):
 
 
 class Copy(msgspec.Struct):
-    """A request whose rows must be those of the base, at these positions."""
+    """A request whose rows must equal the base's at these positions."""
 
     law: str
     request: int
@@ -31,11 +31,11 @@ class Copy(msgspec.Struct):
 
 
 class Plan(msgspec.Struct):
-    """Laws that all ranks judge. Requests are numbers."""
+    """Requests, by number, whose rows all ranks judge."""
 
     base: int
-    tokens: list[int]  # prompt and generated
-    positions: list[int]  # captured of the base, ascending
+    tokens: list[int]  # the base's prompt and generated tokens
+    positions: list[int]  # the base's captured positions, ascending
     first: int  # the first position with a next token: the last of the prompt
     copies: list[Copy]
     edits: list[EditRun]
@@ -46,14 +46,14 @@ class Judgement(msgspec.Struct):
     """Judgement of one rank."""
 
     findings: list[Finding]
-    not_compared: dict[str, str]
+    not_compared: dict[str, str]  # law → why it was not judged
     # float32 rows at the stage's first and last layer, for the neighbouring stages
     edges: dict[str, bytes]
-    readings: dict[str, str] = {}  # kind of reading → why it is not served after all
+    readings: dict[str, str] = {}  # kind of reading → why the run disproved it
 
 
 def direction(hidden_size: int) -> np.ndarray:
-    """The vector of all edits, float32 `[hidden_size]`, of about unit size in every element."""
+    """Return the vector of all edits, float32 `[hidden_size]`: standard normal elements."""
     return np.random.default_rng(16).normal(size=hidden_size).astype(np.float32)
 
 

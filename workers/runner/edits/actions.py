@@ -24,8 +24,7 @@ Kind = Literal[
     "probe",
 ]
 
-#: Everything that a rank can be made to do → what of it is folded. Actions that were rejected are
-#: not folded.
+#: Kind of action → the values that are folded into the checksum. Rejected actions are not folded.
 KINDS: dict[Kind, tuple[str, ...]] = {
     "global_set": ("version", "digest"),
     "global_clear": ("version", "digest"),  # an empty digest: nothing
@@ -49,7 +48,7 @@ _MASK = (1 << 64) - 1
 
 
 def splitmix64(state: int) -> int:
-    """One output of the splitmix64 generator for a u64 `state`."""
+    """Return the splitmix64 generator's output for a u64 `state`."""
     z = (state + 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -61,7 +60,7 @@ class ActionLedger:
 
     def __init__(self) -> None:
         self.count = 0
-        self.epoch = 0  # how often it was reset
+        self.epoch = 0  # number of restarts
         self._state = 0
 
     def fold(self, step: int, kind: Kind, *content: str | int) -> None:
@@ -82,5 +81,5 @@ class ActionLedger:
 
     @property
     def checksum(self) -> str:
-        """The u64 as 16 hex digits."""
+        """Return the u64 as 16 hex digits."""
         return f"{self._state:016x}"

@@ -1,5 +1,5 @@
-"""Installed ops: loads them, tries each at the start, and gives them to the sites
-(`kernels.installed`). On CPUs only.
+"""Installed ops: loads them, checks each when the rank starts, and registers them for the sites in
+`kernels.installed`. On CPUs only.
 """
 
 import hashlib
@@ -16,33 +16,33 @@ from ..base.extensions import ExtensionError, Offer, code_of, declared, digest
 
 logger = logging.getLogger(__name__)
 
-#: An op's code is a float32 in the pool's scalars: integers are exact below.
+#: Op codes are below this: a code is a float32 in the pool's scalars, which is exact for these.
 CODES = 1 << 24
-#: How far the result of a row may depend on the rows next to it, relative to the row's length:
-#: products in another order round otherwise.
+#: Largest difference between a row's results alone and in a batch, relative to its largest element:
+#: matrix products may round differently.
 ALONE = 1e-4
 ON_CPUS = "ops run on CPUs: the kernels of accelerators do not call Python"
 _ROWS, _SEED = 6, 23
 
 
 class OpCode(Protocol):
-    """An installed op. `OpTerms` has the meaning of what it declares; all of it may be left out."""
+    """An installed op. `OpTerms` documents its attributes, all of which are optional."""
 
     vector: bool
     options: Mapping[str, Option]
 
     def edit(self, rows: np.ndarray, vector: np.ndarray | None, **options: float) -> np.ndarray:
-        """New rows for float32 `rows` `[n, hidden_size]`, each from itself alone.
+        """Return new rows for float32 `rows` `[n, hidden_size]`; each depends on its own row only.
 
-        What it raises fails the requests of these rows.
+        An exception fails the requests of these rows.
         """
 
 
 def load_ops(offers: Iterable[Offer], hidden_size: int, *, cpu: bool) -> list[Extension]:
-    """The ops that trusted packages offer, each tried with random rows; from now on sites know
-    them. Raises ExtensionError.
+    """Load the ops that trusted packages offer, check each with random rows, and register them for
+    the sites. Raises ExtensionError.
 
-    `cpu`: the model runs on a CPU; elsewhere ops are listed, and refused.
+    `cpu`: the model runs on a CPU; elsewhere ops are only listed, as refused.
     """
     extensions: dict[int, Extension] = {}
     for offer in offers:
@@ -51,7 +51,7 @@ def load_ops(offers: Iterable[Offer], hidden_size: int, *, cpu: bool) -> list[Ex
         try:
             facts, edit = _loaded(offer, cpu=cpu)
             if twin := extensions.get(facts.code):
-                raise ValueError(f"its code is that of the op {twin.name}: rename it")
+                raise ValueError(f"it has the same code number as the op {twin.name}: rename it")
             extensions[facts.code] = facts
             if not cpu:
                 continue
@@ -68,14 +68,12 @@ def load_ops(offers: Iterable[Offer], hidden_size: int, *, cpu: bool) -> list[Ex
 
 
 def check_here(entries: Iterable[StoredSteering]) -> None:
-    """Raises LookupError for an installed op that this rank does not have, or has in another
-    version.
-    """
+    """Raises LookupError if this rank lacks an installed op, or has another version of it."""
     for entry in entries:
         if entry.family == "installed" and int(entry.numbers[-1]) not in OPS:
             raise LookupError(
-                "an installed op of this request is not on this rank, or in another version: "
-                "submit it again"
+                "this rank lacks an installed op of this request, or has another version of it: "
+                "submit the request again"
             )
 
 
@@ -122,7 +120,7 @@ def _loaded(offer: Offer, *, cpu: bool) -> tuple[Extension, Edit]:
 
 
 def _check(edit: Edit, facts: Extension, hidden_size: int) -> None:
-    """Raises ValueError for what does not hold of random rows, or what the op raises."""
+    """Raises ValueError if the op fails a check on random rows, or what the op raises."""
     assert facts.op is not None
     generator = np.random.default_rng(_SEED)
     rows = generator.standard_normal((_ROWS, hidden_size), dtype=np.float32)
@@ -151,6 +149,6 @@ def _check(edit: Edit, facts: Extension, hidden_size: int) -> None:
     if call(rows).tobytes() != new.tobytes():
         raise ValueError("gives different results for the same rows")
     alone = np.concatenate([call(rows[place : place + 1]) for place in range(_ROWS)])
-    off = np.abs(alone - new).max(axis=1)
-    if (off > ALONE * np.maximum(np.abs(new).max(axis=1), 1e-6)).any():
-        raise ValueError("the result of a row depends on the rows beside it")
+    difference = np.abs(alone - new).max(axis=1)
+    if (difference > ALONE * np.maximum(np.abs(new).max(axis=1), 1e-6)).any():
+        raise ValueError("the result of a row depends on the rows next to it")

@@ -1,9 +1,9 @@
 """Request-independent state of a rank: tensors, named modules, global steering.
 
-Requests name tensors by content and bring global steering in their own specs, so nothing here
-changes what a request does. Modules and global steering are kept so that ranks can be compared,
-tensors in use stay, and everyone's rows stay written. Calls come one at a time; a rollback undoes
-the last change, or nothing if that change was refused.
+Requests name tensors by content hash and bring global steering in their own specs, so this state
+changes no request. Modules and global steering are kept so that ranks can be compared, so that
+tensors in use are not dropped, and so that the rows of global steering stay written. Calls come one
+at a time; a rollback undoes the last change, or nothing if that change was refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ _NOTHING = Named("", ())
 
 
 class RankState:
-    """One per rank.
+    """State of one rank.
 
-    Its methods raise LookupError, ValueError or RuntimeError for what this rank refuses, and change
-    nothing then.
+    Methods raise LookupError, ValueError or RuntimeError to refuse a change, and then change
+    nothing.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class RankState:
         actions: ActionLedger,
         step: Callable[[], int],
     ) -> None:
-        """`num_layers`: of the whole model, of which this stage has some.
+        """`num_layers`: layers of the whole model, of which this stage holds some.
 
-        `step`: the engine step now.
+        `step` returns the number of the current engine step.
         """
         self._hooks = list(dict.fromkeys(site.hook for site in sites))
         self._num_layers = num_layers
@@ -56,21 +56,20 @@ class RankState:
         )
         self.vectors: VectorStore = table.vectors
         self.steering = GlobalSteering()
-        self._rows: list[tuple[int, SteeringRow]] = []  # that stay written for it
+        self._rows: list[tuple[int, SteeringRow]] = []  # rows of global steering, kept written
         self._modules: dict[str, Named] = {}
-        #: The last change, which a rollback may name, and what was before it.
+        #: The last change, which a rollback may name, and the state before it.
         self._changed: tuple[object, GlobalSteering | Named] | None = None
 
     @property
     def modules(self) -> dict[str, str]:
-        """Name → digest."""
+        """Return module name → digest."""
         return {name: named.digest for name, named in sorted(self._modules.items())}
 
-    # -- tensors
-    # ----------------------------------------------------------------------------------------------
+    # --- Tensors
 
     def put_vectors(self, vectors: dict[str, Tensor]) -> None:
-        """Keep tensors by content hash; all or none."""
+        """Store tensors by content hash: all of them, or none if one is refused."""
         added: list[str] = []
         try:
             for name, tensor in sorted(vectors.items()):
@@ -83,10 +82,10 @@ class RankState:
             raise
 
     def drop_vectors(self, names: Sequence[str]) -> None:
-        """Forget tensors, also as the rollback of a `put_vectors` that failed elsewhere; none when
-        one of them is needed.
+        """Drop tensors; none of them if one is needed. Also rolls back a `put_vectors` that failed
+        on another rank.
 
-        Having a tensor is not an action: its use is accounted for, by content, when a row is
+        Storing a tensor is not an action of the ledger: its use is, by content, when a row is
         written. Requests that are steered with it already have their rows.
         """
         needed = {name: "global steering" for name in self.steering.tensors}
@@ -101,47 +100,44 @@ class RankState:
         for name in names:
             self.vectors.drop(name)
 
-    # -- modules
-    # ----------------------------------------------------------------------------------------------
+    # --- Modules
 
     def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> None:
-        """Point `name` at this content; with an empty digest, at nothing."""
+        """Set the content of module `name`; an empty digest removes the module."""
         self._changed = None
         for tensor in tensors:
             if tensor not in self.vectors:
                 raise LookupError(f"module {name!r}: vector {tensor[:12]} is not on this rank")
-        former = self._point(name, Named(digest, tuple(tensors)))
+        previous = self._point(name, Named(digest, tuple(tensors)))
         self._actions.fold(
             self._step(), "module_register" if digest else "module_unregister", name, digest
         )
-        self._changed = (name, digest), former
+        self._changed = (name, digest), previous
 
     def rollback_module(self, name: str, digest: str) -> None:
         """Restore `name` as it was before `set_module(name, digest, …)`, if that was the last
         change here.
         """
-        former = self._undo((name, digest))
-        if isinstance(former, Named):
-            self._point(name, former)
-            self._actions.fold(self._step(), "module_rollback", name, former.digest)
+        previous = self._undo((name, digest))
+        if isinstance(previous, Named):
+            self._point(name, previous)
+            self._actions.fold(self._step(), "module_rollback", name, previous.digest)
 
     def _point(self, name: str, named: Named) -> Named:
-        """Return what `name` pointed at until now."""
-        former = self._modules.pop(name, _NOTHING)
+        """Set what `name` means; return what it meant before."""
+        previous = self._modules.pop(name, _NOTHING)
         if named.digest:
             self._modules[name] = named
-        return former
+        return previous
 
-    # -- sites
-    # ----------------------------------------------------------------------------------------------
+    # --- Sites
 
     def check_sites(self, hook: str, layers: Sequence[int]) -> None:
-        """Raises ValueError for what the model does not have.
+        """Raises ValueError for a hook or layer that the model does not have; sites of other stages
+        are valid.
 
-        (Sites that other stages have are not an error of this one.)
-
-        What was accepted fits the model that was published last; a worker with other hooks or
-        layers must not skip it silently.
+        The API accepts requests for the model that was published last; a worker with other hooks or
+        layers must not skip an edit silently.
         """
         if hook not in self._hooks:
             raise ValueError(f"unknown hook {hook}; valid: {', '.join(self._hooks)}")
@@ -152,11 +148,12 @@ class RankState:
                     f"{self._num_layers - 1}"
                 )
 
-    # -- global steering
-    # ----------------------------------------------------------------------------------------------
+    # --- Global steering
 
     def prepare_global(self, steering: GlobalSteering) -> None:
-        """Check that this could be committed: tensors, shapes, sites and sums. Changes nothing."""
+        """Check whether `commit_global` could succeed: tensors, shapes, sites and sums. Changes
+        nothing.
+        """
         for entry in steering.entries:
             self.check_sites(entry.hook, entry.layers)
         rows = steering.standing_rows()
@@ -164,8 +161,7 @@ class RankState:
             raise ValueError(
                 f"it takes {len(rows)} rows of the steering table; the limit is {MAX_STEERING_ROWS}"
             )
-        # Positions that are listed are cut to each prompt; alone each of these entries must be
-        # possible.
+        # Listed positions are cut to each prompt, so any of these entries may be alone in a row.
         listed = [
             steering_rows([entry.stored([0])])[0]
             for entry in steering.entries
@@ -175,54 +171,53 @@ class RankState:
             self._table.prepared.get(row)
 
     def commit_global(self, steering: GlobalSteering) -> None:
-        """Make it the global steering: its rows stay written until the next commit.
+        """Make `steering` the global steering: its rows stay written until the next commit.
 
         New rows are acquired before old ones are released.
         """
         self._changed = None
-        former = self._switch(steering)
+        previous = self._switch(steering)
         self._actions.fold(
             self._step(),
             "global_set" if steering.entries else "global_clear",
             steering.version,
             steering.digest,
         )
-        self._changed = steering.version, former
+        self._changed = steering.version, previous
 
     def rollback_global(self, version: int) -> None:
         """Restore global steering as it was before `version` was committed, if that was the last
         change here.
         """
-        former = self._undo(version)
-        if isinstance(former, GlobalSteering):
-            self._switch(former)
-            self._actions.fold(self._step(), "global_rollback", version, former.digest)
+        previous = self._undo(version)
+        if isinstance(previous, GlobalSteering):
+            self._switch(previous)
+            self._actions.fold(self._step(), "global_rollback", version, previous.digest)
 
     def _switch(self, steering: GlobalSteering) -> GlobalSteering:
-        """Return what was everyone's until now."""
+        """Replace the global steering; return the previous one."""
         rows = self._held_rows.acquire(self._step(), steering.standing_rows())
         self._held_rows.release(self._step(), self._rows)
-        former, self.steering, self._rows = self.steering, steering, rows
-        return former
+        previous, self.steering, self._rows = self.steering, steering, rows
+        return previous
 
-    # -- all
-    # ----------------------------------------------------------------------------------------------
+    # --- All state
 
     def _undo(self, change: object) -> GlobalSteering | Named | None:
-        """The state before `change`, if that was the last one; it can be undone once."""
+        """Return the state before `change`, once, if that was the last change; else None."""
         if self._changed is None or self._changed[0] != change:
             return None
-        former, self._changed = self._changed[1], None
-        return former
+        previous, self._changed = self._changed[1], None
+        return previous
 
     def forget(self) -> None:
-        """Drop everything; the table's rows are dropped by the caller that clears the table."""
+        """Drop all state. The caller also clears the table, which drops its rows."""
         self.vectors.clear()
         self._modules.clear()
         self.steering, self._rows, self._changed = GlobalSteering(), [], None
 
     def names(self) -> tuple[list[str], list[tuple[str, Named]], int, str]:
-        """All state except the rows."""
+        """Return all state except the rows, to compare ranks."""
         return (
             self.vectors.names(),
             sorted(self._modules.items()),

@@ -1,9 +1,10 @@
-"""Contents of configuration rows, laid out before a request needs them: by their own thread,
-and kept while there is room.
+"""Contents of configuration rows, laid out by a separate thread before a request needs them, and
+kept while there is room.
 
 Laying out 80 layers' vectors takes milliseconds, which the model thread does not have between two
-steps. What is prepared is what `RowTable.content` would give then, bit for bit, so ranks agree
-no matter which thread prepared it. Rows of source runs are not kept: each is used once.
+steps. A prepared row equals what `RowTable.content` would return when it is needed, bit for bit, so
+ranks agree no matter which thread laid it out. Rows with a source run's rows are not kept: each is
+used once.
 """
 
 import logging
@@ -22,14 +23,15 @@ from .vector_pool import Joined
 
 logger = logging.getLogger(__name__)
 
-#: What is kept at most, of those used last; on an accelerator it is pinned memory.
+#: Limit of kept rows; the least recently used are dropped. On an accelerator they are in pinned
+#: memory.
 KEPT_BYTES = 64 << 20
-#: Rows that wait for the thread at most; it is a hint that may be lost.
+#: Calls of `expect` that wait for the thread at most; further ones are dropped, as mere hints.
 WAITING = 256
 
 
 class PreparedRows:
-    """One per rank. `get` belongs to the model thread."""
+    """Prepared rows of one rank. Only the model thread calls `get`."""
 
     def __init__(
         self,
@@ -37,11 +39,11 @@ class PreparedRows:
         holds: Callable[[str], bool],
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        """`make`: lays a row out, in any thread. `holds`: whether this rank has a tensor."""
+        """`make` lays a row out, in any thread. `holds` returns whether this rank has a tensor."""
         self._make, self._holds, self._room = make, holds, kept_bytes
         self._kept: OrderedDict[str, Joined] = OrderedDict()  # by `SteeringRow.key`
-        self._size = 0  # bytes of all that is kept
-        self._under_way: dict[str, Future[None]] = {}
+        self._size = 0  # bytes of all kept rows
+        self._under_way: dict[str, Future[None]] = {}  # rows that the thread lays out now
         self._lock = threading.Lock()
         self._expected: queue.Queue[Callable[[], Sequence[SteeringRow]] | None] = queue.Queue(
             WAITING
@@ -60,19 +62,19 @@ class PreparedRows:
             self._thread.join()
 
     def expect(self, rows: Callable[[], Sequence[SteeringRow]]) -> None:
-        """Requests will need these rows soon; called in the thread.
+        """Have the thread prepare rows that requests will need soon. The thread calls `rows`.
 
-        What cannot be laid out is refused when it is needed.
+        A row that cannot be laid out is refused only when it is needed.
         """
         if self._thread.is_alive() and not self._expected.full():
             self._expected.put(rows)
 
     def get(self, spec: SteeringRow) -> Joined:
-        """Return what the row holds. Raises what `make` raises."""
+        """Return the row's content. Raises what `make` raises."""
         names = {name for entry in spec.entries for name in entry.tensors}
         if any(map(is_row, names)):
             return self._make(spec)
-        if all(map(self._holds, names)):  # else it is refused, even if a prepared row is kept
+        if all(map(self._holds, names)):  # else `make` refuses the row, even if it is kept
             with self._lock:
                 under_way = self._under_way.get(spec.key)
             if under_way is not None:
@@ -92,8 +94,8 @@ class PreparedRows:
 
     def _keep(self, key: str, joined: Joined) -> None:
         with self._lock:
-            if (former := self._kept.pop(key, None)) is not None:
-                self._size -= former.size
+            if (previous := self._kept.pop(key, None)) is not None:
+                self._size -= previous.size
             self._kept[key] = joined
             self._size += joined.size
             while len(self._kept) > 1 and self._size > self._room:
@@ -104,7 +106,7 @@ class PreparedRows:
         while (expected := self._expected.get()) is not None:
             try:
                 rows = expected()
-            except Exception as error:  # refused where it is needed
+            except Exception as error:  # these rows are refused when they are needed
                 logger.debug("cannot read expected rows: %s", error)
                 continue
             for spec in rows:
@@ -129,6 +131,6 @@ class PreparedRows:
 
 
 def rows_of(packed: bytes) -> list[SteeringRow]:
-    """The rows that a request needs, of its packed `RankSpec`; none of an unreadable one."""
+    """Return the rows that a request's packed `RankSpec` needs; none if it is unreadable."""
     spec = unpack(packed).spec
     return [*steering_rows(spec.global_steering), *steering_rows(spec.steering)]

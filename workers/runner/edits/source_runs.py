@@ -1,8 +1,8 @@
 """Source runs on this rank, and their rows.
 
-A run is the captured rows of one prompt of a settled job. Every rank reads them from the capture
-files independently, and keeps what its own sites need; so no rank waits for another, and one that
-fails reports the reason.
+A run is the captured rows of one prompt of a settled job. Every rank reads the capture files
+independently, and keeps the rows that its own sites need; so no rank waits for another, and a rank
+that fails reports the reason.
 """
 
 import zlib
@@ -20,23 +20,25 @@ from ....storage.formats.capture_blobs import Header, read_header
 from ....storage.store import PASSING, ArtifactStore
 from ..hooks.sites import Site
 
-#: safetensors' name of a dtype → torch's; rows are kept as they were captured.
+#: safetensors' name of a dtype → torch's; rows are kept in the dtype of their capture.
 _DTYPES = {facts.file: getattr(torch, name) for name, facts in DTYPES.items()}
-#: Longer lists of numbers are cut.
+#: Ranges that messages list at most.
 _SHOWN_RANGES = 16
 
 
 @dataclass(frozen=True)
 class _LoadedRun:
-    places: dict[int, int]  # position → row
-    # of this rank's sites: `[positions, size]`, whole rows, on the CPU
+    places: dict[int, int]  # position → index in `rows`
+    # site of this rank → whole rows `[positions, size]`, on the CPU
     rows: dict[tuple[str, int], torch.Tensor]
     crc32: int  # of the rows
     bytes: int
 
 
 class RunStore:
-    """One per rank. Refusals are raised as LookupError or ValueError and change nothing."""
+    """Source runs of one rank. Methods refuse by LookupError or ValueError, and change nothing
+    then.
+    """
 
     def __init__(self, store: ArtifactStore, sites: Sequence[Site], hidden_size: int) -> None:
         self._store, self._hidden_size = store, hidden_size
@@ -51,20 +53,19 @@ class RunStore:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the rows that are held."""
+        """Return the bytes of all rows."""
         return sum(run.bytes for run in self._runs.values())
 
     def names(self) -> list[tuple[str, int]]:
-        """Key and CRC32 of the rows of each run, sorted: equal on all ranks of a stage."""
+        """Return (key, CRC32 of the rows) of each run, sorted: equal on all ranks of a stage."""
         return sorted((key, run.crc32) for key, run in self._runs.items())
 
     def put(self, files: RunFiles) -> None:
-        """Read the rows of this rank's sites.
+        """Read the run's rows at this rank's sites; a no-op if it has the run, because the content
+        of a key never changes.
 
-        A run that is here already stays: what a key names never changes.
-
-        Raises ValueError for files that are not there, damaged, of something else, or not all of
-        it, and for paths that leave the capture root.
+        Raises ValueError for files that are missing, damaged, of another run or incomplete, and for
+        paths outside the capture root.
         """
         if files.key in self._runs:
             return
@@ -109,7 +110,9 @@ class RunStore:
         )
 
     def drop(self, keys: Sequence[str]) -> None:
-        """Drop runs; unknown ones are ignored. Rows of running requests are in the table."""
+        """Drop runs; unknown keys are ignored. Running requests have copies of their rows in the
+        steering table.
+        """
         for key in keys:
             self._runs.pop(key, None)
 
@@ -117,25 +120,26 @@ class RunStore:
         self._runs.clear()
 
     def row(self, name: str) -> torch.Tensor:
-        """Return what `schemas.requests.source_runs.row_name` names: float32, the whole row, on the
-        CPU; a mean is taken in float64.
+        """Return the whole row that `name` (see `schemas.requests.source_runs.row_name`) stands
+        for: float32, on the CPU; a mean is computed in float64.
 
-        Raises LookupError when the run, its site or a position is not here, ValueError when a value
-        is not finite or `name` is no such name.
+        Raises LookupError when this rank lacks the run, its site or a position, ValueError when a
+        value is not finite or `name` is invalid.
         """
-        needed = parse_row(name)
-        run, rows = self._find(needed.key, needed.hook, needed.layer)
-        if needed.position is not None:
-            values = rows[self._places(needed, run, (needed.position,))[0]].float()
+        run_row = parse_row(name)
+        run, rows = self._find(run_row.key, run_row.hook, run_row.layer)
+        if run_row.position is not None:
+            values = rows[self._places(run_row, run, (run_row.position,))[0]].float()
         else:
-            chosen = rows[self._places(needed, run, needed.mean)] if needed.mean else rows
+            chosen = rows[self._places(run_row, run, run_row.mean)] if run_row.mean else rows
             values = chosen.double().mean(0).float()
         if not bool(torch.isfinite(values).all()):
             raise ValueError(f"{name}: has values that are not finite")
         return values
 
     def rows(self, key: str, hook: Hook, layer: int, positions: Sequence[int]) -> torch.Tensor:
-        """`[len(positions), size]` as captured, on the CPU; a view where `positions` are in a row.
+        """Return rows `[len(positions), size]` in the dtype of the capture, on the CPU; a view
+        where their places are consecutive.
 
         Raises LookupError.
         """
@@ -153,15 +157,12 @@ class RunStore:
         if rows is None:
             raise LookupError(
                 f"source run {key} has no rows of {_site(hook, layer)}"
-                + self._elsewhere(hook, layer)
+                + ("" if (hook, layer) in self._sites else ", which is not on this rank")
             )
         return run, rows
 
-    def _elsewhere(self, hook: Hook, layer: int) -> str:
-        return "" if (hook, layer) in self._sites else ", which is not on this rank"
-
     def _places(self, run_row: RunRow, run: _LoadedRun, positions: Sequence[int]) -> list[int]:
-        """Return where the rows of `positions` are."""
+        """Return the indices of the rows of `positions`. Raises LookupError."""
         try:
             return [run.places[position] for position in positions]
         except KeyError:
@@ -176,7 +177,7 @@ class RunStore:
     def _read(
         self, files: RunFiles, file: RunFile, needed: set[tuple[str, int]]
     ) -> "dict[tuple[str, int], _Part]":
-        """The wanted sites' rows of one blob. Raises OSError, ValueError, MemoryError."""
+        """Return one blob's rows at the needed sites. Raises OSError, ValueError, MemoryError."""
         with self._store.open(file.path) as handle:
             header = read_header(
                 lambda start, count: handle.read(file.offset + start, count), file.bytes
@@ -186,7 +187,7 @@ class RunStore:
             }
             self._check(files, header)
             places = {site: place for site, place in held.items() if site in needed}
-            if not places:  # another stage's
+            if not places:  # the blob has rows of another stage
                 return {}
             raw = handle.read(file.offset, file.bytes)
             if len(raw) != file.bytes or zlib.crc32(raw) != file.crc32:
@@ -198,7 +199,7 @@ class RunStore:
         for site, place in places.items():
             if place.shape != shape or place.dtype not in _DTYPES:
                 raise ValueError(f"{place.name} is {place.dtype} {place.shape}, not {shape}")
-            # so that rows of others are not held as well
+            # copied, so that the blob's other rows are not held as well
             content = bytearray(memoryview(raw)[place.start : place.start + place.length])
             rows[site] = _Part(
                 start, size, torch.frombuffer(content, dtype=_DTYPES[place.dtype]).view(place.shape)
@@ -210,11 +211,11 @@ class RunStore:
         if (key := run_key(manifest.job, manifest.request, manifest.tag)) != files.key:
             raise ValueError(f"these are rows of {key}")
         if manifest.positions != files.positions:
-            written, wanted = (
+            in_file, in_run = (
                 as_ranges(manifest.positions, _SHOWN_RANGES),
                 as_ranges(files.positions, _SHOWN_RANGES),
             )
-            raise ValueError(f"it has positions {written}, but the run has {wanted}")
+            raise ValueError(f"it has positions {in_file}, but the run has {in_run}")
 
 
 class _Part(NamedTuple):
@@ -226,7 +227,7 @@ class _Part(NamedTuple):
 
 
 def _whole(parts: list[_Part]) -> torch.Tensor:
-    """The whole rows. Raises ValueError unless the parts are all of them, each once."""
+    """Join parts to whole rows. Raises ValueError unless they have every column exactly once."""
     ordered = sorted(parts, key=lambda part: part.start)
     reached = 0
     for part in ordered:

@@ -1,4 +1,4 @@
-"""Vectors of this rank, and the rows of its steering tables in use."""
+"""Steering vectors of this rank, and the rows of its steering table."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
@@ -22,7 +22,7 @@ from .vector_pool import Content, EntryPool, Joined, joined
 
 class VectorStore:
     """Steering tensors by content hash, float32 on the CPU: vectors, and the matrices and biases of
-    `lowrank`.
+    the family `lowrank`.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,8 @@ class VectorStore:
         return len(self._vectors)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Raises ValueError when the bytes do not match `name` or a value is not finite.
+        """Store a tensor. Raises ValueError when its bytes do not match `name` or a value is not
+        finite.
 
         Shapes are checked at use.
         """
@@ -56,10 +57,10 @@ class VectorStore:
         self._vectors.clear()
 
     def get(self, name: str, shape: list[int]) -> torch.Tensor:
-        """Raises LookupError when it was never sent to this rank, ValueError when it has another
-        shape.
+        """Return a tensor. Raises LookupError when this rank does not have it, ValueError when it
+        has another shape.
         """
-        values = self._vectors.get(name)  # also asked by the thread that prepares rows
+        values = self._vectors.get(name)  # one lookup: the thread that prepares rows calls this too
         if values is None:
             raise LookupError(f"vector {name[:12]} is not on this rank")
         if list(values.shape) != shape:
@@ -72,9 +73,8 @@ class VectorStore:
 class RowTable:
     """Configuration rows, keyed by content and reference-counted.
 
-    A row's effect at a site is stored in entries of the pool.
-
-    Row 0 and entry 0 stay zero: they mean "do nothing".
+    A row's effect at a site is stored in entries of the pool. Row 0 and entry 0 stay zero: they
+    mean "do nothing".
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RowTable:
         runs: RunStore,
         columns: Columns | None = None,
     ) -> None:
-        """`columns`: those that this rank holds of the rows; None: all of the hidden size."""
+        """`columns`: the columns of rows that this rank holds; None: all of the hidden size."""
         self._columns = columns
         self._buffers = buffers
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
@@ -99,7 +99,7 @@ class RowTable:
         self._rows: dict[str, int] = {}
         self._references: dict[str, int] = {}
         self._sites: dict[int, np.ndarray] = {}  # row → bool [sites]
-        self._num_sites: dict[int, int] = {}  # row → how many of them are true
+        self._num_sites: dict[int, int] = {}  # row → number of its sites
         # row → fingerprint of this rank's columns, and of whole rows
         self._whole: dict[int, tuple[int, int]] = {}
 
@@ -120,30 +120,30 @@ class RowTable:
         return self._num_sites[row]
 
     def acquire(self, spec: SteeringRow) -> tuple[int, int | None]:
-        """The row that holds `spec`'s content; where it was written now, with the CRC32 of what was
-        written.
+        """Return the row that holds `spec`'s content, and the CRC32 of the written bytes; None if
+        the row was already written.
 
-        Raises LookupError for a vector or a run's row that is not here, ValueError for one that
-        does not fit, also when entries add up to what is not finite, and RuntimeError when all rows
-        or entries are taken (the worker admits no more configurations than fit, so that means a bug
-        and fails the request, not the engine).
+        Raises LookupError for a vector or a source run's row that this rank does not have,
+        ValueError for one of another shape or entries whose sum is not finite, and RuntimeError
+        when all rows or entries are taken (the worker admits no more configurations than fit, so
+        this is a bug, which fails the request and not the engine).
         """
         if spec.key in self._rows:
             self._references[spec.key] += 1
             return self._rows[spec.key], None
-        what = self.prepared.get(spec)
+        prepared = self.prepared.get(spec)
         if not self._free_rows:
             raise RuntimeError(f"all {self.used} steering rows are in use")
         row = self._free_rows[-1]
-        self._pool.write(row, what)
+        self._pool.write(row, prepared)
         self._free_rows.pop()
         self._rows[spec.key], self._references[spec.key] = row, 1
         self._sites[row] = np.zeros(len(self._numbers), dtype=bool)
-        self._sites[row][[site for site, _ in what.content]] = True
+        self._sites[row][[site for site, _ in prepared.content]] = True
         self._num_sites[row] = int(self._sites[row].sum())
         if self._columns is not None and self._columns.sharded:
-            self._whole[row] = what.fingerprint(), what.crc32
-        return row, what.crc32
+            self._whole[row] = prepared.fingerprint(), prepared.crc32
+        return row, prepared.crc32
 
     def __contains__(self, key: str) -> bool:
         """Return whether a row in use has this content."""
@@ -170,14 +170,13 @@ class RowTable:
             of_rows.clear()
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
-        """(key, references, CRC32 of what its sites find) of each row in use, and of row 0 without
-        a key. Waits for the device.
+        """Return (key, references, CRC32 of what its sites read) of each row in use, and of row 0,
+        whose key is empty. Waits for the device.
         """
         fingerprints = self._pool.fingerprints()
         for row, (value, whole) in self._whole.items():
-            if (
-                fingerprints[row] == value
-            ):  # it is what was written, of which ranks have other columns
+            # unchanged since it was written: report the whole row, whose columns ranks divide
+            if fingerprints[row] == value:
                 fingerprints[row] = whole
         return [
             ("", 0, fingerprints[0]),
@@ -193,8 +192,8 @@ class RowTable:
         return self._join(self.content(spec))
 
     def _join(self, content: Content) -> Joined:
-        """`content` has whole rows, and so has the checksum: ranks that hold other columns agree on
-        it. What is written does not.
+        """Join `content`, which has whole rows; of sharded rows, only this rank's columns are kept
+        for writing. The checksum covers whole rows, so that all ranks agree on it.
         """
         pool, columns = self._buffers.pool, self._columns
         if columns is None or not columns.sharded:
@@ -206,8 +205,8 @@ class RowTable:
         )
 
     def _check_alone(self, family: str, vectors: torch.Tensor) -> None:
-        """Raises ValueError for a sum over columns of several ranks: each rank would add up its own
-        alone.
+        """Raises ValueError for vectors of a family that sums over columns, if several ranks hold
+        nonzero columns: each rank would sum only its own.
         """
         if self._columns is None or not self._columns.sharded:
             return
@@ -220,12 +219,12 @@ class RowTable:
             )
 
     def content(self, spec: SteeringRow) -> Content:
-        """(site of this rank, family) → what the row's entries there hold: vectors in the pool's
+        """Return (site of this rank, family) → the row's entries there: vectors in the pool's
         dtype, scalars float32.
 
-        Raises LookupError for a vector or a run's row that is not here, ValueError for one that
-        does not fit. What an entry names is looked up only if it has a site here: a run's row is
-        nowhere but on its own stage.
+        Raises LookupError for a vector or a source run's row that this rank does not have,
+        ValueError for one of another shape. Tensors of an entry are looked up only if the entry has
+        a site on this rank: a run's row exists only on its own stage.
         """
         does: dict[tuple[int, str], Does] = {}
         for entry in spec.entries:
@@ -237,20 +236,20 @@ class RowTable:
             if not numbers:
                 continue
             added = self._does(entry)
-            # the entries before it are usually the same as well
+            # by earlier entry: most sites share it too, so each pair is joined once
             joined: dict[int, tuple[Does, Does]] = {}
             for number in numbers:
                 before = does.get((number, entry.family))
                 if before is not None and id(before) not in joined:
                     joined[id(before)] = before, _JOINED[entry.family](before, added)
                 does[number, entry.family] = added if before is None else joined[id(before)][1]
-        # most sites of an entry hold the same
+        # most sites of an entry share one effect, which is laid out once
         laid: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         content = {}
-        for (site, family), what in does.items():
-            if id(what) not in laid:
-                laid[id(what)] = self._laid_out(family, what)
-            content[site, PLACE[family]] = laid[id(what)]
+        for (site, family), effect in does.items():
+            if id(effect) not in laid:
+                laid[id(effect)] = self._laid_out(family, effect)
+            content[site, PLACE[family]] = laid[id(effect)]
         return content
 
     def _laid_out(self, family: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,7 +264,7 @@ class RowTable:
         return vectors, scalars
 
     def _does(self, entry: StoredSteering) -> Does:
-        """Return what an entry does at each of its sites."""
+        """Return the effect of an entry, which is the same at each of its sites."""
         shapes = entry.shapes(
             self._buffers.pool.shape[1] if self._columns is None else self._columns.row.size
         )
@@ -275,7 +274,7 @@ class RowTable:
         return does_of(entry.family, entry.numbers, tensors, entry.scale)
 
     def _tensor(self, name: str, shape: list[int]) -> torch.Tensor:
-        """float32 on the CPU."""
+        """Return the tensor that `name` stands for, float32 on the CPU."""
         if name == ZEROS:
             return torch.zeros(shape)
         if name == ONES:
@@ -299,29 +298,29 @@ def _mask(name: str, shape: list[int]) -> torch.Tensor:
     return mask
 
 
-def _added(before: Does, then: Does) -> Does:
+def _join_additions(before: Does, then: Does) -> Does:
     return Does(before.vectors + then.vectors)
 
 
-def _replaced(before: Does, then: Does) -> Does:
-    """One replacement after another is one replacement: s → (1−a)·((1−b)·s + b·u) + a·t."""
+def _join_replacements(before: Does, then: Does) -> Does:
+    """Join two replacements into one: s → (1−a)·((1−b)·s + b·u) + a·t."""
     alpha = float(then.scalars[0])
     kept = (1.0 - alpha) * float(before.scalars[0])
     if alpha == 1.0 or not kept:
         return then
-    if not alpha:  # with its bits, the sign of a zero among them
+    if not alpha:  # returned unchanged to keep its bits, such as the sign of a zero
         return before
     joined = kept + alpha
     return Does((kept * before.vectors + alpha * then.vectors) / joined, (joined,))
 
 
-#: For each family that is `joined`, see `steering_rows`: a first and what follows it, as one.
-_JOINED = {"add": _added, "replace": _replaced}
+#: Family with `joined` (see `steering_rows`) → function that joins two successive entries into one.
+_JOINED = {"add": _join_additions, "replace": _join_replacements}
 assert _JOINED.keys() == {family.name for family in FAMILIES if family.joined}
 
 
 class AnyTable(Protocol):
-    """The table of one bank, or of all."""
+    """The table of one bank, or of all banks."""
 
     vectors: VectorStore
 
@@ -345,7 +344,7 @@ class HeldRows:
     def acquire(
         self, step: int, steering_rows: Sequence[SteeringRow]
     ) -> list[tuple[int, SteeringRow]]:
-        """Return all of them, or none when it raises (as `RowTable.acquire`)."""
+        """Acquire all rows, or none if one raises (as `RowTable.acquire`)."""
         held: list[tuple[int, SteeringRow]] = []
         try:
             for spec in steering_rows:

@@ -1,7 +1,7 @@
-"""Digests whose cached prefixes may have been computed without the edit.
+"""Steering digests whose cached prefix blocks may have been computed without the edit.
 
-A request whose intervention failed continues in the engine and fills cache blocks that claim the
-edit.
+A request whose intervention failed continues in the engine, and fills cache blocks under a digest
+that claims the edit.
 """
 
 from collections.abc import Collection
@@ -10,24 +10,24 @@ from ....schemas.requests.specs import RankSpec
 
 
 class Taints:
-    """One per rank."""
+    """Digests of failed requests; one instance per rank."""
 
     def __init__(self) -> None:
-        # digest → the last step in which a request that has it failed
+        # digest → the last step in which a failed request with it filled blocks
         self._failed: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._failed)
 
     def add(self, digest: str, step: int) -> bool:
-        """Return whether this is the step's first report of the digest."""
+        """Record a failure; return whether it is the digest's first in this step."""
         first = self._failed.get(digest) != step
         self._failed[digest] = step
         return first
 
     def renew(self, digest: str, step: int) -> None:
-        """Record that a request with this digest filled blocks until this step; no effect if none
-        failed.
+        """Record that a request with this digest still fills blocks in this step; no effect if no
+        request with it failed.
         """
         if digest in self._failed:
             self._failed[digest] = step
@@ -37,8 +37,8 @@ class Taints:
         return spec.digest in self._failed and cached_tokens > spec.first_affected
 
     def forget(self, step: int, running: Collection[str]) -> None:
-        """The cache was reset after `step`: earlier failures are no longer served, except those in
-        `running`, which still fill blocks.
+        """Drop failures up to `step`, after which the cache was reset, except digests in `running`,
+        whose requests still fill blocks.
         """
         self._failed = {
             digest: failed

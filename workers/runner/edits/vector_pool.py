@@ -1,8 +1,8 @@
-"""Allocation of pool entries to configuration rows: one run of consecutive entries per site and
-family, which sites that hold the same share.
+"""Allocation of pool entries to configuration rows: a run of consecutive entries per site and
+family; sites with the same content share a run.
 
-Runs differ in length, so free entries may lie scattered; then those in use are moved together.
-Entry 0 stays zero.
+Runs differ in length, so free entries may be scattered; if no gap is left at the end, the entries
+in use are compacted. Entry 0 stays zero.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from ..hooks.sites import Buffers
 
 #: Vectors `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
 Held = tuple[torch.Tensor, torch.Tensor]
-#: (site, family) → what is held there. The same object at several sites is stored in the pool once.
+#: (site, family) → its vectors and scalars. An object that several sites share is stored once.
 Content = Mapping[tuple[int, int], Held]
 
 
@@ -29,23 +29,23 @@ class _Extent(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A content as it is uploaded: its entries one behind the other, each once.
+    """A row's content ready for upload: its distinct entries, concatenated.
 
-    Its tensors are on the CPU, and never change.
+    The tensors are on the CPU, and never change.
     """
 
     content: Content  # parts of the tensors below
     vectors: torch.Tensor  # [entries, hidden_size]
     scalars: torch.Tensor  # [entries, SCALARS]
     extents: tuple[_Extent, ...]  # `first` counts from 0
-    crc32: int  # of places and bytes
+    crc32: int  # of (site, family) and bytes of all content
 
     @property
     def entries(self) -> int:
         return len(self.vectors)
 
     def fingerprint(self) -> int:
-        """Return the fingerprint as `EntryPool.fingerprints` finds it where it was written."""
+        """Return what `EntryPool.fingerprints` returns for this content once it is written."""
         crc = 0
         for run in sorted(self.extents):
             crc = zlib.crc32(f"{run.site} {run.family}".encode(), crc)
@@ -58,13 +58,15 @@ class Joined(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Return the size in bytes."""
         return int(self.vectors.nbytes + self.scalars.nbytes)
 
 
 def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bool) -> Joined:
-    """`hidden_size`, `dtype`: of the pool. `pinned`: for uploads that wait for nothing."""
-    # of what is held: where; many sites hold the same, and it is written once
+    """Concatenate a row's content. `hidden_size`, `dtype`: of the pool. `pinned`: into page-locked
+    memory, so that uploads do not block.
+    """
+    # id of the held tensors → the sites and families that share them
     places: dict[int, list[tuple[int, int]]] = {}
     held: dict[int, Held] = {}
     for place, what in content.items():
@@ -95,9 +97,9 @@ def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bo
 
 
 def _crc32(content: Content) -> int:
-    """Return the CRC32 of places and bytes."""
+    """Return the CRC32 of (site, family) and bytes of all content."""
     crc = 0
-    known: dict[int, int] = {}  # most sites of an entry hold the same
+    known: dict[int, int] = {}  # most sites share their tensors, which are summed once
     for place, held in content.items():
         if id(held) not in known:
             known[id(held)] = crc32_of(*held)
@@ -108,7 +110,7 @@ def _crc32(content: Content) -> int:
 class EntryPool:
     """Owns `Buffers.pool`, `scalars` and `site_rows` of one rank.
 
-    All writes are queued on the device behind what runs there.
+    All writes are queued on the device after the work that is queued there already.
     """
 
     def __init__(self, buffers: Buffers) -> None:
@@ -116,20 +118,20 @@ class EntryPool:
         self._device = buffers.pool.device
         self._capacity = len(buffers.pool) - 1
         self._runs: dict[int, list[_Extent]] = {}  # by row
-        self._end = 1  # entries from here on are free; before it there may be gaps
+        self._end = 1  # entries from here on are free; there may be gaps before it
         self._used = 0
 
     @property
     def used(self) -> int:
-        """Entries in use."""
+        """Return the number of entries in use."""
         return self._used
 
-    def write(self, row: int, what: Joined) -> None:
-        """Put what a row does into free entries.
+    def write(self, row: int, content: Joined) -> None:
+        """Write a row's content into free entries.
 
-        Raises RuntimeError when there are too few; then nothing is changed.
+        Raises RuntimeError, and changes nothing, when there are too few.
         """
-        needed = what.entries
+        needed = content.entries
         if self._used + needed > self._capacity:
             raise RuntimeError(
                 f"{needed} steering entries needed, {self._capacity - self._used} of "
@@ -138,12 +140,12 @@ class EntryPool:
         if self._end + needed > 1 + self._capacity:
             self._close_gaps()
         self._runs[row] = []
-        if not needed:  # all its layers are on other stages
+        if not needed:  # all of the row's layers are on other stages
             return
-        self._put(self._end, what.vectors, what.scalars)  # one copy for all sites
+        self._put(self._end, content.vectors, content.scalars)  # one copy for all sites
         self._runs[row] = [
             _Extent(site, family, self._end + first, entries)
-            for site, family, first, entries in what.extents
+            for site, family, first, entries in content.extents
         ]
         self._end += needed
         self._used += needed
@@ -153,7 +155,7 @@ class EntryPool:
         """Free a row's entries and zero them."""
         runs = self._runs.pop(row)
         self._buffers.site_rows[:, :, row] = 0
-        if runs:  # they lie behind one another: written so, and moved together
+        if runs:  # a row's runs stay consecutive: they are written so, and compacted in order
             first = min(run.first for run in runs)
             last = max(run.first + run.entries for run in runs)
             self._buffers.pool[first:last] = 0
@@ -169,8 +171,8 @@ class EntryPool:
         self._runs, self._end, self._used = {}, 1, 0
 
     def fingerprints(self) -> dict[int, int]:
-        """Row in use → CRC32 of what its sites find, as the device has it; of row 0: of what
-        "nothing" is. Wherever it lies.
+        """Return row in use → CRC32 of what its sites read on the device, wherever its entries are;
+        row 0 stands for the contents of row and entry 0.
 
         Waits for the device.
         """
@@ -215,19 +217,19 @@ class EntryPool:
                 self._name(row)
 
     def _put(self, first: int, pool: torch.Tensor, scalars: torch.Tensor) -> None:
-        self._buffers.pool[first : first + len(pool)] = self._there(pool)
-        self._buffers.scalars[first : first + len(scalars)] = self._there(scalars)
+        self._buffers.pool[first : first + len(pool)] = self._on_device(pool)
+        self._buffers.scalars[first : first + len(scalars)] = self._on_device(scalars)
 
     def _name(self, row: int) -> None:
-        """Write the start of the row's entries to each site."""
+        """Write into `site_rows` where the row's entries of each site begin."""
         sites, families, firsts, _ = self._index(self._runs[row]).t()
         self._buffers.site_rows[sites, families, row] = firsts.to(torch.int32)
 
     def _index(self, numbers: Sequence[int] | Sequence[_Extent]) -> torch.Tensor:
-        return self._there(torch.tensor(numbers, dtype=torch.int64))
+        return self._on_device(torch.tensor(numbers, dtype=torch.int64))
 
-    def _there(self, values: torch.Tensor) -> torch.Tensor:
-        """On the device, without waiting for the forward that runs there."""
+    def _on_device(self, values: torch.Tensor) -> torch.Tensor:
+        """Copy to the device, without waiting for the forward that runs there."""
         if values.device.type == self._device.type:
             return values
         return (values if values.is_pinned() else locked_copy(values)).to(
@@ -236,9 +238,9 @@ class EntryPool:
 
 
 def crc32_of(*tensors: torch.Tensor, crc: int = 0) -> int:
-    """CRC32 of the bytes of tensors on the CPU, one after the other."""
+    """Return the CRC32 of the concatenated bytes of tensors on the CPU."""
     for tensor in tensors:
-        # one element or none has strides that no view of its bytes allows
+        # tensors of at most one element may have strides that a view as bytes rejects
         flat = torch.cat([tensor.reshape(-1)])
         crc = zlib.crc32(flat.view(torch.uint8).numpy(), crc)
     return crc

@@ -1,8 +1,8 @@
 """Consumers of captured rows: built in, or offered by other packages under an entry point.
 
-A package offers one by an entry point of the group `midstream.capture_consumers`: its name is the
-consumer's, its object a class or function that is called without arguments, once per process, and
-gives a `Consumer`. See `docs/capture.md`.
+A package offers a consumer by an entry point of the group `midstream.capture_consumers`, which has
+the consumer's name. The entry point's object is a class or function that is called without
+arguments, once per process, and returns a `Consumer`. See `docs/capture.md`.
 """
 
 import copy
@@ -18,28 +18,27 @@ from ....schemas.base.dtypes import DTYPES, widened
 from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.specs import memory_bytes
-from ..base.helper_threads import Apart, LateError
+from ..base.helper_threads import HelperThread, LateError
 from .finished_rows import Consumer, FinishedCapture, Outcome
 from .layouts import blob_of
 
 logger = logging.getLogger(__name__)
-#: What the consumer `logging` writes to.
+#: The logger of the consumer `logging`.
 lines = logging.getLogger("midstream.captures")
 
 ENTRY_POINTS = "midstream.capture_consumers"
-BUILT_IN = ("filesystem", "memory", "logging")  # that requests may name
-#: Seconds that an installed consumer may take for a group; the writer then continues without it.
+BUILT_IN = ("filesystem", "memory", "logging")  # built-in consumers that requests may name
+#: Seconds that an installed consumer may take for a group; then the writer continues without it.
 PATIENCE_S = 10.0
 
 
 class Memory:
-    """The consumer `memory`: the rows come back in the receipt, as a safetensors blob.
-
-    Nothing is written.
+    """The consumer `memory`: returns the rows in the receipt, as a safetensors blob, and writes
+    nothing.
     """
 
     def __init__(self, limit: int) -> None:
-        """`limit`: bytes of one capture, counted as at its admission (`memory_bytes`)."""
+        """`limit`: bytes of one capture, counted by `memory_bytes` as at its admission."""
         self._limit = limit
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
@@ -63,12 +62,12 @@ class Memory:
 
 
 class Logging:
-    """The consumer `logging`: one line per capture, with the length of its first and last row at
-    every site.
+    """The consumer `logging`: logs one line per capture, with the norms of its first and last row
+    at every site.
     """
 
     def __init__(self) -> None:
-        if not lines.hasHandlers():  # vLLM's rank processes set up their own loggers only
+        if not lines.hasHandlers():  # vLLM's rank processes only configure vLLM's own loggers
             handler = logging.StreamHandler()
             handler.setFormatter(
                 logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -93,7 +92,7 @@ class Logging:
 
 
 def _norms(capture: FinishedCapture) -> str:
-    """`post_block.3 |first| … |last|` for each site."""
+    """Return `post_block.3 |first| … |last|` for each site."""
     norms = []
     for hook, layers in capture.sites.items():
         for layer in layers:
@@ -108,7 +107,7 @@ def _norms(capture: FinishedCapture) -> str:
 
 
 def rows_of(capture: FinishedCapture, hook: str, layer: int) -> np.ndarray:
-    """`[positions, hidden_size]` of one site as its own array; bfloat16 is widened to
+    """Return one site's rows as a new array `[positions, hidden_size]`; bfloat16 is widened to
     float32.
     """
     held = b"".join(capture.rows(hook, layer)) if capture.positions else b""
@@ -117,40 +116,39 @@ def rows_of(capture: FinishedCapture, hook: str, layer: int) -> np.ndarray:
 
 
 class Installed:
-    """An installed consumer, called in its own thread: neither its exceptions nor its duration hold
-    up the writers.
+    """An installed consumer, called in its own thread, so that neither its exceptions nor its
+    duration can stop the writers.
     """
 
     def __init__(self, name: str, consumer: Consumer, patience_s: float = PATIENCE_S) -> None:
         self._consumer = consumer
-        self.apart = Apart(f"capture consumer {name}", self._call, patience_s)
+        self.thread = HelperThread(f"capture consumer {name}", self._call, patience_s)
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
-        """Raises what the consumer raises, and TypeError for an answer that is not one outcome per
-        capture.
+        """Pass copies of the captures to the consumer. Raises what the consumer raises, and
+        TypeError if it does not return one outcome per capture.
         """
         try:
-            return self.apart.ask([_copy(capture) for capture in captures])
+            return self.thread.ask([_copy(capture) for capture in captures])
         except LateError as error:
             return [Outcome(error=str(error))] * len(captures)
 
     def _call(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
-        report = list(self._consumer.consume(captures))
-        if len(report) != len(captures) or not all(
-            isinstance(outcome, Outcome) for outcome in report
+        outcomes = list(self._consumer.consume(captures))
+        if len(outcomes) != len(captures) or not all(
+            isinstance(outcome, Outcome) for outcome in outcomes
         ):
             raise TypeError(
-                f"consume() must return one Outcome per capture: {len(report)} returned for "
+                f"consume() must return one Outcome per capture: {len(outcomes)} returned for "
                 f"{len(captures)}"
             )
-        # files and rows are for those built in
-        return [Outcome(error=outcome.error) for outcome in report]
+        # only built-in consumers may return files and rows
+        return [Outcome(error=outcome.error) for outcome in outcomes]
 
 
 def _copy(capture: FinishedCapture) -> FinishedCapture:
-    """A copy with separate lists and specs, so that a consumer's changes have no effect elsewhere.
-
-    The rows are read-only anyway.
+    """Return a copy with separate lists and specs, so that a consumer's changes have no effect
+    elsewhere, and read-only rows.
     """
     return dataclasses.replace(
         capture,
@@ -165,9 +163,9 @@ def _copy(capture: FinishedCapture) -> FinishedCapture:
 
 @functools.cache
 def installed() -> dict[str, Installed]:
-    """The consumers of other packages by name, made once per process.
+    """Return the consumers of other packages by name, created once per process.
 
-    One that cannot be loaded or made is logged and left out.
+    A consumer that cannot be loaded or created is logged and skipped.
     """
     consumers: dict[str, Installed] = {}
     for entry in entry_points(group=ENTRY_POINTS):
@@ -191,5 +189,5 @@ def installed() -> dict[str, Installed]:
 
 
 def available() -> list[str]:
-    """The names that a capture may give its rows to, in this process."""
+    """Return the names of the consumers that captures may use in this process."""
     return [*BUILT_IN, *sorted(installed())]

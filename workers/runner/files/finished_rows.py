@@ -22,18 +22,18 @@ from ....storage.blobs import Blob
 class Columns:
     """Columns of a bank's rows that this rank holds. See `schemas.model.banks`."""
 
-    row: RowShape  # the whole row
+    row: RowShape  # shape of the whole row
     start: int
     stop: int
-    records: bool = True  # it is the first of the ranks that hold the same ones
+    records: bool = True  # this rank is the first of those that hold these columns
 
     @property
     def size(self) -> int:
         return self.stop - self.start
 
     def stored(self, heads: Sequence[int]) -> "range | None":
-        """Return what this rank stores, as columns of all that is stored; None: it stores all of
-        it.
+        """Return the columns of the stored row that this rank stores; None if it stores all of
+        them. `heads`: the requested heads; empty: all.
         """
         width = self.row.width
         if not heads:
@@ -50,7 +50,7 @@ class Columns:
         )
 
     def chosen(self, heads: Sequence[int]) -> list[slice]:
-        """The columns of this rank's rows that are stored."""
+        """Return the columns of this rank's rows that are stored, for the requested `heads`."""
         width = self.row.width
         local = [
             head * width - self.start for head in heads if self.start <= head * width < self.stop
@@ -59,22 +59,19 @@ class Columns:
 
     @property
     def sharded(self) -> bool:
-        """Return whether other ranks hold others."""
+        """Return whether other ranks hold other columns."""
         return self.size < self.row.size
 
 
 @dataclass(frozen=True)
 class FinishedCapture:
-    """One capture of one request.
-
-    Made and used in a writer thread; keeps the rows' memory alive.
-    """
+    """One capture of a request, built and used in a writer thread. Keeps its rows' memory alive."""
 
     spec: RankSpec
     capture: StoredCapture
     sites: dict[str, list[int]]  # hook → ascending layers that this stage holds, at least one
     hidden_size: int  # elements of a row
-    dtype: str  # of the rows as they come: float32 | bfloat16 | float16
+    dtype: str  # of the rows: float32 | bfloat16 | float16
     positions: list[int]  # ascending
     token_ids: list[int]  # the token at each of `positions`
     worker: str
@@ -86,18 +83,18 @@ class FinishedCapture:
     reused: int = 0  # rows that came from the row store
     dropped: tuple[int, ...] = ()  # positions dropped under overload, not in `positions`
     num_layers: int = 0  # of the whole model; 0: not known
-    caveats: tuple[str, ...] = ()  # of the model: see `Manifest`
-    identity: str = ""  # likewise
+    caveats: tuple[str, ...] = ()  # of the model, see `Manifest`
+    identity: str = ""  # of the model, see `Manifest`
     attention: tuple[AttentionKind, ...] = ()  # of the stage's layers
-    routing: tuple[RoutingKind, ...] = ()  # likewise
-    # (hook, layer) → rows that are not finite as stored
+    routing: tuple[RoutingKind, ...] = ()  # of the stage's layers
+    # (hook, layer) → number of rows that are not finite as stored
     non_finite: dict[tuple[str, int], int] = field(default_factory=dict)
-    # (hook, layer, position) of the first row that the model computed so
+    # (hook, layer, position) of the first row that is not finite in the model's dtype
     unsound: tuple[str, int, int] | None = None
-    # of a capture that is read: what its reader made of the reading when the request began
+    # result of the reader's `prepare` when the request began, for a capture that is read
     prepared: Any = None
     columns: Columns | None = None  # of the rows; None: those of the residual bank
-    # its blob, where the rows are in a file that the store can take
+    # returns the blob if the rows are in a file that the store can adopt, else None
     whole: "Callable[[FinishedCapture], Blob | None]" = lambda _: None
 
     @property
@@ -106,11 +103,11 @@ class FinishedCapture:
 
     @property
     def size(self) -> int:
-        """Bytes of all rows."""
+        """Return the bytes of all rows."""
         return self.num_rows * self.hidden_size * ITEM_BYTES[self.dtype]
 
     def count_non_finite(self, sites: dict[str, list[int]]) -> int:
-        """Return how many of the rows of `sites` are not finite, as they are stored."""
+        """Return how many rows of `sites` are not finite as stored."""
         return sum(
             self.non_finite.get((hook, layer), 0)
             for hook, layers in sites.items()
@@ -118,7 +115,7 @@ class FinishedCapture:
         )
 
     def manifest(self, sites: dict[str, list[int]]) -> Manifest:
-        """For a blob that holds `sites` of this capture."""
+        """Return the manifest of a blob that holds `sites` of this capture."""
         stored = None if self.columns is None else self.columns.stored(self.capture.heads)
         return Manifest(
             format=FORMAT,
@@ -166,8 +163,8 @@ class FinishedCapture:
 
     @property
     def part(self) -> str:
-        """Return which part of the capture it is, for the names of files; empty: the only one of
-        its stage.
+        """Return the file name part for this rank's columns; empty for the residual bank, whose
+        rows are whole.
         """
         if self.columns is None:
             return ""
@@ -178,29 +175,27 @@ class FinishedCapture:
 
 
 class ReadingError(Exception):
-    """A reading that this rank cannot give, with the reason."""
+    """A reading that this rank cannot compute, with the reason."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """A consumer's result for one capture."""
 
-    error: str = ""  # why it failed; empty: it did not
-    away: bool = False  # with `error`: the store takes nothing now, and would take this later
-    files: tuple[CapturedFile, ...] = ()  # durable when this is returned
-    rows: bytes = b""  # to come back in the receipt
+    error: str = ""  # why the consumer failed; empty: it succeeded
+    unavailable: bool = False  # with `error`: the store accepts no writes now, but may later
+    files: tuple[CapturedFile, ...] = ()  # files, already durable
+    rows: bytes = b""  # rows to return in the receipt
 
 
 class Consumer(Protocol):
-    """Gets the captures that name it.
-
-    Called from writer threads, for one consumer one call at a time.
+    """Gets the captures that name it. Called from writer threads; an installed consumer gets one
+    call at a time.
     """
 
     def consume(self, captures: Sequence[FinishedCapture]) -> Sequence[Outcome]:
-        """One outcome per capture, in order.
+        """Consume captures; return one outcome per capture, in order.
 
-        What it keeps beyond this call it must copy: the rows' memory is used again.
-
-        If it raises, nothing of the group counts, and each capture is offered again alone.
+        A consumer must copy data that it needs after the call, because the rows' memory is reused.
+        If it raises, the whole group has failed, and it is called again for each capture alone.
         """

@@ -1,8 +1,8 @@
 """The consumer `harvest`: gathers the rows of a shard's sequences, and writes the shard when its
-last sequence is in.
+last sequence has arrived.
 
-What the rank holds is bounded by the shards that the worker lets into the engine at a time. A shard
-that cannot be written is dropped and reported; the worker has it computed again.
+The rank's memory is bounded by the number of shards that the worker submits to the engine at a
+time. A shard that cannot be written is dropped and reported; the worker has it computed again.
 """
 
 import logging
@@ -27,9 +27,7 @@ LAYOUT = "shard"
 
 @dataclass
 class _Sequence:
-    """The rows of one sequence: its keys int64 `[rows]`, and of each site the bits `[rows,
-    width]`.
-    """
+    """Rows of one sequence: int64 keys `[rows]`, and each site's rows as bits `[rows, width]`."""
 
     keys: dict[str, np.ndarray]
     rows: dict[str, np.ndarray]
@@ -42,23 +40,22 @@ class _Shard:
 
     place: HarvestPlace
     sites: dict[str, list[int]]
-    dtype: str  # of the rows as they come
+    dtype: str  # dtype of the captured rows
     pp: int
     parts: dict[int, _Sequence] = field(default_factory=dict)  # by the sequence's index
 
 
 class Harvest:
-    """One per rank, shared by its writer threads."""
+    """Incomplete shards of one rank, shared by its writer threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: (store, key) → part of the stage → what there is of its file. The one that grew last
-        #: comes last.
+        #: (store, key) → part of the stage → its shard so far; the last updated key comes last.
         self._shards: dict[tuple[str, str], dict[str, _Shard]] = {}
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
-        """Raises nothing: what goes wrong with a shard is the outcome of the sequence that was its
-        last.
+        """Add sequences to their shards, and write complete shards. Does not raise: a shard's error
+        is the outcome of its last sequence.
         """
         outcomes = []
         for capture in captures:
@@ -68,14 +65,14 @@ class Harvest:
                     Outcome() if whole is None else Outcome(files=(_write(whole, capture),))
                 )
             except OSError as error:
-                outcomes.append(Outcome(error=str(error), away=True))
+                outcomes.append(Outcome(error=str(error), unavailable=True))
             except Exception as error:
                 logger.exception("%s: its shard failed", capture)
                 outcomes.append(Outcome(error=str(error) or repr(error)))
         return outcomes
 
     def _add(self, capture: FinishedCapture) -> _Shard | None:
-        """The shard, taken out, if this is its last sequence."""
+        """Add a sequence; return and remove its shard if it is now complete."""
         place = capture.capture.harvest
         assert place is not None, "the worker gives every capture of a harvest its place"
         sequence = _sequence(capture, place)
@@ -87,15 +84,14 @@ class Harvest:
             whole = parts.pop(part) if len(shard.parts) == place.sequences else None
             if parts:
                 self._shards[key] = parts
-            while (
-                len(self._shards) > SHARDS_AT_ONCE + 1
-            ):  # of an attempt that was stopped: the worker has no more under way
+            # More shards than the worker submits at a time: the oldest is of a stopped attempt.
+            while len(self._shards) > SHARDS_AT_ONCE + 1:
                 self._shards.pop(next(iter(self._shards)))
         return whole
 
 
 def _sequence(capture: FinishedCapture, place: HarvestPlace) -> _Sequence:
-    """A copy of the rows: the memory that they are in is used again."""
+    """Copy a capture's rows, whose memory will be reused."""
     at = np.array(capture.positions, dtype=np.int64)
     kept = _kept(at, capture.spec.prompt_tokens, place)
     starts = np.array([span[2] for span in place.spans], dtype=np.int64)
@@ -122,7 +118,9 @@ def _sequence(capture: FinishedCapture, place: HarvestPlace) -> _Sequence:
 
 
 def _kept(at: np.ndarray, prompt_tokens: int, place: HarvestPlace) -> np.ndarray:
-    """bool `[positions]`: the worker chose those of the prompt; of generated ones every n-th."""
+    """Return which positions are kept, bool `[positions]`: prompt positions that the worker chose,
+    and every n-th generated one.
+    """
     generated = at >= prompt_tokens
     chosen = (
         np.ones(len(at), bool)
@@ -133,7 +131,7 @@ def _kept(at: np.ndarray, prompt_tokens: int, place: HarvestPlace) -> np.ndarray
 
 
 def _write(shard: _Shard, capture: FinishedCapture) -> CapturedFile:
-    """Make the shard an object, durable when this returns. Raises OSError."""
+    """Write the shard as an object, which is durable when this returns. Raises OSError."""
     place, parts = shard.place, [shard.parts[index] for index in range(shard.place.sequences)]
     keys = {name: np.concatenate([part.keys[name] for part in parts]) for name in parts[0].keys}
     order = row_order(place.shuffle, keys["documents"], keys["positions"])

@@ -1,9 +1,8 @@
 """File layouts of captures: one file per request and stage, one per tensor, or many requests in one
 segment.
 
-`filesystem`, the consumer that does it, groups what it gets into as few disk round trips as it can.
-If a group fails, each capture is tried alone, so that one that cannot be written does not fail the
-others.
+The consumer `filesystem` writes captures in groups, to save disk round trips. If a group fails,
+each capture is tried alone, so that a capture that cannot be written does not fail the others.
 """
 
 import itertools
@@ -28,13 +27,13 @@ T = TypeVar("T")
 Sites = dict[str, list[int]]
 Write = Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]
 
-#: What a position takes in a blob in addition to its rows, about: two integers, and their text in
-#: the manifest.
+#: Approximate bytes of a position in a blob, without its rows: two integers, and their text in the
+#: manifest.
 _POSITION_BYTES = 32
-#: A store that takes test writes but answers so for this many captures of a group is asked no more
-#: for the others.
+#: Captures of a group that are tried alone while a store that takes test writes fails with passing
+#: errors; the others of the group fail without a try.
 _PASSING_TRIES = 2
-#: Segments that one writer keeps open: one per tag, those used last.
+#: Segments that one writer keeps open at most: one per tag; the least recently used is closed.
 _OPEN_SEGMENTS = 16
 
 
@@ -43,10 +42,10 @@ class StoreConfig:
     """Destination and layout of captures. Sizes in bytes."""
 
     store: ArtifactStore
-    owner: str  # part of the segments' names: no other process may have it
-    segment_limit: int = 64 << 10  # `auto`: up to this size into a segment
+    owner: str  # part of the segments' names, unique to this process
+    segment_limit: int = 64 << 10  # layout `auto` writes captures up to this size to a segment
     segment_bytes: int = 256 << 20  # a segment is closed at this size
-    quota: int = 0  # of the whole store; 0: none
+    quota: int = 0  # limit of the whole store; 0: none
 
 
 def _whole(capture: FinishedCapture) -> list[tuple[str, Sites]]:
@@ -61,7 +60,7 @@ def _per_site(capture: FinishedCapture) -> list[tuple[str, Sites]]:
     ]
 
 
-#: Layout → its blobs, as (suffix of the name, sites). Only those of `segment` share a file.
+#: Layout → its blobs, as (suffix of the name, sites). Only blobs of `segment` share a file.
 LAYOUTS: dict[str, Callable[[FinishedCapture], list[tuple[str, Sites]]]] = {
     "packed": _whole,
     "per_file": _per_site,
@@ -70,10 +69,10 @@ LAYOUTS: dict[str, Callable[[FinishedCapture], list[tuple[str, Sites]]]] = {
 
 
 def blob_of(capture: FinishedCapture, sites: Sites) -> Blob:
-    """The rows at `sites` as tensors `<hook>.<layer>` `[positions, hidden_size]`, with int64
-    `positions` and `token_ids`.
+    """Return a blob of the rows at `sites`: tensors `<hook>.<layer>` `[positions, hidden_size]`,
+    with int64 `positions` and `token_ids`.
 
-    Its buffers are the capture's own: use it while the capture lives. Raises what the capture's
+    The blob refers to the capture's buffers, which must outlive it. Raises what the capture's
     `rows` raises, and ValueError.
     """
     count = len(capture.positions)
@@ -90,7 +89,7 @@ def blob_of(capture: FinishedCapture, sites: Sites) -> Blob:
 
 
 def file_name(capture: FinishedCapture, suffix: str = "") -> str:
-    """The key of a blob in a separate file."""
+    """Return the key of a blob in a separate file."""
     spec = capture.spec
     request = f"p{spec.request:04d}.a{spec.attempt}.pp{capture.pp}{capture.part}"
     return f"{capture.capture.tag}/{spec.job}/{request}{suffix}.safetensors"
@@ -103,26 +102,25 @@ class Filesystem:
     """
 
     def __init__(self, config: StoreConfig, usage: Usage, thread: int = 0) -> None:
-        """`thread`: number of the writer thread, part of its segments' names.
-
-        `usage` may be shared.
+        """`usage` may be shared. `thread`: number of the writer thread, part of its segments'
+        names.
         """
         self._config = config
         self._usage = usage
         self._owner = f"{config.owner}-{thread}"
         self._numbers = itertools.count()
         self._segments: OrderedDict[str, Segment] = OrderedDict()  # tag → the one appended to
-        #: The last write failed because the store takes nothing.
-        self.away = False
+        #: The last write failed because the store accepts no writes.
+        self.unavailable = False
         try:
             config.store.prepare()
-        except OSError as error:  # every write reports it again, to its own request
+        except OSError as error:  # each write fails again, and reports to its own request
             logger.error("cannot write captures to %s: %s", config.store.uri, error)
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
-        """Raises nothing: a failed write is reported in its outcome."""
+        """Write captures; a failed write does not raise, but is reported in its outcome."""
         outcomes: list[Outcome] = [Outcome()] * len(captures)
-        # one commit each: all files, and the segment of each tag
+        # each group is one commit: all separate files, and the segment of each tag
         groups: dict[tuple[str, str], list[int]] = {}
         for number, capture in enumerate(captures):
             layout = self._layout(capture)
@@ -145,8 +143,8 @@ class Filesystem:
     def _parts(
         self, kind: str, group: list[int], captures: Sequence[FinishedCapture]
     ) -> list[list[int]]:
-        """Numbers of captures that are written together: a segment holds few enough to be
-        rewritten in memory.
+        """Split a group into parts that are written together: for a store that rewrites segments,
+        parts small enough to be rewritten in memory.
         """
         store = self._config.store
         if kind != "segment" or not isinstance(store, Rewriting):
@@ -166,26 +164,26 @@ class Filesystem:
         return parts
 
     def _each(self, write: Write, captures: Sequence[FinishedCapture]) -> list[Outcome]:
-        """`write` on the group; if that fails, on each alone.
+        """Call `write` for the group; if that fails, for each capture alone.
 
-        While the store takes nothing, nothing is tried: rows must not pile up.
+        While the store accepts no writes, fail without trying, so that rows do not accumulate.
         """
-        if self.away and (trouble := self._config.store.trouble()):
-            return [Outcome(error=_reason(trouble), away=True)] * len(captures)
+        if self.unavailable and (trouble := self._config.store.trouble()):
+            return [Outcome(error=_reason(trouble), unavailable=True)] * len(captures)
         try:
             outcomes = list(write(captures))
         except Exception as error:
-            self.away = isinstance(error, OSError) and bool(self._config.store.trouble())
+            self.unavailable = isinstance(error, OSError) and bool(self._config.store.trouble())
             passes = isinstance(error, OSError) and error.errno in PASSING
-            failed = Outcome(error=_reason(error), away=self.away or passes)
+            failed = Outcome(error=_reason(error), unavailable=self.unavailable or passes)
         else:
-            self.away = False
+            self.unavailable = False
             return outcomes
-        if self.away or len(captures) == 1:
+        if self.unavailable or len(captures) == 1:
             return [failed] * len(captures)
         outcomes = []
         for capture in captures:
-            waiting = [outcome for outcome in outcomes if outcome.away]
+            waiting = [outcome for outcome in outcomes if outcome.unavailable]
             outcomes += (
                 waiting[-1:] if len(waiting) >= _PASSING_TRIES else self._each(write, [capture])
             )
@@ -201,7 +199,7 @@ class Filesystem:
         return capture.capture.layout
 
     def _publish(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
-        """Captures whose blobs are files of their own."""
+        """Write captures whose blobs are separate files."""
         planned = [
             [
                 (file_name(capture, suffix), sites)
@@ -229,7 +227,7 @@ class Filesystem:
         return blob_of(capture, sites) if whole is None else whole
 
     def _append(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
-        """Captures of one tag."""
+        """Append captures of one tag to the tag's segment."""
         blobs = [blob_of(capture, capture.sites) for capture in captures]
         self._usage.take(SEGMENT_ALIGNMENT + blob.size for blob in blobs)
         segment = self._segment(captures[0].capture.tag)
@@ -245,8 +243,8 @@ class Filesystem:
         ]
 
     def _segment(self, tag: str) -> Segment:
-        """The tag's open segment, or a new one: the old one may be full, in doubt after an error,
-        or no longer at its path.
+        """Return the tag's open segment, or a new one if the old one is full, in doubt after an
+        error, or no longer at its path.
         """
         segment = self._segments.get(tag)
         if segment is not None and (
@@ -268,7 +266,9 @@ class Filesystem:
 def each(
     action: Callable[[Sequence[T]], Sequence[Outcome]], items: Sequence[T]
 ) -> list[Outcome | Exception]:
-    """`action` on the group; if that raises, on each item alone, and what it raises then."""
+    """Call `action` for the group; if that raises, for each item alone. Return the outcomes, with
+    the exception of an item for which it raises then.
+    """
     try:
         return list(action(items))
     except Exception as error:

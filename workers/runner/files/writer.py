@@ -27,16 +27,15 @@ if TYPE_CHECKING:  # it imports torch, which an engine without kernels does not 
 
 logger = logging.getLogger(__name__)
 
-#: A group is one durable commit: at most this many requests and about this many bytes.
+#: Limits of a group, which is one durable commit: requests, and approximate bytes.
 GROUP_REQUESTS = 256
 GROUP_BYTES = 64 << 20
-#: If these fail, the capture has failed: its rows are nowhere. Failures of others only leave it
-#: incomplete.
+#: Consumers whose failure fails the capture, because its rows are lost. Failures of other consumers
+#: only make it partial.
 ESSENTIAL = frozenset({"filesystem", "memory", HARVEST, READER})
-#: A message names at most this many positions, and is cut at this many characters.
+#: Positions that a message names at most, and characters at which it is cut.
 _POSITIONS, _MESSAGE = 16, 1000
-#: This much of the boot's id is in the names of segments: enough that two starts of a worker do not
-#: share any.
+#: Digits of the boot's id in segment names, enough that two starts of a worker share no segment.
 BOOT_DIGITS = 12
 
 
@@ -46,12 +45,11 @@ class InterventionError(Exception):
 
 @dataclass
 class WriteJob:
-    """A finished request: its receipt, complete but for the captures, and how to make those.
+    """A finished request: its receipt, complete except for the captures, and the functions that
+    build these. `size`: approximate bytes of their rows.
 
-    `size`: bytes of their rows, about.
-
-    The builds run in a writer thread; what they refer to stays alive until the receipt is on its
-    way.
+    The builds run in a writer thread; what they refer to stays alive until the receipt is
+    delivered.
     """
 
     receipt: Receipt
@@ -61,7 +59,7 @@ class WriteJob:
 
 @dataclass
 class _Part:
-    """Rows of a capture that continues. `size`: bytes, about."""
+    """Rows of a capture that continues. `size`: approximate bytes."""
 
     write: Callable[[], None]
     size: int
@@ -74,13 +72,13 @@ class _Report:
     job: WriteJob
     files: list[CapturedFile] = field(default_factory=list)
     consumed: list[Consumed] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)  # reasons for `error`
-    missing: list[str] = field(default_factory=list)  # reasons for `partial`
-    kind: str = "capture_failed"  # of the `error`
-    away: int = 0  # how many of `failed` are only because the store takes nothing now
+    failed: list[str] = field(default_factory=list)  # reasons for the status `error`
+    missing: list[str] = field(default_factory=list)  # reasons for the status `partial`
+    kind: str = "capture_failed"  # kind of the error
+    unavailable: int = 0  # how many of `failed` are due to a store that accepts no writes now
 
     def receipt(self) -> Receipt:
-        """The job's receipt with all of this in it; one that was an error before stays one, for its
+        """Return the job's receipt with this outcome; a receipt that was an error before keeps its
         own reason.
         """
         receipt = msgspec.structs.replace(
@@ -89,7 +87,7 @@ class _Report:
         if receipt.status == "error" or not (self.failed or self.missing):
             return receipt
         if self.failed:
-            kind = STORE_AWAY if self.away == len(self.failed) else self.kind
+            kind = STORE_AWAY if self.unavailable == len(self.failed) else self.kind
             return msgspec.structs.replace(
                 receipt, status="error", kind=kind, message=_cut("; ".join(self.failed))
             )
@@ -99,7 +97,7 @@ class _Report:
 
 
 class Diversion(Protocol):
-    """Takes captures and receipts in place of consumers and outbox, see `certify`.
+    """Takes captures and receipts in place of consumers and outbox, see `certificate.certify`.
 
     Called from writer threads.
     """
@@ -110,9 +108,7 @@ class Diversion(Protocol):
 
 
 class Writer:
-    """Threads that hand captures to their consumers in groups, and then the receipts to the
-    outbox.
-    """
+    """Threads that pass captures to their consumers in groups, and then receipts to the outbox."""
 
     def __init__(
         self,
@@ -123,21 +119,16 @@ class Writer:
         begin: Callable[[], None] = lambda: None,
         readings: Consumer | None = None,
     ) -> None:
-        """`memory_limit`: bytes that the consumer `memory` puts into a receipt.
-
-        `begin`: called first in each thread. `readings`: the consumer of captures that are read;
-        None: there is none.
+        """`memory_limit`: bytes that the consumer `memory` may put into a receipt. `begin`: called
+        first in each thread. `readings`: the consumer of captures that are read, if any.
         """
         self._begin = begin
         self._outbox = outbox
         self._queue: queue.SimpleQueue[WriteJob | _Part | None] = queue.SimpleQueue()
         self._pending = 0
-        self.backlog = 0  # bytes of rows that wait, or are being written
-        self.totals = {
-            "captured_rows": 0,
-            "captured_bytes": 0,
-            "dropped_positions": 0,
-        }  # since the start
+        self.backlog = 0  # bytes of rows that wait or are being written
+        # counts since the start
+        self.totals = {"captured_rows": 0, "captured_bytes": 0, "dropped_positions": 0}
         self._diverted: Diversion | None = None
         self._lock = threading.Lock()
         self._shared: dict[str, Consumer] = {
@@ -160,22 +151,22 @@ class Writer:
             thread.start()
 
     def divert(self, to: "Diversion | None") -> None:
-        """Give all that is submitted from now on to `to`, not to consumers and outbox.
+        """Pass everything that is submitted from now on to `to` instead of consumers and outbox.
 
-        None: to those again, and count from zero.
+        None: pass it to consumers and outbox again, and restart the totals.
         """
         self._diverted = to
         if to is None:
             self.totals = dict.fromkeys(self.totals, 0)
 
     def submit(self, job: WriteJob) -> None:
-        """Returns immediately. Without captures the receipt goes directly to the outbox."""
+        """Queue a job; return immediately. A receipt without captures is delivered directly."""
         if not job.builds:
-            given_up = job.receipt.kind == "capture_failed" and any(
-                filesystem.away for filesystem in self._filesystems
+            store_away = job.receipt.kind == "capture_failed" and any(
+                filesystem.unavailable for filesystem in self._filesystems
             )
             self._deliver(
-                msgspec.structs.replace(job.receipt, kind=STORE_AWAY) if given_up else job.receipt
+                msgspec.structs.replace(job.receipt, kind=STORE_AWAY) if store_away else job.receipt
             )
             return
         with self._lock:
@@ -184,10 +175,7 @@ class Writer:
         self._queue.put(job)
 
     def stream(self, write: Callable[[], None], size: int) -> None:
-        """Have `write` called in a writer thread; it raises nothing.
-
-        `size`: bytes that it lets go of.
-        """
+        """Have a writer thread call `write`, which releases `size` bytes of rows."""
         with self._lock:
             self._pending += 1
             self.backlog += size
@@ -198,7 +186,7 @@ class Writer:
         return self._pending > 0
 
     def close(self) -> None:
-        """Write what is queued and stop."""
+        """Write everything that is queued, and stop."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -216,19 +204,19 @@ class Writer:
             for receipt in self._write(group, consumers):
                 self._deliver(receipt)
             count, size = len(group), sum(job.size for job in group)
-            # the memory of the rows is free before the receipts are counted as written
+            # free the rows' memory before the job is counted as written
             group.clear()
             del first
             with self._lock:
                 self._pending -= count
                 self.backlog -= size
             if last:
-                self._queue.put(None)  # for the next thread; this one ends too
+                self._queue.put(None)  # returned to the queue, for another thread
                 break
         filesystem.close()
 
     def _gather(self, first: WriteJob) -> tuple[list[WriteJob], bool]:
-        """`first` and what else waits, up to a group; and whether the end was seen."""
+        """Return a group of `first` and waiting jobs, and whether the end marker was taken."""
         group, size = [first], first.size
         while len(group) < GROUP_REQUESTS and size < GROUP_BYTES:
             try:
@@ -247,14 +235,14 @@ class Writer:
     def _write_part(self, part: _Part) -> None:
         try:
             part.write()
-        except Exception:  # the request's own build will find what is missing
+        except Exception:  # the build of the request's capture will find the missing rows
             logger.exception("rows of a capture could not be written")
         with self._lock:
             self._pending -= 1
             self.backlog -= part.size
 
     def _write(self, group: Sequence[WriteJob], consumers: Mapping[str, Consumer]) -> list[Receipt]:
-        """Build, consume, and report the outcome: a failure affects only its own request."""
+        """Build and consume captures; return the receipts. A failure affects only its request."""
         reports = [_Report(job) for job in group]
         captures: list[tuple[_Report, FinishedCapture]] = []
         for of_request in reports:
@@ -273,9 +261,9 @@ class Writer:
     def _consume(
         self, captures: Sequence[tuple[_Report, FinishedCapture]], consumers: Mapping[str, Consumer]
     ) -> list[dict[str, Outcome]]:
-        """For each capture its consumers' outcomes.
+        """Return each capture's outcomes by consumer.
 
-        Those built in come first, the files before all: they are what most wait for.
+        Built-in consumers run first, `filesystem` before the others, as most clients wait for it.
         """
         outcomes: list[dict[str, Outcome]] = [
             dict.fromkeys(capture.capture.consumers, Outcome()) for _, capture in captures
@@ -313,7 +301,7 @@ class Writer:
 
 
 def _built(report: _Report, build: Callable[[], FinishedCapture]) -> FinishedCapture | None:
-    """The capture, or the reason for its failure in `report.failed`."""
+    """Return the capture; if building it fails, add the reason to `report.failed`."""
     try:
         return build()
     except InterventionError as error:
@@ -344,7 +332,7 @@ def _note(report: _Report, capture: FinishedCapture, by_name: Mapping[str, Outco
             report.kind = "reading_failed" if not report.failed else report.kind
             report.failed.append(f"{kind}: {error}")
             continue
-        report.away += fatal and by_name[name].away
+        report.unavailable += fatal and by_name[name].unavailable
         (report.failed if fatal else report.missing).append(
             f"{capture.capture.tag}: consumer {name} failed: {error}"
         )
@@ -369,7 +357,7 @@ def make_writer(
     begin: Callable[[], None] = lambda: None,
     readings: Consumer | None = None,
 ) -> Writer:
-    """The writer of a rank, from its config."""
+    """Return the writer of a rank."""
     store = StoreConfig(
         store=open_store(config.capture_root),
         owner=f"{config.worker}.{config.boot[:BOOT_DIGITS]}.{rank}",

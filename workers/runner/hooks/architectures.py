@@ -1,9 +1,8 @@
-"""Places of the hook points in a decoder layer: a table of architectures, and what is found in the
-loaded layers of all others.
+"""Table of architectures: where the hook points of a decoder layer are.
 
 A tap names a module below the layer and one side of it; `sites` wraps that module when the model is
-loaded. Model files stay as they are. What the table does not have is found by `layer_probe`; a hook
-that a model does not have is refused by name. See `docs/architectures.md`.
+loaded. Model files stay unchanged. `layer_discovery` finds the hook points of architectures without
+an entry; a hook that a model does not have is refused by name. See `docs/architectures.md`.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,7 +16,7 @@ from .taps import Law, Tap, Taps
 
 
 class UnsupportedArchitectureError(MidstreamError):
-    """The model's architecture, or this configuration of it, has no table entry."""
+    """The model's architecture, or this configuration of it, is not served."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("invalid_request", detail, field="model")
@@ -25,32 +24,28 @@ class UnsupportedArchitectureError(MidstreamError):
 
 @dataclass(frozen=True)
 class Variant:
-    """An architecture, as far as its HF config says `when`."""
+    """An architecture, for HF text configs whose fields equal `when`."""
 
     layers: str  # attribute path of the decoder layers in vLLM's language model
     taps: Taps = field(default_factory=dict)
     absent: Mapping[Hook, str] = field(default_factory=dict)  # hook that does not exist → why
     backend: bool = False  # served by vLLM's Transformers backend, on transformers' own module
-    when: Mapping[str, Any] = field(default_factory=dict)  # attributes of the HF text config
+    when: Mapping[str, Any] = field(default_factory=dict)  # field of the HF text config → value
     refused: str = ""  # why this configuration is not supported
-    #: The model's loop hands what a layer gives to the next one as it is, and nothing else reads or
-    #: writes it in between.
+    #: The model's loop passes a layer's output to the next layer unchanged, and nothing else reads
+    #: or writes it in between.
     hands_on: bool = False
-    stated: Mapping[Hook, Law] = field(
-        default_factory=dict
-    )  # where a sum has other multipliers than 1, see `laws`
+    stated: Mapping[Hook, Law] = field(default_factory=dict)  # measured `laws`; empty: derived
 
     @property
     def known(self) -> bool:
-        """Return whether it says where the hook points are; else they are found in the loaded
-        model.
-        """
+        """Return whether the entry has the hook points; else they are found in the loaded model."""
         return bool(self.layers)
 
     @property
     def laws(self) -> dict[Hook, Law]:
-        """Return what the rows of a layer add up to: `post_attn` and `post_block`, as multiples of
-        rows before them.
+        """Return `post_attn` and `post_block` as sums of earlier rows of the layer, each times a
+        multiplier.
         """
         derived: dict[Hook, Law] = {}
         if {"pre_attn", "attn_out", "post_attn"} <= self.taps.keys():
@@ -63,7 +58,7 @@ class Variant:
         return dict(self.stated) if self.stated else derived
 
 
-#: Of what the table does not have, until the model is loaded.
+#: Stands for architectures without an entry, until the model is loaded.
 UNKNOWN = Variant("")
 
 
@@ -75,31 +70,29 @@ class Adapter:
     variant: Variant
     hidden_size: int
     num_layers: int
-    caveats: tuple[str, ...] = ()  # in what the rows differ from transformers', see `fidelity`
-    kinds: Mapping[int, Variant] = field(
-        default_factory=dict
-    )  # layers that are built otherwise than `variant` says
+    caveats: tuple[str, ...] = ()  # how rows differ from transformers', see `config_rules`
+    kinds: Mapping[int, Variant] = field(default_factory=dict)  # layers unlike `variant` → theirs
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """The hook points that every layer has, in the order in which a layer's forward meets them;
-        all, until that is known.
+        """Return the hook points that every layer has, in the order of a layer's forward; all hook
+        points, until the model's are known.
         """
         return tuple(hook for hook in HOOKS if hook in self.variant.taps or not self.variant.known)
 
     def of(self, layer: int) -> Variant:
-        """Return how `layer` is built."""
+        """Return the variant of `layer`."""
         return self.kinds.get(layer, self.variant)
 
     @property
     def layers(self) -> str:
-        """Attribute path of the decoder layers in vLLM's language model, see
+        """Return the path of the decoder layers in vLLM's language model, see
         `sites.language_model`.
         """
         return self.variant.layers
 
     def tap(self, hook: Hook, layer: int) -> Tap:
-        """Return where `hook` of `layer` is.
+        """Return the tap of `hook` in `layer`.
 
         Raises UnsupportedArchitectureError when the architecture has no such hook.
         """
@@ -109,8 +102,7 @@ class Adapter:
                 f"{self.architecture} has no {hook}: {why}; it has {', '.join(self.hooks)}"
             )
         tap = self.of(layer).taps[hook]
-        # Nothing is deferred yet when the stream enters the first layer: there is no separate
-        # residual.
+        # The first layer has no residual input: the stream enters it as one tensor.
         return (
             Tap(tap.path, tap.side) if layer == 0 and (tap.path, tap.side) == ("", "input") else tap
         )
@@ -119,12 +111,12 @@ class Adapter:
 def neighbours(
     variant: Variant, hooks: Collection[Hook], *, next_layer: bool
 ) -> list[tuple[Hook, ...]]:
-    """The launches that a layer's sites take: hooks whose tensors are those of the hook before
-    them, with nothing in between.
+    """Return the launches of a layer's sites: hooks on the same tensors, with nothing in between,
+    share one launch.
 
-    In the order of a forward, which begins behind `pre_attn`: that of the *next* layer closes the
-    list. `next_layer`: it may share a launch with what this layer ends with. The ops edit branches
-    first, so no single tensor follows a pair.
+    In the order of a forward that begins after `pre_attn`: the `pre_attn` of the *next* layer ends
+    the list. `next_layer`: that `pre_attn` may share a launch with the last hooks of this layer. An
+    op edits a single tensor before a pair, so no single tensor follows a pair in a launch.
     """
     cycle = [hook for hook in (*HOOKS[1:], HOOKS[0]) if hook in variant.taps and hook in hooks]
     groups: list[list[Hook]] = []
@@ -145,7 +137,7 @@ def neighbours(
     return [tuple(group) for group in groups]
 
 
-#: Llama and what is built like it: norms fuse the addition, `hidden, residual = norm(hidden,
+#: Llama and layers built like it: norms fuse the addition, `hidden, residual = norm(hidden,
 #: residual)`.
 PRE_NORM: Taps = {
     "pre_attn": Tap("", "input", "pair"),
@@ -164,9 +156,10 @@ SANDWICH: Taps = PRE_NORM | {
 
 
 def _materialised(attention: str, norm: str, mlp: str) -> Taps:
-    """One tensor is the stream.
+    """Return the taps of a layer whose stream is one tensor.
 
-    The layer keeps what it hands to a norm as its residual, so an edit in place reaches both.
+    The layer keeps the tensor that it passes to a norm as its residual, so an edit in place reaches
+    both.
     """
     return {
         "pre_attn": Tap("", "input"),
@@ -182,7 +175,7 @@ def _materialised(attention: str, norm: str, mlp: str) -> Taps:
 BACKEND_PRE_NORM = _materialised("self_attn", "post_attention_layernorm", "mlp")
 #: GPT-NeoX, one branch after the other.
 NEOX = _materialised("attention", "post_attention_layernorm", "mlp")
-#: OLMo 2 norms what the branches give, not what they get: the MLP reads the stream itself.
+#: OLMo 2 norms the outputs of its branches, not their inputs: the MLP reads the stream itself.
 POST_NORM: Taps = {
     "pre_attn": Tap("", "input"),
     "attn_out": Tap("post_attention_layernorm", "output"),
@@ -244,12 +237,12 @@ ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
     "SmolLM3ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
     "Starcoder2ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
 }
-#: What vLLM calls the class that serves most of them through its Transformers backend; the others
-#: begin alike.
+#: vLLM's class for most models that its Transformers backend serves, and the common prefix of all
+#: of its classes.
 BACKEND_CLASS = "TransformersForCausalLM"
 BACKEND_CLASSES = "Transformers"
 #: `model_type` of the text config of a model that takes images → the architecture of its language
-#: model, whose entry counts.
+#: model, whose entry applies.
 LANGUAGE_MODELS: Mapping[str, str] = {
     "cohere2": "Cohere2ForCausalLM",
     "gemma": "GemmaForCausalLM",
@@ -266,21 +259,21 @@ LANGUAGE_MODELS: Mapping[str, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
-#: Those that rotate by three positions of a token (time, height and width in an image) → whether
-#: pairs of dimensions take turns.
+#: `model_type`s that rotate by three positions of a token (time, height and width in an image) →
+#: whether the positions' pairs of dimensions are interleaved.
 THREE_POSITIONS = {"qwen2_vl_text": False, "qwen2_5_vl_text": False, "qwen3_vl_text": True}
-#: Those whose stream gets what the image encoder's layers found between the first layers
-#: ("deepstack"): they are not `hands_on`.
+#: `model_type`s whose first layers are followed by additions to the stream from the image encoder's
+#: layers ("deepstack"), so that they are not `hands_on`.
 DEEPSTACK = frozenset({"qwen3_vl_text"})
 
 
 def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapter:
-    """The adapter of a model, before its weights are read; one that the table does not have is
-    `UNKNOWN` until `found.complete`.
+    """Return the adapter of a model, before its weights are read; the variant of a model without an
+    entry is `UNKNOWN` until `model_adapter.complete`.
 
-    `architecture`: HF's `architectures[0]`, or the backend's class, whose config then says it;
-    `hf_config`: transformers' config; `max_model_len`: tokens, prompt and generated. Raises
-    UnsupportedArchitectureError with the reason.
+    `architecture`: HF's `architectures[0]`, or the backend's class, which is replaced by the
+    config's; `hf_config`: transformers' config; `max_model_len`: tokens, prompt and generated.
+    Raises UnsupportedArchitectureError with the reason.
     """
     if architecture.startswith(BACKEND_CLASSES):
         architecture = (hf_config.architectures or [architecture])[0]
@@ -288,7 +281,8 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
     text_type = None if config is hf_config else config.model_type
     language_model = _language_model(architecture, text_type)
     try:
-        variant = variant_of(language_model, {name: getattr(config, name, None) for name in _ASKED})
+        fields = {name: getattr(config, name, None) for name in _CONFIG_FIELDS}
+        variant = variant_of(language_model, fields)
         result = caveats(
             language_model,
             config,
@@ -304,8 +298,8 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
 
 
 def _language_model(architecture: str, text_type: str | None) -> str:
-    """The entry of a model: its own, or that of its language model if its config has one for
-    text.
+    """Return the architecture whose entry applies: the model's, or its language model's if it has
+    none and its config has a text config.
     """
     return (
         architecture
@@ -327,7 +321,7 @@ def variant_of(architecture: str, config: Mapping[str, Any]) -> Variant:
     return UNKNOWN
 
 
-#: The fields of a config that the table asks for.
-_ASKED = frozenset(
+#: The config fields that entries depend on.
+_CONFIG_FIELDS = frozenset(
     name for variants in ARCHITECTURES.values() for variant in variants for name in variant.when
 )

@@ -18,7 +18,7 @@ from .sites import held_layers
 
 #: Classes whose `forward` computes what `AttentionKind` describes; subclasses do more.
 _MODULES = (Attention, ChunkedLocalAttention)
-#: Likewise of the backends' classes.
+#: Backends' classes of which the same is true.
 _IMPLEMENTATIONS = (
     "CPUAttentionBackendImpl", "FlashAttentionImpl", "FlashInferImpl", "TritonAttentionImpl",
 )  # fmt: skip
@@ -30,9 +30,9 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 def attention_kinds(
     model: nn.Module, adapter: Adapter, gather: Gather, ranks: int
 ) -> list[AttentionKind]:
-    """Return the kinds of the layers on this rank's stage that have attention.
+    """Return the attention kinds of the layers on this rank's stage that have attention.
 
-    The same on each of its `ranks`, all of which must call this.
+    The result is the same on each of the stage's `ranks`, all of which must call this.
     """
     return grouped(
         kind
@@ -53,11 +53,11 @@ def kind_of(number: int, layer: nn.Module, gather: Gather, ranks: int) -> Attent
     impl: Any = module.impl
 
     def values(given: Any) -> list[float]:
-        """`given`: [heads] of this rank, or None."""
+        """Return the values of all ranks. `given`: this rank's, `[heads]`, or None."""
         if given is None:
             return []
-        own = torch.as_tensor(given, dtype=torch.float32, device=next(layer.parameters()).device)
-        return [float(value) for value in gather(own.detach().flatten().contiguous())]
+        local = torch.as_tensor(given, dtype=torch.float32, device=next(layer.parameters()).device)
+        return [float(value) for value in gather(local.detach().flatten().contiguous())]
 
     return AttentionKind(
         layers=[number],
@@ -74,9 +74,9 @@ def kind_of(number: int, layer: nn.Module, gather: Gather, ranks: int) -> Attent
 
 
 def _unknown(module: Any) -> str:
-    """Return why `AttentionKind` cannot describe this module; empty: it can."""
+    """Return why `AttentionKind` cannot describe this module; empty if it can."""
     if type(module) not in _MODULES:
-        return f"{type(module).__name__} has no pattern that is known"
+        return f"attention module {type(module).__name__} is not known"
     impl = module.impl
     if type(impl).__name__ not in _IMPLEMENTATIONS:
         return f"attention backend {type(impl).__name__} is not known"
@@ -87,7 +87,7 @@ def _unknown(module: Any) -> str:
     ]:
         return f"attention backend {type(impl).__name__} has no {', '.join(lacking)}"
     if module.attn_type != AttentionType.DECODER:
-        return f"its attention is of type {module.attn_type}; patterns are of decoders"
+        return f"its attention is of type {module.attn_type}; patterns need decoder attention"
     if module.kv_sharing_target_layer_name:
         return f"it attends to the keys of {module.kv_sharing_target_layer_name}"
     if module.kv_cache_torch_dtype != module.dtype:

@@ -1,10 +1,10 @@
-"""Configurations of served architectures that vLLM computes otherwise than transformers: refused,
-or served with a caveat.
+"""Configurations that vLLM computes differently from transformers: refused, or served with a
+caveat.
 
-A checkpoint's numbers are what transformers' model computes. The engine compares itself with
-transformers at its start; these rules are for what that comparison cannot see (positions and
-windows beyond its prompts, bidirectional attention), and for known differences: those are refused
-before the weights are read, and also where nothing is compared, as of quantised checkpoints.
+Rows must be those of transformers' model. The engine compares itself with transformers when it
+starts. These rules cover what that comparison cannot see (positions and windows beyond its prompts,
+bidirectional attention), and known differences, which are thus refused before the weights are read,
+and also where nothing is compared, as with quantised checkpoints.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,21 +13,21 @@ from typing import Any
 
 
 class DifferentNumbersError(ValueError):
-    """vLLM would not compute what the checkpoint's configuration says; the message names the
-    field.
+    """vLLM would compute other numbers than transformers for this configuration; the message names
+    the field.
     """
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A field of the HF text config that is served with these values only; one that is not there
-    counts as null.
+    """A field of the HF text config, and the values with which it is served; a missing field counts
+    as null.
     """
 
     field: str
-    served: tuple[Any, ...]  # empty: no value is
+    served: tuple[Any, ...]  # empty: no value is served
     why: str
-    on_cpu: bool = False  # of vLLM's CPU kernels only
+    on_cpu: bool = False  # applies to vLLM's CPU kernels only
 
 
 _NO_WINDOW = Rule(
@@ -56,7 +56,7 @@ _BACKEND = (
     Rule("logit_scale", (None, 1.0), _BACKEND_READS),
 )
 
-#: Of every architecture.
+#: Rules for every architecture.
 EVERYWHERE: tuple[Rule, ...] = (
     Rule(
         "is_causal",
@@ -65,7 +65,7 @@ EVERYWHERE: tuple[Rule, ...] = (
     ),
     Rule("use_bidirectional_attention", (None, False), "vLLM attends to earlier tokens only"),
 )
-#: Architecture → its own.
+#: Architecture whose config was compared field by field → its rules.
 REFUSED: Mapping[str, tuple[Rule, ...]] = {
     "GPT2LMHeadModel": (
         Rule(
@@ -128,8 +128,8 @@ _HEADS_IN_A_ROW = (
     "vLLM's CPU kernel for rotary positions is wrong where a query's heads are a "
     "dimension of their own"
 )
-#: Architectures that are not compared field by field → what is known to differ, as the walk of
-#: `docs/models.md` found it.
+#: Architectures whose configs were not compared field by field → rules for the known differences,
+#: which the survey of models in `docs/models.md` found.
 OTHERWISE: Mapping[str, tuple[Rule, ...]] = {
     "BloomForCausalLM": (
         Rule(
@@ -175,23 +175,23 @@ OTHERWISE: Mapping[str, tuple[Rule, ...]] = {
         Rule(
             "n_groups",
             (1,),
-            "vLLM normalises each group by itself, transformers' model all together",
+            "vLLM normalises each group separately, transformers' model all groups together",
         ),
     ),
 }
-#: Whose queries come to the rotary kernel with their heads as their own dimension, unless
-#: positions are scaled as YaRN does.
+#: Architectures whose queries reach the rotary kernel with heads as a dimension of their own,
+#: unless positions are scaled by YaRN.
 HEADS_IN_A_ROW = frozenset(
     {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "AXK1ForCausalLM"}
 )
-#: Whose Mamba layers take no time step less than `time_step_min` in transformers.
+#: Architectures whose Mamba layers clamp time steps to at least `time_step_min` in transformers.
 LEAST_STEP = frozenset({"NemotronHForCausalLM"})
-#: A least step below this is none.
+#: A `time_step_min` up to this has no effect.
 LEAST_STEP_MATTERS = 1e-6
-#: Whose window has one token more in vLLM.
+#: Architectures whose window has one token more in vLLM.
 WIDER_WINDOW = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM"})
 
-#: Of `rope_parameters`: the kinds of scaling, and the keys, that both libraries compute alike.
+#: The `rope_type`s and the keys of `rope_parameters` that both libraries compute alike.
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_KEYS = frozenset(
     (
@@ -212,19 +212,19 @@ ROPE_KEYS = frozenset(
         "long_factor",
     )
 )
-#: Of models that rotate by three positions of a token, those of an image's: how many pairs of
-#: dimensions each has, and in what order.
+#: Further keys of models that rotate by three positions of a token: the pairs of dimensions that
+#: each position rotates, and their order.
 _SECTIONS = frozenset(("mrope_section", "mrope_interleaved"))
 #: Other spellings that the config classes keep and no code reads.
 _ROPE_REST = frozenset(("type",))
 
 
-#: Whose transformers model rotates a part of each head where `partial_rotary_factor` says so. Other
-#: models of vLLM also do.
+#: Architectures whose transformers model, like vLLM's, rotates only a part of each head if
+#: `partial_rotary_factor` is set. In the others only vLLM does.
 _PARTLY_ROTATED = frozenset({"Phi3ForCausalLM"})
 
-#: For which vLLM puts the dimensions of each head into another order as it loads the weights of
-#: queries and keys. Patterns, values and all that follows are the same.
+#: Architectures for which vLLM reorders the dimensions of each head as it loads the weights of
+#: queries and keys. Attention patterns, values and all later rows are the same.
 REORDERED = frozenset({"Llama4ForCausalLM", "Llama4ForConditionalGeneration"})
 
 
@@ -236,12 +236,12 @@ def caveats(
     backend: bool,
     interleaved: bool | None = None,
 ) -> tuple[str, ...]:
-    """Return how the rows of a served model differ from transformers', as sentences; mostly none.
+    """Return sentences on how the rows of a served model differ from transformers'; mostly none.
 
     `config`: transformers' text config; `max_model_len`: tokens, prompt and generated; `backend`:
-    served by vLLM's Transformers backend; `interleaved`: how transformers' model rotates by three
-    positions, regardless of the config; None: by one. Raises DifferentNumbersError for a
-    config that is not served.
+    served by vLLM's Transformers backend; `interleaved`: whether transformers' model, regardless of
+    the config, interleaves the dimensions of its three positions; None: it has one position. Raises
+    DifferentNumbersError for a config that is not served.
     """
     for rule in (*EVERYWHERE, *REFUSED.get(architecture, ()), *OTHERWISE.get(architecture, ())):
         value = getattr(config, rule.field, None)
@@ -263,7 +263,7 @@ def caveats(
     if architecture in LEAST_STEP and getattr(config, "time_step_min", 0.0) > LEAST_STEP_MATTERS:
         reasons.append(
             "time_step_min: transformers' Mamba layers have a least time step, vLLM's have "
-            "none; where it acts, rows differ slightly"
+            "none; where the least step applies, rows differ slightly"
         )
     if architecture in REORDERED and not backend:
         reasons.append(
@@ -300,8 +300,8 @@ def caveats(
 
 
 def as_served(architecture: str, config: Any, max_model_len: int) -> dict[str, Any]:
-    """Return the config fields with which transformers computes what vLLM does, where a caveat
-    names a difference.
+    """Return config fields that make transformers compute what vLLM does, despite the differences
+    that caveats name.
     """
     fields: dict[str, Any] = {}
     if architecture in LEAST_STEP:
@@ -315,7 +315,7 @@ def as_served(architecture: str, config: Any, max_model_len: int) -> dict[str, A
 
 
 def _original(rope: Mapping[str, Any], config: Any, max_model_len: int) -> int:
-    """Tokens up to which longrope has its short factors."""
+    """Return the number of tokens up to which longrope uses its short factors."""
     result: int = (
         rope.get("original_max_position_embeddings")
         or getattr(config, "max_position_embeddings", None)
@@ -325,13 +325,13 @@ def _original(rope: Mapping[str, Any], config: Any, max_model_len: int) -> int:
 
 
 def _on_cpu() -> bool:
-    from vllm.platforms import current_platform  # only where it matters: it takes seconds
+    from vllm.platforms import current_platform  # imported when needed: it takes seconds
 
     return bool(current_platform.is_cpu())
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The rotary embeddings: one, or one for each kind of layer."""
+    """Yield the parameters of the rotary embeddings: one, or one for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if any(isinstance(value, Mapping) for value in parameters.values()):
         yield from (value for value in parameters.values() if value)
@@ -340,8 +340,8 @@ def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _require_sections(rope: Mapping[str, Any], interleaved: bool) -> None:
-    """Raises DifferentNumbersError where vLLM, which reads both keys, would rotate the rows of
-    images in another way.
+    """Raises DifferentNumbersError where vLLM, which reads both keys, would rotate rows of images
+    differently from transformers' model.
     """
     if not rope.get("mrope_section"):
         raise DifferentNumbersError(

@@ -1,9 +1,9 @@
-"""Discovery of a decoder layer's effect on the residual stream, by running it once on random rows.
+"""Discovery of a decoder layer's effect on the residual stream, by running it on random rows.
 
-Its parts that compute (attention, MLP, experts) are replaced by ones that return random rows, and
-its norms run as they are. Where the stream, and what each branch adds to it, can be read is then a
-question of which tensors are sums of which: it is answered by least squares, needs no attention
-metadata, and does not depend on any name. Every answer is checked by an edit in place.
+The layer's composite parts (attention, MLP, experts) are replaced by stubs that return random rows;
+its norms run unchanged. The places of the stream and of each branch then follow from which tensors
+are sums of which others. Least squares finds these sums, without attention metadata and without
+relying on names. An edit in place checks every result.
 """
 
 import inspect
@@ -19,13 +19,14 @@ from torch import nn
 from ....schemas.prompts.selectors import Hook
 from .taps import Law, Tap, Taps
 
-#: Rows of the probe: of very different lengths, so that a norm of a tensor is no multiple of it.
+#: Lengths of the probe's rows: very different, so that a normalised tensor is no multiple of the
+#: tensor itself.
 _SCALES = (1.0, 4.0, 0.5, 8.0, 2.0)
-#: How far a sum may be from what it should be, relative to its rows: rounding, and by dtype.
+#: Largest error of a sum, relative to its rows, by dtype: it allows for rounding.
 _EXACT = {torch.float32: 1e-4, torch.float64: 1e-8}
 _ROUNDED = 3e-2
-#: What parts return instead of one tensor; tried in turn. The probe's five rows fit neither by
-#: accident.
+#: Shapes of what a part may return, tried in turn. Five rows are not unpacked as two or three
+#: values by accident.
 _RETURNS: tuple[Callable[[torch.Tensor], Any], ...] = (
     lambda rows: rows,
     lambda rows: (rows, None),
@@ -37,7 +38,7 @@ _POSITIONS = ("positions", "position_ids")
 
 class NoStreamError(ValueError):
     """The layer does not add branches to a residual stream in a way that can be read and edited;
-    the message says how far it got.
+    the message names the step that failed.
     """
 
 
@@ -58,18 +59,18 @@ class _Call:
     leaf: bool
     # `[rows, hidden]`, as they were before the call
     inputs: list[torch.Tensor] = field(default_factory=list)
-    output: torch.Tensor | None = None  # the first tensor that it returned, or that it wrote to
-    mixes: bool = False  # holds attention or another mixer of tokens
+    output: torch.Tensor | None = None  # the first tensor that it returned, or wrote to
+    mixes: bool = False  # contains attention or another mixer of tokens
 
 
 @dataclass
 class _Run:
     calls: list[_Call]
-    entered: tuple[torch.Tensor, torch.Tensor | None]  # hidden, residual
-    left: tuple[torch.Tensor, torch.Tensor | None]
+    inputs: tuple[torch.Tensor, torch.Tensor | None]  # hidden, residual
+    outputs: tuple[torch.Tensor, torch.Tensor | None]
 
 
-_Edit = tuple[Tap, torch.Tensor]  # where, and what is added
+_Edit = tuple[Tap, torch.Tensor]  # (where, the rows that are added there)
 
 
 def probe(
@@ -80,7 +81,7 @@ def probe(
     device: torch.device,
     known: Sequence[float] = (),
 ) -> LayerShape:
-    """The shape of `layer`.
+    """Return the hook points of `layer`.
 
     `known`: multipliers that the model's config states. Raises NoStreamError.
     """
@@ -90,7 +91,7 @@ def probe(
 
 
 def _scalars(layer: nn.Module) -> Iterator[float]:
-    """The layer's own multipliers."""
+    """Yield the multipliers that the layer holds as parameters or buffers."""
     for tensor in itertools.chain(layer.parameters(recurse=False), layer.buffers(recurse=False)):
         if tensor.numel() == 1:
             yield float(tensor)
@@ -112,11 +113,10 @@ class _Probe:
         self.residual = "residual" in names
         self.returns: dict[str, int] = {}
 
-    # -- one run
-    # ----------------------------------------------------------------------------------------------
+    # --- One run
 
     def run(self, edit: _Edit | None = None) -> _Run:
-        """Try what the parts may return until the layer takes it."""
+        """Run the layer; try combinations of `_RETURNS` for its composite parts until one works."""
         first: Exception | None = None
         composites = [path for path, part in _parts(self.layer) if not _is_leaf(part)]
         combinations = (
@@ -127,7 +127,7 @@ class _Probe:
         for combination in itertools.islice(combinations, 81):
             try:
                 run = self._run(dict(zip(composites, combination, strict=True)), edit)
-            except Exception as error:  # of many kinds
+            except Exception as error:  # of any type, from the layer's own code
                 first = first or error
                 continue
             self.returns = dict(zip(composites, combination, strict=True))
@@ -149,7 +149,7 @@ class _Probe:
                         path, part, calls, stubs.get(path), _RETURNS[returns.get(path, 0)], edit
                     )
                 )
-            entered = (hidden.clone(), None if residual is None else residual.clone())
+            inputs = (hidden.clone(), None if residual is None else residual.clone())
             output = self.layer.forward(**self._arguments(hidden, residual))
         tensors = [
             item
@@ -158,8 +158,8 @@ class _Probe:
         ]
         if not tensors:
             raise NoStreamError("the layer returns no rows")
-        remaining = [item.reshape(-1, self.hidden_size).clone() for item in tensors]
-        return _Run(calls, entered, (remaining[0], remaining[1] if len(remaining) > 1 else None))
+        outputs = [item.reshape(-1, self.hidden_size).clone() for item in tensors]
+        return _Run(calls, inputs, (outputs[0], outputs[1] if len(outputs) > 1 else None))
 
     def _rows(self, generator: torch.Generator) -> torch.Tensor:
         rows = torch.randn(len(_SCALES), self.hidden_size, generator=generator)
@@ -235,27 +235,26 @@ class _Probe:
                 call.output = tensor.reshape(-1, self.hidden_size).clone()
             return result
 
-        own = "forward" in vars(part)
+        was_wrapped = "forward" in vars(part)
         part.forward = record
         try:
             yield
         finally:
-            if own:
+            if was_wrapped:
                 part.forward = forward
             else:
                 del part.forward
 
-    # -- what it means
-    # ----------------------------------------------------------------------------------------------
+    # --- Interpretation of a run
 
     def fit(
         self, target: torch.Tensor, columns: Mapping[Any, torch.Tensor]
     ) -> dict[Any, float] | None:
-        """The multiples of `columns` whose sum is `target`, without those that add nothing; None if
-        there are none.
+        """Return the multiples of `columns` whose sum is `target`, without those of columns that
+        add nothing; None if there is no such sum.
         """
         weights = 1 / target.double().norm(dim=-1, keepdim=True).clamp_min(1e-9)
-        needed = (target.double() * weights).flatten().cpu()
+        right_side = (target.double() * weights).flatten().cpu()
         chosen = {
             name: (column.double() * weights).flatten().cpu() for name, column in columns.items()
         }
@@ -263,7 +262,9 @@ class _Probe:
             length = {name: max(float(column.norm()), 1e-30) for name, column in chosen.items()}
             matrix = torch.stack([column / length[name] for name, column in chosen.items()], 1)
             parts = (
-                torch.linalg.lstsq(matrix, needed[:, None], driver="gelsd").solution[:, 0].tolist()
+                torch.linalg.lstsq(matrix, right_side[:, None], driver="gelsd")
+                .solution[:, 0]
+                .tolist()
             )
             adds = {
                 name: abs(part) > 10 * self.exact for name, part in zip(chosen, parts, strict=True)
@@ -273,14 +274,14 @@ class _Probe:
                     name: self._snapped(part / length[name])
                     for name, part in zip(chosen, parts, strict=True)
                 }
-                rest = sum((value * chosen[name] for name, value in factors.items()), -needed)
+                rest = sum((value * chosen[name] for name, value in factors.items()), -right_side)
                 error = rest.reshape(len(_SCALES), -1).norm(dim=-1).max()
                 return factors if float(error) < self.exact else None
             chosen = {name: column for name, column in chosen.items() if adds[name]}
         return None
 
     def _snapped(self, value: float) -> float:
-        """The stated multiplier that this is, but for rounding; itself if it is none."""
+        """Return the known multiplier that `value` equals up to rounding; else `value`."""
         for known in self.known:
             if abs(value - known) <= max(self.exact, 1e-3) * abs(known):
                 return known
@@ -297,7 +298,7 @@ class _Probe:
         middle = self._middle(run, branches, stream, law)
         if middle is None and len(places) > 2:
             raise NoStreamError(
-                f"{len(places)} branches are added to the stream at once "
+                f"{len(places)} branches are added to the stream in one sum "
                 f"({', '.join(run.calls[place].path for place in places)})"
             )
         if middle is None and len(places) == 1:
@@ -310,8 +311,10 @@ class _Probe:
         return LayerShape(taps, absent, laws)
 
     def _branches(self, run: _Run) -> dict[int, torch.Tensor]:
-        """Call → what it returned, where no earlier one returned the same, as a dropout does."""
-        known = [item for item in run.entered if item is not None]
+        """Return call → output, without outputs that repeat an input of the layer or an earlier
+        output, as a dropout's does.
+        """
+        known = [item for item in run.inputs if item is not None]
         branches: dict[int, torch.Tensor] = {}
         for number, call in enumerate(run.calls):
             if call.output is not None and not any(
@@ -323,17 +326,19 @@ class _Probe:
     def _law(
         self, run: _Run, branches: Mapping[int, torch.Tensor]
     ) -> tuple[Any, torch.Tensor, dict[Any, float]]:
-        """(pair or single, what enters, what leaves as multiples of it and of the branches)."""
-        (hidden, residual), (remaining, second) = run.entered, run.left
+        """Return ("pair" or "single", the stream that enters, the stream that leaves as multiples
+        of the entering one and of the branches).
+        """
+        (hidden, residual), (output, second) = run.inputs, run.outputs
         for kind in ("pair", "single"):
             if kind == "pair" and (residual is None or second is None):
                 continue
             stream = hidden + residual if kind == "pair" and residual is not None else hidden
-            leaving = remaining + second if kind == "pair" and second is not None else remaining
+            leaving = output + second if kind == "pair" and second is not None else output
             law = self.fit(leaving, {"stream": stream, **branches})
             if law is not None and "stream" in law and len(law) > 1:
                 return kind, stream, law
-        raise NoStreamError("what leaves the layer is not what enters it plus what its parts add")
+        raise NoStreamError("the layer's output is not its input plus the outputs of its parts")
 
     def _middle(
         self,
@@ -342,8 +347,8 @@ class _Probe:
         stream: torch.Tensor,
         leaving: Mapping[Any, float],
     ) -> tuple[int, Tap, dict[Any, float]] | None:
-        """The first call that reads the stream after a branch was added: (call, tap, the stream
-        there).
+        """Return the first call that reads the stream after a branch was added: (call, tap, the
+        stream there as multiples of earlier rows).
         """
         for number, call in enumerate(run.calls):
             before: dict[Any, torch.Tensor] = {
@@ -374,8 +379,8 @@ class _Probe:
         absent: Any,
         laws: Any,
     ) -> None:
-        number, tap, present = middle
-        first = [place for place in present if place != "stream"]
+        number, tap, multiples = middle
+        first = [place for place in multiples if place != "stream"]
         second = [place for place in law if place != "stream" and place not in first]
         taps["post_attn"] = tap
         if len(first) > 1:
@@ -386,12 +391,12 @@ class _Probe:
         elif tap.kind == "pair":
             taps["attn_out"], laws["post_attn"] = (
                 Tap(tap.path, "input"),
-                {"pre_attn": present["stream"], "attn_out": 1.0},
+                {"pre_attn": multiples["stream"], "attn_out": 1.0},
             )
         else:
             taps["attn_out"] = Tap(run.calls[first[0]].path, "output")
-            laws["post_attn"] = {"pre_attn": present["stream"], "attn_out": present[first[0]]}
-        kept = law["stream"] / present["stream"]
+            laws["post_attn"] = {"pre_attn": multiples["stream"], "attn_out": multiples[first[0]]}
+        kept = law["stream"] / multiples["stream"]
         if len(second) > 1:
             absent["mlp_out"] = (
                 "it is the sum of several parts "
@@ -429,7 +434,7 @@ class _Probe:
         )
         if kind == "pair":
             raise NoStreamError(
-                "two branches are added at once to a stream that is a pair of tensors"
+                "two branches are added in one sum to a stream that is a pair of tensors"
             )
         taps["attn_out"], taps["mlp_out"] = (
             Tap(run.calls[attention].path, "output"),
@@ -469,8 +474,8 @@ class _Probe:
         }
 
     def _check_edits(self, taps: Taps, laws: Mapping[Hook, Law], kind: Any) -> None:
-        """Add rows in place where a branch or the stream can be edited: they must reach what leaves
-        the layer, times their multiplier.
+        """Add rows in place at each tap of a branch or of the stream, and check that they reach the
+        layer's output, times their multiplier.
         """
         last: Law = laws.get("post_block", {})
         through: dict[Hook, float | None] = {
@@ -495,25 +500,25 @@ class _Probe:
             size = added.norm(dim=-1) + self._leaving(plain, kind).norm(dim=-1)
             if float(((change - expected * added).norm(dim=-1) / size).max()) > self.exact:
                 raise NoStreamError(
-                    f"an edit at {hook} ({tap.path}, {tap.side}) does not reach the stream as it "
-                    "should"
+                    f"an edit at {hook} ({tap.path}, {tap.side}) does not reach the layer's output "
+                    f"times {expected:g}"
                 )
 
     def _branch(self, run: _Run, tap: Tap) -> torch.Tensor:
-        """Return what the MLP adds."""
+        """Return the output of the branch that ends at `tap`."""
         if not tap.path:
-            return run.left[0]
+            return run.outputs[0]
         return next(
             call.output for call in run.calls if call.path == tap.path and call.output is not None
         )
 
     def _leaving(self, run: _Run, kind: Any) -> torch.Tensor:
-        remaining, second = run.left
-        return remaining + second if kind == "pair" and second is not None else remaining
+        output, second = run.outputs
+        return output + second if kind == "pair" and second is not None else output
 
 
 def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layer's own parts; those of a list count each on its own."""
+    """Yield the layer's direct children with their paths; items of a list are separate parts."""
     parts: set[nn.Module] = set()
     for name, part in layer.named_children():
         if isinstance(part, nn.ModuleList | nn.ModuleDict):

@@ -1,4 +1,4 @@
-"""The adapter of a loaded model: its entry in the table, or the structure found in its layers."""
+"""Adapter of a loaded model: its entry in the table, or the structure discovered in its layers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,10 +19,11 @@ BACKEND_MODULE = "vllm.model_executor.models.transformers"
 def complete(
     adapter: Adapter, model: nn.Module, config: Any, *, dtype: torch.dtype, device: torch.device
 ) -> Adapter:
-    """`adapter` for `model`, which is loaded. `config`: its HF text config.
+    """Return `adapter`, completed for the loaded `model`. `config`: the model's HF text config.
 
-    The table counts only if vLLM runs the model as the table has it: by its own file, or by the
-    Transformers backend. Raises UnsupportedArchitectureError if no stream is found.
+    A table entry applies only if vLLM runs the model in the entry's way: by vLLM's own model file,
+    or by the Transformers backend. Otherwise the layers are probed. Raises
+    UnsupportedArchitectureError if no stream is found.
     """
     backend = type(language_model(model)).__module__.startswith(BACKEND_MODULE)
     if adapter.variant.known and adapter.variant.backend == backend:
@@ -31,7 +32,7 @@ def complete(
     known = [float(value) for value in vars(config).values() if isinstance(value, float) and value]
     layer_shapes: dict[int, LayerShape] = {}
     for number, layer in enumerate(language_model(model).get_submodule(path)):
-        if isinstance(layer, nn.Identity):  # of another pipeline stage
+        if isinstance(layer, nn.Identity):  # the layer is on another pipeline stage
             continue
         try:
             layer_shapes[number] = probe(
@@ -47,7 +48,7 @@ def complete(
 def _joined(
     adapter: Adapter, path: str, backend: bool, layer_shapes: dict[int, LayerShape]
 ) -> Adapter:
-    """With the hooks that all layers have."""
+    """Return `adapter` with the probed layers, restricted to the hooks that all layers have."""
     absent: dict[Hook, str] = {}
     for hook in HOOKS:
         lacking = [number for number, shape in layer_shapes.items() if hook not in shape.taps]
@@ -85,7 +86,10 @@ def _stated(shape: LayerShape, absent: dict[Hook, str]) -> dict[Hook, Any]:
 
 
 def decoder_layers(model: nn.Module, adapter: Adapter) -> str:
-    """Path of the decoder layers in vLLM's language model. Raises UnsupportedArchitectureError."""
+    """Return the path of the decoder layers in vLLM's language model.
+
+    Raises UnsupportedArchitectureError.
+    """
     lists = sorted(
         _lists(language_model(model), adapter.num_layers), key=lambda path: path.count(".")
     )

@@ -1,8 +1,8 @@
-"""The end of a loaded model, callable next to its forward passes: final norm, output matrix, scale
-and soft cap, without collectives.
+"""Output head of a loaded model, callable next to its forward passes: final norm, output matrix,
+scale and soft cap, without collectives.
 
-A copy of the model's own modules that shares their weights. With the vocabulary sharded over ranks
-it gives this rank's shard.
+It is a copy of the model's own modules that shares their weights. If the vocabulary is sharded over
+ranks, it computes this rank's shard of the logits.
 """
 
 import copy
@@ -22,12 +22,12 @@ from .sites import decoder, language_model
 if TYPE_CHECKING:
     from .architectures import Adapter
 
-#: Names of the norm behind the last layer, next to the layers or next to what holds them.
+#: Names of the norm after the last layer, which is next to the layers or to a module around them.
 FINAL_NORM = re.compile(r"^(norm|norm_f|ln_f|final_norm|final_layer_?norm)$")
 
 
 class NoHeadError(Exception):
-    """The model has no end that can be called alone, with the reason."""
+    """The model has no output head that can be called alone; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +50,27 @@ class Head:
         root: Any = language_model(model)
         self._norm = final_norm(root, decoder(model, adapter), adapter.hidden_size)
         self.dtype, self.device = dtype, device
-        self._top, processor = _apart(root)
-        visited: list[Any] = []
+        self._top, processor = _separate(root)
+        lm_heads: list[Any] = []
         apply_head = processor._apply_head
 
-        def noted(lm_head: Any, *args: Any) -> torch.Tensor:
-            visited.append(lm_head)
+        def recorded_head(lm_head: Any, *args: Any) -> torch.Tensor:
+            lm_heads.append(lm_head)
             product: torch.Tensor = apply_head(lm_head, *args)
             return product
 
-        processor._apply_head = noted
+        processor._apply_head = recorded_head
         self._product(torch.zeros(1, adapter.hidden_size, dtype=dtype, device=device))
-        at = getattr(visited[0], "shard_indices", None) if visited else None
+        at = getattr(lm_heads[0], "shard_indices", None) if lm_heads else None
         if at is None or at.num_added_elements:
             raise NoHeadError(
                 "its logits do not come from one of vLLM's output matrices"
                 if at is None
                 else "its vocabulary was extended"
             )
-        lm_head, processor._apply_head = visited[0], apply_head
+        lm_head, processor._apply_head = lm_heads[0], apply_head
         if device.type == "cpu":
-            # vLLM's own product has buffers that the forward pass uses meanwhile
+            # vLLM's own product uses buffers that a concurrent forward pass uses too
             if "Unquantized" not in type(lm_head.quant_method).__name__:
                 raise NoHeadError("its output matrix is quantised, and the engine runs on a CPU")
             processor._apply_head = partial(_linear, processor.head_dtype or dtype)
@@ -84,22 +84,22 @@ class Head:
         )
 
     def norm(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[rows, hidden]` as the output matrix reads them. `rows` may be written to."""
+        """Return `rows` `[rows, hidden]` after the final norm. `rows` may be overwritten."""
         normed: torch.Tensor | tuple[torch.Tensor, ...] = self._norm(rows)
         return normed[0] if isinstance(normed, tuple) else normed
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """float32 `[rows, shard]`: of this shard's tokens, in their order, without padding."""
+        """Return the logits of this shard's tokens, in their order: float32 `[rows, shard]`."""
         return self._product(normed)[:, : self.shard.stop - self.shard.start].float()
 
     def rows_of(
         self, tokens: Sequence[int], reduce: Callable[[torch.Tensor], torch.Tensor]
     ) -> "Head":
-        """Return this head for these tokens alone, gathered from all shards: its `logits` are
+        """Return a head for `tokens` alone, gathered from all shards: its `logits` are
         `[rows, tokens]`.
 
-        `reduce`: the sum over all ranks of the stage, each of which calls this. Raises NoHeadError
-        on all of them.
+        `reduce`: sums over all ranks of the stage, all of which must call this method. Raises
+        NoHeadError, on all of them alike.
         """
         weight, bias = getattr(self._lm_head, "weight", None), getattr(self._lm_head, "bias", None)
         if weight is None or "Unquantized" not in type(self._lm_head.quant_method).__name__:
@@ -112,9 +112,10 @@ class Head:
         shift = None if bias is None else reduce(bias[places.where(in_shard, 0)] * in_shard)
         only = SimpleNamespace(weight=reduce(rows), tp_size=1)
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # they are read on another stream
+            # the rows will be read on another stream
+            torch.cuda.current_stream(self.device).synchronize()
         head: Head = copy.copy(self)
-        top, processor = _apart(self._top)
+        top, processor = _separate(self._top)
         processor._apply_head = lambda _, given, __: _linear(
             processor.head_dtype or self.dtype, only, given, shift
         )
@@ -127,9 +128,9 @@ class Head:
 
 
 def final_norm(root: nn.Module, layers: nn.Module, hidden_size: int) -> nn.Module:
-    """The norm behind the last layer.
+    """Return the norm after the last layer.
 
-    `layers`: what holds them. Raises NoHeadError unless there is exactly one.
+    `layers`: the module that holds the layers. Raises NoHeadError unless there is exactly one norm.
     """
     path = next(name for name, module in root.named_modules() if module is layers).split(".")
     holders = [root.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
@@ -146,23 +147,23 @@ def final_norm(root: nn.Module, layers: nn.Module, hidden_size: int) -> nn.Modul
     ]
     if len(fitting) != 1:
         raise NoHeadError(
-            f"{len(fitting) or 'no'} final norms were found beside the decoder layers"
+            f"{len(fitting) or 'no'} final norms were found next to the decoder layers"
         )
     return fitting[0]
 
 
-def _apart(root: Any) -> tuple[nn.Module, Any]:
-    """A shallow copy of the model whose `compute_logits` calls no other rank, and the copy's logits
-    processor.
+def _separate(root: Any) -> tuple[nn.Module, Any]:
+    """Return a shallow copy of the model whose `compute_logits` calls no other rank, and the copy's
+    logits processor.
     """
     processor = getattr(root, "logits_processor", None)
-    # with adapters served: those that change the output matrix are refused
+    # LoRA wraps the processor; adapters that change the output matrix are refused
     processor = getattr(processor, "base_layer", processor)
     if not hasattr(processor, "_apply_head") or not hasattr(processor, "_gather_logits"):
-        raise NoHeadError("it has no logits processor of vLLM's")
+        raise NoHeadError("it has none of vLLM's logits processors")
     top, processor = _copied(root), _copied(processor)
     processor._gather_logits = lambda logits: logits
-    top.__dict__.pop("compute_logits", None)  # what grading and certification put there
+    top.__dict__.pop("compute_logits", None)  # wrappers of grading and certification
     top._modules["logits_processor"] = processor
     return top, processor
 
@@ -170,7 +171,7 @@ def _apart(root: Any) -> tuple[nn.Module, Any]:
 def _linear(
     head_dtype: torch.dtype, lm_head: Any, rows: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """The product with an output matrix that is not quantised."""
+    """Return the product of rows with an output matrix that is not quantised."""
     return functional.linear(
         rows.to(head_dtype),
         lm_head.weight.to(head_dtype),
@@ -179,7 +180,7 @@ def _linear(
 
 
 def _copied(module: Any) -> Any:
-    """Its own module with the same parameters, buffers and children."""
+    """Return a copy of the module that shares its parameters, buffers and children."""
     twin = copy.copy(module)
     twin.__dict__ = dict(module.__dict__)
     twin.__dict__["_modules"] = dict(module._modules)

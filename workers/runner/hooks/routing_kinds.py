@@ -1,5 +1,5 @@
-"""Routing kinds of the loaded layers, found by running vLLM's router; those that no rule
-reproduces are refused.
+"""Routing kinds of the loaded layers, found by running vLLM's router; a router that no rule
+reproduces is refused.
 """
 
 import itertools
@@ -16,16 +16,16 @@ from ....schemas.model.routing import RoutingKind, Scoring, routed
 from .architectures import Adapter
 from .sites import held_layers
 
-#: Rows of random logits that a rule must reproduce: their experts, and their weights to this
-#: relative error.
+#: Rows of random logits for which a rule must choose the router's experts, and give its weights to
+#: this relative error.
 _ROWS = 64
 _NEAR = 1e-4
 
 
 def routing_kinds(model: nn.Module, adapter: Adapter) -> list[RoutingKind]:
-    """Return the kinds of the layers on this rank's stage that choose experts.
+    """Return the routing kinds of the layers on this rank's stage that choose experts.
 
-    After the weights have been read.
+    Called after the weights have been read.
     """
     return grouped(
         kind
@@ -35,7 +35,7 @@ def routing_kinds(model: nn.Module, adapter: Adapter) -> list[RoutingKind]:
 
 
 def choosers(layer: nn.Module) -> list[Any]:
-    """The modules of a layer that choose experts."""
+    """Return the modules of a layer that choose experts."""
     return [
         module
         for module in layer.modules()
@@ -44,7 +44,7 @@ def choosers(layer: nn.Module) -> list[Any]:
 
 
 def kind_of(number: int, layer: nn.Module) -> RoutingKind | None:
-    """Return the kind of one layer; None if it has no experts to choose from."""
+    """Return the routing kind of one layer; None if it does not choose experts."""
     runners = choosers(layer)
     if not runners:
         return None
@@ -54,40 +54,42 @@ def kind_of(number: int, layer: nn.Module) -> RoutingKind | None:
     if not isinstance(router, BaseRouter):
         return RoutingKind(
             layers=[number],
-            refused=f"{type(router).__name__} is no router that can be run by itself",
+            refused=f"{type(router).__name__} is not a router that can be run on its own",
         )
     try:
         kind = rule_of(router, next(layer.parameters()).device)
     except Exception as error:
-        # a router of vLLM's may raise any exception for rows alone: the choice is unknown
+        # a vLLM router may raise any exception when it runs without its layer
         return RoutingKind(
-            layers=[number], refused=f"{type(router).__name__} cannot be run by itself: {error}"
+            layers=[number], refused=f"{type(router).__name__} cannot be run on its own: {error}"
         )
     if kind is None:
         return RoutingKind(
             layers=[number],
-            refused=f"no rule that is known chooses as {type(router).__name__} does",
+            refused=f"no known rule reproduces the choices of {type(router).__name__}",
         )
     after = float(getattr(runners[0], "routed_scaling_factor", 1.0))
     return msgspec.structs.replace(kind, layers=[number], scale=kind.scale * after)
 
 
 def rule_of(router: Any, device: torch.device) -> RoutingKind | None:
-    """The rule that chooses and weighs as the router does, for random logits; None: there is
-    none.
+    """Return the rule that reproduces the router's choices and weights on random logits; None if
+    there is none.
     """
     experts, top = int(router.global_num_experts), int(router.top_k)
     random = torch.Generator().manual_seed(experts)
     logits = 2 * torch.randn(_ROWS, experts, generator=random)
-    given = router._compute_routing(torch.zeros(_ROWS, 1, device=device), logits.to(device), None)
-    weights, chosen = (np.asarray(item.detach().float().cpu()) for item in given[:2])
+    routed_rows = router._compute_routing(
+        torch.zeros(_ROWS, 1, device=device), logits.to(device), None
+    )
+    weights, chosen = (np.asarray(item.detach().float().cpu()) for item in routed_rows[:2])
     bias = getattr(router, "e_score_correction_bias", None)
     groups = (
         (int(router.num_expert_group or 1), int(router.topk_group or 1))
         if _has_groups(router)
         else (1, 1)
     )
-    known = [] if bias is None else [float(value) for value in bias.detach().float().cpu()]
+    biases = [] if bias is None else [float(value) for value in bias.detach().float().cpu()]
     for scoring, normalised in itertools.product(get_args(Scoring), (True, False)):
         rule = RoutingKind(
             layers=[],
@@ -97,7 +99,7 @@ def rule_of(router: Any, device: torch.device) -> RoutingKind | None:
             normalised=normalised,
             groups=groups[0],
             kept=groups[1],
-            bias=known,
+            bias=biases,
         )
         if (scale := _scale(rule, logits.numpy(), chosen, weights)) is not None:
             return msgspec.structs.replace(rule, scale=scale)
@@ -113,8 +115,8 @@ def _has_groups(router: Any) -> bool:
 def _scale(
     rule: RoutingKind, logits: np.ndarray, chosen: np.ndarray, weights: np.ndarray
 ) -> float | None:
-    """The factor between the rule's weights and the router's; None: it chooses others, or there is
-    no one factor.
+    """Return the factor between the rule's weights and the router's; None if the rule chooses other
+    experts, or no single factor fits.
     """
     expert_ids, expert_weights = routed(logits, rule)
     dense, by_rule = np.zeros((2, *logits.shape))

@@ -1,9 +1,9 @@
 """Estimates what the hook sites add to one step on a GPU: launches, bytes and time, from the
 model's shape alone.
 
-`midstream doctor --plan` shows them, and `benchmarks/site_costs.py` compares designs by them.
-Nothing in here was measured on a GPU: every assumption is a field of `Machine`. Launches and bytes
-follow from the table of architectures and from what the kernel reads and writes.
+`midstream doctor --plan` prints the estimates, and `benchmarks/site_costs.py` compares designs with
+them. Nothing here was measured on a GPU: every assumption is a field of `Machine`. Launches and
+bytes follow from the table of architectures and from what the kernel reads and writes.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,17 +15,15 @@ from .architectures import Variant, neighbours
 
 @dataclass(frozen=True)
 class Machine:
-    """Assumptions about a GPU. The defaults: an H200."""
+    """Assumptions about a GPU. The defaults are for an H200."""
 
-    idle_launch_us: float = 2.1  # what a launch that does nothing adds to a replayed graph
-    busy_launch_us: float = (
-        3.2  # a launch that does something: the same, and the latency of one row
-    )
-    bytes_per_s: float = 4.8e12  # of its memory
-    share: float = 0.85  # of that, which a site reaches with many rows
-    weights_share: float = 0.7  # of that, at which a step reads the weights
-    all_reduce_us: float = 8.0  # two for each layer, with more than one rank
-    # what fusing an all-reduce with the norm behind it saves; a site between the two prevents it
+    idle_launch_us: float = 2.1  # time that an idle launch adds to a replayed graph
+    busy_launch_us: float = 3.2  # time of a busy launch: the same, and the latency of one row
+    bytes_per_s: float = 4.8e12  # memory bandwidth
+    share: float = 0.85  # share of the bandwidth that a site with many rows reaches
+    weights_share: float = 0.7  # share of the bandwidth at which a step reads the weights
+    all_reduce_us: float = 8.0  # time of an all-reduce; a layer has two with more than one rank
+    # time that fusing an all-reduce with the next norm saves; a site between the two prevents it
     fusion_us: float = 4.0
 
 
@@ -38,20 +36,20 @@ class Shape:
 
     name: str
     variant: Variant
-    layers: int  # that the rank holds
+    layers: int  # layers that the rank holds
     hidden_size: int
-    parameters: float  # of those layers, over all ranks of the stage
+    parameters: float  # parameters of those layers, over all ranks of the stage
     tp: int = 1
     item_bytes: int = 2
-    weight_bytes: float = 0.0  # of a parameter, where they are quantised; 0: as `item_bytes`
+    weight_bytes: float = 0.0  # bytes of a quantised parameter; 0: `item_bytes`
 
     @property
     def row_bytes(self) -> int:
         return self.hidden_size * self.item_bytes
 
     def step_s(self) -> float:
-        """A decode step of stock vLLM, without attention and sampling: weights are read once, two
-        all-reduces for each layer.
+        """Return the seconds of stock vLLM's decode step, without attention and sampling: it reads
+        the weights once and has two all-reduces in each layer.
         """
         read = (
             self.parameters
@@ -67,15 +65,15 @@ class StepCost:
     """Cost that the sites add to one step of one rank."""
 
     launches: int
-    bytes: int  # of the GPU's memory, read and written
-    host_bytes: int  # captured rows that leave for the host
-    seconds: float  # added to the step
-    # also lost where vLLM fuses all-reduces with norms (TP > 1, Hopper, flashinfer)
+    bytes: int  # bytes of GPU memory read and written
+    host_bytes: int  # bytes of captured rows that are copied to the host
+    seconds: float  # time added to the step
+    # further time lost where vLLM fuses all-reduces with norms (TP > 1, Hopper, flashinfer)
     unfused_seconds: float
 
 
 def launches(variant: Variant, hooks: Collection[Hook], layers: int) -> Sequence[tuple[Hook, ...]]:
-    """The launches of one forward of a captured graph, in order; neighbouring sites share one."""
+    """Return the launches of a captured graph's forward in order; neighbouring sites share one."""
     groups = neighbours(variant, hooks, next_layer=True)
     first: list[tuple[Hook, ...]] = [HOOKS[:1]] if groups and HOOKS[0] in groups[-1] else []
     last = tuple(hook for hook in groups[-1] if hook != HOOKS[0]) if groups else ()
@@ -92,12 +90,12 @@ def step_cost(
     configurations: int = 1,
     groups: Sequence[tuple[Hook, ...]] | None = None,
 ) -> StepCost:
-    """Return what one step of `rows` token rows costs in a captured graph, where all rows are
-    edited and captured at all layers.
+    """Return the cost of a step of `rows` token rows in a captured graph, where all rows are edited
+    at the hooks `edited` and captured at the hooks `captured`, in all layers.
 
-    `hooks`: those that are installed. `edited`: an addition of one vector, `configurations`
-    different ones in the step. `groups`: the launches, of another design than today's, in which an
-    idle step replays graphs without sites.
+    `hooks`: the installed hooks. `configurations`: distinct vectors that the step's edits add.
+    `groups`: launches of another design; by default those of the current design, in which an idle
+    step replays graphs without sites.
     """
     busy_hooks = {*edited, *captured}
     if groups is None:
@@ -106,16 +104,15 @@ def step_cost(
     seconds, moved, host, unfused = 0.0, 0, 0, 0
     for group in groups:
         busy = [hook for hook in group if hook in busy_hooks]
-        local = _row_transfers(shape.variant, group, edited, captured) * rows if busy else 0
-        local += sum(
-            min(configurations, rows) for hook in group if hook in edited
-        )  # the vectors, read once
-        moved += local * shape.row_bytes
+        transfers = _row_transfers(shape.variant, group, edited, captured) * rows if busy else 0
+        # each vector is read once
+        transfers += sum(min(configurations, rows) for hook in group if hook in edited)
+        moved += transfers * shape.row_bytes
         host += sum(rows for hook in group if hook in captured) * shape.row_bytes
         launch_us = _MACHINE.busy_launch_us if busy else _MACHINE.idle_launch_us
         rate = _MACHINE.bytes_per_s * _MACHINE.share
-        seconds += launch_us / 1e6 + local * shape.row_bytes / rate
-    if shape.tp > 1:  # between an all-reduce and the norm behind it
+        seconds += launch_us / 1e6 + transfers * shape.row_bytes / rate
+    if shape.tp > 1:  # sites between an all-reduce and the next norm
         unfused = (
             sum(_between(shape.variant, hooks, branch) for branch in ("attn_out", "mlp_out"))
             * shape.layers
@@ -128,16 +125,16 @@ def step_cost(
 def _row_transfers(
     variant: Variant, group: Sequence[Hook], edited: Collection[Hook], captured: Collection[Hook]
 ) -> int:
-    """Rows of one token that cross the memory at a busy launch: what it reads once, what it
-    writes.
+    """Return the rows that a busy launch reads or writes for one token: it reads the stream once,
+    and writes one row for each edit and capture.
     """
     pair = any(variant.taps[hook].kind == "pair" for hook in group)
     return (2 if pair else 1) + sum((hook in edited) + (hook in captured) for hook in group)
 
 
 def _between(variant: Variant, hooks: Collection[Hook], branch: Hook) -> bool:
-    """Return whether a site lies where vLLM would fuse: behind this branch, which ends with an
-    all-reduce, before the next norm.
+    """Return whether a site prevents a fusion: it lies between the all-reduce at the end of this
+    branch and the next norm.
     """
     behind = (
         ("attn_out", "post_attn") if branch == "attn_out" else ("mlp_out", "post_block", "pre_attn")
@@ -145,7 +142,7 @@ def _between(variant: Variant, hooks: Collection[Hook], branch: Hook) -> bool:
     return any(hook in hooks and hook in variant.taps for hook in behind)
 
 
-#: What a step does → (edited, captured).
+#: Kind of step → (edited, captured).
 CASES: dict[str, tuple[tuple[Hook, ...], tuple[Hook, ...]]] = {
     "idle": ((), ()),
     "steered": (("post_block",), ()),

@@ -1,10 +1,10 @@
 """Installation of hook points in a loaded model: wraps the instances of the modules that the
 adapter names.
 
-Sites are installed after loading and before compilation or graph capture; model files stay as they
-are. Neighbouring sites, whose tensors are the same, share one launch. In a traced forward every
-launch is one opaque op whose tensors are buffers of its module, so the same graph serves idle and
-busy steps. A forward that runs as Python asks first whether the launch is busy.
+Sites are installed after loading and before compilation or graph capture; model files stay
+unchanged. Neighbouring sites, whose tensors are the same, share one launch. In a traced forward
+every launch is one opaque op whose tensors are buffers of its module, so the same graph serves idle
+and busy steps. A forward that runs as Python skips a launch that is not busy.
 """
 
 import inspect
@@ -32,9 +32,9 @@ class Site:
     hook: Hook
     layer: int  # absolute layer number
     kind: Kind
-    # the forward that follows has something to do in this site's launch; traced forwards do not ask
+    # this site's launch has work in the next forward; traced forwards ignore this
     busy: bool = False
-    # it is the first site of its launch; the sites behind it that do not lead share it
+    # first site of its launch; the following sites that do not lead share that launch
     leads: bool = True
 
 
@@ -53,11 +53,11 @@ class Sizes:
 
 @dataclass
 class Buffers:
-    """Shared by all sites of the rank, filled before the forward; row, slot and entry 0 of the
-    tables mean "nothing".
+    """Buffers that all sites of the rank share, filled before the forward; row, slot and entry 0 of
+    the tables mean "nothing".
 
-    They stay where they are, but for `ring`: a forward that is not traced writes to the `ring`
-    that is set when it runs.
+    Their addresses never change, except the ring's: a forward that is not traced writes to the
+    `ring` that is set when it runs.
     """
 
     ring: torch.Tensor  # [ring_rows, hidden] model dtype
@@ -72,7 +72,8 @@ class Buffers:
     counts: torch.Tensor  # int32 [sites, COUNTS], written by the sites
 
 
-#: In the order of the ops' arguments; of two of them a launch gets its own rows.
+#: The buffers in the order of the ops' arguments, and those of which a launch gets only the rows of
+#: its sites.
 _ORDER = tuple(field.name for field in fields(Buffers))
 _BY_SITE = ("plan", "site_rows")
 
@@ -90,12 +91,12 @@ def install(
     device: torch.device,
     always: bool,
 ) -> tuple[list[Site], Buffers]:
-    """Wrap what the adapter names in the layers that this rank holds, for each of `hooks`.
+    """Wrap the modules that the adapter names for `hooks`, in the layers that this rank holds.
 
-    Returns the sites in (layer, hook) order, where site `i` is `plan[i]` and `site_rows[i]`, and
-    the buffers. `always`: the forward is traced, or a graph is captured from it, so that every op
-    must be in it, and none begins above the first layer. Raises UnsupportedArchitectureError when a
-    hook does not exist or the model is not built as the adapter says.
+    Returns the sites in (layer, hook) order, and the buffers; site `i` has `plan[i]` and
+    `site_rows[i]`. `always`: the forward is traced, or a graph is captured from it, so that every
+    op must be in it, and no forward begins above the first layer. Raises
+    UnsupportedArchitectureError when a hook does not exist or the model does not match the adapter.
     """
     ordered = [hook for hook in adapter.hooks if hook in hooks]
     for hook in hooks:
@@ -131,9 +132,9 @@ def warm_up(sites: Sequence[Site], buffers: Buffers) -> None:
     """Run each op that the sites need once, on one row, while nothing is planned.
 
     On a GPU this compiles the kernels, each of which is the same for every number of rows and of
-    sites. Without graphs the first busy step would.
+    sites. Without graphs the first busy step would compile them.
     """
-    # pairs behind a branch are their own
+    # launches that begin with a branch and end with a pair are a kind of their own
     kinds = {
         (launched[0].kind, launched[-1].kind): (first, launched)
         for first, launched in _launches(sites)
@@ -152,23 +153,23 @@ def warm_up(sites: Sequence[Site], buffers: Buffers) -> None:
 
 
 def _launches(sites: Sequence[Site]) -> Iterator[tuple[int, Sequence[Site]]]:
-    """The sites that share a launch, and the number of the first."""
+    """Yield for each launch the number of its first site, and its sites."""
     firsts = [number for number, site in enumerate(sites) if site.leads]
     for first, stop in itertools.pairwise([*firsts, len(sites)]):
         yield first, sites[first:stop]
 
 
 def _branches(sites: Sequence[Site]) -> int:
-    """Return how many sites of a launch are of `hidden` alone, where the last is of a pair."""
+    """Return how many sites of a launch that ends with a pair are on `hidden` alone."""
     return sum(site.kind == "single" for site in sites)
 
 
 def _lead(
     sites: Sequence[Site], adapter: Adapter, hooks: Sequence[Hook], *, next_layer: bool
 ) -> None:
-    """Say of each site whether it is the first of its launch.
+    """Set `leads` of each site: whether it is the first of its launch.
 
-    `sites`: of all held layers, which follow each other, in order.
+    `sites`: the sites of all held layers, which are consecutive, in order.
     """
     for last, site in itertools.pairwise(sites):
         groups = neighbours(adapter.of(last.layer), hooks, next_layer=next_layer)
@@ -178,28 +179,28 @@ def _lead(
 
 
 def read_between_layers(model: nn.Module, adapter: Adapter) -> tuple[int, ...]:
-    """After how many layers the model keeps the stream (for EAGLE-3): it must not see the edits of
-    the layer behind.
+    """Return after how many layers the model reads the stream for EAGLE-3; the next layer's edits
+    must come after this read.
     """
     return tuple(getattr(decoder(model, adapter), "aux_hidden_state_layers", ()))
 
 
 def has_sites(module: nn.Module) -> bool:
-    """Return whether a site is at the input or output of this module itself."""
+    """Return whether this module itself, not a part of it, has a site."""
     return any(name.startswith("midstream_") for name, _ in module.named_buffers(recurse=False))
 
 
 def language_model(model: nn.Module) -> nn.Module:
-    """The part of vLLM's model that generates text: of a model that takes images the one below it,
-    else the model.
+    """Return the part of vLLM's model that generates text: the language model of a model that takes
+    images, else the model itself.
     """
     below: Any = model
     return below.get_language_model() if getattr(model, "supports_multimodal", False) else below
 
 
 def held_layers(model: nn.Module, adapter: Adapter) -> list[tuple[int, nn.Module]]:
-    """(absolute number, decoder layer) of those that this rank holds; those of other pipeline
-    stages are placeholders.
+    """Return (absolute number, decoder layer) for the layers that this rank holds, without the
+    placeholders of other pipeline stages.
     """
     layers = _submodule(decoder(model, adapter), adapter.layers.rpartition(".")[2], adapter)
     return [
@@ -208,9 +209,9 @@ def held_layers(model: nn.Module, adapter: Adapter) -> list[tuple[int, nn.Module
 
 
 def decoder(model: nn.Module, adapter: Adapter) -> nn.Module:
-    """The module whose forward runs the decoder layers.
+    """Return the module whose forward runs the decoder layers.
 
-    Some language models are that alone, and their head is above.
+    Some language models are this module themselves, with their head in the model above.
     """
     below, (path, _, layers) = language_model(model), adapter.layers.rpartition(".")
     holder: nn.Module = below if hasattr(below, layers) else _submodule(below, path, adapter)
@@ -256,11 +257,10 @@ def visit_of(
     always: bool,
     bank: str = "",
 ) -> Visit:
-    """The call of the op of these sites, from a traced forward and from one that runs as Python.
+    """Return the call that runs the op of `sites`, from traced forwards and from Python ones.
 
-    `first`: their first row.
-
-    `bank`: whose buffers they are, where that is not the residual one.
+    `first`: the first of their rows in `plan` and `site_rows`. `bank`: the bank that the buffers
+    belong to; empty: the residual stream's.
     """
     by_site = {name: getattr(buffers, name)[first : first + len(sites)] for name in _BY_SITE}
     leader, branches = sites[0], _branches(sites)
@@ -293,17 +293,17 @@ def visit_of(
 def _wrap(
     module: nn.Module, before: Sequence[tuple[bool, Visit]], after: Sequence[tuple[bool, Visit]]
 ) -> None:
-    """Have `module.forward` visit these sites, in order, before and after what it does.
+    """Wrap `module.forward` with calls of the ops before and after it, in order.
 
-    Each: whether it takes a pair, the call.
+    `before`, `after`: (the op takes a pair, its call).
     """
     forward = module.forward
     hidden_at, residual_at = places(forward)
     names = list(inspect.signature(forward).parameters)
     hidden_name = names[hidden_at] if hidden_at < len(names) else "hidden_states"
-    # some write to a tensor that they are given
+    # some forwards return None, and write to the argument `output`
     written_at = names.index("output") if "output" in names else len(names)
-    # Closed over, not read from objects: tracing guards what it reads.
+    # Closed over, not read from objects, because tracing adds a guard for each read attribute.
     inputs, outputs = tuple(before), tuple(after)
 
     def with_sites(*args: Any, **kwargs: Any) -> Any:
@@ -331,7 +331,7 @@ def _wrap(
 
 @contextmanager
 def without_sites(module: nn.Module) -> Iterator[None]:
-    """Disable every site in this module within the block, for all callers of its parts."""
+    """Disable every site in this module and its parts within the block, for all callers."""
     wrapped = [part for part in module.modules() if hasattr(part.__dict__.get("forward"), "bare")]
     forwards = [part.forward for part in wrapped]
     for part, forward in zip(wrapped, forwards, strict=True):
@@ -344,8 +344,8 @@ def without_sites(module: nn.Module) -> Iterator[None]:
 
 
 def places(forward: Callable[..., Any]) -> tuple[int, int]:
-    """Return where `hidden_states` and `residual` are among the positional arguments; norms take
-    them first and second.
+    """Return the indices of `hidden_states` and `residual` among the positional arguments; norms
+    take them first and second.
     """
     names = list(inspect.signature(forward).parameters)
     hidden = names.index("hidden_states") if "hidden_states" in names else 0

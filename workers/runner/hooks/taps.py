@@ -1,6 +1,4 @@
-"""Vocabulary of hook points in a loaded layer: which side of which module, and what the rows there
-add up to.
-"""
+"""Types for hook points in a loaded layer: the module and its side, and the sums that rows form."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +7,8 @@ from typing import Literal
 from ....schemas.prompts.selectors import Hook
 
 Side = Literal["input", "output"]
-#: `pair`: the stream is the sum of two tensors, `(hidden, residual)`, that the next norm adds up;
-#: `single`: it is one tensor.
+#: `pair`: the hook's row is the sum of two tensors, `(hidden, residual)`, that the next norm adds;
+#: `single`: it is in one tensor.
 Kind = Literal["pair", "single"]
 #: A hook's row is the sum of these hooks' rows, each times its multiplier.
 Law = Mapping[Hook, float]
@@ -18,8 +16,8 @@ Law = Mapping[Hook, float]
 
 @dataclass(frozen=True)
 class Tap:
-    """The tensor at one side of the module at `path` below the decoder layer; `""` is the layer
-    itself.
+    """The tensor at the input or output of the module at `path` below the decoder layer; `""` is
+    the layer itself.
     """
 
     path: str

@@ -1,8 +1,8 @@
-"""Per-rank data plane: tracks requests, and calls the parts of a step in their order.
+"""Per-rank data plane: tracks requests, and calls the parts of a step in order.
 
-The adapters call `begin` (new and ended requests), `plan` (the rows of each request), let the
-forward run, then `drain`. An error in here must not take the engine down: it fails the requests
-concerned, through their receipts.
+The runner adapters call `begin` (new and ended requests) and `plan` (the rows of each request), let
+the forward run, then call `drain`. An error in the data plane must not take the engine down: it
+fails the requests concerned, through their receipts.
 """
 
 import logging
@@ -65,10 +65,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A rank that cannot deliver receipts ends with this code, and so the engine does: jobs are then
-#: tried elsewhere.
+#: Exit code of a rank that cannot deliver receipts. The engine ends too, and other workers run its
+#: jobs.
 EXIT_NO_RECEIPTS = 70
-#: How long a closing rank waits for the relay to take its receipts; what is left is sent after the
+#: Seconds that a closing rank waits for the relay to take its receipts; the rest is sent after the
 #: next start.
 FLUSH_S = 5.0
 
@@ -76,13 +76,13 @@ _IDLE = (
     "internal error: its rows are not where the scheduler said: the step's forward "
     "pass runs without hook sites"
 )
-_BEGAN_ANEW = (
+_RESYNCED = (
     "the worker's ranks were resynced while the request ran: its steering cannot be verified"
 )
 
 
 class DataPlane:
-    """One per rank."""
+    """The data plane of one rank."""
 
     def __init__(
         self,
@@ -98,13 +98,12 @@ class DataPlane:
         readers: Mapping[type, Reader] | None = None,
         inside: Sequence[Part] = (),
     ) -> None:
-        """`sites`, `buffers`: of the residual bank; `inside`: the other banks.
+        """`sites`, `buffers`: of the residual bank; `inside`: the other banks. `num_layers`: of the
+        whole model.
 
-        `num_layers`: of the whole model.
-
-        `traced`: the forward is compiled or graph-captured. `gate`: where it may begin, if it may.
-        `loras`: None if no adapters are served.
-        `readers`: what computes readings, by the type of `StoredCapture.reading`.
+        `traced`: the forward is compiled or graph-captured. `gate`: None if forwards may not begin
+        above the first layer. `loras`: None if no adapters are served. `readers`: by the type of
+        `StoredCapture.reading`.
         """
         self._config, self._place = config, place
         arm(config.fault, Path(config.outbox_dir).parent)
@@ -152,7 +151,7 @@ class DataPlane:
             hidden_size=self._hidden_size,
             dtype=self._dtype,
         )
-        # of blocks whose rows are kept; set once it is known
+        # tokens of a block whose rows may be kept; set once the KV cache is known
         self.block_size = sys.maxsize if config.row_store_mib else 1
         self._overload = Overload(
             config.capture_overload, queue_bytes, lambda: self._writer.backlog
@@ -186,8 +185,8 @@ class DataPlane:
         self._grading = Grading()
         waits, whole = device.type == "cpu", place.stages == 1
         self._probes = Scorer(self._table.vectors, self._hidden_size, waits=waits, streams=whole)
-        self.probe_news = self._probes.news  # of the step that ran last, as `found`
-        self._view: StepView | None = None  # of the step that was planned and has not run
+        self.probe_news = self._probes.news  # called like `found`, for the last step
+        self._view: StepView | None = None  # the planned step, until it has run
         self.entering = (
             Reentry(requests, gate, self.runs, self._hidden_size, self._dtype, device)
             if gate is not None
@@ -205,54 +204,51 @@ class DataPlane:
             lambda: self.block_size,
         )
         parts: list[StepPart | None] = [
-            # First: after a wrong adapter nothing of the step may be used.
+            # First, because nothing of a step with a wrong adapter may be used.
             Adapters(requests, loras, self.actions) if loras is not None else None,
-            # The plan of the edits starts the step's plan; that of the rows ends and commits it.
+            # Edits begin the step's plan; Rows complete and commit it.
             Edits(requests, self._banks, self.rank_state, self.runs, self.actions),
             self._rows,
-            # Requests that failed so far take no part in these.
+            # After these, so that they skip requests that failed so far.
             self.entering,
             self._grading if place.grades else None,
-            # Scores are of rows that were recorded, and watch their recordings.
+            # Last, because probes score rows that Rows recorded.
             Probes(requests, self._probes),
         ]
         #: The order within each phase of a step, see `StepPart`.
         self._parts = tuple(part for part in parts if part is not None)
         self.load = Load()
         self._traced = traced
-        self._idle = False  # the forward that follows is of the idle family
+        self._idle = False  # the next forward is of the idle family
         self._idle_steps = 0
         self._preemptions = 0
-        # how batches were composed since this rank last began with nothing to do: two runs can be
-        # compared
+        # CRC32 of how batches were composed since this rank last had no requests, to compare runs
         self._schedule = 0
-        self._token_rows = 0  # computed so far, rejected drafts included
+        self._token_rows = 0  # token rows computed so far, including rejected drafts
 
-    # -- calls of the worker
-    # ----------------------------------------------------------------------------------------------
+    # --- Calls of the worker
 
     def cleanse(self, steps: list[int]) -> None:
-        """The prefix cache was reset at each rank's step in `steps`: earlier failures can no longer
-        be served from it.
+        """Forget failures that the prefix cache can no longer serve: it was reset at each rank's
+        step in `steps`.
         """
         step = steps[self._place.rank]
         self._requests.cleanse(step)
         self._rows.cleanse(step)
 
     def end(self, key: str, num_tokens: int) -> None:
-        """Record where a request (`RankSpec.key`) ends, as reported by the worker: after
-        `num_tokens`, prompt included, or -1: forget it.
+        """Record where the worker ends a request (`RankSpec.key`): after `num_tokens`, including
+        the prompt; -1: forget the request.
 
-        Called in `begin`, with what travelled with the step: every rank gets it in the same one.
-
-        The engine may have computed more by then, and calls an output that a stop string ended, as
-        well as a cancelled one, aborted.
+        Called in `begin`, since the end is sent with a step: every rank gets it in the same step.
+        The engine may have computed more tokens by then, and reports outputs that a stop string
+        ended, like cancelled ones, as aborted.
         """
         self._requests.end(key, num_tokens)
 
     def expect(self, users: list[Any]) -> None:
-        """Lay out steering that requests will have soon, in a thread: each a `list[StoredSteering]`
-        as plain containers.
+        """Lay out steering that requests will soon use, in a thread. `users`: each a
+        `list[StoredSteering]` as plain containers.
         """
         for user in users:
             self._table.prepared.expect(
@@ -262,22 +258,22 @@ class DataPlane:
             )
 
     def restart(self) -> None:
-        """Reset: no rows, tensors, source runs or steering state, and an empty ledger in its next
-        epoch.
+        """Reset the rank: drop all rows, tensors, source runs and steering state, and begin the
+        ledger's next epoch.
 
-        Every request that is here fails with the reason. The engine may continue some of them,
-        without any edit, until the worker's abort arrives: they are kept as failed ones, so that
-        none is resumed halfway and no request is served the cache blocks that they fill.
+        All tracked requests fail. The engine may continue some of them, without edits, until the
+        worker's abort arrives. They stay tracked as failed, so that none is resumed halfway and no
+        other request is served the cache blocks that they fill.
         """
-        self._requests.fail_all(_BEGAN_ANEW)
+        self._requests.fail_all(_RESYNCED)
         for part in self._parts:
             part.forget()
         self.actions.restart()
 
     def divert(self, to: Diversion | None) -> None:
-        """Give captures and receipts to `to`: see `certify`.
+        """Pass captures and receipts to `to`: see `certificate.certify`.
 
-        None: to where they belong, from a plane that never saw a request.
+        None: pass them to consumers and outbox again, and reset the plane as if it were new.
         """
         self._writer.divert(to)
         if to is None:
@@ -288,23 +284,23 @@ class DataPlane:
             self._idle_steps = self._preemptions = self._schedule = self._token_rows = 0
 
     def stamp(self, caveats: Sequence[str]) -> None:
-        """The caveats of every later manifest."""
+        """Set the caveats of every later manifest."""
         self._reports.origin["caveats"] = tuple(caveats)
 
     def describe(self, attention: Sequence[AttentionKind], routing: Sequence[RoutingKind]) -> None:
-        """Set how the stage's layers attend and choose experts, for every later manifest."""
+        """Set the attention and routing kinds of the stage's layers, for every later manifest."""
         self._reports.origin |= {"attention": tuple(attention), "routing": tuple(routing)}
 
     def fingerprint(self) -> str:
-        """CRC32, 8 hex digits, of all that is here and of the table as the device has it: equal
-        where ranks of a stage are.
+        """Return the CRC32 (8 hex digits) of the rank's state and of the table's contents on the
+        device; it is equal for ranks of a stage with equal state.
         """
         loras = self.loras.names() if self.loras is not None else []
         content = self.rank_state.names(), self.runs.names(), loras, self._table.fingerprint()
         return f"{zlib.crc32(msgspec.msgpack.encode(content)):08x}"
 
     def status(self) -> dict[str, Any]:
-        """For inspection: checksum, counts, occupancy."""
+        """Return checksum, counts and occupancy, for inspection."""
         return {
             "rank": self._place.rank,
             "tp": self._place.tp,
@@ -345,14 +341,13 @@ class DataPlane:
         }
 
     def close(self) -> None:
-        """Write and send what is pending, then stop."""
+        """Write and send everything that is pending, then stop."""
         for part in self._parts:
             part.close()
         self._outbox.flush(FLUSH_S)
         self._outbox.close()
 
-    # -- the step
-    # ----------------------------------------------------------------------------------------------
+    # --- The step
 
     def begin(
         self,
@@ -364,12 +359,12 @@ class DataPlane:
         ends: Sequence[tuple[str, int]] = (),
         waiting: Sequence[bytes] = (),
     ) -> None:
-        """Requests that ended before this step, then new ones: rows are released before they are
-        acquired.
+        """Begin a step: finish ended requests, then admit new ones, so that table rows are released
+        before they are acquired.
 
-        `preempted`: requests that lost their KV cache before this step; their rows stay recorded.
-        `resumed`: those that continue now → tokens that the prefix cache serves them. `ends`: what
-        `end` takes. `waiting`: packed specs of requests that will come in a later step.
+        `preempted`: number of requests that lost their KV cache before this step; their rows stay
+        recorded. `resumed`: request that resumes now → tokens that the prefix cache serves. `ends`:
+        arguments of `end`. `waiting`: packed specs of requests that will begin in a later step.
         """
         requests = self._requests
         requests.step += 1
@@ -405,12 +400,12 @@ class DataPlane:
             part.prepare(keeping)
 
     def choose(self, windows: Iterable[tuple[str, int, int]]) -> bool:
-        """Return whether the forward of these (request, first position, how many) is of the idle
-        family, in which no site does anything.
+        """Return whether the forward of these (request, first position, count) is of the idle
+        family of graphs, in which sites do nothing.
 
-        From what every rank is sent alone: the ranks of a stage must replay the same graph, also
-        those that record nothing or whose own plan fails. A forward that runs as Python has no
-        families, and asks each site.
+        Depends only on data that every rank gets: the ranks of a stage must replay the same graph,
+        even if one of them records nothing or its plan fails. A forward that runs as Python has no
+        graph families, and is never idle.
         """
         self._idle = self._traced and not (
             self._tracked and any(self._touches(*window) for window in windows)
@@ -427,7 +422,7 @@ class DataPlane:
         )
 
     def plan(self, view: StepView) -> None:
-        """Fill the buffers for the forward pass that follows."""
+        """Fill the buffers for the next forward pass."""
         self._token_rows += view.num_rows
         self._view = view
         if not self._tracked:
@@ -452,16 +447,16 @@ class DataPlane:
             part.plan(tracked_rows, view)
 
     def grade(self, logits: torch.Tensor) -> None:
-        """Take these as the logits of the planned step, unless no request waits for any."""
+        """Grade the requests that are due with the logits of the planned step."""
         if self._grading.due:
             with self._requests.guard(self._grading.due, "intervention_failed"):
                 for tracked, why in self._grading.take(logits):
                     self._reports.failed(self._requests.step, tracked, why, "intervention_failed")
 
     def drain(self, hidden: torch.Tensor | None = None) -> None:
-        """Take the captured rows of the forward pass that ran.
+        """Take the captured rows of the last forward pass, and check it.
 
-        `hidden`: `[tokens, hidden_size]`, what left the last layer; None on other stages.
+        `hidden`: output of the last layer, `[tokens, hidden_size]`; None on other stages.
         """
         step, self._view = RanStep(self._view, hidden), None
         for part in self._parts:
@@ -470,15 +465,15 @@ class DataPlane:
             part.settle(step)
 
     def found(self) -> Callable[[], list[tuple[str, int]]]:
-        """Return (request, first position) of the rows of the last step that are not finite.
+        """Return a function that returns (request, position) of the last step's non-finite rows.
 
-        Waits for the step, in any thread.
+        The function may be called in any thread, and waits for the step.
         """
         return self._banks.found()
 
     def _admit(self, request: NewRequest) -> None:
         requests, spec = self._requests, request.spec
-        if request.unreadable:  # another version's, most likely
+        if request.unreadable:  # most likely from another version
             requests.fail(
                 Tracked(spec),
                 (
@@ -493,7 +488,7 @@ class DataPlane:
         )
         self._tracked[request.id] = tracked
         requests.live.add(spec.key)
-        # every rank must get here: no state of a single rank may prevent it
+        # every rank must reach this call regardless of its state, since it may be collective
         prepared, unprepared = self.readings.prepare(spec)
         if spec.version != __version__:
             requests.fail(
@@ -516,7 +511,7 @@ class DataPlane:
 
 
 def answer(action: Callable[[], None]) -> tuple[bool, str]:
-    """Return how a rank answers a call of the worker: (ok, why not).
+    """Run a call of the worker; return (whether it succeeded, why not).
 
     A refused call has changed nothing on this rank.
     """
@@ -528,8 +523,8 @@ def answer(action: Callable[[], None]) -> tuple[bool, str]:
 
 
 def _give_up(error: Exception) -> None:
-    """Receipts cannot be kept or delivered: without them no request may succeed, so this rank must
-    not continue.
+    """End the process, because receipts cannot be kept or delivered, and without them no request
+    may succeed.
     """
     logger.critical("this rank cannot deliver receipts: %s", error)
     os._exit(EXIT_NO_RECEIPTS)

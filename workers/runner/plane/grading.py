@@ -1,6 +1,7 @@
 """Grading of the next token after a prompt, from the logits before vLLM's sampler changes them.
 
-Why not by `SamplingParams.logprob_token_ids`: `docs/decisions/0006-reentry-and-grading.md`.
+`docs/decisions/0006-reentry-and-grading.md` explains why this does not use
+`SamplingParams.logprob_token_ids`.
 """
 
 import math
@@ -24,27 +25,21 @@ KEPT = 64
 class _Due(NamedTuple):
     tracked: Tracked
     grade: Grade
-    row: int  # of the step's logits: the one behind the prompt's last token
+    row: int  # row of the step's logits: that of the prompt's last token
 
 
 class Grading(StepPart):
-    """Grading on the last stage's first rank.
-
-    `plan` before the forward, `take` with the logits that follow from it.
-    """
+    """Grading on the last stage's first rank: `plan` before the forward, `take` with its logits."""
 
     def __init__(self) -> None:
         self._due: list[_Due] = []
-        self._rows = 0  # logits of the step
-        self._kept: OrderedDict[str, torch.Tensor] = (
-            OrderedDict()
-        )  # name → log-probabilities, float32 `[vocabulary]`
+        self._rows = 0  # rows of the step's logits
+        # name → log-probabilities, float32 `[vocabulary]`
+        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
 
     @property
     def due(self) -> list[Tracked]:
-        """Return the requests whose prompts end in the planned step, until its logits were
-        taken.
-        """
+        """Return the requests to grade whose prompts end in the planned step, until `take`."""
         return [due.tracked for due in self._due]
 
     def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
@@ -64,16 +59,15 @@ class Grading(StepPart):
             self._rows += rows.samples
             tracked = ending.get(rows.id)
             if tracked is not None and tracked.spec.grade is not None:
-                drafts = (
-                    rows.first_position + rows.num_rows - tracked.spec.prompt_tokens
-                )  # vLLM pads a prompt's last token with them
+                # vLLM may pad a prompt's last chunk with drafts
+                drafts = rows.first_position + rows.num_rows - tracked.spec.prompt_tokens
                 self._due.append(_Due(tracked, tracked.spec.grade, self._rows - 1 - drafts))
 
     def take(self, logits: torch.Tensor) -> list[tuple[Tracked, str]]:
-        """Grade the requests that are due, of whose step these `[rows, vocabulary]` are; returns
-        those that cannot be, with the reason.
+        """Grade the requests that are due with their step's logits `[rows, vocabulary]`; return
+        those that cannot be graded, with the reason.
 
-        Waits for nothing: the values are on their way when this returns.
+        Does not wait: values may still be copied from the device when this returns.
         """
         due, self._due = self._due, []
         if not due:
@@ -87,7 +81,7 @@ class Grading(StepPart):
                 for item in due
             ]
         logprobs = torch.log_softmax(
-            logits.index_select(0, _there([item.row for item in due], logits.device)).float(),
+            logits.index_select(0, _on_device([item.row for item in due], logits.device)).float(),
             dim=-1,
         )
         for number, item in enumerate(due):
@@ -112,19 +106,19 @@ class Grading(StepPart):
 
     def _refusal(self, grade: Grade, vocabulary: int) -> str:
         outside = [token for token in grade.token_ids if not 0 <= token < vocabulary]
-        if outside:  # an accelerator would end the process
+        if outside:  # an index out of range would end an accelerator's process
             return f"token ids {outside} are outside the vocabulary of {vocabulary}"
         if grade.against and grade.against not in self._kept:
             return f"the reference distribution {grade.against!r} is no longer stored"
         return ""
 
     def _grade(self, due: Sequence[_Due], numbers: Sequence[int], logprobs: torch.Tensor) -> None:
-        """`logprobs[numbers[i]]` is of `due[i]`."""
+        """Set `graded` of the requests in `due`; `due[i]` has the row `logprobs[numbers[i]]`."""
         rows = [
             number for item, number in zip(due, numbers, strict=True) for _ in item.grade.token_ids
         ]
         tokens = [token for item in due for token in item.grade.token_ids]
-        places = _there([rows, tokens], logprobs.device)
+        places = _on_device([rows, tokens], logprobs.device)
         parts, ends = [logprobs[places[0], places[1]].double()], len(tokens)
         against: dict[str, list[int]] = {}
         for place, item in enumerate(due):
@@ -137,7 +131,7 @@ class Grading(StepPart):
                 _divergence(
                     self._kept[name],
                     logprobs.index_select(
-                        0, _there([numbers[place] for place in of_name], logprobs.device)
+                        0, _on_device([numbers[place] for place in of_name], logprobs.device)
                     ),
                 )
             )
@@ -154,23 +148,23 @@ class Grading(StepPart):
 
 
 def _divergence(kept: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """D(kept ‖ each of them), nats, float64 `[rows]`, of log-probabilities `[vocabulary]` and
-    `[rows, vocabulary]`.
+    """Return the KL divergence D(kept ‖ row) of each row in nats, float64 `[rows]`, from
+    log-probabilities `[vocabulary]` and `[rows, vocabulary]`.
     """
     first = kept.double()
     share = first.exp()
-    # A token of probability 0 adds nothing, regardless of its probability in the other.
+    # A token of probability 0 in `kept` adds nothing, regardless of its probability in the row.
     return torch.where(share > 0, share * (first - logprobs.double()), 0.0).sum(dim=-1)
 
 
-def _there(numbers: Any, device: torch.device) -> torch.Tensor:
-    """Integers on the device, without waiting for it."""
+def _on_device(numbers: Any, device: torch.device) -> torch.Tensor:
+    """Copy integers to the device, without waiting for it."""
     local = torch.tensor(numbers, dtype=torch.int64)
     return local if device.type == "cpu" else locked_copy(local).to(device, non_blocking=True)
 
 
 class _Values:
-    """A step's values on their way to this process."""
+    """A step's values, which may still be copied from the device."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._event = values, None
@@ -181,7 +175,7 @@ class _Values:
             self._event.record()
 
     def of(self, indices: Sequence[int]) -> Callable[[], list[float]]:
-        """Waits for them."""
+        """Return a function that waits for the copy and returns these values."""
 
         def read() -> list[float]:
             if self._event is not None:
@@ -192,8 +186,8 @@ class _Values:
 
 
 def lacking(tracked: Tracked) -> str:
-    """Return why an ended request has no grade of the next token; empty if it has one or requested
-    none.
+    """Return why an ended request has no grade of its next token; empty if it has a grade, or
+    requested none.
     """
     if tracked.spec.grade is None:
         return ""
@@ -213,7 +207,7 @@ def tap(model: nn.Module, take: Callable[[torch.Tensor], None]) -> None:
 
     def with_grades(*args: Any, **kwargs: Any) -> Any:
         logits = compute_logits(*args, **kwargs)
-        if logits is not None:  # another rank of the stage gets them
+        if logits is not None:  # None: only another rank of the stage gets the logits
             take(logits)
         return logits
 

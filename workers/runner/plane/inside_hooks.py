@@ -1,10 +1,10 @@
-"""Hook points inside attention and MLP: found in the loaded layers by what their modules are, not
-by names; and installed there.
+"""Hook points inside attention and MLP: finds them in the loaded layers, by the classes of modules
+rather than by names where possible, and installs them.
 
 vLLM fuses the projections of queries, keys and values, and shares one rotary embedding among
-layers. So `q`, `k` and `v` are read where they enter a layer's own attention, `q_proj` and `k_proj`
-are columns of what the fused projection gives, `z` and `mlp_act` enter the output projection and
-the down projection, and `router` leaves the gate of the experts.
+layers. Therefore `q`, `k` and `v` are inputs of a layer's attention, `q_proj` and `k_proj` are
+columns of the fused projection's output, `z` and `mlp_act` are inputs of the output projection and
+the down projection, and `router` is the output of the experts' gate.
 """
 
 import inspect
@@ -32,8 +32,8 @@ from ..hooks.architectures import Adapter
 from ..hooks.sites import Site, Sizes, Visit, buffers_of, held_layers, visit_of
 from ..rows.banks import Part
 
-#: Where a hook's rows are: an argument of the module's forward, by its place, or columns of what it
-#: returns.
+#: Where a hook's rows are: the index of an argument of the module's forward, or "output": columns
+#: of what it returns.
 Side = int | Literal["output"]
 _ATTENTION = re.compile(r"attn|attention")
 #: Names of projections, where their classes do not distinguish them.
@@ -48,18 +48,16 @@ class Inner:
     module: nn.Module
     side: Side
     columns: Columns
-    first: int = 0  # column of the tensor at which the rows begin
+    first: int = 0  # the tensor's column at which the rows begin
 
 
-class Missing(ValueError):
-    """Reason why a layer does not have a hook."""
+class MissingHookError(ValueError):
+    """A layer does not have a hook; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """This rank among the ranks of its stage, and what the model has that one rank alone does not
-    show.
-    """
+    """This rank among the ranks of its stage, and the model's hidden size."""
 
     rank: int
     size: int
@@ -79,8 +77,7 @@ class _Layer:
             path: part for path, part in self._parts.items() if isinstance(part, Attention)
         }
 
-    # -- the hooks
-    # ----------------------------------------------------------------------------------------------
+    # --- Hooks
 
     def q(self) -> Inner:
         return Inner(self._attend(), 0, self._query(self._attend().head_size))
@@ -122,7 +119,7 @@ class _Layer:
 
     def mlp_act(self) -> Inner:
         if self._experts():
-            raise Missing("its experts are fused")
+            raise MissingHookError("its experts are fused")
         linears = {
             path: part
             for path, part in self._linears(attention=False).items()
@@ -138,7 +135,9 @@ class _Layer:
             fused_act_quant._FUSED_ACT_QUANT
             and fused_act_quant.get_input_quant_key(_base(module)) is not None
         ):
-            raise Missing("one kernel computes and quantises what enters its down projection")
+            raise MissingHookError(
+                "one kernel computes and quantises what enters its down projection"
+            )
         width = _base(module).input_size
         size = width // (self._group.size if isinstance(_base(module), RowParallelLinear) else 1)
         first = self._group.rank * size if size < width else 0
@@ -156,17 +155,17 @@ class _Layer:
     def router(self) -> Inner:
         experts = self._experts()
         if not experts:
-            raise Missing("it has no experts")
+            raise MissingHookError("it has no experts")
         gates = [
             part
             for path, part in self._linears(attention=False).items()
             if isinstance(_base(part), ReplicatedLinear) and _base(part).output_size in experts
         ]
         if len(gates) != 1:
-            raise Missing(f"{len(gates)} modules could be its router")
+            raise MissingHookError(f"{len(gates)} modules could be its router")
         gate = _base(gates[0])
-        if (made := getattr(gate, "out_dtype", None)) not in (None, gate.params_dtype):
-            raise Missing(f"its router gives {made}, not the model's dtype")
+        if (dtype := getattr(gate, "out_dtype", None)) not in (None, gate.params_dtype):
+            raise MissingHookError(f"its router returns {dtype}, not the model's dtype")
         width = gate.output_size
         return Inner(
             gates[0],
@@ -174,14 +173,13 @@ class _Layer:
             Columns(RowShape(heads=1, width=width), 0, width, self._group.rank == 0),
         )
 
-    # -- what they are found by
-    # ---------------------------------------------------------------------------------------------
+    # --- Modules and columns
 
     def _attend(self) -> Any:
         if self._latent is not None:
-            raise Missing("its keys and values are latent (MLA)")
+            raise MissingHookError("its keys and values are latent (MLA)")
         if len(self._attention) != 1:
-            raise Missing(
+            raise MissingHookError(
                 "it has no attention"
                 if not self._attention
                 else f"it has {len(self._attention)} attentions"
@@ -191,7 +189,7 @@ class _Layer:
     def _own_cache(self) -> Any:
         attention = self._attend()
         if getattr(attention, "kv_sharing_target_layer_name", None) is not None:
-            raise Missing("it uses the keys and values of another layer")
+            raise MissingHookError("it uses the keys and values of another layer")
         return attention
 
     def _query(self, width: int) -> Columns:
@@ -231,7 +229,7 @@ class _Layer:
                 attention.head_size + attention.head_size_v
             )
             if sum(_base(fused[0]).output_partition_sizes) != size:
-                raise Missing("its projection gives more than queries, keys and values")
+                raise MissingHookError("its projection gives more than queries, keys and values")
             return fused[0]
         heads = attention.num_heads if letter == "q" else attention.num_kv_heads
         width = heads * attention.head_size * self._group.size
@@ -241,18 +239,18 @@ class _Layer:
             if path.rpartition(".")[2] in (f"{letter}_proj", letter, f"w{letter}")
         ]
         if len(named) != 1 or _base(named[0]).output_size != width:
-            raise Missing("its queries and keys are not given by projections of their own")
+            raise MissingHookError("no separate projections compute its queries and keys")
         return named[0]
 
     def _linears(self, *, attention: bool) -> dict[str, nn.Module]:
-        """Path → linear module in the layer's attention, or outside of it."""
+        """Return path → linear module, in the layer's attention or outside of it."""
         within = {path.partition(".")[0] for path in self._attention if "." in path}
         within |= {
             name
             for name, _ in self._layer.named_children()
             if not within and _ATTENTION.search(name)
         }
-        # LoRA calls what is around it
+        # LoRA wraps a linear module, and the layer calls the wrapper
         outer = {
             path: part for path, part in self._parts.items() if not path.endswith(".base_layer")
         }
@@ -266,7 +264,7 @@ class _Layer:
         }
 
     def _experts(self) -> set[int]:
-        """Return how many experts a module of the layer chooses from."""
+        """Return the numbers of experts that modules of the layer choose from."""
         configs = (getattr(part, "moe_config", None) for part in self._parts.values())
         return {
             number
@@ -275,62 +273,68 @@ class _Layer:
         }
 
     def _splits(self, module: nn.Module) -> None:
+        """Raises MissingHookError unless ranks split the module's input."""
         if self._group.size > 1 and not (
             isinstance(_base(module), RowParallelLinear) and _base(module).input_is_parallel
         ):
-            raise Missing("every rank computes the whole of it, or splits it after the hook")
+            raise MissingHookError(
+                "every rank computes the whole of it, or splits it after the hook"
+            )
 
 
 def _base(part: nn.Module) -> Any:
-    """A linear module without what LoRA puts around it."""
+    """Return a linear module without LoRA's wrapper."""
     inner = getattr(part, "base_layer", part)
     return inner if isinstance(inner, LinearBase) else part
 
 
 def _reads_stream(path: str, linears: Mapping[str, nn.Module]) -> bool:
-    """Return whether it is a square matrix next to one that is not: no down projection."""
+    """Return whether it is a square matrix and not the only one: then it is no down projection."""
     square = _base(linears[path]).input_size == _base(linears[path]).output_size
     return square and len(linears) > 1
 
 
-def _only(fields: Mapping[str, nn.Module], names: re.Pattern[str], what: str) -> nn.Module:
-    """The one that splits its input over ranks, or is named so. Raises Missing."""
-    rows = [part for part in fields.values() if isinstance(_base(part), RowParallelLinear)]
-    named = [part for path, part in fields.items() if names.search(path.rpartition(".")[2])]
+def _only(linears: Mapping[str, nn.Module], names: re.Pattern[str], role: str) -> nn.Module:
+    """Return the only row-parallel module, else the only one with a name in `names`.
+
+    Raises MissingHookError.
+    """
+    rows = [part for part in linears.values() if isinstance(_base(part), RowParallelLinear)]
+    named = [part for path, part in linears.items() if names.search(path.rpartition(".")[2])]
     for candidates in (rows, named):
         if len(candidates) == 1:
             return candidates[0]
-    raise Missing(f"{len(rows) or len(named)} modules could be its {what}")
+    raise MissingHookError(f"{len(rows) or len(named)} modules could be its {role}")
 
 
 def find(
     layers: Sequence[tuple[int, nn.Module]], hooks: Sequence[Hook], group: Group
 ) -> tuple[dict[Hook, list[Inner]], dict[str, str]]:
-    """Hook → where it is in each of `layers`; and hook → why there is none.
+    """Return hook → its location in each of `layers`, and hook → why it does not exist.
 
-    A hook must be in every layer, with rows of one shape; rows of one bank must have one shape too.
+    A hook must be in every layer, with rows of one shape; all rows of a bank must have one shape.
     """
     by_hook: dict[Hook, list[Inner]] = {}
     absent: dict[str, str] = {}
     shapes: dict[str, tuple[Hook, Columns]] = {}
-    # `z` decides about the shape of its bank: where values are narrower than keys, as in latent
-    # attention, it remains.
+    # `z` comes first and sets the shape of its bank: where values and keys differ in width, as in
+    # latent attention, `z` is the hook that is served.
     for hook in sorted((hook for hook in INSIDE if hook in hooks), key=lambda hook: hook != "z"):
         inners: list[Inner] = []
         try:
             for number, layer in layers:
                 try:
                     inners.append(getattr(_Layer(layer, group), hook)())
-                except Missing as error:
-                    raise Missing(f"layer {number}: {error}") from error
+                except MissingHookError as error:
+                    raise MissingHookError(f"layer {number}: {error}") from error
                 if inners[-1].columns != inners[0].columns:
-                    raise Missing(
+                    raise MissingHookError(
                         f"layer {number} has rows of another width than layer {layers[0][0]}"
                     )
             other, columns = shapes.setdefault(BANK[hook], (hook, inners[0].columns))
             if inners[0].columns != columns:
-                raise Missing(f"its heads have another width than those of {other}")
-        except Missing as error:
+                raise MissingHookError(f"its heads have another width than those of {other}")
+        except MissingHookError as error:
             absent[hook] = str(error)
             continue
         by_hook[hook] = inners
@@ -348,25 +352,24 @@ def install_inside(
     device: torch.device,
     always: bool,
 ) -> tuple[list[Part], dict[Hook, list[Inner]], dict[str, str]]:
-    """Wrap what is there of `hooks` in the layers that this rank holds.
+    """Install those of `hooks` that the layers held by this rank have.
 
-    Returns one part for each bank, hook → where it is in each layer, and hook → why it is not
-    there.
-    `sizes`: of the buffers of that many sites; `always` as for `sites.install`.
+    Returns one part for each bank, hook → its location in each layer, and hook → why it does not
+    exist. `sizes`: number of sites → sizes of their buffers; `always`: as for `sites.install`.
     """
     layers = held_layers(model, adapter)
     by_hook, absent = find(layers, hooks, group)
     parts = []
     wrapped: dict[nn.Module, list[tuple[Inner, Visit, Site]]] = {}
     for bank, of_bank in BANKS.items():
-        present = [hook for hook in of_bank if hook in by_hook]
-        if not present:
+        installed = [hook for hook in of_bank if hook in by_hook]
+        if not installed:
             continue
-        columns = by_hook[present[0]][0].columns
+        columns = by_hook[installed[0]][0].columns
         places = [
             (hook, number, inner)
             for place, (number, _) in enumerate(layers)
-            for hook in present
+            for hook in installed
             for inner in [by_hook[hook][place]]
         ]
         sites = [Site(hook, number, "single") for hook, number, _ in places]
@@ -381,9 +384,8 @@ def install_inside(
 
 
 def _wrap(module: nn.Module, visits: Sequence[tuple[Inner, Visit, Site]], always: bool) -> None:
-    """Have `module.forward` visit these sites.
-
-    Edited rows take the place of those that it gets, or are written into what it returns.
+    """Have `module.forward` visit these sites: edited rows replace its arguments, or are written
+    into its output.
     """
     forward = module.forward
     names = tuple(inspect.signature(getattr(forward, "bare", forward)).parameters)
@@ -417,7 +419,7 @@ def _wrap(module: nn.Module, visits: Sequence[tuple[Inner, Visit, Site]], always
 
 
 def _visited(visit: Visit, rows: torch.Tensor, width: int) -> torch.Tensor:
-    """`rows`, of any shape with `width` numbers for each token, as the site leaves them.
+    """Return `rows`, of any shape with `width` numbers for each token, after the site's visit.
 
     Views of a larger tensor are copied.
     """
@@ -427,7 +429,7 @@ def _visited(visit: Visit, rows: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _visit_columns(visit: Visit, rows: torch.Tensor, first: int, width: int) -> None:
-    """Columns of `rows` `[tokens, …]` as the site leaves them."""
+    """Have the site visit `width` columns of `rows` `[tokens, …]` in place, from `first` on."""
     flat = rows.view(-1, rows.shape[-1])
     if flat.shape[1] == width:
         visit(flat, None)

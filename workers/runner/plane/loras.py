@@ -1,7 +1,8 @@
-"""LoRA adapters on a rank: what is loaded, and with which of them the rows of a step were computed.
+"""LoRA adapters on a rank: loads them, and checks which adapter the rows of a step were computed
+with.
 
-vLLM keeps and applies them. What its kernels applied is read back here, from the mapping of rows
-that they got.
+vLLM holds and applies the adapters. The check reads the mapping of rows to adapters that vLLM gave
+to its kernels.
 """
 
 import logging
@@ -29,10 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 class Loras:
-    """One per rank that serves adapters. `manager`: the runner's `LRUCacheWorkerLoRAManager`."""
+    """LoRA adapters of one rank."""
 
     def __init__(self, manager: Any, scratch: Path) -> None:
-        """`scratch`: a folder for copies while they are loaded."""
+        """`manager`: the runner's `LRUCacheWorkerLoRAManager`. `scratch`: a folder for copies of
+        adapters while they are loaded.
+        """
         self._worker, self._manager, self._scratch = manager, manager._adapter_manager, scratch
         self._digests: dict[int, str] = {0: ""}  # vLLM's number → content
         for wrapper in self._manager.punica_wrapper_mapping.values():
@@ -46,9 +49,9 @@ class Loras:
         return sorted(self._digests.items())
 
     def put(self, number: int, digest: str, folder: str) -> None:
-        """Load the adapter in `folder`, which must have this content. Raises ValueError.
+        """Load the adapter in `folder`. Raises ValueError, also if its digest is not `digest`.
 
-        vLLM reads a copy of the very bytes that were compared: the files may change meanwhile.
+        vLLM reads a copy of the bytes that were compared, because the files may change meanwhile.
         """
         config, weights = raw_files(Path(folder))
         if (current := digest_of(config, weights)) != digest:
@@ -63,7 +66,7 @@ class Loras:
             try:
                 lora = self._worker._load_adapter(LoRARequest(digest, number, copy))
                 self._manager.add_adapter(lora)
-            except Exception as error:  # of many kinds
+            except Exception as error:  # vLLM raises many types
                 raise ValueError(f"vLLM cannot load it: {error}") from error
         self._digests[number] = digest
 
@@ -73,10 +76,10 @@ class Loras:
             self._digests.pop(number, None)
 
     def used(self, first: int, count: int) -> str:
-        """Digest of the adapter that rows `[first, first + count)` of the step were computed with;
-        empty for the model alone.
+        """Return the digest of the adapter with which rows `[first, first + count)` of the step
+        were computed; empty for the model alone.
 
-        Raises RuntimeError when it is not one for all of them, or not one that was loaded here.
+        Raises RuntimeError when the rows have several adapters, or one that was not loaded here.
         """
         mapping = self._manager._last_mapping
         numbers = (
@@ -103,41 +106,41 @@ class Loras:
         tracked: Mapping[str, Tracked],
         actions: ActionLedger,
     ) -> None:
-        """Compare the adapter of every row of the step that ran with its request's; once for each
-        request, put it into the ledger.
+        """Compare the adapter of every row of the last step with its request's, and fold it into
+        the ledger once for each request.
 
-        Raises RuntimeError where they differ, which ends the engine: all rows and cached blocks of
-        this rank are doubtful then.
+        Raises RuntimeError if they differ, which ends the engine: no row and no cached block of
+        this rank can be trusted then.
         """
         for rows in view.requests:
             request = tracked.get(rows.id)
-            needed = (
+            expected = (
                 request.spec.lora.digest
                 if request is not None and request.spec.lora is not None
                 else ""
             )
             used = self.used(rows.first_row, rows.num_rows)
-            if used != needed:
+            if used != expected:
                 raise RuntimeError(
                     f"rows of request {rows.id} were computed with adapter "
                     f"{used[:12]!r} instead of "
-                    f"{needed[:12]!r}"
+                    f"{expected[:12]!r}"
                 )
-            if request is not None and needed and not request.accounted:
+            if request is not None and expected and not request.accounted:
                 request.accounted = True
                 actions.fold(
                     step, "lora", request.spec.job, request.spec.request, request.spec.attempt, used
                 )
 
     def modules(self, hf_config: Any) -> dict[str, list[dict[str, Any]]]:
-        """Return what adapters may change in this rank's layers, as `LoraSupport.modules` in plain
-        containers. `hf_config`: of the model.
+        """Return the modules of this rank's layers that adapters may change, as
+        `LoraSupport.modules` in plain containers. `hf_config`: of the model.
         """
         layers: dict[str, dict[tuple[int, int], set[int | None]]] = {}
-        names_at_transformers = _names_at_transformers(self._manager.model, hf_config)
+        transformers_names = _transformers_names(self._manager.model, hf_config)
         for name, module in self._manager.modules.items():
             for part, inputs, outputs in _parts(name, module, self._manager.packed_modules_mapping):
-                general, layer = general_name(names_at_transformers.get(part, part))
+                general, layer = general_name(transformers_names.get(part, part))
                 layers.setdefault(general, {}).setdefault((inputs, outputs), set()).add(layer)
         return {
             name: [
@@ -152,9 +155,9 @@ class Loras:
         }
 
 
-def _names_at_transformers(model: Any, hf_config: Any) -> dict[str, str]:
-    """vLLM's name of a module → transformers', which an adapter's file has; where they are equal,
-    nothing.
+def _transformers_names(model: Any, hf_config: Any) -> dict[str, str]:
+    """Return vLLM's name of a module → transformers' name, which adapter files use; empty if the
+    names are equal or unknown.
     """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
@@ -166,9 +169,9 @@ def _names_at_transformers(model: Any, hf_config: Any) -> dict[str, str]:
         mapped_names = {
             rename._map_name(f"{name}.weight"): name for name, _ in reference.named_modules()
         }
-    except Exception as error:  # of many kinds
+    except Exception as error:  # transformers raises many types
         logger.warning(
-            ("modules of adapters are named as vLLM names them: transformers cannot build %s: %s"),
+            "modules of adapters have vLLM's names, because transformers cannot build %s: %s",
             hf_config.architectures,
             error,
         )
@@ -177,10 +180,10 @@ def _names_at_transformers(model: Any, hf_config: Any) -> dict[str, str]:
 
 
 def _linear_only(name: str, module: torch.nn.Module, supported: list[str]) -> bool:
-    """Return whether vLLM is to put an adapter's layer in place of this module.
+    """Return whether vLLM may replace this module by its LoRA layer.
 
-    Adapters of experts, embeddings and `lm_head` are refused, and vLLM's layers for experts cannot
-    run on CPUs, with or without one.
+    Adapters of experts, embeddings and `lm_head` are refused, and vLLM's LoRA layers for experts
+    cannot run on CPUs, even without an adapter.
     """
     return (
         isinstance(module, LinearBase | BaseLayerWithLoRA)
@@ -196,9 +199,8 @@ model_manager.is_supported_lora_module = _linear_only
 def _parts(
     name: str, module: BaseLayerWithLoRA, packed: dict[str, list[str]]
 ) -> list[tuple[str, int, int]]:
-    """(Name, inputs, outputs) of the checkpoint's linear layers that vLLM has in this one.
-
-    Of other kinds of layers none.
+    """Return (name, inputs, outputs) of the checkpoint's linear layers that vLLM packs into this
+    module; empty for other kinds of modules.
     """
     if not isinstance(module, BaseLinearLayerWithLoRA):
         return []
@@ -207,7 +209,7 @@ def _parts(
     members = packed.get(last, [last])
     sizes = [base.output_size] if len(members) == 1 else list(base.output_sizes)
     if hasattr(base, "total_num_kv_heads") and len(members) == 3:
-        # `output_sizes` counts heads that ranks repeat
+        # `output_sizes` counts replicated heads once for each rank
         kv = base.total_num_kv_heads
         sizes = [base.total_num_heads * base.head_size, kv * base.head_size, kv * base.v_head_size]
     if len(sizes) != len(members):
@@ -219,11 +221,11 @@ def _parts(
 
 
 class _BySegment(PunicaWrapperCPU):
-    """vLLM's arithmetic on CPUs, for rows of one adapter at a time.
+    """vLLM's arithmetic on CPUs, computed for one segment of rows with one adapter at a time.
 
-    vLLM's own takes −1, which means no adapter, for a place in the stack of adapters: in a mixed
-    batch rows of the model alone get the last one. It also copies an adapter's weights for every
-    row.
+    vLLM's own code uses −1, which means no adapter, as an index into the stack of adapters: in a
+    mixed batch, rows without an adapter get the last one. It also copies an adapter's weights for
+    every row.
     """
 
     def add_lora_linear(
@@ -238,7 +240,7 @@ class _BySegment(PunicaWrapperCPU):
         buffer: tuple[torch.Tensor, ...] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self.no_lora or self.batch_size < 0:  # below: no step has begun
+        if self.no_lora or self.batch_size < 0:  # negative: no step has begun
             return
         rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         starts, lengths, slots, *_ = self.prefill_metadata

@@ -1,9 +1,9 @@
-"""Scores of probes on a rank: computed from the rows that each step records, before its output goes
-to the scheduler.
+"""Scores of probes on a rank, computed from the rows that each step records, before the step's
+output goes to the scheduler.
 
-One batched product for all requests with the same probes: `[sites, rows, hidden_size] × [sites,
-hidden_size, labels]`, float32. Every rank of a stage computes the same; the scores' checksum goes
-into the ledger of actions, in which ranks must agree.
+One batched product scores all requests with the same probes: `[sites, rows, hidden_size] × [sites,
+hidden_size, labels]`, float32. Every rank of a stage computes the same scores; their checksum goes
+into the action ledger, on which ranks must agree.
 """
 
 import itertools
@@ -22,24 +22,24 @@ from ..probes.watches import Watch, news_of_all
 from ..probes.weight_stacks import Side, Stack, Stacks
 from ..rows.capture import Extent, Recording
 
-#: Elements of rows that are made float32 together.
-_AT_ONCE = 2**19
-#: Rows that no one waits for are scored when they are of that many steps, or hold that many bytes
-#: of slabs.
+#: Elements of rows that are converted to float32 at a time, so that they stay in the CPU's cache.
+_CHUNK = 2**19
+#: Rows without urgency are scored together once they come from this many steps, or keep slabs of
+#: this many bytes alive.
 _STEPS, _BYTES = 16, 2**25
 _Item = tuple[Recording, Extent]
 
 
 @dataclass(eq=False)
 class _Batch:
-    """The rows of one step that are scored as soon as they are there."""
+    """Rows of one step that are scored as soon as they have landed."""
 
     items: list[_Item]
     news: list[News] = field(default_factory=list)
 
 
 class Scorer:
-    """One per rank."""
+    """Computes the probe scores of one rank."""
 
     def __init__(
         self,
@@ -49,28 +49,28 @@ class Scorer:
         waits: bool,
         streams: bool = True,
     ) -> None:
-        """`waits`: rows are there when a step is over; otherwise they are scored when they have
-        landed, at the request's end at the latest.
-
-        `streams`: scores may travel with the tokens: all layers are here.
+        """`waits`: rows have landed when a step is over (CPU); otherwise they are scored once they
+        have landed, at the latest when the request ends. `streams`: this rank's stage holds all
+        layers, so that scores can be streamed with the tokens.
         """
         self._waits, self._streams = waits, streams
         self._stacks = Stacks(vectors, hidden_size)
         self._pending: deque[_Batch] = deque()
-        self._last: _Batch | None = None  # of the step that ran last
-        self._kept: dict[Watch, list[_Item]] = {}  # rows that no one waits for
-        # of them, and of rows scored meanwhile because their requests ended
+        self._last: _Batch | None = None  # batch of the last step
+        self._kept: dict[Watch, list[_Item]] = {}  # rows without urgency
+        # steps and bytes since rows were last scored together, some perhaps scored early since
         self._kept_steps = self._kept_bytes = 0
-        self._lock = threading.Lock()  # an asynchronous output's thread asks for the news
+        self._lock = threading.Lock()  # the thread of an asynchronous output reads the news
         self._error: Exception | None = None
 
     def watch(
         self, request_id: str, spec: RankSpec, recordings: Iterable[Recording]
     ) -> Watch | None:
-        """Give the recordings of its probes on this rank what should be computed of their rows;
-        None: it has none here.
+        """Create the watch of a request, and attach it to the recordings that its probes read; None
+        if no probe reads rows of this rank.
 
-        Raises LookupError and ValueError for weights that are not here or of another shape.
+        Raises LookupError for weights that this rank does not have, ValueError for weights of
+        another shape.
         """
         scored = [recording for recording in recordings if recording.capture.scored]
         sides = [
@@ -81,21 +81,21 @@ class Scorer:
             return None
         streams_from = spec.prompt_tokens - 1 if spec.stream_scores and self._streams else -1
         watch = Watch(
-            request_id, [spec.probes[number] for number in plan.here], streams_from, plan.kind
+            request_id, [spec.probes[number] for number in plan.numbers], streams_from, plan.kind
         )
         for recording, stack in zip(scored, plan.stacks, strict=True):
             recording.watch, recording.stack = watch, stack
         return watch
 
     def take(self, recorded: Sequence[_Item], recordings: Iterable[Recording]) -> None:
-        """Score these rows, now or when they have landed; and those that the prefix cache served to
-        `recordings`.
+        """Score the `recorded` rows, and the reused rows of `recordings`, now or when they have
+        landed.
 
-        Those whose scores no one waits for are kept for a while: many are scored in about the time
-        of a few.
+        Rows whose scores are not urgent are kept for a while, since scoring many takes about as
+        long as scoring a few.
         """
         items = [item for item in recorded if item[0].watch is not None]
-        for recording in (one for one in recordings if one.watch is not None and one.reused):
+        for recording in (item for item in recordings if item.watch is not None and item.reused):
             items += [(recording, extent) for extent in recording.reused]
             recording.reused = []
         if self._waits:
@@ -121,7 +121,7 @@ class Scorer:
             self._kept_steps = self._kept_bytes = 0
 
     def _score_kept(self, watches: Iterable[Watch]) -> None:
-        """An error is raised by the next `settle`."""
+        """Score the kept rows of these watches. The next `settle` raises an error of this."""
         items = [item for watch in watches for item in self._kept.pop(watch, [])]
         try:
             if items:
@@ -130,9 +130,9 @@ class Scorer:
             self._error = error
 
     def settle(self, *, wait: bool, over: Iterable[Watch] = ()) -> None:
-        """Score the rows that have landed, in the order of the steps. Raises what went wrong.
+        """Score the rows that have landed, in the order of the steps; raise the last error.
 
-        `wait`: for all of them. `over`: those whose requests have ended.
+        `wait`: wait for all rows to land. `over`: watches whose requests have ended.
         """
         self._score_kept(over)
         with self._lock:
@@ -145,14 +145,14 @@ class Scorer:
             raise error
 
     def clear(self) -> None:
-        """Forget the rows that are kept."""
+        """Drop the kept rows."""
         self._kept.clear()
         self._kept_steps = self._kept_bytes = 0
 
     def news(self) -> Callable[[], list[News]]:
-        """Return the news of the last step.
+        """Return a function that returns the news of the last step.
 
-        What it returns may be called in any thread; it waits for the step.
+        The function may be called in any thread, and waits for the step.
         """
         batch = self._last
 
@@ -167,7 +167,7 @@ class Scorer:
         return of_step
 
     def _score(self, batch: "_Batch") -> None:
-        """An error is raised by the next `settle`, which fails the requests."""
+        """Score a batch. The next `settle` raises an error of this, and so fails the requests."""
         try:
             self._compute(batch.items)
             watches = {
@@ -180,7 +180,7 @@ class Scorer:
             self._error = error
 
     def _compute(self, items: Sequence[_Item]) -> None:
-        # of the same probes, by slab
+        # stack → the extents of its recordings, by slab and in order
         groups: dict[int, tuple[Stack, dict[int, list[Extent]], list[tuple[Watch, Extent]]]] = {}
         for recording, extent in items:
             if (stack := recording.stack) is not None and (watch := recording.watch) is not None:
@@ -199,8 +199,8 @@ def _put(
     order: Iterable[Sequence[Extent]],
     extents: Sequence[tuple[Watch, Extent]],
 ) -> None:
-    """`scores`: `[rows, columns]`, of the extents in `order`; those of one watch that follow one
-    another are put together.
+    """Put `scores` `[rows, columns]`, whose rows follow the extents in `order`, into the watches of
+    `extents`; consecutive extents of one watch are joined.
     """
     place, at = {}, 0  # extent → its first row
     for extent in itertools.chain.from_iterable(order):
@@ -223,7 +223,7 @@ def _put(
 
 
 def _slots(ports: np.ndarray, extents: Sequence[Extent]) -> np.ndarray:
-    """`[ports, rows]`: where the extents' rows lie in their slab."""
+    """Return the indices of the extents' rows in their slab: `[ports, rows]`."""
     step = extents[0].step
     # [extents, ports]
     slots = np.array([extent.slots for extent in extents])[:, step.pattern[ports]]
@@ -237,16 +237,16 @@ def _slots(ports: np.ndarray, extents: Sequence[Extent]) -> np.ndarray:
 
 
 def _products(rows: torch.Tensor, stack: Stack) -> np.ndarray:
-    """Float32 `[rows, columns]` of `[ports, rows, hidden_size]`.
+    """Return scores, float32 `[rows, columns]`, of rows `[ports, rows, hidden_size]`.
 
-    Many rows are taken in parts that stay in the cache.
+    Many rows are computed in chunks that stay in the cache.
     """
     ports, count, hidden_size = rows.shape
-    if rows.numel() <= _AT_ONCE:
+    if rows.numel() <= _CHUNK:
         products = torch.baddbmm(stack.bias, rows.float(), stack.weight)
     else:
         products = torch.empty(ports, count, stack.weight.shape[2])
-        part = max(1, _AT_ONCE // hidden_size)
+        part = max(1, _CHUNK // hidden_size)
         for port in range(ports):
             for first in range(0, count, part):
                 wide = rows[port, first : first + part].float()
@@ -261,14 +261,14 @@ def _products(rows: torch.Tensor, stack: Stack) -> np.ndarray:
 
 
 def _rows(extents: Sequence[Extent], ports: np.ndarray) -> torch.Tensor:
-    """`[ports, rows, hidden_size]` of extents of one slab, without a copy where they lie one behind
-    the other.
+    """Return rows `[ports, rows, hidden_size]` of extents of one slab, as a view if they are
+    consecutive.
     """
     step = extents[0].step
     step.landing.wait()
     slots = _slots(ports, extents)
     flat = slots.reshape(-1)
     first, count = int(flat[0]), len(flat)
-    together = int(flat[-1]) - first == count - 1 and bool((np.diff(flat) == 1).all())
-    rows = step.slab[first : first + count] if together else step.slab[torch.from_numpy(flat)]
+    consecutive = int(flat[-1]) - first == count - 1 and bool((np.diff(flat) == 1).all())
+    rows = step.slab[first : first + count] if consecutive else step.slab[torch.from_numpy(flat)]
     return rows.view(*slots.shape, -1)

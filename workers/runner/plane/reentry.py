@@ -1,6 +1,6 @@
-"""Re-entry: starting a step's forward above the first layer, with rows of a source run.
+"""Re-entry: starts a step's forward above the first layer, with rows of a source run.
 
-Only forwards that run as Python do. Why, how, and what it gains:
+Only forwards that run as Python can. Reasons, design and gain:
 `docs/decisions/0006-reentry-and-grading.md`.
 """
 
@@ -21,39 +21,34 @@ from ..rows.planner import Tracked
 from .requests import Requests
 from .step_parts import RanStep, StepPart
 
-#: Of one request: the engine's request as this rank knows it, and its rows of the step.
+#: A tracked request and its rows of the step.
 _Member = tuple[Tracked, RequestRows]
 
 
 class ReentryGate:
-    """The entry layer of the rank's next forward.
-
-    The layers below return their input, at no cost.
-    """
+    """The entry layer of the rank's next forward; layers below it only return their input."""
 
     def __init__(self, layers: Sequence[int]) -> None:
-        """`layers`: the absolute numbers of those that the rank holds, ascending."""
+        """`layers`: absolute numbers of the layers that the rank holds, ascending."""
         self.layers = layers
-        self.begin = 0  # absolute number of the first layer that is computed; 0: all are
-        # `[rows of the step, hidden_size]`, what enters that layer, if the rank holds it
+        self.begin = 0  # absolute number of the first computed layer; 0: all are computed
+        # the stream that enters this layer, `[rows of the step, hidden_size]`, if the rank holds it
         self.stream: torch.Tensor | None = None
 
     def open(self, begin: int) -> int:
-        """The next forward begins at this layer; returns how many of the rank's layers it leaves
-        out.
-        """
+        """Have the next forward begin at a layer; return how many of the rank's layers it skips."""
         self.begin = begin
         return sum(layer < begin for layer in self.layers)
 
     def close(self) -> None:
-        """The next forward begins at the first layer again."""
+        """Have the next forward begin at the first layer again."""
         self.begin, self.stream = 0, None
 
     def entering(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what enters the first layer, in the shape of `hidden` (`[…, rows, hidden_size]`,
-        perhaps padded): ours to write to.
+        """Return a new tensor with the stream that enters the first computed layer, in the shape of
+        `hidden` (`[…, rows, hidden_size]`, perhaps padded).
 
-        Rows that could not be had are zeros: their requests have failed.
+        Missing rows are zeros; their requests have failed.
         """
         stream = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
         if self.stream is not None:
@@ -62,10 +57,10 @@ class ReentryGate:
 
 
 def enters_above(adapter: Adapter) -> bool:
-    """Return whether a forward may begin above the first layer: layers are known to hand on their
-    stream and nothing else, as the table says.
+    """Return whether a forward may begin above the first layer: the table of architectures has the
+    model, so that its layers are known to pass on the stream and nothing else.
 
-    Not where layers are of several kinds: recurrent ones keep their own state.
+    False for models with layers of several kinds, since recurrent layers keep their own state.
     """
     return adapter.architecture in ARCHITECTURES and not adapter.kinds
 
@@ -73,7 +68,7 @@ def enters_above(adapter: Adapter) -> bool:
 def install_gate(model: nn.Module, adapter: Adapter) -> ReentryGate:
     """Wrap the decoder layers that this rank holds.
 
-    After `sites.install`: the sites of a layer that is left out must not run.
+    Called after `sites.install`, because the sites of a skipped layer must not run.
     """
     held = held_layers(model, adapter)
     gate = ReentryGate([number for number, _ in held])
@@ -83,8 +78,8 @@ def install_gate(model: nn.Module, adapter: Adapter) -> ReentryGate:
 
 
 def _wrap(gate: ReentryGate, number: int, layer: nn.Module, *, pair: bool) -> None:
-    """`pair`: the layer takes and gives `(hidden, residual)`, whose sum is the stream; else one
-    tensor.
+    """Wrap a layer's forward. `pair`: the layer takes and returns `(hidden, residual)`, whose sum
+    is the stream; else one tensor.
     """
     forward = layer.forward
     hidden_at, residual_at = places(type(layer).forward.__get__(layer))
@@ -95,10 +90,10 @@ def _wrap(gate: ReentryGate, number: int, layer: nn.Module, *, pair: bool) -> No
         arguments = list(args)
         hidden = arguments[hidden_at] if hidden_at < len(arguments) else kwargs["hidden_states"]
         if number < gate.begin:
-            # A later stage wants two tensors, also where nothing was deferred yet.
+            # A later stage expects two tensors, although nothing is computed here.
             return (hidden, hidden) if pair else hidden
         stream = gate.entering(hidden)
-        # −0 + x is x, bit for bit, also where x is a zero: as a replaced row.
+        # −0 + x is x, bit for bit, even if x is a zero; a replaced row is stored the same way.
         _put(
             arguments,
             kwargs,
@@ -123,31 +118,31 @@ def _put(
 
 
 def first_layer(step: Sequence[tuple[RankSpec | None, RequestRows]], block_size: int) -> int:
-    """The layer at which a step of these requests begins, the same on every rank; 0: the first, as
-    ever.
+    """Return the layer at which the forward of these requests begins, the same on every rank; 0:
+    the first layer, as without re-entry.
 
-    `None` for a request without a spec. `block_size`: tokens in a block of the KV cache. What is
-    known only here, such as whether the rows are, must not count: ranks that leave out other layers
-    would wait for each other.
+    A request without a spec has None. `block_size`: tokens in a block of the KV cache. Facts that
+    only this rank knows, such as whether it has the rows, must not matter: ranks that skip
+    different layers would wait for each other.
     """
     layers: list[int] = []
-    jobs: dict[str, list[int]] = {}  # job of the runs → layers that its requests are entered at
+    jobs: dict[str, list[int]] = {}  # job of the source runs → entry layers of its requests
     for spec, rows in step:
         if spec is None or spec.entry is None or not _may_enter(spec, rows, block_size):
             return 0
         layers.append(spec.entry.layer)
         jobs.setdefault(spec.entry.run.split(".", 1)[0], []).append(spec.entry.layer)
     lowest = min(layers, default=0)
-    # The runs of one job have rows of every layer that one of them is entered at.
+    # The runs of a job have rows of every layer at which one of its requests enters.
     return lowest if all(lowest in of_job for of_job in jobs.values()) else 0
 
 
 def _may_enter(spec: RankSpec, rows: RequestRows, block_size: int) -> bool:
-    """Return whether nothing needs what the layers below the entry would compute of these rows."""
+    """Return whether nothing needs the results of the layers below the entry for these rows."""
     assert spec.entry is not None
     if spec.captures or rows.first_position + rows.num_rows != spec.prompt_tokens:
         return False
-    # Blocks that end before the first position that is touched are found by others.
+    # Cache blocks that end before the first edited position may serve other requests.
     if rows.first_position < max(spec.first_affected, 0) // block_size * block_size:
         return False
     return all(
@@ -158,7 +153,7 @@ def _may_enter(spec: RankSpec, rows: RequestRows, block_size: int) -> bool:
 
 
 class Reentry(StepPart):
-    """One per rank: `plan` before the forward, `drain` after it."""
+    """Step part for re-entry: opens the gate before the forward, closes it after."""
 
     def __init__(
         self,
@@ -172,12 +167,12 @@ class Reentry(StepPart):
         """`hidden_size` and `dtype`: of the stream."""
         self._requests, self._gate, self._runs = requests, gate, runs
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
-        self.block_size = 1  # of the KV cache, once it is known
-        self.steps = 0  # that began above the first layer
+        self.block_size = 1  # tokens of a KV cache block; set once it is known
+        self.steps = 0  # steps that began above the first layer
         self.skipped = 0  # (token row, layer of this rank) pairs that were not computed
 
     def plan(self, tracked_rows: Sequence[_Member], view: StepView) -> None:
-        """Open the gate; fails the requests whose rows are not on this rank."""
+        """Open the gate; fail the requests whose rows this rank lacks."""
         entered = [tracked for tracked, _ in tracked_rows if tracked.spec.entry is not None]
         if not entered:
             return
@@ -189,7 +184,7 @@ class Reentry(StepPart):
                 return
             self.steps += 1
             self.skipped += self._gate.open(begin) * view.num_rows
-            if begin in self._gate.layers:  # the other stages' forward continues what they get
+            if begin in self._gate.layers:  # ranks of other stages need no rows
                 self._gate.stream = self._stream(begin, tracked_rows, view.num_rows)
 
     def drain(self, step: RanStep) -> None:
@@ -197,7 +192,7 @@ class Reentry(StepPart):
             self._gate.close()
 
     def _stream(self, layer: int, tracked_rows: Sequence[_Member], num_rows: int) -> torch.Tensor:
-        """`[num_rows, hidden_size]`, what enters `layer`."""
+        """Return the stream that enters `layer`: `[num_rows, hidden_size]`."""
         by_run: dict[str, list[_Member]] = {}
         for tracked, rows in tracked_rows:
             assert tracked.spec.entry is not None
@@ -223,8 +218,8 @@ class Reentry(StepPart):
         self._requests.fail(member[0], str(error), "intervention_failed")
 
     def _fill(self, stream: torch.Tensor, key: str, layer: int, members: Sequence[_Member]) -> None:
-        """Raises LookupError when one of these requests' rows is not in the run, or the run not
-        here.
+        """Copy these requests' rows from a run into `stream`. Raises LookupError when the run is
+        not on this rank, or lacks one of the rows.
         """
         positions = [
             position

@@ -1,4 +1,4 @@
-"""Reports of ended or failed requests: makes the receipt and hands captures to the writer."""
+"""Reports of ended or failed requests: makes their receipts and passes captures to the writer."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from .grading import lacking
 
 
 class Reports:
-    """One per rank. At most one receipt for each request: `Tracked.reported`."""
+    """Reports of one rank; `Tracked.reported` ensures at most one receipt for each request."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class Reports:
         }
 
     def over(self, step: int, tracked: Tracked, token_ids: list[int], rows: int) -> None:
-        """The request ended with these tokens, prompt included: write what was recorded of the
-        first `rows`, then report.
+        """Report a request that ended with `token_ids`, including the prompt, after its captures of
+        the first `rows` tokens are written.
         """
         if tracked.reported:
             return
-        if self._place.grades and (lack := lacking(tracked)):
-            self.failed(step, tracked, lack, "intervention_failed")
+        if self._place.grades and (why := lacking(tracked)):
+            self.failed(step, tracked, why, "intervention_failed")
             return
         if tracked.watch is not None:
             try:
@@ -78,7 +78,7 @@ class Reports:
         self._writer.submit(WriteJob(self._receipt(step, tracked), builds, size))
 
     def failed(self, step: int, tracked: Tracked, message: str, kind: str) -> None:
-        """Report it now, without waiting for the request to end. `kind`: see `Receipt.kind`."""
+        """Report a failure, without waiting for the request to end. `kind`: see `Receipt.kind`."""
         if tracked.reported:
             return
         tracked.failure, tracked.failure_kind, tracked.reported = message, kind, True
@@ -89,7 +89,7 @@ class Reports:
     def _build(
         self, tracked: Tracked, recording: Recording, token_ids: list[int], rows: int
     ) -> FinishedCapture:
-        """Runs in a writer thread.
+        """Build a finished capture, in a writer thread.
 
         Raises InterventionError for a row that is not finite, unless the unedited model made it so.
         """

@@ -17,7 +17,7 @@ _TAINTING = "its cached prefix is being computed by a request whose intervention
 
 
 class Guard:
-    """An error inside fails these requests and nothing else."""
+    """Context in which an error fails the given requests and nothing else."""
 
     __slots__ = ("_concerned", "_kind", "_requests")
 
@@ -39,17 +39,17 @@ class Guard:
 
 
 class Requests:
-    """One per rank."""
+    """Tracked requests of one rank."""
 
     def __init__(self, rank: int, reports: Reports) -> None:
         self.rank, self.reports = rank, reports
-        self.step = 0  # of the engine, since this rank began
+        self.step = 0  # engine steps since this rank started
         self.tracked: dict[str, Tracked] = {}
         self.taints = Taints()
-        self.live: set[str] = set()  # keys of the tracked
-        # reported by the worker, for requests that have not finished here
+        self.live: set[str] = set()  # keys of the tracked requests
+        # ends that the worker reported, of requests that the scheduler has not ended yet
         self.ends: dict[str, int] = {}
-        # finished here; the worker has not reported where they end
+        # requests that the scheduler ended, and whose end the worker has not reported yet
         self.finished: dict[str, tuple[Tracked, Finish]] = {}
 
     def guard(self, concerned: Collection[Tracked], kind: str) -> Guard:
@@ -57,13 +57,13 @@ class Requests:
         return Guard(self, concerned, kind)
 
     def resume(self, tracked: Tracked, cached_tokens: int) -> None:
-        """Check a resumed request, which may continue on blocks that another one computed."""
+        """Check a resumed request, which may use cache blocks that another request computed."""
         tracked.admitted, tracked.cached_tokens = self.step, cached_tokens
         if self.taints.spoil(tracked.spec, cached_tokens):
             self.fail(tracked, TAINTED, "intervention_failed")
 
     def finish(self, tracked: Tracked, finish: Finish) -> None:
-        """Close a request that the scheduler ended, once it is known where it ends."""
+        """Close a request that the scheduler ended, if its end is known; else wait for `end`."""
         tracked.stopped_by = finish.stopped_by
         key = tracked.spec.key
         self.live.discard(key)
@@ -88,36 +88,35 @@ class Requests:
             self.ends[key] = num_tokens
 
     def _close(self, tracked: Tracked, token_ids: list[int], num_tokens: int) -> None:
-        """Write what was recorded of the first `num_tokens` tokens, and report; with -1 neither."""
+        """Write the rows of the first `num_tokens` tokens, and report; with -1 do neither."""
         if num_tokens >= 0:
-            token_id = token_ids[:num_tokens]
-            # The last sampled token was never fed back, unless a probe found in its row that the
-            # request ends there.
-            rows = len(token_id) - (
-                1 if len(token_id) < len(token_ids) or not tracked.stopped_by else 0
+            kept_ids = token_ids[:num_tokens]
+            # The last sampled token was never fed back and has no row, unless a probe ended the
+            # request by that row.
+            rows = len(kept_ids) - (
+                1 if len(kept_ids) < len(token_ids) or not tracked.stopped_by else 0
             )
             for row, sites in tracked.edited:
-                # rejected drafts, and what was computed before the end was known, are not its own
+                # edits of rejected drafts, and after the end, do not count
                 beyond = select(row.positions, rows, tracked.reached, tracked.spec.prompt_tokens)
                 tracked.applied -= len(tracked.open_of(row, beyond)) * sites
-            self.reports.over(self.step, tracked, token_id, rows)
+            self.reports.over(self.step, tracked, kept_ids, rows)
 
     def fail(self, tracked: Tracked, message: str, kind: str, since: int | None = None) -> None:
-        """Report the failure now, without waiting for the request to end.
+        """Report the failure of a request now, without waiting for the request to end.
 
-        The request continues in the engine and fills cache blocks that claim its interventions:
-        their digest is tainted.
-        `since`: the step in which it went wrong, where that is not this one.
+        The request continues in the engine, and fills cache blocks under a digest that claims its
+        interventions: this digest is tainted. `since`: the step of the failure, if not this one.
         """
         self.reports.failed(self.step, tracked, message, kind)
         digest = tracked.spec.digest
         edited = kind not in ("capture_failed", "probe_failed")
-        # else no request, not even itself, is served what it fills under this digest
+        # otherwise no request is ever served the blocks that it fills under this digest
         shared = edited and tracked.spec.entry is None
         if digest and shared and (self.taints.add(digest, self.step) or since is not None):
             first = self.step if since is None else since
             for other in list(self.tracked.values()):
-                # came in the same step or later, on blocks that this one was to fill
+                # began in that step or later, on cache blocks that the failed request filled
                 served = other.cached_tokens > other.spec.first_affected
                 if (
                     other.spec.digest == digest
@@ -128,9 +127,9 @@ class Requests:
                     self.fail(other, _TAINTING, kind)
 
     def fail_all(self, message: str) -> None:
-        """Fail every request that is here, and keep nothing of it.
+        """Fail every request, and drop its rows.
 
-        The engine may continue some of them: those stay tracked, as failed ones.
+        Requests that the engine continues stay tracked, as failed.
         """
         waiting = [tracked for tracked, _ in self.finished.values()]
         for tracked in [*waiting, *self.tracked.values()]:
@@ -140,7 +139,7 @@ class Requests:
         self.finished.clear()
 
     def cleanse(self, step: int) -> None:
-        """Forget failures up to `step`, except those of requests that are still here."""
+        """Forget failures up to `step`, except those of requests that are still tracked."""
         self.taints.forget(
             step, {tracked.spec.digest for tracked in self.tracked.values() if tracked.failure}
         )

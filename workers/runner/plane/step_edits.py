@@ -1,4 +1,4 @@
-"""Edits in a rank's step: rows of the steering table, from a request's admission to its end."""
+"""Edits in a rank's step: acquires table rows for new requests and releases those of ended ones."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Edits(StepPart):
-    """One per rank."""
+    """Step part for edits."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Edits(StepPart):
         self._rows = HeldRows(banks.table, actions)
 
     def acquire(self, tracked: Tracked) -> None:
-        """Acquire the rows of its steering, or fail it with the reason."""
+        """Acquire the table rows of a request's steering, or fail the request with the reason."""
         spec, step = tracked.spec, self._requests.step
         needed = steering_rows(spec.global_steering) + steering_rows(spec.steering)
         try:
@@ -53,7 +53,7 @@ class Edits(StepPart):
             if needed:
                 self._actions.fold(step, "steer", *spec.ids, spec.digest)
         except Exception as error:
-            # raised with a reason; a sweep may raise thousands of them
+            # these types have a clear reason, and a sweep may raise thousands: no traceback
             known = type(error) in (LookupError, ValueError)
             logger.error("request %s cannot be steered: %s", spec.key, error, exc_info=not known)
             self._requests.fail(tracked, str(error), "intervention_failed")
@@ -64,7 +64,7 @@ class Edits(StepPart):
         tracked.holds([])
 
     def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
-        """Plan the edits of the step, once the gates of its positions are decided."""
+        """Decide the gates of the step's positions, then plan its edits."""
         for tracked, rows in tracked_rows:
             if tracked.gates is not None and (
                 why := tracked.decide(rows.first_position + rows.num_rows)

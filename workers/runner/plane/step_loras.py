@@ -1,4 +1,4 @@
-"""LoRA adapters in a rank's step: each row must have been computed with its request's."""
+"""LoRA adapters in a rank's step: checks that each row was computed with its request's adapter."""
 
 from typing import TYPE_CHECKING
 
@@ -11,13 +11,15 @@ if TYPE_CHECKING:
 
 
 class Adapters(StepPart):
-    """One per rank that serves adapters."""
+    """Step part of a rank that serves LoRA adapters."""
 
     def __init__(self, requests: Requests, loras: "Loras", actions: ActionLedger) -> None:
         self._requests, self._loras, self._actions = requests, loras, actions
 
     def drain(self, step: RanStep) -> None:
-        """Unguarded: where they differ, no row and no cached block of this rank can be trusted."""
+        """Compare adapters. Not guarded: after a difference, no row and no cached block of this
+        rank can be trusted.
+        """
         if step.view is not None:
             self._loras.account(
                 self._requests.step, step.view, self._requests.tracked, self._actions

@@ -1,4 +1,4 @@
-"""Parts of a rank's step: what each may do in it, and when."""
+"""Base class of the parts of a rank's step, with the phases of a step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,45 +16,46 @@ class RanStep:
     """A step whose forward pass ran."""
 
     view: StepView | None  # None: it was not planned
-    hidden: torch.Tensor | None  # `[tokens, hidden_size]`, what left the last layer, if it is here
-    # the rows that it recorded; None: no site had anything to do
+    # output of the last layer, `[tokens, hidden_size]`; None on other stages
+    hidden: torch.Tensor | None
+    # the recorded rows; None: no site had anything to do
     recorded: list[tuple[Recording, Extent]] | None = None
 
 
 class StepPart:
     """One concern of a rank; a part overrides the phases that concern it.
 
-    The phases in the order in which the data plane calls them, each for all parts before the next.
-    What a part raises ends the engine: it guards what only some requests need, see
-    `Requests.guard`.
+    The data plane calls the phases in the order of the methods below, each for all parts before the
+    next. An error that a part raises ends the engine; therefore a part guards work that only some
+    requests need, see `Requests.guard`.
     """
 
     def begin(self, ended: Mapping[str, int]) -> None:
-        """A step begins. `ended`: requests that end before it → their tokens."""
+        """Begin a step. `ended`: request that ended before the step → number of its tokens."""
 
     def release(self, tracked: Tracked) -> None:
-        """An ended request gives back what `acquire` gave it."""
+        """Take back from an ended request what `acquire` gave it."""
 
     def admit(self, tracked: Tracked, request: NewRequest) -> None:
-        """Set up what a new request reads."""
+        """Set up a new request's captures and probes."""
 
     def acquire(self, tracked: Tracked) -> None:
-        """Give a new request what it shares with others; also if it cannot be read."""
+        """Give a new request its share of common resources, even if `admit` failed it."""
 
     def prepare(self, keeping: Keeping | None) -> None:
-        """All requests of the step are here. `keeping`: orders about stored rows."""
+        """Prepare the step; all its requests are admitted. `keeping`: orders about stored rows."""
 
     def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
-        """Set up the forward that follows. `own`: the requests of `view` that are tracked."""
+        """Set up the next forward. `tracked_rows`: the tracked requests of `view`."""
 
     def drain(self, step: RanStep) -> None:
-        """Take what the forward left."""
+        """Take the results of the forward."""
 
     def settle(self, step: RanStep) -> None:
-        """Judge the step, and hand on what is not needed any more."""
+        """Check the step, and pass on rows that are no longer needed."""
 
     def forget(self) -> None:
-        """Drop what requests and calls of the worker left here; every request has failed."""
+        """Drop all state of requests, which have all failed, and of the worker's calls."""
 
     def close(self) -> None:
-        """Finish what is pending, and stop."""
+        """Finish pending work, and stop."""

@@ -1,4 +1,4 @@
-"""Probes in a rank's step: what they watch, and when its rows are scored."""
+"""Probes in a rank's step: attaches them to recordings, and scores the recorded rows."""
 
 from collections.abc import Mapping
 
@@ -11,13 +11,13 @@ from .step_parts import RanStep, StepPart
 
 
 class Probes(StepPart):
-    """One per rank."""
+    """Step part for probes."""
 
     def __init__(self, requests: Requests, scorer: Scorer) -> None:
         self._requests, self._scorer = requests, scorer
 
     def begin(self, ended: Mapping[str, int]) -> None:
-        """Score what ended requests and gates wait for."""
+        """Score the rows that ended requests and gates need."""
         tracked = self._requests.tracked
         watched = [item for item in tracked.values() if item.watch is not None]
         with self._requests.guard(watched, "probe_failed"):
@@ -35,7 +35,7 @@ class Probes(StepPart):
             tracked.gates = gates_of(tracked.spec, tracked.watch)
 
     def drain(self, step: RanStep) -> None:
-        """Score the rows of this step that probes watch, and those that the prefix cache served."""
+        """Score the step's rows that probes read, and stored rows served for cached tokens."""
         if step.recorded is None:
             return
         if watched := [

@@ -1,4 +1,6 @@
-"""Captured rows in a rank's step: recorded, checked, kept for the same prompt, and handed on."""
+"""Captured rows in a rank's step: records and checks them, keeps them for later requests with the
+same prompt, and passes them on.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,7 +22,7 @@ from .step_parts import RanStep, StepPart
 
 
 class Rows(StepPart):
-    """One per rank."""
+    """Step part for captured rows."""
 
     def __init__(
         self,
@@ -33,26 +35,25 @@ class Rows(StepPart):
         store: RowStore,
         block_size: Callable[[], int],
     ) -> None:
-        """`block_size`: of blocks whose rows are kept."""
+        """`block_size`: returns the tokens of a block whose rows may be kept."""
         self._requests, self._place, self._banks = requests, place, banks
         self._state, self._streams, self._room = state, streams, room
         self._store, self._block_size = store, block_size
-        self._keeping: Keeping | None = None  # of the step
-        # the last step in which a failed request did not leave rows that the scheduler takes for
-        # kept
+        self._keeping: Keeping | None = None  # the step's orders
+        # the last step in which rows that the scheduler believes kept were not kept; 0: none
         self.unkept = 0
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the rows that are kept."""
+        """Return the bytes of the kept rows."""
         return self._store.held
 
     def begin(self, ended: Mapping[str, int]) -> None:
         self._settle(ended)
 
     def admit(self, tracked: Tracked, request: NewRequest) -> None:
-        """Set up its recordings. It is steered even if it cannot be captured: its cached blocks say
-        that they were.
+        """Set up a request's recordings. A request that cannot be captured is still steered, since
+        the digest of its cache blocks claims its steering.
         """
         spec = tracked.spec
         try:
@@ -74,7 +75,7 @@ class Rows(StepPart):
             recording.stream = self._streams.of(spec, recording, request.max_tokens)
 
     def prepare(self, keeping: Keeping | None) -> None:
-        """Serve the rows that the prefix cache skips, then bound the memory of all."""
+        """Serve stored rows for tokens that the prefix cache skips, then bound the rows' memory."""
         self._keeping = keeping
         for block in keeping.serve if keeping else ():
             self._with_recording(block, self._store.serve)
@@ -124,12 +125,12 @@ class Rows(StepPart):
         self._room.leave(step.view, tracked, self._block_size(), self._requests.guard)
 
     def cleanse(self, step: int) -> None:
-        """The prefix cache was reset at `step`."""
+        """Clear `unkept` if the prefix cache was reset since, at `step`."""
         if self.unkept <= step:
             self.unkept = 0
 
     def drop_kept(self) -> None:
-        """Keep no rows for other requests."""
+        """Drop the rows that are kept for other requests."""
         self._store.clear()
         self.unkept = 0
 
@@ -137,11 +138,10 @@ class Rows(StepPart):
         self._room.close()
 
     def _settle(self, ended: Mapping[str, int] | None = None) -> None:
-        """Fail the requests whose edits left rows that are not finite, or whose sites did not do
-        what was planned.
+        """Fail requests whose edits made rows non-finite, or whose sites deviated from the plan;
+        mark requests whose rows the unedited model made non-finite.
 
-        Of other rows that are not finite, note that the model made them so. `ended`: waits for the
-        steps of these requests.
+        `ended`: wait for the steps of these requests.
         """
         with self._requests.guard(self._requests.tracked.values(), BY_REQUEST):
             for item in self._banks.settle(ended):
@@ -164,8 +164,8 @@ class Rows(StepPart):
             self._requests.fail(tracked, why, "intervention_failed", since=item.step)
 
     def _miscounted(self, miscount: Miscount) -> None:
-        """Fail the request; where its rows were not captured as planned, also those that may have
-        been served rows of that step.
+        """Fail the request; if its rows were not captured as planned, also requests that may have
+        been served stored rows of that step.
         """
         requests = self._requests
         concerned = [
@@ -186,9 +186,7 @@ class Rows(StepPart):
     def _with_recording(
         self, block: KeptBlock, action: Callable[[int, Recording, int, int], None]
     ) -> None:
-        """Let the row store act on the recording that a block's rows belong to, if this rank has
-        one.
-        """
+        """Call `action` of the row store for the recording of a block, if this rank has it."""
         tracked = self._requests.tracked.get(block.request_id)
         if tracked is None or tracked.reported:
             return

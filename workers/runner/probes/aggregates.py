@@ -15,11 +15,10 @@ def aggregate(
     before: np.ndarray | None = None,
     first: int = 0,
 ) -> np.ndarray:
-    """`scores`: `[positions, labels]` of positions from `first` on; `before`: `[labels]`, the
-    aggregates of position `first` − 1.
+    """Return `[positions, labels]`: each row aggregates the scores of all positions up to its own.
 
-    The result's rows aggregate all positions up to theirs. Kinds: see
-    `schemas.artifacts.probes.Aggregation`.
+    `kind`: see `schemas.artifacts.probes.Aggregation`; `scores`: `[positions, labels]` of the
+    positions from `first` on; `before`: `[labels]`, the aggregates at position `first` − 1.
     """
     return KINDS[kind](scores.astype(np.float64), decay, before, first)
 

@@ -1,9 +1,9 @@
-"""Gates: at which tokens of a request the steering is applied that its probes decide about.
+"""Gates: the generated tokens of a request at which its probes let steering be applied.
 
 The gate of a generated position p is open if an aggregate of the probe, over the positions up to p
 − 1, is at or above its threshold. It is decided when the first step that computes p is planned,
-from the scores that exist then, and kept: a preempted request that is computed again gets the
-same edits, regardless of how its scores are rounded now. Prompt tokens are never edited.
+from the scores that exist then, and kept: a preempted request that is computed again gets the same
+edits, even if its scores round differently then. Gated steering never edits prompt tokens.
 """
 
 import zlib
@@ -21,7 +21,7 @@ class Gates:
     """Gates of one request on this rank."""
 
     def __init__(self, watch: Watch | None, probes: Iterable[str], prompt_tokens: int) -> None:
-        """`probes`: digests. Raises LookupError for one whose scores are not computed here."""
+        """`probes`: digests. Raises LookupError for a probe that this rank does not score."""
         local = (
             {probe.digest: number for number, probe in enumerate(watch.probes)}
             if watch is not None
@@ -34,13 +34,13 @@ class Gates:
             )
         self._watch, self._first = watch, prompt_tokens
         self._numbers = {digest: local[digest] for digest in sorted(set(probes))}
-        # of each generated position, from the first on: 1 where it is open
+        # probe → a byte for each decided position, from the first generated one: 1 if open
         self._open = {digest: bytearray() for digest in self._numbers}
 
     def decide(self, stop: int) -> None:
-        """Decide about all positions below `stop`.
+        """Decide the gates of all positions below `stop`.
 
-        Raises ProbeError where a score that decides is not there, or not finite.
+        Raises ProbeError if a needed score is missing or not finite.
         """
         for position in range(self._first + min(map(len, self._open.values())), stop):
             decided = {
@@ -51,9 +51,9 @@ class Gates:
                 self._open[digest].append(is_open)
 
     def among(self, digest: str, positions: Sequence[int]) -> list[int]:
-        """Return those of `positions`, ascending, at which the gate is open.
+        """Return the positions, out of ascending `positions`, at which the gate is open.
 
-        What is not decided is closed.
+        Undecided gates are closed.
         """
         flags = self._open.get(digest, b"")
         return [
@@ -63,7 +63,9 @@ class Gates:
         ]
 
     def shown(self, score: ProbeScore, stop: int) -> ProbeScore:
-        """With the positions below `stop` at which its gate was open, where it has one."""
+        """Return `score` with the positions below `stop` at which its gate was open; unchanged if
+        its probe gates nothing.
+        """
         if score.action != "steer":
             return score
         positions = self.among(score.digest, range(self._first, stop))
@@ -76,16 +78,16 @@ class Gates:
         return msgspec.structs.replace(score, gate=runs[:MAX_GATE_RUNS], gated=len(positions))
 
     def checksum(self, stop: int, before: int) -> int:
-        """CRC32 of the decisions about positions below `stop`, going on from `before`."""
+        """Return the CRC32 of the decisions about positions below `stop`, continuing `before`."""
         for flags in self._open.values():
             before = zlib.crc32(flags[: max(0, stop - self._first)], before)
         return before
 
 
 def gates_of(spec: RankSpec, watch: Watch | None) -> Gates | None:
-    """None if no probe decides about the request's steering.
+    """Return the gates of a request; None if no probe gates its steering.
 
-    Raises LookupError if one does that this rank does not score.
+    Raises LookupError for a gate's probe that this rank does not score.
     """
     probes = [entry.gate for entry in spec.steering if entry.gate]
     return Gates(watch, probes, spec.prompt_tokens) if probes else None

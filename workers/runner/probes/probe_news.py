@@ -1,9 +1,9 @@
-"""News of probes: what a step's scores mean for requests, on its way with the step's output to the
+"""News of probes: what a step's scores mean for requests, sent with the step's output to the
 scheduler and the worker.
 
-The last stage's first rank attaches it. A rank scores all rows of a step, also those of drafts that
-are rejected later and of tokens beyond an end that is not known yet: the scheduler knows which
-tokens were kept, and only their rows count.
+The last stage's first rank attaches it. A rank scores all rows of a step, including rows of drafts
+that are rejected later and of tokens after an end that it does not know yet. The scheduler knows
+which tokens were kept, and only their rows count.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 #: Attribute of a step's output.
 NEWS = "midstream_probe_news"
-#: Keys of what vLLM passes from scheduler to worker with a request's tokens: their scores, and the
-#: probe that ended the request. (vLLM's `stop_reason` is the user's stop string, which may be any
-#: text.)
+#: Keys in the `kv_transfer_params` that vLLM passes from scheduler to worker with a request's
+#: tokens: their scores, and the probe that ended the request. (vLLM's `stop_reason` cannot name the
+#: probe: it may be a user's stop string, which is any text.)
 SCORES, STOPPED_BY = "midstream_scores", "midstream_stopped_by"
 
 
@@ -29,28 +29,29 @@ class News(NamedTuple):
     """News of one request in one step."""
 
     request_id: str
-    stop_at: int  # first position at which a probe that stops crosses; -1: none
-    stopped_by: str  # its name
-    scored: list[Scored]  # of a request that streams its scores
+    stop_at: int  # first position at which a stopping probe reaches its threshold; -1: none
+    stopped_by: str  # the probe's name
+    scored: list[Scored]  # scores to stream
 
 
 def news_of(output: Any) -> Sequence[News]:
-    """Return what is attached to a step's output."""
+    """Return the news that are attached to a step's output."""
     return getattr(output, NEWS, ())
 
 
 class ProbeNews:
-    """One per scheduler: what was heard of live requests, until their tokens are kept."""
+    """News of live requests, held until it is known which tokens are kept; one per scheduler."""
 
     def __init__(self) -> None:
         self._stops: dict[str, tuple[int, str]] = {}
         self._scored: dict[str, list[Scored]] = {}
         self._ended: dict[str, str] = {}  # request → the probe that ended it
-        self._over: list[str] = []
-        # of this step: the first position whose row does not count
+        self._over: list[str] = []  # finished requests, forgotten in the next step
+        # request → the first position whose row does not count in this step
         self._limits: dict[str, int] = {}
 
     def hear(self, news: Sequence[News]) -> None:
+        """Begin a step with the news of its output; forget requests that ended before."""
         self._limits.clear()
         for request_id in self._over:
             self._stops.pop(request_id, None)
@@ -67,8 +68,8 @@ class ProbeNews:
                 self._scored.setdefault(new.request_id, []).extend(new.scored)
 
     def cut(self, request: Any, new_token_ids: list[int]) -> tuple[list[int], str]:
-        """The step's tokens of a request that are kept, and which probe ends it behind them; empty:
-        none does.
+        """Return the step's tokens of a request that are kept, and the probe that ends the request
+        after them; empty if none does.
         """
         first = request.num_tokens  # the position of the first new token
         stop_at, name = self._stops.pop(request.request_id, (-1, ""))
@@ -80,16 +81,16 @@ class ProbeNews:
         return new_token_ids[: max(0, stop_at + 1 - first)], name
 
     def end(self, request_id: str, name: str) -> None:
-        """The probe of this name ends the request in this step."""
+        """Record that the probe `name` ends the request in this step."""
         self._ended[request_id] = name
 
     def ended_by(self, request_id: str) -> str:
-        """The probe that ended the request; empty: none has."""
+        """Return the probe that ended the request; empty if none did."""
         return self._ended.get(request_id, "")
 
     def attach(self, outputs: Any) -> None:
-        """Let scores of kept tokens, and probes that ended requests, travel with the outputs of
-        this step: client → `EngineCoreOutputs`.
+        """Attach scores of kept tokens, and probes that ended requests, to the outputs of this
+        step: client → `EngineCoreOutputs`.
         """
         for output in (
             (output for item in outputs.values() for output in item.outputs)
@@ -100,7 +101,7 @@ class ProbeNews:
                 self._scored.pop(output.request_id, []),
                 self._limits.get(output.request_id, 0),
             )
-            # of one computed again, the last
+            # a position that was computed again keeps its last scores
             kept = {item.position: item for item in scored if item.position < limit}
             more: dict[str, Any] = (
                 {SCORES: [list(kept[place]) for place in sorted(kept)]} if kept else {}
@@ -111,5 +112,5 @@ class ProbeNews:
                 output.kv_transfer_params = {**(output.kv_transfer_params or {}), **more}
 
     def forget(self, request_id: str) -> None:
-        """The request is over; its last tokens may be about to leave."""
+        """Forget a finished request in the next step, since its last tokens may not be sent yet."""
         self._over.append(request_id)

@@ -1,4 +1,4 @@
-"""Watches: the scores of one request on a rank."""
+"""Watches: the probe scores of a request on a rank, their aggregates, news and results."""
 
 import zlib
 from collections.abc import Iterable, Sequence
@@ -18,12 +18,12 @@ class ProbeError(RuntimeError):
 
 
 class Kind:
-    """State that watches of the same probes share. A column is a label of a probe."""
+    """Facts that watches of the same probes share. A column is a label of a probe."""
 
     def __init__(self, probes: Sequence[StoredProbe]) -> None:
         contents = [probe.content for probe in probes]
         ends = np.cumsum([len(content.labels) for content in contents]).tolist()
-        # of each probe
+        # the columns of each probe
         self.columns = [
             range(end - len(content.labels), end)
             for content, end in zip(contents, ends, strict=True)
@@ -36,10 +36,10 @@ class Kind:
         ]
         stops = [probe.action == "stop" for probe in probes for _ in probe.content.labels]
         self.thresholds = np.array(thresholds)
-        # of the columns that end a request
+        # infinite for columns that do not end a request
         self.stop_thresholds = np.where(stops, self.thresholds, np.inf)
         self.acts = any(stops)
-        # about what follows the token
+        # scores decide how the request continues: whether it ends, or which edits are applied
         self.decides = self.acts or any(probe.action == "steer" for probe in probes)
         self.names = [probe.name for probe in probes for _ in probe.content.labels]
         kinds = [
@@ -54,23 +54,23 @@ class Kind:
             kind: np.array([number for number, item in enumerate(of_column) if item == kind])
             for kind in dict.fromkeys(kinds)
         }
-        # of one position; of means and maxima see `advanced`
+        # weight of a new score in an exponential average; `advanced` overwrites the other columns
         self._steps = np.array([1.0 - decay for _, decay in of_column])
 
     def advanced(self, before: np.ndarray, scores: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """`[watches, columns]`: aggregates at each one's position, from those at the position
-        before and its scores there.
+        """Return aggregates `[watches, columns]` at each watch's position, from the aggregates
+        `before` at the previous position and the scores at this one.
         """
-        made: np.ndarray = before + self._steps * (scores - before)
+        after: np.ndarray = before + self._steps * (scores - before)
         if (last := self.aggregations.get(("last", 0.0))) is not None:
-            made[:, last] = scores[:, last]
+            after[:, last] = scores[:, last]
         if (means := self.aggregations.get(("mean", 0.0))) is not None:
-            made[:, means] = before[:, means] + (scores[:, means] - before[:, means]) / (
+            after[:, means] = before[:, means] + (scores[:, means] - before[:, means]) / (
                 positions[:, None] + 1
             )
         if (largest := self.aggregations.get(("max", 0.0))) is not None:
-            made[:, largest] = np.maximum(before[:, largest], scores[:, largest])
-        return made
+            after[:, largest] = np.maximum(before[:, largest], scores[:, largest])
+        return after
 
 
 class Watch:
@@ -85,11 +85,8 @@ class Watch:
         streams_from: int = -1,
         kind: Kind | None = None,
     ) -> None:
-        """`request_id`: in the engine.
-
-        `streams_from`: the first position whose scores are news; -1: none is.
-
-        `kind`: of these probes, where there is one already.
+        """`request_id`: the engine's id. `streams_from`: the first position whose scores are
+        streamed; -1: none are. `kind`: the kind of these probes, if it exists already.
         """
         self.request_id, self.probes, self._streams_from = request_id, list(probes), streams_from
         self.kind = kind or Kind(probes)
@@ -97,17 +94,17 @@ class Watch:
         self.aggregates = np.full((_ROOM, self.kind.width), np.nan)  # filled up to `_aggregated`
         self._aggregated = 0
         self.reached = 0  # the first position that was never scored
-        self._lowest = 0  # of the positions scored since the last news
+        self._lowest = 0  # lowest position scored since the last news
 
     @property
     def urgent(self) -> bool:
-        """Return whether its scores are needed as soon as a step is over."""
+        """Return whether the scores are needed as soon as a step is over."""
         return self.kind.decides or self._streams_from >= 0
 
     def put(self, first: int, columns: np.ndarray | slice, scores: np.ndarray) -> None:
-        """`scores`: `[positions, len(columns)]`, from position `first` on.
+        """Store `scores` `[positions, len(columns)]`, from position `first` on.
 
-        What is computed again replaces what was there.
+        Scores that are computed again replace the earlier ones.
         """
         stop = first + len(scores)
         if stop > len(self.scores):
@@ -119,7 +116,7 @@ class Watch:
         self._aggregated, self._lowest = min(self._aggregated, first), min(self._lowest, first)
 
     def _aggregate(self, stop: int) -> None:
-        """The aggregates of the positions below `stop`."""
+        """Compute the missing aggregates of the positions below `stop`."""
         first = self._aggregated
         if first >= stop:
             return
@@ -135,16 +132,16 @@ class Watch:
 
     def _advance(self, position: int) -> None:
         """Aggregate like `_aggregate`, by one position: the usual case."""
-        made = self.kind.advanced(
+        after = self.kind.advanced(
             self.aggregates[[position - 1]], self.scores[[position]], np.array([position])
         )
-        self.aggregates[position] = made[0]
+        self.aggregates[position] = after[0]
         self._aggregated = position + 1
 
     @property
     def follows(self) -> bool:
-        """Return whether it needs what `news_of_all` computes for many at a time: the aggregates of
-        one position, to compare with thresholds.
+        """Return whether `follow` can process this watch in a batch: it only has to
+        compute the aggregates of one new position, and compare them with thresholds.
         """
         return (
             self.kind.acts
@@ -153,7 +150,7 @@ class Watch:
         )
 
     def follow(self, watches: Sequence["Watch"]) -> list[News]:
-        """News of these watches, of this one's kind, that all follow."""
+        """Return the news of `watches`, which have this watch's kind and all satisfy `follows`."""
         positions = [watch.reached - 1 for watch in watches]
         before = np.array(
             [
@@ -164,11 +161,11 @@ class Watch:
         scores = np.array(
             [watch.scores[position] for watch, position in zip(watches, positions, strict=True)]
         )
-        made = self.kind.advanced(before, scores, np.array(positions))
-        for watch, position, aggregates in zip(watches, positions, made, strict=True):
+        after = self.kind.advanced(before, scores, np.array(positions))
+        for watch, position, aggregates in zip(watches, positions, after, strict=True):
             watch.aggregates[position] = aggregates
             watch._aggregated = watch._lowest = position + 1
-        above = made >= self.kind.stop_thresholds
+        above = after >= self.kind.stop_thresholds
         crossed = np.flatnonzero(above.any(axis=1)).tolist() if above.any() else []
         return [
             News(
@@ -181,8 +178,8 @@ class Watch:
         ]
 
     def news(self, stop: int) -> News | None:
-        """Return what follows from the scores since the last news, of positions below `stop`; None:
-        nothing that anybody waits for.
+        """Return the news from scores of positions below `stop` since the last news; None if the
+        request neither stops nor streams scores.
         """
         first, self._lowest = self._lowest, stop
         if not self.kind.acts and self._streams_from < 0:
@@ -195,12 +192,12 @@ class Watch:
         ):
             row = int(above.any(axis=1).argmax())
             stop_at, name = first + row, self.kind.names[int(above[row].argmax())]
-        report = (
+        streamed = (
             range(max(first, self._streams_from), stop) if self._streams_from >= 0 else range(0)
         )
         scored = [
             Scored(position, self.scores[position].tolist(), self.aggregates[position].tolist())
-            for position in report
+            for position in streamed
         ]
         return News(self.request_id, stop_at, name, scored) if scored or stop_at >= 0 else None
 
@@ -220,16 +217,15 @@ class Watch:
             why = "its score is not finite" if position < self.reached else "it was not scored"
             raise ProbeError(
                 f"probe {self.probes[probe].name!r}: {why} at position {position}, which "
-                "decides about the next one's edits"
+                "decides the edits of the next position"
             )
         return bool((aggregates >= self.kind.thresholds[column.start : column.stop]).any())
 
     def results(self, positions: int, stopped_by: str = "") -> tuple[list[ProbeScore], int]:
-        """Return the results of the first `positions` tokens, and a CRC32 of all scores.
+        """Return the results of the first `positions` tokens, and a CRC32 of their scores.
 
-        Raises ProbeError.
-
-        `stopped_by`: the probe that ended the request.
+        `stopped_by`: the probe that ended the request. Raises ProbeError for a score that is
+        missing or not finite.
         """
         scores = self.scores[:positions]
         if len(scores) < positions or not np.isfinite(scores).all():
@@ -238,11 +234,11 @@ class Watch:
             column = int(np.flatnonzero(~np.isfinite(scores[where]))[0]) if len(bad) else 0
             name = next(
                 probe.name
-                for probe, own in zip(self.probes, self.kind.columns, strict=True)
-                if column in own
+                for probe, columns in zip(self.probes, self.kind.columns, strict=True)
+                if column in columns
             )
-            visited = "its score is not finite" if where < self.reached else "it was not scored"
-            raise ProbeError(f"probe {name!r}: {visited} at position {where}")
+            why = "its score is not finite" if where < self.reached else "it was not scored"
+            raise ProbeError(f"probe {name!r}: {why} at position {where}")
         self._aggregate(positions)
         aggregates = self.aggregates[:positions]
         above = np.asarray(aggregates >= self.kind.thresholds)
@@ -254,25 +250,27 @@ class Watch:
                 name=probe.name,
                 digest=probe.digest,
                 labels=probe.content.labels,
-                score=last[own.start : own.stop],
+                score=last[columns.start : columns.stop],
                 positions=positions,
-                crossed=crossed[own.start : own.stop],
+                crossed=crossed[columns.start : columns.stop],
                 action=probe.action,
-                tokens=np.ascontiguousarray(scores[:, own.start : own.stop], dtype="<f4").tobytes()
+                tokens=np.ascontiguousarray(
+                    scores[:, columns.start : columns.stop], dtype="<f4"
+                ).tobytes()
                 if probe.tokens
                 else b"",
                 watching=probe.watching,
                 model=probe.model,
                 stopped=probe.name == stopped_by,
             )
-            for probe, own in zip(self.probes, self.kind.columns, strict=True)
+            for probe, columns in zip(self.probes, self.kind.columns, strict=True)
         ]
         return results, zlib.crc32(scores.tobytes())
 
 
 def news_of_all(watches: Iterable[Watch]) -> list[News]:
-    """Return what follows from what was put into these: of those that score one more token, as most
-    do in most steps, together.
+    """Return the news of these watches; those that scored one more token, as most do in most steps,
+    are processed in batches.
     """
     result: list[News] = []
     kinds: dict[int, list[Watch]] = {}

@@ -1,6 +1,4 @@
-"""Stacked weights of probes, so that one batched product scores all rows that the same probes
-read.
-"""
+"""Stacked weights of probes: one batched product scores all rows that the same probes read."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,51 +13,52 @@ from ....schemas.prompts.sites import At
 from ..edits.steering_tables import VectorStore
 from .watches import Kind
 
-#: Sets of probes that are kept, least recently used first: traffic uses few at a time.
+#: Plans that are kept at most; traffic uses few sets of probes at a time.
 _KEPT = 64
 
 
 @dataclass(eq=False)
 class Stack:
-    """Computation on the rows of all recordings that have the same probes at the same ports."""
+    """Weights for the rows of all recordings that have the same probes at the same ports."""
 
     ports: np.ndarray
     weight: torch.Tensor  # `[ports, hidden_size, width]`
     bias: torch.Tensor  # `[ports, 1, width]`
-    flat: (
-        np.ndarray
-    )  # which of `ports × width` results are scores, in the order of the watch's columns
-    columns: slice | np.ndarray  # of the watch, ascending
+    # indices of the scores among the `ports × width` results, in the order of `columns`
+    flat: np.ndarray
+    columns: slice | np.ndarray  # columns of the watch, ascending
 
 
 class Side(NamedTuple):
-    """A recording's rows that probes read."""
+    """The rows of a recording that probes read."""
 
     at: At
     ports: dict[tuple[str, int], int]  # (hook, layer) → port
-    wants: bytes  # names them
+    wants: bytes  # identifies `ports`
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How this rank scores the rows of requests with the same probes."""
+    """A rank's plan to score the rows of requests with the same probes."""
 
-    here: list[int]  # which of the request's probes read rows of this rank
+    numbers: list[int]  # indices of the request's probes that read rows of this rank
     kind: Kind
-    stacks: list[Stack]  # of each recording of their rows
+    stacks: list[Stack]  # one for each side
 
 
 class Stacks:
-    """One per rank. A plan that is no longer kept continues serving the recordings that have it."""
+    """Plans of one rank. Recordings continue to use a plan that is no longer kept."""
 
     def __init__(self, vectors: VectorStore, hidden_size: int) -> None:
         self._vectors, self._hidden_size = vectors, hidden_size
         self._kept: OrderedDict[Any, Plan | None] = OrderedDict()
 
     def plan(self, probes: Sequence[StoredProbe], sides: Sequence[Side]) -> Plan | None:
-        """`sides`: of the recordings of their rows. None: no probe reads rows of this rank.
+        """Return the plan for a request's probes and recordings; None if no probe reads rows of
+        this rank.
 
-        Raises LookupError and ValueError for weights that are not here or of another shape.
+        Raises LookupError for weights that this rank does not have, ValueError for weights of
+        another shape.
         """
         named = tuple([(probe.digest, probe.name, probe.action) for probe in probes])
         key = named, tuple([(side.at, side.wants) for side in sides])
@@ -79,7 +78,7 @@ class Stacks:
         kind = Kind([probes[number] for number in numbers])
         stacks = []
         for side in sides:
-            ports: dict[int, list[int]] = {}  # port → which of the probes here
+            ports: dict[int, list[int]] = {}  # port → indices in `numbers`
             for place, number in enumerate(numbers):
                 at, hook, layer = reads[number]
                 if at == side.at:
@@ -97,8 +96,8 @@ class Stacks:
     def _stack(
         self, ports: Sequence[int], probes: Sequence[Sequence[StoredProbe]], columns: Sequence[int]
     ) -> Stack:
-        """`probes`: of each port; `columns`: of the watch, where their scores go, port after port,
-        probe after probe, label after label.
+        """Stack the weights of `probes`, given for each port. `columns`: the watch's column for
+        each score, ordered by port, then probe, then label.
         """
         parts = [[self._weights(probe) for probe in of_port] for of_port in probes]
         widths = [sum(len(bias) for _, bias in part) for part in parts]
@@ -113,11 +112,12 @@ class Stacks:
         order = np.argsort(columns)
         of_watch = np.array(columns)[order]
         first, count = int(of_watch[0]), len(of_watch)
-        together = (
+        # assignment to a slice is much quicker than to an index array
+        ascending = (
             slice(first, first + count) if int(of_watch[-1]) == first + count - 1 else of_watch
-        )  # a slice is much quicker
+        )
         return Stack(
-            np.array(ports), weight.transpose(1, 2).contiguous(), bias, flat[order], together
+            np.array(ports), weight.transpose(1, 2).contiguous(), bias, flat[order], ascending
         )
 
     def _weights(self, probe: StoredProbe) -> tuple[torch.Tensor, torch.Tensor]:

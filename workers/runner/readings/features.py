@@ -1,7 +1,7 @@
-"""Features of captured rows on a rank: the autoencoders that it holds, and the reader that encodes
+"""Features of captured rows on a rank: its loaded autoencoders, and the reader that encodes rows
 with them.
 
-Autoencoders are in float32 in host memory, and encode on the CPU, in the writer threads.
+Autoencoders are held in float32 in host memory, and encode on the CPU, in the writer threads.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,30 +19,30 @@ class Features:
     """The reader of `StoredFeatures`. One per rank."""
 
     def __init__(self, sites: Collection[tuple[str, int]]) -> None:
-        """`sites`: (hook, layer) of which this rank reads rows; autoencoders of others are not
+        """`sites`: (hook, layer) whose rows this rank reads; autoencoders of other sites are not
         loaded.
         """
         self._sites = frozenset(sites)
         self._loaded: dict[str, Autoencoder] = {}
 
     def put(self, digest: str, hook: str, layer: int, folder: str) -> None:
-        """Load the autoencoder in `folder`, which must have this content, if this rank reads rows
-        for it. Raises SaeError.
+        """Load the autoencoder in `folder` if this rank reads rows for it. Raises SaeError, also if
+        its content has another digest.
         """
         if (hook, layer) in self._sites:
             self._loaded[digest] = load(Path(folder), digest)
 
     def drop(self, digests: Sequence[str]) -> None:
-        """Requests that have begun keep theirs."""
+        """Drop autoencoders; requests that have begun keep theirs."""
         for digest in digests:
             self._loaded.pop(digest, None)
 
     def prepare(self, reading: StoredFeatures) -> Autoencoder | None:
-        """Kept for the request from its beginning; None on ranks that read no rows for it."""
+        """Return the autoencoder, which the request then keeps; None if it is not loaded here."""
         return self._loaded.get(reading.sae.digest)
 
     def __call__(self, capture: FinishedCapture, number: int) -> FeaturesPart:
-        """Encodes every row of the capture. `number`: its place among the request's captures."""
+        """Encode every row of the capture. `number`: index of the capture in the request."""
         reading, sae = capture.capture.reading, capture.prepared
         assert isinstance(reading, StoredFeatures)
         if sae is None:

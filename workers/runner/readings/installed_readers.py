@@ -1,5 +1,5 @@
-"""Installed readers: loads them, tries each at the start, and gives them the rows of requests (the
-reader of `StoredReader`).
+"""Installed readers: loads them, checks each when the rank starts, and calls them with the rows of
+requests (the reader of `StoredReader`).
 """
 
 import logging
@@ -12,24 +12,21 @@ import numpy as np
 from ....schemas.extensions import Extension, Option, ReaderTerms, Rows
 from ....schemas.readings.installed import Array, ReaderPart, StoredReader
 from ..base.extensions import ExtensionError, Offer, code_of, declared, digest, frozen
-from ..base.helper_threads import Apart
+from ..base.helper_threads import HelperThread
 from ..files.consumers import rows_of
 from ..files.finished_rows import FinishedCapture, ReadingError
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that an installed reader may take for a request's rows: a writer thread waits.
+#: Seconds that an installed reader may take for a request's rows: a writer thread waits for it.
 PATIENCE_S = 5.0
-#: Rows of the check at the start: positions of each call.
+#: Positions in each call of the check.
 _CHECKED_POSITIONS = (1, 5)
 _SEED = 17
 
 
 class ReaderCode(Protocol):
-    """An installed reader.
-
-    `ReaderTerms` has the meaning of what it declares; all but `returns` may be left out.
-    """
+    """An installed reader. `ReaderTerms` documents its attributes; only `returns` is required."""
 
     returns: Mapping[str, str]
     row_bytes: int
@@ -38,7 +35,9 @@ class ReaderCode(Protocol):
     options: Mapping[str, Option]
 
     def read(self, rows: Rows) -> Mapping[str, np.ndarray]:
-        """The arrays that `returns` names. One call at a time; what it raises fails the request."""
+        """Return the arrays that `returns` names. Calls come one at a time; an exception fails the
+        request.
+        """
 
 
 @dataclass(frozen=True)
@@ -47,20 +46,20 @@ class LoadedReader:
 
     facts: Extension
     terms: ReaderTerms
-    apart: Apart[Rows, dict[str, Array]]
+    thread: HelperThread[Rows, dict[str, Array]]
 
     def read(self, rows: Rows) -> dict[str, Array]:
-        """Raises what the reader raises, LateError, and ValueError for an answer that it has not
-        declared.
+        """Call the reader. Raises what it raises, LateError, and ValueError for an answer that does
+        not match its declaration.
         """
-        return self.apart.ask(rows)
+        return self.thread.ask(rows)
 
 
 def load_readers(
     offers: Iterable[Offer], hidden_size: int, num_layers: int, hooks: Sequence[str]
 ) -> dict[str, LoadedReader]:
-    """The readers that trusted packages offer, by name, each tried with random rows of the model's
-    shape. Raises ExtensionError.
+    """Return the readers that trusted packages offer, by name, each checked with random rows of the
+    model's shape. Raises ExtensionError.
     """
     readers = {}
     for offer in offers:
@@ -99,17 +98,19 @@ def _loaded(offer: Offer) -> LoadedReader:
     def read(rows: Rows) -> dict[str, Array]:
         return _arrays(reader.read(rows), terms, rows)
 
-    return LoadedReader(facts, terms, Apart(f"reader {offer.name}", read, PATIENCE_S, "request"))
+    return LoadedReader(
+        facts, terms, HelperThread(f"reader {offer.name}", read, PATIENCE_S, "request")
+    )
 
 
-def _arrays(report: Any, terms: ReaderTerms, rows: Rows) -> dict[str, Array]:
-    """The answer as it crosses the wire. Raises ValueError for one that is not as declared."""
-    if not isinstance(report, Mapping) or set(report) != set(terms.returns):
-        shown = sorted(map(str, report)) if isinstance(report, Mapping) else type(report).__name__
+def _arrays(answer: Any, terms: ReaderTerms, rows: Rows) -> dict[str, Array]:
+    """Return the answer as wire arrays. Raises ValueError if it does not match the declaration."""
+    if not isinstance(answer, Mapping) or set(answer) != set(terms.returns):
+        shown = sorted(map(str, answer)) if isinstance(answer, Mapping) else type(answer).__name__
         raise ValueError(f"returned {shown}, but declares the arrays {sorted(terms.returns)}")
     arrays = {}
     for name, dtype in terms.returns.items():
-        values = report[name]
+        values = answer[name]
         if not isinstance(values, np.ndarray) or values.dtype != np.dtype(dtype):
             shown = (
                 f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
@@ -131,7 +132,8 @@ def _arrays(report: Any, terms: ReaderTerms, rows: Rows) -> dict[str, Array]:
 
 
 def _check(loaded: LoadedReader, hidden_size: int, num_layers: int, hooks: Sequence[str]) -> None:
-    """Random rows: the answer is as declared, the same again, and the rows are unchanged.
+    """Check that the reader's answer for random rows matches its declaration and is the same twice,
+    and that the rows are unchanged.
 
     Raises ValueError, or what the reader raises.
     """
@@ -171,9 +173,9 @@ class InstalledReaders:
         self._loaded = dict(loaded)
 
     def __call__(self, capture: FinishedCapture, number: int) -> ReaderPart:
-        """`number`: the capture's place among the request's.
+        """Call the reader that the capture names. `number`: index of the capture in the request.
 
-        Raises ReadingError with the reader's name and its reason.
+        Raises ReadingError with the reader's name and the reason.
         """
         reading = capture.capture.reading
         assert isinstance(reading, StoredReader)
@@ -207,7 +209,9 @@ class InstalledReaders:
 
 
 def _rows(capture: FinishedCapture, stored_reader: StoredReader) -> Rows:
-    """float32 of their own: what is read is exact in any dtype that rows are captured in."""
+    """Return copies of the capture's rows for a reader, in float32, which holds every capture dtype
+    exactly.
+    """
     sites = {
         (hook, layer): rows_of(capture, hook, layer)
         for hook, layers in capture.sites.items()

@@ -1,7 +1,7 @@
-"""The logit lens on a rank: captured rows through the model's final norm and output matrix, as top
-tokens and log-probabilities.
+"""The logit lens on a rank: applies the model's final norm and output matrix to captured rows, and
+returns this rank's part of the top tokens and log-probabilities.
 
-nostalgebraist 2020, "interpreting GPT: the logit lens". Log-softmax is taken in float32.
+nostalgebraist 2020, "interpreting GPT: the logit lens". Log-softmax is computed in float32.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from ..hooks.output_head import Head
 from .readings import array, rows_of
 from .tuned_lenses import TunedMaps
 
-#: Logits that are held at a time, float32: rows are taken in chunks of about this many bytes.
+#: Bytes of float32 logits at a time: rows are read in chunks of about this size.
 CHUNK_BYTES = 32 << 20
 
 
 class Lens:
-    """The reader of `StoredLens`. One per rank; holds nothing between calls."""
+    """The reader of `StoredLens`. One per rank; keeps no state between calls."""
 
     def __init__(
         self,
@@ -29,15 +29,14 @@ class Lens:
         reduce: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
         tuned: TunedMaps | None = None,
     ) -> None:
-        """`reduce`: the sum over all ranks of the stage.
-
-        `tuned`: the maps of tuned lenses; None: none are served.
+        """`reduce` sums over all ranks of the stage. `tuned`: the maps of tuned lenses; None: tuned
+        lenses are not served.
         """
         self.head, self._reduce, self._tuned = head, reduce, tuned or TunedMaps("")
 
     def prepare(self, reading: StoredLens) -> Head | None:
-        """The output matrix of the named tokens, where other ranks have some of it: so each can
-        count what is above them.
+        """Return a head for the named tokens if ranks share the vocabulary, so that each rank can
+        count its tokens with larger logits; else None.
         """
         return (
             self.head.rows_of(reading.tokens, self._reduce)
@@ -46,13 +45,13 @@ class Lens:
         )
 
     def __call__(self, capture: FinishedCapture, number: int) -> LensPart:
-        """Reads every row of the capture. `number`: its place among the request's captures."""
+        """Read every row of the capture. `number`: index of the capture in the request."""
         reading = capture.capture.reading
         assert isinstance(reading, StoredLens)
         ((hook, layers),) = capture.capture.sites.items()
         shard = self.head.shard
         of_named: Head | None = capture.prepared
-        with self._tuned.of(reading.tuned) as tuned, _beside(self.head.device):
+        with self._tuned.of(reading.tuned) as tuned, _own_stream(self.head.device):
             read = [
                 self._read(
                     tuned(rows_of(capture, hook, layer, self.head.device), layer), reading, of_named
@@ -81,8 +80,8 @@ class Lens:
     def _read(
         self, rows: torch.Tensor, stored_lens: StoredLens, of_named: Head | None
     ) -> list[torch.Tensor]:
-        """Read `[positions, hidden]`: top ids and logits `[positions, k]`, log-sum-exp
-        `[positions]`, named logits and counts above.
+        """Read rows `[positions, hidden]`; return top ids and logits `[positions, k]`, log-sum-exp
+        `[positions]`, and `[positions, named]`: the named tokens' logits, and how many are larger.
         """
         width = self.head.shard.stop - self.head.shard.start
         size = max(1, CHUNK_BYTES // (4 * width))
@@ -113,6 +112,6 @@ class Lens:
         return ids + shard.start, top, logits.logsumexp(dim=-1), named, above
 
 
-def _beside(device: torch.device) -> AbstractContextManager[Any]:
-    """On an accelerator its own stream: the forward pass does not wait for what is read."""
+def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Run the block on a new stream of an accelerator, so that the forward pass does not wait."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

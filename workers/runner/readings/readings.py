@@ -1,5 +1,5 @@
-"""Readings: computes what requests ask of captured rows, in the writer threads, with modules of the
-loaded model.
+"""Readings: computes the results that requests want from captured rows, in the writer threads, with
+modules of the loaded model.
 
 Readers run next to the engine's forward passes. They take part in no collective call: a reading
 that needs every rank of a stage is computed in parts, which the host joins
@@ -20,21 +20,21 @@ from ....schemas.requests.specs import RankSpec
 from ..files.finished_rows import FinishedCapture, Outcome, ReadingError
 
 logger = logging.getLogger(__name__)
-#: Bytes of a part apart from what its `size` counts: names, layers, and what MessagePack adds.
+#: Bytes of a part that `size` does not count: names, layers, and MessagePack's framing.
 HEADER_BYTES = 1 << 14
 
 
 #: (the capture, with its reading; its index in `RankSpec.captures`) → the rank's part. Raises
-#: ReadingError, or anything.
+#: ReadingError, or any other exception.
 Reader = Callable[[FinishedCapture, int], Part]
 
 
 @runtime_checkable
 class Preparing(Protocol):
-    """A reader that needs something of other ranks."""
+    """A reader that must prepare a request, for example because it needs data of other ranks."""
 
     def prepare(self, reading: Any) -> Any:
-        """Return what `FinishedCapture.prepared` should be.
+        """Return the value of `FinishedCapture.prepared`.
 
         Called when a request begins, by every rank of the stage in the same step, so that it may
         make collective calls; whether it raises must not depend on the rank.
@@ -42,38 +42,38 @@ class Preparing(Protocol):
 
 
 class Readings:
-    """The consumer of captures that are read instead of stored. Called from writer threads."""
+    """Consumes captures that are read instead of stored. Called from writer threads."""
 
     def __init__(self, readers: Mapping[type, Reader], limit: int) -> None:
         """`readers`: by the type of `StoredCapture.reading`. `limit`: bytes of a part."""
         self._readers, self._limit = dict(readers), limit
-        item: Mapping[type, object] = readers
+        by_type: Mapping[type, object] = readers
         self._preparing = {
-            kind: reader for kind, reader in item.items() if isinstance(reader, Preparing)
+            kind: reader for kind, reader in by_type.items() if isinstance(reader, Preparing)
         }
 
     def prepare(self, spec: RankSpec) -> tuple[dict[int, Any], str]:
-        """Return what readers need of other ranks, by the capture's number; and why there is none,
-        which is the same on every rank.
+        """Return what the readers prepared, by the capture's number, and why that failed: the same
+        reason on every rank, or empty.
 
         Called by every rank of the stage in the same step.
         """
-        made: dict[int, Any] = {}
+        prepared: dict[int, Any] = {}
         try:
             for number, capture in enumerate(spec.captures):
                 if (reader := self._preparing.get(type(capture.reading))) is not None:
-                    made[number] = reader.prepare(capture.reading)
+                    prepared[number] = reader.prepare(capture.reading)
         except Exception as error:
             logger.exception("request %s: its reading cannot be prepared", spec.key)
             return {}, f"{type(error).__name__}: {error}"
-        return made, ""
+        return prepared, ""
 
     def reader(self, kind: type) -> Reader | None:
-        """The reader of this type of `StoredCapture.reading`."""
+        """Return the reader of this type of `StoredCapture.reading`."""
         return self._readers.get(kind)
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
-        """One outcome per capture: a reading that fails is its own request's affair."""
+        """Return one outcome per capture: a failed reading fails only its own request."""
         return [self._consume(capture) for capture in captures]
 
     def _consume(self, capture: FinishedCapture) -> Outcome:
@@ -85,10 +85,10 @@ class Readings:
             return Outcome(error=f"{type(error).__name__}: {error}")
 
     def _read(self, capture: FinishedCapture) -> bytes:
-        needed = capture.capture
-        reader = self._readers.get(type(needed.reading))
-        if reader is None or needed.reading is None:
-            raise ReadingError(f"this rank has no reader for {type(needed.reading).__name__}")
+        stored = capture.capture
+        reader = self._readers.get(type(stored.reading))
+        if reader is None or stored.reading is None:
+            raise ReadingError(f"this rank has no reader for {type(stored.reading).__name__}")
         if capture.dropped:
             raise ReadingError(
                 f"rows of {len(capture.dropped)} positions were dropped under overload"
@@ -98,7 +98,7 @@ class Readings:
             raise ReadingError(
                 f"the row at {hook} of layer {layer}, position {position}, is not finite"
             )
-        size = needed.reading.size(len(capture.positions), sum(map(len, capture.sites.values())))
+        size = stored.reading.size(len(capture.positions), sum(map(len, capture.sites.values())))
         if size > self._limit:
             raise ReadingError(
                 f"{size} bytes exceed the response limit of {self._limit} ({self._limit >> 10} "
@@ -112,14 +112,12 @@ class Readings:
 
 
 def index_of(capture: FinishedCapture) -> int:
-    """Its place among the request's captures."""
+    """Return the capture's index in `RankSpec.captures`."""
     return capture.spec.captures.index(capture.capture)
 
 
 def rows_of(capture: FinishedCapture, hook: str, layer: int, device: Any = "cpu") -> torch.Tensor:
-    """`[positions, hidden]` of one site in the dtype that they were captured in, in memory of their
-    own, on `device`.
-    """
+    """Return a copy of a site's rows `[positions, hidden]` on `device`, in the capture's dtype."""
     raw = np.frombuffer(b"".join(capture.rows(hook, layer)), dtype=DTYPES[capture.dtype].raw).copy()
     held = (
         torch.from_numpy(raw)
@@ -130,6 +128,6 @@ def rows_of(capture: FinishedCapture, hook: str, layer: int, device: Any = "cpu"
 
 
 def array(values: torch.Tensor, dtype: torch.dtype) -> bytes:
-    """The values as a part holds them: little-endian, in C order."""
+    """Return the bytes of values as a part holds them: little-endian, in C order."""
     raw: bytes = values.to(dtype).cpu().contiguous().numpy().tobytes()
     return raw

@@ -1,4 +1,4 @@
-"""A sparse autoencoder in float32: from rows to features, as sae-lens computes them.
+"""Sparse autoencoders in float32: features of rows, as sae-lens computes them.
 
 Sources of the architectures: Bricken et al. 2023 (Towards Monosemanticity); gated, Rajamanoharan et
 al. 2024, arXiv:2404.16014; JumpReLU, Rajamanoharan et al. 2024, arXiv:2407.14435; top-k, Gao et al.
@@ -17,14 +17,13 @@ from ....schemas.artifacts.saes import SaeForm
 from ....schemas.requests.interventions import LAYER_NORM_EPS
 from ....storage.formats.sae_files import SaeError, reading, tensors_of
 
-#: Bytes of the activations that are dense at a time: rows are encoded in chunks of at most that
-#: many.
+#: Bytes of dense activations at a time: rows are encoded in chunks of about this size.
 CHUNK_BYTES = 32 << 20
 
 
 class Scaled(NamedTuple):
-    """Normalised rows, and how a reconstruction of them becomes one of the rows: times `scale`,
-    plus `shift`.
+    """Normalised rows. Their reconstruction, times `scale` plus `shift`, reconstructs the original
+    rows.
     """
 
     rows: torch.Tensor
@@ -35,7 +34,7 @@ class Scaled(NamedTuple):
 def _layer_norm(rows: torch.Tensor) -> Scaled:
     mean = rows.mean(1, keepdim=True)
     centred = rows - mean
-    deviation = centred.std(1, keepdim=True)  # with n − 1, as sae-lens
+    deviation = centred.std(1, keepdim=True)  # with n − 1, as in sae-lens
     return Scaled(centred / (deviation + LAYER_NORM_EPS), deviation, mean)
 
 
@@ -52,8 +51,8 @@ NORMALISATIONS: dict[str, Callable[[torch.Tensor], Scaled]] = {
 
 
 class TopFeatures(NamedTuple):
-    """The `k` most active features of n rows, most active first; where fewer are active, −1 and
-    0.
+    """The `k` most active features of n rows, most active first, padded with index −1 and
+    activation 0 where fewer are active.
     """
 
     indices: np.ndarray  # int32 [n, k]
@@ -63,7 +62,7 @@ class TopFeatures(NamedTuple):
 
 
 class Autoencoder:
-    """Its tensors are float32, of sae-lens' names and shapes."""
+    """One autoencoder. Its tensors are float32, with sae-lens' names and shapes."""
 
     def __init__(self, form: SaeForm, tensors: Mapping[str, torch.Tensor]) -> None:
         self.form, self._tensors = form, tensors
@@ -80,17 +79,19 @@ class Autoencoder:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[n, d_in]` float32 → activations `[n, d_sae]` float32, all at a time."""
+        """Encode rows `[n, d_in]` float32 to activations `[n, d_sae]` float32, without chunks."""
         return self._encode(NORMALISATIONS[self.form.normalize_activations](rows).rows)
 
     def decode(self, activations: torch.Tensor) -> torch.Tensor:
-        """`[n, d_sae]` float32 → reconstructions `[n, d_in]` of rows as they are normalised."""
+        """Decode activations `[n, d_sae]` float32 to reconstructions `[n, d_in]` of the normalised
+        rows.
+        """
         if self._lengths is not None:
             activations = activations / self._lengths
         return torch.addmm(self._tensors["b_dec"], activations, self._tensors["W_dec"])
 
     def top(self, rows: torch.Tensor, k: int) -> TopFeatures:
-        """The most active features of rows `[n, d_in]` of any dtype, encoded in chunks of
+        """Return the most active features of rows `[n, d_in]` of any dtype, encoded in chunks of
         `CHUNK_BYTES`.
         """
         parts = [self._top(chunk.float(), min(k, self.form.d_sae)) for chunk in self._chunks(rows)]
@@ -118,7 +119,7 @@ class Autoencoder:
         )
 
     def _decode_active(self, activations: torch.Tensor) -> torch.Tensor:
-        """Decode like `decode`, from the active features alone: they are few."""
+        """Decode like `decode`, but only from the active features, which are few."""
         rows, features = activations.nonzero(as_tuple=True)
         values = activations[rows, features]
         if self._lengths is not None:
@@ -152,7 +153,7 @@ class Autoencoder:
 
 
 def load(folder: Path, digest: str) -> Autoencoder:
-    """The SAE in `folder`, which must have this content. Raises SaeError."""
+    """Load the SAE in `folder`. Raises SaeError, also if its content has another digest."""
     with reading(folder) as (content, file):
         if content.digest != digest:
             detail = (

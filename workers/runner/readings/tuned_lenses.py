@@ -1,7 +1,7 @@
-"""The affine maps of tuned lenses on a rank, read from their files layer by layer.
+"""Affine maps of tuned lenses on a rank, read from their files layer by layer.
 
-A file that is not what was registered fails the reading: its digest is compared whenever the file
-has another state than before.
+A file that changed since it was registered fails the reading: its digest is compared whenever the
+file's state differs from the last check.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,21 +15,21 @@ from ....storage.formats.tensor_files import TensorFile, TensorFileError
 from ....storage.formats.tuned_files import folder_of, map_of, reading
 from ..files.finished_rows import ReadingError
 
-#: (rows `[positions, hidden]`, layer) → what takes their place, float32.
+#: (rows `[positions, hidden]`, layer) → mapped rows, float32.
 Mapped = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class TunedMaps:
-    """One per rank. Called from writer threads."""
+    """Tuned lenses of one rank. Called from writer threads."""
 
     def __init__(self, root: str) -> None:
         """`root`: the setting `lens_dir`."""
         self._root = root
-        self._known: dict[str, tuple[int, int, int]] = {}  # digest → state of the file that had it
+        self._known: dict[str, tuple[int, int, int]] = {}  # digest → state of the checked file
 
     @contextmanager
     def of(self, tuned: StoredTuned | None) -> Iterator[Mapped]:
-        """The maps of a tuned lens; without one, rows as they are. Raises ReadingError."""
+        """Yield the maps of a tuned lens; without one, the identity. Raises ReadingError."""
         if tuned is None:
             yield lambda rows, _: rows
             return
@@ -54,10 +54,10 @@ class TunedMaps:
 
 
 def _mapped(rows: torch.Tensor, file: TensorFile, layer: int, *, residual: bool) -> torch.Tensor:
-    """W h + b in float32, or h + W h + b."""
+    """Return W h + b in float32, or with `residual` h + W h + b."""
     weight, bias = (
         torch.from_numpy(values.copy()).to(rows.device) for values in map_of(file, layer)
     )
     wide = rows.float()
-    made = wide @ weight.T + bias
-    return wide + made if residual else made
+    product = wide @ weight.T + bias
+    return wide + product if residual else product

@@ -1,7 +1,7 @@
-"""Banks of a rank: tables, planner and checks of the sites whose rows have one width; and all of
-them as the data plane uses them.
+"""Banks of a rank: tables, planner and checks for the sites whose rows have one width, and all
+banks together as the data plane uses them.
 
-The residual bank is the first, and the only one where no hook inside is served. See
+The residual bank is the first, and the only bank if no hooks inside layers are served. See
 `schemas.model.banks`.
 """
 
@@ -66,12 +66,11 @@ class Bank:
         self.finite = FiniteCheck(part.sites, part.buffers)
 
     def recording(self, capture: StoredCapture, first_of_stage: bool) -> Recording | None:
-        """Return what this rank records of a capture; None: nothing.
+        """Return this rank's recording of a capture; None if it records nothing.
 
-        Raises ValueError for rows of another shape.
-
-        `first_of_stage`: the ranks of a stage hold equal residual rows, and one records, unless all
-        are needed.
+        `first_of_stage`: all ranks of a stage hold equal residual rows, so only its first rank
+        records them, unless the capture needs every rank. Raises ValueError for rows of another
+        shape.
         """
         if capture.row != (None if self.columns is None else self.columns.row):
             raise ValueError(
@@ -114,7 +113,7 @@ class Tables:
             table.clear()
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
-        """Return `RowTable.fingerprint`, bank after bank."""
+        """Return `RowTable.fingerprint` of all banks."""
         return [row for table in self._tables.values() for row in table.fingerprint()]
 
 
@@ -170,7 +169,7 @@ class Banks:
             part.name: RowTable(part.sites, part.buffers, vectors, runs, part.columns)
             for part in parts
         }
-        #: Of the only bank itself where there is one.
+        #: The table of the only bank, or all tables as one.
         self.table: RowTable | Tables = Tables(tables, vectors) if inside else tables[RESIDUAL]
         self._banks = [
             Bank(
@@ -188,11 +187,11 @@ class Banks:
 
     @property
     def first(self) -> Bank:
-        """The residual bank."""
+        """Return the residual bank."""
         return self._banks[0]
 
     def num_sites(self, row: int, spec: SteeringRow) -> int:
-        """Return how many sites of this rank `spec`, which has this row, edits."""
+        """Return how many sites of this rank `spec`, which the table holds in `row`, edits."""
         return self._by_name[spec.bank].table.num_sites(row)
 
     def recording(self, capture: StoredCapture, first_of_stage: bool) -> Recording | None:
@@ -204,8 +203,7 @@ class Banks:
             raise ValueError(f"hook {next(iter(capture.sites))} is not served")
         return self._by_name[capture.bank].recording(capture, first_of_stage)
 
-    # -- the step; as `Planner`
-    # ----------------------------------------------------------------------------------------------
+    # --- A step; the methods of `Planner`
 
     @property
     def busy(self) -> bool:
@@ -231,11 +229,10 @@ class Banks:
             for recorded in bank.planner.drain()
         ]
 
-    # -- what was found; as `FiniteCheck`
-    # --------------------------------------------------------------------------------------
+    # --- Findings; the methods of `FiniteCheck`
 
     def take(self, step: int, view: StepView | None, hidden: torch.Tensor | None) -> None:
-        """The forward of `view` ran; `hidden`: what left the last layer, which is judged once."""
+        """Observe the forward of `view`. `hidden`: output of the last layer, checked only once."""
         for bank in self._banks:
             bank.finite.take(
                 step,
@@ -249,9 +246,9 @@ class Banks:
         return [result for bank in self._banks for result in bank.finite.settle(needed)]
 
     def found(self) -> Callable[[], list[tuple[str, int]]]:
-        """Return (request, first position) of the rows of the last step that are not finite.
+        """Return a function that returns (request, position) of the last step's non-finite rows.
 
-        Waits for the step, in any thread.
+        The function may be called in any thread, and waits for the step.
         """
         last = [
             (bank.finite, finding)

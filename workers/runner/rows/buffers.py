@@ -1,9 +1,9 @@
-"""Buffers of a step: the plan into those that the forward reads, and captured rows out of them.
+"""Buffers of a step: puts the plan where the forward reads it, and takes captured rows out.
 
-On the CPU the buffers are written in place, and where the forward runs as Python it captures
-straight into the slab. A compiled forward on the CPU writes the ring, which is copied. On an
-accelerator everything goes through pinned memory without waiting: the ring has two halves, and rows
-leave one on their own stream while the next step fills the other.
+On the CPU the buffers are written in place; a forward that runs as Python captures directly into
+the slab, and a compiled one into the ring, which is then copied. On an accelerator everything goes
+through pinned memory without waiting: the ring has two halves, and a separate stream copies the
+rows of one half while the next step fills the other.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ class NewRows(NamedTuple):
 
     slab: torch.Tensor  # `[rows, hidden_size]`, CPU
     first: int = 0  # the ring row at which they begin
-    landing: Landing = LANDED  # of what `Staging.take` copies
-    # where they should be moved to once they have landed: no device copies to pages of a file
+    landing: Landing = LANDED  # arrival of the rows that `Staging.take` copies
+    # slab in a file to move landed rows to, since devices cannot copy to a file's pages
     file: torch.Tensor | None = None
 
 
 class Staging:
-    """The buffers of one rank."""
+    """Stages the buffers of one bank."""
 
     def __init__(self, buffers: Buffers, *, traced: bool) -> None:
         """`traced`: the forward is compiled or graph-captured."""
@@ -38,18 +38,17 @@ class Staging:
         self._on_cpu = self._device.type == "cpu"
         self._direct = self._on_cpu and not traced
         self._token_rows = np.zeros(tuple(buffers.token_rows.shape), dtype=np.int32)
-        self._edited: list[np.ndarray] = []  # rows of `_token_rows` that are not zero
-        self._end = 0  # they precede this one
-        self._end_there = 0  # the same on the device
+        self._edited: list[np.ndarray] = []  # indices of rows in `_token_rows` that are not zero
+        self._end = 0  # all nonzero rows of `_token_rows` are before this one
+        self._end_on_device = 0  # the same for the device's copy
         self._slots: dict[int, np.ndarray] = {}  # pattern → tokens, of this step
         self._area = _Areas(buffers.ring) if not self._on_cpu else None
-        self._rows = 0  # captured in this step
+        self._rows = 0  # rows captured in this step
         self._empty = buffers.ring
         if self._on_cpu:
             self._token_rows = buffers.token_rows.numpy()
 
-    # -- edits
-    # ----------------------------------------------------------------------------------------------
+    # --- Edits
 
     def clear_rows(self) -> None:
         for tokens in self._edited:
@@ -57,19 +56,18 @@ class Staging:
         self._edited, self._end = [], 0
 
     def set_rows(self, tokens: np.ndarray, columns: np.ndarray, rows: np.ndarray) -> None:
-        """The configuration `rows[i]` edits `tokens[i]`, in its column; at least one."""
+        """Have configuration row `rows[i]` edit `tokens[i]`, in column `columns[i]`; not empty."""
         self._edited.append(tokens)
         self._end = max(self._end, int(tokens.max()) + 1)
         self._token_rows[tokens, columns] = rows
 
-    # -- captures
-    # ----------------------------------------------------------------------------------------------
+    # --- Captures
 
     def new_rows(self, slabs: SlabPool, rows: int, *, spill: bool) -> "NewRows":
-        """For this step's captured rows; `spill`: they go to a file.
+        """Return the destination of this step's `rows` captured rows; `spill`: in a file.
 
-        Raises OSError when they should be spilled and cannot be, HostMemoryError, and RuntimeError
-        when the ring cannot hold them (requests are admitted so that it can).
+        Raises OSError when they cannot be spilled, HostMemoryError, and RuntimeError when the ring
+        cannot hold them (requests are admitted so that it can).
         """
         ring = self._buffers.ring
         room = len(ring) if self._area is None else self._area.rows
@@ -93,21 +91,20 @@ class Staging:
         return new
 
     def set_slots(self, pattern: int, tokens: np.ndarray) -> None:
-        """Captured token `tokens[i]` has slot i at the ports of this pattern."""
+        """Give captured token `tokens[i]` slot i at the ports of this pattern."""
         if not self._on_cpu:
             self._slots[pattern] = tokens
 
     def take(self, slab: torch.Tensor) -> None:
-        """Copy this step's captured rows to `slab`, or begin to."""
+        """Copy this step's captured rows to `slab`; on an accelerator, only begin to."""
         if self._area is not None:
             self._area.take(slab, self._rows)
         elif self._direct:
-            self._buffers.ring = self._empty  # the slab is its requests' alone
+            self._buffers.ring = self._empty  # later forwards must not write to the slab
         else:
             slab.copy_(self._buffers.ring[: self._rows])
 
-    # -- both
-    # ----------------------------------------------------------------------------------------------
+    # --- Both
 
     def commit(self, plan: np.ndarray, lists: Sequence[np.ndarray]) -> None:
         """Put the plan where the next forward reads it."""
@@ -119,10 +116,10 @@ class Staging:
                 buffers.lists.numpy()[: len(flat)] = flat
             return
         self._upload(buffers.plan, plan)
-        rows = max(self._end, self._end_there)  # behind them both are zero
+        rows = max(self._end, self._end_on_device)  # later rows are zero on both sides
         if rows:
             self._upload(buffers.token_rows[:rows], self._token_rows[:rows])
-        self._end_there = self._end
+        self._end_on_device = self._end
         if self._slots:
             slots = np.full(
                 (max(self._slots) + 1, buffers.capture_slots.shape[1]), -1, dtype=np.int32
@@ -132,10 +129,10 @@ class Staging:
             self._upload(buffers.capture_slots[: len(slots)], slots)
 
     def abandon(self) -> None:
-        """After a failed `commit`: the next forward does nothing. Needs no memory."""
+        """Undo a failed `commit`, so that the next forward does nothing. Allocates no memory."""
         self._buffers.plan.zero_()
-        # some may have been put there: the next commit overwrites all
-        self._end_there = len(self._token_rows)
+        # some token rows may have been uploaded, so the next commit overwrites all of them
+        self._end_on_device = len(self._token_rows)
         self._rows = 0
         if self._direct:
             self._buffers.ring = self._empty
@@ -157,10 +154,10 @@ class _Areas:
         self._current = 0
 
     def next(self) -> tuple[int, Landing]:
-        """Turn to the other half; the forward that fills it waits on the device until its rows have
-        left.
+        """Switch to the other half; the forward that fills it waits on the device until its old
+        rows are copied.
 
-        Its first row, and the landing of what `take` copies from it.
+        Returns the half's first row, and the landing of the rows that `take` copies from it.
         """
         self._current = 1 - self._current
         copied = self._copied[self._current]
@@ -170,7 +167,7 @@ class _Areas:
         return self._current * self.rows, OnStream(event)
 
     def take(self, slab: torch.Tensor, rows: int) -> None:
-        """On the copy stream: wait for the forward, copy, record the event."""
+        """Queue on the copy stream: wait for the forward, copy the rows, record the event."""
         event = self._copied[self._current]
         assert event is not None, "next() comes before take()"
         first = self._current * self.rows

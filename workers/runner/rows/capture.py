@@ -1,9 +1,9 @@
 """Captured rows of a request, from recording until they are written.
 
-All rows that a step captures lie in one slab `[rows, hidden]`, port after port (a port is a site's
-before or after); a request remembers the runs of rows that are its own and joins them when it ends.
-A position recorded twice (after a preemption, or where a draft token was rejected) is written once,
-as it was computed last: that is the row whose keys and values the later tokens saw.
+All rows that a step captures are in one slab `[rows, hidden]`, ordered by port (a site has two
+ports: before and after its edits). A request keeps references to its runs of rows, and joins them
+when it ends. If a position was recorded twice (after a preemption, or because a draft token was
+rejected), only the last row is written: later tokens attended to its keys and values.
 """
 
 import itertools
@@ -38,15 +38,15 @@ class Ports:
     """
 
     def __init__(self, sites: Sequence[Site], columns: Columns | None = None) -> None:
-        """`columns`: of the rows; None: those of the residual bank, which every rank holds
-        whole.
+        """`columns`: the columns of rows that this rank holds; None: the residual bank, whose rows
+        every rank holds whole.
         """
         self.columns = columns
         self.count = 2 * len(sites)
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
 
     def of(self, capture: StoredCapture) -> dict[tuple[str, int], int]:
-        """(hook, layer) → port, for those that this rank holds, in the order of the capture."""
+        """Return (hook, layer) → port, for sites of this rank, in the order of the capture."""
         after = capture.at == "after"
         return {
             (hook, layer): 2 * self._numbers[hook, layer] + after
@@ -66,26 +66,22 @@ class StepRows:
     slab: torch.Tensor  # [rows, hidden_size], CPU
     base: np.ndarray  # int64 [ports]
     pattern: np.ndarray  # int64 [ports]
-    landing: (
-        Landing  # of the rows in the slab: they may come from an accelerator, in their own time
-    )
-    #: dtype → which rows of the slab are not finite in it, bool `[rows]`; None: all are. Filled
-    #: when a writer first asks.
+    landing: Landing  # of the rows in the slab, which an accelerator may still be copying
+    #: dtype → which rows of the slab are not finite in that dtype, bool `[rows]`; None: all are
+    #: finite. Filled when a writer first needs an entry.
     checked: dict[torch.dtype, np.ndarray | None] = field(default_factory=dict)
 
     def move(self, file: torch.Tensor) -> None:
-        """To `file`, a slab of the same shape, once they have landed.
+        """Move the rows to `file`, a slab of the same shape, once they have landed.
 
-        In any thread: who reads meanwhile holds the slab.
+        In any thread: a concurrent reader keeps its reference to the old slab.
         """
         self.landing.wait()
         self.slab = file.copy_(self.slab)
 
     def unsound(self, dtype: torch.dtype) -> np.ndarray | None:
-        """Return which rows of the slab are not finite once they are stored as `dtype`; None: all
-        are.
-
-        Of landed rows.
+        """Return which rows of the slab are not finite when stored as `dtype`; None if all are
+        finite. The rows must have landed.
         """
         if dtype not in self.checked:
             rows = self.slab.to(dtype)
@@ -97,8 +93,8 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`count` contiguous positions from `first_position`, in `step` at slot `slots[pattern]` of
-    each port.
+    """`count` contiguous positions from `first_position`, whose rows are in `step`, from slot
+    `slots[pattern]` of each port on.
     """
 
     step: StepRows
@@ -111,7 +107,7 @@ class Extent:
         return range(self.first_position, self.first_position + self.count)
 
     def first_rows(self, ports: np.ndarray) -> np.ndarray:
-        """Slab row of the first position, for each port."""
+        """Return the slab row of the first position, for each port."""
         rows: np.ndarray = self.step.base[ports] + self.slots[self.step.pattern[ports]]
         return rows
 
@@ -120,22 +116,22 @@ class Rows(Protocol):
     """All rows of an ended request, for a `FinishedCapture`."""
 
     def unsound(self, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
-        """(hook, layer, position) of the rows that are not finite as `dtype`."""
+        """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
 
     def non_finite(self, dtype: torch.dtype) -> dict[tuple[str, int], int]:
-        """(hook, layer) → how many of its rows are not finite as `dtype`, where some are."""
+        """Return (hook, layer) → number of rows that are not finite as `dtype`, if any."""
 
     def __call__(self, hook: str, layer: int) -> Sequence[memoryview]:
-        """One site's, as buffers in order."""
+        """Return one site's rows, as buffers in order."""
 
     def blob(self, capture: FinishedCapture) -> Blob | None:
-        """The capture's blob, where the rows are in a file that the store can take."""
+        """Return the capture's blob if the rows are in a file that the store can adopt."""
 
 
-class Leaving(Protocol):
-    """Destination of rows that leave before their request ends: see `streams`."""
+class RowSink(Protocol):
+    """Destination of rows that leave a recording before its request ends: see `streams`."""
 
-    begun: bool  # whether any have
+    begun: bool  # whether rows have left
 
     def push(self, runs: list[Extent]) -> None: ...
 
@@ -157,53 +153,51 @@ class Recording:
     mask: np.ndarray  # bool [all ports of the rank]
     runs: list[Extent] = field(default_factory=list)
     recorded: int = 0  # positions in `runs`
-    reused: list[Extent] = field(
-        default_factory=list
-    )  # rows that an earlier request recorded, see `row_store`
+    # rows that an earlier request recorded, see `row_store`
+    reused: list[Extent] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)  # positions not recorded, under overload
-    stream: Leaving | None = None  # where rows go that leave before the request ends
-    watch: "Watch | None" = None  # of rows that probes score, and the next
+    stream: RowSink | None = None  # destination of rows that leave before the request ends
+    watch: "Watch | None" = None  # the watch and the stack by which probes score the rows
     stack: "Stack | None" = None
     prepared: Any = None  # see `FinishedCapture`
     columns: Columns | None = None  # of the rows; None: those of the residual bank
     bank: str = RESIDUAL
-    wants: bytes = b""  # names `mask`: recordings with the same one are planned together
-    _moving: tuple[int, "Future[list[Extent]]"] | None = (
-        None  # runs up to this one are being copied
-    )
-    _compacted: int = 0  # that many of `runs` are copies already
+    wants: bytes = b""  # bytes of `mask`: recordings with the same mask are planned together
+    # the first this many runs are being copied
+    _moving: tuple[int, "Future[list[Extent]]"] | None = None
+    _compacted: int = 0  # the first this many runs are copies already
 
     def __post_init__(self) -> None:
         self.wants = self.mask.tobytes()
 
     @classmethod
     def of(cls, capture: StoredCapture, ports: Ports) -> "Recording | None":
-        """None when this rank holds none of its sites."""
-        own = ports.of(capture)
-        if not own or (ports.columns is not None and not ports.columns.chosen(capture.heads)):
+        """Return a capture's recording; None if this rank holds none of its sites or heads."""
+        by_site = ports.of(capture)
+        if not by_site or (ports.columns is not None and not ports.columns.chosen(capture.heads)):
             return None
         mask = np.zeros(ports.count, dtype=bool)
-        mask[list(own.values())] = True
-        return cls(capture, own, mask, columns=ports.columns, bank=capture.bank)
+        mask[list(by_site.values())] = True
+        return cls(capture, by_site, mask, columns=ports.columns, bank=capture.bank)
 
     def width(self, hidden_size: int) -> int:
-        """Elements of a row on this rank, in a model of this hidden size."""
+        """Return the elements of a row on this rank, in a model of this hidden size."""
         return hidden_size if self.columns is None else self.columns.size
 
     def stored_width(self, hidden_size: int) -> int:
-        """The same of a row as it is stored: of the heads that were asked for."""
+        """Return the elements of a stored row, which has only the requested heads."""
         if self.columns is None or not self.capture.heads:
             return self.width(hidden_size)
         return len(self.chosen) * self.columns.row.width
 
     @property
     def chosen(self) -> list[slice]:
-        """The columns that are stored."""
+        """Return the columns that are stored."""
         return [slice(None)] if self.columns is None else self.columns.chosen(self.capture.heads)
 
     @property
     def sites(self) -> dict[str, list[int]]:
-        """hook → ascending layers that this rank holds."""
+        """Return hook → ascending layers that this rank holds."""
         layers_of: dict[str, list[int]] = {}
         for hook, layer in self.ports:
             layers_of.setdefault(hook, []).append(layer)
@@ -211,7 +205,7 @@ class Recording:
 
     @property
     def num_rows(self) -> int:
-        """Rows recorded so far over all ports, counting those recorded twice."""
+        """Return the rows in memory over all ports; rows of a repeated position count each time."""
         return len(self.ports) * (self.recorded + sum(run.count for run in self.reused))
 
     def add(self, run: Extent) -> None:
@@ -220,7 +214,7 @@ class Recording:
 
     def leave(self, stop: int, least: int) -> int:
         """Hand runs that end at or before position `stop` to the stream, unless they have fewer
-        than `least` rows; how many left.
+        than `least` rows; return the number of rows handed over.
         """
         if self.stream is None or len(self.ports) * self.recorded < least:
             return 0
@@ -237,7 +231,7 @@ class Recording:
         return len(self.ports) * positions
 
     def discard(self, stop: int) -> None:
-        """Let go of the runs that end at or before position `stop`: their rows are scored."""
+        """Release the runs that end at or before position `stop`, whose rows are scored."""
         self.runs = [run for run in self.runs if run.first_position + run.count > stop]
         self.recorded = sum(run.count for run in self.runs)
         self._moving, self._compacted = None, 0
@@ -249,7 +243,7 @@ class Recording:
         self.reused.clear()
 
     def owners(self, start: int, stop: int) -> dict[int, Extent]:
-        """Recorded position in `[start, stop)` → the run that computed it last."""
+        """Return recorded position in `[start, stop)` → the run with its last row."""
         owners: dict[int, Extent] = {}
         for run in self.runs:
             overlap = range(
@@ -259,7 +253,7 @@ class Recording:
         return owners
 
     def selection(self, start: int, stop: int) -> "Selection | None":
-        """The recorded rows of positions in `[start, stop)`, each once; None when there are
+        """Return the recorded rows of positions in `[start, stop)`, each once; None if there are
         none.
         """
         return self._selected(self.owners(start, stop))
@@ -272,10 +266,10 @@ class Recording:
         return Selection(ports, len(self.mask), positions, stretches(owners, positions))
 
     def compact(self, mover: Mover) -> None:
-        """Have the rows copied: until then each run keeps the whole slab of its step alive, with
-        the rows of all requests.
+        """Have the mover copy the rows: until then each run keeps the whole slab of its step alive,
+        with the rows of all requests.
 
-        What was copied takes the runs' place in a later `settle`.
+        A later `settle` replaces the runs by the copies.
         """
         if self.stream is None and self._moving is None and len(self.runs) > self._compacted:
             taken = len(self.runs)
@@ -288,11 +282,11 @@ class Recording:
 
     @property
     def settles(self) -> bool:
-        """Return whether copies of its runs are made that have not taken their place."""
+        """Return whether copies of runs are ready to replace them."""
         return self._moving is not None and self._moving[1].done()
 
     def settle(self) -> None:
-        """Replace runs by their copies, if those are made. Raises what the copying raised."""
+        """Replace runs by their copies, if these are ready. Raises what the copying raised."""
         if self._moving is None or not self._moving[1].done():
             return
         taken, copies = self._moving
@@ -319,11 +313,11 @@ class Recording:
         attention: Sequence[AttentionKind] = (),
         routing: Sequence[RoutingKind] = (),
     ) -> FinishedCapture:
-        """Return what should be stored of a request that ended with `token_ids` (prompt and
-        generated), of which the first `rows` have rows; None: all but the last, which was never fed
-        back.
+        """Return the capture to be stored for a request that ended with `token_ids` (prompt and
+        generated).
 
-        Raises RuntimeError when a row that should be there is not.
+        `rows`: number of tokens that have rows; None: all but the last one, which was never fed
+        back. Raises RuntimeError when an expected row is missing.
         """
         stop = len(token_ids) - 1 if rows is None else rows
         expected = (
@@ -372,8 +366,8 @@ class Recording:
     def _in_memory(
         self, expected: set[int], stop: int, stored_as: torch.dtype
     ) -> "tuple[list[int], int, _Rows]":
-        """Return what is here of the positions below `stop`: (those, how many were reused, their
-        rows).
+        """Return the positions below `stop` with rows, how many of them were reused, and their
+        rows.
         """
         owners = self.owners(0, stop)
         if extra := owners.keys() - expected:
@@ -395,18 +389,18 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Rows of some positions at some ports, wherever they are.
+    """Rows of some positions at some ports, wherever they are in memory.
 
-    What a recording does later does not change it.
+    Later changes of the recording do not affect it.
     """
 
-    ports: np.ndarray  # int64, those of the recording
-    num_ports: int  # of the rank
+    ports: np.ndarray  # int64, ports of the recording
+    num_ports: int  # number of ports of the bank
     positions: list[int]  # ascending
     stretches: "list[Stretch]"
 
     def copy(self) -> list[Extent]:
-        """The same rows in memory of their own, once they have landed.
+        """Copy the rows to new memory, once they have landed.
 
         May be called from any thread.
         """
@@ -415,12 +409,12 @@ class Selection:
         at = 0
         for stretch in self.stretches:
             stretch.run.step.landing.wait()
-            needed = (
+            indices = (
                 stretch.run.first_rows(self.ports)[:, None]
                 + stretch.offset
                 + np.arange(stretch.count)
             )
-            copied[:, at : at + stretch.count] = stretch.run.step.slab[torch.from_numpy(needed)]
+            copied[:, at : at + stretch.count] = stretch.run.step.slab[torch.from_numpy(indices)]
             at += stretch.count
         base = np.zeros(self.num_ports, dtype=np.int64)
         base[self.ports] = np.arange(len(self.ports)) * len(self.positions)
@@ -457,8 +451,8 @@ def stretches(owners: dict[int, Extent], positions: Sequence[int]) -> list[Stret
 
 
 class _Rows:
-    """(hook, layer) → its rows as buffers over the slabs: nothing is copied unless another dtype is
-    requested.
+    """Rows of an ended request in memory: a site's rows are buffers over the slabs, copied only for
+    another dtype or some of the columns.
     """
 
     def __init__(
@@ -468,7 +462,7 @@ class _Rows:
         dtype: torch.dtype,
         chosen: Sequence[slice] = (slice(None),),
     ) -> None:
-        """`chosen`: the columns that are stored."""
+        """`chosen`: the stored columns."""
         self._chosen = chosen
         self._places = {site: number for number, site in enumerate(ports)}
         order = np.fromiter(ports.values(), dtype=np.int64, count=len(ports))
@@ -479,7 +473,7 @@ class _Rows:
         self._landed = False
 
     def unsound(self, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
-        """(hook, layer, position) of the rows that are not finite as `dtype`."""
+        """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
         self._wait()
         for stretch, rows in self._parts:
             bad = stretch.run.step.unsound(dtype)
@@ -492,7 +486,7 @@ class _Rows:
                     yield hook, layer, first_position + int(offset)
 
     def non_finite(self, dtype: torch.dtype) -> dict[tuple[str, int], int]:
-        """(hook, layer) → how many of its rows are not finite as `dtype`, where some are."""
+        """Return (hook, layer) → number of rows that are not finite as `dtype`, if any."""
         return dict(Counter((hook, layer) for hook, layer, _ in self.unsound(dtype)))
 
     def _wait(self) -> None:
@@ -502,7 +496,7 @@ class _Rows:
             self._landed = True
 
     def blob(self, capture: FinishedCapture) -> None:
-        """None: slabs are not a file."""
+        """Return None, because the rows are not in a file."""
 
     def __call__(self, hook: str, layer: int) -> list[memoryview]:
         self._wait()
@@ -520,14 +514,14 @@ class _Rows:
 def bytes_of(
     rows: torch.Tensor, dtype: torch.dtype, chosen: Sequence[slice] = (slice(None),)
 ) -> memoryview:
-    """Return landed rows as they are stored: these columns of them."""
+    """Return the bytes of landed rows as they are stored: in `dtype`, with the `chosen` columns."""
     if list(chosen) != [slice(None)]:
         rows = torch.cat([rows[:, columns] for columns in chosen], dim=1) if chosen else rows[:, :0]
     view = rows.contiguous().to(dtype).view(torch.uint8)  # numpy does not have every dtype
-    return memoryview(view.numpy()).cast("B").toreadonly()  # the rows may also serve later requests
+    return memoryview(view.numpy()).cast("B").toreadonly()  # later requests may use the rows too
 
 
 def contiguous(values: np.ndarray) -> list[tuple[int, int]]:
-    """(first index, length) of each run of consecutive values."""
+    """Return (first index, length) of each run of consecutive values."""
     breaks = np.flatnonzero(np.diff(values) != 1) + 1
     return [(a, b - a) for a, b in itertools.pairwise([0, *breaks.tolist(), len(values)])]

@@ -1,8 +1,8 @@
-"""Compares what the sites of a step did with what was planned for them.
+"""Compares the work of a step's sites with their plan.
 
-The sites count on the device each row that they edit or capture (`kernels.plan.Planned.counts`). A
-site that did not run, ran twice, or ran with another plan is found here, regardless of
-the plan: `finite_check` brings the counts.
+The sites count on the device each row that they edit or capture (`kernels.plan.Planned.counts`),
+and `finite_check` copies the counts. The comparison finds a site that did not run, ran twice, or
+ran with another plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ import numpy as np
 from ....kernels.plan import CAPTURED_AFTER, CAPTURED_BEFORE, EDITED
 from ..hooks.sites import Site
 
-#: Column of `counts` → what is counted, for messages.
+#: Column of `counts` → description of what is counted.
 _WHAT = {
     EDITED: "edits",
     CAPTURED_BEFORE: "rows captured before edits",
@@ -23,14 +23,14 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True)
 class Miscount:
-    """A site that did not do in a step what was planned, for one request that was planned there."""
+    """A site whose work in a step differs from its plan, and one request that is affected."""
 
     id: str  # of the request in the engine
     step: int
     site: Site
     column: int  # of `counts`
     expected: int  # over all requests of the step
-    found: int
+    counted: int
 
     @property
     def kind(self) -> str:
@@ -39,7 +39,7 @@ class Miscount:
 
     def __str__(self) -> str:
         what = f"{_WHAT[self.column]} at {self.site.hook} of layer {self.site.layer}"
-        return f"step {self.step}, {what}: {self.expected} planned, {self.found} counted"
+        return f"step {self.step}, {what}: {self.expected} planned, {self.counted} counted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,7 @@ class Due:
     captures: Sequence[tuple[str, np.ndarray]]
 
     def miscounts(self, step: int, counts: np.ndarray, sites: Sequence[Site]) -> Iterator[Miscount]:
-        """Return each request's first site that did not do its part.
-
-        `counts`: the actual counts.
-        """
+        """Yield each request's first site whose actual `counts` differ, for each `kind`."""
         failed: set[tuple[str, str]] = set()
         for number, column in np.argwhere(counts != self.counts).tolist():
             for request in self._planned_at(number, column):
@@ -72,8 +69,8 @@ class Due:
                     yield miscount
 
     def _planned_at(self, site: int, column: int) -> list[str]:
-        """Return those whose rows were to be edited or captured there; where no request's were, all
-        of the step that are edited or captured.
+        """Return the requests whose rows the site was to edit or capture; if it was planned for
+        none, all requests of the step with edits or captures.
         """
         if column == EDITED:
             members, place = self.edits, site

@@ -1,11 +1,11 @@
-"""Observes each step, without making it wait for the device: rows that are not finite, and sites
-that did not do their part.
+"""Finds rows that are not finite, and sites that did not do their part, without making a step wait
+for the device.
 
-Three observations: the mark that a site leaves for a row it edits (`kernels.plan.Planned.broken`),
-what each site counts of its work (`Planned.counts`, judged in `executed`), and the sum of each row
-that leaves the last layer, which is not finite when a value of the row is not. On an accelerator
-they travel to pinned memory and are read when the step is over; on the CPU they are read
-immediately.
+Three things are observed: the marks that sites set for rows that they edit
+(`kernels.plan.Planned.broken`), the sites' counts of their work (`Planned.counts`, judged in
+`execution_check`), and the sum of each row that leaves the last layer, which is not finite if a
+value of the row is not. On an accelerator they are copied to pinned memory and read when the step
+is over; on the CPU they are read immediately.
 """
 
 import math
@@ -29,17 +29,17 @@ _ORDER: dict[str, int] = {hook: place for place, hook in enumerate(FORWARD)}
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first row of a request in one step that is not finite."""
+    """The first non-finite row of a request in one step."""
 
     id: str  # of the request in the engine
     step: int
     position: int
     site: Site | None  # None: after the last layer
-    edited: bool = False  # caused by the edits at the site; otherwise it was non-finite before them
+    edited: bool = False  # the site's edits caused it; False: it was non-finite before them
 
 
 class _Finding:
-    """The observations of one step's forward, and when they are available."""
+    """Observations of one step's forward, with the event that makes them available."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class _Finding:
         due: Due | None,
         event: "torch.cuda.Event | None",
     ) -> None:
-        """`broken`, `sums`: on the CPU, `[rows]` each; `counts`: `[sites, COUNTS]`; None: not
-        observed. `event`: of their copies.
+        """`broken`, `sums`: `[rows]`, `counts`: `[sites, COUNTS]`, all on the CPU; None: not
+        observed. `event`: recorded after their copies; None: there were none.
         """
         self.step, self.view = step, view
         self._broken, self._sums, self._counts, self._due, self._event = (
@@ -67,7 +67,7 @@ class _Finding:
         return self._event is None or self._event.query()
 
     def miscounts(self, sites: Sequence[Site]) -> list[Miscount]:
-        """Waits for the copies."""
+        """Return what sites did not do. Waits for the copies."""
         if self._event is not None:
             self._event.synchronize()
         if self._due is None or self._counts is None:
@@ -75,9 +75,8 @@ class _Finding:
         return list(self._due.miscounts(self.step, self._counts.numpy(), sites))
 
     def read(self, sites: Sequence[Site]) -> list[NonFinite]:
-        """Waits for the copies.
-
-        By position; at one position first what edits did, then what left the last layer.
+        """Return each request's first rows that are not finite, by position; at one position the
+        row at a site precedes the row after the last layer. Waits for the copies.
         """
         if self._event is not None:
             self._event.synchronize()
@@ -92,11 +91,11 @@ class _Finding:
             non_finites += [
                 NonFinite(id_, self.step, position, None) for id_, _, position in self._first(bad)
             ]
-        # The earliest position first: non-finite values of the model there excuse later ones.
+        # By position, because a row that the unedited model made non-finite explains later ones.
         return sorted(non_finites, key=lambda item: item.position)
 
     def _first(self, bad: np.ndarray) -> Iterator[tuple[str, int, int]]:
-        """(request, row, position) of the first bad row of each request that has one."""
+        """Yield (request, row, position) of the first bad row of each request that has one."""
         for rows in self.view.requests:
             indices = np.flatnonzero(bad[rows.first_row : rows.first_row + rows.num_rows])
             if len(indices):
@@ -108,13 +107,13 @@ class _Finding:
 
 
 class FiniteCheck:
-    """One per rank: `take` after each forward, `settle` for what is known by then."""
+    """The check of one bank: `take` observes a forward, `settle` returns what is known by then."""
 
     def __init__(self, sites: Sequence[Site], buffers: Buffers) -> None:
         self._sites, self._broken, self._counts = list(sites), buffers.broken, buffers.counts
         self._on_cpu = buffers.broken.device.type == "cpu"
         self._pending: deque[_Finding] = deque()
-        self.last: _Finding | None = None  # of the step that ran last
+        self.last: _Finding | None = None  # observations of the last step
 
     def take(
         self,
@@ -124,9 +123,9 @@ class FiniteCheck:
         edits: bool,
         hidden: torch.Tensor | None,
     ) -> None:
-        """The forward of `view` ran. `due`: what its sites were to do. `edits`: it edited rows.
-
-        `hidden`: `[rows or more, hidden_size]`, what left the last layer.
+        """Observe the forward of `view`, which just ran. `due`: the work planned for its sites.
+        `edits`: whether it edited rows. `hidden`: output of the last layer, `[rows or more,
+        hidden_size]`.
         """
         self.last = None
         if view is None or (due is None and hidden is None):
@@ -134,7 +133,7 @@ class FiniteCheck:
         try:
             self._observe(step, view, due, edits, hidden)
         except Exception:
-            self._broken.zero_()  # or the next step would be blamed
+            self._broken.zero_()  # else the next step would be blamed
             self._counts.zero_()
             raise
 
@@ -164,7 +163,7 @@ class FiniteCheck:
         )
         if not self._on_cpu:
             broken, sums, counts = (
-                None if item is None else _on_its_way(item) for item in (broken, sums, counts)
+                None if item is None else _copy_to_host(item) for item in (broken, sums, counts)
             )
             event = torch.cuda.Event()
             event.record()
@@ -176,9 +175,9 @@ class FiniteCheck:
         self._pending.append(self.last)
 
     def settle(self, needed: Mapping[str, int] | None = None) -> list[NonFinite | Miscount]:
-        """Return what was found in the steps that are over, each once and in their order.
+        """Return the findings of the steps that are over, each once and in their order.
 
-        `needed`: request → tokens that it has: waits for the steps that computed them.
+        `needed`: request → number of its tokens: waits for the steps that computed them.
         """
         non_finites: list[NonFinite | Miscount] = []
         last = max(
@@ -196,43 +195,44 @@ class FiniteCheck:
         return non_finites
 
     def of(self, finding: _Finding) -> list[tuple[str, int]]:
-        """(request, first position) of what was found in one step.
+        """Return (request, position) of the non-finite rows of one step.
 
-        May be asked from another thread; waits for the step.
+        May be called from another thread; waits for the step.
         """
         return [(item.id, item.position) for item in finding.read(self._sites)]
 
 
 def all_finite(rows: torch.Tensor) -> bool:
-    """On the CPU, in one quick pass: minimum and maximum are NaN where a value is."""
+    """Return whether CPU rows are finite, in one pass: the extrema are NaN if a value is."""
     return not rows.numel() or all(math.isfinite(float(item)) for item in torch.aminmax(rows))
 
 
-def _on_its_way(values: torch.Tensor) -> torch.Tensor:
-    present = locked_like(values)
-    present.copy_(values, non_blocking=True)
-    return present
+def _copy_to_host(values: torch.Tensor) -> torch.Tensor:
+    on_host = locked_like(values)
+    on_host.copy_(values, non_blocking=True)
+    return on_host
 
 
 def _computed(view: StepView, needed: Mapping[str, int]) -> bool:
     return any(rows.first_position < needed.get(rows.id, 0) for rows in view.requests)
 
 
-# --- Attribution ----------------------------------------------------------------------------------
+# --- Attribution
 
 
 def entries_of(spec: RankSpec) -> list[StoredSteering]:
-    """Return all that edits a request's rows."""
+    """Return all steering entries of a request, global ones first."""
     return [*spec.global_steering, *spec.steering]
 
 
 def precedes_edits(
     spec: RankSpec, position: int, place: tuple[str, int] | None, *, after: bool
 ) -> bool:
-    """Return whether this row was computed before any edit of the request could reach it, that is,
-    by the unedited model.
+    """Return whether no edit of the request could reach this row, so that the unedited model
+    computed it.
 
-    `place`: (hook, layer), behind its edits or `after` them; None: behind the last layer.
+    `place`: (hook, layer), whose row is taken before its edits or `after` them; None: after the
+    last layer.
     """
     entries = entries_of(spec)
     if not entries or spec.first_affected < 0 or position < spec.first_affected:
@@ -241,13 +241,13 @@ def precedes_edits(
         return False
     hook, layer = place
     lowest = min((number, _ORDER[entry.hook]) for entry in entries for number in entry.layers)
-    local = layer, _ORDER[hook]
-    return local < lowest or (local == lowest and not after)
+    site = layer, _ORDER[hook]
+    return site < lowest or (site == lowest and not after)
 
 
 def reason(spec: RankSpec, result: NonFinite) -> str:
-    """Return why a request fails: which row, and which of its edits are to blame as far as that is
-    known.
+    """Return why a request fails: the row that is not finite, and the edits that caused it, where
+    they are known.
     """
     if result.site is None:
         return (

@@ -1,5 +1,5 @@
-"""Bounds the host memory of recorded rows: compacts what pins a slab, and hands long captures' rows
-to the writers.
+"""Bounds the host memory of recorded rows: compacts rows that keep whole slabs alive, and hands
+long captures' rows to the writers.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,12 +16,12 @@ from .planner import Tracked
 from .slabs import SlabPool
 from .streams import Streams
 
-#: `guard(requests, kind)`: an error inside fails these requests and nothing else.
+#: `guard(requests, kind)`: an error in its block fails these requests and nothing else.
 Guard = Callable[[Collection[Tracked], str], AbstractContextManager[None]]
 
 
 class Room:
-    """One per rank."""
+    """Memory bound of one rank."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Room:
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
-        """`floor`: bytes of slabs below which nothing is compacted."""
+        """`floor`: bytes of slabs up to which nothing is compacted."""
         self._slabs, self.floor, self._overload, self._mover = slabs, floor, overload, mover
         self._writer, self._streams, self._hidden_size, self._dtype = (
             writer,
@@ -44,10 +44,10 @@ class Room:
         )
 
     def make(self, tracked: Sequence[Tracked], guard: Guard) -> None:
-        """Before a step: wait where captures must not be dropped, then compact.
+        """Make room before a step: wait if the overload policy blocks, then compact.
 
-        A row of a request in its slab holds the rows of all others of that step. When that adds up,
-        have what is needed copied.
+        A recorded row keeps its slab alive, with all rows of that step. When slabs hold more than
+        twice the needed rows, these are copied out.
         """
         self._overload.wait()
         recordings = [
@@ -72,8 +72,8 @@ class Room:
     def leave(
         self, view: StepView | None, requests: Mapping[str, Tracked], block_size: int, guard: Guard
     ) -> None:
-        """After a step: hand the writers the rows of long captures that this rank needs no more;
-        blocks are kept when they are full.
+        """Hand the writers, after a step, the rows of long captures that this rank no longer needs;
+        rows of a prompt block stay until the block is full, since `row_store` may keep it.
         """
         for rows in view.requests if view is not None else ():
             tracked = requests.get(rows.id)
@@ -99,12 +99,12 @@ class Room:
                         self._leave(recording, reached)
 
     def close(self) -> None:
-        """Write and move what is pending."""
+        """Finish pending writes and copies."""
         self._writer.close()
         self._mover.close()
 
     def _leave(self, recording: Recording, reached: int) -> None:
         row_bytes = recording.width(self._hidden_size) * self._dtype.itemsize
-        remaining = recording.leave(reached, self._streams.part // row_bytes)
-        if remaining and recording.stream is not None:
-            self._writer.stream(recording.stream.flush, remaining * row_bytes)
+        num_rows = recording.leave(reached, self._streams.part // row_bytes)
+        if num_rows and recording.stream is not None:
+            self._writer.stream(recording.stream.flush, num_rows * row_bytes)

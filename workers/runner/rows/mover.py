@@ -1,5 +1,5 @@
-"""Mover: the background thread of a rank that copies rows from slabs to memory or files of their
-own, so that no step waits for it.
+"""Mover: a rank's background thread that copies rows out of shared slabs, into other memory or
+files, so that no step waits for it.
 """
 
 import logging
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Mover:
-    """Runs what it is given, in order."""
+    """Runs submitted actions in order, in one thread."""
 
     def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
         """`begin`: called first in the thread."""
@@ -26,7 +26,9 @@ class Mover:
         self._thread.start()
 
     def submit(self, action: Callable[[], T]) -> "Future[T]":
-        """Its result, or what it raised. One that is cancelled before its turn is not run."""
+        """Queue an action; return the future of its result. An action whose future is cancelled
+        before it starts is not run.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -42,7 +44,7 @@ class Mover:
         return future
 
     def close(self) -> None:
-        """Run what is queued and stop."""
+        """Run the queued actions and stop."""
         self._queue.put(None)
         self._thread.join()
 
@@ -50,4 +52,4 @@ class Mover:
         begin()
         while (run := self._queue.get()) is not None:
             run()
-            del run  # what it refers to is not kept until the next
+            del run  # so that what it refers to is not kept until the next action

@@ -1,22 +1,23 @@
-"""Overload policies for captured rows that arrive faster than they are written, by bytes waiting.
+"""Overload policies for captured rows that arrive faster than they are written, by their backlog in
+bytes.
 
-`block`: steps wait, for a bounded time. `spill`: rows go to a file instead of memory. `drop`: they
+`block`: steps wait, for a bounded time. `spill`: rows go to a file instead of memory. `drop`: rows
 are not recorded, and the result reports it.
 """
 
 import time
 from collections.abc import Callable
 
-#: How often a step that waits looks again.
+#: Seconds between two checks of a waiting step.
 _WAIT_S = 0.005
-#: A step waits this long at most: the other ranks of its stage, which are already in the forward,
-#: give up after 300 s.
+#: Seconds that a step waits at most: the other ranks of its stage, which are already in the
+#: forward, give up after 300 s.
 PATIENCE_S = 30.0
 
 
 class Overload:
-    """`limit`: bytes; `backlog`: those of captures that were handed to the writers and are not
-    written.
+    """Applies a policy when `backlog()`, the bytes of captures that were handed to the writers and
+    are not written yet, exceeds `limit`.
     """
 
     def __init__(
@@ -32,16 +33,16 @@ class Overload:
 
     @property
     def behind(self) -> bool:
-        """Return whether a step has given up waiting, until there is room again: the worker admits
-        no capture meanwhile.
+        """Return whether a step gave up waiting and the backlog still exceeds the limit: then the
+        worker admits no captures.
         """
         self._gave_up = self._gave_up and self._backlog() > self._limit
         return self._gave_up
 
     def wait(self) -> None:
-        """With `block`: hold the step while the writers are behind.
+        """With `block`, wait while the backlog exceeds the limit.
 
-        Raises TimeoutError when they stay so.
+        Raises TimeoutError after `patience_s`.
         """
         if self._policy != "block":
             return

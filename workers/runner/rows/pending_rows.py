@@ -1,4 +1,4 @@
-"""Landings: captured rows on their way from a forward pass to a slab."""
+"""Landings: the arrival of captured rows in a slab, to which an accelerator may still copy them."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Landing(Protocol):
-    """May be asked from any thread."""
+    """Arrival of rows; methods may be called from any thread."""
 
     def wait(self) -> None: ...
 
@@ -14,7 +14,7 @@ class Landing(Protocol):
 
 
 class Landed:
-    """They are there."""
+    """Rows that have arrived already."""
 
     def wait(self) -> None:
         return
@@ -27,8 +27,8 @@ LANDED = Landed()
 
 
 class OnStream:
-    """Rows that a copy stream brings: they are there when the event, recorded behind the copy, is
-    over.
+    """Rows that a copy stream copies: they have arrived when `event`, recorded after the copy, has
+    occurred.
     """
 
     def __init__(self, event: torch.cuda.Event) -> None:

@@ -1,8 +1,8 @@
-"""Planner of a step: fills the buffers with edited and recorded rows before the forward, empties
-them after.
+"""Planner of a step: writes the rows to edit and to record into the buffers before the forward, and
+clears the plan after it.
 
-`row = first_row + position − first_position`, and only inside the step's window: so chunked
-prefill, preemption and resume need no case of their own.
+A position's row is `first_row + position − first_position`, if the step computes the position.
+Chunked prefill, preemption and resumption are therefore no special cases.
 """
 
 import sys
@@ -38,47 +38,37 @@ class Tracked:
     """A live request with a spec."""
 
     spec: RankSpec
-    rows: list[tuple[int, SteeringRow]] = field(
-        default_factory=list
-    )  # of the table, which it holds
-    columns: list[int] = field(
-        default_factory=list
-    )  # of each row: its place among those of one token
-    recordings: dict[int, Recording] = field(
-        default_factory=dict
-    )  # by index in `RankSpec.captures`
-    # token rows changed so far, over all sites of this rank; what is computed again counts once
+    rows: list[tuple[int, SteeringRow]] = field(default_factory=list)  # table rows that it holds
+    columns: list[int] = field(default_factory=list)  # each row's column in `token_rows`
+    recordings: dict[int, Recording] = field(default_factory=dict)  # by index in the captures
+    # token rows edited so far, over all sites of this rank; recomputed positions count once
     applied: int = 0
     reached: int = 0  # the first position that was never computed
-    edited: list[tuple[SteeringRow, int]] = field(
-        default_factory=list
-    )  # its rows, once it is over, and how many sites each edits
+    # once the request is over: its rows, and how many sites each edits
+    edited: list[tuple[SteeringRow, int]] = field(default_factory=list)
     failure: str = ""
     failure_kind: str = ""  # the problem's kind, see `Receipt.kind`
     reported: bool = False
-    admitted: int = 0  # the step in which it came, or went on after a preemption
-    cached_tokens: int = 0  # served by the prefix cache then
+    admitted: int = 0  # the step in which it began, or resumed after a preemption
+    cached_tokens: int = 0  # tokens that the prefix cache served in that step
     touched: tuple[int, int] = (0, sys.maxsize)  # see `schemas.requests.specs.touched`
-    unsound: bool = (
-        False  # the model gave rows that are not finite, before any edit could reach them
-    )
-    accounted: bool = False  # the adapter that its rows are computed with is in the ledger
+    unsound: bool = False  # the model computed non-finite rows that no edit could have reached
+    accounted: bool = False  # the request's LoRA adapter is in the action ledger
     watch: Watch | None = None  # the scores of its probes
-    gates: Gates | None = None  # what they decide about its steering
-    gated: bool = False  # whether they do of any of its rows
-    stopped_by: str = ""  # the probe that ended it
-    scores: list[ProbeScore] = field(default_factory=list)  # once it is over
-    graded: Callable[[], list[float]] | None = (
-        None  # what `RankSpec.grade` asked; waits for the values
-    )
+    gates: Gates | None = None  # the probes' decisions about its steering
+    gated: bool = False  # a probe gates at least one of its rows
+    stopped_by: str = ""  # the probe that ended the request
+    scores: list[ProbeScore] = field(default_factory=list)  # results, once the request is over
+    # returns the values for `RankSpec.grade`, once they are computed
+    graded: Callable[[], list[float]] | None = None
 
     def holds(self, rows: list[tuple[int, SteeringRow]]) -> None:
-        """From now on these rows edit its tokens, in this order."""
+        """Set the rows that edit the request's tokens from now on, in this order."""
         self.rows, self.columns = rows, columns_of([spec for _, spec in rows])
         self.gated = any(spec.gate for _, spec in rows)
 
     def decide(self, stop: int) -> str:
-        """Have the gates of its positions below `stop` decided; why that cannot be, or nothing."""
+        """Decide the gates of positions below `stop`; return why that failed, or an empty text."""
         try:
             if self.gates is not None and not self.reported:
                 self.gates.decide(stop)
@@ -87,8 +77,8 @@ class Tracked:
         return ""
 
     def open_of(self, row: SteeringRow, positions: list[int] | range) -> list[int] | range:
-        """Return those of the positions that a row names at which it edits, where a probe may
-        decide about that.
+        """Return the positions, out of those that a row names, at which its gate is open; all of
+        them if it has no gate.
         """
         if not row.gate:
             return positions
@@ -101,38 +91,36 @@ _COUNT_COLUMNS = [columns.BEFORE.COUNT, columns.AFTER.COUNT]
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """Positions of one request that one of its recordings wants of this step, all of them in a
-    row.
-    """
+class _RowRun:
+    """Consecutive positions of a request that one of its recordings captures in this step."""
 
     request: str
     recording: Recording
     first_position: int
-    first_token: int  # the same as a row of the batch
+    first_token: int  # row of `first_position` in the batch
     count: int
 
 
 class _Layout(NamedTuple):
     """Places of a step's rows in its slab; read-only.
 
-    Steps that generate one token of each request have it in common.
+    Successive steps that generate one token of each request share a layout.
     """
 
-    pattern: np.ndarray  # of each port
-    tokens: list[np.ndarray]  # of each pattern: sorted, and each once
-    base: np.ndarray  # of each port
-    slots: np.ndarray  # [runs, patterns]
+    pattern: np.ndarray  # [ports]: pattern of the port
+    tokens: list[np.ndarray]  # for each pattern: tokens, sorted and distinct
+    base: np.ndarray  # [ports]: first row of the port
+    slots: np.ndarray  # [runs, patterns]: slot of the run's first token
 
     @property
     def rows(self) -> int:
-        """In all."""
+        """Return the number of rows over all ports."""
         return int(self.base[-1]) + len(self.tokens[self.pattern[-1]])
 
 
-def _layout_of(needed: Sequence[_Wanted]) -> _Layout:
-    groups: dict[bytes, list[_Wanted]] = {}  # those that want the same ports
-    for item in needed:
+def _layout_of(runs: Sequence[_RowRun]) -> _Layout:
+    groups: dict[bytes, list[_RowRun]] = {}  # runs of recordings with the same ports
+    for item in runs:
         groups.setdefault(item.recording.wants, []).append(item)
     members, pattern = _patterns_of(tuple(groups))
     tokens = []
@@ -147,17 +135,17 @@ def _layout_of(needed: Sequence[_Wanted]) -> _Layout:
             _numbers([item.first_token for item in items], [item.count for item in items])
         )
     per_port = np.array([len(token) for token in tokens])[pattern]
-    first_tokens = np.array([item.first_token for item in needed])
+    first_tokens = np.array([item.first_token for item in runs])
     slots = np.stack([np.searchsorted(token, first_tokens) for token in tokens], axis=1)
     return _Layout(pattern, tokens, np.cumsum(per_port) - per_port, slots)
 
 
 @lru_cache(maxsize=64)
 def _patterns_of(masks: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Group ports by pattern: which groups are in each pattern, bool `[groups, patterns]`; the
-    pattern of each port.
+    """Group ports by the recordings that capture them: return which masks are in each pattern, bool
+    `[masks, patterns]`, and the pattern of each port.
 
-    The steps of a request want the same ports one after the other.
+    Cached, because the steps of a request need the same ports again and again.
     """
     members, pattern = np.unique(
         np.stack([np.frombuffer(mask, dtype=bool) for mask in masks]), axis=1, return_inverse=True
@@ -166,7 +154,7 @@ def _patterns_of(masks: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _numbers(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-    """The numbers from each first on, that many of each: sorted, and each once."""
+    """Return the numbers of the ranges that begin at `firsts`: sorted and distinct."""
     if len(firsts) == 1:
         return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
     begins, lengths = np.array(firsts, dtype=np.int64), np.array(counts, dtype=np.int64)
@@ -178,9 +166,8 @@ def _numbers(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
 
 
 class Planner:
-    """One per rank.
-
-    `plan_steering` and `plan_capture`, then `commit`, before the forward; `drain` after it.
+    """Planner of one bank: call `plan_steering`, `plan_capture` and `commit` before the forward,
+    and `drain` after it.
     """
 
     def __init__(
@@ -197,8 +184,8 @@ class Planner:
         last: bool = True,
     ) -> None:
         """`traced`: the forward is compiled or graph-captured, so the ring may not be replaced.
-
-        `bank`: whose steering and captures it plans. `last`: no other bank plans the step after it.
+        `bank`: the bank whose steering and captures are planned. `last`: it is the last bank to
+        plan a step.
         """
         self._bank, self._last = bank, last
         self._overload, self._mover = overload, mover
@@ -208,23 +195,18 @@ class Planner:
         self._firsts = np.flatnonzero([site.leads for site in self._sites])  # of each launch
         self._launch_sizes = np.diff(self._firsts, append=len(self._sites))
         self._edits = False
-        self._edit_counts = np.zeros(
-            len(self._sites), dtype=np.int32
-        )  # edits that each site is to make
-        self._edited: list[
-            tuple[str, np.ndarray]
-        ] = []  # request, and the sites that one of its rows edits
-        self._captured: list[tuple[str, np.ndarray]] = []
-        self.due: Due | None = None  # what the current forward's sites are to do; None: nothing
+        self._edit_counts = np.zeros(len(self._sites), dtype=np.int32)  # planned edits of each site
+        self._edited: list[tuple[str, np.ndarray]] = []  # (request, sites that edit its rows)
+        self._captured: list[tuple[str, np.ndarray]] = []  # (request, ports that capture its rows)
+        self.due: Due | None = None  # work planned for the current forward's sites; None: nothing
         self._lists: list[np.ndarray] = []  # this step's entries of `buffers.lists`, in order
         self._lists_end = 0
-        self._layout_key: list[
-            tuple[bytes, int, int]
-        ] = []  # ports, first token and count of each run that `_layout` is of
+        # mask, first token and count of each run in `_layout`
+        self._layout_key: list[tuple[bytes, int, int]] = []
         self._layout = _Layout(_NONE, [], _NONE, _NONE)
         self._runs: list[tuple[Recording, Extent]] = []  # recorded by this step's forward
         self._step: StepRows | None = None
-        self._file: torch.Tensor | None = None  # that its rows are moved to
+        self._file: torch.Tensor | None = None  # destination of spilled rows
         self._busy = False
 
     @property
@@ -234,13 +216,12 @@ class Planner:
 
     @property
     def edits(self) -> bool:
-        """Return whether it edits a row."""
+        """Return whether the current forward edits a row."""
         return self._edits
 
     def plan_steering(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
-        """Plan the edits of these requests' rows; on an error nothing is edited.
-
-        First of the two: it starts the step.
+        """Begin a step's plan, with the edits of these requests' rows; on an error nothing is
+        edited. Precedes `plan_capture`.
         """
         self._plan[:] = 0
         self._lists, self._lists_end = [], 0
@@ -248,9 +229,8 @@ class Planner:
             self._edits, self._edited = False, []
             self._edit_counts[:] = 0
             self._staging.clear_rows()
-        runs: list[
-            tuple[int, int, int, int]
-        ] = []  # of tokens that one row edits: the first, how many, column, row
+        # runs of tokens that one row edits: (first token, count, column, row)
+        runs: list[tuple[int, int, int, int]] = []
         used: dict[int, np.ndarray] = {}  # row → its sites
         for tracked, place in request_rows:
             if not tracked.rows:
@@ -296,7 +276,7 @@ class Planner:
                 self._plan[touched, columns.ALIKE_FROM] = tokens[0]
 
     def plan_capture(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
-        """Plan what is recorded of these requests' rows; on an error nothing is."""
+        """Plan the captures of these requests' rows; on an error nothing is captured."""
         self._forget_rows()
         try:
             self._plan_capture(request_rows)
@@ -309,7 +289,7 @@ class Planner:
         window = self._window(request_rows)
         if not window:
             return
-        if self._overload.drops():  # never what is scored: those rows do not wait for the writers
+        if self._overload.drops():  # but not scored rows, which do not wait for the writers
             for item in window:
                 if not item.recording.capture.scored:
                     item.recording.dropped.update(
@@ -336,8 +316,9 @@ class Planner:
     def _forget_rows(self) -> None:
         self._runs, self._step, self._file, self._captured = [], None, None, []
 
-    def _window(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> list[_Wanted]:
-        needed = []
+    def _window(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> list[_RowRun]:
+        """Return the runs of rows that this step's recordings capture."""
+        window = []
         for tracked, place in request_rows:
             if tracked.reported:
                 continue
@@ -355,20 +336,17 @@ class Planner:
                         if chosen
                         else []
                     )
-                needed += [
-                    _Wanted(place.id, recording, at, at + shift, count) for at, count in runs
+                window += [
+                    _RowRun(place.id, recording, at, at + shift, count) for at, count in runs
                 ]
-        return needed
+        return window
 
     def _plan_ports(
         self, pattern: np.ndarray, tokens: list[np.ndarray], first_rows: np.ndarray
     ) -> None:
-        """Fill the plan's columns of all ports; a pattern's token list is written once for all its
-        ports.
-        """
-        places = np.zeros(
-            (len(tokens), 4), dtype=np.int64
-        )  # of each pattern: count, at, start, pattern
+        """Fill the plan's columns of all ports; all ports of a pattern share one token list."""
+        # for each pattern: count, at, start, pattern
+        places = np.zeros((len(tokens), 4), dtype=np.int64)
         for number, token in enumerate(tokens):
             if len(token):
                 count, at = self._list([token])
@@ -389,14 +367,14 @@ class Planner:
             self._plan[:, port_columns.ROW] = first_rows[after::2]
 
     def _list(self, parts: Sequence[np.ndarray]) -> tuple[int, int]:
-        """Append token numbers to this step's lists: (how many, where they begin)."""
+        """Append token numbers to this step's lists; return their count and first index."""
         at = self._lists_end
         self._lists += parts
         self._lists_end += sum(map(len, parts))
         return self._lists_end - at, at
 
     def commit(self) -> None:
-        """The next forward does what was planned; or nothing, if this raises."""
+        """Put the plan into effect for the next forward, which does nothing if this raises."""
         captured = self._plan[:, _COUNT_COLUMNS]
         active = captured.any(axis=1)
         if self._edits:
@@ -417,7 +395,7 @@ class Planner:
             site.busy = is_launched
 
     def _clear(self) -> None:
-        """The next forward does nothing, as is planned."""
+        """Commit an empty plan for the next forward, unless the last one was empty too."""
         self.due = None
         if self._busy:
             self._busy = False
@@ -439,8 +417,8 @@ class Planner:
         self._busy = False
 
     def drain(self) -> list[tuple[Recording, Extent]]:
-        """Hand the captured rows of the forward that ran to their recordings, and return both; the
-        next one does nothing until planned.
+        """Hand the captured rows of the last forward to their recordings, and return both; clear
+        the plan, so that the next forward does nothing unless it is planned.
         """
         recorded = self._runs
         try:
@@ -450,7 +428,7 @@ class Planner:
                     self._mover.submit(partial(self._step.move, self._file))
                 for recording, run in self._runs:
                     recording.add(run)
-        finally:  # the plan must not reach a forward that was not planned
+        finally:  # a forward that was not planned must not use this plan
             self.plan_steering([])
             self._forget_rows()
             self._clear()

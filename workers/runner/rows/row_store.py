@@ -1,4 +1,4 @@
-"""Store of captured rows of cached prompts on a rank, under the scheduler's numbers; see
+"""Store of captured rows of cached prompts on a rank, under numbers that the scheduler assigns; see
 `row_index`.
 """
 
@@ -9,15 +9,14 @@ from concurrent.futures import TimeoutError as LateError
 from .capture import Extent, Recording
 from .mover import Mover
 
-#: How long a step waits for the copy of rows that were recorded shortly before: the mover is never
-#: that far behind.
+#: Seconds that a step waits for the copy of recently recorded rows; the mover is never that late.
 PATIENCE_S = 30.0
 
 
 class RowStore:
-    """Copies of captured rows, on the CPU. What is kept and dropped is the scheduler's decision.
+    """Copies of captured rows, on the CPU. The scheduler decides which are kept and dropped.
 
-    The mover makes them; a step waits only for rows that it is to serve.
+    The mover makes the copies; a step waits only for rows that it must serve.
     """
 
     def __init__(self, mover: Mover) -> None:
@@ -26,19 +25,17 @@ class RowStore:
 
     @property
     def held(self) -> int:
-        """Bytes of the copies that are made."""
+        """Return the bytes of the finished copies."""
         return sum(_size(copies) for copies in self._kept.values())
 
     def keep(self, number: int, recording: Recording, first: int, stop: int) -> None:
-        """Keep the recorded rows of positions `first … stop`; those that were not recorded are not
-        there.
-        """
+        """Keep those rows of positions `first … stop` that were recorded."""
         selection = recording.selection(first, stop)
         if selection is not None:
             self._kept[number] = self._mover.submit(selection.copy)
 
     def serve(self, number: int, recording: Recording, first: int, stop: int) -> None:
-        """Give a recording the kept rows. Raises LookupError when they are not there."""
+        """Give a recording the kept rows. Raises LookupError when they are not available."""
         lost = (
             f"the rows of positions {first} to {stop - 1}, served by the prefix cache, are "
             "not available"
@@ -59,9 +56,7 @@ class RowStore:
                 copies.cancel()
 
     def clear(self) -> None:
-        """Keep nothing: a step did not capture what it should have, and these rows may be among
-        them.
-        """
+        """Drop all rows: a step did not capture what it should have, so any may be wrong."""
         self.drop(list(self._kept))
 
 

@@ -14,58 +14,54 @@ import torch
 from ..base.host_memory import pages
 from .pending_rows import LANDED, Landing
 
-#: Slabs smaller than this share a size class: a decode step's few rows. A multiple of the page.
+#: Bytes of the smallest size class, for a decode step's few rows. A multiple of the page size.
 _SMALLEST = 1 << 14
-#: Unused memory may be as much as was in use at one time while the last that many slabs were made.
+#: Slabs whose peak of memory in use bounds the memory that is kept: the last this many.
 _RECENT = 64
-#: A slab gets at most this many times the memory that it needs, where that much lies unused.
+#: A slab takes unused memory of at most this many times the size that it needs.
 _LOOSE = 2
 
 
 class SlabPool:
-    """Used from one thread; slabs may be dropped in any."""
+    """Slabs of one rank. Used from one thread; slabs may be dropped in any thread."""
 
     def __init__(
         self, keep_bytes: int, spill_dir: Path | None = None, *, pinned: bool = False
     ) -> None:
-        """`keep_bytes`: unused memory that is kept for later slabs in any case; `pinned`:
-        page-locked, for copies from an accelerator.
+        """`keep_bytes`: unused memory that is always kept for later slabs; `pinned`: use
+        page-locked memory, for copies from an accelerator.
         """
         self._keep, self._spill_dir, self._pinned = keep_bytes, spill_dir, pinned
-        # bytes that slabs in use hold, or copies that have not landed; spilled ones not counted
+        # bytes of slabs that are in use or still being copied to, without spilled ones
         self.alive = 0
-        self.spilled = 0  # bytes so far
-        self._free: OrderedDict[int, list[torch.Tensor]] = (
-            OrderedDict()
-        )  # size → uint8 memories; least recently used first
+        self.spilled = 0  # bytes spilled so far
+        # size → uint8 memories; least recently used first
+        self._free: OrderedDict[int, list[torch.Tensor]] = OrderedDict()
         self._free_bytes = 0
-        self._recent: deque[int] = deque(
-            maxlen=_RECENT
-        )  # `alive` as each of the last slabs was made
-        # Filled from any thread, by garbage collection too: no lock there.
+        self._recent: deque[int] = deque(maxlen=_RECENT)  # `alive` when each recent slab was made
+        # Filled from any thread, also by garbage collection, so no lock may be taken there.
         self._returned: deque[tuple[torch.Tensor, Landing]] = deque()
 
     def new_slab(
         self, rows: int, hidden_size: int, dtype: torch.dtype, landing: Landing = LANDED
     ) -> torch.Tensor:
-        """An uninitialised CPU slab `[rows, hidden_size]`.
+        """Return an uninitialised CPU slab `[rows, hidden_size]`.
 
         Its memory is reused once nothing refers to it or to a view of it, and `landing` is done: a
-        copy that is on its way would write over the next slab's rows. Raises HostMemoryError.
+        copy in progress would overwrite the next slab's rows. Raises HostMemoryError.
         """
         size = rows * hidden_size * dtype.itemsize
         self.collect()
         memory = self._take(_size_class(size))
-        lent = memory.numpy()[:size]  # its own object, to which the slab and all its views refer
+        lent = memory.numpy()[:size]  # a new object, which the slab and all its views refer to
         weakref.finalize(lent, self._returned.append, (memory, landing)).atexit = False
         return torch.from_numpy(lent).view(dtype).view(rows, hidden_size)
 
     def new_file(self, rows: int, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same in a file without a name, mapped.
+        """Return a slab in an unlinked file that is mapped into memory.
 
-        Its blocks are reserved first: a full disk is an error here, not a fault later.
-
-        Raises OSError.
+        The file's blocks are reserved first, so that a full disk is an OSError here and not a fault
+        at a later access.
         """
         size = rows * hidden_size * dtype.itemsize
         assert self._spill_dir is not None, "spilling needs a folder"
@@ -81,9 +77,7 @@ class SlabPool:
         return memory.view(dtype).view(rows, hidden_size)
 
     def collect(self) -> None:
-        """Reclaim the memory of slabs without references into which nothing is being copied any
-        more.
-        """
+        """Reclaim the memory of slabs that have no references and are no longer copied to."""
         for _ in range(len(self._returned)):
             memory, landing = self._returned[0]
             done = landing.done()
@@ -95,8 +89,7 @@ class SlabPool:
             self._free.setdefault(len(memory), []).append(memory)
             self._free.move_to_end(len(memory))
             self._free_bytes += len(memory)
-        # Steps of about the same size follow one another: what one has touched, a later one need
-        # not touch first.
+        # Successive steps need slabs of about the same size, and reuse pages already touched.
         while self._free_bytes > max(self._keep, max(self._recent, default=0) - self.alive):
             self._pop(next(iter(self._free)))
 
@@ -117,7 +110,7 @@ class SlabPool:
 
 
 def _size_class(size: int) -> int:
-    """At least `size`, and less than an eighth more, so that slabs of similar sizes share
+    """Round `size` up, by less than an eighth of it, so that slabs of similar sizes share
     memories.
     """
     step = max(_SMALLEST, 1 << max(0, (size - 1).bit_length() - 4))

@@ -1,11 +1,10 @@
-"""Streams: rows of long captures, written to a file as they land, so that a request holds a window
-of them in memory, not its length.
+"""Streams: rows of long captures are written to a file as they land, so that a request holds only a
+window of its rows in memory.
 
-The file has the tensors of the blob one behind the other, each with room for every position that
-the request may capture, behind room for the longest header. When the request has ended, the tensors
-are moved together, and the header is written last. Where the store can take the file as the
-capture's object, it does; elsewhere, and for other layouts, the rows are read from it as from
-memory.
+The file has room for the longest header, then for each tensor of the blob, with every position that
+the request may capture. When the request has ended, the tensors are moved together to close gaps,
+and the header is written last. If the store can adopt the file, it becomes the capture's object.
+Otherwise, and for other layouts, the rows are read from the file as if from memory.
 """
 
 import itertools
@@ -27,15 +26,14 @@ from ..files.finished_rows import FinishedCapture
 from ..files.layouts import file_name
 from .capture import Extent, Recording, Selection, Stretch, bytes_of, contiguous, stretches
 
-#: Rows are handed to the writers in parts of about this share of the window.
+#: Parts of the window: rows are handed to the writers in parts of about this share of it.
 _PARTS = 8
-#: Tensors are moved together in pieces of this many bytes, and the file's CRC32 is taken of such
-#: pieces.
+#: Bytes that are moved, or read for the file's CRC32, at a time.
 _PIECE = 4 << 20
-#: A run of fewer positions is gathered with its neighbours: a write for each of its rows would cost
-#: more than copying them.
+#: A run of fewer positions is copied together with its neighbours, which costs less than a write
+#: for each of its ports.
 _SHORT = 16
-#: The most that a token id, or a count of rows, can be.
+#: Largest token id and count of rows.
 _LARGEST = (1 << 31) - 1
 
 
@@ -52,9 +50,8 @@ class Stream:
         stored_as: torch.dtype,
         begin: Callable[[], tuple[Draft, int]],
     ) -> None:
-        """`order`: int64, ascending: every position that may be captured.
-
-        `begin()`: the file, and the bytes reserved for its header.
+        """`order`: every position that may be captured, int64, ascending. `begin()` creates the
+        file, and returns it with the bytes reserved for its header.
         """
         self._ports = dict(recording.ports)
         self._numbers = np.fromiter(self._ports.values(), dtype=np.int64, count=len(self._ports))
@@ -64,7 +61,7 @@ class Stream:
         self._draft: Draft | None = None
         self._header = self._row_bytes = 0
         self._written = np.zeros(len(order), dtype=bool)
-        # dtype → position → places of rows that are not finite in it
+        # dtype → position → indices of the ports whose rows are not finite in that dtype
         self._bad: dict[torch.dtype, dict[int, set[int]]] = {}
         self._queue: deque[list[Extent]] = deque()
         self._lock = threading.Lock()
@@ -73,19 +70,19 @@ class Stream:
         self.begun = False  # whether rows have left the recording
 
     def push(self, runs: list[Extent]) -> None:
-        """Take over these runs, in the order in which they were recorded: of a position recorded
-        twice, the last row counts.
+        """Queue runs, in the order in which they were recorded: if a position was recorded twice,
+        the last row counts.
         """
         self.begun = True
         self._queue.append(runs)
 
     def drop(self) -> None:
-        """The capture has failed: nothing more is written. Does not wait."""
+        """Write nothing more, because the capture has failed. Does not wait."""
         self._dropped = True
         self._queue.clear()
 
     def flush(self) -> None:
-        """Write what was pushed, and let go of it. What goes wrong is raised by `seal`."""
+        """Write the queued runs and release them. `seal` raises the first error."""
         with self._lock:
             while self._queue:
                 runs = self._queue.popleft()
@@ -93,7 +90,7 @@ class Stream:
                     try:
                         self._write(runs)
                     except Exception as error:
-                        # its place on the disk is free immediately
+                        # dropping the draft frees its disk space immediately
                         self._error, self._draft = error.with_traceback(None), None
             if self._dropped:
                 self._draft = None
@@ -101,10 +98,10 @@ class Stream:
     def seal(
         self, recording: Recording, expected: set[int], stop: int
     ) -> "tuple[list[int], int, SealedRows]":
-        """Write what is left, and close the file to the positions below `stop`: (those, how many
-        were reused, their rows).
+        """Write the remaining runs, and reduce the file to the positions below `stop`; return
+        (these positions, how many of them were reused, their rows).
 
-        Raises what went wrong, OSError and others.
+        Raises the first error of the stream: OSError and others.
         """
         self.push(recording.runs)
         self.flush()
@@ -137,7 +134,7 @@ class Stream:
             return positions, len(reused), rows
 
     def _write(self, runs: Sequence[Extent]) -> None:
-        """Neighbours in one piece."""
+        """Write runs, neighbouring short ones in one piece."""
         for _, group in itertools.groupby(_numbered(runs), key=lambda item: item[0]):
             of_group = [run for _, run in group]
             if len(of_group) == 1:
@@ -149,9 +146,8 @@ class Stream:
                 self._put(run, 0, run.count)
 
     def _put(self, run: Extent, offset: int, count: int) -> None:
-        """Rows of `count` positions from the run's `offset` on.
-
-        Those that no capture of the request can have are left out.
+        """Write the rows of `count` positions from the run's `offset` on, without positions after
+        the last one that may be captured.
         """
         run.step.landing.wait()
         position = run.first_position + offset
@@ -189,7 +185,7 @@ class Stream:
         positions: range,
         first_rows: list[int],
     ) -> None:
-        for position in positions if bad else ():  # computed again
+        for position in positions if bad else ():  # earlier rows of these positions do not count
             bad.pop(position, None)
         if unsound is None:
             return
@@ -198,8 +194,8 @@ class Stream:
                 bad.setdefault(positions[offset], set()).add(place)
 
     def _move_together(self, kept: np.ndarray) -> None:
-        """Close the holes that positions left which were not captured: towards the beginning, so
-        nothing is written over too early.
+        """Close the gaps of positions that were not captured. Rows move towards the beginning in
+        order, so none is overwritten before it has moved.
         """
         assert self._draft is not None
         stride, to = len(self._order) * self._row_bytes, self._header
@@ -219,9 +215,7 @@ class Stream:
 
 
 def _numbered(runs: Sequence[Extent]) -> Iterator[tuple[int, Extent]]:
-    """Each run with the number of its group: short runs whose positions follow one another belong
-    together.
-    """
+    """Yield each run with the number of its group; consecutive short runs form a group."""
     number, before = 0, None
     for run in runs:
         if before is None or before.positions.stop != run.first_position or run.count >= _SHORT:
@@ -231,8 +225,8 @@ def _numbered(runs: Sequence[Extent]) -> Iterator[tuple[int, Extent]]:
 
 
 class SealedRows:
-    """The rows of an ended request in its file: a finished capture's `rows`, and its blob where the
-    store takes the file.
+    """Rows of an ended request in its file: the finished capture's `rows`, and its blob if the
+    store can adopt the file.
     """
 
     def __init__(
@@ -249,14 +243,14 @@ class SealedRows:
         self._view: memoryview | None = None
 
     def unsound(self, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
-        """(hook, layer, position) of the rows that are not finite as `dtype`."""
+        """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
         held = set(self._positions) if self._bad.get(dtype) else set()
         for position, places in self._bad.get(dtype, {}).items():
             for place in sorted(places) if position in held else ():
                 yield *self._sites[place], position
 
     def non_finite(self, dtype: torch.dtype) -> dict[tuple[str, int], int]:
-        """(hook, layer) → how many of its rows are not finite as `dtype`, where some are."""
+        """Return (hook, layer) → number of rows that are not finite as `dtype`, if any."""
         return dict(Counter((hook, layer) for hook, layer, _ in self.unsound(dtype)))
 
     def __call__(self, hook: str, layer: int) -> list[memoryview]:
@@ -266,7 +260,9 @@ class SealedRows:
         return [self._view[first : first + self._tensor]]
 
     def blob(self, capture: FinishedCapture) -> Blob | None:
-        """The whole file as the capture's blob; None where the store cannot take it."""
+        """Complete the file, and return it as the capture's blob; None if the store cannot adopt
+        it.
+        """
         if not self._draft.adoptable:
             return None
         count = len(self._positions)
@@ -319,22 +315,22 @@ class Streams:
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
-        """`scratch`: its own file, for what the store does not take.
-
-        `window`: bytes of a capture's rows that stay in memory.
+        """`scratch()` creates a temporary file, for captures that the store cannot adopt.
+        `window`: bytes of a capture's rows that may stay in memory.
         """
         self._store, self._scratch, self._window, self._origin = store, scratch, window, origin
         self._hidden_size, self._dtype = hidden_size, dtype
 
     @property
     def part(self) -> int:
-        """Bytes of rows that leave a recording together."""
+        """Return the bytes of rows that leave a recording at a time."""
         return max(1, self._window // _PARTS)
 
     def of(self, spec: RankSpec, recording: Recording, max_tokens: int) -> Stream | None:
-        """None for a capture that fits the window, or may have no end.
+        """Return the stream of a recording; None if it is scored, fits the window, or has no known
+        end.
 
-        `max_tokens`: generated at most; 0: unknown.
+        `max_tokens`: tokens generated at most; 0: unknown.
         """
         if not max_tokens or recording.capture.scored:
             return None
@@ -373,7 +369,7 @@ class Streams:
     def _largest(
         self, spec: RankSpec, recording: Recording, order: np.ndarray, stored_as: torch.dtype
     ) -> FinishedCapture:
-        """Return a file of no rows with the longest manifest that the capture may have."""
+        """Return a finished capture without rows, with the longest manifest that is possible."""
         sites = {hook: list(layers) for hook, layers in recording.sites.items()}
         return FinishedCapture(
             spec=spec,

@@ -1,10 +1,10 @@
-"""vLLM settings that Midstream's rows depend on, and the values that are known to be right; any
-other value is refused.
+"""vLLM settings that Midstream's rows depend on, with the values that are known to be right; all
+other values are refused.
 
-A setting is here because another value splits, reorders, pads or skips rows of a batch, computes
-rows that the scheduler did not count, or replaces code that the adapters wrap. No setting of
-Midstream leads to a refused value; a plug-in of vLLM, an environment variable or a later version's
-default may.
+A setting is listed because other values split, reorder, pad or skip rows of a batch, compute rows
+that the scheduler did not count, or replace code that the adapters wrap. No setting of Midstream
+leads to a refused value; a vLLM plug-in, an environment variable or the default of a later version
+may.
 """
 
 import vllm
@@ -87,7 +87,7 @@ RULES = (
     Rule(
         "lora_config.max_lora_cls_labels",
         (None,),
-        "requests that do not generate have no end to report",
+        "requests that do not generate report no end",
     ),
     Rule(
         "lora_config.lora_dtype other than model_config.dtype",
@@ -127,7 +127,7 @@ RULES = (
     Rule(
         "model_config.runner_type",
         ("generate",),
-        "requests that do not generate have no end to report",
+        "requests that do not generate report no end",
     ),
     Rule("model_config.is_encoder_decoder", (False,), "an encoder-decoder model has two streams"),
     Rule(
@@ -148,7 +148,7 @@ RULES = (
     Rule(
         "model_config.multimodal_config.mm_processor_cache_gb",
         (0,),
-        "prompts are processed in another order than they are submitted",
+        "prompts would be processed in another order than they are submitted",
     ),
     Rule(
         "model_config.enable_prompt_embeds",
@@ -158,7 +158,7 @@ RULES = (
     Rule(
         "model_config.disable_cascade_attn",
         (True,),
-        ("a common prefix would be computed once for a batch: other requests change the bits"),
+        "a common prefix would be computed once for a batch: other requests would change the bits",
     ),
     Rule("model_config.enable_sleep_mode", (False,), "the hook sites' buffers leave the device"),
     Rule("diffusion_config", (None,), "a step computes rows of positions that are not final"),
@@ -216,7 +216,7 @@ RULES = (
 
 
 def _takes(config: VllmConfig, *modalities: str) -> bool:
-    """Return whether prompts may have any of these."""
+    """Return whether prompts may contain any of these modalities."""
     section = config.model_config.multimodal_config
     return section is not None and any(
         section.get_limit_per_prompt(modality) > 0 for modality in modalities
@@ -224,9 +224,7 @@ def _takes(config: VllmConfig, *modalities: str) -> bool:
 
 
 def check(config: VllmConfig) -> None:
-    """Raises UnsupportedConfigurationError that names every setting with another value than those
-    known to be right.
-    """
+    """Raises UnsupportedConfigurationError that names every setting whose value is refused."""
     known, name = release(vllm.__version__), f"this vLLM ({vllm.__version__})"
     wrong = [
         line

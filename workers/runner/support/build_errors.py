@@ -1,5 +1,5 @@
-"""Errors of a rank that could not build or run the model, for the worker: vLLM's own processes
-report only that one of them ended.
+"""Passes the error of a rank that could not build or run the model to the worker; vLLM reports only
+that one of its processes ended.
 """
 
 import contextlib
@@ -14,17 +14,19 @@ logger = logging.getLogger(__name__)
 
 
 def reason_of(error: BaseException) -> str:
-    """In one line; of a failed validation only what is wrong; of an error without a text, or with
-    one that names nothing, where it was.
+    """Return an error's reason in one line.
+
+    A failed validation is reduced to its messages. Errors of types whose text seldom explains them,
+    such as AssertionError, get the place in vLLM's code.
     """
     text = (
         "; ".join(item["msg"] for item in error.errors())
         if isinstance(error, ValidationError)
         else str(error)
     )
-    listing = " ".join(text.split())
+    message = " ".join(text.split())
     if not isinstance(error, AssertionError | AttributeError | KeyError | TypeError | IndexError):
-        return listing or type(error).__name__
+        return message or type(error).__name__
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if "/vllm/" in frame.filename
     ]
@@ -36,12 +38,15 @@ def reason_of(error: BaseException) -> str:
         if frames
         else ""
     )
-    return f"{type(error).__name__}{place}{f': {listing}' if listing else ''}"
+    return f"{type(error).__name__}{place}{f': {message}' if message else ''}"
 
 
 @contextlib.contextmanager
 def kept_for_worker(folder: str, boot: str) -> Iterator[None]:
-    """Keep an error for `kept`, on the same machine; another one's ranks have it in their log."""
+    """Write an error of the block to a file for `kept`.
+
+    `kept` reads it on the same machine; ranks on other machines have it in their log only.
+    """
     try:
         yield
     except Exception as error:
@@ -49,12 +54,12 @@ def kept_for_worker(folder: str, boot: str) -> Iterator[None]:
             Path(folder).mkdir(parents=True, exist_ok=True)
             _file(folder, boot).write_text(reason_of(error))
         except OSError as failure:
-            logger.warning("the reason is not kept: %s", failure)
+            logger.warning("the error's reason could not be written: %s", failure)
         raise
 
 
 def kept(folder: str, boot: str) -> str:
-    """Return what a rank of this start kept, once; empty where none did."""
+    """Return and remove the reason that a rank of this boot wrote; empty if there is none."""
     file = _file(folder, boot)
     if not file.exists():
         return ""

@@ -1,9 +1,8 @@
-"""Completes what vLLM's CPU build needs to load FP8 weights with one scale per matrix, and to run
-them.
+"""Lets vLLM's CPU build load and run FP8 weights with one scale per matrix.
 
-It declares the rounding to FP8 without implementing it, and Llama's MLP calls a kernel for SiLU and
-rounding in one that only GPUs have. `install` supplies the first, by its definition, and has the
-MLP round in its own step, as all other layers do.
+That build declares the rounding to FP8 without implementing it, and Llama's MLP calls a kernel that
+fuses SiLU and rounding, which only GPUs have. `install` implements the rounding by its definition,
+and makes the MLP round in a separate step, as all other layers do.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ _FP8 = torch.float8_e4m3fn
 
 
 def install() -> None:
-    """Replace both in this process once, if on a CPU."""
+    """Make both changes to vLLM, once per process, if it runs on a CPU."""
     original = ops.scaled_fp8_quant
     if not current_platform.is_cpu() or original.__module__ == __name__:
         return

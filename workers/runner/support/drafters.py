@@ -1,9 +1,9 @@
 """vLLM's methods of speculative decoding: which are served, under which conditions, and why the
 others are refused.
 
-Served means shown on the real engine: the tokens of a request are those without drafts, the rows of
-accepted drafts are captured once, those of rejected ones never, and edits reach the model and not
-its drafter. Data only; `refusals` reads it.
+For a served method, tests on the real engine show that a request's tokens are the same as without
+drafts, that rows of accepted drafts are captured once and rows of rejected drafts never, and that
+edits reach the model but not its drafter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,14 +28,14 @@ class UnsupportedDrafterError(ValueError):
 class Method:
     """A method of speculative decoding."""
 
-    refused: str = ""  # why; empty: served
+    refused: str = ""  # why the method is refused; empty: it is served
     conditions: tuple[Rule, ...] = ()
-    # architectures of the drafting model that are served; empty: there is no such model
+    # served architectures of the drafting model; empty: the method has no drafting model
     drafters: frozenset[str] = frozenset()
 
 
 _UNTESTED = "its rows and tokens have not been compared with those without drafts"
-#: Of every method.
+#: Conditions of every method.
 CONDITIONS = (
     Rule(
         "speculative_config with scheduler_config.async_scheduling",
@@ -52,17 +52,17 @@ CONDITIONS = (
     Rule(
         "speculative_config.rejection_sample_method",
         ("standard",),
-        ("`synthetic` accepts tokens that the model would not choose, `block` is untested"),
+        "`synthetic` accepts tokens that the model would not choose, `block` is untested",
     ),
     Rule(
         "speculative_config.draft_sample_method",
         ("greedy",),
-        "drafts that are sampled are untested",
+        "sampled drafts are untested",
     ),
     Rule(
         "speculative_config.parallel_drafting",
         (False,),
-        "drafts that are made side by side are untested",
+        "parallel drafting is untested",
     ),
     Rule(
         "speculative_config.enable_adaptive_verification",
@@ -77,10 +77,10 @@ CONDITIONS = (
     Rule(
         "speculative_config.use_heterogeneous_vocab",
         (False,),
-        "a drafter with other tokens is untested",
+        "a drafter with another vocabulary is untested",
     ),
 )
-#: Of the methods with a model that reads what the target computed.
+#: Conditions of methods whose drafting model reads what the target computed.
 _OF_HEADS = (
     Rule("speculative_config.use_local_argmax_reduction", (False,), "it is untested"),
     Rule("speculative_config.disable_padded_drafter_batch", (False,), "it is untested"),
@@ -156,12 +156,12 @@ METHODS: Mapping[str, Method] = {
 
 
 def served() -> list[str]:
-    """Names of the methods that are served."""
+    """Return the names of the served methods."""
     return [name for name, method in METHODS.items() if not method.refused]
 
 
 def refusals(config: VllmConfig) -> list[str]:
-    """Return what of a configuration with drafts is not served, each a clause of a sentence.
+    """Return clauses that each name a setting of speculative decoding that is refused.
 
     Empty without drafts.
     """
@@ -182,7 +182,7 @@ def refusals(config: VllmConfig) -> list[str]:
 
 
 def _of_model(config: VllmConfig, method: Method) -> list[str]:
-    """Return what of a drafting model is not served. Its weights have not been read."""
+    """Return why a drafting model is refused, judged before its weights are read."""
     drafting, target = config.speculative_config, config.model_config
     lines = []
     (architecture, *_) = drafting.draft_model_config.architectures
@@ -200,8 +200,8 @@ def _of_model(config: VllmConfig, method: Method) -> list[str]:
         )
     if target.is_hybrid or target.is_attention_free:
         lines.append(
-            "the model has layers with a state, which rejected drafts change, valid with "
-            f"it: no drafter {drafting.method}"
+            "the model has layers with recurrent state, which rejected drafts would change, "
+            f"valid: no drafter of method {drafting.method}"
         )
     head = drafting.draft_model_config.hf_config
     for name, needed in (
@@ -215,18 +215,18 @@ def _of_model(config: VllmConfig, method: Method) -> list[str]:
             )
     if drafting.method == "eagle3" and not supports_eagle3(get_model_cls(target)):
         lines.append(
-            f"vLLM's {target.architectures[0]} does not give an EAGLE-3 head what it reads, "
-            "valid: no drafter eagle3"
+            f"vLLM's {target.architectures[0]} does not provide the rows that an EAGLE-3 head "
+            "reads, valid: no drafter of method eagle3"
         )
     return lines
 
 
 def check_loaded(drafter: nn.Module | None, read: Sequence[int], adapter: Adapter) -> None:
-    """Raises UnsupportedDrafterError for a drafter that would run our sites, or that cannot read
-    what the target gives it.
+    """Raises UnsupportedDrafterError for a drafter that would run hook sites of the model, or that
+    cannot read the target's rows.
 
-    After `sites.install`. `drafter`: the drafting model, if there is one; `read`: after how many
-    layers an EAGLE-3 head reads the stream.
+    Called after `sites.install`. `drafter`: the drafting model, if any; `read`: the numbers of
+    layers after which an EAGLE-3 head reads the stream.
     """
     if drafter is None:
         return

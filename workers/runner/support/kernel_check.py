@@ -1,8 +1,8 @@
 """Tries vLLM's kernel for quantised layers on this processor, before any weights are read.
 
-vLLM chooses a kernel by the format; whether the processor has what it needs shows when it runs.
-Without VNNI, oneDNN's int8 products saturate in 16 bits or come from halved weights, and vLLM's
-build for AVX2 has no kernel for 4-bit weights: the layer loads all the same.
+vLLM chooses a kernel by the format only, and a kernel that the processor does not support fails or
+errs when it runs, not when the layer is loaded: without VNNI, oneDNN's int8 products saturate in 16
+bits or come from halved weights, and vLLM's build for AVX2 has no kernel for 4-bit weights.
 """
 
 import contextlib
@@ -23,34 +23,35 @@ from .quantisation import Rounding, UnsupportedQuantisationError, refuse_shared_
 
 logger = logging.getLogger(__name__)
 
-#: vLLM's errors where it has no kernel for a format here; other errors of a layer without a model
-#: are left to the real one.
+#: Texts in vLLM's errors where it has no kernel for a format on this machine. Other errors may only
+#: come from building a layer without its model, and are ignored.
 _NO_KERNEL = (
     "failed to find a kernel",
     "no compressed-tensors compatible scheme",
     "not support",
     "please install",
 )
-#: Outputs of the layer that is tried. Kernels for CPUs take multiples of 32.
+#: Outputs of the test layer. Kernels for CPUs take multiples of 32.
 _OUTPUTS = 64
-#: Rows at a time: one as in decoding, a few, and more than a block of any kernel.
+#: Rows of the test batches: one as in decoding, a few, and more than a block of any kernel.
 _ROWS = (1, 4, 80)
-#: Codes of int8 weights. Pairs of the largest saturate in 16 bits; odd small ones show a kernel
-#: that halves the weights.
+#: Codes of int8 weights. Products of pairs of the largest code saturate in 16 bits; small odd codes
+#: expose a kernel that halves the weights.
 _CODES = (127, 1, 3, 65)
 #: The largest code of a rounded activation.
 _LIMITS = {"int8": 127, "fp8": 448}
-#: Of the sum of the products' sizes. vLLM's builds for older processors cut sums off to bf16, twice
-#: (1/128); where products saturate or weights are halved, some sum is off by a third and more.
+#: Largest error, relative to the sum of the products' absolute values. vLLM's builds for older
+#: processors truncate sums to bf16 twice (1/128); where products saturate or weights are halved,
+#: some sum is off by a third or more.
 _TOLERANCE = 1 / 64
 
 
 def check_kernels(config: VllmConfig, name: str) -> None:
-    """Raises UnsupportedQuantisationError if vLLM has no kernel for layers of `config` here, one
-    that shares scales, or a wrong one.
+    """Raises UnsupportedQuantisationError if vLLM's kernel for layers of `config` is missing, uses
+    one scale for all rows, or computes wrong sums.
 
-    vLLM chooses it for a layer like the model's `down_proj`, on no device: in milliseconds, and
-    before any process of the engine starts. On a CPU, a small layer then runs it.
+    The kernel is chosen for a layer like the model's `down_proj` on the meta device, within
+    milliseconds and before any process of the engine starts. On a CPU, a small layer then runs it.
     """
     hidden = config.model_config.get_hidden_size()
     size = getattr(config.model_config.hf_text_config, "intermediate_size", None) or hidden
@@ -59,15 +60,15 @@ def check_kernels(config: VllmConfig, name: str) -> None:
         return
     refuse_shared_scales(torch.nn.ModuleDict({"down_proj": layer}))
     if current_platform.is_cpu():
-        cpu_fp8.install()  # the layer rounds to FP8 as those of the ranks do
+        cpu_fp8.install()  # the layer must round to FP8 as the layers of the ranks do
         _try(config, name)
 
 
 def _layer(
     config: VllmConfig, name: str, inputs: int, outputs: int, device: str
 ) -> ReplicatedLinear | None:
-    """A layer in the format of `config`, without weights; None where vLLM makes it only as part of
-    a model.
+    """Return a layer in the format of `config`, with unset weights; None where vLLM builds such a
+    layer only as part of a model.
     """
     try:
         with _building(config), torch.device(device):
@@ -91,8 +92,8 @@ def _layer(
 
 @contextlib.contextmanager
 def _building(config: VllmConfig) -> Iterator[None]:
-    """Parameters of vLLM ask for their tensor-parallel rank when they are made, its kernels for the
-    dtype when they are prepared.
+    """Set the globals that vLLM reads while it builds a layer: its parameters read the
+    tensor-parallel rank, its kernels the default dtype.
     """
     before = parallel_state._TP, torch.get_default_dtype()
     parallel_state._TP = SimpleNamespace(rank_in_group=0, world_size=1)
@@ -106,9 +107,7 @@ def _building(config: VllmConfig) -> Iterator[None]:
 
 
 def _try(config: VllmConfig, name: str) -> None:
-    """Raises UnsupportedQuantisationError unless a layer with extreme weights gives the sums of its
-    products.
-    """
+    """Raises UnsupportedQuantisationError if the sums of a layer with extreme weights are wrong."""
     raw = config.model_config.model_arch_config.quantization_config or {}
     inputs = math.lcm(256, *_group_sizes(raw))
     layer = _layer(config, name, inputs, _OUTPUTS, "cpu")
@@ -117,17 +116,17 @@ def _try(config: VllmConfig, name: str) -> None:
         return
     try:
         with _building(config), torch.inference_mode():
-            wrong = _error(layer, activations, config.model_config.dtype)
+            error_size = _error(layer, activations, config.model_config.dtype)
     except Exception as error:
         raise UnsupportedQuantisationError(
             f"quantisation {name} is not served on this processor: vLLM's kernel fails: "
             f"{error}. Use one with AVX-512, or dequantise "
             "the checkpoint"
         ) from error
-    if not wrong <= _TOLERANCE:  # also where it is not a number
+    if not error_size <= _TOLERANCE:  # true of NaN too
         raise UnsupportedQuantisationError(
             f"quantisation {name} is not served on this processor: the kernel's sums of "
-            f"products are wrong by up to {wrong:.2g} of their "
+            f"products are wrong by up to {error_size:.2g} of their "
             "size. Int8 products need VNNI (avx512_vnni or avx_vnni in /proc/cpuinfo). Use "
             "such a processor, or dequantise the checkpoint"
         )
@@ -145,9 +144,9 @@ def _weights(layer: ReplicatedLinear) -> Any:
 
 
 def _error(layer: Any, activations: frozenset[Rounding], dtype: torch.dtype) -> float:
-    """The largest error of a sum, relative to the sum of its products' sizes.
+    """Return the largest error of a sum, relative to the sum of its products' absolute values.
 
-    Every input is plus or minus the largest that its rounding holds, so that rounding is exact.
+    Every input is plus or minus the largest value of its rounding, so that rounding is exact.
     """
     draws = torch.Generator().manual_seed(0)
     scale = 2.0**-6
@@ -155,7 +154,7 @@ def _error(layer: Any, activations: frozenset[Rounding], dtype: torch.dtype) -> 
     for parameter in layer.parameters():  # scales; zero points and orders of groups are integers
         parameter.data.fill_(scale if parameter.dtype.is_floating_point else 0)
     weights.data.copy_(_FILL[weights.dtype](weights.shape, draws))
-    # `[outputs, inputs]`, until vLLM prepares them
+    # `[outputs, inputs]`; read now, because vLLM rearranges the weights when it prepares them
     codes = weights.detach().float() if weights.dtype != torch.int32 else None
     inputs, size = (
         layer.input_size,
@@ -166,7 +165,7 @@ def _error(layer: Any, activations: frozenset[Rounding], dtype: torch.dtype) -> 
         ),
     )
     layer.quant_method.process_weights_after_loading(layer)
-    # 4-bit weights are packed as the format has it: each product alone, as the kernel gives it.
+    # 4-bit weights are packed by the format, so the kernel itself computes each single product.
     products = (
         layer(size * torch.eye(inputs, dtype=dtype))[0].float()
         if codes is None
@@ -182,7 +181,7 @@ def _error(layer: Any, activations: frozenset[Rounding], dtype: torch.dtype) -> 
 
 
 def _int8_codes(shape: torch.Size, draws: torch.Generator) -> torch.Tensor:
-    """Outputs with codes of one sign, and of both."""
+    """Return codes `shape`: half of the outputs have codes of one sign, half of both signs."""
     codes = torch.tensor(_CODES).repeat(shape[0] // len(_CODES))[:, None].expand(shape).clone()
     half = shape[0] // 2
     codes[half:] *= torch.randint(0, 2, (shape[0] - half, shape[1]), generator=draws) * 2 - 1
@@ -199,7 +198,7 @@ _FILL: Mapping[torch.dtype, Callable[[torch.Size, torch.Generator], torch.Tensor
 
 
 def _group_sizes(raw: Any) -> Iterator[int]:
-    """All `group_size` in a quantisation config."""
+    """Yield every `group_size` in a quantisation config."""
     values = (
         raw.items() if isinstance(raw, Mapping) else enumerate(raw) if isinstance(raw, list) else ()
     )

@@ -1,9 +1,9 @@
-"""Quantised checkpoints: what they are called, in what their rows differ from transformers', and
-which are refused.
+"""Quantised checkpoints: their names, how their rows differ from transformers', and which are
+refused.
 
 The rows of a quantised checkpoint are defined as those of its dequantised weights, with the
-rounding of activations that the checkpoint asks for. A checkpoint whose rows would be others is
-refused, or served with a caveat: see `docs/quantised.md`.
+rounding of activations that the checkpoint specifies. A checkpoint whose rows would differ from
+these is refused, or served with a caveat: see `docs/quantised.md`.
 """
 
 import os
@@ -21,8 +21,7 @@ from vllm.platforms import current_platform
 
 from ....schemas.base.errors import MidstreamError
 
-#: vLLM's methods, with weights and activations, of which rows were compared with transformers', on
-#: a CPU.
+#: (vLLM's method, weights, activations) whose rows were compared with transformers', on a CPU.
 MEASURED = frozenset(
     {
         ("compressed-tensors", "int8", "int8"),
@@ -32,15 +31,15 @@ MEASURED = frozenset(
         *((method, "int4", "") for method in ("awq", "auto_awq", "gptq", "auto_gptq")),
     }
 )
-#: 4-bit weights run with 8-bit activations on CPUs with AMX, unless this is 0: see
-#: `engine.options.option_check`.
+#: Environment variable: unless it is 0, 4-bit weights run with 8-bit activations on CPUs with AMX,
+#: see `engine.options.option_check`.
 W4A8 = "VLLM_CPU_INT4_W4A8"
 #: `repository:QUANTISATION`, as the GGUF plugin of vLLM takes it.
 _GGUF_NAME = re.compile(r":(I?Q\d\w*|BF16|F16|F32)$")
 
 
 class UnsupportedQuantisationError(MidstreamError):
-    """The checkpoint is quantised in a way that is not served, or not on this machine."""
+    """The checkpoint's quantisation is not served, or not on this machine."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("invalid_request", detail, field="model")
@@ -70,12 +69,12 @@ class Quantisation(NamedTuple):
 class Facts(NamedTuple):
     """Inputs of the rules."""
 
-    method: str  # as vLLM calls it
+    method: str  # vLLM's name of the method
     raw: Mapping[str, Any]  # `quantization_config` of the checkpoint
     weights: frozenset[Rounding]
     activations: frozenset[Rounding]
     dtype: torch.dtype = torch.bfloat16
-    experts: bool = False  # they are quantised too
+    experts: bool = False  # the model has experts, and they are quantised
     ranks: int = 1  # tensor-parallel
     cpu: bool = True
     amx: bool = False
@@ -100,12 +99,12 @@ class Facts(NamedTuple):
 
     @property
     def shares_scales(self) -> bool:
-        """FP8 with one scale for all rows of a step."""
+        """Return whether activations are rounded with one scale for all rows of a step."""
         return any(rounding.scale == "tensor" and rounding.dynamic for rounding in self.activations)
 
 
 class Rule(NamedTuple):
-    """`applies` to a checkpoint → it is refused, or has this caveat."""
+    """A reason to refuse the checkpoints to which it `applies`, or their caveat."""
 
     applies: Callable[[Facts], bool]
     text: str
@@ -113,58 +112,62 @@ class Rule(NamedTuple):
 
 REFUSED = (
     Rule(
-        lambda it: it.cpu and not it.amx and it.experts,
+        lambda facts: facts.cpu and not facts.amx and facts.experts,
         "vLLM needs a GPU or a CPU with AMX for quantised experts; this is a CPU without AMX",
     ),
     Rule(
-        lambda it: (
-            it.cpu
-            and it.dtype == torch.float32
-            and any("int4" in rounding.kind for rounding in it.weights)
+        lambda facts: (
+            facts.cpu
+            and facts.dtype == torch.float32
+            and any("int4" in rounding.kind for rounding in facts.weights)
         ),
         "4-bit weights are not served in float32: set dtype to bfloat16 or float16",
     ),
 )
 CAVEATS = (
     Rule(
-        lambda it: bool(it.activations) and not it.shares_scales,
-        "the quantised layers round their input, as the checkpoint asks: rows are "
+        lambda facts: bool(facts.activations) and not facts.shares_scales,
+        "the quantised layers round their input, as the checkpoint specifies: rows are "
         "those of the dequantised weights with this rounding, "
         "and differ from those of the dequantised weights alone",
     ),
     Rule(
-        lambda it: it.shares_scales and it.amx,
+        lambda facts: facts.shares_scales and facts.amx,
         (
             "the checkpoint asks for rounded activations, which vLLM leaves out on this "
             "CPU: rows are those of the dequantised weights"
         ),
     ),
     Rule(
-        lambda it: it.ranks > 1 and any(rounding.scale == "token" for rounding in it.activations),
+        lambda facts: (
+            facts.ranks > 1 and any(rounding.scale == "token" for rounding in facts.activations)
+        ),
         "with tensor_parallel_size above 1, each rank scales its own part of the input "
         "of o_proj and down_proj: rows differ from those "
         "of one rank by this rounding",
     ),
     Rule(
-        lambda it: any(
-            rounding.kind == "fp8" and rounding.scale == "tensor" for rounding in it.weights
+        lambda facts: any(
+            rounding.kind == "fp8" and rounding.scale == "tensor" for rounding in facts.weights
         ),
         "where the scales of q_proj, k_proj and v_proj differ, or those of gate_proj "
         "and up_proj, vLLM rounds these weights again with "
         "the largest of them: rows are then those of weights rounded twice",
     ),
     Rule(
-        lambda it: bool(it.raw.get("kv_cache_scheme") or it.raw.get("kv_cache_quant_algo")),
+        lambda facts: bool(
+            facts.raw.get("kv_cache_scheme") or facts.raw.get("kv_cache_quant_algo")
+        ),
         (
             "the checkpoint asks for a quantised KV cache: attention reads rounded keys "
             "and values, and rows above the first layer differ"
         ),
     ),
     Rule(
-        lambda it: (
-            it.amx
+        lambda facts: (
+            facts.amx
             and os.environ.get(W4A8, "1") != "0"
-            and any("int4" in rounding.kind for rounding in it.weights)
+            and any("int4" in rounding.kind for rounding in facts.weights)
         ),
         (
             f"with {W4A8}=1, vLLM rounds the inputs of 4-bit layers to 8 bits on this CPU, "
@@ -172,7 +175,7 @@ CAVEATS = (
         ),
     ),
     Rule(
-        lambda it: not it.measured,
+        lambda facts: not facts.measured,
         (
             "this quantisation was not compared with transformers: rows are those of the "
             "quantised model as vLLM computes it"
@@ -182,7 +185,7 @@ CAVEATS = (
 
 
 def quantisation_of(config: VllmConfig) -> Quantisation:
-    """Return the quantisation in a config that vLLM has completed, before the weights are read.
+    """Return the quantisation of a config that vLLM has completed, before the weights are read.
 
     Raises UnsupportedQuantisationError.
     """
@@ -205,7 +208,9 @@ def quantisation_of(config: VllmConfig) -> Quantisation:
 
 
 def judge(facts: Facts) -> Quantisation:
-    """Raises UnsupportedQuantisationError with the first reason."""
+    """Return the quantisation with its caveats; raises UnsupportedQuantisationError with the first
+    reason to refuse it.
+    """
     for rule in REFUSED:
         if rule.applies(facts):
             raise UnsupportedQuantisationError(
@@ -238,7 +243,7 @@ def roundings(
             return frozenset({Rounding("fp8", "block")}), frozenset(
                 {Rounding("fp8", "group", True)}
             )
-        # kernels with one dynamic scale are refused when they are loaded
+        # GPU kernels with one dynamic scale are refused after loading, by `refuse_shared_scales`
         by_token = dynamic and not current_platform.is_cpu()
         return frozenset({Rounding("fp8", "tensor")}), frozenset(
             {Rounding("fp8", "token" if by_token else "tensor", dynamic)}
@@ -281,8 +286,8 @@ def _leaves_out_experts(raw: Mapping[str, Any]) -> bool:
 
 
 def refuse_gguf(model: str) -> None:
-    """Raises UnsupportedQuantisationError for a GGUF file, a folder of them or
-    `repository:QUANTISATION`, before vLLM looks at it.
+    """Raises UnsupportedQuantisationError for a GGUF file, a folder of GGUF files or
+    `repository:QUANTISATION`, before vLLM reads it.
     """
     path = Path(model)
     files = {file.suffix for file in path.iterdir()} if path.is_dir() else set()
@@ -313,7 +318,7 @@ def refuse_shared_scales(model: torch.nn.Module) -> None:
 
 
 def _parts(module: torch.nn.Module) -> Iterator[Any]:
-    """A layer's kernels, and the configuration of its experts."""
+    """Yield a layer's kernels, and the configuration of its experts."""
     for holder in (getattr(module, "quant_method", None), getattr(module, "scheme", None)):
         if holder is not None:
             yield from vars(holder).values()
@@ -321,10 +326,10 @@ def _parts(module: torch.nn.Module) -> Iterator[Any]:
 
 def _shares(part: Any) -> bool:
     if isinstance(part, FP8ScaledMMLinearKernel):
-        # others take activations as they are
+        # kernels with their own `apply_weights` do not round activations
         rounds = type(part).apply_weights is FP8ScaledMMLinearKernel.apply_weights
         return rounds and not part.quant_fp8.static and part.quant_fp8.group_shape.is_per_tensor()
-    request = getattr(part, "_a1", None)  # of vLLM's FusedMoEQuantConfig
-    if request is None or request.dtype not in (torch.float8_e4m3fn, torch.int8):
+    inputs = getattr(part, "_a1", None)  # of vLLM's FusedMoEQuantConfig
+    if inputs is None or inputs.dtype not in (torch.float8_e4m3fn, torch.int8):
         return False
-    return request.scale is None and request.shape is not None and request.shape.is_per_tensor()
+    return inputs.scale is None and inputs.shape is not None and inputs.shape.is_per_tensor()

@@ -1,4 +1,4 @@
-"""Rules on vLLM's configuration: a setting, the values that are served, and why others are not."""
+"""Rules on vLLM's configuration: a setting, its valid values, and why other values are refused."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ class Rule:
 
     name: str
     valid: tuple[Any, ...]
-    why: str  # another value is refused
+    why: str  # why other values are refused
     read: Callable[[VllmConfig], Any] | None = None
-    since: str = ""  # the first version of vLLM that has it; empty: all in `seams.WINDOW`
+    since: str = ""  # first vLLM version with the setting; empty: all versions in `seams.WINDOW`
 
     def value(self, config: VllmConfig) -> Any:
-        """The setting's value; a valid one if the section that it belongs to is absent.
+        """Return the setting's value; a valid value if its section of the config is None.
 
-        Raises AttributeError if vLLM has none.
+        Raises AttributeError if this vLLM does not have the setting.
         """
         if self.read is not None:
             return self.read(config)
@@ -33,9 +33,9 @@ class Rule:
         return value
 
     def refusal(self, config: VllmConfig, vllm: str = "this vLLM") -> str:
-        """Return a clause that names the setting and its valid values; empty for a valid one.
+        """Return a clause that names the setting and its valid values; empty if its value is valid.
 
-        `vllm`: how the clause calls a vLLM without the setting.
+        `vllm`: the clause's name for a vLLM without the setting.
         """
         try:
             value = self.value(config)
@@ -55,7 +55,7 @@ def is_one_of(value: Any, valid: Iterable[Any]) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Short, also for a whole section of the configuration."""
+    """Return a short text for a value, even for a whole section of the configuration."""
     if isinstance(value, Enum):
         return value.name
     return (

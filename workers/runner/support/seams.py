@@ -1,8 +1,8 @@
-"""Names inside vLLM that Midstream relies on and vLLM does not promise to keep, as data.
+"""Table of the names inside vLLM that Midstream relies on, and that vLLM does not promise to keep.
 
-Checked against the installed version's source before an engine starts, by `midstream doctor`, and
-by `python -m midstream.workers.runner.support.seams [FOLDER]` for a version that is not installed.
-`docs/vllm-versions.md` says how to upgrade.
+The table is checked against the installed version's source before an engine starts and by
+`midstream doctor`, and against a version that is not installed by `python -m
+midstream.workers.runner.support.seams FOLDER`. `docs/vllm-versions.md` describes upgrades.
 """
 
 import sys
@@ -12,11 +12,11 @@ from pathlib import Path
 
 from .vllm_source import Source, installed
 
-#: Versions whose runners the adapters were tested with, newest first. Another one is refused, see
-#: `allowlist`.
+#: Versions whose runners the adapters were tested with, newest first. Other versions are refused,
+#: see `allowlist`.
 WINDOW: tuple[str, ...] = ("0.32.0", "0.31.0")
-#: Later versions whose source has every seam, but which were not run: for accelerators, with
-#: `engine_unproven`, and stamped.
+#: Later versions whose source has every seam, but with which no test ran: accepted with the setting
+#: `engine_unproven`, on accelerators, with a caveat in manifests.
 READ: tuple[str, ...] = ("0.33.0",)
 
 
@@ -26,14 +26,15 @@ class SeamError(RuntimeError):
 
 @dataclass(frozen=True)
 class Seam:
-    """`where`: `module` or `module:Class`.
+    """Names that a module or class of vLLM must have.
 
-    `has`: names in it: a function with the parameters that are used, or an attribute.
+    `where`: `module` or `module:Class`. `has`: functions with the parameters that are used, and
+    attributes.
     """
 
     where: str
     has: tuple[str, ...]
-    by: str  # who relies on it
+    by: str  # the files that rely on these names
 
 
 _SCHEDULER = "vllm/scheduler.py"
@@ -147,7 +148,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam("vllm.v1.outputs:ModelRunnerOutput", ("req_ids",), "vllm/quarantine.py"),
     Seam("vllm.v1.outputs:AsyncModelRunnerOutput", ("get_output",), "vllm/quarantine.py"),
-    # Images, and the chat template that they are written by
+    # Images, and the chat template that places them
     Seam("vllm.multimodal", ("MULTIMODAL_REGISTRY",), "engine/prompts/images.py"),
     Seam("vllm.multimodal.image", ("convert_image_mode",), "engine/prompts/images.py"),
     Seam(
@@ -455,7 +456,7 @@ SEAMS: tuple[Seam, ...] = (
         ("_compute_routing(hidden_states, router_logits, indices_type)",),
         "hooks/routing_kinds.py",
     ),
-    # What lies behind the layers
+    # The output head, after the layers
     Seam(
         "vllm.model_executor.layers.logits_processor:LogitsProcessor",
         (
@@ -491,7 +492,7 @@ SEAMS: tuple[Seam, ...] = (
         (),
         "support/quantisation.py",
     ),
-    # Adapters of requests
+    # LoRA adapters of requests
     Seam(
         "vllm.lora.worker_manager:WorkerLoRAManager",
         ("_adapter_manager", "_load_adapter(lora_request)"),
@@ -515,7 +516,7 @@ SEAMS: tuple[Seam, ...] = (
 
 
 def mismatches(source: Source) -> Iterator[str]:
-    """Every seam that `source` lacks: its name, what was expected, and what is there."""
+    """Yield every seam that `source` lacks: its name, what was expected, and what was found."""
     for seam in SEAMS:
         module, _, owner = seam.where.partition(":")
         where = f"{seam.where} (used by {seam.by})"
@@ -530,10 +531,10 @@ def mismatches(source: Source) -> Iterator[str]:
 
 
 def verify(source: Source | None = None, *, unproven: bool = False) -> list[str]:
-    """Raises SeamError that names every seam in which the installed vLLM differs from what the
-    adapters expect; returns caveats.
+    """Return caveats for the installed vLLM; raises SeamError for an unsupported version, or one
+    that lacks seams, with all of their names.
 
-    `unproven`: accept a version that was only read.
+    `unproven`: also accept a version in `READ`.
     """
     source = source or installed()
     version = source.version.partition("+")[0]
@@ -556,14 +557,14 @@ def verify(source: Source | None = None, *, unproven: bool = False) -> list[str]
             f"{'; '.join(result)}"
         )
     return (
-        [f"vLLM {version} was read and not run by Midstream's tests: rows may be wrong"]
+        [f"vLLM {version} has every seam, but no test of Midstream ran with it: rows may be wrong"]
         if version in READ
         else []
     )
 
 
 def table() -> Iterator[str]:
-    """All seams as Markdown, for `docs/vllm-versions.md`."""
+    """Yield the lines of a Markdown table of all seams, for `docs/vllm-versions.md`."""
     yield "| place in vLLM | names | used by |"
     yield "|---|---|---|"
     for seam in SEAMS:
@@ -575,10 +576,10 @@ def table() -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the mismatches of a folder with vLLM's package, or of the installed one; the exit code
-    is 1 if there are any.
+    """Print the mismatches of vLLM's package in a folder, or of the installed package; return exit
+    code 1 if there are any.
 
-    With `--table`: print all seams.
+    With `--table`, print all seams instead.
     """
     if arguments == ["--table"]:
         print("\n".join(table()))

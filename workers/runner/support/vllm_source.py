@@ -1,7 +1,8 @@
 """Reads vLLM's source without importing it: which names a module or class has, and which parameters
 a function takes.
 
-Nothing runs, so that parts for other platforms are read too, and versions that are not installed.
+Because nothing is run, code for other platforms and versions that are not installed can be read
+too.
 """
 
 import ast
@@ -25,8 +26,8 @@ class Source:
 
     @cached_property
     def version(self) -> str:
-        """Return the folder's version: from `_version.py`, where that was generated, or from the
-        metadata of an installed package.
+        """Return the version in the generated `_version.py`; `installed` prefers the version in the
+        package's metadata.
         """
         file = self.folder / "_version.py"
         result = (
@@ -39,7 +40,7 @@ class Source:
         return result[1] if result else "of unknown version"
 
     def module(self, name: str) -> ast.Module | None:
-        """The parsed module; None if there is none."""
+        """Return the parsed module; None if it does not exist."""
         if name not in self._modules:
             path = self.folder.joinpath(*name.split(".")[1:])
             files = [path / "__init__.py", path.with_suffix(".py")]
@@ -50,7 +51,7 @@ class Source:
     def find(
         self, module: str, name: str, visited: frozenset[str] = frozenset()
     ) -> tuple[str, ast.stmt] | None:
-        """The module that defines `name`, followed through imports, and its definition."""
+        """Return the module that defines `name`, found through imports, and the definition."""
         tree = self.module(module)
         if tree is None or f"{module}:{name}" in visited:
             return None
@@ -70,8 +71,8 @@ class Source:
         return None
 
     def lacks(self, module: str, owner: str, needed: str) -> str:
-        """Return why `needed`, such as `schedule` or `touch(blocks)`, is not in the module or
-        class; empty if it is there.
+        """Return how the module or class fails to provide `needed`, such as `schedule` or
+        `touch(blocks)`; empty if it does provide it.
         """
         match = _CALL.match(needed)
         assert match is not None, needed
@@ -90,22 +91,20 @@ class Source:
             return ""
         if not isinstance(result, ast.FunctionDef | ast.AsyncFunctionDef):
             return f"expected {needed}, found {name}, which is no function"
-        has = [
-            ha.arg for ha in (*result.args.posonlyargs, *result.args.args, *result.args.kwonlyargs)
-        ]
-        own = [ha for ha in has if ha not in ("self", "cls")]
-        missing = [ha for ha in takes if ha not in own]
+        arguments = (*result.args.posonlyargs, *result.args.args, *result.args.kwonlyargs)
+        names = [item.arg for item in arguments if item.arg not in ("self", "cls")]
+        missing = [item for item in takes if item not in names]
         return (
-            f"expected {needed}, found {name}({', '.join(own)})"
-            if missing or (own[: len(takes)] != takes and _positional(result))
+            f"expected {needed}, found {name}({', '.join(names)})"
+            if missing or (names[: len(takes)] != takes and _positional(result))
             else ""
         )
 
     def _member(
         self, module: str, owner: str, name: str, visited: frozenset[str]
     ) -> ast.stmt | None:
-        """A method, a field, or an attribute that some method sets; also of the classes it inherits
-        from.
+        """Return the definition of a method, a field, or an attribute that a method sets, of the
+        class or of one that it inherits from.
         """
         place = self.find(module, owner)
         if (
@@ -144,7 +143,7 @@ class Source:
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return those of a body, and those of its branches: what is defined may depend on the
+    """Return the statements of a body and of its branches, since a definition may depend on the
     platform.
     """
     statements: list[ast.stmt] = []
@@ -188,12 +187,12 @@ def _positional(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """`0.32.0+cpu` → (0, 32, 0)."""
+    """Return a version's release as numbers: `0.32.0+cpu` → (0, 32, 0)."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def installed() -> Source:
-    """The vLLM of this environment, found without importing it. Raises ModuleNotFoundError."""
+    """Find the vLLM of this environment without importing it. Raises ModuleNotFoundError."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")

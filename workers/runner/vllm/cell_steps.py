@@ -1,7 +1,8 @@
-"""Composition of steps from waiting sweep cells: whole prompts, of as few layers as fill a step.
+"""Composition of steps from waiting sweep cells: whole prompts, with as few different layers as
+fill a step.
 
-The worker sends about twice as many cells as one step takes. So the next step's are here when one
-ends, and none runs with the first cell to arrive. Lives in the scheduler.
+Runs in the scheduler. The worker sends about twice as many cells as one step takes, so that the
+cells of the next step have arrived when a step ends, and no step runs with only one cell.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,38 +13,36 @@ from vllm.platforms import current_platform
 
 from .kept_blocks import KeptBlocks
 
-#: Cells in one step.
+#: Cells in one step at most.
 CELLS = 32
-#: With that many tokens a step on a CPU is as fast per token as with more. All cells of a step
-#: begin at the lowest layer of one of them, so those of the next layer then wait. An accelerator
-#: takes what there is: it has less to lose by a layer than by a small step.
+#: Tokens with which a step on a CPU is as fast per token as with more. All cells of a step begin at
+#: the lowest entry layer among them, so with enough tokens cells of another layer wait. An
+#: accelerator fills its steps: small steps cost it more than a layer.
 ENOUGH_TOKENS = 128
 
 
-class Based(NamedTuple):
-    """A request that repeats the prompt of another, its base, up to an edit."""
+class RepeatedPrompt(NamedTuple):
+    """Facts about a request that repeats the prompt of another, its base, up to an edit."""
 
-    run: str  # of the base
+    run: str  # source run of the base
     touched: int  # the first position that is edited
-    layer: int  # where its forward may begin, see `Entry`; 0: at the first
+    layer: int  # layer at which its forward may begin, see `Entry`; 0: the first
 
 
 class CellSteps:
-    """One per scheduler.
+    """Composes the steps of one scheduler."""
 
-    `bases`: the live requests with a base, by id. `most`: tokens in a step.
-    """
-
-    def __init__(self, bases: Mapping[str, Based], kept: KeptBlocks, most: int) -> None:
+    def __init__(self, bases: Mapping[str, RepeatedPrompt], kept: KeptBlocks, most: int) -> None:
+        """`bases`: the live requests with a base, by id. `most`: tokens in a step at most."""
         self._bases, self._kept, self._most = bases, kept, most
         self._enough = ENOUGH_TOKENS if current_platform.is_cpu() else most
 
     @contextmanager
     def composing(self, running: Sequence[Any], waiting: Any) -> Iterator[None]:
-        """Keep the cells that are not for this step out of `waiting`, vLLM's queue of requests, in
-        this block.
+        """Remove cells that this step should not take from `waiting`, vLLM's queue of requests,
+        within the block.
         """
-        held = self._not_now(running, waiting) if self._bases else set()
+        held = self._held_back(running, waiting) if self._bases else set()
         if not held:
             yield
             return
@@ -55,17 +54,17 @@ class CellSteps:
             rest = list(waiting)
             remaining, known = set(rest), set(order)
             waiting.clear()
-            # preempted: first, as vLLM has it
+            # preempted requests come first, as in vLLM
             waiting.extend(request for request in rest if request not in known)
             waiting.extend(request for request in order if request in remaining or request in held)
 
-    def _not_now(self, running: Sequence[Any], waiting: Any) -> set[Any]:
+    def _held_back(self, running: Sequence[Any], waiting: Any) -> set[Any]:
         cells = [
             (request, self._bases[request.request_id])
             for request in waiting
             if request.request_id in self._bases
         ]
-        # Next to others every cell is computed from the first layer.
+        # Next to other requests, every cell is computed from the first layer.
         alone = len(cells) == len(waiting) and all(
             request.request_id in self._bases for request in running
         )

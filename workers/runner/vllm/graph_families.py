@@ -2,7 +2,7 @@
 for busy steps.
 
 Both are captured from the same compiled artefact, so they compute the same bits. vLLM keys its
-graphs by a descriptor of the batch; here a descriptor also says which of the two it means.
+graphs by a descriptor of the batch; here the descriptor also has the graph's family.
 `docs/decisions/0015-graph-families.md` has the reasons.
 """
 
@@ -17,8 +17,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from ....kernels import idle_sites, sites_idle
 
-#: In the order of capture, which must be the same on all ranks: custom all-reduce exchanges buffer
-#: addresses in that order.
+#: Values of `idle` in the order of capture, which must be the same on all ranks: custom all-reduce
+#: exchanges buffer addresses in that order.
 FAMILIES = (False, True)
 
 
@@ -37,7 +37,7 @@ class Execution(BatchExecutionDescriptor):
 
 
 def _of_family(descriptor: Any, kind: type, idle: bool) -> Any:
-    """`descriptor`, one of vLLM's or of `kind`, as the key of one family."""
+    """Return a descriptor, vLLM's or already of `kind`, as the key of one family."""
     if isinstance(descriptor, kind):
         return replace(descriptor, idle=idle)  # type: ignore[type-var]
     return kind(
@@ -46,8 +46,8 @@ def _of_family(descriptor: Any, kind: type, idle: bool) -> Any:
 
 
 class FamilyDispatcher(CudagraphDispatcher):
-    """The v1 runner's dispatcher: twice the keys; `dispatch` returns the one of the forward that
-    comes (`idle_sites`).
+    """The v1 runner's dispatcher with twice the keys; `dispatch` returns the key of the next
+    forward's family, which `idle_sites` has set.
     """
 
     def _create_padded_batch_descriptor(self, *args: Any, **kwargs: Any) -> BatchDescriptor:
@@ -62,9 +62,9 @@ class FamilyDispatcher(CudagraphDispatcher):
             super().add_cudagraph_key(runtime_mode, _of_family(batch_descriptor, Batch, idle))
 
     def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
-        """Largest first, as vLLM's.
+        """Return the descriptors to capture, largest first like vLLM's.
 
-        The keys are a set, whose order differs between processes: `idle` decides between equals.
+        The keys are a set, whose order differs between processes, so `idle` orders equal ones.
         """
         return [
             (
@@ -79,8 +79,8 @@ class FamilyDispatcher(CudagraphDispatcher):
 
 
 class _Capturing(CudaGraphManager):
-    """Goes behind the model's manager, whose `capture` calls this one with the function that makes
-    the forwards.
+    """Base class put after the model's manager, whose `capture` calls this `capture` with the
+    function that creates the forwards.
     """
 
     def capture(
@@ -102,7 +102,7 @@ class _Capturing(CudaGraphManager):
 
 
 class _Dispatching(CudaGraphManager):
-    """Goes in front of it."""
+    """Mix-in put before the model's manager."""
 
     def dispatch(self, *args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
         result = super().dispatch(*args, **kwargs)
@@ -113,8 +113,8 @@ class _Dispatching(CudaGraphManager):
         )
 
     def run_pw_graph(self, *args: Any, **kwargs: Any) -> Any:
-        """The pieces' graphs are found by the forward context's descriptor, at capture and at
-        replay.
+        """Set the family in the forward context's descriptor, by which the graphs of the pieces are
+        found at capture and at replay.
         """
         context = get_forward_context()
         context.batch_descriptor = _of_family(context.batch_descriptor, Batch, sites_idle())
@@ -128,8 +128,8 @@ def dispatch_by_family(dispatcher: CudagraphDispatcher) -> None:
 
 def capture_both_families(manager: CudaGraphManager) -> None:
     """Give the v2 runner's manager two families, before it captures."""
-    own = type(manager)
-    manager.__class__ = type(f"Midstream{own.__name__}", (_Dispatching, own, _Capturing), {})
+    base = type(manager)
+    manager.__class__ = type(f"Midstream{base.__name__}", (_Dispatching, base, _Capturing), {})
     for mode, descriptors in manager._capture_descs.items():
         manager._capture_descs[mode] = [
             _of_family(descriptor, Execution, idle)

@@ -1,8 +1,8 @@
-"""Has vLLM's processes on a CPU sleep while they wait for each other, so that the forward pass may
-have all cores.
+"""Makes vLLM's processes on a CPU sleep while they wait for each other, so that the forward pass
+can use all cores.
 
-vLLM's wait between scheduler and ranks spins for a second, and a core is reserved for that: half of
-a machine of two. `install` replaces that wait on CPUs; the other platforms keep vLLM's.
+vLLM's scheduler and ranks spin for a second when they wait for each other, which takes a core: half
+of a machine with two. `install` replaces that wait on CPUs; other platforms keep vLLM's.
 """
 
 import ctypes
@@ -12,18 +12,19 @@ from typing import Any
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.platforms import current_platform
 
-#: A nap takes this share of the time waited so far, which bounds the delay of an answer.
+#: Length of a sleep as a share of the time waited so far, which bounds the delay of an answer.
 SHARE = 0.02
 SHORTEST_S, LONGEST_S = 20e-6, 1e-3
 #: Linux wakes a sleeping thread up to 50 µs late unless configured otherwise
 #: (prctl(2), PR_SET_TIMERSLACK).
 _PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
 
-_BEGUN = "midstream_begun"
+#: Attribute of a condition: when the current wait began.
+_WAIT_BEGAN = "midstream_wait_began"
 
 
 def install() -> None:
-    """Replace the wait of this process once, and make this thread's naps exact, if on a CPU."""
+    """Replace the wait of this process once, and make this thread's sleeps exact, if on a CPU."""
     if not current_platform.is_cpu() or SpinCondition.wait.__module__ == __name__:
         return
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS, 0, 0, 0)
@@ -32,13 +33,14 @@ def install() -> None:
     def wait(self: Any, timeout_ms: int | None = None) -> None:
         now = time.monotonic()
         if now > self.last_read + self.busy_loop_s:
-            # Only now is a message waited for: vLLM drops one that follows another closely.
+            # Wait for a notification only after the busy time: vLLM's socket may drop those that
+            # follow each other closely.
             spin(self, timeout_ms)
             return
-        begun = getattr(self, _BEGUN, 0.0)
-        if begun <= self.last_read:
-            begun = now
-            setattr(self, _BEGUN, now)
-        time.sleep(min(max((now - begun) * SHARE, SHORTEST_S), LONGEST_S))
+        began = getattr(self, _WAIT_BEGAN, 0.0)
+        if began <= self.last_read:
+            began = now
+            setattr(self, _WAIT_BEGAN, now)
+        time.sleep(min(max((now - began) * SHARE, SHORTEST_S), LONGEST_S))
 
     SpinCondition.wait = wait

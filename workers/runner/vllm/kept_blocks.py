@@ -1,29 +1,30 @@
-"""KV blocks of a sweep's unpatched prompt, kept so that its cells skip what precedes their patch.
+"""KV blocks of a sweep's unpatched prompt, kept so that its cells skip the tokens before their
+patch.
 
-The prefix cache shares whole blocks only, and a prompt of a sentence fills none. So the blocks of
-such a prompt stay referenced when it ends, the last one perhaps filled in part. A cell of the very
-same tokens begins behind them, at the first position that it patches: vLLM's own partial hits copy
-the block in which that is. Lives in the scheduler, which alone knows blocks.
+The prefix cache shares only whole blocks, and a one-sentence prompt fills none. Therefore the
+scheduler keeps references to the blocks of an unpatched prompt when it ends, including a partly
+filled last one. A cell with the same tokens starts at the first position that it patches; if that
+is within a block, vLLM's support of partial hits copies the block.
 """
 
 from collections import OrderedDict
 from typing import Any
 
-#: Prompts kept; the least recently used are evicted first.
+#: Prompts kept at most; the least recently used are dropped first.
 PROMPTS = 16
-#: And at most this share of all blocks; they are freed when fewer than twice as many are free.
+#: At most 1 / SHARE of all blocks are kept; they are freed when fewer than twice as many are free.
 SHARE = 8
 
 
 class KeptBlocks:
-    """One per scheduler. `manager`: vLLM's `KVCacheManager`."""
+    """Kept blocks of one scheduler."""
 
     def __init__(self, manager: Any) -> None:
+        """`manager`: vLLM's `KVCacheManager`."""
         self._manager, self._pool = manager, manager.block_pool
-        self._kept: OrderedDict[str, tuple[list[int], list[Any]]] = (
-            OrderedDict()
-        )  # name → its tokens, and its blocks in order
-        # Other kinds of caches give up blocks in the middle, or hold states instead of positions.
+        # name → tokens and blocks of the prompt, in order
+        self._kept: OrderedDict[str, tuple[list[int], list[Any]]] = OrderedDict()
+        # Other kinds of caches free blocks in the middle, or hold states instead of positions.
         managers = manager.coordinator.single_type_managers
         plain = len(managers) == 1 and type(managers[0]).__name__ == "FullAttentionManager"
         self._block_size = managers[0].block_size if plain and manager.enable_caching else 0
@@ -33,16 +34,16 @@ class KeptBlocks:
 
     @property
     def number(self) -> int:
-        """Blocks that are referenced here."""
+        """Return the number of kept blocks."""
         return sum(len(blocks) for _, blocks in self._kept.values())
 
     def keep(self, name: str, request: Any) -> None:
-        """Keep the blocks of a request's prompt, all of which was computed; before vLLM frees
+        """Keep the blocks of a request's prompt, which was computed completely, before vLLM frees
         them.
         """
         if not self._block_size:
             return
-        if name in self._kept:  # of an earlier attempt
+        if name in self._kept:  # from an earlier attempt
             self._give_up(name)
         blocks = list(
             self._manager.get_blocks(request.request_id).blocks[0][
@@ -60,10 +61,10 @@ class KeptBlocks:
             self._give_up(next(iter(self._kept)))
 
     def find(self, name: str, request: Any, tokens: int) -> tuple[Any, int] | None:
-        """(vLLM's blocks, `tokens`) of the first `tokens` positions of a prompt that is kept.
+        """Return (vLLM's blocks, `tokens`) for the first `tokens` positions of a kept prompt.
 
-        None if it is not kept, if the request begins differently, or if nothing of it would be left
-        to compute.
+        None if the prompt is not kept, if the request begins differently, or if no token of it
+        would remain to be computed.
         """
         prompt, blocks = self._kept.get(name, ([], []))
         if not 0 < tokens < request.num_prompt_tokens or prompt[:tokens] != list(

@@ -1,8 +1,8 @@
-"""Keeps KV blocks that hold values which are not finite out of the prefix cache.
+"""Keeps KV blocks with non-finite values out of the prefix cache.
 
-The last stage's first rank attaches to a step's output which requests had such rows, and from which
-position on. The scheduler evicts their blocks from that position on, and gives those requests block
-hashes that no other request has.
+The last stage's first rank attaches to a step's output which requests had non-finite rows, and from
+which position on. The scheduler evicts their blocks from that position on, and gives these requests
+block hashes that no other request has.
 """
 
 from collections import OrderedDict
@@ -11,28 +11,27 @@ from typing import Any
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-#: Attribute of a step's output: (request id, first position) of each request with rows that were
-#: not finite.
-_FOUND = "midstream_non_finite"
-#: Attribute of a request: the first position from which on its blocks are its own.
+#: Attribute of a step's output: (request id, first position) of each request with non-finite rows.
+_NON_FINITE = "midstream_non_finite"
+#: Attribute of a request: the first position from which on its blocks are private.
 _PRIVATE_FROM = "midstream_private_from"
-#: Requests whose blocks are remembered after they were freed: a step may still be under way then.
+#: Requests whose blocks are remembered after they were freed, since a step may still be running.
 _REMEMBERED = 256
 
-Found = Sequence[tuple[str, int]]
+NonFinite = Sequence[tuple[str, int]]
 
 
-def attach(output: Any, result: Callable[[], Sequence[Any]], name: str = _FOUND) -> Any:
-    """A step's output with what was found in it, as attribute `name`; of an asynchronous output
-    `result` is called when it is ready.
+def attach(output: Any, result: Callable[[], Sequence[Any]], name: str = _NON_FINITE) -> Any:
+    """Attach a step's `result` to its output, as attribute `name`; of an asynchronous output
+    `result` is called when the output is ready.
     """
     if isinstance(output, AsyncModelRunnerOutput):
         get_output = output.get_output
 
-        def with_found() -> ModelRunnerOutput:
+        def with_result() -> ModelRunnerOutput:
             return _with(get_output(), result(), name)
 
-        output.get_output = with_found
+        output.get_output = with_result
         return output
     return (
         _with(output, result(), name)
@@ -47,36 +46,34 @@ def _with(output: ModelRunnerOutput, result: Sequence[Any], name: str) -> ModelR
     return output
 
 
-def found_in(output: Any) -> Found:
-    """Return what `attach` attached to a step's output."""
-    return getattr(output, _FOUND, ())
+def non_finite_in(output: Any) -> NonFinite:
+    """Return the (request id, first position) that `attach` attached to a step's output."""
+    return getattr(output, _NON_FINITE, ())
 
 
 def private(request: Any, end: int) -> str:
-    """Return what the hash of a block that ends before token `end` must include so that no other
-    request finds the block; or nothing.
+    """Return the owner that the hash of a block ending before token `end` must include, so that no
+    other request finds the block; empty for a block that may be shared.
     """
     start = getattr(request, _PRIVATE_FROM, None)
     return request.request_id if start is not None and end > start else ""
 
 
 class Quarantine:
-    """One per scheduler. `manager`: vLLM's `KVCacheManager`."""
+    """Isolates blocks of requests with non-finite rows; one per scheduler."""
 
     def __init__(self, manager: Any) -> None:
+        """`manager`: vLLM's `KVCacheManager`."""
         self._manager = manager
-        # freed request → block size, block ids; for each group
-        self._left: OrderedDict[str, list[tuple[int, list[int]]]] = OrderedDict()
+        # freed request → (block size, block ids) of each group
+        self._freed: OrderedDict[str, list[tuple[int, list[int]]]] = OrderedDict()
 
     def isolate(self, request: Any, request_id: str, position: int) -> bool:
-        """Exclude the request's blocks from `position` on from reuse.
-
-        `request`: None when it has ended.
-
-        Returns whether its hashes must change.
+        """Exclude the request's blocks from `position` on from reuse; return whether its block
+        hashes must change. `request`: None if it has ended.
         """
         groups = self._blocks(request_id) if request is not None else []
-        for block_size, ids in [*groups, *self._left.get(request_id, ())]:
+        for block_size, ids in [*groups, *self._freed.get(request_id, ())]:
             self._manager.evict_blocks(set(ids[position // block_size :]))
         if request is None or getattr(request, _PRIVATE_FROM, position + 1) <= position:
             return False
@@ -88,12 +85,12 @@ class Quarantine:
         return not hasattr(request, _PRIVATE_FROM)
 
     def leaving(self, request_id: str) -> None:
-        """The request's blocks are about to be freed."""
+        """Remember the blocks of a request, which are about to be freed."""
         if groups := self._blocks(request_id):
-            self._left[request_id] = groups
-            self._left.move_to_end(request_id)
-            while len(self._left) > _REMEMBERED:
-                self._left.popitem(last=False)
+            self._freed[request_id] = groups
+            self._freed.move_to_end(request_id)
+            while len(self._freed) > _REMEMBERED:
+                self._freed.popitem(last=False)
 
     def _blocks(self, request_id: str) -> list[tuple[int, list[int]]]:
         managers = self._manager.coordinator.single_type_managers

@@ -1,10 +1,10 @@
-"""Budget of the ring: how many tokens each capturing request may have in a step, so that the step's
-captured rows fit.
+"""Budget of the ring: limits the tokens of each capturing request in a step, so that the step's
+captured rows fit into the ring.
 
-Lives in the scheduler. A request's prefill is split into as many steps as its rows need; requests
-without captures are not limited. What cannot be split, the next token of each request with its
-drafts, is reserved first: the worker admits requests so that these fit together, so every request
-proceeds in every step in which vLLM lets it.
+Runs in the scheduler. A request's prefill is split into as many steps as its rows need; requests
+without captures are not limited. The next token of each request, with its drafts, cannot be split,
+so its rows are reserved first. The worker admits only requests whose reserved rows fit together, so
+every request proceeds in every step in which vLLM schedules it.
 """
 
 from bisect import bisect_left
@@ -13,12 +13,12 @@ from itertools import islice
 
 from ....schemas.requests.specs import StoredCapture
 
-#: Rows in each pipeline stage, whose ring holds the rows of that stage's layers.
+#: Rows in each pipeline stage; a stage's ring holds the rows of its layers.
 StageRows = list[int]
 
 
 def stage_sites(capture: StoredCapture, stages: Sequence[range]) -> StageRows:
-    """Rows per captured position. `stages`: the layers that each holds."""
+    """Return the rows per captured position. `stages`: the layers of each stage."""
     if len(stages) == 1:
         return [capture.num_sites]
     return [
@@ -28,7 +28,7 @@ def stage_sites(capture: StoredCapture, stages: Sequence[range]) -> StageRows:
 
 
 class CapturedRows:
-    """Number of rows that a request's captures give."""
+    """Counts the rows of a request's captures."""
 
     def __init__(
         self, captures: Sequence[StoredCapture], prompt_tokens: int, stages: Sequence[range]
@@ -47,7 +47,7 @@ class CapturedRows:
         return rows
 
     def most(self, tokens: int, max_tokens: int) -> StageRows:
-        """Return the most rows of any `tokens` consecutive positions, when up to `max_tokens`
+        """Return the most rows of any `tokens` consecutive positions, if up to `max_tokens` tokens
         are generated.
         """
         rows = [0] * self._stages
@@ -59,21 +59,20 @@ class CapturedRows:
 
 
 class RingBudget:
-    """One per scheduler.
-
-    `room`: rows that one step may capture on each rank, 0: no limit; `drafts`: of one request in a
-    step, at most.
-    """
+    """The ring's budget in one scheduler."""
 
     def __init__(self, room: int, stages: Sequence[range], drafts: int) -> None:
+        """`room`: rows that one step may capture on each rank, 0: no limit; `drafts`: draft tokens
+        of one request in a step, at most.
+        """
         self._room, self._stages, self._tokens = room, stages, 1 + drafts
-        # and what it may need at least
+        # request that captures → its rows, and the most rows of its next tokens
         self._captured: dict[str, tuple[CapturedRows, StageRows]] = {}
-        # requests of this step that capture → tokens computed; -1: it waits
+        # capturing request that this step may take → tokens computed; -1: it waits
         self._due: dict[str, int] = {}
-        self._reserved: dict[str, StageRows] = {}  # for the next tokens of those
-        # of this step, neither given nor reserved; None: not asked for yet
-        self._left: StageRows | None = None
+        self._reserved: dict[str, StageRows] = {}  # rows reserved for the next tokens of these
+        # the step's rows that are neither taken nor reserved; None: nothing is reserved yet
+        self._free: StageRows | None = None
 
     def join(
         self,
@@ -82,7 +81,7 @@ class RingBudget:
         prompt_tokens: int,
         max_tokens: int,
     ) -> None:
-        """A request that captures; until `leave`."""
+        """Add a request that captures; `leave` removes it."""
         if self._room:
             rows = CapturedRows(captures, prompt_tokens, self._stages)
             self._captured[request_id] = rows, rows.most(self._tokens, max_tokens + self._tokens)
@@ -91,10 +90,8 @@ class RingBudget:
         self._captured.pop(request_id, None)
 
     def begin(self, running: Iterable[tuple[str, int]], waiting: Iterable[str], slots: int) -> None:
-        """Begin a step.
-
-        `running`: requests → tokens computed. `waiting`: in the order in which up to `slots` of
-        them may join.
+        """Begin a step. `running`: (request, computed tokens). `waiting`: requests in the order in
+        which up to `slots` of them may join.
         """
         if self._captured:
             self._due = {
@@ -107,41 +104,33 @@ class RingBudget:
                 for request_id in islice(waiting, max(slots, 0))
                 if request_id in self._captured
             }
-            self._left = None
+            self._free = None
 
     def take(self, request_id: str, computed: int, tokens: int) -> int:
-        """Return how many of the `tokens` that follow `computed` ones may be in this step; their
-        rows are taken from the budget.
+        """Return how many of the `tokens` after `computed` ones may be in this step, and take their
+        rows from the budget.
         """
         if request_id not in self._captured or (tokens <= self._tokens and request_id in self._due):
-            return tokens  # it needs no room, or has it: a step in which all generate costs nothing
-        if self._left is None:
-            self._left = self._reserve()
+            return tokens  # no rows, or reserved ones: steps that only generate need no computation
+        if self._free is None:
+            self._free = self._reserve()
         captured, _ = self._captured[request_id]
         share = self._reserved.pop(request_id, [0] * len(self._stages))
-        remaining = [remaining + rows for remaining, rows in zip(self._left, share, strict=True)]
+        room = [free + rows for free, rows in zip(self._free, share, strict=True)]
 
         def exceeds(count: int) -> bool:
-            return any(
-                rows > present
-                for rows, present in zip(
-                    captured.of(computed, computed + count), remaining, strict=True
-                )
-            )
+            needed = captured.of(computed, computed + count)
+            return any(rows > free for rows, free in zip(needed, room, strict=True))
 
         if exceeds(tokens):
             tokens = bisect_left(range(1, tokens), True, key=exceeds)
-        self._left = [
-            present - rows
-            for present, rows in zip(
-                remaining, captured.of(computed, computed + tokens), strict=True
-            )
-        ]
+        taken = captured.of(computed, computed + tokens)
+        self._free = [free - rows for free, rows in zip(room, taken, strict=True)]
         return tokens
 
     def _reserve(self) -> StageRows:
-        """Reserve the rows of all next tokens; returns what is left."""
-        remaining, self._reserved = [self._room] * len(self._stages), {}
+        """Reserve the rows of all next tokens; return the rows that remain free."""
+        free, self._reserved = [self._room] * len(self._stages), {}
         for request_id, computed in self._due.items():
             rows, most = self._captured[request_id]
             share = (
@@ -150,5 +139,5 @@ class RingBudget:
                 else list(map(min, rows.of(computed, computed + self._tokens), most))
             )
             self._reserved[request_id] = share
-            remaining = [present - rows for present, rows in zip(remaining, share, strict=True)]
-        return remaining
+            free = [stage - rows for stage, rows in zip(free, share, strict=True)]
+        return free

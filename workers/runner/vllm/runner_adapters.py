@@ -1,7 +1,6 @@
 """Adapters of vLLM's v1 and v2 model runners. No other module knows a runner's attributes.
 
-Both adapters are mixed in front of the platform's runner class; see
-`docs/decisions/0001-contracts.md`.
+Both adapters are mix-ins of the platform's runner class; see `docs/decisions/0001-contracts.md`.
 """
 
 from collections.abc import Iterator
@@ -37,9 +36,9 @@ def _new_requests(scheduler_output: Any) -> list[NewRequest]:
 
 
 def _resumed(scheduler_output: Any) -> dict[str, int]:
-    """Preempted requests that continue → tokens served by the prefix cache.
+    """Return preempted requests that resume → tokens served by the prefix cache.
 
-    The v2 runner gets them as new ones.
+    The v2 runner gets them as new requests instead.
     """
     cached = scheduler_output.scheduled_cached_reqs
     if not cached.resumed_req_ids:
@@ -49,7 +48,7 @@ def _resumed(scheduler_output: Any) -> dict[str, int]:
 
 
 def _windows(scheduler_output: Any) -> Iterator[tuple[str, int, int]]:
-    """(request, first position, how many) of the step, as the scheduler sends it to every rank."""
+    """Yield (request, first position, count) of a step as the scheduler sends it to all ranks."""
     counts, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
     for data in scheduler_output.scheduled_new_reqs:
         yield data.req_id, data.num_computed_tokens, counts[data.req_id]
@@ -58,12 +57,12 @@ def _windows(scheduler_output: Any) -> Iterator[tuple[str, int, int]]:
 
 
 class _Adapter:
-    """Order of begin, forward and drain, which both runners share."""
+    """Calls of the data plane around a forward, which both runners share."""
 
     midstream: "DataPlane | None" = None
 
     def _begin(self, scheduler_output: Any) -> AbstractContextManager[None]:
-        """Within it the step runs: its forward is of the idle or of the busy family."""
+        """Begin a step; return the context in which it must run, with its graph family."""
         idle = False
         if self.midstream is not None:
             preempted = len(scheduler_output.preempted_req_ids or ())
@@ -82,7 +81,7 @@ class _Adapter:
 
     def _drain(self) -> None:
         if self.midstream is not None:
-            # Only on the last stage: what the sampler is about to get.
+            # on the last stage only: the hidden states from which logits are computed
             state = self.execute_model_state  # type: ignore[attr-defined]
             hidden = state.hidden_states if state is not None else None
             self.midstream.drain(hidden if isinstance(hidden, torch.Tensor) else None)
@@ -106,7 +105,7 @@ class V1Adapter(_Adapter):
         return output
 
     def two_families(self) -> None:
-        """Before the dispatcher has keys."""
+        """Give the dispatcher two graph families, before it has keys."""
         dispatch_by_family(self.cudagraph_dispatcher)  # type: ignore[attr-defined]
 
     def _warmup_and_capture(self, desc: Any, *args: Any, **kwargs: Any) -> None:
@@ -131,9 +130,9 @@ class V1Adapter(_Adapter):
         return prepared
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """A sample in the middle of a prompt is discarded.
+        """Sample without the generators of requests whose sample, within a prompt, is discarded.
 
-        vLLM then turns the request's generator back, which it cannot on a CPU.
+        vLLM would reset these generators afterwards, which it cannot do on a CPU.
         """
         batch = self.input_batch  # type: ignore[attr-defined]
         generators = batch.generators
@@ -146,11 +145,11 @@ class V1Adapter(_Adapter):
             generators.update(unused)
 
     def drafting_model(self) -> "nn.Module | None":
-        """Return what drafts, where that is a model."""
+        """Return the drafting model, if any."""
         return getattr(getattr(self, "drafter", None), "model", None)
 
     def make_pipeline_buffers(self) -> None:
-        """Eager CPU runs skip the dummy run that would make a later stage's input buffers."""
+        """Make a later stage's input buffers, since eager CPU runs skip the dummy run for this."""
         if self.intermediate_tensors is None:  # type: ignore[has-type]
             model = self.model  # type: ignore[attr-defined]
             self.intermediate_tensors = model.make_empty_intermediate_tensors(
@@ -182,14 +181,16 @@ class V2Adapter(_Adapter):
         return output
 
     def two_families(self) -> None:
-        """The manager does not exist yet."""
+        """Do nothing: the graphs' manager does not exist yet, see `initialize_kv_cache`."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the manager of the graphs, once for profiling and once to stay."""
-        made = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        """Give the graphs' manager, which this call makes, two families. vLLM makes one manager for
+        profiling and one to keep.
+        """
+        result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         if self.cudagraph_manager is not None:  # type: ignore[attr-defined]
             capture_both_families(self.cudagraph_manager)  # type: ignore[attr-defined]
-        return made
+        return result
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
@@ -203,15 +204,15 @@ class V2Adapter(_Adapter):
         return batch
 
     def drafting_model(self) -> "nn.Module | None":
-        """Return what drafts, where that is a model."""
+        """Return the drafting model, if any."""
         return self.get_draft_model()  # type: ignore[attr-defined]
 
     def make_pipeline_buffers(self) -> None:
-        """The v2 runner makes them itself."""
+        """Do nothing: the v2 runner makes these buffers."""
 
 
 def _view(req_ids: list[str], counts: list[int], computed: Any, samples: list[int]) -> StepView:
-    """Rows lie in batch order, request after request."""
+    """Return the step's view: rows are in batch order, request after request."""
     requests, row = [], 0
     for index, (req_id, count, sampled) in enumerate(zip(req_ids, counts, samples, strict=True)):
         requests.append(RequestRows(req_id, row, count, int(computed[index]), sampled))

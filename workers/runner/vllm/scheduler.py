@@ -1,8 +1,8 @@
 """Extension of vLLM's scheduler: reports to ranks how requests ended, and keeps the prefix cache
 correct.
 
-Named by `scheduler_cls`, so it runs in the engine-core process. Importing it patches that process:
-what a KV block's hash covers, that new blocks are zeroed, and how it waits for ranks.
+vLLM's setting `scheduler_cls` names it, so it runs in the engine-core process. Importing it patches
+that process: the contents of KV block hashes, the zeroing of new blocks, and the wait for ranks.
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ from ..base.config import plane_config
 from ..base.engine_step import Finish, Load
 from ..base.packed_spec import packed_spec, unpack
 from ..base.process import die_with_parent
-from ..base.row_index import Keeping, RowIndex, Wanted
+from ..base.row_index import Keeping, RequestCaptures, RowIndex
 from ..probes.probe_news import ProbeNews, news_of
 from . import idle_sleep, zeroed_blocks
-from .cell_steps import Based, CellSteps
+from .cell_steps import CellSteps, RepeatedPrompt
 from .kept_blocks import KeptBlocks
-from .quarantine import Quarantine, found_in, private
+from .quarantine import Quarantine, non_finite_in, private
 from .ring_budget import RingBudget
 from .stages import stage_layers
 
@@ -35,10 +35,9 @@ _KEEPING = "midstream_keeping"
 _LOAD = "midstream_load"
 _WAITING = "midstream_waiting"
 
-#: Part of every hash that covers an intervention; a new one makes sure that no block of before is
-#: reused.
+#: Part of every hash that covers an intervention; increasing it prevents reuse of earlier blocks.
 _epoch = 0
-#: Attribute of a request whose hashes cover an intervention: the epoch in which they were begun.
+#: Attribute of a request whose hashes cover an intervention: the epoch of the first such hash.
 _HASHED_IN = "midstream_hashed_in"
 #: Attribute of a request: its decoded spec, or None.
 _SPEC = "midstream_spec"
@@ -49,7 +48,7 @@ zeroed_blocks.install()
 
 
 def _spec(request: Any) -> RankSpec | None:
-    """Return the request's spec, which is decoded when it is first needed, and kept with it."""
+    """Return the request's spec; it is decoded at the first call, and kept with the request."""
     if not hasattr(request, _SPEC):
         packed = packed_spec(request.sampling_params)
         setattr(request, _SPEC, None if packed is None else unpack(packed).spec)
@@ -58,54 +57,55 @@ def _spec(request: Any) -> RankSpec | None:
 
 
 def _patches(spec: RankSpec) -> bool:
-    """Return whether rows of source runs edit the request: ranks do not lay those out ahead, and
-    sweeps have thousands.
+    """Return whether the request's steering uses rows of source runs, which ranks do not lay out
+    ahead; sweeps have thousands of them.
     """
     return any(is_row(name) for entry in spec.steering for name in entry.tensors)
 
 
 def finishes(scheduler_output: Any) -> dict[str, Finish]:
-    """Return how the requests with a spec ended that this step reports to the ranks."""
+    """Return the ends of requests with a spec that this step reports to the ranks."""
     return getattr(scheduler_output, _FINISHES, {})
 
 
 def ends(scheduler_output: Any) -> list[tuple[str, int]]:
-    """Return what the worker reported since the last step, see `DataPlane.end`: `RankSpec.key` and
-    number of tokens.
+    """Return the ends that the worker reported since the last step, see `DataPlane.end`:
+    (`RankSpec.key`, number of tokens).
     """
     return getattr(scheduler_output, _ENDS, [])
 
 
 def keeping(scheduler_output: Any) -> Keeping | None:
-    """Orders to the ranks about stored rows in this step."""
+    """Return the orders to the ranks about stored rows in this step."""
     return getattr(scheduler_output, _KEEPING, None)
 
 
 def waiting(scheduler_output: Any) -> list[bytes]:
-    """Packed specs of steered requests that came since the last step and are not in this one:
-    ranks can lay out their rows ahead.
+    """Return the packed specs of steered requests that arrived since the last step and are not in
+    this one, so that ranks can lay out their rows ahead.
     """
     return getattr(scheduler_output, _WAITING, [])
 
 
 def load(scheduler_output: Any) -> Load:
-    """Load of the engine in this step: sent to the ranks because they are polled anyway."""
+    """Return the engine's load in this step, sent to ranks because the worker polls them anyway."""
     return Load(*getattr(scheduler_output, _LOAD, ()))
 
 
 class _Midstream:
-    """Mixed in front of a vLLM scheduler."""
+    """Mix-in of vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._midstream_finished: dict[str, Finish] = {}
         self._midstream_ends: list[tuple[str, int]] = []
-        # steered requests that came since the last step → packed spec
-        self._midstream_came: dict[str, bytes] = {}
+        # steered requests that arrived since the last step → packed spec
+        self._midstream_arrived: dict[str, bytes] = {}
         _accept_ends()
-        self._midstream_capturing: dict[str, Wanted] = {}  # live requests that capture prompt rows
-        self._midstream_bases: dict[str, Based] = {}  # live requests with a base
-        self._midstream_chunks: dict[str, int] = {}  # live requests with a chunk → its tokens
+        # live requests that capture prompt rows
+        self._midstream_capturing: dict[str, RequestCaptures] = {}
+        self._midstream_bases: dict[str, RepeatedPrompt] = {}  # live requests with a base
+        self._midstream_chunks: dict[str, int] = {}  # live requests → prompt tokens per step
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         config, model = plane_config(), self.vllm_config.model_config  # type: ignore[attr-defined]
         row_bytes = model.get_hidden_size() * model.dtype.itemsize
@@ -133,25 +133,24 @@ class _Midstream:
         spec = _spec(request)
         if spec is not None:
             self._join(request, spec)
-        # vLLM hashes requests as they come in, in another thread: an epoch may have begun before it
-        # is their turn.
+        # vLLM hashes arriving requests in another thread, so a new epoch may have begun since.
         if getattr(request, _HASHED_IN, _epoch) != _epoch:
-            _hash_anew(request)
+            _rehash(request)
         super().add_request(request)  # type: ignore[misc]
 
     def _join(self, request: Any, spec: RankSpec) -> None:
-        """Record what the spec says about later steps."""
+        """Record what later steps need from the spec."""
         if spec.captures and spec.version == __version__:
             self._midstream_ring.join(
                 request.request_id, spec.captures, spec.prompt_tokens, request.max_tokens
             )
             if spec.lowest_captured >= 0:
                 parallel = self.parallel_config  # type: ignore[attr-defined]
-                self._midstream_capturing[request.request_id] = Wanted(
+                self._midstream_capturing[request.request_id] = RequestCaptures(
                     spec, tensor_parallel=parallel.tensor_parallel_size > 1
                 )
         if spec.base or spec.entry is not None:
-            self._midstream_bases[request.request_id] = Based(
+            self._midstream_bases[request.request_id] = RepeatedPrompt(
                 spec.base,
                 max(spec.first_affected, 0),
                 spec.entry.layer if spec.entry is not None else 0,
@@ -161,15 +160,15 @@ class _Midstream:
         if spec.digest and not _patches(spec):
             packed = packed_spec(request.sampling_params)
             if packed is not None:
-                self._midstream_came[request.request_id] = packed
+                self._midstream_arrived[request.request_id] = packed
 
     def midstream_end(self, ends: list[tuple[str, int]]) -> None:
-        """Have all ranks receive this with the next step, of which there will be one."""
+        """Send ends to all ranks with the next step, which `has_finished_requests` ensures."""
         self._midstream_ends += ends
 
     def has_finished_requests(self) -> bool:
-        """Return True also while the ranks do not know where a request ends: vLLM runs a step
-        without tokens, if it has no other.
+        """Return True also while ends wait to be sent to the ranks: then vLLM runs a step without
+        tokens, if it has no other.
         """
         return bool(self._midstream_ends) or bool(
             super().has_finished_requests()  # type: ignore[misc]
@@ -211,26 +210,26 @@ class _Midstream:
                 self.max_num_active_reqs - len(running),  # type: ignore[attr-defined]
             )
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        # Requests that run may all be in a step under way: the next one is then empty, and those
-        # that wait will get their turn.
+        # An empty step with running requests is no problem: these may all be in a step that is
+        # still computed, and waiting ones will be scheduled later.
         scheduled = output.total_num_scheduled_tokens
         if self.waiting and not self.running and not scheduled:  # type: ignore[attr-defined]
             self._midstream_blocks.make_room(stuck=True)
         if self._midstream_finished:
-            report = {
+            ended = {
                 request_id: self._midstream_finished.pop(request_id)
                 for request_id in output.finished_req_ids
                 if request_id in self._midstream_finished
             }
-            setattr(output, _FINISHES, report)
-        if self._midstream_came:
+            setattr(output, _FINISHES, ended)
+        if self._midstream_arrived:
             scheduled = output.num_scheduled_tokens
             setattr(
                 output,
                 _WAITING,
-                [item for name, item in self._midstream_came.items() if name not in scheduled],
+                [item for name, item in self._midstream_arrived.items() if name not in scheduled],
             )
-            self._midstream_came.clear()
+            self._midstream_arrived.clear()
         if self._midstream_ends:
             setattr(output, _ENDS, self._midstream_ends)
             self._midstream_ends = []
@@ -244,8 +243,9 @@ class _Midstream:
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """vLLM asks this of every request before it gives it tokens of the step: fewer where the
-        ring has no room for their rows.
+        """Limit a request's tokens in this step to its chunk, and to the ring's room for its rows.
+
+        vLLM calls this for every request before it schedules the request's tokens.
         """
         if not self.need_mamba_block_aligned_split:  # type: ignore[attr-defined]
             num_new_tokens = min(
@@ -256,10 +256,10 @@ class _Midstream:
         return int(reserve(request, num_computed_tokens, tokens))
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        for request_id, position in found_in(model_runner_output):
+        for request_id, position in non_finite_in(model_runner_output):
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
             if self._midstream_quarantine.isolate(request, request_id, position):
-                _hash_anew(request, always=True)
+                _rehash(request, always=True)
         self._midstream_probes.hear(news_of(model_runner_output))
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
@@ -270,8 +270,8 @@ class _Midstream:
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
-        """End a request at the token where a probe crosses its threshold; later tokens are dropped,
-        no matter in which step they were computed.
+        """End a request at the token where a probe reaches its threshold; drop later tokens, no
+        matter in which step they were computed.
         """
         kept, probe = self._midstream_probes.cut(request, new_token_ids)
         stopped = False
@@ -280,16 +280,17 @@ class _Midstream:
                 request, kept, *args, **kwargs
             )
         if probe and not stopped:
-            # With the status of a stop token vLLM would leave the last token out of the text.
+            # With a stop token's status vLLM would omit the last token from the text.
             request.status, stopped = RequestStatus.FINISHED_LENGTH_CAPPED, True
             self._midstream_probes.end(request.request_id, probe)
         return kept, stopped
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Return what has to be forgotten is, also when vLLM, being busy, keeps its blocks.
+        """Drop kept rows and blocks, and change the hashes of steered blocks, so that earlier ones
+        are not found again.
 
-        Kept rows are dropped, and blocks computed under interventions so far are not found again:
-        later hashes differ.
+        This takes effect even if vLLM is busy and keeps its blocks; returns whether vLLM reset its
+        cache.
         """
         global _epoch
         _epoch += 1
@@ -297,61 +298,62 @@ class _Midstream:
         self._midstream_blocks.clear()
         for request in self.requests.values():  # type: ignore[attr-defined]
             if request.status != RequestStatus.RUNNING:
-                _hash_anew(request)
+                _rehash(request)
         return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self._midstream_quarantine.leaving(request.request_id)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
-        _hash_anew(request)
+        _rehash(request)
 
     def _keeping(self, output: Any) -> Keeping:
         keeping, rows = Keeping(), self._midstream_rows
         for data in output.scheduled_new_reqs:
-            needed = self._midstream_capturing.get(data.req_id)
-            if needed is not None:
+            captures = self._midstream_capturing.get(data.req_id)
+            if captures is not None:
                 keeping.serve += rows.serve(
                     data.req_id,
-                    needed,
+                    captures,
                     self.requests[data.req_id].block_hashes,  # type: ignore[attr-defined]
                     data.num_computed_tokens,
                 )
         for request_id, count in output.num_scheduled_tokens.items():
-            needed = self._midstream_capturing.get(request_id)
-            if needed is not None:
+            captures = self._midstream_capturing.get(request_id)
+            if captures is not None:
                 request = self.requests[request_id]  # type: ignore[attr-defined]
-                stop = request.num_computed_tokens  # those of this step are counted already
+                stop = request.num_computed_tokens  # already includes the tokens of this step
                 keeping.keep += rows.keep(
-                    request_id, needed, request.block_hashes, stop - count, stop
+                    request_id, captures, request.block_hashes, stop - count, stop
                 )
         keeping.drop = rows.dropped()
         return keeping
 
     def _capped(self, manager: Any, original: Any) -> Any:
-        """Cached blocks are reused only as far as the rows that the request wants captured are
-        kept.
+        """Return `get_computed_blocks` with limits on the blocks that a request may reuse.
 
-        Where the blocks of its base are kept a request gets those, up to the very position that it
-        touches. And if its forward may begin at a higher layer, only blocks that others compute:
-        what it filled itself, before it was preempted, may lack the layers below.
+        A request that captures reuses cached blocks only as far as their captured rows are kept. A
+        cell whose base's blocks are kept gets these, up to the first position that it edits. A
+        request whose forward may begin at a higher layer reuses only blocks before that position,
+        which others computed: blocks that it filled itself, before it was preempted, may lack the
+        lower layers.
         """
 
         def get_computed_blocks(request: Any) -> Any:
-            needed = self._midstream_capturing.get(request.request_id)
-            base = self._midstream_bases.get(request.request_id, Based("", 0, 0))
+            captures = self._midstream_capturing.get(request.request_id)
+            base = self._midstream_bases.get(request.request_id, RepeatedPrompt("", 0, 0))
             if (
-                needed is None
+                captures is None
                 and (result := self._midstream_blocks.find(base.run, request, base.touched))
                 is not None
             ):
                 return *result, 0
             limit = base.touched if base.layer else None
-            if needed is not None:
-                # A preempted request keeps what it has recorded and recomputes the rest.
+            if captures is not None:
+                # A preempted request keeps its recorded rows, and recomputes the others.
                 kept = (
-                    needed.lowest_captured
+                    captures.lowest_captured
                     if request.num_preemptions
-                    else self._midstream_rows.reach(needed, request.block_hashes)
+                    else self._midstream_rows.reach(captures, request.block_hashes)
                 )
                 limit = kept if limit is None else min(kept, limit)
             if limit is None:
@@ -373,19 +375,16 @@ class _Midstream:
 
 
 class MidstreamScheduler(_Midstream, Scheduler):
-    """For engines without asynchronous scheduling."""
+    """Scheduler of engines without asynchronous scheduling."""
 
 
 class MidstreamAsyncScheduler(_Midstream, AsyncScheduler):
-    """For engines with asynchronous scheduling."""
+    """Scheduler of engines with asynchronous scheduling."""
 
 
 def _accept_ends() -> None:
-    """Let the worker call `EngineCore.midstream_end`.
-
-    The core answers without a call to its ranks.
-    """
-    # loaded where a scheduler is made; the ranks read this module without it
+    """Add `EngineCore.midstream_end`, which the worker calls. It does not call the ranks."""
+    # imported where a scheduler is created: ranks import this module too, and do not need it
     from vllm.v1.engine.core import EngineCore
 
     def midstream_end(self: Any, ends: list[tuple[str, int]]) -> None:
@@ -394,10 +393,10 @@ def _accept_ends() -> None:
     EngineCore.midstream_end = midstream_end
 
 
-def _hash_anew(request: Any, *, always: bool = False) -> None:
-    """Blocks of a steered request that holds none, hashed again: an epoch may have begun since.
+def _rehash(request: Any, *, always: bool = False) -> None:
+    """Hash the blocks of a steered request, which holds none now, for the current epoch.
 
-    `always`: also of others.
+    `always`: also of a request that is not steered.
     """
     spec = _spec(request)
     if (always or (spec is not None and spec.digest)) and request.block_hashes:
@@ -411,16 +410,16 @@ def _install_block_keys() -> None:
     def with_interventions(
         request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int
     ) -> Any:
-        """Blocks at or after the first affected position carry the interventions' digest; those
-        below stay shared.
+        """Return the extra keys of a block's hash: blocks from the first affected position on have
+        the interventions' digest; earlier ones stay shared.
         """
         keys, next_mm_idx = original(request, start_token_idx, end_token_idx, start_mm_idx)
         spec = _spec(request)
         if spec is not None and spec.digest and end_token_idx > spec.first_affected:
             if not hasattr(request, _HASHED_IN):
                 setattr(request, _HASHED_IN, _epoch)
-            # A longer prompt with the same beginning (the next turn of a chat) is touched otherwise
-            # from here on.
+            # A longer prompt with the same beginning (the next turn of a chat) is edited at other
+            # positions from here on.
             prompt_tokens = (
                 spec.prompt_tokens if spec.by_prompt and end_token_idx >= spec.prompt_tokens else 0
             )

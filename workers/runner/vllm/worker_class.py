@@ -1,6 +1,7 @@
 """vLLM worker with the data plane: the platform's worker with another model runner class.
 
-Named by `worker_cls`. Its public `midstream_*` methods are called on all ranks by `collective_rpc`.
+vLLM's setting `worker_cls` names it. `collective_rpc` calls its public `midstream_*` methods on all
+ranks.
 """
 
 import sys
@@ -63,7 +64,7 @@ zeroed_blocks.install()
 
 
 class MidstreamWorker(PlatformWorker):
-    """One per rank."""
+    """The vLLM worker of one rank."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         die_with_parent()
@@ -82,20 +83,20 @@ class MidstreamWorker(PlatformWorker):
         mixed: tuple[type, ...] = (V2Adapter if self.use_v2_model_runner else V1Adapter,)
         if current_platform.is_cpu():
             mixed = (*mixed, zeroed_blocks.CpuBlocks)
-        # The platform names its runner class in code; an instance takes ours, which adds methods
-        # and no state.
+        # vLLM hard-codes the platform's runner class, so the instance's class is replaced by a
+        # subclass, which adds methods but no state.
         runner.__class__ = type(f"Midstream{type(runner).__name__}", (*mixed, type(runner)), {})
         runner.two_families()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         check(self.vllm_config)
         config, model = plane_config(), self.model_config
-        # refuse before the weights are read
+        # both refuse models before the weights are read
         adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)
-        quantisation = quantisation_of(self.vllm_config)  # likewise
+        quantisation = quantisation_of(self.vllm_config)
         with build_errors.kept_for_worker(config.spill_dir, config.boot):
             super().load_model(*args, **kwargs)
-        # Before anything runs: on CPUs it replaces vLLM's arithmetic.
+        # Created before anything runs, because on CPUs it replaces vLLM's arithmetic.
         loras = (
             Loras(self.model_runner.lora_manager, Path(config.spill_dir))
             if self.vllm_config.lora_config is not None
@@ -103,7 +104,7 @@ class MidstreamWorker(PlatformWorker):
         )
         try:
             if quantisation.name:
-                # this machine may have another processor than the worker's
+                # checked again: this machine's processor may differ from the worker's
                 check_kernels(self.vllm_config, quantisation.name)
             refuse_shared_scales(self.model_runner.get_model())
             with (
@@ -122,7 +123,8 @@ class MidstreamWorker(PlatformWorker):
                 absent={str(hook): why for hook, why in adapter.variant.absent.items()},
             )
         except (UnsupportedArchitectureError, UnsupportedQuantisationError) as error:
-            # The worker asks, and ends the engine: an error here would end it without a reason.
+            # The worker reads this and ends the engine with the reason; an exception here would
+            # end the engine without one.
             self._found = Found(refused=error.detail)
         pp, tp = get_pp_group(), get_tp_group()
         if not self._found.refused:
@@ -241,24 +243,24 @@ class MidstreamWorker(PlatformWorker):
             return super().execute_model(*args, **kwargs)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> Any:
-        """The plane is connected only now: profiling runs before it never reach it."""
+        """Connect the plane to the runner, only now, so that profiling runs do not reach it."""
         result = super().initialize_from_config(*args, **kwargs)
         plane = self.model_runner.midstream = self._connected()
         if plane.block_size > 1:
             plane.block_size = self.vllm_config.cache_config.block_size or plane.block_size
         if plane.entering is not None:
             cache = self.vllm_config.cache_config
-            # no cache: none shared
+            # without a prefix cache no block is shared
             plane.entering.block_size = (
                 (cache.block_size or 1) if cache.enable_prefix_caching else sys.maxsize
             )
         return result
 
-    # Calls that change something return (ok, reason); a rank that refuses has changed nothing.
+    # Methods that change state return (success, reason); a rank that refuses has changed nothing.
 
     def midstream_put_vectors(self, vectors: dict[str, Any], users: list[Any]) -> tuple[bool, str]:
-        """`users`: the steering of requests that will use them, each a `list[StoredSteering]`: it
-        is laid out ahead.
+        """Store steering tensors. `users`: steering of requests that will use them, each a
+        `list[StoredSteering]`, which is laid out ahead.
         """
 
         def put(plane: DataPlane) -> None:
@@ -268,13 +270,12 @@ class MidstreamWorker(PlatformWorker):
         return self._answer(put)
 
     def midstream_drop_vectors(self, names: list[str]) -> tuple[bool, str]:
-        """Refused if a module or global steering needs one of them."""
+        """Drop steering tensors; refused if a module or global steering needs one of them."""
         return self._answer(lambda plane: plane.rank_state.drop_vectors(names))
 
     def midstream_put_run(self, run: dict[str, Any]) -> tuple[bool, str]:
-        """`run`: a `RunFiles` as plain containers.
-
-        This rank reads only what its own sites need and waits for no other.
+        """Load a source run: a `RunFiles` as plain containers. This rank reads only the rows that
+        its own sites need, and waits for no other rank.
         """
         return self._answer(lambda plane: plane.runs.put(msgspec.convert(run, RunFiles)))
 
@@ -282,7 +283,7 @@ class MidstreamWorker(PlatformWorker):
         return self._answer(lambda plane: plane.runs.drop(keys))
 
     def midstream_put_lora(self, number: int, digest: str, folder: str) -> tuple[bool, str]:
-        """`number`: of the adapter at vLLM. Its files must have this content."""
+        """Load a LoRA adapter, whose files must have this digest. `number`: vLLM's number of it."""
         return self._answer(lambda _: self._loras().put(number, digest, folder))
 
     def midstream_drop_loras(self, numbers: list[int]) -> tuple[bool, str]:
@@ -291,9 +292,8 @@ class MidstreamWorker(PlatformWorker):
     def midstream_put_sae(
         self, digest: str, hook: str, layer: int, folder: str
     ) -> tuple[bool, str]:
-        """The files in `folder` must have this content.
-
-        Ranks that read no rows at `hook` of `layer` load nothing.
+        """Load a sparse autoencoder, whose files must have this digest. Ranks that read no rows at
+        `hook` of `layer` load nothing.
         """
         return self._answer(lambda plane: _features(plane).put(digest, hook, layer, folder))
 
@@ -301,11 +301,14 @@ class MidstreamWorker(PlatformWorker):
         return self._answer(lambda plane: _features(plane).drop(digests))
 
     def midstream_lora_modules(self) -> dict[str, Any]:
-        with set_current_vllm_config(self.vllm_config):  # transformers' modules may be vLLM's
+        """Return the modules that LoRA adapters may change."""
+        with set_current_vllm_config(self.vllm_config):  # transformers may build vLLM's modules
             return self._loras().modules(self.model_config.hf_config)
 
     def midstream_prepare_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
-        """`steering`: a `GlobalSteering` as plain containers. Changes nothing."""
+        """Check whether a `GlobalSteering`, as plain containers, could be committed. Changes
+        nothing.
+        """
         return self._answer(
             lambda plane: plane.rank_state.prepare_global(
                 msgspec.convert(steering, GlobalSteering)
@@ -313,27 +316,25 @@ class MidstreamWorker(PlatformWorker):
         )
 
     def midstream_commit_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
-        """Acquires rows for the new steering before releasing those of the previous one: both must
-        have been admitted.
+        """Commit global steering. Acquires its rows before it releases those of the previous one,
+        so the worker must have admitted both.
         """
         return self._answer(
             lambda plane: plane.rank_state.commit_global(msgspec.convert(steering, GlobalSteering)),
         )
 
     def midstream_rollback_global(self, version: int) -> tuple[bool, str]:
-        """Undoes the commit of `version`; where that was refused, or is not the last change,
-        nothing is done, which is fine.
+        """Undo the commit of `version`; succeeds without effect if that was refused, or was not the
+        last change.
         """
         return self._answer(lambda plane: plane.rank_state.rollback_global(version))
 
     def midstream_set_module(self, name: str, digest: str, tensors: list[str]) -> tuple[bool, str]:
-        """With an empty `digest`: unregister."""
+        """Register a module; with an empty `digest`, unregister it."""
         return self._answer(lambda plane: plane.rank_state.set_module(name, digest, tensors))
 
     def midstream_rollback_module(self, name: str, digest: str) -> tuple[bool, str]:
-        """Undoes `midstream_set_module(name, digest, …)`, in the same way as
-        `midstream_rollback_global`.
-        """
+        """Undo `midstream_set_module(name, digest, …)`, like `midstream_rollback_global`."""
         return self._answer(lambda plane: plane.rank_state.rollback_module(name, digest))
 
     def midstream_cleanse(self, steps: list[int]) -> tuple[bool, str]:
@@ -343,7 +344,7 @@ class MidstreamWorker(PlatformWorker):
         return self._answer(lambda plane: plane.restart())
 
     def midstream_found(self) -> dict[str, Any]:
-        """A `Found` as plain containers."""
+        """Return the rank's `Found` as plain containers."""
         result: dict[str, Any] = msgspec.to_builtins(self._found)
         return result
 
@@ -354,7 +355,9 @@ class MidstreamWorker(PlatformWorker):
         return self._connected().status()
 
     def midstream_certify(self, action: str, arguments: dict[str, Any]) -> Any:
-        """One call of the certification run: see `certify`. `begin` comes first and `end` last."""
+        """Make a call of the certification run: `begin` first, then methods of `Certifier`, `end`
+        last.
+        """
         if action == "begin":
             adapter, hooks, traced, inner = self._certified
             self._certifier = Certifier(
@@ -402,15 +405,17 @@ def _features(plane: DataPlane) -> Features:
 
 
 def _sizes(config: PlaneConfig, sites: int, *, traced: bool) -> Sizes:
-    """Lists are read on the CPU, patterns by accelerators; a forward that runs as Python on the CPU
-    has its own ring each step.
+    """Return the sizes of the buffers of `sites` sites.
+
+    Only CPUs read `lists`, only accelerators `capture_slots`; a forward that runs as Python on the
+    CPU needs no ring, since it writes to each step's slab.
     """
     on_cpu = current_platform.is_cpu()
     return Sizes(
-        # one half is filled, the other read
+        # two halves on accelerators: one is filled while the other is copied
         ring_rows=(config.step_rows if traced else 0) if on_cpu else 2 * config.step_rows,
         capacity=config.step_tokens,
-        # each port may capture other tokens, and the edits come once
+        # each of two ports of a site may capture other tokens, and all edits share one list
         lists=(2 * sites + 1) * config.step_tokens if on_cpu else 1,
         patterns=1 if on_cpu else 2 * sites,
         configurations=config.steering_rows,

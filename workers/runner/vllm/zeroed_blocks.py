@@ -1,9 +1,10 @@
-"""Has every block of the KV cache zeroed before a request uses it again.
+"""Makes vLLM zero every block of the KV cache before another request uses it.
 
-Attention multiplies the values at masked positions by zero, which does not cancel one that is not
-finite. So a block must not bring anything from the request that had it before, however that one
-ended. vLLM can zero new blocks and does so where it needs to; `install` makes it do so always, in
-the engine core, which names the blocks, and on ranks. What its CPU runners lack is `CpuBlocks`.
+Attention multiplies values at masked positions by zero, which does not cancel non-finite values.
+So a block must keep nothing of the request that used it before, however that request ended. vLLM
+can zero new blocks, and does if a model needs it; `install` makes it do so always, in the engine
+core, which names the blocks, and on ranks. vLLM's CPU runners lack the zeroing: `CpuBlocks` adds
+it.
 """
 
 from collections.abc import Sequence
@@ -14,14 +15,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 def install() -> None:
-    """Have this process zero every block that a request begins to use."""
+    """Make this process zero every block that a request begins to use."""
     KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)
 
 
 class CpuBlocks:
-    """Mixed in front of a CPU model runner, v1 or v2: zeroes blocks of all kinds, without
-    Triton.
-    """
+    """Mix-in of CPU model runners, v1 and v2, that zeroes blocks of all kinds, without Triton."""
 
     kv_block_zeroer: "CpuBlocks"
 
@@ -34,11 +33,10 @@ class CpuBlocks:
     def zero_block_ids(self, block_ids: Sequence[int]) -> None:
         """Zero these blocks in all layers that this rank holds.
 
-        A block of the scheduler may be several of a layer's cache.
+        A block of the scheduler may correspond to several blocks of a layer's cache.
         """
-        caches: dict[int, torch.Tensor] = {
-            cache.data_ptr(): cache for cache in self._caches()
-        }  # layers may share one
+        # layers may share a cache
+        caches: dict[int, torch.Tensor] = {cache.data_ptr(): cache for cache in self._caches()}
         num_blocks = self.kv_cache_config.num_blocks  # type: ignore[attr-defined]
         for cache in caches.values():
             parts = cache.shape[0] // num_blocks

@@ -58,7 +58,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     "random": ("return rows + np.float32(np.random.rand())", "different results for the same rows"),
     "of other rows": (
         "return rows - rows.mean(axis=0, keepdims=True)",
-        "depends on the rows beside it",
+        "depends on the rows next to it",
     ),
     "writes": ("rows.flags.writeable = True; rows += 1; return rows", "changes its input"),
     "raises": ("raise KeyError('x')", "KeyError"),
@@ -149,7 +149,7 @@ def test_an_entry_holds_strength_options_and_the_code_of_the_op(site: Path) -> N
     )
     assert steering_digest([cap]) != steering_digest([other])
     check_here([cap, along])
-    with pytest.raises(LookupError, match="in another version"):
+    with pytest.raises(LookupError, match="another version of it"):
         check_here([other])
 
 

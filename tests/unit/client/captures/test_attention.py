@@ -243,8 +243,8 @@ def test_what_is_not_known_or_too_large_is_refused(monkeypatch: pytest.MonkeyPat
         ([kind([2]), kind([2, 3], window=3)], "ranks disagree on how layer 2"),
         ([kind([2], version=99)], "a newer version"),
         (
-            [AttentionKind(layers=[2], refused="MLAAttention has no pattern that is known")],
-            "no attention pattern: MLAAttention",
+            [AttentionKind(layers=[2], refused="attention module MLAAttention is not known")],
+            "no attention pattern: attention module MLAAttention",
         ),
     ):
         with pytest.raises(MidstreamError, match=why):

@@ -145,9 +145,9 @@ def test_a_router_that_no_rule_reproduces_is_refused_with_its_class() -> None:
         def _compute_routing(self, *arguments: Any, **options: Any) -> Any:
             raise ValueError("it reads token ids")
 
-    assert "chooses as Odd does" in refused(Odd(TOP, EXPERTS))
+    assert "the choices of Odd" in refused(Odd(TOP, EXPERTS))
     assert "it reads token ids" in refused(Broken(TOP, EXPERTS))
-    assert "object is no router" in refused(object())
+    assert "object is not a router" in refused(object())
     assert "2 modules choose experts" in refused(CPURouter(TOP, EXPERTS), twice=True)
 
 

@@ -183,7 +183,7 @@ def test_a_store_that_cannot_be_written_is_the_reason_and_a_repeat_works(tmp_pat
     first = [
         consumer.consume([finished(root, index, 2, [(index, 0, 0, 2)])])[0] for index in range(2)
     ]
-    assert [(bool(outcome.error), outcome.away) for outcome in first] == [
+    assert [(bool(outcome.error), outcome.unavailable) for outcome in first] == [
         (False, False),
         (True, True),
     ]

@@ -509,7 +509,7 @@ def test_a_hung_consumer_is_skipped_until_it_answers() -> None:
     hanging = Hanging()
     apart = Installed("hanging", hanging, patience_s=0.05)
     assert "longer than 0.05 s" in apart.consume([finished()])[0].error
-    apart.apart.patience_s = 60.0
+    apart.thread.patience_s = 60.0
     start = time.monotonic()
     assert "has been busy" in apart.consume([finished(), finished(request=1)])[1].error
     assert time.monotonic() - start < 10, "nobody sits out the patience again"

@@ -83,9 +83,9 @@ class Sharper(Attention):
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (lambda: layer(Sharper), "Sharper has no pattern that is known"),
+        (lambda: layer(Sharper), "attention module Sharper is not known"),
         (lambda: layer(backend="NewImpl"), "attention backend NewImpl is not known"),
-        (lambda: layer(attn_type=AttentionType.ENCODER_ONLY), "patterns are of decoders"),
+        (lambda: layer(attn_type=AttentionType.ENCODER_ONLY), "patterns need decoder attention"),
         (
             lambda: layer(kv_sharing_target_layer_name="model.layers.1.attn"),
             "attends to the keys of model.layers.1.attn",

@@ -214,7 +214,7 @@ def test_a_branch_of_several_parts_is_absent_with_their_names() -> None:
 
 @pytest.mark.parametrize(
     ("layer", "why"),
-    [(Normed, "not what enters it"), (Copied, "an edit at post_attn .* does not reach")],
+    [(Normed, "is not its input"), (Copied, "an edit at post_attn .* does not reach")],
 )
 def test_a_layer_without_a_stream_that_can_be_edited_is_refused(layer, why) -> None:
     with pytest.raises(NoStreamError, match=why):

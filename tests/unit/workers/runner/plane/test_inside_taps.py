@@ -207,7 +207,7 @@ def with_wide_logits() -> nn.Module:
     [
         (gated(), {"q_proj", "k_proj"}, "gives more than queries, keys and values"),
         (with_narrow_values(), {"q", "q_proj"}, "its heads have another width than those of z"),
-        (with_wide_logits(), {"router"}, "gives torch.float32, not the model's dtype"),
+        (with_wide_logits(), {"router"}, "returns torch.float32, not the model's dtype"),
         (
             layer(kv_sharing_target_layer_name="model.layers.0"),
             {"k", "v"},

@@ -151,7 +151,7 @@ def test_counts_that_arrive_late_are_read_before_the_receipt(
 ) -> None:
     """As on an accelerator, where a step does not wait for them."""
     monkeypatch.setattr(rig.plane._banks.first.finite, "_on_cpu", False)
-    monkeypatch.setattr(finite_check, "_on_its_way", torch.Tensor.clone)
+    monkeypatch.setattr(finite_check, "_copy_to_host", torch.Tensor.clone)
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     skip(monkeypatch, rig, "post_block", 1)
     request, other = capturing(1), steered(2)
@@ -265,7 +265,7 @@ def test_the_typed_finding_names_site_expected_and_found() -> None:
     counts[last, EDITED] -= 1
     counts[last, CAPTURED_BEFORE] += 2
     edits, captured = rank.planner.due.miscounts(7, counts, rank.sites)
-    assert (edits.id, edits.step, edits.site, edits.expected, edits.found) == (
+    assert (edits.id, edits.step, edits.site, edits.expected, edits.counted) == (
         "0",
         7,
         rank.sites[last],
@@ -273,4 +273,4 @@ def test_the_typed_finding_names_site_expected_and_found() -> None:
         2,
     )
     assert (edits.kind, captured.kind) == ("intervention_failed", "capture_failed")
-    assert (captured.expected, captured.found) == (3, 5)
+    assert (captured.expected, captured.counted) == (3, 5)

@@ -44,7 +44,7 @@ def test_blocks_are_given_up_when_nothing_else_lets_requests_proceed(
         made._midstream_finished,
         made._midstream_capturing,
         made._midstream_ends,
-        made._midstream_came,
+        made._midstream_arrived,
     ) = {}, {}, [], {}
     made.schedule()
     assert asked == ([False, True] if stuck else [False])

@@ -10,7 +10,7 @@ from rank_kit import Rank, Request, rows_of, wanted_rows
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.workers.runner.base import row_index
-from midstream.workers.runner.base.row_index import PIECES, RowIndex, Wanted
+from midstream.workers.runner.base.row_index import PIECES, RequestCaptures, RowIndex
 from midstream.workers.runner.rows.mover import Mover
 from midstream.workers.runner.rows.row_store import RowStore
 
@@ -23,10 +23,12 @@ def capture(positions="all_prompt", at="before", **sites: list[int]) -> StoredCa
     return StoredCapture(sites=sites or {"post_block": [0, 1]}, positions=positions, tag="t", at=at)  # type: ignore[arg-type]
 
 
-def spec_of(*captures: StoredCapture, prompt: int = 14, tensor_parallel: bool = False) -> Wanted:
+def spec_of(
+    *captures: StoredCapture, prompt: int = 14, tensor_parallel: bool = False
+) -> RequestCaptures:
     spec = RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=prompt)
     spec.captures.extend(captures)
-    return Wanted(spec, tensor_parallel=tensor_parallel)
+    return RequestCaptures(spec, tensor_parallel=tensor_parallel)
 
 
 def test_a_hit_reaches_as_far_as_the_kept_rows_and_no_further() -> None:
@@ -168,7 +170,7 @@ def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
         request = Request(0, prompt, prompt + 2, [capture(positions, **sites)])
         rank.admit(request)
         spec, hashes, recording = (
-            Wanted(request.tracked.spec),
+            RequestCaptures(request.tracked.spec),
             HASHES[: prompt // BLOCK],
             request.tracked.recordings[0],
         )

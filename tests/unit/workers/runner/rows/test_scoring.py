@@ -10,7 +10,7 @@ from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
 from midstream.workers.runner.edits.steering_tables import VectorStore
-from midstream.workers.runner.plane.probe_scores import _AT_ONCE, _BYTES, Scorer
+from midstream.workers.runner.plane.probe_scores import _BYTES, _CHUNK, Scorer
 from midstream.workers.runner.rows.capture import Extent, Recording, StepRows
 from midstream.workers.runner.rows.pending_rows import LANDED
 
@@ -228,8 +228,8 @@ def test_rows_of_large_steps_are_not_kept() -> None:
 
 def test_many_rows_are_scored_in_parts() -> None:
     steps = Steps("stop")
-    steps.take((0, 0, 2 * _AT_ONCE // HIDDEN + 3))
-    steps.assert_scored(0, 2 * _AT_ONCE // HIDDEN + 3)
+    steps.take((0, 0, 2 * _CHUNK // HIDDEN + 3))
+    steps.assert_scored(0, 2 * _CHUNK // HIDDEN + 3)
 
 
 def test_rows_that_cannot_be_scored_later_are_an_error_of_the_step_that_tries(

@@ -201,7 +201,7 @@ def test_a_head_that_does_not_fit_is_refused(alter: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("section", "value", "message"),
     [
-        ("model_config.is_hybrid", True, "layers with a state"),
+        ("model_config.is_hybrid", True, "layers with recurrent state"),
         (
             "parallel_config.pipeline_parallel_size",
             2,
@@ -226,7 +226,7 @@ def test_a_model_that_keeps_no_streams_for_a_head_is_refused(
 
     monkeypatch.setattr(drafters, "get_model_cls", lambda _: nn.Module)
     (found,) = refusals(drafting("eagle3"))
-    assert "LlamaForCausalLM does not give an EAGLE-3 head what it reads" in found
+    assert "LlamaForCausalLM does not provide the rows that an EAGLE-3 head reads" in found
 
 
 class _Head(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from midstream.workers.runner.vllm import cell_steps
-from midstream.workers.runner.vllm.cell_steps import CELLS, Based, CellSteps
+from midstream.workers.runner.vllm.cell_steps import CELLS, CellSteps, RepeatedPrompt
 
 
 class Request(NamedTuple):
@@ -25,7 +25,7 @@ class Queue(deque[Request]):
 
 class Rig:
     def __init__(self, most: int = 2048, kept: tuple[str, ...] = ("base",)) -> None:
-        self.bases: dict[str, Based] = {}
+        self.bases: dict[str, RepeatedPrompt] = {}
         self.waiting, self.running = Queue(), list[Request]()
         self.steps = CellSteps(self.bases, kept, most)  # type: ignore[arg-type]
 
@@ -33,7 +33,7 @@ class Rig:
         """A row of the grid: one cell for each position of a prompt of so many tokens."""
         for first in range(prompt if columns is None else columns):
             request = Request(f"{layer}.{first}", prompt)
-            self.bases[request.request_id] = Based("base", first, layer)
+            self.bases[request.request_id] = RepeatedPrompt("base", first, layer)
             self.waiting.append(request)
 
     def step(self) -> list[str]:

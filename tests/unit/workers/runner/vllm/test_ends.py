@@ -90,7 +90,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
         made._midstream_finished,
         made._midstream_capturing,
         made._midstream_ends,
-        made._midstream_came,
+        made._midstream_arrived,
     ) = {}, {}, [], {}
     return made
 
