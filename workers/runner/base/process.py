@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 _PR_SET_PDEATHSIG = 1
-#: Niceness of helper threads (0 to 19): where they compete with a thread of the model, each gets an
+#: Added to the niceness of helper threads: where they compete with a thread of the model, each gets an
 #: eighth of the time that the model's thread gets.
 _NICE = 10
 
@@ -63,7 +63,9 @@ def begin_helper(device: torch.device, gives_way: bool) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if gives_way:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        thread = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICE  # beyond 19 the kernel takes 19
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def _bound_cores() -> set[int]:
