@@ -277,7 +277,6 @@ def _unreadable(text: str, why: str) -> MidstreamError:
 
 
 # --- Readings
-# --------------------------------------------------------------------------------------------------
 
 
 def parse_lens(text: str) -> dict[str, Any]:
@@ -306,7 +305,6 @@ def _with_top_k(text: str, option: str, allowed: str) -> tuple[str, dict[str, in
 
 
 # --- Probes
-# --------------------------------------------------------------------------------------------------
 
 PROBE = "NAME[:ACTION] | NAME:steer:MODULE[:SCALE]"
 
@@ -334,7 +332,6 @@ def parse_probes(texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 # --- Patches
-# --------------------------------------------------------------------------------------------------
 
 #: As `--help` shows it.
 PATCH = "[HOOK:]LAYERS@POSITIONS=SOURCE[:NAME=VALUE]…"
@@ -457,7 +454,6 @@ def read_json(path: Path, kind: Any, option: str) -> Any:
 
 
 # --- How a job is handled
-# ----------------------------------------------------------------------------------------------
 
 
 class HandlingOption(NamedTuple):

@@ -144,7 +144,7 @@ class HookedModel:
         """The activations that can be cached, in the order of a forward."""
         return [site.full for site in self.card.sites()]
 
-    # --- Runs -------------------------------------------------------------------------------------
+    # --- Runs
 
     def __call__(self, input: Input, return_type: str | None = "logits", **options: Any) -> Any:
         """Run like `run_with_hooks`, with only the hooks of `hooks()` and `add_hook`."""
@@ -267,7 +267,7 @@ class HookedModel:
             return texts[0] if run.is_single else texts
         return np.array(whole, dtype=np.int64) if len({len(item) for item in whole}) == 1 else whole
 
-    # --- Tokens -----------------------------------------------------------------------------------
+    # --- Tokens
 
     def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> np.ndarray:
         """Return the server's token ids of a text or texts: int64 `[batch, pos]`.

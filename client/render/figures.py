@@ -147,7 +147,6 @@ def _bar(bar: Any, label: str) -> None:
 
 
 # --- Sweeps
-# --------------------------------------------------------------------------------------------------
 
 
 def heatmap(
@@ -227,7 +226,6 @@ def _beyond(values: np.ndarray, low: float, high: float) -> str:
 
 
 # --- Attention patterns
-# --------------------------------------------------------------------------------------------------
 
 
 def attention_figure(
@@ -279,7 +277,6 @@ def _draw_attention(attention: Attention, panels: Sequence[Panel]) -> "Figure":
 
 
 # --- Logit lenses
-# --------------------------------------------------------------------------------------------------
 
 
 def lens_figure(

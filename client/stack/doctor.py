@@ -97,7 +97,6 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
 
 
 # --- Redis
-# --------------------------------------------------------------------------------------------------
 
 
 def _redis(url: str, settings: Settings) -> Iterator[Finding]:
@@ -273,7 +272,6 @@ def _clock(about: str, ahead: float, warn: float = SKEW_WARN_S) -> Finding:
 
 
 # --- API
-# --------------------------------------------------------------------------------------------------
 
 
 def _api(url: str, headers: dict[str, str]) -> Iterator[Finding]:
@@ -327,7 +325,6 @@ def _version(about: str, version: str, more: str = "") -> Finding:
 
 
 # --- Status of the service
-# --------------------------------------------------------------------------------------------------
 
 
 def _status(redis_url: str, url: str, api_key: str) -> Status | str:
@@ -460,7 +457,6 @@ def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
 
 
 # --- vLLM
-# --------------------------------------------------------------------------------------------------
 
 
 def _vllm(settings: Settings) -> Iterator[Finding]:
@@ -531,7 +527,6 @@ def _extensions(settings: Settings) -> Iterator[Finding]:
 
 
 # --- This machine
-# --------------------------------------------------------------------------------------------------
 
 
 def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
@@ -695,7 +690,6 @@ def _fsyncs(folder: Path) -> list[float]:
 
 
 # --- Keys
-# --------------------------------------------------------------------------------------------------
 
 
 def _keys(url: str, headers: dict[str, str]) -> Iterator[Finding]:

@@ -12,13 +12,11 @@ from typing import Annotated
 import msgspec
 
 # --- Any JSON document, counted in its bytes before anything is built
-# --------------------------------------------------
 
 MAX_JSON_VALUES = 1 << 18  # elements and members
 MAX_JSON_CONTAINERS = 1 << 15  # objects and arrays
 
 # --- Numbers
-# --------------------------------------------------------------------------------------------------
 
 MAX_COUNT = (1 << 31) - 1  # indices, positions, numbers of tokens
 MAX_INT64 = (1 << 63) - 1  # seeds and limits of tenants
@@ -26,7 +24,6 @@ MAX_INT64 = (1 << 63) - 1  # seeds and limits of tenants
 MAX_WAIT_S = 1_000_000.0
 
 # --- Names
-# --------------------------------------------------------------------------------------------------
 
 # of models, modules, runs, jobs, spans of a sweep and consumers, cursors and file names
 MAX_NAME = 200
@@ -43,7 +40,6 @@ MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 
 # --- Prompts
-# --------------------------------------------------------------------------------------------------
 
 MAX_TEXT = 1 << 22  # a prompt, or a message of a conversation
 MAX_PROMPTS = 4096  # of one job
@@ -62,7 +58,6 @@ MAX_CHOICE_TOKENS = 1 << 20
 MAX_UNSERVED = 1024
 
 # --- Tools and formats
-# -------------------------------------------------------------------------------------------------
 
 MAX_TOOLS = 128  # of a chat, and calls in one message
 MAX_SCHEMA = 1 << 16  # bytes of a JSON schema, and characters of a grammar, in a request
@@ -73,7 +68,6 @@ MAX_FORMAT_CHOICES = 1024  # entries of `structured_outputs.choice`
 MAX_TEMPLATE_OPTIONS = 1 << 12  # bytes of `chat_template_kwargs`, as JSON
 
 # --- Images
-# --------------------------------------------------------------------------------------------------
 
 # characters of an image's `data:` URL; `max_body_mib` limits all of them together
 MAX_IMAGE_TEXT = 1 << 24
@@ -81,7 +75,6 @@ MAX_IMAGE_PIXELS = 1 << 25  # width × height of an image
 MAX_IMAGE = 1023  # the largest number of an image of a prompt, counted from either end
 
 # --- Layers, positions, dimensions
-# -------------------------------------------------------------------------------------
 
 MAX_LAYER = 10**6  # the largest number of a layer or dimension, counted from either end
 MAX_LAYERS = 1024  # entries of a list of layers
@@ -92,7 +85,6 @@ MAX_POSITIONS = 1 << 16  # entries of a list of positions
 MAX_SPAN_TEXT = 1 << 16
 
 # --- Captures, steering and patches
-# --------------------------------------------------------------------------------------
 
 MAX_CONSUMERS = 8
 # of `steering`, of `patch` and of a module; for one prompt, including the entries of its modules
@@ -114,7 +106,6 @@ MAX_FILE_HEADER = 4 << 20  # bytes of that file's header
 MAX_VECTOR_FILE = 64 << 20  # bytes of a file of vectors that the client reads, also unpacked
 
 # --- Readings of captured rows
-# ---------------------------------------------------------------------------------------------
 
 MAX_LENS_TOP = 100  # most likely tokens of a logit lens
 MAX_LENS_TOKENS = 64  # named tokens of a logit lens
@@ -127,14 +118,12 @@ MAX_OPTIONS = 16  # of a reader
 MAX_OPTION_TEXT = 256
 
 # --- Adapters
-# --------------------------------------------------------------------------------------------------
 
 MAX_LORAS = 1024  # registered, of one model
 MAX_LORA_CONFIG = 1 << 20  # bytes of adapter_config.json
 MAX_LORA_BYTES = 2 << 30  # of adapter_model.safetensors
 
 # --- Sparse autoencoders
-# -------------------------------------------------------------------------------------------------
 
 MAX_SAES = 1024  # registered, of one model
 MAX_SAE_CONFIG = 1 << 20  # bytes of cfg.json
@@ -145,7 +134,6 @@ MAX_FEATURE_SPECS = 64  # `features` of one request
 MAX_FEATURE_TOP = 256  # features returned for one token
 
 # --- Probes
-# --------------------------------------------------------------------------------------------------
 
 MAX_PROBES = 256  # registered, of one model
 MAX_WATCHING = 16  # probes that watch all traffic
@@ -156,7 +144,6 @@ MAX_GATE_RUNS = 1024  # of tokens with gated edits, that a result names for each
 MAX_PROBE_TOKENS = 1 << 18
 
 # --- Sweeps
-# --------------------------------------------------------------------------------------------------
 
 MAX_PAIRS = 256
 # of prompts, answers and foils of all pairs; token ids count as the text that they decode to
@@ -170,7 +157,6 @@ MAX_RECEIVERS = 256  # of a path
 MAX_NEURONS = 4096  # neurons of a column of the axis `neuron` that are chosen by rank
 
 # --- Harvests
-# --------------------------------------------------------------------------------------------------
 
 MAX_HARVEST_LINES = 4096  # documents in the request itself
 # of a tenant: records of harvests, until they are deleted with their files
@@ -180,7 +166,6 @@ MAX_DOCUMENT_BYTES = 16 << 20  # of a document of a file: a line of JSONL, or a 
 MAX_SOURCES = 64  # entries of a tenant's `harvest_sources`
 
 # --- Keys, webhooks, listings
-# ----------------------------------------------------------------------------------------------
 
 MAX_SCOPES = 16
 MAX_EVENTS = 16  # of `callback_events`
@@ -191,7 +176,6 @@ MAX_SHOWN = 200
 MAX_DETAIL = 1000
 
 # --- Types with these limits
-# ----------------------------------------------------------------------------------------------
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]

@@ -72,7 +72,7 @@ def content_digest(entries: list[SteeringTemplate]) -> str:
 MODEL_HEADER = "x-midstream-model"
 
 
-# --- Named modules --------------------------------------------------------------------------------
+# --- Named modules
 
 
 class ModuleRequest(Record):
@@ -139,7 +139,7 @@ class ModulePage(Record):
     modules: list[ModuleView]
 
 
-# --- Global steering ------------------------------------------------------------------------------
+# --- Global steering
 
 
 class GlobalRequest(Record):
@@ -213,7 +213,7 @@ class Desired(Record):
     modules: dict[str, Module] = {}
 
 
-# --- Status reported by the ranks -----------------------------------------------------------------
+# --- Status reported by the ranks
 
 
 class RankSteering(Record):

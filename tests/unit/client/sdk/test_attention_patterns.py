@@ -321,7 +321,7 @@ def test_a_patch_is_what_the_pattern_makes_of_the_values_in_the_heads_columns() 
     [
         (np.eye(3), r"head 0 has shape \[3, 3\]"),
         (np.full((13, 13), np.nan), "not finite"),
-        (np.eye(13, k=2), "the query at 0 attends to the key at 2, which is behind it"),
+        (np.eye(13, k=2), "the query at 0 attends to the later key at 2"),
     ],
 )
 def test_a_pattern_that_no_request_could_have_is_refused(pattern: np.ndarray, words: str) -> None:
