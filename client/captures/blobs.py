@@ -23,7 +23,7 @@ from ...storage.store import ArtifactStore, open_store
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a blob: an object of a store or a part of it; without a store, bytes in memory."""
+    """Location of a blob: an object of a store, or part of it; without a store, bytes in memory."""
 
     store: ArtifactStore | None
     key: str
