@@ -1,4 +1,4 @@
-"""Harvests in PyTorch: an iterable dataset of rows, and a stream of activations for SAE trainers."""
+"""Reads harvests in PyTorch: a dataset of rows, and a stream of activations for SAE trainers."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
