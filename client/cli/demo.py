@@ -97,8 +97,8 @@ LEAST_AT_THE_END = 0.8
 #: Patching the subject's rows must recover at least the first share in an early layer, and at most
 #: the second share in the last layer, where the last token has already read them.
 LEAST_AT_THE_SUBJECT, MOST_WHEN_READ = 0.3, 0.1
-#: The smallest share of the edit that must remain one layer later. It is below 1, because that layer
-#: also adds to the stream.
+#: The smallest share of the edit that must remain one layer later; below 1, because that layer also
+#: adds to the stream.
 LEAST_SHIFT = 0.5
 
 
@@ -475,8 +475,8 @@ def _ask_the_ranks(client: Client, console: Console, verdict: Verdict) -> None:
 
 
 def _shift(plain: CaptureReader, steered: CaptureReader, direction: np.ndarray) -> Shift:
-    """Return the mean projection of (steered − plain) on the direction, over the prompt tokens after
-    the sink.
+    """Return the mean projection of (steered − plain) on the direction, over the prompt tokens
+    after the sink.
     """
     unit = direction / np.linalg.norm(direction)
     moved = [

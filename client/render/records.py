@@ -30,7 +30,7 @@ _LABELS = 4
 
 @dataclass(frozen=True)
 class Shown:
-    """How one type of record is shown: columns in a list, facts of a single record."""
+    """The layout of one type of record: columns of a list, facts of a single record."""
 
     title: str = ""  # of a list
     columns: Mapping[str, Cell] = field(default_factory=dict)

@@ -27,8 +27,8 @@ _ABOVE, _BELOW = "▁▂▃▄▅▆▇█", "░▒▓"
 _LEAST = 0.05
 #: A cell without a value.
 _NONE = "·"
-#: The most characters of a row's name, the most rows, the legend's width in characters, and the most
-#: reasons for missing cells.
+#: The most characters of a row's name, the most rows, the legend's width in characters, and the
+#: most reasons for missing cells.
 _LABEL, _ROWS, _LEGEND, _REASONS = 18, 48, 24, 5
 
 

@@ -269,8 +269,8 @@ def test_the_command_draws_a_capture_and_gives_its_scores(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "give either a prompt, or a capture"),
-        (["job_x", "--prompt", "a"], "give either a prompt, or a capture"),
+        ([], "give either a prompt or a capture"),
+        (["job_x", "--prompt", "a"], "give either a prompt or a capture"),
         (["job_x", "--behaviour", "sideways"], "'sideways' is not known"),
         (["job_x", "--figure", "out.xyz"], "not a figure format"),
     ],
