@@ -188,8 +188,8 @@ def parse_steering(texts: Sequence[str], option: str = "--steer") -> list[Steeri
     """Parse the entries in each text. Raises MidstreamError naming `option`.
 
     `joy.npy:15:4.0`, `joy.npy:mlp_out:15`, or with names: `joy.npy:10-15:op=clamp:low=-1:high=2`.
-    The file is in any format of `client.vectors`; if the file names its layers, LAYERS selects among
-    them, and may be omitted. `@joy:2.0` is the module `joy` at twice its strength,
+    The file is in any format of `client.vectors`; if the file names its layers, LAYERS selects
+    among them, and may be omitted. `@joy:2.0` is the module `joy` at twice its strength,
     `@joy:positions=all_generated` at other positions than its own. `%tiny:123:4.0` adds 4 times the
     decoder row of feature 123 of the sparse autoencoder `tiny`; `%tiny:123:0:op=clamp` sets the
     feature to 0.
