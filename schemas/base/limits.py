@@ -1,17 +1,15 @@
-"""Limits on what one request may hold.
+"""Limits on the contents of one request, as constants.
 
-`docs/http.md` has them as a table, which a test compares with this module.
-
-What an operator may need to change is a setting (`max_body_mib`, `sweep_cells`, …); these are
-constants. Lengths of texts are in characters. msgspec checks a list's length only after building
-it, so `json_bounds` counts the values of a body before that.
+A test compares them with the table in `docs/http.md`. Limits that an operator may need to change
+are settings instead (`max_body_mib`, `sweep_cells`, …). Lengths of texts are in characters. msgspec
+checks a list's length only after building it, so `json_bounds` counts a body's values before that.
 """
 
 from typing import Annotated
 
 import msgspec
 
-# --- Any JSON document, counted in its bytes before anything is built
+# --- Any JSON document, counted in its bytes before decoding
 
 MAX_JSON_VALUES = 1 << 18  # elements and members
 MAX_JSON_CONTAINERS = 1 << 15  # objects and arrays
@@ -72,11 +70,11 @@ MAX_TEMPLATE_OPTIONS = 1 << 12  # bytes of `chat_template_kwargs`, as JSON
 # characters of an image's `data:` URL; `max_body_mib` limits all of them together
 MAX_IMAGE_TEXT = 1 << 24
 MAX_IMAGE_PIXELS = 1 << 25  # width × height of an image
-MAX_IMAGE = 1023  # the largest number of an image of a prompt, counted from either end
+MAX_IMAGE = 1023  # the largest index of an image in a prompt, counted from either end
 
 # --- Layers, positions, dimensions
 
-MAX_LAYER = 10**6  # the largest number of a layer or dimension, counted from either end
+MAX_LAYER = 10**6  # the largest index of a layer or dimension, counted from either end
 MAX_LAYERS = 1024  # entries of a list of layers
 MAX_LAYER_TEXT = 1024  # `0-3,7,-1`
 MAX_HOOKS = 16  # entries of `hooks`
@@ -137,10 +135,10 @@ MAX_FEATURE_TOP = 256  # features returned for one token
 
 MAX_PROBES = 256  # registered, of one model
 MAX_WATCHING = 16  # probes that watch all traffic
-MAX_REQUEST_PROBES = 16  # that one request names
+MAX_REQUEST_PROBES = 16  # named by one request
 MAX_PROBE_LABELS = 64  # of one probe
-MAX_GATE_RUNS = 1024  # of tokens with gated edits, that a result names for each probe
-# scores of single tokens that are returned, over all prompts and probes of a job
+MAX_GATE_RUNS = 1024  # runs of tokens with gated edits, in a result for each probe
+# returned scores of single tokens, over all prompts and probes of a job
 MAX_PROBE_TOKENS = 1 << 18
 
 # --- Sweeps
@@ -159,7 +157,7 @@ MAX_NEURONS = 4096  # neurons of a column of the axis `neuron` that are chosen b
 # --- Harvests
 
 MAX_HARVEST_LINES = 4096  # documents in the request itself
-# of a tenant: records of harvests, until they are deleted with their files
+# records of a tenant's harvests, until they are deleted with their files
 MAX_HARVESTS_KEPT = 4096
 MAX_SHARD_MIB = 1024
 MAX_DOCUMENT_BYTES = 16 << 20  # of a document of a file: a line of JSONL, or a value of a table
@@ -171,7 +169,7 @@ MAX_SCOPES = 16
 MAX_EVENTS = 16  # of `callback_events`
 MAX_PAGE = 200  # entries of a page
 
-#: Characters of a client's input that an error shows, and of a whole message.
+#: The most characters of a client's input in an error, and of an error's whole message.
 MAX_SHOWN = 200
 MAX_DETAIL = 1000
 
