@@ -257,9 +257,12 @@ def test_rows_by_head_are_joined() -> None:
         ),
         (
             [(POST, ops.ablate(np.ones(8))), (POST, ops.add(np.ones(8)))],
-            "ops.add is applied before ops.ablate",
+            "ops.add is always applied before ops.ablate",
         ),
-        ([(POST, ops.add(np.ones(8))), (POST, ops.zero())], "ops.zero is applied before ops.add"),
+        (
+            [(POST, ops.add(np.ones(8))), (POST, ops.zero())],
+            "ops.zero is always applied before ops.add",
+        ),
         ([(POST, ops.attend({0: np.eye(3)}))], "ops.attend cannot edit hook_resid_post"),
         (
             [(("pattern", 0), ops.zero())],

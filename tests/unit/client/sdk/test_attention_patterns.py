@@ -66,7 +66,7 @@ def test_a_reader_without_what_a_pattern_takes_says_so() -> None:
     for made, words in (
         (reader(hooks=("q",)), "layer 0 was not captured at k"),
         (reader(hooks=("k",)), "layer 0 was not captured at q"),
-        (reader(kinds=()), "not recorded how layer 0 attends"),
+        (reader(kinds=()), "does not record how layer 0 attends"),
         (
             reader(kinds=[replaced(KIND, refused="it is MLA")]),
             "layer 0 has no attention pattern: it is MLA",
