@@ -22,6 +22,8 @@ GPU_PYTHON ?= python3
 GPU_ARGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Stamps: what the stack needs is installed; and what the tests need.
+STACK := $(VENV)/.stack
 READY := $(VENV)/.ready
 PACKAGES := api broker client kernels schemas storage workers
 
@@ -45,21 +47,27 @@ NOT_LONG := $(if $(LONG),,and not long)
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY) ## install the environment in .venv, from the lock files
+setup: $(READY) ## install the environment in .venv, from the lock files, with what the tests need
 
-$(READY): requirements/cpu.lock requirements/torch-cpu.lock requirements/torch-cuda.lock requirements/install.sh pyproject.toml
+INSTALLER := requirements/torch-cpu.lock requirements/torch-cuda.lock requirements/uv.lock requirements/install.sh requirements/locked.sh pyproject.toml
+$(STACK): requirements/demo.lock $(INSTALLER)
 	@echo "== setting up"
-	@requirements/install.sh $(VENV)
+	@requirements/install.sh $(VENV) demo.lock
 	@touch $@
 
-model: $(READY) ## download the demo model into the cache folder
+$(READY): requirements/cpu.lock $(INSTALLER)
+	@echo "== setting up, with the tests' packages"
+	@requirements/install.sh $(VENV) cpu.lock
+	@touch $(STACK) $@
+
+model: $(STACK) ## download the demo model into the cache folder
 	@echo "== demo model"
 	@$(BIN)/python -m midstream.workers.demo_model
 
-demo: $(READY) ## start the stack, capture, steer and patch a real model, stop
+demo: $(STACK) ## start the stack, capture, steer and patch a real model, stop
 	@$(BIN)/midstream demo
 
-up: $(READY) ## run the whole stack until Ctrl-C
+up: $(STACK) ## run the whole stack until Ctrl-C
 	@$(BIN)/midstream up
 
 test: $(READY) ## lint, then unit, system, browser (a few) and engine tests; a line for each at the end; a failure does not stop the others
@@ -175,7 +183,7 @@ smoke-vllm: $(READY) ## capture, steer, patch, two ranks and both runners with a
 	@PYTHONPATH="$(CURDIR)/.cache/types" PATH="$(dir $(abspath $(PYTHON))):$$PATH" $(PYTHON) -m pytest -ra -p no:cacheprovider $(PYTEST_ARGS) tests/engine/test_smoke.py
 
 # Packages that need other versions than vLLM, each in an environment of its own. As in install.sh, the CPU build of torch goes first.
-LOCKED = .cache/$*/bin/python -m pip install --quiet --no-deps --require-hashes $(TORCH_INDEX:%=--extra-index-url %)
+LOCKED = requirements/locked.sh .cache/$* --quiet --no-deps --require-hashes $(TORCH_INDEX:%=--extra-index-url %)
 .cache/%/.ready: requirements/%.lock requirements/torch-cpu.lock | $(READY)
 	@echo "== environment in .cache/$*"
 	@$(BIN)/python -m venv .cache/$*

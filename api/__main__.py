@@ -1,6 +1,6 @@
-"""`python -m midstream.api`: serve the HTTP edge with the settings of the environment.
+"""`python -m midstream.api` serves the HTTP API with the settings of the environment.
 
-`--openapi` prints the document instead.
+`--openapi` prints the OpenAPI document instead.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import uvicorn
 from ..broker.artifacts import fitness
 from ..broker.ledger.people import keys
 from ..broker.ops import logs, metrics_server, redis_durability, traces
-from ..broker.ops.hosts import named
+from ..broker.ops.hosts import allowed_names
 from ..schemas.base import faults
 from ..schemas.base.errors import MidstreamError
 from ..schemas.base.settings import (
@@ -34,8 +34,8 @@ from .web.middleware import App
 #: Seconds to wait at shutdown for bodies still being sent; held responses end immediately.
 GRACE_S = 5
 BACKLOG = 2048
-#: Seconds that an idle connection is kept: longer than clients keep theirs (httpx 5, OpenAI's 5,
-#: aiohttp 15), so that it is never closed under a request that is on its way.
+#: Seconds to keep an idle connection open: longer than clients do (httpx 5, OpenAI's 5, aiohttp
+#: 15), so that a connection is never closed while a request is in flight.
 KEEP_ALIVE_S = 75
 #: Seconds between attempts to reach a Redis that was unreachable at the start.
 ASK_AGAIN_S = 1.0
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
     def __init__(
         self, config: uvicorn.Config, app: App, url: str, undecided: Settings | None = None
     ):
-        """`undecided`: the settings, where it is not known yet whether there are keys."""
+        """`undecided`: the settings, if it is not known yet whether any API key exists."""
         super().__init__(config)
         self.refused = ""
         self._undecided = undecided
@@ -73,7 +73,7 @@ class Server(uvicorn.Server):
         if self.started:
             self._loop = asyncio.get_running_loop()
             gc.collect()
-            gc.freeze()  # excludes what is loaded so far from collections
+            gc.freeze()  # excludes all objects loaded so far from collections
             gc.set_threshold(GC_OBJECTS)
             if self._undecided is not None:
                 self._deciding = self._loop.create_task(self._decide(self._undecided))
@@ -97,9 +97,9 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> tuple[socket.socket, str]:
-    """A listening socket and its URL; port 0 takes a free one.
+    """Return a listening socket and its URL; port 0 takes a free port.
 
-    Raises SettingsError naming the setting.
+    Raises SettingsError naming the settings.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family)
@@ -117,9 +117,9 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 def trusted_proxies(settings: Settings) -> list[str]:
-    """The entries of `trusted_proxies`.
+    """Return the entries of the setting `trusted_proxies`.
 
-    Raises SettingsError for one that is neither an address nor a network.
+    Raises SettingsError for an entry that is neither an address nor a network.
     """
     entries = [entry for entry in map(str.strip, settings.trusted_proxies.split(",")) if entry]
     for entry in entries:
@@ -135,11 +135,11 @@ def trusted_proxies(settings: Settings) -> list[str]:
 
 
 def serve(settings: Settings) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Serve the API until SIGTERM or SIGINT."""
     if not settings.redis_url:
         raise SettingsError("MIDSTREAM_REDIS_URL: is required; `midstream up` sets it")
-    keys.of_settings(settings)  # what is wrong with them is said before anything listens
-    named(settings)
+    keys.of_settings(settings)  # reports invalid keys before anything listens
+    allowed_names(settings)
     proxies = trusted_proxies(settings)
     redis_durability.require(settings)
     fitness.require(settings)
@@ -158,10 +158,10 @@ def serve(settings: Settings) -> None:
     app = make_app(settings)
     config = uvicorn.Config(
         app,
-        http=Connections(settings),  # type: ignore[arg-type]  # called as the class would be
+        http=Connections(settings),  # type: ignore[arg-type]  # called like the class
         ws="none",
         log_level=settings.log_level.lower(),
-        log_config=None,  # its lines go where ours go
+        log_config=None,  # uvicorn logs to our handlers
         access_log=False,
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -179,9 +179,8 @@ def serve(settings: Settings) -> None:
 async def _refusal(settings: Settings) -> str | None:
     """Return why this API must not run: keys are required beyond loopback, and none exists.
 
-    Empty: it may; None: Redis is unreachable, retry.
-
-    Until then it requires keys, so no caller is admitted.
+    Empty if it may run; None if Redis is unreachable, so that the caller must retry. Meanwhile the
+    API requires keys, so it admits no caller.
     """
     if settings.auth != "auto" or not asks_for_keys(settings) or settings.admin_key:
         return ""

@@ -1,6 +1,6 @@
 """The HTTP application: `make_app` assembles routes, error handlers and documents.
 
-Stateless: run as many as needed.
+It holds no job state: run as many processes as needed.
 """
 
 import logging
@@ -68,15 +68,15 @@ ROUTES = [
 
 
 async def _name_version(message: Message, scope: Scope) -> None:
-    """Every answer names our version, so that a client of another one can say so."""
+    """Add our version to every response, so that a client of another version can report it."""
     if message["type"] == "http.response.start":
         MutableScopeHeaders.from_message(message)[VERSION_HEADER] = __version__
 
 
 async def _allow(message: Message, scope: Scope) -> None:
-    """The answer to OPTIONS names every method of its path.
+    """Name every method of the path in the response to OPTIONS.
 
-    (Litestar's names those of the handler that was registered first.)
+    (Litestar names only those of the handler that was registered first.)
     """
     if message["type"] == "http.response.start" and scope.get("method") == "OPTIONS":
         methods = {
@@ -90,8 +90,8 @@ async def _allow(message: Message, scope: Scope) -> None:
 
 
 def make_app(settings: Settings) -> App:
-    """The application over the Redis of `settings.redis_url`; needs no worker, relay or Redis to
-    start.
+    """Return the application, which uses the Redis at `settings.redis_url`; it starts without a
+    worker, relay or Redis.
     """
 
     @asynccontextmanager

@@ -78,18 +78,18 @@ T = TypeVar("T")
 #: A held response outlives a Redis that restarts within this many seconds.
 OUTAGE_S = 20.0
 OUTAGE_PAUSE_S = 0.25
-#: An abandoned wait normally ends long before; if its cancellation was lost, it is cancelled again.
+#: Seconds after which a cancelled wait that has not ended is cancelled again: its cancellation may
+#: have been lost.
 CANCEL_AGAIN_S = 0.2
-#: Time limit for broadcasting a cancellation to workers; otherwise they notice it at their next
-#: renewal.
+#: Time limit for broadcasting a cancellation to workers; otherwise they notice it when they next
+#: renew the lease.
 BROADCAST_S = 5.0
-#: Seconds between two looks of an event stream at its harvest. All streams of a harvest share
-#: looks.
+#: Seconds between two reads of a harvest by its event streams, which share the reads.
 HARVEST_LOOK_S = 0.5
 #: Captures whose rows are read for their norms at the same time; others wait.
 MEASURED_AT_ONCE = 2
-#: Of those that are read or wait, how many may be one tenant's: so long does another tenant wait at
-#: most.
+#: How many of the captures that are read or wait may belong to one tenant, which bounds the wait of
+#: other tenants.
 MEASURED_OF_TENANT = 8
 
 
@@ -116,7 +116,7 @@ class AppContext:
         self.store = open_store(settings.artifacts)
         self.disks = Disks(settings, self.store)
         self._usage = Usage(self.store, settings.capture_quota_mib << 20)
-        # at the state of the service, which many pages, scrapers and probes ask for
+        # shares reads of the service's state, which many pages, scrapers and probes request
         self.looks: SharedReads[Any] = SharedReads()
         self.harvest_looks: SharedReads[tuple[HarvestView, bytes]] = SharedReads(HARVEST_LOOK_S / 2)
         self.open_calls = OpenCalls(settings)
@@ -128,7 +128,7 @@ class AppContext:
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def close(self) -> None:
-        """The server is stopping: held responses are answered with what is known so far.
+        """Answer held responses with what is known so far: the server is stopping.
 
         The jobs continue.
         """
@@ -144,10 +144,10 @@ class AppContext:
     def job_url(self, job_id: str) -> str:
         return f"{self.settings.public_url.rstrip('/')}/v1/jobs/{job_id}"
 
-    # --- Submission ---
+    # --- Submission
 
     async def model(self, name: str) -> ModelInfo:
-        """Raises `not_found` naming the models there are."""
+        """Return the model of this name. Raises `not_found`, which lists the served models."""
         return await self._usable(name, await self.ledger.model(name))
 
     async def _usable(self, name: str, info: ModelInfo | None) -> ModelInfo:
@@ -160,9 +160,9 @@ class AppContext:
         return info
 
     async def the_model(self, name: str | None) -> ModelInfo:
-        """The one that is named, or the only one there is.
+        """Return the named model, or without a name the only served one.
 
-        Raises `not_found`, and a 400 when there are several to choose from.
+        Raises `not_found`, and a 400 if no name is given and several models are served.
         """
         if name is not None:
             return await self.model(name)
@@ -181,7 +181,9 @@ class AppContext:
         return models[0]
 
     async def codec(self, info: ModelInfo) -> Codec:
-        """The model's tokenizer, read once per process, content hash and length of the model."""
+        """Return the model's tokenizer, which a process reads once per content hash and model
+        length.
+        """
 
         async def fetch() -> bytes:
             raw = await self.ledger.get_blob(info.tokenizer)
@@ -195,7 +197,7 @@ class AppContext:
 
         key = (info.tokenizer, info.max_model_len)
         async with self._reading:
-            # the first burst after a start must not read it once for each request
+            # concurrent first requests share one read
             known = self._codecs.get(key)
             if known is None:
                 raw = await fetch()
@@ -209,20 +211,20 @@ class AppContext:
     async def submit(
         self, parsed: ParsedRequest, idempotency: tuple[str, str] | None, caller: Caller
     ) -> str:
-        """Validate, commit to the ledger, hand to Celery; returns the job's id.
+        """Validate a request, commit it to the ledger and hand it to Celery; return the job's id.
 
-        Once this returns the job is durable.
+        Once this returns, the job is durable.
 
-        Raises MidstreamError: 4xx for a bad wish, `idempotency_mismatch`, `quota_exceeded` when
-        captures would have no room, `unavailable` when nothing was accepted.
+        Raises MidstreamError: 4xx for an invalid request, `idempotency_mismatch`, `quota_exceeded`
+        when captures would have no room, `unavailable` when nothing was accepted.
         """
         info, watching = await self.ledger.watched_model(parsed.model)
         info = await self._usable(parsed.model, info)
         named = admission.modules_of(parsed)
-        features = parsed.features or any(spec.sae for spec in parsed.steering)
-        names = named or parsed.lora or parsed.probes or features or patches.runs_of(parsed.patch)
+        artifacts = parsed.readings or any(spec.sae for spec in parsed.steering)
+        names = named or parsed.lora or parsed.probes or artifacts or patches.runs_of(parsed.patch)
         if names and idempotency and (known := await self.ledger.repeated(idempotency)):
-            # even if its modules, probes, runs, adapters or autoencoders have been removed since
+            # the first job, even if the modules, probes, … that it names have been removed since
             return known
         lora = await named_lora(parsed.lora, info, self.ledger)
         parsed = await with_artifacts(parsed, info, self.ledger)
@@ -252,9 +254,9 @@ class AppContext:
         pinned: Iterable[str] = (),
         request: bytes = b"",
     ) -> str:
-        """Commit a valid job to the ledger, which has its message sent; see `submit`.
+        """Commit a valid job to the ledger, which sends its Celery message; see `submit`.
 
-        `blobs`, `pinned`, `request`: as of `Ledger.submit`.
+        `blobs`, `pinned`, `request`: see `Ledger.submit`.
         """
         check_callback(job.callback, self.settings)
         await self.disks.check(job)
@@ -275,8 +277,8 @@ class AppContext:
     async def model_state(
         self, model: str, names: list[str], caller: Caller, patch: Sequence[PatchSpec] = ()
     ) -> ModelState:
-        """A consistent snapshot of the caller's modules with these names and global steering, and
-        the runs that patches name.
+        """Return a consistent snapshot of the caller's modules with these names and of global
+        steering, and the source runs that patches name.
         """
         kept, current = await self.steering.standing(
             model, [scoped(caller.tenant, name) for name in names]
@@ -298,12 +300,12 @@ class AppContext:
         return ModelState(modules, current, known, runs, named)
 
     async def watching(self, info: ModelInfo) -> list[StoredProbe]:
-        """The probes that score all traffic of the model."""
+        """Return the probes that score all traffic of the model."""
         _, names = await self.ledger.watched_model(info.name)
         return await self.probes.watching(info, names)
 
     async def features(self, info: ModelInfo, specs: Sequence[SteeringSpec]) -> Named:
-        """The features that steering names. Raises a 400 naming the field."""
+        """Return the features that steering names. Raises a 400 naming the field."""
         saes = {}
         for index, spec in enumerate(specs):
             if spec.sae is not None and spec.sae not in saes:
@@ -320,9 +322,9 @@ class AppContext:
         return Named(saes, rows) if saes else NONE
 
     async def _within_quota(self, job: Job, info: ModelInfo) -> Job:
-        """The job, without global capture if there is no room.
+        """Return the job, without global capture if the quota has no room for it.
 
-        Raises `quota_exceeded` if there is none for its user's captures.
+        Raises `quota_exceeded` if there is no room for the captures that its user requested.
         """
         tags, operators = set(stored_tags(job)), {spec.tag for spec in info.global_captures}
         if tags - operators:
@@ -339,16 +341,16 @@ class AppContext:
         return job
 
     async def cancel(self, job_id: str) -> JobView:
-        """Raises `conflict` for a job that is over.
+        """Cancel a job. Raises `conflict` for a job that is over.
 
-        The broadcast is a hint; a worker also sees the state when it renews.
+        The broadcast is a hint: a worker also sees the state when it renews its lease.
         """
         view = await self.ledger.request_cancel(job_id)
-        await self.tell_worker(view)
+        await self.notify_worker(view)
         return view
 
-    async def tell_worker(self, view: JobView) -> None:
-        """Have the worker of a job that is being cancelled look immediately."""
+    async def notify_worker(self, view: JobView) -> None:
+        """Ask the worker of a job that is being cancelled to read its state immediately."""
         job_id = view.id
         if view.state is State.CANCELLING:
             try:
@@ -372,7 +374,7 @@ class AppContext:
                     error,
                 )
 
-    # --- Waiting ---
+    # --- Waiting
 
     async def outcome(
         self,
@@ -383,10 +385,10 @@ class AppContext:
         quiet: Collection[str] = (),
         known: int = 0,
     ) -> Outcome:
-        """The job, with its result, as soon as `until` holds of it, or as it is after `seconds` (or
+        """Return the job with its result as soon as `until` holds, or as it is after `seconds` (or
         when the server stops).
 
-        Continues while Redis restarts. `quiet`, `known`: see `_look`.
+        Keeps waiting while Redis restarts. `quiet`, `known`: see `_look`.
         """
         return await self._look(
             job_id, self.ledger.outcome, until, seconds, patient=True, quiet=quiet, known=known
@@ -401,9 +403,9 @@ class AppContext:
         patient: bool = False,
         held_key: HeldKey = ALWAYS,
     ) -> JobView:
-        """Wait for the outcome, like `outcome`, and return no result.
+        """Wait like `outcome`, and return the job without its result.
 
-        Raises `unauthorized` when `held_key` is over.
+        Raises `unauthorized` when the key of `held_key` is revoked or expires.
         """
 
         async def view(job_id: str) -> Outcome:
@@ -425,13 +427,12 @@ class AppContext:
         known: int = 0,
         held_key: HeldKey = ALWAYS,
     ) -> Outcome:
-        """Return what `read` gives once `until` holds of it, or after `seconds`.
+        """Return the result of `read` once `until` holds, or after `seconds`.
 
-        `known`: the version up to which `until` does not hold, where that is known: then no one
-        looks before there is a later one.
-        `quiet`: states for whose coming `until` need not be asked, see `Watcher.changed`. Raises
-        `not_found`; `unavailable` when Redis stays away longer than a restart takes, or (unless
-        `patient`) is unavailable at the beginning.
+        `known`: a version up to which `until` cannot hold; nothing is read until there is a later
+        one. `quiet`: states that cannot make `until` hold, see `Watcher.changed`. Raises
+        `not_found`; `unavailable` when Redis is unreachable for longer than a restart takes, or
+        (unless `patient`) at the first read.
         """
         deadline = time.monotonic() + min(seconds, self.settings.max_wait_s)
         if known and seconds > 0 and not self.closing:
@@ -450,7 +451,7 @@ class AppContext:
             )
 
     async def patiently(self, read: Callable[[], Awaitable[T]]) -> T:
-        """`read`, repeated while Redis restarts."""
+        """Call `read`; repeat the call while Redis restarts."""
         until: float | None = None
         while True:
             try:
@@ -462,7 +463,7 @@ class AppContext:
             await self.or_closing(asyncio.sleep(OUTAGE_PAUSE_S))
 
     async def or_closing(self, wait: Any, held_key: HeldKey = ALWAYS) -> None:
-        """`wait`, cut short when the server stops, or when `held_key` is over."""
+        """Await `wait`; return early when the server stops or `held_key` ends."""
         task = asyncio.ensure_future(wait)
         try:
             await asyncio.wait(
@@ -471,10 +472,10 @@ class AppContext:
             if task.done() and (error := task.exception()) is not None:
                 if not (isinstance(error, MidstreamError) and error.kind == "unavailable"):
                     raise error
-                # the read that follows says what to do about it
+                # the caller's next read raises it again if it persists
                 await asyncio.sleep(OUTAGE_PAUSE_S)
         finally:
-            await _stopped(task)
+            await _cancel(task)
 
 
 @asynccontextmanager
@@ -502,29 +503,29 @@ async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[
     """Await `work`; raises ClientGone if the connection closes, `unauthorized` if the caller's key
     is revoked or expires.
 
-    (The framework would leave the handler waiting.) Only for waiting: what changes anything is done
-    before.
+    (Litestar would leave the handler waiting.) `work` is cancelled then, so it must only wait: make
+    changes before.
     """
     task = asyncio.ensure_future(work)
-    removed = asyncio.ensure_future(_disconnected(request))
+    disconnected = asyncio.ensure_future(_disconnected(request))
     try:
         with context_of(request).key_watch.of(caller_of(request)) as held_key:
-            ends: set[asyncio.Future[Any]] = {task, removed, *held_key.ends}
+            ends: set[asyncio.Future[Any]] = {task, disconnected, *held_key.ends}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             held_key.check()
             raise ClientGone
     finally:
-        await _stopped(task, removed)
+        await _cancel(task, disconnected)
 
 
-async def _stopped(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks, and again until they are over.
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks, repeatedly, until all have ended.
 
-    Before Python 3.12 a cancellation is lost when it meets an `asyncio.wait_for` whose work has
-    just finished, and redis-py sends its commands through one: the waiter would continue as if no
-    one had left. A caller that is cancelled during this wait finishes it first, so that no task
+    Before Python 3.12 a cancellation is lost if it reaches an `asyncio.wait_for` whose work has
+    just finished, and redis-py sends its commands through one: the wait would continue after its
+    client has left. A caller that is cancelled meanwhile still waits for the tasks, so that none
     outlives it.
     """
     interrupted: asyncio.CancelledError | None = None

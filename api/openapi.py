@@ -1,5 +1,5 @@
-"""The OpenAPI document: our types as msgspec describes them, what each operation needs, and where
-its answers lead.
+"""Builds the OpenAPI document: our types as msgspec describes them, the scope of each operation,
+and links from its responses.
 """
 
 from inspect import cleandoc
@@ -31,15 +31,15 @@ DESCRIPTION = (
 
 
 class Records(OpenAPISchemaPlugin):
-    """Our types in the document, as msgspec itself describes them: bounds, patterns, defaults, and
-    unknown fields refused.
+    """Describes our types with msgspec's own schemas: bounds, patterns, defaults, and no unknown
+    fields.
 
-    (Litestar's own description leaves the last two out.) Litestar names the types where routes use
-    them; `complete` fills them in.
+    (Litestar's schemas omit the last two.) Litestar names the types where routes use them;
+    `complete` adds their schemas.
     """
 
     def __init__(self) -> None:
-        self._met: dict[str, type[msgspec.Struct]] = {}
+        self._types: dict[str, type[msgspec.Struct]] = {}
 
     def is_plugin_supported_field(self, field_definition: FieldDefinition) -> bool:
         return not field_definition.is_union and field_definition.is_subclass_of(msgspec.Struct)
@@ -48,16 +48,16 @@ class Records(OpenAPISchemaPlugin):
         self, field_definition: FieldDefinition, schema_creator: "SchemaCreator"
     ) -> Schema:
         kind = field_definition.annotation
-        self._met[kind.__name__] = kind
+        self._types[kind.__name__] = kind
         return schema_creator.create_component_schema(
             field_definition, required=[], property_fields={}
         )
 
     def complete(self, document: dict[str, Any], app: Litestar) -> dict[str, Any]:
-        """The document with every type described, what each operation needs, and where its answer
-        leads.
+        """Return the document with the schema of every type, the scope of each operation, and links
+        from its responses.
         """
-        kinds = [OpenAIProblem, *(self._met[name] for name in sorted(self._met))]
+        kinds = [OpenAIProblem, *(self._types[name] for name in sorted(self._types))]
         _, described = msgspec.json.schema_components(
             kinds, ref_template="#/components/schemas/{name}"
         )
@@ -86,9 +86,7 @@ class Records(OpenAPISchemaPlugin):
 
 
 def _dedented(schema: dict[str, Any]) -> dict[str, Any]:
-    """Docstrings without their indentation, which Python 3.13 removes automatically and older
-    versions keep.
-    """
+    """Return the schema with its docstring dedented, which Python 3.13 does automatically."""
     return (
         {**schema, "description": cleandoc(schema["description"])}
         if "description" in schema
@@ -96,7 +94,7 @@ def _dedented(schema: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-#: Of the one security scheme.
+#: Name of the only security scheme.
 KEY = "key"
 BEARER = {
     "type": "http",
@@ -120,7 +118,7 @@ REFUSALS = {
         "content": _PROBLEM,
     },
 }
-#: For every operation that needs a key, unless it says more.
+#: For every operation that needs a key, unless it documents a 429 of its own.
 LIMITED = {
     "429": {
         "description": (
@@ -136,8 +134,8 @@ MISDIRECTED = {
     "421": {"description": "The `Host` header does not name this API", "content": _PROBLEM}
 }
 
-#: Type of an answer → name of the link → the operation that it leads to, its parameter, and where
-#: the answer has its value.
+#: Type of a response → name of a link → the operation that it leads to, its parameter, and where
+#: the response has the parameter's value.
 LINKS: dict[str, dict[str, tuple[str, str, str]]] = {
     "JobView": {
         "job": ("get /v1/jobs/{job_id}", "job_id", "$response.body#/id"),
@@ -160,7 +158,7 @@ LINKS: dict[str, dict[str, tuple[str, str, str]]] = {
 
 
 def scopes_of(app: Litestar) -> dict[str, Scope | None]:
-    """Return the scope that each operation requires, such as `get /v1/jobs`."""
+    """Return the scope that each operation requires, by method and path: `get /v1/jobs`."""
     return {
         f"{method.lower()} {route.path_format}": scope_of(handler)
         for route in app.routes
@@ -173,12 +171,12 @@ def scopes_of(app: Litestar) -> dict[str, Scope | None]:
 def _operation(
     path: str, operation: dict[str, Any], ids: dict[str, str], scope: Scope | None
 ) -> dict[str, Any]:
-    """The operation with its scope, the refusals that come with it, and links out of its
-    answers.
+    """Return the operation with its scope, the errors of authorization, and links from its
+    responses.
     """
     operation = {**operation, "responses": {**operation.get("responses", {}), **MISDIRECTED}}
     if path in OPENAI_PATHS:
-        operation = _in_openais_words(operation)
+        operation = _with_openai_problems(operation)
     responses = {
         status: _linked(response, ids) for status, response in operation["responses"].items()
     }
@@ -186,7 +184,7 @@ def _operation(
         return {**operation, "responses": responses, "security": []}
     description = f"{operation.get('description') or ''}\n\nScope: `{scope}`.".strip()
     limited, refusals = (
-        _in_openais_words([LIMITED, REFUSALS]) if path in OPENAI_PATHS else (LIMITED, REFUSALS)
+        _with_openai_problems([LIMITED, REFUSALS]) if path in OPENAI_PATHS else (LIMITED, REFUSALS)
     )
     return {
         **operation,
@@ -196,12 +194,12 @@ def _operation(
     }
 
 
-def _in_openais_words(node: Any) -> Any:
-    """Add the OpenAI form of each problem document at OpenAI's paths."""
+def _with_openai_problems(node: Any) -> Any:
+    """Replace `Problem` by `OpenAIProblem` in all references, for OpenAI's paths."""
     if isinstance(node, dict):
-        return {name: _in_openais_words(value) for name, value in node.items()}
+        return {name: _with_openai_problems(value) for name, value in node.items()}
     if isinstance(node, list):
-        return [_in_openais_words(value) for value in node]
+        return [_with_openai_problems(value) for value in node]
     return "#/components/schemas/OpenAIProblem" if node == "#/components/schemas/Problem" else node
 
 
@@ -219,7 +217,7 @@ def _linked(response: dict[str, Any], ids: dict[str, str]) -> dict[str, Any]:
 
 
 class Document(JsonRenderPlugin):
-    """`/schema/openapi.json`."""
+    """Renders `/schema/openapi.json`."""
 
     def __init__(self, records: Records):
         super().__init__(path="/openapi.json")
@@ -248,8 +246,8 @@ def config(records: Records) -> OpenAPIConfig:
 
 
 def document(app: Litestar) -> bytes:
-    """The document as it is kept in `docs/openapi.json`: indented, keys in order, so that a change
-    shows in a review.
+    """Return the document in the form of `docs/openapi.json`: indented, keys sorted, so that
+    reviews show changes.
     """
     complete = app.plugins.get(Records).complete(app.openapi_schema.to_schema(), app)
     return (

@@ -1,10 +1,9 @@
-"""The `callbacks` worker: recovery of abandoned jobs and delivery of webhooks.
+"""The `callbacks` worker: recovers abandoned jobs and delivers webhooks.
 
-A Celery worker with the reaper and the sender of webhooks next to its pool.
-
-Either runs on its own thread and not as a task, because it must also run when messages get
-lost. Run as many as there are machines: they share the work. Run as `python -m
-midstream.broker.callbacks`; settings come from the environment.
+A Celery worker with the reaper and the sender of webhooks next to its pool. Each runs on its own
+thread and not as a task, because it must also run when messages get lost. Run one or more, on any
+machines: they share the work. Run as `python -m midstream.broker.callbacks`; settings come from the
+environment.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ from .ledger.jobs.ledger import Ledger
 from .ledger.recovery.reaper import Reaper
 from .ops import metrics, observability, redis_durability
 from .ops.liveness import REAPER_KEY
-from .ops.redis_availability import is_absence
+from .ops.redis_availability import is_redis_unavailable
 from .queue.celery_app import CALLBACKS_QUEUE, make_app
 from .queue.transport import transport_of
 from .webhooks.sender import Sender
@@ -59,7 +58,7 @@ class LoopThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends after what is under way; harmless when repeated."""
+        """Cancel `work`, and wait up to `STOP_TIMEOUT_S` for its end; harmless when repeated."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._cancel)
             self._thread.join(STOP_TIMEOUT_S)
@@ -122,8 +121,12 @@ async def keep_sweeping(settings: Settings) -> None:
 
 
 def is_unavailable(error: Exception) -> bool:
-    """Return whether Redis is unreachable or refuses for now."""
-    return error.kind == "unavailable" if isinstance(error, MidstreamError) else is_absence(error)
+    """Return whether Redis is unreachable or temporarily refuses."""
+    return (
+        error.kind == "unavailable"
+        if isinstance(error, MidstreamError)
+        else is_redis_unavailable(error)
+    )
 
 
 async def keep_sending(settings: Settings) -> None:
@@ -154,7 +157,7 @@ class SenderStep(bootsteps.StartStopStep):
 
 
 def make_callbacks_app(settings: Settings) -> Celery:
-    """The Celery app of the `callbacks` worker."""
+    """Return the Celery app of the `callbacks` worker."""
     app = make_app(settings)
     app.conf.broker_transport = transport_of(settings.redis_url)
     app.midstream_settings = settings
@@ -178,7 +181,7 @@ def main() -> int:
 
     @signals.setup_logging.connect(weak=False)
     def _keep_logging(**_: Any) -> None:
-        """Connected so that Celery leaves the logging as it is."""
+        """Do nothing: Celery does not set up logging when this signal has a receiver."""
 
     @signals.worker_ready.connect(weak=False)
     def _say_ready(**_: Any) -> None:

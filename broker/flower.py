@@ -1,10 +1,10 @@
 """Flower, the dashboard of the task queue: `python -m midstream.broker.flower`, configured by the
 environment.
 
-Secrets go in by the options object and the Celery app, never by a command line that everybody on
-the machine can read. What Flower shows comes from events, and from the ledger where an event was
-missed (`MissedEnds`); it is read-only here, because a task revoked behind the ledger's back would
-come back. Every path needs the password, where there is one; Flower itself leaves `/metrics` and
+Flower gets secrets through its environment and the Celery app, never on a command line, which
+everyone on the machine can read. It shows what events report, and what the ledger has where an
+event was missed (`MissedEnds`). It is read-only, because a task revoked without the ledger would be
+sent again. If a password is set, every path requires it; Flower itself leaves `/metrics` and
 `/healthcheck` open. Without a password, calls under a foreign host name are refused, as in the API,
 against DNS rebinding.
 """
@@ -40,38 +40,38 @@ from .ops.hosts import Hosts
 from .ops.install import basic
 from .queue.celery_app import make_app
 from .queue.messages import job_of_task
-from .queue.task_events import SUCCEEDED, JobEnding, event_of, standings
+from .queue.task_events import SUCCEEDED, JobEnding, endings, event_of
 
 log = logging.getLogger("midstream.broker.flower")  # not `__main__`
 
 EXIT_BAD_SETTINGS = 2
-#: Flower keeps its tasks in memory; so often they are written down, so that a killed Flower has
-#: forgotten little.
+#: Milliseconds between two saves of the tasks, which Flower keeps in memory: a killed Flower loses
+#: little.
 SAVE_EVERY_MS = 15_000
-#: About 5 KiB each, in memory and in its file. Older ones make room.
+#: About 5 KiB each, in memory and in the file; older tasks are dropped.
 TASKS_KEPT = 5_000
 WORKERS_KEPT = 200
-#: Of the tasks page: kind, job, state, times, queue (one per model), and what went wrong.
+#: Columns of the tasks page: kind, job, state, times, queue (one per model), and the error.
 COLUMNS = "name,args,state,received,runtime,routing_key,worker,exception"
 #: Seconds for which a disconnected worker stays listed.
 OFFLINE_KEPT_S = 3600
 INSPECT_TIMEOUT_MS = 3000
 MISDIRECTED, UNAUTHORIZED = STATUS_OF_KIND["misdirected"], STATUS_OF_KIND["unauthorized"]
-#: What the key of the setting `observe_key` opens as well.
+#: The path that the key of the setting `observe_key` also opens.
 METRICS = "/metrics"
 #: Seconds between two looks. A job found ended in one look is reported in the next, unless its
 #: worker has reported it meanwhile.
 LOOK_S = 3.0
 #: Maximum number of tasks whose jobs are queried in one look; if more are unfinished, they take
 #: turns.
-ASKED = 2000
+MAX_QUERIED = 2000
 JOB_PREFIX = "job_"
 #: Reported worker of a task whose worker is unknown.
-TELLER = f"flower@{socket.gethostname()}"
+UNKNOWN_WORKER = f"flower@{socket.gethostname()}"
 
 
 class Door:
-    """Access rules: any caller if there is no password, else those who present it, or the
+    """Admits every caller if there is no password, else callers with the password, or with the
     observe key for the metrics.
     """
 
@@ -113,7 +113,7 @@ class MissedEnds:
         self._trouble = ""  # last error logged
 
     async def run(self) -> None:
-        """Look periodically, forever."""
+        """Call `look` periodically, forever."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -125,7 +125,7 @@ class MissedEnds:
                         "cannot read from the ledger how jobs without end events ended: %s", error
                     )
                 self._trouble = str(error)
-            except Exception:  # the ends of the others are still to be reported
+            except Exception:  # the ends of other tasks must still be reported
                 log.exception("could not report the end of a task")
 
     async def look(self) -> None:
@@ -137,21 +137,21 @@ class MissedEnds:
         over, self._over = self._over, {}
         unfinished = self._unfinished()
         for task_id in unfinished.keys() & over.keys():
-            self._tell(unfinished.pop(task_id), over[task_id])
+            self._report(unfinished.pop(task_id), over[task_id])
         in_turn = self._in_turn(list(unfinished))
         if in_turn:
             result = await asyncio.to_thread(
-                standings, self._client, [job_of_task(task_id)[0] for task_id in in_turn]
+                endings, self._client, [job_of_task(task_id)[0] for task_id in in_turn]
             )
             self._over = {
-                task_id: standing
-                for task_id, standing in zip(in_turn, result, strict=True)
-                if standing.state in TERMINAL
+                task_id: ending
+                for task_id, ending in zip(in_turn, result, strict=True)
+                if ending.state in TERMINAL
             }
 
     def _unfinished(self) -> dict[str, Any]:
-        """Tasks whose end is still to be reported, by id; excludes those put back whose job
-        continued in a later task.
+        """Return the tasks whose end must still be reported, by id; without those put back whose
+        job continued in a later task.
         """
         result = {
             task_id: task
@@ -166,7 +166,7 @@ class MissedEnds:
         }
 
     def _known_attempts(self) -> dict[str, int]:
-        """Job → its last attempt, for jobs with a task for a later attempt than the first."""
+        """Return job → its last attempt, for jobs with a task for an attempt after the first."""
         last: dict[str, int] = {}
         for task_id in self._events.tasks.data:
             job_id, attempt = job_of_task(task_id)
@@ -179,25 +179,25 @@ class MissedEnds:
         return attempt < self._last_attempts.get(job_id, 0)
 
     def _in_turn(self, task_ids: list[str]) -> list[str]:
-        if len(task_ids) <= ASKED:
+        if len(task_ids) <= MAX_QUERIED:
             return task_ids
         begin = self._turn % len(task_ids)
-        self._turn = begin + ASKED
-        return (task_ids[begin:] + task_ids[:begin])[:ASKED]
+        self._turn = begin + MAX_QUERIED
+        return (task_ids[begin:] + task_ids[:begin])[:MAX_QUERIED]
 
-    def _tell(self, task: Any, standing: JobEnding) -> None:
-        state = State.QUEUED if self._is_followed(task.uuid) else standing.state
-        kind, fields = event_of(state, standing.problem)
-        told_at = standing.finished or time.time()
+    def _report(self, task: Any, ending: JobEnding) -> None:
+        state = State.QUEUED if self._is_followed(task.uuid) else ending.state
+        kind, fields = event_of(state, ending.problem)
+        ended_at = ending.finished or time.time()
         if kind == SUCCEEDED and task.started:
-            fields["runtime"] = max(0.0, told_at - task.started)
-        worker = task.worker.hostname if task.worker else TELLER
+            fields["runtime"] = max(0.0, ended_at - task.started)
+        worker = task.worker.hostname if task.worker else UNKNOWN_WORKER
         # Received time is unset, so that the worker does not count as alive.
         frame = {
             "type": kind,
             "uuid": task.uuid,
             "hostname": worker,
-            "timestamp": told_at,
+            "timestamp": ended_at,
             "local_received": None,
             "clock": task.clock,
         }
@@ -206,7 +206,7 @@ class MissedEnds:
 
 
 def options(settings: Settings) -> dict[str, str]:
-    """Flower's options as it reads them from its environment.
+    """Return the environment variables with Flower's options.
 
     Raises SettingsError naming the setting.
     """
@@ -246,7 +246,7 @@ def options(settings: Settings) -> dict[str, str]:
 
 
 def serve(settings: Settings) -> None:
-    """Flower's own command, which ends with the process."""
+    """Run Flower's own command until the process ends."""
     from flower import command
     from tornado.web import ErrorHandler
 
@@ -271,7 +271,7 @@ def serve(settings: Settings) -> None:
             self.io_loop.add_callback(MissedEnds(self.events.state, settings.redis_url).run)
             super().start()
 
-    command.Flower = Flower  # what the command makes and starts
+    command.Flower = Flower  # the class that the command starts
     make_app(settings).start(["flower"])
 
 

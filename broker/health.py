@@ -1,9 +1,8 @@
 """Container health checks: `python -m midstream.broker.health api|relay|worker|callbacks|flower`
 exits 0 if healthy.
 
-Each is asked for what it is there for, not whether its process runs: the API whether a job would
-run now, the relay, the worker and the reaper whether they have been seen in Redis lately, which
-they are only after they have reached it.
+A check tests the function, not whether the process runs: of the API, whether a job would run now;
+of relay, worker and reaper, whether they have recently reported to Redis.
 """
 
 import socket
@@ -26,10 +25,10 @@ from .ops.install import basic
 from .ops.liveness import REAPER_KEY, RELAY_KEY
 
 TIMEOUT_S = 5.0
-#: In the folder for temporary files of a container, from its start until its worker was ready:
-#: empty, or why it cannot start.
+#: File in a container's folder for temporary files, from its start until its worker is ready:
+#: empty, or why the worker cannot start.
 STARTING = "midstream-worker-starting"
-#: Time limit of a start, in which a model is downloaded and loaded.
+#: Time limit of a start, which downloads and loads a model; and seconds between two checks.
 START_S, LOOK_S = 1800.0, 1.0
 
 
@@ -59,7 +58,7 @@ def callbacks(settings: Settings) -> str:
 
 
 def worker(settings: Settings) -> str:
-    """Return why the worker of this machine (or container) is unhealthy; empty when it is well.
+    """Return why the worker of this machine (or container) is unhealthy; empty if it is healthy.
 
     Waits for its start, for at most `START_S`.
     """
@@ -67,11 +66,11 @@ def worker(settings: Settings) -> str:
     deadline = time.monotonic() + START_S
     while trouble := _worker_seen(settings):
         try:
-            cannot = note.read_text().strip()
-        except FileNotFoundError:  # it was ready before
+            failure = note.read_text().strip()
+        except FileNotFoundError:  # the worker was ready before
             return trouble
-        if cannot or time.monotonic() > deadline:
-            return cannot or trouble
+        if failure or time.monotonic() > deadline:
+            return failure or trouble
         time.sleep(LOOK_S)
     note.unlink(missing_ok=True)
     return ""
@@ -118,7 +117,7 @@ def _redis(settings: Settings) -> "redis.Redis":
 
 
 def main(arguments: list[str]) -> int:
-    """0: healthy; 1: unhealthy, the reason is printed; 2: unknown check."""
+    """Return 0 if healthy; 1 if unhealthy, and print the reason; 2 for an unknown check."""
     if len(arguments) != 1 or arguments[0] not in CHECKS:
         print(f"usage: python -m midstream.broker.health {'|'.join(CHECKS)}", file=sys.stderr)
         return 2

@@ -30,6 +30,7 @@ from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
 from ..schemas.base.errors import MidstreamError
 from ..schemas.jobs.openai import ChatRequest
+from ..schemas.readings.readings import FIELDS as READINGS
 from .sdk.client import Client
 from .sdk.discovery import address
 from .sdk.wire import headers, openai_body
@@ -46,14 +47,12 @@ FIELDS = (
     "patch",
     "capture",
     "capture_wait",
-    "lens",
-    "readers",
-    "features",
     "probes",
     "lora",
+    *READINGS,
 )
 #: Fields of a response that become metadata of the model's output.
-ANSWERED = ("capture_results", "determinism", "lens", "readers", "features", "probes")
+ANSWERED = ("capture_results", "determinism", "probes", *READINGS)
 #: HTTP statuses after which a request is retried: too many requests, or not ready. Any other error
 #: status fails the sample.
 RETRIED = (429, 503)

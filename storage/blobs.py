@@ -13,8 +13,8 @@ from ..schemas.jobs.captures import SEGMENTS, BlobEntry, Manifest, index_of
 from .formats.capture_blobs import DTYPE_NAMES, DamagedBlob, encode_header
 from .store import Adopting, ArtifactStore, Buffer, Draft, Referring, Segment
 
-#: Blobs in a segment begin at multiples of this: each can be mapped alone, and a deleted one leaves
-#: no block half used.
+#: Blobs in a segment begin at multiples of this, so that each can be mapped alone, and a deleted
+#: blob's blocks can be released whole.
 SEGMENT_ALIGNMENT = 4096
 #: An index is read in pieces of this many bytes.
 _CHUNK = 1 << 20
@@ -30,7 +30,7 @@ class Blob:
     buffers: Sequence[memoryview]
     size: int
     crc32: int
-    # the same bytes in a file that the store takes over; `buffers` is then empty
+    # a file with the same bytes that the store takes over; `buffers` is then empty
     draft: Draft | None = None
 
     def line(self, key: str, offset: int = 0) -> bytes:
@@ -49,8 +49,6 @@ def make_blob(
     """Build a blob without copying its buffers.
 
     `tensors`: (name, dtype, shape, C-contiguous little-endian buffers in order).
-
-    Raises ValueError when a tensor's buffers do not add up to its shape.
     """
     described, body = [], []
     for name, dtype, shape, buffers in tensors:
@@ -69,8 +67,8 @@ def publish(store: ArtifactStore, blobs: Sequence[tuple[str, Blob]]) -> None:
     durable.
 
     Raises OSError (disk full, read-only, removed meanwhile, …) or ValueError (a key outside the
-    store); objects that were already renamed to their keys are then complete but must not be
-    reported; everything else is removed.
+    store). Objects that are at their keys by then are complete but must not be reported; the others
+    are removed.
     """
     writer = store.writer()
     try:

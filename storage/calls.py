@@ -1,6 +1,4 @@
-"""Counts of this process's requests to object storage: how many, how they ended, how often
-repeated, how large and how slow.
-"""
+"""Counts this process's requests to object storage: outcomes, retries, sizes and durations."""
 
 import threading
 import time
@@ -15,10 +13,10 @@ from ..schemas.base.store_calls import BOUNDS, StoreCalls
 
 @dataclass
 class Call:
-    """One request that is under way; its caller sets both fields."""
+    """One running request; its caller sets both fields."""
 
     outcome: str = "ok"
-    size: int = 0  # bytes of its body, or of the answer's
+    size: int = 0  # bytes of the body of the request or of its response
 
 
 @dataclass
@@ -31,11 +29,11 @@ class _Operation:
 
 
 class Tally:
-    """May be shared by threads."""
+    """Counts of requests by operation. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._of: defaultdict[str, _Operation] = defaultdict(_Operation)
+        self._operations: defaultdict[str, _Operation] = defaultdict(_Operation)
 
     @contextmanager
     def call(self, operation: str) -> Iterator[Call]:
@@ -45,30 +43,30 @@ class Tally:
         finally:
             seconds = time.monotonic() - began
             with self._lock:
-                of = self._of[operation]
-                of.outcomes[call.outcome] += 1
-                of.bytes += call.size
-                of.seconds += seconds
-                of.buckets[bisect_left(BOUNDS, seconds)] += 1
+                counts = self._operations[operation]
+                counts.outcomes[call.outcome] += 1
+                counts.bytes += call.size
+                counts.seconds += seconds
+                counts.buckets[bisect_left(BOUNDS, seconds)] += 1
 
     def repeated(self, operation: str) -> None:
         with self._lock:
-            self._of[operation].retries += 1
+            self._operations[operation].retries += 1
 
     def read(self) -> dict[str, StoreCalls]:
-        """Operation → its counts so far."""
+        """Return operation → its counts so far."""
         with self._lock:
             return {
                 name: StoreCalls(
-                    outcomes=dict(of.outcomes),
-                    retries=of.retries,
-                    bytes=of.bytes,
-                    seconds=round(of.seconds, 6),
-                    buckets=[*of.buckets],
+                    outcomes=dict(counts.outcomes),
+                    retries=counts.retries,
+                    bytes=counts.bytes,
+                    seconds=round(counts.seconds, 6),
+                    buckets=[*counts.buckets],
                 )
-                for name, of in self._of.items()
+                for name, counts in self._operations.items()
             }
 
 
-#: Of this process.
+#: The counts of this process.
 CALLS = Tally()

@@ -46,7 +46,7 @@ class DirectWriter:
                 return False
             raise
         try:
-            with suppress(OSError):  # if there is no room, the writes fail
+            with suppress(OSError):  # if there is no space, the writes fail
                 os.posix_fallocate(descriptor, 0, size)
             self._copy(descriptor, buffers)
             os.ftruncate(descriptor, size)
@@ -75,9 +75,7 @@ class DirectWriter:
             for part in _parts(buffers):
                 filled = sum(map(len, part))
                 self._write_at(self._memory, part, 0)
-                whole = (
-                    filled + -filled % _ALIGNMENT
-                )  # the padding of the last part is cut off at the end
+                whole = filled + -filled % _ALIGNMENT  # `write` cuts off the last part's padding
                 self._write_at(descriptor, [staged[:whole]], offset)
                 offset += filled
 

@@ -1,4 +1,4 @@
-"""Recognises errors of disks that take no writes, and tests whether a folder can be written."""
+"""Recognises errors of full or read-only disks, and tests whether a folder can be written."""
 
 import errno
 import re
@@ -12,20 +12,18 @@ TROUBLES = {
     errno.EDQUOT: FULL,
     errno.EROFS: READ_ONLY,
 }
-#: The same in the texts of SQLite and Redis, which carry no number.
+#: The same errors in the texts of SQLite and Redis, which have no error number.
 _TEXTS = {
     FULL: re.compile(r"No space left on device|Disk quota exceeded|database or disk is full"),
     READ_ONLY: re.compile(r"Read-only file system|readonly database"),
 }
-#: Bytes of a test write: more than some file systems keep next to a file's name, where a full disk
-#: would not show.
+#: Bytes of a test write: more than some file systems store in the inode, where a full disk would
+#: not show.
 PROBE_BYTES = 16 << 10
 
 
 def disk_trouble(error: BaseException | str) -> str:
-    """`disk full` or `disk read-only` where that is what `error` is about; empty for any other
-    error.
-    """
+    """Returns `disk full` or `disk read-only` if `error` means that; empty for other errors."""
     number = error.errno if isinstance(error, OSError) else None
     if number in TROUBLES:
         return TROUBLES[number]
@@ -34,14 +32,14 @@ def disk_trouble(error: BaseException | str) -> str:
 
 def probe(folder: Path) -> str:
     """Return why `folder` cannot be written, such as `disk full: /data/outbox cannot be written`;
-    empty when it can, or is not there.
+    empty if it can be written or does not exist.
 
     Writes a file without a name, so nothing is left behind by a process that is killed.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(PROBE_BYTES))
-            file.flush()  # which continues after a short write, and then fails
+            file.flush()  # continues after a short write, and then fails
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:

@@ -35,16 +35,16 @@ from .direct_write import LEAST, DirectWriter
 from .disk import probe
 from .store import Buffer, NotInPlaceError, check_key
 
-#: `<root>/.deleted/<job>` exists from the moment at which a job's captures are deleted until
+#: `<root>/.deleted/<job>` exists from the beginning of the deletion of a job's captures until
 #: nothing is left of them.
 DELETED = ".deleted"
-#: Up to this many files are synced one by one; above it one `syncfs` is cheaper than a journal
+#: Up to this many files are synced one by one; for more, one `syncfs` is cheaper than a journal
 #: commit for each file.
 _SYNC_SINGLY = 4
 #: `writev` takes at most this many buffers (Linux IOV_MAX).
 _IOV_MAX = 1024
-#: Bytes of a unit of `st_blocks`, and of a page: where the file system can release blocks, erased
-#: ranges are whole pages.
+#: Bytes of a unit of `st_blocks`, and of a page: erased ranges are rounded up to whole pages if the
+#: file system can release blocks.
 _BLOCK, _PAGE = 512, 4096
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2  # fallocate(2)
 _PROT_READ = _MAP_SHARED = 1  # mmap(2)
@@ -147,8 +147,7 @@ class FileStore:
                     path, self._mark(path.name) / f"{path.parent.name}.{secrets.token_hex(8)}"
                 )
             except FileNotFoundError:
-                # another process has moved the folder, or has finished the deletion and removed the
-                # mark
+                # another process moved the folder, or finished the deletion and removed the mark
                 self.mark(path.name)
         self._clear(path.name, unmark=False)
 
@@ -217,7 +216,7 @@ class FileHandle:
         self._file = open(path, "rb", buffering=0, opener=_open_regular)  # noqa: SIM115
         try:
             if lock:
-                # released with the last mapping of this open file
+                # the lock is released with the last mapping of this open file
                 _lock(self._file.fileno(), shared=True)
             status = os.fstat(self._file.fileno())
             self.size, self.stamp = status.st_size, str(status.st_mtime_ns)
@@ -304,10 +303,12 @@ class FileWriter:
 
 
 class FileDraft:
-    """A file without a name, which the system removes when it is dropped or the process ends."""
+    """A file without a name, which the system removes when it is closed or the process ends."""
 
     def __init__(self, descriptor: int, *, adoptable: bool) -> None:
-        """Take over the descriptor. `adoptable`: the file can be given a name."""
+        """Take over the descriptor, which is closed when the draft is dropped. `adoptable`: the
+        file can be given a name.
+        """
         self._descriptor, self.adoptable = descriptor, adoptable
         weakref.finalize(self, os.close, descriptor)
 
@@ -328,12 +329,12 @@ class FileDraft:
         os.ftruncate(self._descriptor, size)
 
     def link(self, path: Path) -> None:
-        """Give it a name. Raises OSError."""
+        """Give the file a name. Raises OSError."""
         self.adoptable = False
 
-        def named(folder: int) -> None:
-            # given `dst_dir_fd`, Python calls linkat(2), which follows the link in /proc; link(2)
-            # does not
+        def create(folder: int) -> None:
+            # With `dst_dir_fd`, Python calls linkat(2), which follows the link in /proc; link(2)
+            # does not.
             os.link(
                 f"/proc/self/fd/{self._descriptor}",
                 path.name,
@@ -341,7 +342,7 @@ class FileDraft:
                 follow_symlinks=True,
             )
 
-        _with_descriptor(path.parent, named)
+        _with_descriptor(path.parent, create)
 
 
 _per_thread = threading.local()
@@ -356,7 +357,7 @@ def _direct() -> DirectWriter:
 
 
 def scratch(folder: Path) -> FileDraft:
-    """Create a draft that no store can adopt, for rows that wait. Raises OSError."""
+    """Create a draft that no store can adopt, for spilled rows. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         return FileDraft(os.dup(file.fileno()), adoptable=False)
@@ -373,15 +374,15 @@ class FileSegment:
     def __init__(self, store: FileStore, key: str) -> None:
         self.key, self.size = key, 0
         self._lines = 0  # bytes of the index so far
-        self._doubtful = False  # it is not certain what the disk holds
+        self._doubtful = False  # the content on the disk is uncertain
         self._paths = store.path(key), store.path(index_of(key))
         self._data = self._index = -1
         target, index = self._paths
         target.parent.mkdir(parents=True, exist_ok=True)
         created = []
         try:
-            # Create the index first, and lock it for as long as this process may append: deletions
-            # remove neither file while it is locked.
+            # Create the index first, and keep it locked while this process may append: deletions
+            # remove neither file while the index is locked.
             self._index = os.open(index, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
             created.append(index)
             _lock(self._index, shared=False)
@@ -396,8 +397,8 @@ class FileSegment:
 
     @property
     def usable(self) -> bool:
-        """Return whether the segment can be appended to: not if another process has removed or
-        replaced its files.
+        """Return whether a group can be appended: false if another process has removed or replaced
+        the segment's files, or if their content is uncertain.
         """
         if self._doubtful or self._data < 0:
             return False
@@ -411,10 +412,10 @@ class FileSegment:
         end = self.size + sum(map(len, data))
         try:
             _write_at(self._data, data, self.size)
-            self._synced(self._data)
+            self._sync(self._data)
             crash_point("segment.written")
             _write_at(self._index, [index], self._lines)
-            self._synced(self._index)
+            self._sync(self._index)
             crash_point("segment.indexed")
             self._must_be_in_place()
         except BaseException as error:
@@ -433,7 +434,7 @@ class FileSegment:
         for path, descriptor in zip(self._paths, (self._data, self._index), strict=True):
             _must_be_at(path, _identity(os.fstat(descriptor)))
 
-    def _synced(self, descriptor: int) -> None:
+    def _sync(self, descriptor: int) -> None:
         try:
             os.fdatasync(descriptor)
         except OSError:
@@ -469,8 +470,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def _map(descriptor: int, size: int, path: Path) -> memoryview:
-    """Map a file with mmap(2) directly: Python's `mmap` keeps a descriptor for each mapping, and
-    there may be thousands.
+    """Map a file with mmap(2) directly: Python's `mmap` keeps a descriptor for each of what may be
+    thousands of mappings.
     """
     libc = _libc()
     address = libc.mmap(None, size, _PROT_READ, _MAP_SHARED, descriptor, 0)
@@ -514,10 +515,7 @@ def _locked(path: Path) -> Iterator[int | None]:
 
 
 def _punch(descriptor: int, offset: int, length: int) -> None:
-    """Release a range's blocks, so that it reads as zeros.
-
-    If the file system cannot release blocks, write zeros.
-    """
+    """Make a range read as zeros: release its blocks, or write zeros if the file system cannot."""
     if (
         _libc().fallocate(
             descriptor, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, length + -length % _PAGE
@@ -616,8 +614,8 @@ def _syncfs(descriptor: int) -> None:
 
 
 def _directories(root: Path, files: Iterable[Path]) -> list[Path]:
-    """Return every directory from the files' parents up to `root`, and root's parent: each may have
-    a new entry to sync.
+    """Return every directory from the files' parents up to `root`, and root's parent, since each
+    may have a new entry to sync.
     """
     directories: dict[Path, None] = {root: None, root.parent: None}
     for file in files:

@@ -1,11 +1,10 @@
-"""Access to a bucket: credentials, bounded retries, and what goes wrong as the OSErrors that a disk
-raises, in plain English.
+"""Access to a bucket: credentials, bounded retries, and errors as the OSErrors that a disk raises.
 
-Credentials are the settings `artifact_access_key` and `artifact_secret_key`; else what AWS' own
-variables name; else the profile in AWS' credentials file; else what the machine's role gives. They
-are in no URI, receipt or log. Those of a file are read again every minute, and when they are
-refused: temporary ones are replaced before they expire. (obstore itself asks again for what a role
-gives.)
+Credentials are the settings `artifact_access_key` and `artifact_secret_key`; else AWS's own
+environment variables; else the profile in AWS's credentials file; else the credentials of the
+machine's role. They are in no URI, receipt or log. Credentials of a file are read again every
+minute and when they are refused, because temporary ones are replaced before they expire. (obstore
+itself renews those of a role.)
 """
 
 import configparser
@@ -32,19 +31,20 @@ from .store import PASSING
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Of one request, which moves a part at most. A request that fails for a passing reason is
-#: repeated, and given up after `RETRY_S`: before steps of an engine that wait for the writers give
-#: up (`workers.runner.overload`). One that is never answered is over so early that the jobs behind
-#: it still have their receipts within `capture_timeout_s`.
+#: Seconds to connect, and for one request, which transfers a part at most; number of retries, and
+#: seconds after which none begins. A request that fails for a transient reason is repeated, and
+#: given up before engine steps that wait for the writers give up
+#: (`workers.runner.rows.overload`). A request that is never answered ends so early that the jobs
+#: behind it still get their receipts within `capture_timeout_s`.
 CONNECT_S, REQUEST_S, RETRIES, RETRY_S = 5, 30, 12, 20
 #: Seconds between the tries of a request.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-#: Of a test write: who asks waits for it.
+#: Seconds for a test write, which callers wait for.
 PROBE_S = 5
-#: Seconds after which credentials are read again. obstore asks for new ones when those that it has
-#: are valid for less than 5 minutes.
+#: Seconds after which credentials are read again: obstore requests new credentials when its own are
+#: valid for less than 5 minutes.
 READ_AGAIN_S, RENEWED_S = 60, 300
-#: Requests of this process at a time, over all its stores.
+#: Concurrent requests of this process, over all its stores.
 REQUESTS = 32
 
 #: Code of S3, or status → error number, and message for users.
@@ -69,15 +69,14 @@ _REASONS: dict[str, tuple[int, str]] = {
     "EntityTooLarge": (errno.EFBIG, "the object is too large for it"),
     "XAmzContentSHA256Mismatch": (errno.EIO, "the bytes that arrived are not those that were sent"),
     "BadDigest": (errno.EIO, "the bytes that arrived are not those that were sent"),
-    # Of an upload whose end was asked for twice, because the first answer was lost: most servers
-    # repeat it.
+    # An upload was completed twice, because the first response was lost: most servers repeat it.
     "NoSuchUpload": (errno.EBUSY, "it no longer knows the upload"),
     "SlowDown": (errno.EBUSY, "it asks to slow down"),
-    "NotImplemented": (errno.ENOSYS, "it does not do that"),
-    "501": (errno.ENOSYS, "it does not do that"),
+    "NotImplemented": (errno.ENOSYS, "it does not support the operation"),
+    "501": (errno.ENOSYS, "it does not support the operation"),
     "503": (errno.EBUSY, "it is not available"),
     "507": (errno.ENOSPC, "it is full"),
-    "416": (errno.ERANGE, "the object does not reach so far"),
+    "416": (errno.ERANGE, "the range is beyond the object's end"),
     "401": (errno.EACCES, "it refuses the credentials"),
     "403": (errno.EACCES, "it refuses the credentials"),
     "429": (errno.EBUSY, "it asks to slow down"),
@@ -92,8 +91,7 @@ _OUTCOMES: dict[int | None, str] = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
 }
-#: What a request with credentials that have expired may be answered; S3 answers HEAD with 400 and
-#: no reason.
+#: Errors that expired credentials may cause; S3 answers HEAD with 400 and no reason.
 REFUSALS = (errno.EACCES, errno.EIO)
 #: Codes of a 404 that are not about the object.
 _NOT_THE_KEY = frozenset({"NoSuchBucket", "NoSuchUpload"})
@@ -112,15 +110,16 @@ class Stale(OSError):
 class Address(NamedTuple):
     bucket: str
     prefix: str  # without a final "/"
-    endpoint: str = ""  # empty: AWS' own, or what AWS_ENDPOINT_URL names
-    region: str = ""  # empty: what AWS_REGION names, or us-east-1
+    endpoint: str = ""  # empty: AWS_ENDPOINT_URL, or AWS's own
+    region: str = ""  # empty: AWS_REGION, or us-east-1
 
 
 @lru_cache(maxsize=64)
 def client(address: Address, quick: bool = False, repeats: bool = False) -> Any:
-    """`quick`: fail within seconds.
+    """Returns obstore's client of a bucket. Raises SettingsError, OSError.
 
-    `repeats`: it repeats requests itself, as for an upload in parts. Raises SettingsError, OSError.
+    `quick`: it fails within `PROBE_S`. `repeats`: it retries requests itself, as an upload in parts
+    needs.
     """
     config = {"endpoint": address.endpoint, "region": address.region}
     seconds = PROBE_S if quick else REQUEST_S
@@ -159,7 +158,7 @@ _last: dict[str, str] = {}
 
 
 def _current() -> dict[str, Any]:
-    """The credentials as obstore asks for them."""
+    """Returns the credentials in obstore's form."""
     global _last
     _last = _credentials()
     until = datetime.now(UTC) + timedelta(seconds=READ_AGAIN_S + RENEWED_S)
@@ -172,9 +171,9 @@ def _current() -> dict[str, Any]:
     }
 
 
-def _replaced() -> bool:
-    """Return whether the credentials are others than those that were read last; then clients are
-    made again with them.
+def _credentials_changed() -> bool:
+    """Return whether the credentials differ from those that were read last; if so, clients are
+    created again.
     """
     replaced = bool(_last) and _credentials() != _last
     if replaced:
@@ -183,7 +182,7 @@ def _replaced() -> bool:
 
 
 def _credentials() -> dict[str, str]:
-    """Empty where obstore finds them itself."""
+    """Returns the credentials of the settings or a file; empty if obstore finds them itself."""
     settings = load_settings()
     if settings.artifact_access_key:
         return {
@@ -212,9 +211,9 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def together(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """`action` on each, concurrently.
+    """Runs `action` on all items concurrently; returns the results.
 
-    Raises the first error, when none runs any more. Not to be called by an `action`.
+    Raises the first error once no action runs any more. An `action` must not call this.
     """
     futures = [_pool().submit(action, item) for item in items]
     wait(futures)
@@ -222,9 +221,9 @@ def together(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 
 def ask(address: Address, operation: str, action: Callable[[Any, Call], T], key: str = "") -> T:
-    """Return what `action(client, call)` returns, repeated while it fails for a passing reason.
+    """Return what `action(client, call)` returns, repeated while it fails for a transient reason.
 
-    Counted under `operation`. Raises OSError.
+    Requests are counted under `operation`. Raises OSError.
     """
     until, pause, renewed = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
     for remaining in reversed(range(RETRIES + 1)):
@@ -232,7 +231,7 @@ def ask(address: Address, operation: str, action: Callable[[Any, Call], T], key:
             with counted(operation) as call, explained(address, key):
                 return action(client(address), call)
         except OSError as error:
-            if error.errno in REFUSALS and not renewed and _replaced():
+            if error.errno in REFUSALS and not renewed and _credentials_changed():
                 renewed = True
                 continue
             if error.errno not in PASSING or not remaining or time.monotonic() + pause > until:
@@ -260,7 +259,7 @@ def _outcome(error: BaseException) -> str:
 
 @contextmanager
 def explained(address: Address, key: str = "") -> Iterator[None]:
-    """Errors of obstore as OSErrors: FileNotFoundError for a key that is not there, `Stale`,
+    """Turns obstore's errors into OSErrors: FileNotFoundError for a missing key, `Stale`,
     PermissionError, TimeoutError, …
     """
     try:

@@ -1,7 +1,7 @@
 """Artifacts in a bucket of S3, or of a server that speaks its protocol.
 
-An object is uploaded whole or in parts, is visible when it is complete, and counts as durable when
-the store shows it with the size and the ETag that the upload returned. In a group, indices are
+An object is uploaded whole or in parts, becomes visible when it is complete, and counts as durable
+when the store reports it with the size and the ETag of the upload. In a group, indices are
 uploaded after the objects that they describe. A segment holds a single group. A mark is an empty
 object `.deleted/<name>`. Names that begin with a dot are not listed. See
 docs/decisions/0034-object-storage.md.
@@ -44,7 +44,7 @@ PART, MAX_PARTS = 8 << 20, 10_000
 #: memory.
 REWRITTEN = 16 << 20
 #: The most parts of one object that are being uploaded, and that wait to be uploaded.
-_UNDER_WAY, _WAITING = 4, 2
+_UPLOADING, _WAITING = 4, 2
 #: A read fetches at least this many bytes, so that a header or a small blob takes one request and
 #: comes from one version of the object. A read that continues where the previous one ended fetches
 #: a whole part.
@@ -52,7 +52,7 @@ _READ_AHEAD = 256 << 10
 #: How often reading or erasing an object is tried while other processes change it.
 _TRIES = 10
 #: The most objects that S3 deletes with one request.
-_AT_ONCE = 1000
+_DELETED_TOGETHER = 1000
 #: How often a request is tried if the complete response is shorter than requested. (obstore itself
 #: repeats requests whose response is cut off.)
 _SHORT_TRIES = 3
@@ -63,7 +63,7 @@ _OPTIONS = ("endpoint", "region")
 
 
 def open_store(uri: str) -> "S3Store":
-    """`s3://bucket/prefix`, with `endpoint` and `region` as its query where they are needed.
+    """Opens the store at `s3://bucket/prefix`; `endpoint` and `region` may be in the URI's query.
 
     Raises ValueError.
     """
@@ -88,6 +88,8 @@ def open_store(uri: str) -> "S3Store":
 
 @dataclass(frozen=True)
 class S3Store:
+    """The store in the bucket and prefix of `address`."""
+
     address: Address
 
     @property
@@ -201,8 +203,8 @@ class S3Store:
             self.ask("delete", lambda s3, _: obstore.delete(s3, key), key)
             return
         paths = self.paths(key)
-        for at in range(0, len(paths), _AT_ONCE):
-            batch = paths[at : at + _AT_ONCE]
+        for at in range(0, len(paths), _DELETED_TOGETHER):
+            batch = paths[at : at + _DELETED_TOGETHER]
             self.ask(
                 "delete",
                 lambda s3, _, batch=batch: obstore.delete(s3, batch),  # type: ignore[misc]
@@ -324,8 +326,8 @@ class S3Store:
 
 
 def _forms(tag: str) -> tuple[str, str]:
-    """Return both forms of the ETag for a conditional write: with its quotation marks, which
-    HTTP demands, and without, which Ceph uses.
+    """Return both forms of an ETag for a conditional write: with quotation marks, which HTTP
+    requires, and without, which Ceph uses.
     """
     return tag, tag.strip('"')
 
@@ -359,7 +361,7 @@ class S3Handle:
         except OSError as error:
             if error.errno != errno.ERANGE:
                 raise
-            # it is empty
+            # an empty object has no range
             (self.size, self._tag), content = self._store.head(self._key), obstore.Bytes(b"")
         if len(content) == min(self.size, _READ_AHEAD):
             self._start, self._ahead = 0, memoryview(content)
@@ -377,10 +379,10 @@ class S3Handle:
         if count <= 0:
             return b""
         if not (self._start <= start and start + count <= self._start + len(self._ahead)):
-            goes_on = self._begun and start == self._start + len(self._ahead)
+            sequential = self._begun and start == self._start + len(self._ahead)
             self._start, self._ahead = (
                 start,
-                self._fetched(start, max(count, PART if goes_on else _READ_AHEAD)),
+                self._fetch(start, max(count, PART if sequential else _READ_AHEAD)),
             )
         self._begun = True
         return bytes(self._ahead[start - self._start :][:count])
@@ -388,11 +390,11 @@ class S3Handle:
     def view(self) -> memoryview:
         """Return the whole object, in memory."""
         if len(self._ahead) != self.size:
-            self._start, self._ahead = 0, self._fetched(0, self.size)
+            self._start, self._ahead = 0, self._fetch(0, self.size)
         self._begun = True
         return self._ahead.toreadonly()
 
-    def _fetched(self, start: int, count: int) -> memoryview:
+    def _fetch(self, start: int, count: int) -> memoryview:
         for _ in range(_TRIES):
             result = memoryview(bytearray(min(count, max(0, self.size - start))))
             try:
@@ -461,9 +463,9 @@ class _Upload:
             head = self._store.head(self.key)
         except FileNotFoundError as error:
             raise NotInPlaceError(f"{self.key} was deleted while being written") from error
-        # Ceph sometimes omits the quotation marks
-        known, shown = (tag.strip('"') for tag in (self._tag, head[1]))
-        if head[0] != self.size or (known and shown and known != shown):
+        size, tag = head[0], head[1].strip('"')  # Ceph sometimes omits the quotation marks
+        uploaded = self._tag.strip('"')
+        if size != self.size or (uploaded and tag and uploaded != tag):
             raise NotInPlaceError(f"{self.key} was replaced while being written")
 
     def drop(self) -> None:
@@ -496,7 +498,7 @@ class _Upload:
                     self._iterate(),
                     use_multipart=True,
                     chunk_size=PART,
-                    max_concurrency=_UNDER_WAY,
+                    max_concurrency=_UPLOADING,
                 )
                 call.size = self.size
             self._tag = put["e_tag"] or ""
@@ -514,6 +516,8 @@ class _Upload:
 
 
 class S3Writer:
+    """Uploads that are completed together in `commit`."""
+
     def __init__(self, store: S3Store) -> None:
         self._store, self._uploads = store, dict[str, _Upload]()
 
@@ -570,7 +574,7 @@ class S3Segment:
             writer.commit()
         except BaseException:
             writer.abort()
-            # what is stored is uncertain: no reader may find it
+            # the stored content is uncertain: no reader may find it
             for key in (index_of(self.key), self.key):
                 with suppress(OSError):
                     self._store.delete(key)

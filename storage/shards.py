@@ -1,8 +1,8 @@
-"""Shards of harvests in any store: safetensors files of rows that share their keys; written whole,
-read by ranges.
+"""Shards of harvests in any store: safetensors files of the rows of several sites at the same
+tokens; written whole, read by ranges.
 
 Tensors: `documents`, `positions` and `token_ids` int64 `[rows]`; `<hook>.<layer>` `[rows, width]`,
-and of a dtype with a scale per row `<hook>.<layer>.scale` float32 `[rows]`.
+and for a dtype with a scale per row `<hook>.<layer>.scale` float32 `[rows]`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from .formats.capture_blobs import TensorPlace, read_tensors, safetensors_header
 from .store import Buffer, Handle
 
 KEYS = ("documents", "positions", "token_ids")
-#: Our name of a dtype → safetensors' name and numpy's of its bits.
+#: Midstream's name of a dtype → safetensors' name, and numpy's dtype for its bits.
 RAW: dict[str, tuple[str, str]] = {
     name: (facts.file, facts.raw) for name, facts in DTYPES.items()
 } | {
@@ -34,8 +34,8 @@ def site_name(hook: str, layer: int) -> str:
 
 @cache
 def _float8_values() -> np.ndarray:
-    """float32 `[127]`: the finite values of float8_e4m3fn from 0 up (bits 0 to 126); 4 bits of
-    exponent, 3 of mantissa, bias 7.
+    """Returns the finite values of float8_e4m3fn from 0 up (bits 0 to 126), float32 `[127]`; 4 bits
+    of exponent, 3 of mantissa, bias 7.
     """
     bits = np.arange(127)
     exponent, mantissa = bits >> 3, (bits & 7) / 8
@@ -45,10 +45,10 @@ def _float8_values() -> np.ndarray:
 
 
 def encoded_rows(rows: np.ndarray, dtype: str, to: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Rows as bits of `dtype` in the dtype `to`, and the scale of each where `to` has one (float32
-    `[rows]`).
+    """Converts rows (bits of `dtype`) to bits of the dtype `to`; returns them with the scale of
+    each row, float32 `[rows]`, or None if `to` has no scales.
 
-    A row that is not finite keeps a scale that is not finite: it reads as NaN, never as a number.
+    A row that is not finite gets a scale that is not finite: it reads as NaN, never as a number.
     """
     if dtype == to:
         return rows, None
@@ -74,7 +74,7 @@ def encoded_rows(rows: np.ndarray, dtype: str, to: str) -> tuple[np.ndarray, np.
 
 
 def decoded_rows(rows: np.ndarray, dtype: str, scale: np.ndarray | None) -> np.ndarray:
-    """Stored rows as numbers: float32, or float16 as it is."""
+    """Returns stored rows as numbers: float32, or float16 unchanged."""
     if dtype == "float8_e4m3fn":
         magnitude = np.append(_float8_values(), np.float32(np.nan))
         rows = np.concatenate([magnitude, -magnitude])[rows]
@@ -88,9 +88,9 @@ def decoded_rows(rows: np.ndarray, dtype: str, scale: np.ndarray | None) -> np.n
 def shard_buffers(
     tensors: Sequence[tuple[str, str, np.ndarray]], metadata: Mapping[str, str]
 ) -> tuple[list[Buffer], int, int]:
-    """(buffers in order, bytes, CRC32) of a file; `tensors`: (name, dtype, C-contiguous bits).
+    """Returns (buffers in order, bytes, CRC32) of a file, without copying.
 
-    Nothing is copied.
+    `tensors`: (name, dtype, C-contiguous bits).
     """
     header = safetensors_header(
         [(name, RAW[dtype][0], list(bits.shape), bits.nbytes) for name, dtype, bits in tensors],
@@ -107,22 +107,22 @@ def shard_buffers(
 
 
 def shard_tensors(handle: Handle) -> dict[str, TensorPlace]:
-    """The tensors of a shard. Raises DamagedBlob for what is none, OSError."""
+    """Returns the tensors of a shard. Raises DamagedBlob if it is not a shard, and OSError."""
     return read_tensors(handle.read, handle.size, _ITEM_BYTES)[1]
 
 
 def tensor_bits(data: Buffer, tensor: TensorPlace) -> np.ndarray:
-    """Rows of the tensor, `[rows, …]`, from their own bytes."""
+    """Returns rows of `tensor`, `[rows, …]`, from their bytes `data`."""
     return np.frombuffer(data, dtype=RAW[dtype_of(tensor)][1]).reshape(-1, *tensor.shape[1:])
 
 
 def dtype_of(tensor: TensorPlace) -> str:
-    """Our name of its dtype."""
+    """Returns Midstream's name of a tensor's dtype."""
     return _OF_FILE[tensor.dtype]
 
 
 def checksum(handle: Handle, piece: int = 8 << 20) -> int:
-    """CRC32 of the whole object."""
+    """Returns the CRC32 of the whole object."""
     crc, at = 0, 0
     while chunk := handle.read(at, piece):
         crc, at = zlib_ng.crc32(chunk, crc), at + len(chunk)

@@ -2,9 +2,9 @@
 of a store by its URI.
 
 Keys are strings relative to the store, such as `tag/job_1/p0000.a1.pp0.safetensors`; a folder ends
-in "/". The protocol needs no rename and no append to an object that is complete, so that object
-storage can implement it. Failures are the OSErrors that a disk raises: FileNotFoundError for a key
-that is not there, PermissionError, and so on. See docs/decisions/0012-artifact-store.md.
+in "/". The protocol needs no rename and no append to a complete object, so that object storage can
+implement it. Failures are the OSErrors that a disk raises: FileNotFoundError for a missing key,
+PermissionError, and so on. See docs/decisions/0012-artifact-store.md.
 """
 
 import errno
@@ -21,41 +21,39 @@ T = TypeVar("T")
 R = TypeVar("R")
 Buffer = bytes | bytearray | memoryview
 
-#: Errors that say nothing about what was asked: the store was not reached, did not answer, or asked
-#: to come again.
+#: Transient errors, independent of the request: the store was not reached, did not answer, or asked
+#: for a later retry.
 PASSING = frozenset({errno.EBUSY, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET})
 
 _SCHEME = re.compile(r"([a-z][a-z0-9]*)://")
 
 
 class NotInPlaceError(OSError):
-    """A written object is not at its key: it was removed or replaced meanwhile.
-
-    Written again, it would be.
+    """A written object is not at its key, because it was removed or replaced meanwhile; writing it
+    again would succeed.
     """
 
 
 class Handle(Protocol):
     """An object opened for reading.
 
-    It shows what was there when it was opened, or raises; closed at the latest when it is dropped.
+    It shows the content at the time of opening, or raises. It is closed at the latest when it is
+    dropped.
     """
 
     size: int
 
     @property
     def stamp(self) -> str:
-        """Return what another version of the object differs in: the time of its last change, or an
-        ETag.
-        """
+        """An identifier of the object's version: the time of its last change, or an ETag."""
 
     def read(self, start: int, count: int) -> bytes:
-        """The bytes `[start, start + count)`; fewer only at the object's end. Raises OSError."""
+        """Return the bytes `[start, start + count)`; fewer only at the end. Raises OSError."""
 
     def view(self) -> memoryview:
-        """Return all of it, read-only; mapped where the store can.
+        """Return the whole object, read-only; mapped if the store can map it.
 
-        Stays readable, and held, after `close`. Raises OSError, MidstreamError.
+        The view stays readable, and the object held, after `close`. Raises OSError, MidstreamError.
         """
 
     def close(self) -> None: ...
@@ -74,17 +72,17 @@ class Writer(Protocol):
     """New objects that become durable together. Belongs to one thread."""
 
     def append(self, key: str, buffers: Sequence[Buffer]) -> None:
-        """Add bytes to the object `key`, invisible before `commit`.
+        """Add bytes to the object `key`, which is invisible before `commit`.
 
-        Raises OSError, ValueError for a key outside the store.
+        Raises OSError, and ValueError for a key outside the store.
         """
 
     def commit(self) -> None:
-        """When this returns, contents and keys of all objects are durable, at a fixed number of
-        disk round trips for any number.
+        """Make contents and keys of all objects durable, with a number of disk round trips that
+        does not depend on the number of objects.
 
-        Raises OSError; then nothing of the group may be reported, though some of it may be there,
-        each object whole.
+        Raises OSError; then no object of the group may be reported, although some may exist, each
+        of them whole.
         """
 
     def abort(self) -> None:
@@ -94,23 +92,21 @@ class Writer(Protocol):
 class Draft(Protocol):
     """A file whose parts are written in any order before it becomes an object.
 
-    Without a key: nothing is left of one that is dropped.
+    It has no key yet: a dropped draft leaves nothing behind.
     """
 
     @property
     def adoptable(self) -> bool:
-        """Return whether a writer of its store can take it: once, and not one that is merely
-        scratch space.
-        """
+        """Return whether a writer of its store can still take it; false for scratch space."""
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write all of `buffers` contiguously from `offset` on. Raises OSError."""
 
     def read(self, start: int, count: int) -> bytes:
-        """The bytes `[start, start + count)`, all of them written. Raises OSError."""
+        """Return the bytes `[start, start + count)`, all of them written. Raises OSError."""
 
     def view(self) -> memoryview:
-        """Return all of it, read-only and mapped; it stays readable when the draft is dropped.
+        """Return the whole file, read-only and mapped; readable after the draft is dropped.
 
         Raises OSError, MidstreamError.
         """
@@ -120,13 +116,12 @@ class Draft(Protocol):
 
 @runtime_checkable
 class Drafts(Protocol):
-    """Optional capability: objects whose parts are written in any order.
-
-    Its writers are `Adopting`.
+    """Optional capability: objects whose parts are written in any order. The store's writers are
+    `Adopting`.
     """
 
     def draft(self, key: str) -> Draft | None:
-        """For an object that will get `key`; None where the store, as it is here, cannot.
+        """Return a draft for an object that will get `key`; None if drafts are impossible here.
 
         Raises OSError, ValueError.
         """
@@ -148,9 +143,9 @@ class Signing(Protocol):
     """Optional capability: links that need no credentials."""
 
     def sign(self, key: str, seconds: int, endpoint: str = "") -> str:
-        """A URL at which any caller that has it reads the object for so long.
+        """Return a URL with which any caller can read the object for `seconds`.
 
-        `endpoint`: how they reach the store, if not as we do.
+        `endpoint`: how callers reach the store, if not as this process does.
         """
 
 
@@ -159,20 +154,20 @@ class Distant(Protocol):
     """Optional capability: concurrent reads of many objects, because each answer takes time."""
 
     def together(self, action: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """`action` on each, concurrently.
+        """Run `action` on all items concurrently and return the results.
 
-        Raises the first error, when none runs any more. Not to be called by an `action`.
+        Raises the first error once no action runs any more. An `action` must not call this.
         """
 
 
 @runtime_checkable
 class Referring(Protocol):
-    """Optional capability: the segments of a job without reading the index of each."""
+    """Optional capability: finding the segments of a job without reading every index."""
 
     def segments(self, job: str) -> list[str]:
-        """The keys of those that hold blobs of the job, or may; sorted.
+        """Return the keys of the segments that may hold blobs of the job, sorted.
 
-        Forgotten by `unmark(job)`. Raises OSError.
+        `unmark(job)` removes these references. Raises OSError.
         """
 
 
@@ -181,9 +176,9 @@ class Demanding(Protocol):
     """Optional requirement: features that the store's server may lack."""
 
     def unfit(self) -> str:
-        """Return why it cannot be used, however often it is tried; empty when it can.
+        """Return why the server can never be used; empty when it can.
 
-        Raises OSError when that is not known now.
+        Raises OSError when that is unknown now.
         """
 
 
@@ -193,14 +188,13 @@ class Rewriting(Protocol):
 
     @property
     def rewritten_bytes(self) -> int:
-        """Return what a segment with several blobs should have at most.
-
-        One with a single blob is never rewritten, but deleted.
+        """The most bytes that a segment with several blobs should have; a segment with a single
+        blob is not rewritten but deleted.
         """
 
 
 class Segment(Protocol):
-    """An object that many blobs share and its index (`index_of(key)`), created with this.
+    """An object that many blobs share, with its index (`index_of(key)`); both are created together.
 
     Belongs to one thread of one process.
     """
@@ -210,93 +204,89 @@ class Segment(Protocol):
 
     @property
     def usable(self) -> bool:
-        """Return whether another group may follow: not when it is in doubt what the store holds, or
-        when it takes one group alone.
+        """Return whether another group may follow: false if the stored content is uncertain, or if
+        the segment takes only one group.
         """
 
     def append(self, data: Sequence[Buffer], index: bytes) -> None:
-        """Durable when this returns: first `data` at `size`, then `index` at the end of the index.
+        """Append a group: first `data` at `size`, then `index` to the index; durable on return.
 
-        Raises OSError; then none of the group is in the segment. NotInPlaceError: the group belongs
-        into another segment.
+        Raises OSError; then none of the group is in the segment. After NotInPlaceError, the group
+        can be appended to another segment.
         """
 
     def close(self) -> None:
-        """Nothing is appended from now on."""
+        """Append nothing from now on."""
 
 
 @runtime_checkable
 class ArtifactStore(Protocol):
-    """Stateless for its callers: may be shared by threads. Equal stores hold the same objects."""
+    """A store of objects. Threads may share it; equal stores hold the same objects."""
 
     @property
     def uri(self) -> str:
-        """Return what `open_store` takes."""
+        """The URI that `open_store` takes."""
 
     def prepare(self) -> None:
-        """Make the store before anything is written, so that deletion can distinguish an empty
+        """Create the store before anything is written, so that deletion can distinguish an empty
         store from a missing one. Raises OSError.
         """
 
     def trouble(self) -> str:
-        """Return why nothing can be written, such as `disk full: …`; empty when it can, or when the
-        store is not here.
+        """Return why the store cannot be written, such as `disk full: …`; empty if it can be
+        written or does not exist here.
         """
 
     def used(self) -> int:
-        """Bytes that all objects take."""
+        """Return the bytes that all objects take."""
 
     def writer(self) -> Writer: ...
 
     def segment(self, key: str) -> Segment:
         """Create a segment.
 
-        Raises FileExistsError when there is one, OSError, ValueError for a key outside the store.
+        Raises FileExistsError if it exists, OSError, and ValueError for a key outside the store.
         """
 
     def open(self, key: str, hold: bool = True) -> Handle:
-        """Open for reading.
+        """Open an object for reading.
 
-        `hold`: nothing is erased in it until the handle and its views are dropped. Raises OSError,
+        `hold`: nothing in it is erased until the handle and its views are dropped. Raises OSError,
         ValueError.
         """
 
     def stat(self, key: str) -> int:
-        """Bytes of an object that this process may read. Raises OSError, ValueError."""
+        """Return the bytes of an object that this process may read. Raises OSError, ValueError."""
 
     def children(self, folder: str = "") -> list[str]:
-        """The keys directly in `folder`, sorted; folders end in "/".
-
-        Without those of objects that are still being written.
+        """Return the keys directly in `folder`, sorted, without objects that are still being
+        written; folders end in "/".
         """
 
     def check(self, key: str) -> None:
-        """Raises ValueError for a key that leads outside the store, also through links in it."""
+        """Raise ValueError for a key that leads outside the store, also through links in it."""
 
     def link(self, key: str) -> str | None:
-        """Return where other programs read the object: a path or a URL; None for nowhere."""
+        """Return the path or URL at which other programs read the object; None if there is none."""
 
     def delete(self, key: str) -> None:
-        """Remove an object, or with a final "/" everything below it.
-
-        Nothing happens where there is none. Raises OSError.
-        """
-
-    def erase(self, key: str, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Durably replace (offset, bytes) ranges of a segment by zeros; False, with nothing done,
-        while it is held. Raises OSError.
-        """
-
-    def sealed(self, key: str) -> bool:
-        """Return whether nothing is appended to the segment any more, by any process.
+        """Remove an object, or with a final "/" everything below it; a missing key is no error.
 
         Raises OSError.
         """
 
-    def mark(self, name: str) -> None:
-        """Note that the objects of `name` are being deleted.
+    def erase(self, key: str, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Durably replace (offset, bytes) ranges of a segment by zeros; returns False, with nothing
+        done, while the segment is held. Raises OSError.
+        """
 
-        Raises OSError where there is no store.
+    def sealed(self, key: str) -> bool:
+        """Return whether no process appends to the segment any more. Raises OSError."""
+
+    def mark(self, name: str) -> None:
+        """Record that the objects of `name` are being deleted.
+
+        Raises OSError if there is no store.
         """
 
     def unmark(self, name: str) -> None: ...
@@ -304,24 +294,24 @@ class ArtifactStore(Protocol):
     def marked(self, name: str) -> bool: ...
 
     def marks(self) -> list[str]:
-        """Every marked name, sorted."""
+        """Return every marked name, sorted."""
 
 
 def check_key(key: str) -> str:
-    """The key. Raises ValueError for one that is not inside the store."""
+    """Returns the key. Raises ValueError if it is not inside the store."""
     if key.startswith("/") or ".." in key.split("/") or not key.strip("./"):
         raise ValueError(f"capture path {key!r} is not inside the capture root")
     return key
 
 
 def below(uri: str, name: str) -> str:
-    """The URI of the store `name` inside of another."""
+    """Returns the URI of the store `name` inside the store at `uri`."""
     path, mark, options = uri.partition("?") if _SCHEME.match(uri) else (uri, "", "")
     return f"{path.rstrip('/')}/{name}{mark}{options}"
 
 
 def around(uri: str) -> tuple[str, str]:
-    """The inverse of `below`: the URI of the outer store, and the name."""
+    """Inverts `below`: returns the URI of the outer store, and the name."""
     path, mark, options = uri.partition("?") if _SCHEME.match(uri) else (uri, "", "")
     outer, _, name = path.rpartition("/")
     return outer + mark + options, name
@@ -329,10 +319,10 @@ def around(uri: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=64)
 def open_store(uri: str | PurePath) -> ArtifactStore:
-    """The store at a URI, or in a local folder: `scheme://…` is opened by `open_store` of the
-    module `<scheme>_store` next to this one.
+    """Returns the store at a URI or in a local folder. `scheme://…` is opened by `open_store` of
+    the module `<scheme>_store` next to this one.
 
-    Opening does not touch the store. Raises ValueError for a scheme that has no module.
+    Opening does not access the store. Raises ValueError for a scheme without a module.
     """
     text = str(uri)
     match = _SCHEME.match(text)

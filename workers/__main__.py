@@ -1,5 +1,6 @@
-"""`python -m midstream.workers`: one worker, one engine; settings from the file, the environment
-and `--engine NAME=VALUE`.
+"""Runs one worker with one engine: `python -m midstream.workers`.
+
+Settings come from the file, the environment and `--engine NAME=VALUE`.
 """
 
 import sys

@@ -52,20 +52,19 @@ from .serving.tasks import register_tasks
 logger = logging.getLogger(__name__)
 
 EXIT_BAD_SETTINGS = 2
-EXIT_NO_ENGINE = 3  # it never started
+EXIT_NO_ENGINE = 3  # the engine never started
 EXIT_ENGINE_DIED = 70
-#: An orderly end after the engine's death takes a second or two; after this the process ends
-#: anyway.
+#: An orderly end after the engine's death takes a second or two; after this the process is killed.
 EXIT_DEADLINE_S = 6.0
-#: Names the file of `broker.health.worker`, which `compose/worker.sh` makes. Docker keeps 4 KiB of
-#: what a health check prints.
+#: The environment variable that names the file which `compose/worker.sh` makes and
+#: `broker.health.worker` reads. Docker keeps 4 KiB of what a health check prints.
 NOTE_VARIABLE, NOTE_CHARS = "WORKER_STARTING_NOTE", 2000
 
 
 class EngineStep(bootsteps.StartStopStep):
-    """Starts the host before the pool, stops it after.
+    """Starts the host before the pool, and stops it after the pool.
 
-    The pool requires this step, not the other way round.
+    The order holds because the pool requires this step.
     """
 
     def create(self, parent: Any) -> "EngineStep":
@@ -87,16 +86,16 @@ class EngineStep(bootsteps.StartStopStep):
     terminate = stop
 
     def info(self, parent: Any) -> dict[str, Any]:
-        """A part of `inspect stats`, which Flower shows for a worker."""
+        """Returns the engine's part of `inspect stats`, which Flower shows for a worker."""
         return (
             {"midstream": parent.app.engine_host.describe()} if parent.app.engine_host.ready else {}
         )
 
 
 def make_worker_app(settings: Settings) -> Celery:
-    """The Celery app of a worker, with its host, tasks and bootsteps."""
+    """Returns the Celery app of a worker, with its host, tasks and bootsteps."""
     app = make_app(settings)
-    # workers alone: Flower knows brokers by the scheme of their URL
+    # in workers only: Flower recognises brokers by the scheme of their URL
     app.conf.broker_transport = transport_of(settings.redis_url)
     app.engine_host = EngineHost(app, settings, on_death=lambda reason: _end_process(app))
     # a dead engine's messages must come back to the queue
@@ -131,7 +130,7 @@ def _arguments(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument(
         "--engine-unproven",
         action="store_true",
-        help="also options that are not proven; they are stamped",
+        help="also accept options that are not proven; results record them",
     )
     given = parser.parse_args(arguments)
     return {
@@ -141,7 +140,7 @@ def _arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Run a worker until it is stopped; returns the exit code."""
+    """Runs a worker until it is stopped; returns the exit code."""
     try:
         settings = with_worker_id(load_settings(**_arguments(arguments)))
         _check(settings)
@@ -160,8 +159,8 @@ def main(arguments: Sequence[str] = ()) -> int:
         )
         return EXIT_NO_ENGINE
     signals.setup_logging.connect(_keep_logging)
-    # Neither concerns us: tasks are never cancelled on connection loss, and nothing is unpickled
-    # from messages.
+    # Both warnings do not apply: tasks are never cancelled on connection loss, and no message is
+    # unpickled.
     warnings.simplefilter("ignore", CPendingDeprecationWarning)
     warnings.simplefilter("ignore", SecurityWarning)
     app = make_worker_app(settings)
@@ -170,7 +169,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     def _say_ready(**_: Any) -> None:
         for caveat in app.engine_host.caveats:
             print(f"worker caveat: {caveat}", flush=True)
-        print(f"worker ready model={settings.served_model} worker={settings.worker_id}", flush=True)
+        about = f"model={settings.served_model} worker={settings.worker_id}"
+        print(f"worker ready {about} dtype={app.engine_host.dtype}", flush=True)
 
     worker = app.Worker(
         hostname=host_format(default_nodename(f"{settings.worker_id}@%h")),
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def _print_failure(reason: str) -> None:
-    """Log why the worker cannot start, and store it for the container's health check."""
+    """Print why the worker failed, and store it for the container's health check."""
     print(f"worker failed: {reason}", file=sys.stderr, flush=True)
     note = os.environ.get(NOTE_VARIABLE, "")
     if os.path.exists(note):
@@ -236,4 +236,4 @@ def _check(settings: Settings) -> None:
 
 
 def _keep_logging(**_: Any) -> None:
-    """Connected so that Celery leaves the logging as it is."""
+    """Does nothing; a receiver of `setup_logging` keeps Celery from configuring the logging."""

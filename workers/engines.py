@@ -8,12 +8,12 @@ from ..schemas.base.settings import Settings, SettingsError
 from .engine.protocol import Engine
 
 VLLM = "vllm"
-#: Entry points of this group are functions or classes that make an `Engine` of the settings.
+#: Entry points of this group are functions or classes that make an `Engine` from the settings.
 GROUP = "midstream.engines"
 
 
 def make_engine(settings: Settings) -> Engine:
-    """The engine that `settings.engine` names, not started yet.
+    """Returns the engine that `settings.engine` names, not started yet.
 
     Raises MidstreamError("engine_failed") where vLLM is not installed, and SettingsError for an
     unknown engine.
@@ -30,9 +30,9 @@ def make_engine(settings: Settings) -> Engine:
 
 
 def check_options(settings: Settings) -> list[str]:
-    """Checks `settings.engine_options` where vLLM is installed; returns what is unproven.
+    """Checks `settings.engine_options` where vLLM is installed; returns caveats of unproven ones.
 
-    Another engine checks its own. Raises SettingsError, also for an unknown engine.
+    Other engines check their own options. Raises SettingsError, also for an unknown engine.
     """
     if settings.engine != VLLM:
         _offered(settings.engine)
@@ -42,14 +42,14 @@ def check_options(settings: Settings) -> list[str]:
     try:
         from .engine.options.option_check import accepted
     except ModuleNotFoundError:
-        return []  # the worker that has it checks them
+        return []  # the worker, which has vLLM, checks them
     return accepted(settings).caveats
 
 
 def _offered(name: str) -> EntryPoint:
-    """The engine of this name that one installed package offers; nothing of it is imported yet.
+    """Returns the entry point of the engine `name`, without importing it.
 
-    Raises SettingsError.
+    Raises SettingsError unless exactly one installed package offers it.
     """
     offers = entry_points(group=GROUP)
     named = [offer for offer in offers if offer.name == name]

@@ -1,9 +1,8 @@
-"""Runs the ranks of one machine of an engine on several: `python -m midstream.workers.follower`,
-with the worker's own settings.
+"""Runs one machine's ranks of an engine that spans several machines.
 
-`nodes` and `node_master` are the worker's, `node_rank` is this machine's. It joins the worker's
-next start, and exits with 0 when that engine has ended, for a supervisor to start it again; so the
-worker and its followers may be started in any order.
+`python -m midstream.workers.follower` takes the worker's settings, but its own `node_rank`. It
+joins the worker's next start, and exits with 0 when that engine has ended, so that a supervisor
+starts it again: the worker and its followers may be started in any order.
 """
 
 import logging
@@ -29,9 +28,9 @@ EXIT_UNREACHABLE = 70
 
 
 def run(settings: Settings) -> None:
-    """Join the worker's start and return when its engine has ended.
+    """Joins the worker's start and returns when its engine has ended.
 
-    Raises SettingsError, and MidstreamError for another model.
+    Raises SettingsError, and MidstreamError if the worker has a different model.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -70,10 +69,10 @@ def run(settings: Settings) -> None:
 
 
 def _leave_with(worker: Worker, boot: str) -> None:
-    """Say that this machine is there; end this process, and with it its ranks, when the worker's
-    start is over or out of reach.
+    """Reports this machine as present; ends this process, and with it its ranks, when the worker's
+    start is over or unreachable.
 
-    The ranks would wait for its next step for ever.
+    Otherwise the ranks would wait for the worker's next step for ever.
     """
     while True:
         time.sleep(POLL_S)
@@ -86,11 +85,11 @@ def _leave_with(worker: Worker, boot: str) -> None:
                 worker.leave()
                 os._exit(EXIT_UNREACHABLE)
         except redis.RedisError as error:
-            log.info("cannot ask for the worker: %s", error)
+            log.info("cannot check on the worker, Redis unreachable: %s", error)
 
 
 def main() -> int:
-    """Run until the engine ends; returns the exit code."""
+    """Runs until the engine ends; returns the exit code."""
     try:
         settings = load_settings()
         for name in ("redis_url", "relay_url", "model", "worker_id", "node_master"):

@@ -1,8 +1,8 @@
 """Entry point to inspect workers from a terminal: `celery -A midstream.workers.remote inspect
 midstream_engine`.
 
-Celery's command line knows a command of ours once it is imported, and Redis with its password and
-TLS from the environment's settings.
+Importing it registers Midstream's commands with Celery's command line. Redis's URL, password and
+TLS come from the settings.
 """
 
 from ..broker.queue.celery_app import make_app

@@ -1,6 +1,4 @@
-"""Checks that this machine's disks can be written: captures, and receipts on their way to the
-relay.
-"""
+"""Checks that this machine's disks for captures and for unsent receipts are writable."""
 
 import threading
 import time
@@ -21,7 +19,7 @@ LOOK_S = 1.0
 
 
 class Disks:
-    """Folders that are not on this machine are skipped: a worker reports its own."""
+    """Checks folders of this machine; a worker reports those of its own machine."""
 
     def __init__(self, settings: Settings, store: ArtifactStore) -> None:
         outbox = Path(settings.data_dir) / "outbox"
@@ -31,10 +29,10 @@ class Disks:
         }
         self._lock = threading.Lock()
         self._due = 0.0
-        self._found: dict[str, str] = {}
+        self._troubles: dict[str, str] = {}
 
     async def troubles(self) -> dict[str, str]:
-        """`captures`, `outbox` → why it cannot be written; empty when both can."""
+        """Return why `captures` or `outbox` cannot be written, by name; empty if both can."""
         return await anyio.to_thread.run_sync(self._look)
 
     async def check(self, job: Job) -> None:
@@ -52,8 +50,8 @@ class Disks:
     def _look(self) -> dict[str, str]:
         with self._lock:
             if time.monotonic() >= self._due:
-                self._found = {
+                self._troubles = {
                     name: trouble for name, look in self._probes.items() if (trouble := look())
                 }
                 self._due = time.monotonic() + LOOK_S
-            return dict(self._found)
+            return dict(self._troubles)

@@ -1,8 +1,8 @@
-"""Two-phase change of global steering: on all workers of a model, or on none.
+"""Changes global steering on all workers of a model, or on none, in two phases.
 
-Two phases: every live worker prepares the change on all its ranks and says so; only then is it the
-desired state, to which they reconcile. A worker that is late or cut off starts no jobs until it has
-the change, so none begins under the previous steering.
+First, every live worker prepares the change on all its ranks and reports so; only then does the
+change become the desired state, to which the workers reconcile. A worker that is late or
+disconnected starts no jobs until it has the change, so no job begins under the previous steering.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from ...schemas.requests.steering import (
 
 log = logging.getLogger("midstream.api")
 
-#: Between looks at the workers' reports.
+#: Seconds between reads of the workers' reports.
 LOOK_S = 0.05
 
 
@@ -38,24 +38,24 @@ async def change(
     entries: Sequence[SteeringTemplate],
     blobs: Mapping[str, bytes],
 ) -> GlobalSteering:
-    """Make `entries` (none: nothing) what steers every request of `model` from now on; the same
-    again changes nothing.
+    """Steer every new request of `model` by `entries` (empty: no global steering); repeating the
+    same change has no effect.
 
-    Waits for each phase up to `steering_wait_s`. Raises MidstreamError, and nothing has changed
-    anywhere then: `conflict` when a rank rejects it or other changes keep interfering,
-    `unavailable` when a live worker does not answer.
+    Waits up to `steering_wait_s` for each phase. Raises MidstreamError, and then nothing has
+    changed: `conflict` if a rank rejects the change or other changes keep interfering,
+    `unavailable` if a live worker does not answer.
     """
     _, desired = await steering.standing(model.name, [])
     if content_digest(list(entries)) != desired.digest:
         desired = await _two_phases(steering, settings, model, entries, blobs)
-    await _applied(desired, steering, model.name, settings.steering_wait_s)
+    await _wait_until_applied(desired, steering, model.name, settings.steering_wait_s)
     return desired
 
 
-async def _applied(desired: GlobalSteering, steering: Steering, model: str, seconds: float) -> None:
-    """Waits until every worker has it, until another change has taken its place, or for
-    `seconds`.
-    """
+async def _wait_until_applied(
+    desired: GlobalSteering, steering: Steering, model: str, seconds: float
+) -> None:
+    """Wait until every worker has `desired`, until another change replaces it, or for `seconds`."""
 
     async def has_passed(accounts: list[Account]) -> bool:
         return (
@@ -67,7 +67,7 @@ async def _applied(desired: GlobalSteering, steering: Steering, model: str, seco
 
 
 def is_applied(accounts: Sequence[Account], desired: GlobalSteering) -> bool:
-    """Return whether every worker has it on every rank."""
+    """Return whether every worker has `desired` on every rank."""
     return all(_has(account.report, desired.version) for account in accounts)
 
 
@@ -120,7 +120,7 @@ async def _propose(
     entries: Sequence[SteeringTemplate],
     blobs: Mapping[str, bytes],
 ) -> Proposal:
-    """Waits its turn behind another change."""
+    """Propose the change; wait while another change is in progress."""
     deadline = time.monotonic() + settings.steering_wait_s
     while True:
         try:
@@ -134,7 +134,7 @@ async def _propose(
 async def _until(
     done: Callable[[list[Account]], Awaitable[bool]], steering: Steering, model: str, seconds: float
 ) -> list[Account]:
-    """The live workers' accounts once `done` holds of them, or after `seconds`."""
+    """Return the live workers' accounts once `done` holds for them, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         accounts = await steering.accounts(model)
@@ -181,6 +181,6 @@ def _check_prepared(accounts: Sequence[Account], proposal: Proposal, seconds: fl
 
 
 def _reasons(report: WorkerSteering) -> str:
-    """Return which rank says what."""
+    """Return the messages of the ranks that failed, or else the worker's reason."""
     ranks = [f"rank {rank.rank}: {rank.message}" for rank in report.applied if not rank.ok]
     return "; ".join(ranks) or report.refusal

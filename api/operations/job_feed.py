@@ -18,25 +18,24 @@ from ...schemas.base.records import to_json
 
 log = logging.getLogger("midstream.api")
 
-#: Seconds between two looks at what has changed; each feed sends at most one batch of jobs in this
-#: time.
+#: Seconds between two reads of changed jobs; a feed sends at most one batch of jobs in this time.
 TICK_S = 0.3
-#: Events that all feeds of a process together send per second, about: with many feeds open the
-#: looks are further apart.
+#: Events per second that all feeds of a process send together, approximately: with many open feeds
+#: the reads are further apart.
 SENDS_PER_S = 250
-#: Jobs that are read at a time, and that one event has.
+#: Jobs per read, and per event.
 BATCH = 500
-#: Changed jobs that are remembered. Beyond it feeds begin again from the newest jobs.
+#: Changed jobs that are remembered; beyond this number, feeds begin again from the newest jobs.
 MOST_CHANGED = 10_000
-#: Events of an audience that are kept for feeds that are behind, or begin with an older list of the
-#: newest jobs.
+#: Events of an audience, and their bytes, that are kept for feeds that are behind or begin with an
+#: older list of the newest jobs.
 KEPT_EVENTS, KEPT_BYTES = 128, 1 << 20
-#: Seconds for which a list of newest jobs is kept, and bytes that all audiences' lists together
-#: have.
+#: Seconds for which a list of newest jobs is kept, and the largest size in bytes of all audiences'
+#: lists together.
 LIST_S, LISTS_BYTES = 30.0, 64 << 20
 #: Seconds for which an audience is kept when its last feed has closed: a client may connect again.
 LINGER_S = 10.0
-#: Feeds that are woken at a time; between two such slices other calls have their turn.
+#: Feeds that are woken at a time; other calls run between two slices.
 SLICE = 50
 #: Seconds before a look that failed is repeated.
 AGAIN_S = 1.0
@@ -47,23 +46,21 @@ def event(kind: bytes, data: bytes) -> bytes:
 
 
 def _jobs(rows: Sequence[bytes], more: bytes = b"") -> bytes:
-    """An event `jobs`: a `FeedJobs` of jobs that are JSON already. `more`: its other members."""
+    """Return a `jobs` event: a `FeedJobs` of jobs encoded as JSON. `more`: its other members."""
     return event(b"jobs", b'{"jobs":[%b]%b}' % (b",".join(rows), more))
 
 
 class Newest:
-    """The newest jobs as they were when the audience's next event had the number `position`, as
-    JSON.
-    """
+    """The newest jobs, as JSON; the changes since are the audience's events from `position` on."""
 
     def __init__(self, rows: list[bytes], count: int, position: int) -> None:
         self._rows, self.position = rows, position
-        self.count = count  # that were asked for
+        self.count = count  # number of jobs requested
         self.bytes = sum(map(len, rows))
         self.until = time.monotonic() + LIST_S
 
     def events(self, count: int) -> Iterator[bytes]:
-        """The first `count` in several events, so that neither side is busy with them for long."""
+        """Yield the first `count` jobs in several events, so that neither side is busy for long."""
         rows = self._rows[:count]
         starts = range(0, max(len(rows), 1), BATCH)
         for start in starts:
@@ -75,14 +72,12 @@ class Newest:
 
 
 class Audience:
-    """The feeds that see the same jobs, and the events that they are sent; the latest of these are
-    kept.
-    """
+    """The feeds that see the same jobs, and the latest events sent to them."""
 
     def __init__(self, tenant: str | None) -> None:
-        self.tenant = tenant  # None: of all tenants
+        self.tenant = tenant  # None: all tenants
         self.feeds: set[Subscriber] = set()
-        self.left = 0.0  # when its last feed closed
+        self.closed = 0.0  # when its last feed closed
         self.newest: Newest | None = None
         self.reading = asyncio.Lock()
         self.end = 0  # number of the next event
@@ -97,13 +92,13 @@ class Audience:
             self._bytes -= len(self._kept.popleft())
 
     def miss(self) -> None:
-        """Events may be missing from here on: no feed continues, each begins again."""
+        """Make every feed begin again, because events may be missing."""
         self._kept.clear()
         self._bytes = 0
         self.end += 1
 
     def after(self, position: int) -> list[bytes] | None:
-        """The events from this number on; None if they are not kept any more."""
+        """Return the events from this number on; None if some are no longer kept."""
         missing = self.end - len(self._kept) - position
         return None if missing > 0 else list(itertools.islice(self._kept, -missing, None))
 
@@ -113,13 +108,13 @@ class Subscriber:
 
     def __init__(self, feed: "JobFeed", audience: Audience) -> None:
         self._feed, self._audience = feed, audience
-        # number of the next event that it sends; -1: it is to begin from the newest jobs
+        # number of the next event to send; -1: begin from the newest jobs
         self._position = -1
         self.woken = asyncio.Event()
 
     async def take(self, count: int) -> Iterable[bytes]:
-        """The events that it is to send now; first, and when it has fallen behind, the newest
-        `count` jobs. Raises `unavailable`.
+        """Return the events to send now: at first, and after falling behind, the newest `count`
+        jobs. Raises `unavailable`.
         """
         self.woken.clear()
         sent = self._audience.after(self._position) if self._position >= 0 else None
@@ -153,7 +148,7 @@ class JobFeed:
             yield subscriber
         finally:
             audience.feeds.discard(subscriber)
-            audience.left = time.monotonic()
+            audience.closed = time.monotonic()
 
     @property
     def open(self) -> int:
@@ -167,8 +162,8 @@ class JobFeed:
                 subscriber.woken.set()
 
     async def newest(self, audience: Audience, count: int) -> Newest:
-        """The newest `count` jobs, or more: read once for all feeds that begin while what has
-        changed since then is kept.
+        """Return the newest `count` jobs, or more. Feeds share one list while it is fresh and all
+        changes since are kept.
         """
         async with audience.reading:
             result = audience.newest
@@ -190,7 +185,7 @@ class JobFeed:
             return result
 
     def _forget_lists(self) -> None:
-        """Keep the latest lists, as many as there is room for."""
+        """Drop lists that have expired, and the oldest ones beyond `LISTS_BYTES`."""
         room = LISTS_BYTES
         kept = [
             (audience.newest, audience)
@@ -215,7 +210,7 @@ class JobFeed:
                 subscriber.woken.set()
 
     async def _run(self) -> None:
-        """Ends when no audience is left; no failure ends it."""
+        """Send changes until no audience remains; retry after failures."""
         while self._audiences:
             await asyncio.sleep(max(TICK_S, self.open / SENDS_PER_S))
             try:
@@ -225,7 +220,7 @@ class JobFeed:
                     log.debug("cannot read changed jobs for feeds; will retry: %s", error)
                 else:
                     log.exception(
-                        "changed jobs could not be read for the page's feeds; they begin again"
+                        "cannot read changed jobs for the page's feeds; the feeds begin again"
                     )
                 self._miss()
                 await asyncio.sleep(AGAIN_S)
@@ -234,7 +229,7 @@ class JobFeed:
         self._changed.clear()
 
     async def _look(self) -> None:
-        """Put what has changed into the events of all who may see it, and wake their feeds."""
+        """Add changed jobs to the events of each audience that may see them, and wake its feeds."""
         names, self._changed = list(self._changed), {}
         woken: set[str | None] = set()
         for start in range(0, len(names), BATCH):
@@ -259,7 +254,7 @@ class JobFeed:
         for audience in [
             audience
             for audience in self._audiences.values()
-            if not audience.feeds and audience.left < over
+            if not audience.feeds and audience.closed < over
         ]:
             del self._audiences[audience.tenant]
         self._forget_lists()

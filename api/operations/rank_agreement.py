@@ -7,9 +7,9 @@ from ...schemas.requests.steering import Agreement, RankSteering, StageAgreement
 
 
 def agreement(accounts: Iterable[Account], asks: Mapping[str, str]) -> Agreement:
-    """Over all workers, by stage.
+    """Return whether the ranks agree, over all workers and by stage.
 
-    `asks`: model → the question that the reports of its workers are to answer.
+    `asks`: model → the question that the reports of its workers must answer.
 
     A worker that did not answer, a rank that did not report, and a rank without a checksum count as
     disagreeing.
@@ -33,7 +33,7 @@ def agreement(accounts: Iterable[Account], asks: Mapping[str, str]) -> Agreement
 
 
 def stage_agreements(report: WorkerSteering) -> Iterator[tuple[StageAgreement, list[str]]]:
-    """Each stage of a worker, and in what its ranks differ, in words."""
+    """Yield each stage of a worker, with descriptions of how its ranks differ."""
     for pp in sorted({rank.pp for rank in report.ranks}):
         ranks = [rank for rank in report.ranks if rank.pp == pp]
         differing = _differences(ranks)
@@ -47,7 +47,7 @@ def stage_agreements(report: WorkerSteering) -> Iterator[tuple[StageAgreement, l
         yield stage, differing
 
 
-#: What the ranks of a stage must have in common, in the words of the detail.
+#: Fields that must be equal on all ranks of a stage → their names in the detail.
 SHARED = {
     "checksum": "checksum",
     "actions": "number of actions",

@@ -20,7 +20,7 @@ from ...schemas.service.feed import FeedModel, FeedService
 from .disks import Disks
 from .job_feed import event
 
-#: Seconds for which the figures hold.
+#: Seconds for which the figures are cached.
 FRESH_S = 2.0
 
 
@@ -40,11 +40,11 @@ class ServiceFigures:
         self._lock = asyncio.Lock()
         self._due = 0.0
         self._known: FeedService | None = None
-        # tenant, and whether it may observe; while `_known` holds
+        # (tenant, whether the caller may observe) → the event, while `_known` is cached
         self._rendered: dict[tuple[str, bool], bytes] = {}
 
     async def rendered(self, caller: Caller) -> bytes:
-        """The figures as the caller may see them, as a feed's event `service`.
+        """Return the figures that the caller may see, as the event `service` of a feed.
 
         Raises `unavailable`.
         """
@@ -72,12 +72,12 @@ class ServiceFigures:
         models = []
         for info in await self._ledger.models():
             _, steering = await self._steering.standing(info.name, [])
-            own = [worker for worker in workers if worker.model == info.name]
+            serving = [worker for worker in workers if worker.model == info.name]
             models.append(
                 FeedModel(
                     name=info.name,
-                    workers=len(own),
-                    healthy=sum(worker.healthy for worker in own),
+                    workers=len(serving),
+                    healthy=sum(worker.healthy for worker in serving),
                     steered=bool(steering.entries),
                     steering_entries=len(steering.entries),
                     steering_version=steering.version,
@@ -116,11 +116,11 @@ class ServiceFigures:
         return int(queued or 0), int(live)
 
     def _disk(self) -> tuple[int | None, int | None]:
-        """Free bytes and all, where captures are kept."""
+        """Return free and total bytes of the disk for captures; None if it is elsewhere."""
         if "://" in self._settings.artifacts:
             return None, None
         try:
             result = shutil.disk_usage(self._settings.artifacts)
-        except OSError:  # not on this machine, or not made yet
+        except OSError:  # not on this machine, or not created yet
             return None, None
         return result.free, result.total

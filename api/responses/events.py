@@ -15,13 +15,13 @@ from ..web.key_revocation import ALWAYS, HeldKey
 from .outcome import job_url
 
 MEDIA_TYPE = "text/event-stream"
-#: For proxies that would gather a stream before passing it on.
+#: Keep proxies from buffering a stream.
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
-#: Silence for longer lets proxies and clients think that the connection is dead.
+#: Seconds of silence after which proxies and clients may consider the connection dead.
 PING_S = 15.0
 PING = b": ping\n\n"
-#: Begins a stream: how many milliseconds its client is to wait before it connects again.
+#: Begins a stream: milliseconds that its client should wait before it reconnects.
 RETRY = b"retry: 3000\n\n"
 
 #: Ids are those of the Redis stream.
@@ -31,9 +31,7 @@ BEGINNING = "0-0"
 
 
 def resume_point(header: str | None) -> str:
-    """Return where `Last-Event-ID` says that the client is; raises a 400 for what is not an id
-    of ours.
-    """
+    """Return the event id to resume from, of `Last-Event-ID`; raises a 400 for an invalid one."""
     if header is None or header == "":
         return BEGINNING
     if not (match := _ID.fullmatch(header)) or max(map(int, match.groups())) > MAX_ID:
@@ -52,11 +50,11 @@ async def follow(
     deadline: float = math.inf,
     held_key: HeldKey = ALWAYS,
 ) -> AsyncIterator[EventBatch]:
-    """Batches of events after the id `after`, in order, up to `done`; an empty batch is a sign of
-    life.
+    """Yield batches of events after the id `after`, in order, up to `done`; an empty batch is a
+    keep-alive.
 
     Also ends when the job is over and has no further events (they were trimmed), when the server
-    stops, and at `deadline` (of `time.monotonic`). Raises `unauthorized` when `held_key` is over.
+    stops, and at `deadline` (of `time.monotonic`). Raises `unauthorized` when `held_key` ends.
     """
     last_sign = time.monotonic()
     over = False
@@ -80,24 +78,24 @@ async def follow(
         if remaining <= 0:
             yield EventBatch()
             last_sign = time.monotonic()
-            # Looked at before the events are read again, so that none slips between the two.
+            # Read the state before the events, so that no event between the two reads is lost.
             over = (await context.patiently(lambda: context.ledger.view(job_id))).state in TERMINAL
         else:
-            await context.or_closing(context.watcher.stirred(job_id, after, remaining), held_key)
+            await context.or_closing(context.watcher.has_events(job_id, after, remaining), held_key)
 
 
 def encode(event: Event) -> bytes:
-    """One server-sent event; the attempt travels in the data, so that a reader of tokens sees when
-    a job restarted.
+    """Return a server-sent event; its data has the attempt, which shows readers that a job
+    restarted.
     """
     data = to_json({**event.data, "attempt": event.attempt})
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (event.id.encode(), event.event.encode(), data)
 
 
 def encode_problem(problem: Problem) -> bytes:
-    """Return how a stream ends that may not continue.
+    """Return the event that ends a stream early.
 
-    Without an id, so that a client which is let in again resumes where it was.
+    It has no id, so a client that is authorized again resumes where it was.
     """
     return b"event: %b\ndata: %b\n\n" % (PROBLEM_EVENT.encode(), to_json(problem))
 
@@ -105,9 +103,7 @@ def encode_problem(problem: Problem) -> bytes:
 async def server_sent(
     context: AppContext, job_id: str, after: str, caller: Caller
 ) -> AsyncIterator[bytes]:
-    """The body of `GET /v1/jobs/{id}/events`; up to a problem when the caller's key counts no
-    more.
-    """
+    """Yield the body of `GET /v1/jobs/{id}/events`; ends with a problem if the key does."""
     with context.key_watch.of(caller) as held_key:
         yield RETRY
         try:

@@ -1,4 +1,4 @@
-"""The rows of a capture as vllm-lens' answers have them."""
+"""Formats the rows of a capture like vllm-lens' answers."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ HOOK = "post_block"
 
 
 def activations(blobs: Sequence[packed.OpenBlob]) -> dict[str, LensRows]:
-    """One prompt's rows at `post_block` from all its blobs.
+    """Return one prompt's rows at `post_block` from all its blobs.
 
-    Raises MidstreamError as `packed.join`; OSError, EOFError.
+    Raises MidstreamError like `packed.join`; OSError, EOFError.
     """
     manifest = blobs[0].header.manifest
     dtype = cast(DType, manifest.dtype)

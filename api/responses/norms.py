@@ -1,5 +1,5 @@
-"""Norms of captured rows, and their cosines to vectors: read a block of rows at a time, computed in
-float32.
+"""Computes norms of captured rows, and their cosines to vectors, in float32 and a block of rows at
+a time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ Values = list[float | None]
 
 @dataclass(frozen=True)
 class Measured:
-    """`norms`, `cosines`: of each layer a value for each row; see
+    """`norms`, `cosines`: for each layer, a value for each row; see
     `schemas.jobs.captures.CaptureNorms`.
     """
 
@@ -41,10 +41,10 @@ def measured(
 ) -> Measured:
     """Measure one request's blobs.
 
-    `rows`: the rows to measure; `vectors`: layer → `[width]` float32.
+    `rows`: selects the rows to measure; `vectors`: layer → `[width]` float32.
 
-    Raises MidstreamError: as `packed.join`; `capture_failed` when the disk refuses; `gone` when the
-    captures were deleted meanwhile; 400 for a vector of another width.
+    Raises MidstreamError: like `packed.join`; `capture_failed` if the files cannot be read; `gone`
+    when the captures were deleted meanwhile; 400 for a vector of another width.
     """
     joined = join(blobs, {hook: list(layers)})
     chosen = rows(blobs[0].header.manifest)
@@ -82,10 +82,10 @@ def measured(
 
 
 def of_rows(rows: np.ndarray, vector: np.ndarray | None) -> tuple[Values, Values]:
-    """The norms of `[n, width]` float32 rows and, with a `[width]` float32 vector, their cosines to
-    it.
+    """Return the norms of float32 rows `[n, width]`, and their cosines to `vector`, float32
+    `[width]`.
     """
-    with np.errstate(all="ignore"):  # what is not finite is answered as null
+    with np.errstate(all="ignore"):  # non-finite values are answered as null
         norms = np.linalg.norm(rows, axis=1)
         cosines = (
             np.empty(0, np.float32)
@@ -96,7 +96,7 @@ def of_rows(rows: np.ndarray, vector: np.ndarray | None) -> tuple[Values, Values
 
 
 def _values(numbers: np.ndarray) -> Values:
-    """Return the values as short as JSON can write them; rounded to float32 they are equal."""
+    """Round values to `DIGITS` digits, which name the same float32; None if not finite."""
     return [
         float(f"{number:.{DIGITS}g}") if finite else None
         for number, finite in zip(numbers, np.isfinite(numbers), strict=True)

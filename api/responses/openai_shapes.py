@@ -1,6 +1,6 @@
-"""Job results in OpenAI's two shapes, whole and in chunks: two `Shape`s that routes use alike.
+"""Formats job results like OpenAI's completions and chats, whole and in chunks: two `Shape`s.
 
-Where OpenAI's API leaves something open, an answer is as stock vLLM's server gives it:
+Where OpenAI's API leaves something open, answers follow stock vLLM's server:
 `docs/openai-compatibility.md` compares them.
 """
 
@@ -70,13 +70,13 @@ def wanted_of(body: CompletionRequest | ChatRequest) -> Wanted:
 
 @dataclass
 class News:
-    """A part of what is generated for one choice; or the whole."""
+    """A part of what is generated for one choice, or all of it."""
 
     text: str = ""
     calls: list[CallDelta] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    # of the first part, where the answer says something of the prompt
+    # only in the first part, if the answer includes the prompt
     prompt: Prompted | None = None
     offset: int = 0  # of its first token in the text of all tokens
 
@@ -85,7 +85,7 @@ class News:
 
 
 def news_of(output: Output) -> News:
-    """A whole output."""
+    """Return a whole output as one part."""
     message, prompt = output.message, output.prompt
     given = News(
         output.text,
@@ -108,7 +108,7 @@ def news_of(output: Output) -> News:
 
 @dataclass(frozen=True)
 class Shape:
-    """One endpoint's answers: `choice` of an output; `opening`, `delta` and `finish` are the
+    """Formats one endpoint's answers: `choice` a whole output; `opening`, `delta` and `finish` the
     choices of its chunks.
     """
 
@@ -118,7 +118,7 @@ class Shape:
     about_prompt: Callable[[Output, Wanted], dict[str, Any]]  # members of the answer itself
     chunk: Callable[..., Any]
     chunk_object: str
-    opening: Callable[[int, Wanted], Any] | None  # said once per choice before its first text
+    opening: Callable[[int, Wanted], Any] | None  # sent once per choice before its first text
     delta: Callable[[int, News, Wanted], Any]
     finish: Callable[[Output, Wanted], Any]
 
@@ -139,9 +139,10 @@ def usage(outputs: Sequence[Output], n: int = 1) -> Usage:
 def extras(
     result: JobResult, needed: bool, settled: bool, readings: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """`capture_results` and `determinism` if requested, and `readings` by their fields.
+    """Return the results of `readings` by field, with `capture_results` and `determinism` if
+    `needed`.
 
-    Agreement is undecided until all ranks have reported.
+    `settled`: all ranks have reported; `determinism` is null before.
     """
     results = {field: getattr(result, field) or [] for field in readings}
     if not needed:
@@ -163,18 +164,17 @@ def shown(token: TokenLogprob, needed: Wanted) -> str:
 
 
 def prompt_texts(prompt: Prompted, needed: Wanted) -> list[str]:
-    """Return how log-probabilities name the tokens of a prompt; its first has none itself."""
+    """Return how log-probabilities name a prompt's tokens, of which the first has none itself."""
     first = f"token_id:{prompt.token_ids[0]}" if needed.tokens_as_ids else prompt.first
     return [first if token is None else shown(token, needed) for token in prompt.logprobs or []]
 
 
 def _in_order(token: TokenLogprob) -> list[TokenLogprob]:
-    """The generated token, then the most likely others."""
+    """Return the generated token, then the most likely others."""
     return [token, *(other for other in token.top if other.token_id != token.token_id)]
 
 
 # --- Completions
-# --------------------------------------------------------------------------------------------------
 
 
 def _completion_choice(output: Output, needed: Wanted) -> CompletionChoice:
@@ -273,7 +273,6 @@ def _prompt_logprobs(prompt: Prompted | None) -> PromptLogprobs | UnsetType:
 
 
 # --- Chats
-# --------------------------------------------------------------------------------------------------
 
 
 def _chat_choice(output: Output, needed: Wanted) -> ChatChoice:
@@ -390,7 +389,7 @@ CHAT = Shape(
 def whole(
     shape: Shape, result: JobResult, created: float, needed: Wanted, more: dict[str, Any]
 ) -> Any:
-    """The answer of a request without `stream`."""
+    """Return the answer to a request without `stream`."""
     outputs = sorted(result.outputs, key=lambda output: output.index)
     return shape.answer(
         id=result.id,
@@ -414,7 +413,9 @@ def piece(
     counted: Any = UNSET,
     **more: Any,
 ) -> Any:
-    """One chunk of a stream. `counted`: the usage, if requested; null before the last chunk."""
+    """Return a chunk of a stream. `counted`: the usage, if requested; null before the last
+    chunk.
+    """
     return shape.chunk(
         id=job_id,
         object=shape.chunk_object,

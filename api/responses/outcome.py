@@ -1,4 +1,4 @@
-"""Outcome of a job over HTTP: a failed job is its problem document with its status, never a
+"""Answers with the outcome of a job: a failed job is a problem document with its status, never a
 success.
 """
 
@@ -15,13 +15,13 @@ from ..web import problems
 from ..web.body import JsonRequest
 from ..web.problems import JOB_HEADER
 
-#: Changes that cannot end the wait for a job's outputs.
+#: States that cannot end a wait for a job's outputs.
 UNDER_WAY = frozenset({"queued", "running"})
-#: Changes that cannot end the wait for a job's end: `generated` when only receipts are awaited.
+#: States that cannot end a wait for a job's end; `generated`: only receipts are awaited.
 LIVE = UNDER_WAY | {"generated"}
-#: The version of a job that was accepted and nothing more: it is queued.
+#: The version of a job that has only been accepted, and is queued.
 ACCEPTED = 1
-#: Seconds until it is worth looking again at a job that is not over.
+#: Seconds after which a client should look again at a job that is not over.
 RETRY_AFTER_S = 1
 
 
@@ -51,7 +51,7 @@ def capture_url(context: AppContext, job_id: str) -> str:
 
 
 def failure_of(view: JobView) -> Problem | None:
-    """The problem of an ended job without a result; None if it succeeded."""
+    """Return the problem of an ended job without a result; None if it succeeded."""
     instance = f"/v1/jobs/{view.id}"
     if view.state is State.SUCCEEDED:
         return None
@@ -75,7 +75,7 @@ def not_ready(view: JobView) -> MidstreamError:
 
 
 def failed(request: JsonRequest, problem: Problem, headers: dict[str, str]) -> Response[Any]:
-    """Response for a failed job.
+    """Return the response for a failed job.
 
     A retry would run the job again, so a header stops OpenAI's clients from retrying.
     """
@@ -85,7 +85,7 @@ def failed(request: JsonRequest, problem: Problem, headers: dict[str, str]) -> R
 def accepted(
     context: AppContext, view: JobView, headers: dict[str, str] | None = None
 ) -> Response[Any]:
-    """202: the job is durable, and this is where to look."""
+    """Return 202 with the job's address: the job is durable."""
     where = {
         "Location": job_url(context, view.id),
         "Retry-After": str(RETRY_AFTER_S),
@@ -96,7 +96,7 @@ def accepted(
 
 
 async def result_of(context: AppContext, job_id: str) -> JobResult:
-    """The outputs and receipts so far. Raises `gone`, `not_found`."""
+    """Return the outputs and receipts so far. Raises `gone`, `not_found`."""
     return await context.patiently(lambda: context.ledger.result(job_id))
 
 
@@ -106,7 +106,7 @@ async def finished(
     outcome: Outcome,
     headers: dict[str, str] | None = None,
 ) -> Response[Any]:
-    """The answer for a job that is over: 200 with its result, or its problem with its status."""
+    """Return the answer for a job that is over: 200 with its result, or its problem and status."""
     view = outcome.view
     headers = {JOB_HEADER: view.id, "Location": job_url(context, view.id), **(headers or {})}
     problem = failure_of(view)

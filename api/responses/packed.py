@@ -1,7 +1,7 @@
-"""A request's blobs joined into one safetensors stream: headers are merged, tensor bytes are
-copied, nothing is loaded.
+"""Joins a request's blobs into one safetensors stream: merges headers and copies tensor bytes,
+without loading tensors.
 
-Blobs are opened before the answer begins, so that a deletion meanwhile cannot cut it short: see
+Blobs are opened before the answer begins, so that a concurrent deletion cannot truncate it: see
 `storage.store`.
 """
 
@@ -23,14 +23,14 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class OpenBlob:
-    """Stays readable for as long as this object is referred to."""
+    """A blob that stays readable as long as this object is referenced."""
 
     handle: Handle
     place: Place
     header: Header
 
     def check(self, crc32: int) -> None:
-        """Reads all of it. Raises DamagedBlob when it is not what was written, OSError."""
+        """Read the whole blob. Raises DamagedBlob if it is not what was written, OSError."""
         crc = 0
         try:
             for chunk in self.read(0, self.place.bytes):
@@ -43,7 +43,7 @@ class OpenBlob:
             )
 
     def read(self, start: int, count: int) -> Iterator[bytes]:
-        """`count` bytes of the blob in chunks.
+        """Yield `count` bytes of the blob in chunks.
 
         Raises OSError, EOFError when the file has become shorter.
         """
@@ -59,10 +59,10 @@ class OpenBlob:
 def open_blobs(
     store: ArtifactStore, job: str, blobs: Sequence[tuple[Place, int]]
 ) -> list[OpenBlob]:
-    """The requested blobs of a job, read once and compared with the CRC32 of each place.
+    """Open the requested blobs of a job; read each once to check its CRC32.
 
-    Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is
-    not what was written, `capture_failed` when the disk refuses.
+    Raises MidstreamError: `gone` if a blob no longer exists, `capture_damaged` if it is not what
+    was written, `capture_failed` if it cannot be read.
     """
     handles: dict[str, Handle] = {}
     result = []
@@ -81,10 +81,10 @@ def open_blobs(
 
 @dataclass(frozen=True)
 class Joined:
-    """A safetensors file that is yet to be sent."""
+    """A safetensors file to send."""
 
     head: bytes
-    # of each tensor: its place, or those of its columns, in their order
+    # for each tensor: its place, or the places of its columns in order
     parts: list[list[tuple[OpenBlob, TensorPlace]]]
 
     @property
@@ -101,15 +101,15 @@ class Joined:
 
 
 def _side_by_side(part: Sequence[tuple[OpenBlob, TensorPlace]]) -> Iterator[bytes]:
-    """Rows of which several ranks stored columns, some rows at a time."""
+    """Yield rows whose columns several ranks stored, some rows at a time."""
     yield from (block.tobytes() for block in blocks(part, 0, part[0][1].shape[0]))
 
 
 def blocks(
     part: Sequence[tuple[OpenBlob, TensorPlace]], first: int, count: int
 ) -> Iterator[np.ndarray]:
-    """The bytes of the rows `[first, first + count)` of one tensor, some rows at a time: uint8
-    `[rows, bytes of a row]`, C-contiguous.
+    """Yield the bytes of the rows `[first, first + count)` of one tensor, some rows at a time:
+    uint8 `[rows, bytes of a row]`, C-contiguous.
 
     Raises OSError, EOFError.
     """
@@ -128,11 +128,11 @@ def blocks(
 
 
 def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> Joined:
-    """The tensors of `sites` from one request's blobs, `positions` and `token_ids`, with a manifest
-    that says just that.
+    """Join the tensors of `sites`, `positions` and `token_ids` from one request's blobs, with a
+    manifest of exactly these.
 
-    Raises MidstreamError: `capture_failed` when a tensor is in none of the blobs, `conflict` when
-    stages hold other rows.
+    Raises MidstreamError: `capture_failed` if a tensor is in none of the blobs, `conflict` if
+    stages hold different rows.
     """
     first = blobs[0].header.manifest
     for blob in blobs:

@@ -1,7 +1,7 @@
-"""Progress of a streaming client on one choice, compared with the job's record.
+"""Compares what a streaming client has of one choice with the job's record.
 
-A job that is restarted on another worker continues where the client is; what turns out different is
-an error and not a silent splice.
+When a job restarts on another worker, the stream continues where the client is; if the new attempt
+generates something else, it ends with an error instead of a silent splice.
 """
 
 from dataclasses import dataclass, field
@@ -18,38 +18,40 @@ Part = TypeVar("Part", str, list[Any])
 
 @dataclass
 class Sent:
-    """How much of one choice the client has received, and how far the current attempt is."""
+    """What the client has of one choice, and what the current attempt has generated of it."""
 
     has: News = field(default_factory=News)
-    seen: News = field(default_factory=News)
+    generated: News = field(default_factory=News)
     opened: bool = False
 
-    def begin_anew(self) -> None:
-        """Another attempt says everything again."""
-        self.seen = News()
+    def restart(self) -> None:
+        """Forget what the last attempt generated: another one generates everything again."""
+        self.generated = News()
 
     def news(self, event: Event, needed: Wanted) -> News:
-        """Return what of a `token` event the client does not have yet.
+        """Return the part of a `token` event that the client does not have yet.
 
-        Raises MidstreamError when it contradicts what it has.
+        Raises MidstreamError if the event contradicts what the client has.
         """
-        statement, visited = event.data.get("delta"), self.seen
+        delta, generated = event.data.get("delta"), self.generated
         text = event.data.get("text")
-        if statement is not None:
-            part = msgspec.convert(statement, Said)
+        if delta is not None:
+            part = msgspec.convert(delta, Said)
             text = part.content
             for call in part.calls:
-                _note(visited.calls, call)
-        visited.text += text if isinstance(text, str) else ""
+                _note(generated.calls, call)
+        generated.text += text if isinstance(text, str) else ""
         if needed.tokens:
-            visited.ids += msgspec.convert(event.data.get("token_ids", []), list[int])
-            visited.logprobs += msgspec.convert(event.data.get("logprobs", []), list[TokenLogprob])
+            generated.ids += msgspec.convert(event.data.get("token_ids", []), list[int])
+            generated.logprobs += msgspec.convert(
+                event.data.get("logprobs", []), list[TokenLogprob]
+            )
         if (prompt := event.data.get("prompt")) is not None:
-            visited.prompt = msgspec.convert(prompt, Prompted)
-        return self.upto(visited, needed)
+            generated.prompt = msgspec.convert(prompt, Prompted)
+        return self.upto(generated, needed)
 
     def upto(self, news: News, needed: Wanted) -> News:
-        """Return what is missing up to `news`; raises as `news` does."""
+        """Return what the client lacks up to `news`; raises like the method `news`."""
         has = self.has
         missing = News(
             text=_rest(has.text, news.text),
@@ -58,7 +60,7 @@ class Sent:
         )
         if needed.tokens:
             missing.ids = _rest(has.ids, news.ids)
-            # of the same tokens; other batches may round them otherwise
+            # not compared: in other batches, those of the same tokens may be rounded differently
             missing.logprobs = news.logprobs[len(has.logprobs) :]
         if has.prompt is None and news.prompt is not None:
             missing.prompt = news.prompt
@@ -90,7 +92,7 @@ def _note(calls: list[CallDelta], new: CallDelta) -> None:
 
 
 def _rest(has: Part, part: Part) -> Part:
-    """Return what follows in `part`. Empty if the client has as much or more."""
+    """Return what follows `has` in `part`; empty if the client has as much or more."""
     most = min(len(has), len(part))
     if has[:most] != part[:most]:
         raise MidstreamError(

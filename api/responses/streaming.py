@@ -1,4 +1,4 @@
-"""Streaming of completions: tokens from the job's event stream, then the finish, held until
+"""Streams completions: tokens from the job's event stream, then the last chunk, held until
 everything requested is settled.
 
 What was sent to the client is compared with the job's output: see `sent`.
@@ -29,8 +29,10 @@ END = b"data: [DONE]\n\n"
 
 @dataclass
 class Streamed:
-    """One streamed request: `until`: the view is settled enough to end it; `with_extras`: it
-    includes captures and ranks.
+    """One streamed request.
+
+    `until`: whether a view is settled enough to end the stream; `with_extras`: whether the last
+    chunk has `capture_results` and `determinism`.
     """
 
     context: AppContext
@@ -38,7 +40,7 @@ class Streamed:
     job_id: str
     model: str
     created: float
-    choices: int  # that it has in all
+    choices: int  # in all
     wanted: Wanted
     caller: Caller
     until: Callable[[JobView], bool]
@@ -50,7 +52,7 @@ class Streamed:
     scores: list[TokenScores] = field(default_factory=list)  # of tokens that were not sent yet
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Chunks, then `[DONE]`; or chunks and then an error event, which ends the stream."""
+        """Yield chunks, then `[DONE]`; or chunks and then an error event, which ends the stream."""
         try:
             with self.context.key_watch.of(self.caller) as held_key:
                 deadline = time.monotonic() + self.context.settings.max_wait_s
@@ -69,7 +71,7 @@ class Streamed:
             yield error_event(error.problem(job_url(self.context, self.job_id)))
 
     async def _tokens(self, deadline: float, held_key: HeldKey) -> AsyncIterator[bytes]:
-        """The text as it is generated. Ends when every prompt is generated or the job is over."""
+        """Yield chunks as text is generated, until every choice is complete or the job is over."""
         finished: set[int] = set()
         async for batch in events.follow(
             self.context, self.job_id, events.BEGINNING, deadline, held_key
@@ -77,7 +79,7 @@ class Streamed:
             chunks = []
             for event in batch:
                 if event.attempt > self.attempt:
-                    self._begin_anew(event.attempt)
+                    self._restart(event.attempt)
                     finished.clear()
                 if event.event == "score":
                     self.scores.append(msgspec.convert(event.data, TokenScores))
@@ -91,17 +93,17 @@ class Streamed:
             self._check(deadline)
         self._check(deadline)
 
-    def _begin_anew(self, attempt: int) -> None:
+    def _restart(self, attempt: int) -> None:
         self.attempt = attempt
         self.scores.clear()
         for sent in self.sent.values():
-            sent.begin_anew()
+            sent.restart()
 
     def _chunks(self, event: Event) -> list[bytes]:
         index = _number(event, "index")
-        return self._said(index, self._of(index).news(event, self.wanted))
+        return self._chunks_of(index, self._of(index).news(event, self.wanted))
 
-    def _said(self, index: int, news: News) -> list[bytes]:
+    def _chunks_of(self, index: int, news: News) -> list[bytes]:
         chunks = []
         if self.shape.opening is not None and not self._of(index).opened:
             self._of(index).opened = True
@@ -123,7 +125,7 @@ class Streamed:
         return self.sent.setdefault(index, Sent())
 
     async def _look(self, deadline: float, held_key: HeldKey) -> JobView:
-        """The job once `until` holds, or as it is when it is time for a sign of life."""
+        """Return the job once `until` holds, or as it is when a keep-alive is due."""
         self._check(deadline)
         return await self.context.wait(
             self.job_id,
@@ -151,14 +153,16 @@ class Streamed:
             )
 
     async def _ending(self, view: JobView) -> bytes:
-        """Return what is missing of the texts, the finish reasons, the usage, and what was
-        captured, in the last chunk.
+        """Return the last chunks: the rest of the texts, the finish reasons, the usage and the
+        captures.
         """
         result = await result_of(self.context, self.job_id)
         more = openai_shapes.extras(result, self.with_extras(view), is_over(view), self.readings)
         outputs = sorted(result.outputs, key=lambda output: output.index)
         chunks = [
-            chunk for output in outputs for chunk in self._said(output.index, self._upto(output))
+            chunk
+            for output in outputs
+            for chunk in self._chunks_of(output.index, self._upto(output))
         ]
         last = {} if self.with_usage else more
         for output in outputs:
@@ -181,9 +185,7 @@ class Streamed:
 
 
 def error_event(problem: Problem) -> bytes:
-    """A failure in the middle of a stream, as OpenAI's clients understand it; the problem is
-    inside.
-    """
+    """Return a failure in the middle of a stream in OpenAI's format, with the problem inside."""
     return b"data: %b\n\n" % to_json(
         {"error": {**msgspec.structs.asdict(problems.openai_error(problem)), "problem": problem}}
     )

@@ -1,4 +1,4 @@
-"""The routes of captures: what was captured, the tensors themselves, and the end of both."""
+"""Routes of captures: list, describe, download and delete them."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ def _sees(caller: Caller, owner: str | None) -> bool:
 async def captured(context: AppContext, caller: Caller, job_id: str) -> tuple[str, CaptureResults]:
     """Return the job's model and the capture results from its receipts.
 
-    Raises `not_found` when nothing was to be captured, `gone` when it was deleted.
+    Raises `not_found` if no capture was requested, `gone` if it was deleted.
     """
     captures = Captures(context.ledger)
     if not _sees(caller, await context.patiently(lambda: captures.owner(job_id))):
@@ -67,7 +67,7 @@ def tag_of(entry: FileEntry) -> str:
 
 
 def _name(entry: FileEntry) -> str:
-    """Name of the blob within its job, independent of its file: `mine.p0003.pp0.safetensors`."""
+    """Return the blob's name within its job, whatever its file: `mine.p0003.pp0.safetensors`."""
     site = (
         [f".{hook}.{layer}" for hook, layers in entry.sites.items() for layer in layers]
         if entry.layout == "per_file"
@@ -83,9 +83,9 @@ async def reading(
     read: Callable[[AppContext, str, Sequence[FileEntry]], T],
     limiter: anyio.CapacityLimiter | None = None,
 ) -> T:
-    """Return what `read` finds on the disk, in a thread.
+    """Run `read`, which reads files, in a thread, and return its result.
 
-    Raises what it raises; `gone` when the captures were deleted meanwhile.
+    Raises what `read` raises; `gone` if the captures were deleted meanwhile.
     """
     try:
         return await anyio.to_thread.run_sync(read, context, job_id, entries, limiter=limiter)
@@ -103,15 +103,15 @@ def opened(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> li
 
 
 def _places(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> list[Place]:
-    """The places of the entries' blobs."""
+    """Return the places of the entries' blobs."""
     return [place_in(context.store, job_id, entry.request, entry) for entry in entries]
 
 
 def _described(
     context: AppContext, job_id: str, entries: Sequence[FileEntry]
 ) -> tuple[list[ManifestFile], list[str], Manifest | None]:
-    """The entries, completed from the blobs' manifests; the distinct caveats of all; the first one:
-    all have its adapter and model.
+    """Return the entries, completed from the blobs' manifests, the distinct caveats of all, and the
+    first manifest, whose adapter and model all share.
     """
     headers = read_headers(context.store, job_id, _places(context, job_id, entries))
     files = [
@@ -147,8 +147,8 @@ def _described(
 
 
 def _link(context: AppContext, entry: FileEntry) -> str | None:
-    """Return a link to an object that holds this blob alone: a link opens the whole object, and
-    a segment holds rows of others.
+    """Return a presigned link if an object holds this blob alone: a link opens the whole object,
+    and a segment also holds other blobs.
     """
     settings, store = context.settings, context.store
     if (
@@ -257,7 +257,7 @@ def _etag(entry: FileEntry) -> str:
 
 
 def _known(entry: FileEntry, known: str | None) -> Response[Any] | None:
-    """304, for a client that has the blob already."""
+    """Return 304 for a client that has the blob already."""
     return (
         Response(b"", status_code=304, headers={"ETag": _etag(entry)})
         if matches(known, _etag(entry))
@@ -355,7 +355,7 @@ async def get_safetensors(
 def _chosen(
     captured: dict[str, list[int]], layers: frozenset[int] | None, hook: str | None
 ) -> dict[str, list[int]]:
-    """The requested captured sites. Raises a 400 naming `hook` or `layers`."""
+    """Return the requested captured sites. Raises a 400 naming `hook` or `layers`."""
     if hook is not None and hook not in captured:
         raise invalid("hook", f"{hook!r} was not captured", allowed=", ".join(captured))
     sites = {name: some for name, some in captured.items() if hook is None or name == hook}

@@ -2,12 +2,11 @@
 
 A completion is a job like any other; these handlers wait for it and answer in OpenAI's shape.
 
-When is a response answered? With `capture_wait: true`, with steering, with probes, or with rows or
-readings that are to come back in it, once the job is over: then every capture is durable, every
-rank has reported and all agree. (A steered answer, also of a request that only global steering
-edits, is never given before: a rank might still report that it applied nothing. Nor is one that
-probes score, also those that watch all traffic: a rank might report that it could not.) Without any
-of these, as soon as the outputs are stored; captures are `pending` then, with the place to look.
+A response with `capture_wait: true`, steering, probes, or rows or readings to return is sent once
+the job is over: then every capture is durable, and every rank has reported and agrees. (So is a
+response that only global steering edits, or that only probes of all traffic score: until then, a
+rank might report that it applied nothing, or could not score.) Other responses are sent as soon as
+the outputs are stored; their captures are `pending`, with the place to look.
 """
 
 from typing import Annotated, Any
@@ -24,12 +23,12 @@ from ...schemas.base.limits import MAX_MODULE_TEXT, MAX_URL_MODULES
 from ...schemas.base.records import now
 from ...schemas.jobs.jobs import JobResult, JobView
 from ...schemas.jobs.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest
+from ...schemas.readings.readings import FIELDS
 from ...schemas.requests.lens_args import LensRows
 from ..context import AppContext, unless_client_leaves
 from ..resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_completion
 from ..resolve.prompts.url_modules import modules_of, with_modules
 from ..resolve.prompts.vllm_lens_fields import TAG, as_written, with_lens_args
-from ..resolve.readings.readings import asked as asked_readings
 from ..responses import events, lens_rows, openai_shapes
 from ..responses.openai_shapes import Shape
 from ..responses.outcome import (
@@ -61,9 +60,10 @@ RESPONSES = {
     ),
     **SUBMIT_ERRORS,
 }
+ADDED = ", ".join(f"`{field}`" for field in FIELDS)
 DESCRIPTION = (
-    "OpenAI's API with `steering`, `patch`, `capture`, `lens`, `features`, "
-    "`readers` and `capture_wait`. With `stream: true` the answer "
+    "OpenAI's API with `steering`, `patch`, `capture`, "
+    f"{ADDED} and `capture_wait`. With `stream: true` the answer "
     "is server-sent chunks; the last one before `[DONE]` carries `capture_results` "
     "and `determinism`. `?module=NAME:SCALE` adds named "
     "modules to `steering`."
@@ -100,7 +100,7 @@ async def _answer(
     with as_written(parsed):
         job_id = await context.submit(parsed, request.idempotency(key), caller)
     headers = {JOB_HEADER: job_id, "Location": job_url(context, job_id)}
-    read = [*asked_readings(parsed), *(["probes"] if parsed.probes else [])]
+    read = [*parsed.readings, *(["probes"] if parsed.probes else [])]
     hold = (
         body.capture_wait
         or bool(read)
@@ -113,7 +113,7 @@ async def _answer(
             not hold and not view.steered and not view.probed and view.generated is not None
         )
 
-    def asked(view: JobView) -> bool:
+    def with_extras(view: JobView) -> bool:
         return parsed.capture is not None or view.steered
 
     if parsed.stream:
@@ -128,7 +128,7 @@ async def _answer(
             caller=caller,
             until=until,
             with_usage=bool(body.stream_options and body.stream_options.include_usage),
-            with_extras=asked,
+            with_extras=with_extras,
             readings=read,
         )
         return Stream(
@@ -152,11 +152,11 @@ async def _answer(
                 return failed(request, problem, headers)
             result = outcome.result or await result_of(context, job_id)
             if is_over(view) or len(result.outputs) == choices:
-                break  # else its worker died in between and the outputs went with the attempt
-        more = openai_shapes.extras(result, asked(view), is_over(view), read)
+                break  # else its worker died meanwhile, and its outputs were dropped
+        more = openai_shapes.extras(result, with_extras(view), is_over(view), read)
         if parsed.returns_rows:
             more["activations"] = await _activations(context, result)
-    except MidstreamError as error:  # the job is accepted all the same: say where it is
+    except MidstreamError as error:  # the job is accepted nevertheless: return its address
         return problems.answer(
             request,
             error.problem(instance=job_url(context, job_id)),
@@ -169,7 +169,7 @@ async def _answer(
 
 
 async def _activations(context: AppContext, result: JobResult) -> dict[str, LensRows]:
-    """The rows that vllm-lens' `output_residual_stream` asked for."""
+    """Return the rows that vllm-lens' `output_residual_stream` requested."""
     results = result.capture_results
     if results.status != "ok":
         raise MidstreamError("capture_failed", f"the capture is {results.status}: {results.detail}")

@@ -30,10 +30,9 @@ FEED_URL = "/v1/feed"
 @get(
     FEED_URL,
     summary="Follow all jobs and the state of the service",
-    description="Server-sent events without end: `jobs` with the newest jobs (the first has "
-    "`first`; `more`: the next has more of them), "
-    "then with those that are new or have changed, at most three times a second; "
-    "`service` every two seconds; `error` with a problem "
+    description="Endless server-sent events: `jobs` with the newest jobs (`first` marks the first "
+    "event, `more` means that the next one continues them), then with new and changed jobs, at "
+    "most three times a second; `service` every two seconds; `error` with a problem "
     "when the key is revoked or expires. A new connection begins with the newest jobs again.",
     media_type=events.MEDIA_TYPE,
     opt=needs("read") | EVENTS,
@@ -59,12 +58,9 @@ async def feed(
 async def _events(
     context: AppContext, caller: Caller, tenant: str | None, count: int
 ) -> AsyncIterator[bytes]:
-    """The body of `GET /v1/feed`, up to a problem when the caller's key or session ends.
+    """Yield the body of `GET /v1/feed`; ends with a problem if the caller's key or session ends.
 
-    `tenant`: None: of all tenants.
-
-    Everything that is sent was rendered for all feeds of the same audience; here it is only handed
-    on.
+    `tenant`: None for all tenants. Events are rendered once for all feeds of the same audience.
     """
     with context.key_watch.of(caller) as held_key, context.feed.of(tenant) as subscriber:
         for end in held_key.ends:

@@ -1,4 +1,4 @@
-"""The routes of harvests: accept, look, list, follow, pause, resume, cancel, delete."""
+"""Routes of harvests: submit, get, list, follow, pause, resume, cancel, delete."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -183,12 +183,12 @@ async def _ask(context: AppContext, caller: Caller, harvest_id: str, needed: Wan
     view = await context.harvests.ask(harvest_id, needed)
     if needed != "run":
         for job in view.jobs:
-            await context.tell_worker(await context.ledger.view(job))
+            await context.notify_worker(await context.ledger.view(job))
     return view
 
 
 async def _seen(context: AppContext, caller: Caller, harvest_id: str) -> HarvestView:
-    """Raises `not_found` for a harvest of another tenant, just as for one that there is not."""
+    """Return the harvest. Raises `not_found` if it does not exist or belongs to another tenant."""
     view = await context.harvests.view(harvest_id)
     if not caller.sees(view.tenant):
         raise MidstreamError("not_found", f"unknown harvest {harvest_id}")

@@ -1,4 +1,4 @@
-"""The routes of jobs: submit, look, list, follow, fetch the result, cancel."""
+"""Routes of jobs: submit, get, list, follow, fetch the result, cancel."""
 
 import re
 from typing import Annotated, Any
@@ -50,7 +50,7 @@ PROBLEM = ResponseSpec(
     generate_examples=False,
 )
 ERRORS = {400: PROBLEM, 404: PROBLEM, 503: PROBLEM}
-#: 409, 500 and 504: also a job's own end, where the answer was held for it.
+#: 409, 500 and 504 may also be a job's own failure, if the response was held for it.
 SUBMIT_ERRORS = {**ERRORS, **dict.fromkeys((409, 413, 415, 422, 429, 500, 504, 507), PROBLEM)}
 
 JobId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The job's id")]
@@ -112,9 +112,7 @@ Model = Annotated[
 
 
 def preferred_wait(header: str | None) -> float | None:
-    """Seconds from `Prefer: wait=N` (RFC 7240); a preference that cannot be read is ignored, as the
-    RFC wants.
-    """
+    """Return the seconds of `Prefer: wait=N`; an unreadable preference is ignored (RFC 7240)."""
     for preference in (header or "").split(","):
         if match := WAIT.fullmatch(preference):
             return float(match[1])
@@ -152,7 +150,7 @@ async def submit_job(
 async def answer_submission(
     request: JsonRequest, context: AppContext, job_id: str, prefer: str | None
 ) -> Response[JobView]:
-    """202 and where to look; or, as `Prefer` asks, the result if the job is over in time."""
+    """Return 202 and the job's address; or, if `Prefer` asks, the result of a job over in time."""
     seconds = preferred_wait(prefer)
     headers = {} if seconds is None else {"Preference-Applied": f"wait={seconds:.0f}"}
     try:
@@ -162,7 +160,7 @@ async def answer_submission(
             return accepted(context, outcome.view, headers)
         released(request, outcome)
         return await finished(request, context, outcome, headers)
-    except MidstreamError as error:  # the job is accepted all the same: say where it is
+    except MidstreamError as error:  # the job is accepted nevertheless: return its address
         return problems.answer(
             request,
             error.problem(instance=job_url(context, job_id)),
@@ -274,7 +272,7 @@ async def job_result(
     return await finished(request, context, Outcome(view))
 
 
-#: Kind of a job → where it is submitted.
+#: Kind of a job → the path to submit it to.
 PATHS = {
     "generate": "/v1/jobs",
     "completion": "/v1/completions",

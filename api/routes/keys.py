@@ -1,4 +1,4 @@
-"""The routes of keys and tenants: who may call, and how much each tenant may use and does."""
+"""Routes of API keys and tenants, with each tenant's limits and usage."""
 
 from typing import Annotated, Any
 
@@ -45,7 +45,6 @@ TenantParameter = Annotated[
 
 
 # --- Keys
-# --------------------------------------------------------------------------------------------------
 
 
 @post(
@@ -89,7 +88,6 @@ async def revoke_key(key_id: KeyIdParameter, context: AppContext) -> None:
 
 
 # --- Tenants
-# --------------------------------------------------------------------------------------------------
 
 
 @reachable

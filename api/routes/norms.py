@@ -1,6 +1,4 @@
-"""The route of a capture's norms: a number for each layer and position, for pictures that need no
-rows.
-"""
+"""Route of a capture's norms: a number for each layer and position, for plots without the rows."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -35,7 +33,7 @@ from .captures import CAPTURE_ERRORS, captured, opened, parse_layers, reading, t
 from .jobs import PROBLEM, JobId
 from .steering import named_module, tensors_of
 
-#: Hook whose rows are measured where none is named.
+#: Hook to measure if the request names none.
 USUAL = "post_block"
 MIB = 1 << 20
 
@@ -49,8 +47,8 @@ MIB = 1 << 20
     "vector that this steering module has at the layer, or at `module_layer`. Null "
     "where there is no finite number. "
     "Each call reads and checks the whole files: "
-    f"of one tenant, an API process answers {MEASURED_OF_TENANT} at the same time, "
-    "and others with 429.",
+    f"an API process answers {MEASURED_OF_TENANT} of one tenant at the same time, "
+    "and further ones with 429.",
     responses={**CAPTURE_ERRORS, 429: PROBLEM},
 )
 async def get_norms(
@@ -90,7 +88,7 @@ async def get_norms(
             gt=-1,
             le=MAX_LAYER,
             description=(
-                "Compare all layers with the module's vector of this layer; default: each its own"
+                "Compare all layers with the module's vector of this layer; default: their own"
             ),
         ),
     ] = None,
@@ -174,7 +172,7 @@ async def get_norms(
 def _entries_of(
     job_id: str, files: Sequence[FileEntry], prompt: int, tag: str | None
 ) -> tuple[str, list[FileEntry]]:
-    """The tag, and the files of the prompt under it, by stage.
+    """Return the tag, and the files of the prompt under it by stage.
 
     Raises a 404 naming `request` or `tag`.
     """
@@ -202,21 +200,21 @@ def _entries_of(
     return name, entries
 
 
-def _hook(request: str | None, hooks: Sequence[str]) -> str:
-    """Raises a 400 naming `hook`."""
-    if request is None:
+def _hook(name: str | None, hooks: Sequence[str]) -> str:
+    """Return the hook to measure. Raises a 400 naming `hook`."""
+    if name is None:
         return USUAL if USUAL in hooks else hooks[0]
-    hook = str(ALIASES.get(request, request))
+    hook = str(ALIASES.get(name, name))
     if hook not in hooks:
-        raise invalid("hook", f"{request!r} was not captured", allowed=", ".join(hooks))
+        raise invalid("hook", f"{name!r} was not captured", allowed=", ".join(hooks))
     return hook
 
 
-def _layers(request: str | None, present: list[int]) -> list[int]:
-    """Raises a 400 naming `layers`."""
-    if request is None:
+def _layers(text: str | None, present: list[int]) -> list[int]:
+    """Return the layers to measure. Raises a 400 naming `layers`."""
+    if text is None:
         return present
-    layers = parse_layers(request)
+    layers = parse_layers(text)
     if missing := layers - set(present):
         raise invalid(
             "layers", f"layer {min(missing)} was not captured", allowed=as_ranges(present, most=8)
@@ -249,7 +247,7 @@ async def _vectors(
     layers: Sequence[int],
     at: int | None,
 ) -> dict[int, np.ndarray]:
-    """Layer → the vector of the caller's module, as it was registered.
+    """Return by layer the vector of the caller's module, as it was registered.
 
     Raises a 404, 409 or 400 naming `module` or `module_layer`.
     """
@@ -278,8 +276,8 @@ async def _vectors(
 
 
 def _tensors(module: Module, hook: str) -> dict[int, str]:
-    """Layer → the content hash of the module's vector there: of its first entry with one, those at
-    `hook` before others.
+    """Map each layer to the content hash of the module's vector there, from the first entry that
+    has one; entries at `hook` come first.
     """
     entries = [entry for entry in module.entries if FAMILY[entry.family].tensors == ("vector",)]
     tensors: dict[int, str] = {}

@@ -1,6 +1,6 @@
 """Pages of the API: the live page at `/`, the list of operations, Swagger UI.
 
-All that they load is served here, under a strict CSP.
+Everything that they load is served here, under a strict CSP.
 """
 
 import gzip
@@ -34,8 +34,7 @@ HEADERS = {
     ),
     "X-Content-Type-Options": "nosniff",
 }
-#: The live page's own: no inline style either. Scripts set styles through the DOM, which this
-#: allows.
+#: For the live page: no inline styles either. Scripts may still set styles through the DOM.
 PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: "
@@ -45,7 +44,7 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # asked for again each time, and mostly answered 304
+    "Cache-Control": "no-cache",  # revalidated each time, mostly with 304
     "Vary": "Accept, Accept-Encoding",
 }
 PAGE_TYPES = {
@@ -55,7 +54,7 @@ PAGE_TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain",
 }
-#: Asset → its type, and whether it is kept compressed (`name.gz`).
+#: Asset → its type, and whether it is stored compressed (`name.gz`).
 ASSETS: dict[str, tuple[str, bool]] = {
     "pages.css": ("text/css", False),
     "swagger-start.js": ("text/javascript", False),
@@ -67,7 +66,7 @@ ASSET_AGE_S = 3600
 
 
 def page(title: str, body: str, scripts: tuple[str, ...] = (), style: str = "pages.css") -> bytes:
-    """A whole HTML document; `body` is HTML, `scripts` and `style` are assets."""
+    """Return an HTML document; `body` is HTML, `scripts` and `style` are assets."""
     loaded = "".join(f'<script src="/schema/assets/{name}"></script>' for name in scripts)
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta '
@@ -79,7 +78,7 @@ def page(title: str, body: str, scripts: tuple[str, ...] = (), style: str = "pag
 
 
 class Operations(OpenAPIRenderPlugin):
-    """`/schema`: a list of the operations, without a script."""
+    """Renders `/schema`: a list of the operations, without a script."""
 
     def __init__(self) -> None:
         super().__init__(path="/", media_type=MediaType.HTML)
@@ -104,7 +103,7 @@ class Operations(OpenAPIRenderPlugin):
 
 
 class Swagger(OpenAPIRenderPlugin):
-    """`/schema/swagger`: Swagger UI, from `api/assets`."""
+    """Renders `/schema/swagger`: Swagger UI, from `api/assets`."""
 
     def __init__(self) -> None:
         super().__init__(path="/swagger", media_type=MediaType.HTML)
@@ -146,7 +145,7 @@ class PageFile(NamedTuple):
 
 @cache
 def page_files() -> dict[str, PageFile]:
-    """Path below `assets/page` → the file. Only what is listed here is served."""
+    """Return all files of the live page that are served, by path below `assets/page`."""
     root = resources.files(__package__.rpartition(".")[0]).joinpath("assets", "page")
 
     def walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, PageFile]]:
@@ -195,7 +194,7 @@ def page_asset(request: JsonRequest, path: Annotated[str, PathParameter()]) -> R
 
 @get("/", opt=needs(None), include_in_schema=False, sync_to_thread=True)
 def front(request: JsonRequest, context: AppContext) -> Response[bytes]:
-    """The live page for browsers; for everything else what is here and where, as JSON."""
+    """Answer browsers with the live page, other clients with links as JSON."""
     if "text/html" in request.headers.get("accept", ""):
         return _page_file(request, "index.html")
     result = {
@@ -209,7 +208,7 @@ def front(request: JsonRequest, context: AppContext) -> Response[bytes]:
 
 
 def links(settings: Settings) -> dict[str, tuple[str, str]]:
-    """Name → URL and one line about it."""
+    """Return URL and description of each link by name."""
     result = {
         "docs": ("/schema", "all operations of the API"),
         "swagger": ("/schema/swagger", "the same, with a form to try out calls"),

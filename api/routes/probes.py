@@ -24,8 +24,8 @@ Name = Annotated[str, name_parameter("probe")]
     status_code=200,
     summary="Register or replace a probe",
     description="A linear map of a row to a score for each label. Requests accepted earlier "
-    "keep the former one; a probe that watches "
-    "all traffic goes on with the new one.",
+    "keep the previous version; a probe that watches "
+    "all traffic continues with the new one.",
     responses={**put_responses(Probe), 409: PROBLEM},
 )
 async def put_probe(
@@ -60,7 +60,7 @@ async def watch(
     if data.action == "steer":
         raise invalid(
             "action",
-            ("'steer' is not valid for all traffic: a request asks for it, and names a module"),
+            "'steer' is not valid for all traffic: only a request can steer, by a module it names",
             allowed="none, flag, stop",
         )
     check_action(probe, data.action, "action", info)

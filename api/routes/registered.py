@@ -13,10 +13,10 @@ from ...broker.ledger.named.registry import Names, Registry
 from ...schemas.artifacts.loras import LORAS
 from ...schemas.artifacts.registered import Kind, Registered
 from ...schemas.artifacts.saes import SAES
+from ...schemas.artifacts.tuned_lenses import TUNED_LENSES
 from ...schemas.base.limits import MAX_MODULE_NAME, NAME_PATTERN
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import ModelInfo
-from ...schemas.requests.lens import TUNED_LENSES
 from ..context import AppContext
 from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.saes import resolve_sae
@@ -27,7 +27,7 @@ from .jobs import ERRORS, PROBLEM, Model
 
 @dataclass(frozen=True)
 class Named:
-    """How the routes of a kind describe it."""
+    """The words for a kind in the descriptions of its routes."""
 
     kind: Kind[Any]
     thing: str  # in summaries, with its article
@@ -54,7 +54,7 @@ FROM_FOLDERS = (
         lambda settings: settings.lora_dir,
         "`path` is a folder below the setting `lora_dir`, as PEFT saves an adapter. "
         "The digest of its files is its identity: "
-        "requests accepted earlier keep the former one, and fail if its files have changed.",
+        "requests accepted earlier keep the previous one, and fail if its files have changed.",
     ),
     FromFolder(
         SAES,
@@ -67,7 +67,7 @@ FROM_FOLDERS = (
         "`sae_weights.safetensors` (SAELens), or with "
         "`params.npz` (Gemma Scope), which requires `hook` and `layer`. The digest of "
         "its files is its identity: requests accepted earlier "
-        "keep the former one, and fail if its files have changed.",
+        "keep the previous one, and fail if its files have changed.",
     ),
     FromFolder(
         TUNED_LENSES,
@@ -79,7 +79,7 @@ FROM_FOLDERS = (
         "`path` is a folder below the setting `lens_dir` with `lens.safetensors`: "
         "`{layer}.weight` and `{layer}.bias` of each "
         "layer. The digest of the file is its identity: requests accepted earlier keep "
-        "the former one, and fail if the file has changed.",
+        "the previous one, and fail if the file has changed.",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""The routes about the service itself: models, health, readiness, status, metrics."""
+"""Routes about the service itself: models, health, readiness, status, metrics."""
 
 import os
 import re
@@ -36,15 +36,14 @@ from ...schemas.service.health import Health, Readiness
 from ...schemas.service.status import Status
 from ..context import AppContext
 from ..operations.rank_agreement import stage_agreements
-from ..web.auth import knows_us, needs
+from ..web.auth import may_observe, needs
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM
 from .steering import answers_of_ranks
 
 #: Litestar adds the charset itself.
 METRICS_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
-#: Seconds that a scrape waits for the workers' reports on their ranks; after that it uses the last
-#: ones.
+#: Seconds that a scrape waits for the workers' reports on their ranks before it uses the last ones.
 SCRAPE_S = 1.0
 #: The state of the service and of its workers' steering as of the last scrape.
 _scraped: list[Status] = []
@@ -96,6 +95,7 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
         dtype=info.dtype,
+        dtype_reason=info.dtype_reason,
         hooks=info.hooks,
         workers=workers,
         consumers=info.consumers,
@@ -112,7 +112,7 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
     )
 
 
-#: The parent is `midstream up`, where that started this process.
+#: The parent is `midstream up`, if that started this process.
 _INSTANCE = instance_of(os.getppid())
 
 
@@ -133,7 +133,7 @@ async def healthz() -> Health:
 )
 async def readyz(request: JsonRequest, context: AppContext) -> Response[Readiness]:
     readiness: Readiness = await context.looks.of_next("ready", lambda: look(context))
-    if not await knows_us(request):
+    if not await may_observe(request):
         missing = sorted({re.split(r"\W", what, maxsplit=1)[0] for what in readiness.missing})
         readiness = msgspec.structs.replace(readiness, missing=missing, models=[], workers=[])
     return Response(
@@ -144,15 +144,15 @@ async def readyz(request: JsonRequest, context: AppContext) -> Response[Readines
 
 
 async def look(context: AppContext) -> Readiness:
-    """Redis answers, and a healthy worker serves a model that is known, both of versions that we
-    can work with.
+    """Return whether the service is ready: Redis answers, and a healthy worker serves a published
+    model, both of compatible versions.
 
-    Without a relay jobs run, but captures wait for it. A disk that takes no captures or receipts,
-    or no log of Redis', makes it not ready.
+    Without a relay jobs run, but captures wait for it. If captures, receipts or Redis' log cannot
+    be written to disk, the service is not ready.
     """
     disks = [f"{name}: {trouble}" for name, trouble in (await context.disks.troubles()).items()]
     try:
-        await context.ledger.ping()  # which Redis refuses while it cannot write, or loads its log
+        await context.ledger.ping()  # Redis rejects this while it cannot write, or loads its log
         await context.ledger.check_durable()
         relay = await _relay_seen(context.ledger)
         workers = [judged(worker) for worker in await context.ledger.workers()]
@@ -244,7 +244,7 @@ async def metrics(context: AppContext) -> Response[Any]:
         _, accounts = await answers_of_ranks(context, None, SCRAPE_S)
     except MidstreamError:  # the metrics of this process are useful while Redis is unreachable
         status = None
-    # From here on without a pause: several may be scraping.
+    # No await from here on: scrapes may be concurrent.
     _keep_scraped(status, accounts)
     HELD.set(context.watcher.waiting)
     LEDGER_DURABLE.set(durable)
@@ -254,7 +254,7 @@ async def metrics(context: AppContext) -> Response[Any]:
 def _keep_scraped(status: Status | None, accounts: Iterable[Account]) -> None:
     """Keep what was read for this scrape.
 
-    `status`: None while the ledger does not answer. Workers without a report are left out.
+    `status`: None if the ledger does not answer. Workers without a report are left out.
     """
     LEDGER.set(status is not None)
     _scraped[:] = [] if status is None else [status]

@@ -1,6 +1,6 @@
-"""The page's session: login with an API key, who is logged in, logout.
+"""Routes of the page's session: login with an API key, who is logged in, logout.
 
-The key is in one request's body, and in no address or storage.
+The key is sent in the body of one request; it is in no URL, and the browser does not store it.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from ..web.auth import COOKIE, Visit, address_of, needs, own_page, visit_of
 from ..web.body import JsonRequest
 from .pages import links
 
-#: A login is a key and little else.
+#: Bytes of a login's body: a key and little else.
 MAX_BODY = 4096
 NO_STORE = {"Cache-Control": "no-store"}
 

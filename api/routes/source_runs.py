@@ -1,4 +1,4 @@
-"""The routes of source runs: which captures have a name, what is in one, and its end."""
+"""Routes of source runs, which are named captures: list, describe and delete them."""
 
 from typing import Annotated, Any
 

@@ -46,8 +46,7 @@ from ..web.body import FILE_TYPES
 from .jobs import ERRORS, PROBLEM, Model
 from .registered import name_parameter
 
-#: How long `GET /v1/steering/dynamic` waits for the workers' answers, in seconds, and how often it
-#: looks.
+#: Seconds that `GET /v1/steering/dynamic` waits for the workers' answers, and between its reads.
 ANSWER_S, LOOK_S = 2.0, 0.02
 CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
 
@@ -55,7 +54,7 @@ Name = Annotated[str, name_parameter("module")]
 
 
 def _module_of(raw: bytes) -> ModuleRequest:
-    """The body when it is a safetensors file. Raises a 400."""
+    """Decode a body that is a safetensors file. Raises a 400."""
     try:
         return ModuleRequest(steering=specs_of(raw))
     except ValueError as error:
@@ -64,7 +63,7 @@ def _module_of(raw: bytes) -> ModuleRequest:
 
 @dataclass
 class ModuleOperation(Operation):
-    """Says in the document that a file may be sent in place of JSON."""
+    """Documents that a file may be sent in place of JSON."""
 
     def __post_init__(self) -> None:
         assert isinstance(self.request_body, RequestBody)
@@ -74,7 +73,6 @@ class ModuleOperation(Operation):
 
 
 # --- Named modules
-# --------------------------------------------------------------------------------------------------
 
 
 @put(
@@ -200,7 +198,7 @@ async def delete_module(
 async def named_module(
     context: AppContext, caller: Caller, model: str, name: str, field: str = "name"
 ) -> Module:
-    """The caller's module. Raises a 404 naming `field`, with the names there are."""
+    """Return the caller's module. Raises a 404 naming `field` and the existing modules."""
     module = await context.steering.module(model, scoped(caller.tenant, name))
     if module is None:
         raise await _no_module(context, model, name, caller, field)
@@ -210,9 +208,9 @@ async def named_module(
 async def tensors_of(
     context: AppContext, name: str, keys: Iterable[str], field: str = "name"
 ) -> dict[str, Tensor]:
-    """Tensors of a module that was just read, by content hash.
+    """Return the tensors of a module that was just read, by content hash.
 
-    Raises a 409 naming `field` when it has changed meanwhile.
+    Raises a 409 naming `field` if the module has changed meanwhile.
     """
     try:
         return {key: await context.steering.get_tensor(key) for key in dict.fromkeys(keys)}
@@ -270,7 +268,6 @@ def _entry(entry: SteeringTemplate) -> EntryView:
 
 
 # --- Global steering
-# --------------------------------------------------------------------------------------------------
 
 
 @put(
@@ -291,7 +288,7 @@ async def put_global(
     )
     model_state = replace(model_state, features=await context.features(info, data.steering))
     content = await anyio.to_thread.run_sync(
-        steering.resolve_everyone, data.steering, info, model_state
+        steering.resolve_global, data.steering, info, model_state
     )
     desired = await change(context.steering, context.settings, info, content.entries, content.blobs)
     return await _global(context, info.name, desired, caller)
@@ -345,8 +342,8 @@ async def _global(
 
 
 def _reports(accounts: Sequence[Account], caller: Caller) -> list[WorkerSteering]:
-    """The workers' reports as the caller may see them: details may name modules of other tenants
-    and are for admins only.
+    """Return the workers' reports as the caller may see them: details may name modules of other
+    tenants, so only admins get them.
     """
     reports = [account.report for account in accounts if account.report is not None]
     if "admin" in caller.scopes:
@@ -371,7 +368,6 @@ def _own(modules: Mapping[str, str], tenant: str) -> dict[str, str]:
 
 
 # --- Status reported by the ranks
-# ------------------------------------------------------------------------------------------------
 
 
 @get(
@@ -388,20 +384,20 @@ async def get_dynamic(context: AppContext, caller: Caller, model: Model = None) 
     if model is not None:
         await context.model(model)
     asks, accounts = await answers_of_ranks(context, model, ANSWER_S)
-    structs = agreement(accounts, asks)
-    if "admin" not in caller.scopes and structs.detail:  # it may name modules of other tenants
-        structs = msgspec.structs.replace(
-            structs,
+    agreed = agreement(accounts, asks)
+    if "admin" not in caller.scopes and agreed.detail:  # it may name modules of other tenants
+        agreed = msgspec.structs.replace(
+            agreed,
             detail="some ranks or workers do not agree; callers with scope admin see the details",
         )
-    return Dynamic(workers=_reports(accounts, caller), determinism=structs)
+    return Dynamic(workers=_reports(accounts, caller), determinism=agreed)
 
 
 async def answers_of_ranks(
     context: AppContext, model: str | None, seconds: float
 ) -> tuple[dict[str, str], list[Account]]:
-    """Query the ranks like `ask_all` and `fresh`, once for all concurrent callers: each waits
-    for an answer to a later question.
+    """Query the ranks with `ask_all` and `fresh`, once for all concurrent callers; each gets
+    answers to a question that is put after its call.
     """
 
     async def look() -> tuple[dict[str, str], list[Account]]:
@@ -415,7 +411,7 @@ async def answers_of_ranks(
 
 
 async def ask_all(context: AppContext, model: str | None = None) -> dict[str, str]:
-    """Model that live workers serve → the question that was put to them."""
+    """Put a question to the live workers of each model; return the questions by model."""
     models = {account.info.model for account in await context.steering.accounts(model)}
     return {name: await context.steering.ask(name) for name in sorted(models)}
 
@@ -423,7 +419,7 @@ async def ask_all(context: AppContext, model: str | None = None) -> dict[str, st
 async def fresh(
     context: AppContext, model: str | None, asks: dict[str, str], seconds: float
 ) -> list[Account]:
-    """The accounts of those who were asked, once all have answered, or after `seconds`."""
+    """Return the accounts of the workers asked, once all have answered or after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         accounts = [

@@ -1,4 +1,4 @@
-"""The routes of sweeps: a body is resolved on the model, held against the quota of cells, and
+"""Routes of sweeps: a body is resolved on the model, checked against the quota of cells, and
 accepted as a job like any other.
 """
 
@@ -28,10 +28,10 @@ from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, JobId, Key, Prefer, answer_sub
 async def submit_sweep(
     context: AppContext, body: SweepRequest, idempotency: tuple[str, str] | None, caller: Caller
 ) -> str:
-    """Submit a sweep like `AppContext.submit`. Raises MidstreamError also with `too_many_cells`."""
+    """Submit a sweep like `AppContext.submit`. Raises MidstreamError, also `too_many_cells`."""
     info = await context.model(body.model)
     if idempotency and (known := await context.ledger.repeated(idempotency)):
-        return known  # counted already
+        return known  # its cells are counted already
     lora = await named_lora(body.lora, info, context.ledger)
     probes = await context.watching(info)
     sweep, blobs = await _planned(context, body, info, caller)

@@ -1,4 +1,4 @@
-"""The routes between text and token ids, with the tokenizer that the model's workers use."""
+"""Routes that convert between text and token ids, with the tokenizer of the model's workers."""
 
 from litestar import Response, post
 from litestar.params import JSONBody

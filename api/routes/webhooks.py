@@ -29,7 +29,7 @@ DeliveryId = Annotated[
     ),
 ]
 WITH_BODY = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
-#: No cache on the way keeps a secret.
+#: Keeps caches from storing secrets.
 UNKEPT = {"Cache-Control": "no-store"}
 
 
@@ -85,7 +85,7 @@ async def redeliver(delivery_id: DeliveryId, context: AppContext, caller: Caller
 
 
 async def _seen(context: AppContext, caller: Caller, delivery_id: str) -> Delivery:
-    """Raises `not_found`, also for another tenant's."""
+    """Return the delivery. Raises `not_found`, also if it belongs to another tenant."""
     delivery = await WebhookOutbox(context.ledger).delivery(delivery_id)
     if not caller.sees(delivery.tenant):
         raise not_found(delivery_id)

@@ -1,8 +1,8 @@
 """Authentication and authorization. Every request passes `authorize` before its body is read.
 
-A route handler states the scope that it requires (`needs`); one without is for admins alone. What
-belongs to another tenant is answered as what is not there, so handlers ask `seen` (jobs), or look
-names up as their caller's tenant knows them.
+A route handler states the scope that it requires (`needs`); one without a scope is for admins only.
+Data of another tenant is answered like data that does not exist: handlers call `seen` for jobs, and
+look up names within the caller's tenant.
 """
 
 import hmac
@@ -33,7 +33,7 @@ KNOWN_S = 3.0
 #: Key ids that a process caches, including unknown ones; the least recently used are dropped.
 REMEMBERED = 10_000
 
-#: The page's session, and what its calls that change something must carry.
+#: Cookie of the page's session, and header that its calls must carry if they change something.
 COOKIE, CSRF_HEADER = "midstream_session", "x-midstream-csrf"
 
 HOW = (
@@ -63,30 +63,30 @@ class Visit(NamedTuple):
 
 
 class Gate:
-    """Turns what a request shows into a `Caller`.
+    """Turns a request's credentials into a `Caller`.
 
-    One per process: it remembers keys for `KNOWN_S`.
+    One per process: it caches keys for `KNOWN_S`.
     """
 
     def __init__(self, settings: Settings, stored: Keys, sessions: Sessions) -> None:
         self.asks = asks_for_keys(settings)
         self.always = keys.of_settings(settings)  # by id: these cannot be revoked
         self._stored = stored
-        # id → until when, and the key
+        # id → (end of caching, the key)
         self._known: OrderedDict[str, tuple[float, Key | None]] = OrderedDict()
         self._sessions = sessions
         self.wrong = WrongKeys()
 
     async def caller(self, headers: list[str], address: str) -> Caller:
-        """The caller that the `Authorization` headers identify.
+        """Return the caller that the `Authorization` headers identify.
 
-        `address`: where the call comes from.
+        `address`: the caller's network address.
 
         Raises `unauthorized`, `rate_limited` after many wrong keys, and `unavailable` if the key
         cannot be checked.
 
-        Where authentication is off, a valid key still counts, and anything else means the default
-        caller: OpenAI's clients always send something.
+        If authentication is off, a valid key still identifies its caller, and anything else the
+        default caller: OpenAI's clients always send a key.
         """
         if not headers:
             if self.asks:
@@ -109,7 +109,7 @@ class Gate:
         return await self.key(text.strip(" ")) if scheme.lower() == "bearer" else None
 
     async def key(self, text: str) -> Key | None:
-        """The key, if it is valid. The same work whether there is a key of this id or not."""
+        """Return the key if it is valid. The work is the same whether its id exists or not."""
         shown = keys.parse(text)
         if shown is None:
             return None
@@ -117,8 +117,8 @@ class Gate:
         return key if keys.is_right(shown, key, now()) else None
 
     async def visit(self, session_id: str) -> Visit | None:
-        """Return what a session's id stands for; None if the session, or the key that it was begun
-        with, is over.
+        """Return the visit of a session; None if the session, or the key that opened it, has
+        ended.
         """
         name = name_of(session_id)
         session = None if name is None else await self._sessions.get(name)
@@ -153,7 +153,7 @@ class Gate:
 async def well_called(
     connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
 ) -> None:
-    """The guard of all routes that comes before `authorize`. Raises `misdirected`, `cross_site`."""
+    """Check `Host` and `Origin`, before `authorize`. Raises `misdirected`, `cross_site`."""
     hosts: Hosts = connection.app.state.context.hosts
     headers = connection.headers
     hosts.check(
@@ -166,7 +166,10 @@ async def well_called(
 async def authorize(
     connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
 ) -> None:
-    """The guard of all routes. Raises `unauthorized`, `forbidden`, and as `OpenCalls.enter`."""
+    """Check the caller's scope, on all routes.
+
+    Raises `unauthorized`, `forbidden`, and what `OpenCalls.enter` raises.
+    """
     scope = scope_of(handler)
     if scope is None or connection.scope["method"] == "OPTIONS":  # type: ignore[typeddict-item]
         return
@@ -180,7 +183,7 @@ async def authorize(
         )
     connection.scope["auth"] = caller
     if connection.scope["path"] not in QUIET:
-        # what watches over the service is answered all the same
+        # monitoring of the service is never limited
         connection.app.state.context.open_calls.enter(
             caller.tenant, bool(handler.opt.get("events"))
         )
@@ -201,14 +204,14 @@ async def _caller(connection: ASGIConnection[Any, Any, Any, Any]) -> Caller:
 
 
 def address_of(connection: ASGIConnection[Any, Any, Any, Any]) -> str:
-    """Return where a call comes from, as a trusted proxy reports it; empty for a Unix socket."""
+    """Return the caller's address, as a trusted proxy reports it; empty for a Unix socket."""
     return connection.client.host if connection.client else ""
 
 
 async def visit_of(connection: ASGIConnection[Any, Any, Any, Any]) -> Visit | None:
-    """The session of the call's cookie, if any.
+    """Return the visit of the call's cookie, if any.
 
-    Raises `cross_site` for a call that its page did not send.
+    Raises `cross_site` for a call that this API's page did not send.
     """
     gate: Gate = connection.app.state.context.gate
     visit = await gate.visit(connection.cookies.get(COOKIE, ""))
@@ -234,8 +237,8 @@ async def visit_of(connection: ASGIConnection[Any, Any, Any, Any]) -> Visit | No
 
 
 def own_page(connection: ASGIConnection[Any, Any, Any, Any], safe: bool = False) -> bool:
-    """Return whether the browser says that a page of this API sent the call (or, if it is `safe`,
-    does not say that another did).
+    """Return whether the browser reports that a page of this API sent the call; a `safe` call
+    passes unless it reports another page.
 
     A cookie belongs to a host with all its ports, so a page at another port of this machine would
     send it too.
@@ -253,13 +256,13 @@ def own_page(connection: ASGIConnection[Any, Any, Any, Any], safe: bool = False)
 
 
 def caller_of(request: ASGIConnection[Any, Any, Any, Any]) -> Caller:
-    """The caller that `authorize` has identified."""
+    """Return the caller that `authorize` has identified."""
     caller: Caller = request.scope["auth"]
     return caller
 
 
-async def knows_us(request: ASGIConnection[Any, Any, Any, Any]) -> bool:
-    """On an open route: whether the caller has scope `observe`."""
+async def may_observe(request: ASGIConnection[Any, Any, Any, Any]) -> bool:
+    """Return whether the caller of an unauthenticated route has scope `observe`."""
     try:
         return (await _caller(request)).may("observe")
     except MidstreamError:
@@ -267,14 +270,14 @@ async def knows_us(request: ASGIConnection[Any, Any, Any, Any]) -> bool:
 
 
 def seen(caller: Caller, view: JobView) -> JobView:
-    """Raises `not_found` for a job of another tenant, just as for one that there is not."""
+    """Return the view. Raises `not_found` for a job of another tenant, as if it did not exist."""
     if not caller.sees(view.tenant):
         raise not_found(view.id)
     return view
 
 
 def tenant_asked(caller: Caller, tenant: str | None) -> str | None:
-    """The tenant whose data is listed; None: all.
+    """Return the tenant whose data is listed; None for all.
 
     Raises `forbidden` for a tenant other than the caller's own.
     """

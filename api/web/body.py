@@ -29,12 +29,12 @@ from . import problems
 from .auth import caller_of
 from .request_context import CURRENT
 
-#: A client that sends too much sees the error only after it stops sending; we read up to this many
-#: times the limit.
+#: A client that sends too much reads the error only after it stops sending, so up to this many
+#: times the limit is read and discarded.
 DRAIN_FACTOR = 4
 DRAIN_S = 5.0
 
-#: A file goes to disk in pieces of that many bytes.
+#: Bytes per write of a file to disk.
 PIECE = 1 << 20
 
 #: Media types of safetensors files, for the routes that take one.
@@ -42,7 +42,7 @@ FILE_TYPES = ("application/vnd.safetensors", "application/octet-stream")
 
 
 def _temporary(data_dir: Path) -> IO[bytes]:
-    """A file without a name, removed with the end of the request or of the process."""
+    """Create a file without a name, removed when the request or the process ends."""
     folder = data_dir / "uploads"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return tempfile.TemporaryFile(dir=folder)
@@ -56,22 +56,22 @@ def _content(file: IO[bytes]) -> bytes:
 class JsonRequest(Request[Any, Any, Any]):
     """Litestar's request with our reading of the body.
 
-    (Litestar itself would convert loosely, `"1"` to 1.)
+    (Litestar itself would convert loosely: `"1"` to 1.)
     """
 
     _more = True  # whether more of the body is to come
-    _asked = ""  # SHA-256 of path and body, where the client sent an Idempotency-Key
+    _request_hash = ""  # SHA-256 of path and body, if the client sent an Idempotency-Key
 
     @property
-    def _reads_file(self) -> Any:
-        """The converter of a file to JSON, called off the event loop, where the body is a file and
-        the route takes one.
+    def _file_decoder(self) -> Any:
+        """The route's decoder of files, called off the event loop; None if the body is no file or
+        the route takes none.
         """
         return self.route_handler.opt.get("file") if self.content_type[0] in FILE_TYPES else None
 
     async def body(self) -> bytes:
         encoding = self.headers.get("content-encoding", "identity")
-        if encoding != "identity":  # a small compressed body may be a huge one
+        if encoding != "identity":  # a small compressed body may expand to a huge one
             detail = f"the body is compressed ({encoding[:40]})"
             raise MidstreamError(
                 "unsupported_media_type",
@@ -79,8 +79,8 @@ class JsonRequest(Request[Any, Any, Any]):
                 field="Content-Encoding",
                 allowed="an uncompressed body",
             )
-        if self._reads_file:
-            # the framework asks whether there is any before it calls `json`, which reads it
+        if self._file_decoder:
+            # Litestar checks for a body before it calls `json`, which reads the file
             return b"file"
         receive, counter = self.receive, JsonCounter()
         limit = self.route_handler.resolve_request_max_body_size() or 0
@@ -107,14 +107,14 @@ class JsonRequest(Request[Any, Any, Any]):
             await self._drain(limit)
             raise problems.malformed(error) from error
         except InternalServerException as error:
-            # how Litestar says that the client left in the middle
+            # Litestar raises this if the client leaves in the middle
             raise problems.ClientGone from error
         finally:
             self.receive = receive
 
     async def json(self) -> Any:
         media, _ = self.content_type
-        if read_file := self._reads_file:
+        if read_file := self._file_decoder:
             return await self._read_file(read_file)
         if media != "application/json":
             allowed = ", ".join(
@@ -132,11 +132,11 @@ class JsonRequest(Request[Any, Any, Any]):
             query = f"?{self.url.query}" if self.url.query else ""
             request = hashlib.sha256(f"{self.url.path}{query}".encode() + b"\0")
             request.update(body)
-            self._asked = request.hexdigest()
+            self._request_hash = request.hexdigest()
         call = CURRENT.get()
         if call is not None and len(body) <= MAX_KEPT_BODY:
             call.body = body
-        # it may be large, and what is made of it is larger
+        # free it: it may be large, and its decoded form is larger
         self._body = self._connection_state.body = b""
         try:
             return from_json(body, needed.annotation if needed else Any)
@@ -144,7 +144,7 @@ class JsonRequest(Request[Any, Any, Any]):
             raise problems.malformed(error) from error
 
     async def _read_file(self, read: Callable[[bytes], Any]) -> Any:
-        """Return what `read` makes of the body.
+        """Return what `read` returns for the body.
 
         Raises `payload_too_large`, and `unavailable` when the disk is full.
         """
@@ -183,7 +183,7 @@ class JsonRequest(Request[Any, Any, Any]):
 
     async def _drain(self, most: int) -> None:
         """Discard what is still being sent, up to `most` bytes and a few seconds."""
-        if "expect" in self.headers:  # this client asks before it sends
+        if "expect" in self.headers:  # this client has not sent it yet
             return
         with anyio.move_on_after(DRAIN_S):
             while self._more and most > 0:
@@ -193,8 +193,7 @@ class JsonRequest(Request[Any, Any, Any]):
                 most -= len(message["body"])
 
     def idempotency(self, key: str | None) -> tuple[str, str] | None:
-        """The `Idempotency-Key`, as it is kept for the caller's tenant, and the SHA-256 of what was
-        asked under it.
+        """Return the `Idempotency-Key` within the caller's tenant, and the SHA-256 of its request.
 
         None without a key. Raises a 400 naming it.
         """
@@ -204,6 +203,6 @@ class JsonRequest(Request[Any, Any, Any]):
             raise invalid(
                 "Idempotency-Key", f"is not 1 to {MAX_IDEMPOTENCY_KEY} printable ASCII characters"
             )
-        # else two bodies would count as one
-        assert self._asked, "a route with an Idempotency-Key takes JSON"
-        return scoped(caller_of(self).tenant, key), self._asked
+        # else different bodies would count as the same
+        assert self._request_hash, "a route with an Idempotency-Key takes JSON"
+        return scoped(caller_of(self).tenant, key), self._request_hash

@@ -18,9 +18,9 @@ from ...schemas.base.settings import Settings
 from ...schemas.base.version import __version__
 from .middleware import QUIET
 
-#: Bytes of a request line with its headers.
+#: Largest size in bytes of a request line with its headers.
 HEAD_LIMIT = 64 * 1024
-#: A body may take `body_timeout_s`, and a second more for that many bytes that have arrived.
+#: A body may take `body_timeout_s`, and one more second per this many bytes that have arrived.
 BODY_BYTES_PER_S = 16 * 1024
 #: Seconds that an answer may wait for a client that does not read it. (The kernel holds some
 #: hundred KiB more.)
@@ -38,7 +38,7 @@ class Connections:
         self.head_s = settings.head_timeout_s
         self.body_s = settings.body_timeout_s
         self.limit = _within_files(settings.max_connections)
-        self.waiting: dict[Connection, None] = {}  # those without a request, longest first
+        self.waiting: dict[Connection, None] = {}  # without a request, longest wait first
 
     def __call__(self, **uvicorn: Any) -> "Connection":
         return Connection(self, **uvicorn)
@@ -63,8 +63,8 @@ def _within_files(requested: int) -> int:
 class Connection(HttpToolsProtocol):
     """One connection.
 
-    At each moment it waits for a request (`_head` is 0), for the rest of a head, of a body, or for
-    an answer.
+    It always waits for one of: a request (`_head` is 0), the rest of a head, the rest of a body, an
+    answer.
     """
 
     def __init__(self, common: Connections, **uvicorn: Any):
@@ -73,12 +73,12 @@ class Connection(HttpToolsProtocol):
         self._served = self.app
         self._head = 0  # bytes of a head that is not complete
         self._body = -1  # bytes of a body that is not complete; -1: none is awaited
-        self._since = 0.0  # when what is awaited began
+        self._since = 0.0  # when the current wait began
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._refused = False
 
-    # --- Opening and closing ---
+    # --- Opening and closing
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -107,7 +107,7 @@ class Connection(HttpToolsProtocol):
         if not self.transport.is_closing() and not self.pipeline:
             self._common.waiting[self] = None
 
-    # --- Data from the client ---
+    # --- Data from the client
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -126,7 +126,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._timer is None:  # it came with the end of the request before
+        if self._timer is None:  # it arrived together with the end of the previous request
             self._head = 1
             self._await(self._common.head_s)
 
@@ -159,7 +159,7 @@ class Connection(HttpToolsProtocol):
             self._stop_timer()
             super().on_message_complete()
 
-    # --- Deadlines ---
+    # --- Deadlines
 
     def _await(self, seconds: float) -> None:
         self._stop_timer()
@@ -175,8 +175,8 @@ class Connection(HttpToolsProtocol):
         """End the connection whose deadline has passed, unless we have paused reading or enough of
         a body has arrived for more time.
         """
-        request = self.cycle is None or not self.cycle.waiting_for_100_continue
-        if self.flow.read_paused or not request:
+        awaits_continue = self.cycle is not None and self.cycle.waiting_for_100_continue
+        if self.flow.read_paused or awaits_continue:
             self._body = min(self._body, 0)
             self._await(self._common.body_s)
             return
@@ -213,13 +213,13 @@ class Connection(HttpToolsProtocol):
             self._unread = None
 
     def _refuse(self, kind: str, detail: str) -> None:
-        """Answer, where no answer has begun, and close."""
+        """Answer with an error, unless an answer has begun, and close."""
         self._refused = True
         self._stop_timer()
         if self.transport.is_closing():
             return
         if self._body < 0 and self.cycle is not None and not self.cycle.response_complete:
-            return self.transport.abort()  # an answer to what came before is under way
+            return self.transport.abort()  # the answer to an earlier request is being sent
         if self._body < 0 or not self.cycle.response_started:
             status, headers, body = _problem(kind, detail)
             lines = [
@@ -243,7 +243,7 @@ def _problem(kind: str, detail: str) -> tuple[int, list[tuple[bytes, bytes]], by
 
 
 async def _full(scope: Any, receive: Any, send: Any) -> None:
-    """The ASGI application that answers while there are too many connections."""
+    """ASGI application that answers while there are too many connections."""
     status, headers, body = _problem("overloaded", "too many connections: try again later")
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

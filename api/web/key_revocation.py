@@ -1,8 +1,7 @@
-"""Key revocation and logout during held responses and event streams, which can outlive the key or
-session they were opened with.
+"""Ends held responses and event streams whose key is revoked or expires, or whose user logs out.
 
-One check of all keys and sessions with open calls every `KNOWN_S`, however many calls there are;
-none while no call with a key is open.
+All keys and sessions with open calls are checked together every `KNOWN_S`, however many calls there
+are; nothing is checked while none is open.
 """
 
 import asyncio
@@ -20,8 +19,8 @@ log = logging.getLogger("midstream.api")
 
 
 class HeldKey:
-    """One open call: `lost` is done once its key is revoked or expires; None: no key, or one that
-    cannot be revoked.
+    """The key of an open call: `lost` is done once it is revoked or expires; None: no key, or one
+    that cannot be revoked.
     """
 
     def __init__(self, lost: asyncio.Future[None] | None = None) -> None:
@@ -33,7 +32,7 @@ class HeldKey:
         return () if self.lost is None else (self.lost,)
 
     def check(self) -> None:
-        """Raises `unauthorized`."""
+        """Raises `unauthorized` if the key is lost."""
         if self.lost is not None and self.lost.done():
             raise MidstreamError(
                 "unauthorized",
@@ -50,7 +49,7 @@ ALWAYS = HeldKey()
 
 
 class KeyWatch:
-    """All open calls of a process.
+    """Watches the keys of all open calls of a process.
 
     Belongs to one event loop. `always`: ids of the keys that cannot be revoked.
     """
@@ -59,7 +58,7 @@ class KeyWatch:
         self._stored = stored
         self._sessions = sessions
         self._always = always
-        # by key and session; empty: none that could end
+        # by (key, session); an empty one cannot end
         self._held: dict[tuple[str, str], set[asyncio.Future[None]]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -77,7 +76,7 @@ class KeyWatch:
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held.setdefault(held_by, set()).add(lost)
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._watch(), name="midstream-stays")
+            self._task = asyncio.create_task(self._watch(), name="midstream-key-watch")
         try:
             yield HeldKey(lost)
         finally:
@@ -101,26 +100,26 @@ class KeyWatch:
             self._task.cancel()
 
     async def _watch(self) -> None:
-        """Ends when no call is open."""
+        """Check the held keys until no call is open."""
         while True:
             await asyncio.sleep(KNOWN_S)
-            request = set(self._held)
-            if not request:
+            watched = set(self._held)
+            if not watched:
                 return
             try:
-                keys = await self._stored.valid({key for key, _ in request if key})
+                keys = await self._stored.valid({key for key, _ in watched if key})
                 sessions = await self._sessions.valid(
-                    {session for _, session in request if session}
+                    {session for _, session in watched if session}
                 )
             except MidstreamError as error:
                 # while Redis is unreachable, no key can be revoked either
                 log.debug(
                     "cannot check the keys of held calls (count: %d); will retry: %s",
-                    len(request),
+                    len(watched),
                     error,
                 )
                 continue
-            for held_by in request:
+            for held_by in watched:
                 if (held_by[0] and held_by[0] not in keys) or (
                     held_by[1] and held_by[1] not in sessions
                 ):

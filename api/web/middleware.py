@@ -1,7 +1,7 @@
 """Middleware of every call: id (`X-Request-ID`), log line, a span for calls that change something,
 and an answer when the server stops.
 
-Outside of Litestar, so that it covers calls without a route as well.
+It runs around Litestar, so it also covers calls without a route.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from .request_context import TRACED, Call
 log = logging.getLogger("midstream.api.access")
 
 REQUEST_ID, TRACEPARENT, CACHE_CONTROL = b"x-request-id", b"traceparent", b"cache-control"
-#: An id that a caller gives is taken if it is short and plain, so that it cannot forge lines or
+#: Ids that are accepted from callers: short and plain, so that they cannot forge log lines or
 #: headers.
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
-#: Asked every few seconds by machines: a line for each would hide the others.
+#: Requested every few seconds by machines: a log line for each would hide the others.
 QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
@@ -64,7 +64,7 @@ def released(request: Request[Any, Any, Any], outcome: Outcome) -> None:
 class App(Litestar):
     """The application with metrics and logs of its calls."""
 
-    access_level = logging.DEBUG  # of the line about a call: INFO where lines are read by machines
+    access_level = logging.DEBUG  # of a call's log line: INFO if machines read the log
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -72,7 +72,7 @@ class App(Litestar):
         self._stopping = False
 
     def stop(self) -> None:
-        """Called when the server stops: answers calls that stay open with 503."""
+        """Answer calls still open after `STOP_S` with 503; called when the server stops."""
 
         def end() -> None:
             self._stopping = True
@@ -103,7 +103,7 @@ class App(Litestar):
                 self._open.discard(waiting)
                 status = message["status"]
                 message["headers"] = [
-                    *_unkept(message.get("headers", ()), scope),
+                    *_with_no_store(message.get("headers", ()), scope),
                     (REQUEST_ID, request_id.encode()),
                 ]
             await send(message)
@@ -137,9 +137,11 @@ class App(Litestar):
                     )
 
 
-def _unkept(headers: Iterable[tuple[bytes, bytes]], scope: Any) -> Iterable[tuple[bytes, bytes]]:
-    """Return an answer's headers, with `no-store` for the page's calls: a browser would write what
-    they show to its disk.
+def _with_no_store(
+    headers: Iterable[tuple[bytes, bytes]], scope: Any
+) -> Iterable[tuple[bytes, bytes]]:
+    """Return an answer's headers, with `no-store` for the page's calls: browsers would otherwise
+    write the data to disk.
     """
     caller = scope.get("auth")
     if not isinstance(caller, Caller) or not caller.session:
@@ -151,7 +153,7 @@ def _unkept(headers: Iterable[tuple[bytes, bytes]], scope: Any) -> Iterable[tupl
 
 
 async def _stopped(path: str, answer: Any) -> None:
-    """The answer to a call that was open when the server stopped."""
+    """Answer a call that was open when the server stopped."""
     error = MidstreamError("unavailable", "the server is stopping")
     problem, more = problems.with_job(error.problem(path))
     body = problems.body_of(problem, path)
@@ -169,7 +171,7 @@ async def _stopped(path: str, answer: Any) -> None:
 
 
 def _begin(method: str, parent: str, request_id: str) -> tuple[Call, bool]:
-    """And whether the call is traced here."""
+    """Return the call, and whether it is traced here."""
     began = time.perf_counter()
     if not traces.enabled() or not (parent or method in TRACED):
         return Call(Span(parent), began, method), False

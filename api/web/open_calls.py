@@ -1,18 +1,15 @@
-"""Limits on the calls of one tenant that are open in this process, and on its event streams:
-counted here and nowhere else.
+"""Limits on each tenant's open calls and event streams, counted per process.
 
-A call is counted from its authorization to the end of its answer, or until its client has left
-(`Call.held`).
+A call counts from its authorization until its answer ends or its client leaves (`Call.held`).
 """
 
 from ...schemas.base.settings import Settings
 from .request_context import CURRENT
 from .shares import Rate, Shares
 
-#: Member of a route's `opt` that marks event streams to which clients connect again when they are
-#: lost.
+#: Member of a route's `opt` that marks event streams to which clients reconnect.
 EVENTS = {"events": True}
-#: Seconds after which a refused client may try again: many may do so at the same time.
+#: Seconds after which a refused client may retry; many may do so at the same time.
 AGAIN_S = 5.0
 
 
@@ -39,7 +36,7 @@ class OpenCalls:
         )
 
     def enter(self, tenant: str, is_stream: bool) -> None:
-        """Count the call that is being answered.
+        """Count the current call.
 
         Raises `too_many_connections` and `too_many_streams`.
         """

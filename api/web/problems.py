@@ -46,7 +46,7 @@ HEADERS_OF: dict[str, dict[str, str]] = {
     "forbidden": {"WWW-Authenticate": 'Bearer realm="midstream", error="insufficient_scope"'},
 }
 
-#: Refused for a limit of a tenant's, a quota, or because the service is full: counted.
+#: Kinds that a metric counts as refusals: a tenant's limit, a quota, or a full service.
 REFUSALS = frozenset(
     {kind for kind, status in STATUS_OF_KIND.items() if status in (429, 507)} | {"overloaded"}
 )
@@ -65,13 +65,13 @@ class ClientGone(Exception):
     """The client closed its connection while we worked or waited for it. Its job continues."""
 
 
-#: What decoding a body raises for what is wrong with the body.
+#: Exceptions that decoding an invalid body raises.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TooManyValues)
 
 
 def malformed(error: Exception) -> MidstreamError:
-    """Return what is wrong in a body, one of `UNREADABLE`, with the field's path:
-    `$.capture.layers` becomes `capture.layers`.
+    """Turn an exception of `UNREADABLE` into a 400 with the field's path: `$.capture.layers`
+    becomes `capture.layers`.
     """
     if isinstance(error, msgspec.ValidationError):
         return refusal(error)
@@ -92,8 +92,8 @@ def malformed(error: Exception) -> MidstreamError:
 
 
 def bounded(problem: Problem) -> Problem:
-    """The problem without long parts of what the client sent: names of unknown fields, paths,
-    quoted values.
+    """Shorten long parts of the problem that the client sent: names of unknown fields, paths,
+    values.
     """
     return msgspec.structs.replace(
         problem,
@@ -104,7 +104,7 @@ def bounded(problem: Problem) -> Problem:
 
 
 def openai_error(problem: Problem) -> OpenAIError:
-    """The problem in OpenAI's words."""
+    """Return the problem in OpenAI's format."""
     kind = problem.type.rpartition(":")[2]
     where = f"{problem.field}: " if problem.field else ""
     allowed = f" (allowed: {problem.allowed})" if problem.allowed else ""
@@ -116,8 +116,8 @@ def openai_error(problem: Problem) -> OpenAIError:
 def answer(
     request: Request[Any, Any, Any], problem: Problem, headers: dict[str, str] | None = None
 ) -> Response[Any]:
-    """The problem with its own status; at the OpenAI-style endpoints also in OpenAI's words, as the
-    member `error`.
+    """Answer with the problem and its status; at the OpenAI-style endpoints also in OpenAI's
+    format, as the member `error`.
     """
     if problem.status < HTTP_500_INTERNAL_SERVER_ERROR:
         problem = bounded(problem)
@@ -136,7 +136,7 @@ def answer(
 
 
 def body_of(problem: Problem, path: str) -> bytes:
-    """The problem as it is answered at `path`."""
+    """Return the body that answers with the problem at `path`."""
     if path in OPENAI_PATHS:
         return to_json(
             OpenAIProblem(**msgspec.structs.asdict(problem), error=openai_error(problem))
@@ -145,7 +145,9 @@ def body_of(problem: Problem, path: str) -> bytes:
 
 
 def with_job(problem: Problem) -> tuple[Problem, dict[str, str]]:
-    """`unavailable`, when the call has begun a job: its id, so that the caller can look it up."""
+    """Add the job that the call has begun, if any, to `unavailable`, so that it can be looked
+    up.
+    """
     call = CURRENT.get()
     if call is None or not call.job:
         return problem, {}
@@ -177,7 +179,7 @@ def on_midstream_error(request: Request[Any, Any, Any], error: MidstreamError) -
 
 
 def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
-    """Litestar's own refusals: no such route, wrong method, parameters that do not convert."""
+    """Answer Litestar's own errors: no such route, wrong method, parameters that do not convert."""
     if error.status_code >= HTTP_500_INTERNAL_SERVER_ERROR:
         return on_any_error(request, error)
     kind = _KIND_OF_STATUS.get(error.status_code, "invalid_request")
@@ -200,7 +202,7 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
 
 
 def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> MidstreamError:
-    """The first parameter that did not convert; a missing body counts as one."""
+    """Describe the first parameter that did not convert; a missing body counts as one."""
     first = error.extra[0] if isinstance(error.extra, list) and error.extra else {}
     name, message = first.get("key", ""), first.get("message", error.detail)
     if name == "data" or "`data`" in message:
@@ -214,9 +216,7 @@ def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> M
 
 
 def _public_name(request: Request[Any, Any, Any], name: str) -> str:
-    """Return what users call the handler's parameter `name`: some names are taken inside the
-    framework.
-    """
+    """Return the public name of the handler's parameter `name`; Litestar reserves some names."""
     parameter = request.route_handler.parsed_fn_signature.parameters.get(name)
     public: str | None = getattr(parameter.kwarg_definition, "name", None) if parameter else None
     return public or name
@@ -227,9 +227,7 @@ def on_client_gone(request: Request[Any, Any, Any], error: ClientGone) -> Respon
 
 
 def on_any_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    """An internal error: logged with its traceback under a number; the client gets only the
-    number.
-    """
+    """Log an internal error with its traceback under a number; answer with only the number."""
     number = secrets.token_hex(4)
     log.error("failure %s at %s %s", number, request.method, request.url.path, exc_info=error)
     problem = MidstreamError(
@@ -239,7 +237,7 @@ def on_any_error(request: Request[Any, Any, Any], error: Exception) -> Response[
 
 
 def on_os_error(request: Request[Any, Any, Any], error: OSError) -> Response[bytes]:
-    """A full or read-only disk passes: the client may try again."""
+    """Answer 503 for a full or read-only disk, which is temporary: the client may retry."""
     if trouble := disk_trouble(error):
         return on_midstream_error(
             request,

@@ -1,4 +1,4 @@
-"""The call that is being answered: what handlers and error answers need to know of it."""
+"""The call that is being answered, for handlers and error answers."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,9 +20,9 @@ class Call:
     """The call that is being answered."""
 
     span: Span
-    began: float  # as `time.perf_counter` has it
+    began: float  # by `time.perf_counter`
     method: str
-    # what is kept next to its job: as it came, if it is small, with what its URL adds
+    # body to store with the job: as received, if it is small, plus what the URL adds
     body: bytes = b""
     job: str = ""  # the id under which a job is being accepted
     url: str = ""  # where the job is found
@@ -36,15 +36,13 @@ CURRENT: ContextVar[Call | None] = ContextVar("midstream_call", default=None)
 
 
 def traceparent() -> str:
-    """Headers for the calls that this one causes; empty without tracing."""
+    """Return the `traceparent` for calls that this one causes; empty without tracing."""
     call = CURRENT.get()
     return call.span.traceparent if call is not None else ""
 
 
 def keep_steering(entries: Sequence[dict[str, Any]]) -> None:
-    """Note that the URL adds these entries to the body's `steering`: the body that is kept has
-    them, and can be sent alone.
-    """
+    """Add the URL's entries to the `steering` of the stored body, so that it can be sent alone."""
     if (call := CURRENT.get()) is not None and call.body and entries:
         body = from_json(call.body, dict[str, Any])
         raw = to_json(body | {"steering": [*body.get("steering", []), *entries]})

@@ -7,16 +7,17 @@ from contextlib import contextmanager
 
 from ...schemas.base.errors import MidstreamError
 
-#: Seconds after which a refused call may be repeated, unless it is known better.
+#: Seconds after which a refused call may be repeated, unless a better time is known.
 AGAIN_S = 1.0
-#: Tenants whose rate is remembered; the one that was counted least recently is forgotten.
+#: Tenants whose rate is remembered; the least recently counted one is forgotten.
 REMEMBERED = 10_000
 
 
 class Shares:
-    """`most`: of one tenant.
+    """Limits concurrent use per tenant.
 
-    `what`: plural, for the refusal. `setting`: the one that has `most`. Belongs to one event loop.
+    `most`: at a time. `what`: plural noun for the error. `setting`: name of the setting for `most`.
+    Belongs to one event loop.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Shares:
 
     @contextmanager
     def of(self, tenant: str) -> Iterator[None]:
-        """Counts one more until the block ends. Raises `kind`."""
+        """Count one use until the block ends. Raises `kind` at the limit."""
         if self._under_way[tenant] >= self._most:
             detail = (
                 f"{self._what} of tenant {tenant} under way: {self._under_way[tenant]}; the "
@@ -70,11 +71,11 @@ class Rate:
         self._refusal = (
             f"{what} of tenant {{}}: more than {per_minute} per minute (setting {setting})"
         )
-        # tenant → when (monotonic) the rate has made up for all that it did
+        # tenant → monotonic time at which the rate will cover all its past uses
         self._paid: OrderedDict[str, float] = OrderedDict()
 
     def count(self, tenant: str) -> None:
-        """Raises `kind`, and counts nothing then."""
+        """Count one use. At the limit, raises `kind` and counts nothing."""
         at = time.monotonic()
         paid = max(at, self._paid.get(tenant, at)) + self._step_s
         if (wait := paid - at - self._step_s * self._burst) > 0:

@@ -1,8 +1,7 @@
-"""Bounds how often one address may show wrong keys, at the login and in `Authorization`.
+"""Bounds how many wrong keys one address may send, at the login and in `Authorization`.
 
-A right key is never counted or refused.
-
-A key cannot be guessed; this bounds what trying costs, and shows in the log who tries.
+A valid key is never counted or refused. Keys cannot be guessed; this bounds the cost of attempts,
+and logs where they come from.
 """
 
 import ipaddress
@@ -14,12 +13,12 @@ from ...schemas.base.errors import MidstreamError
 
 log = logging.getLogger(__name__)
 
-#: Wrong keys that one address may show within a minute, to each process.
+#: Wrong keys that one address may send to each process within a minute.
 WRONG_PER_MINUTE = 30
 MINUTE_S = 60.0
 #: Addresses that a process remembers; those that began longest ago are dropped.
 REMEMBERED = 10_000
-#: Bits of an IPv6 address that one client has to itself at least.
+#: Prefix length of the IPv6 network that counts as one client.
 IPV6_NETWORK = 64
 
 
@@ -42,7 +41,7 @@ class WrongKeys:
         self._tried: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def count(self, address: str) -> None:
-        """Count a wrong key. Raises `rate_limited` with the wait beyond those of a minute."""
+        """Count a wrong key. Raises `rate_limited` with the wait beyond `WRONG_PER_MINUTE`."""
         name, at = network_of(address), time.monotonic()
         until, tried = self._tried.get(name, (0.0, 0))
         if at >= until:

@@ -1,4 +1,4 @@
-"""Chat templates: jinja2's sandbox with the environment that transformers gives them."""
+"""The sandboxed jinja2 environment that renders chat templates, as in transformers."""
 
 import json
 from datetime import datetime
@@ -12,15 +12,15 @@ import jinja2.sandbox
 
 
 def in_parts(content: Any) -> Any:
-    """Return the content as a list of parts; text alone becomes one part if the template reads
-    parts.
+    """Return the content as a list of parts, for templates that read parts; a string becomes one
+    text part.
     """
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here its content is rendered as
-    it is.
+    """Renders the content of `{% generation %}`, which marks the assistant's text for training,
+    unchanged.
     """
 
     tags = {"generation"}
@@ -31,7 +31,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def template_environment() -> jinja2.Environment:
-    """The environment of `transformers.utils.chat_template_utils`, whose templates these are."""
+    """Return the environment that `transformers.utils.chat_template_utils` gives templates."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -48,7 +48,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes HTML; templates expect plain JSON with these options."""
+    """Replace jinja2's filter, which escapes HTML: templates expect plain JSON."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,6 +1,6 @@
-"""Sources of harvests: which files a request may name, and which they are.
+"""Finds the files of a harvest's source, within the folders and stores that the operator allows.
 
-Nothing is read here but names.
+Lists names; reads no file.
 """
 
 import re
@@ -11,55 +11,55 @@ from ...schemas.base.settings import Settings
 from ...schemas.jobs.harvests import Format, HarvestSource
 from ...storage.store import ArtifactStore, below, open_store
 
-#: Ending → format.
+#: File suffix → format.
 ENDINGS: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-#: Files of a source, and folders that are looked through.
+#: Limit on a source's files plus the folders still to be listed.
 MAX_FILES = 100_000
 
 
 def allowed(text: str) -> list[str]:
-    """The roots that a setting lists: folders or URIs, separated by commas."""
+    """Return the roots that a setting lists: folders or URIs, separated by commas."""
     return [part.strip().rstrip("/") for part in text.split(",") if part.strip()]
 
 
-def store_of(settings: Settings, needed: str | None) -> str:
-    """The URI under which harvests are made.
+def store_of(settings: Settings, requested: str | None) -> str:
+    """Return the URI of the store for a harvest; None requests the first that is allowed.
 
-    Raises a 400 for one that the operator does not allow.
+    Raises a 400 for a store that the operator does not allow.
     """
-    own = (
+    default = (
         below(settings.artifacts, "harvests")
         if settings.artifacts.startswith("s3://")
         else str(settings.harvest_root)
     )
-    present = allowed(settings.harvest_stores) or [own]
-    if needed is None:
-        return present[0]
-    if needed.rstrip("/") not in present:
+    stores = allowed(settings.harvest_stores) or [default]
+    if requested is None:
+        return stores[0]
+    if requested.rstrip("/") not in stores:
         raise invalid(
             "store",
-            f"{needed!r} is not a store for harvests",
-            allowed=", ".join(present) + " (setting harvest_stores)",
+            f"{requested!r} is not a store for harvests",
+            allowed=", ".join(stores) + " (setting harvest_stores)",
         )
-    return needed.rstrip("/")
+    return requested.rstrip("/")
 
 
-def roots_of(settings: Settings, own: Sequence[str] | None = None) -> list[str]:
-    """The folders and URIs that may be read: those of the setting, or of a tenant's `own` those
-    that are one of these or below one.
+def roots_of(settings: Settings, tenant_roots: Sequence[str] | None = None) -> list[str]:
+    """Return the folders and URIs that may be read: those of the setting, or those of
+    `tenant_roots` that equal one of the setting's or lie below it.
     """
-    everybodys = allowed(settings.harvest_sources)
-    if own is None:
-        return everybodys
+    configured = allowed(settings.harvest_sources)
+    if tenant_roots is None:
+        return configured
     return [
         root
-        for root in (item.rstrip("/") for item in own)
-        if any(_inside(root, outer) for outer in everybodys)
+        for root in (item.rstrip("/") for item in tenant_roots)
+        if any(_inside(root, outer) for outer in configured)
     ]
 
 
@@ -74,7 +74,10 @@ def _inside(root: str, outer: str) -> bool:
 
 
 def find(roots: Sequence[str], source: HarvestSource) -> tuple[str, list[str], Format]:
-    """(root, files in order, format) of a source with a path. Raises a 400 naming the field."""
+    """Return (root, files in order, format) of a source with a path.
+
+    Raises a 400 that names the field.
+    """
     assert source.path is not None, "lines are in the request"
     if not roots:
         raise invalid(
@@ -104,7 +107,7 @@ def _below(roots: Iterable[str]) -> str:
 
 
 def _files(store: ArtifactStore, path: str) -> list[str]:
-    """The file itself, or those below the folder, by name."""
+    """Return the file itself, or the files below the folder, sorted by name."""
     store.check(path)
     try:
         if not store.children(path + "/"):
@@ -124,7 +127,7 @@ def _files(store: ArtifactStore, path: str) -> list[str]:
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:
-    """`part-2` before `part-10`."""
+    """Return a sort key that puts `part-2` before `part-10`."""
     return [
         (0, int(part), "") if part.isdigit() else (1, 0, part)
         for part in re.split(r"(\d+)", key)
@@ -164,7 +167,7 @@ def _of_format(source: HarvestSource, files: list[str]) -> tuple[list[str], Form
 
 
 def missing(error: OSError, key: str) -> MidstreamError:
-    """A source's file that cannot be read any more."""
+    """Return the error for a source's file that can no longer be read."""
     return MidstreamError(
         "invalid_request", f"{key!r} cannot be read: {error}", field="source.path"
     )

@@ -1,4 +1,4 @@
-"""Refuses, at the start of a process, an artifact store that lacks what captures need."""
+"""Rejects, when a process starts, an artifact store that lacks a feature that captures need."""
 
 import logging
 
@@ -9,9 +9,9 @@ log = logging.getLogger(__name__)
 
 
 def require(settings: Settings) -> None:
-    """Raises SettingsError with the reason.
+    """Raise SettingsError with the reason if the store is unfit.
 
-    A store that is unavailable may be fit: it is looked at again when it is back (`trouble`).
+    An unreachable store passes: its `trouble` is checked while the process runs.
     """
     try:
         store = open_store(settings.artifacts)

@@ -1,4 +1,6 @@
-"""Headers of a job's capture blobs, at the places that receipts name, or found in the store."""
+"""Reads the headers of a job's capture blobs, at the places that receipts name; lists the blobs
+that the store has.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -15,7 +17,7 @@ from ...storage.formats.capture_blobs import DamagedBlob, Header, read_header
 from ...storage.store import ArtifactStore, Distant, Handle
 from .retention import gone
 
-#: Why the blobs of a job cannot be read.
+#: Kinds of the errors with which reading a job's blobs fails.
 UNREADABLE = frozenset({"gone", "capture_failed", "capture_damaged"})
 
 
@@ -36,7 +38,7 @@ class Place:
 
 
 def place_in(store: ArtifactStore, job: str, request: int, file: FileEntry | CapturedFile) -> Place:
-    """The place of a blob that a receipt of `job` names.
+    """Return the place of a blob that a receipt of `job` names.
 
     Receipts are not trusted: raises MidstreamError("capture_failed") for a path that is not the
     job's or leaves the capture root.
@@ -54,8 +56,8 @@ def read_headers(store: ArtifactStore, job: str, places: Sequence[Place]) -> lis
     """Return the headers of all of a job's blobs; on a disk one file is open at a time, because
     there may be thousands.
 
-    Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is
-    not what was written, `capture_failed` for another job's and when the disk refuses.
+    Raises MidstreamError: `gone` if a blob no longer exists, `capture_damaged` if it is not what
+    was written, `capture_failed` if it belongs to another job or cannot be read.
     """
 
     def read(group: Sequence[Place]) -> list[Header]:
@@ -74,14 +76,14 @@ def read_headers(store: ArtifactStore, job: str, places: Sequence[Place]) -> lis
             )
         )
     finally:
-        must_be_there(store, job)  # says more than that a file is not there
+        must_be_there(store, job)  # reports a deletion, where `read` reports a missing file
 
 
 def find_entries(store: ArtifactStore, job: str, tag: str) -> list[tuple[str, BlobEntry]]:
-    """The blobs that a job has in the store under a tag, as the indices next to them say: (key,
-    entry).
+    """Return (key, entry) of each blob that a job has in the store under a tag, according to the
+    indices next to the blobs.
 
-    Raises MidstreamError: `gone` when they were deleted, `capture_damaged` or `capture_failed` for
+    Raises MidstreamError: `gone` if they were deleted, `capture_damaged` or `capture_failed` for
     a manifest that cannot be read.
     """
     blob_entries: list[tuple[str, BlobEntry]] = []
@@ -114,14 +116,14 @@ def find_entries(store: ArtifactStore, job: str, tag: str) -> list[tuple[str, Bl
 
 
 def must_be_there(store: ArtifactStore, job: str) -> None:
-    """To be asked when everything was read: raises `gone` when deleting began before that."""
+    """Raise `gone` if deletion of the job's captures has begun; call this after reading them."""
     if store.marked(job):
         raise gone(job)
 
 
 @contextmanager
 def explained(job: str, place: Place) -> Iterator[None]:
-    """Errors of the disk and of the file's content as a MidstreamError that names the file.
+    """Turn errors of the disk and of the blob's content into a MidstreamError that names the file.
 
     A blob of zeros was deleted only if the ledger or `must_be_there` reports it: the caller checks.
     """
@@ -144,9 +146,10 @@ def explained(job: str, place: Place) -> Iterator[None]:
 
 
 def header_of(handle: Handle, place: Place) -> Header:
-    """Raises DamagedBlob for a blob that is cut short or not one of ours.
+    """Return the header of the blob at `place`.
 
-    MidstreamError("capture_failed") for one of another job, prompt or tag.
+    Raises DamagedBlob if the blob is truncated or not a capture blob,
+    MidstreamError("capture_failed") if it belongs to another job, prompt or tag.
     """
     size = min(place.bytes, max(0, handle.size - place.offset))
     header = read_header(lambda start, count: handle.read(place.offset + start, count), size)

@@ -1,11 +1,11 @@
-"""Space that captures take, and their removal: a reader gets all that a job has or learns that it
-is gone.
+"""Measures the space that captures take, and removes captures: a reader gets everything that a job
+captured, or learns that it is gone.
 
 Deleting a job's captures: the ledger is updated first (`forget_captures`); then the store marks the
-job, which is the moment that readers of files go by; then the job's folders are removed, and its
+job, and from then on readers of files report `gone`; then the job's folders are removed, and its
 blobs in segments are erased. A reader holds the segments that it reads; those are erased in a later
-sweep. The mark stays, and all of this is repeated, for as long as someone may still be writing for
-the job: see `captures`. Several may delete concurrently.
+sweep. The mark stays, and the removal is repeated, for as long as a worker may still be writing for
+the job: see `captures`. Several processes may delete concurrently.
 """
 
 import logging
@@ -22,12 +22,12 @@ from ...storage.store import ArtifactStore, Referring, Rewriting
 
 log = logging.getLogger(__name__)
 
-#: The space taken is measured again after this many seconds, or sooner when it seems used up; and
-#: not all the time in a large tree.
+#: Seconds until the space is measured again, and until then when the quota seems used up; at least
+#: `MEASURE_SHARE` times as long as the measurement took, which is long in a large tree.
 MEASURE_S, MEASURE_FULL_S = 30.0, 1.0
 MEASURE_SHARE = 20
 
-_told: set[tuple[ArtifactStore, str]] = set()  # segments whose damage was logged
+_logged: set[tuple[ArtifactStore, str]] = set()  # segments whose damage was logged
 
 
 class Usage:
@@ -37,7 +37,7 @@ class Usage:
     """
 
     def __init__(self, store: ArtifactStore, quota: int) -> None:
-        """`quota`: bytes; 0: none, and then nothing is ever measured."""
+        """`quota`: bytes; 0: no quota, and nothing is measured."""
         self._store = store
         self._quota = quota
         self._lock = threading.Lock()
@@ -46,9 +46,9 @@ class Usage:
         self._due_if_full = 0.0
 
     def take(self, sizes: Iterable[int], spare: int = 0) -> None:
-        """These bytes are about to be written, and `spare` more are to stay free.
+        """Reserve `sizes` bytes that are about to be written; `spare` more must stay free.
 
-        Raises MidstreamError("quota_exceeded") when there is no room for them.
+        Raises MidstreamError("quota_exceeded") if there is no room for them.
         """
         if not self._quota:
             return
@@ -69,7 +69,7 @@ class Usage:
             self._used += needed
 
     def left(self) -> int | None:
-        """Bytes of the quota that are not used; None: no quota."""
+        """Return how many bytes of the quota are unused; None: no quota."""
         if not self._quota:
             return None
         with self._lock:
@@ -91,7 +91,7 @@ def gone(job: str) -> MidstreamError:
 
 
 class RemovalError(OSError):
-    """Something could not be removed, everything else was.
+    """Some captures could not be removed; all others were.
 
     `done`: the jobs of which nothing is left.
     """
@@ -104,29 +104,27 @@ class RemovalError(OSError):
 def delete(store: ArtifactStore, jobs: Collection[str], keep: Collection[str] = ()) -> list[str]:
     """Remove everything that `jobs` captured in the store; may be repeated.
 
-    Returns the jobs of which nothing is left.
-
-    Of the others something is being read: call again later. The jobs in `keep` stay marked: what
-    may yet be written for them is shown to no one. Raises RemovalError after it has done what could
-    be done.
+    Returns the jobs of which nothing is left; captures of the others are being read: call again
+    later. The jobs in `keep` stay marked, so that captures still to be written for them are never
+    shown. Raises RemovalError after removing all that it can.
     """
     failed: dict[str, OSError] = {}
     for job in jobs:
-        with _noted(failed, [job]):
+        with _collected(failed, [job]):
             store.mark(job)
     marked = [job for job in jobs if job not in failed]
     tags = [key for key in store.children() if key.endswith("/")] if marked else []
     for job in marked:
-        with _noted(failed, [job]):
+        with _collected(failed, [job]):
             for tag in tags:
                 store.delete(f"{tag}{job}/")
     busy: set[str] = set()
     for segment in _segments(store, tags, marked, failed):
-        with _noted(failed, marked):
+        with _collected(failed, marked):
             busy |= _empty(store, segment, frozenset(marked))
     for job in marked:
         if job not in failed and job not in busy and job not in keep:
-            with _noted(failed, [job]):
+            with _collected(failed, [job]):
                 store.unmark(job)
     done = [job for job in jobs if job not in failed and job not in busy]
     if failed:
@@ -140,11 +138,11 @@ def delete(store: ArtifactStore, jobs: Collection[str], keep: Collection[str] = 
 def _segments(
     store: ArtifactStore, tags: Sequence[str], jobs: Sequence[str], failed: dict[str, OSError]
 ) -> Iterator[str]:
-    """Yield those that may hold blobs of the jobs: all, where the store does not know."""
+    """Yield the segments that may hold blobs of the jobs: all, if the store does not know."""
     if isinstance(store, Referring):
         segments: set[str] = set()
         for job in jobs:
-            with _noted(failed, [job]):
+            with _collected(failed, [job]):
                 segments.update(store.segments(job))
         yield from sorted(segments)
         return
@@ -155,8 +153,8 @@ def _segments(
 
 
 @contextmanager
-def _noted(failed: dict[str, OSError], jobs: Iterable[str]) -> Iterator[None]:
-    """An error concerns `jobs` alone: the others are gone on with."""
+def _collected(failed: dict[str, OSError], jobs: Iterable[str]) -> Iterator[None]:
+    """Record an error for `jobs` instead of raising it: the removal continues with the others."""
     try:
         yield
     except OSError as error:
@@ -165,9 +163,9 @@ def _noted(failed: dict[str, OSError], jobs: Iterable[str]) -> Iterator[None]:
 
 
 def _empty(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> set[str]:
-    """Erase the jobs' blobs in a segment, and delete it when nothing is left in it.
+    """Erase the jobs' blobs in a segment, and delete the segment once it has no blobs.
 
-    Returns the jobs still there.
+    Returns the jobs whose blobs are still being read.
     """
     try:
         entries = _entries(store, segment, jobs)
@@ -187,9 +185,9 @@ def _empty(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> set[str]
 
 
 def _entries(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> list[BlobEntry]:
-    """Return the entries of the jobs.
+    """Return the jobs' entries in a segment's index.
 
-    A line that is damaged hides what follows it from those that it names, and from no one else.
+    A damaged line hides the entries after it only for the job that the line names.
     """
     entries = []
     try:
@@ -198,12 +196,12 @@ def _entries(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> list[B
     except DamagedBlob as error:
         if len(jobs) > 1:
             return [entry for job in jobs for entry in _entries(store, segment, frozenset([job]))]
-        _tell_damage(store, segment, error)
+        _log_damage(store, segment, error)
     return entries
 
 
 def _count(store: ArtifactStore, segment: str) -> int:
-    """Return how many blobs it has had; 0 where a line of its index is damaged."""
+    """Return how many blobs the segment has had; 0 if a line of its index is damaged."""
     try:
         return sum(1 for _ in read_entries(store, index_of(segment)))
     except DamagedBlob:
@@ -211,9 +209,8 @@ def _count(store: ArtifactStore, segment: str) -> int:
 
 
 def _is_dead(store: ArtifactStore, segment: str) -> bool:
-    """Return whether a segment had blobs and all of them were deleted.
-
-    One with a damaged line is left alone.
+    """Return whether a segment had blobs and all of them were deleted; False if a line of its index
+    is damaged.
     """
     empty = True
     try:
@@ -223,15 +220,15 @@ def _is_dead(store: ArtifactStore, segment: str) -> bool:
                 if blobs.read(entry.offset, 8) != bytes(8):
                     return False
     except DamagedBlob as error:
-        _tell_damage(store, segment, error)
+        _log_damage(store, segment, error)
         return False
     return not empty
 
 
-def _tell_damage(store: ArtifactStore, segment: str, error: DamagedBlob) -> None:
-    """Once per process: the same segment is looked at in every deletion."""
-    if (store, segment) not in _told:
-        _told.add((store, segment))
+def _log_damage(store: ArtifactStore, segment: str, error: DamagedBlob) -> None:
+    """Log once per process: every deletion examines the segment again."""
+    if (store, segment) not in _logged:
+        _logged.add((store, segment))
         log.error(
             "%s is damaged; blobs it does not list stay in the store: %s", index_of(segment), error
         )

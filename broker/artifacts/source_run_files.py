@@ -1,4 +1,4 @@
-"""Files of a source run's rows, from its job's receipts or from the disk alone."""
+"""Finds the files of a source run's rows, by its job's receipts or in the artifact store alone."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -25,10 +25,9 @@ class Blob(NamedTuple):
 def reported(
     store: ArtifactStore, job: str, files: Sequence[tuple[int, CapturedFile]]
 ) -> list[Blob]:
-    """The blobs that receipts name, (prompt, file) each.
+    """Return the blobs that receipts name. `files`: (prompt, file) of each.
 
-    Raises MidstreamError: `gone`, or `capture_failed` for one that cannot be read or is another
-    job's.
+    Raises MidstreamError as `read_headers` does.
     """
     headers = read_headers(
         store, job, [place_in(store, job, request, file) for request, file in files]
@@ -43,9 +42,9 @@ def reported(
 
 
 def on_disk(store: ArtifactStore, job: str, tag: str) -> dict[int, list[Blob]]:
-    """Prompt → the blobs of its last attempt that is whole, or of its last.
+    """Return prompt → the blobs of its last complete attempt, or of its last if none is complete.
 
-    Raises MidstreamError as `find_entries`.
+    Raises MidstreamError as `find_entries` does.
     """
     attempts: dict[int, dict[int, list[Blob]]] = {}
     for path, entry in find_entries(store, job, tag):
@@ -57,16 +56,16 @@ def on_disk(store: ArtifactStore, job: str, tag: str) -> dict[int, list[Blob]]:
             attempts.setdefault(entry.manifest.request, {}).setdefault(
                 entry.manifest.attempt, []
             ).append(blob)
-    return {request: _last_whole(attempts[request]) for request in sorted(attempts)}
+    return {request: _last_complete(attempts[request]) for request in sorted(attempts)}
 
 
-def _last_whole(attempts: dict[int, list[Blob]]) -> list[Blob]:
+def _last_complete(attempts: dict[int, list[Blob]]) -> list[Blob]:
     newest_first = [attempts[attempt] for attempt in sorted(attempts, reverse=True)]
     return next((blobs for blobs in newest_first if not shortfall(blobs)), newest_first[0])
 
 
 def shortfall(blobs: Sequence[Blob]) -> str:
-    """Return why these are not all rows of a prompt; empty when they are."""
+    """Return why these blobs lack rows of a prompt; empty if they have all."""
     if not blobs:
         return "no rows of this prompt were captured"
     first = blobs[0].manifest
@@ -124,7 +123,7 @@ def run_prompt(blobs: Sequence[Blob]) -> RunPrompt:
 
 
 def _columns(manifest: Manifest) -> int:
-    """Elements of a row in its blob."""
+    """Return the number of elements of a row in its blob."""
     if manifest.columns:
         return manifest.columns[1] - manifest.columns[0]
     return manifest.hidden_size if manifest.row is None else manifest.row.size

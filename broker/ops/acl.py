@@ -1,9 +1,9 @@
 """Redis users: one per role, as lines for Redis' `aclfile`.
 
 The commands are those that work on data, by Redis' own categories, without any that Redis calls
-dangerous (KEYS, FLUSHALL, CONFIG, SHUTDOWN, …) but INFO, which says how full it is. The keys keep
-the roles apart: API keys are the API's alone, secrets of webhooks those of the API, which makes
-them, and of `callbacks`, which signs with them.
+dangerous (KEYS, FLUSHALL, CONFIG, SHUTDOWN, …) but INFO, which reports memory usage. Key patterns
+separate the roles: only the API reaches API keys; only the API, which creates webhook secrets, and
+`callbacks`, which signs with them, reach these secrets.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ from ...schemas.base.errors import MidstreamError
 PASSWORD_BYTES = 32
 USERS_FILE = "users.acl"
 
-#: `ms:keys` has the API keys, `ms:key-session:…` the page's logins, `ms:hook-secret:…` the secrets
-#: of webhooks: what follows has none of them.
+#: These patterns exclude `ms:keys` (API keys), `ms:key-session:…` (logins to the web page) and
+#: `ms:hook-secret:…` (secrets of webhooks).
 OPEN_KEYS = (
     "~ms:[^kh]*",
     "~ms:held:*",
@@ -29,14 +29,14 @@ OPEN_KEYS = (
     "~ms:harvest*",
 )
 HOOK_SECRETS = ("~ms:hook-secret:*",)
-#: What every change of a job may write to: a message.
+#: The lists of messages, to which any change of a job may add one.
 QUEUES = ("~midstream.*",)
-#: Celery's: our queues, messages that are being worked on, its table of queues, queues of events,
-#: answers to remote control.
+#: Celery's keys: the queues, delivered messages, the table of queues, queues of events, replies to
+#: remote control.
 QUEUE_KEYS = (*QUEUES, "~midstream:*", "~_kombu.binding*", "~*.pidbox*", "~celeryev*")
 OUR_CHANNELS = ("&ms:changed:*",)
-#: Of one database: the event that a message was sent, all events, and remote control. A pattern
-#: subscription requires permission for exactly that pattern.
+#: Channels of one database: the event that a message was sent; all events, and remote control. A
+#: pattern subscription requires permission for exactly that pattern.
 SENT_CHANNEL = "&/midstream:{db}.celeryev/task.sent"
 QUEUE_CHANNELS = ("&/midstream:{db}.celeryev/*", "&/midstream:{db}.celery.pidbox")
 
@@ -60,30 +60,32 @@ class Role(NamedTuple):
 ROLES: dict[str, Role] = {
     "api": Role(("~ms:*", *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
     "worker": Role((*OPEN_KEYS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
-    # where ranks disagree it puts their job back into its queue
+    # if ranks disagree, the relay puts their job back into its queue
     "relay": Role((*OPEN_KEYS, *QUEUES), (*OUR_CHANNELS, SENT_CHANNEL)),
     "callbacks": Role((*OPEN_KEYS, *HOOK_SECRETS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
     "flower": Role(QUEUE_KEYS, QUEUE_CHANNELS),
 }
-#: How Flower asks for jobs: as its own user, with Flower's password. Flower writes its queues, and
-#: any caller that may write some keys and read others may write those as well (Redis 6.2 knows no
-#: keys for reading only).
+#: Flower reads jobs as a second user, with the same password: its first user may write to queues,
+#: and a user that may write some keys and read others may write both (Redis 6.2 has no read-only
+#: key patterns).
 FLOWER, FLOWER_JOBS = "flower", "flower-jobs"
 FLOWER_JOBS_RULES = "resetkeys resetchannels -@all +hmget ~ms:job:*"
-#: Of the servers themselves, where there are replicas: as whom a replica follows its master, and a
-#: sentinel looks after both.
+#: Users of the servers, for a Redis with replicas: the user as which a replica follows its master,
+#: and the user as which a sentinel monitors both.
 SERVERS: dict[str, str] = {
     "replica": "resetkeys resetchannels -@all +psync +replconf +ping",
     "sentinel": "resetkeys resetchannels &__sentinel__:hello -@all +multi +exec +ping +info "
     "+role +slaveof +replicaof +subscribe +publish"
     " +config|rewrite +client|setname +client|kill +script|kill",
 }
-#: For people: everything, with a password as well.
+#: For people: all permissions, with a password.
 OPERATOR = "operator"
 
 
 def rules(role: str, database: int = 0) -> str:
-    """Permissions of the role's user in the syntax of Redis' ACL SETUSER, without its password."""
+    """Return the permissions of the role's user in the syntax of Redis' ACL SETUSER, without its
+    password.
+    """
     if role == OPERATOR:
         return "allkeys allchannels +@all"
     if role == FLOWER_JOBS:
@@ -100,7 +102,7 @@ def rules(role: str, database: int = 0) -> str:
 
 
 def user_line(role: str, password: str, database: int = 0) -> str:
-    """A line of an aclfile; it holds the password's SHA-256 only."""
+    """Return a line of an aclfile; it contains only the password's SHA-256."""
     return (
         f"user {role} reset on #{hashlib.sha256(password.encode()).hexdigest()} "
         f"{rules(role, database)}"
@@ -108,12 +110,11 @@ def user_line(role: str, password: str, database: int = 0) -> str:
 
 
 def write_users(folder: Path, database: int = 0) -> list[Path]:
-    """`users.acl` and one `<role>.password` per user, which only their owner can read; the default
-    user is switched off.
+    """Write `users.acl` and one `<role>.password` per user, which only their owner can read; return
+    their paths. The default user is switched off.
 
-    `database`: the number of the one that Midstream uses.
-
-    Raises MidstreamError("conflict") when there are users already.
+    `database`: the number of the database that Midstream uses. Raises MidstreamError("conflict") if
+    a file exists already.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines, written = ["user default reset off"], []
@@ -127,8 +128,8 @@ def write_users(folder: Path, database: int = 0) -> list[Path]:
 
 
 def jobs_url(redis_url: str) -> str:
-    """Return how to ask for jobs, given Flower's own URL: as `flower-jobs` where Flower is
-    `flower`, else as the same user.
+    """Return the URL with which Flower reads jobs, given Flower's own: with the user `flower-jobs`
+    if that has `flower`, else with the same user.
     """
     parts = urlsplit(redis_url)
     if parts.username != FLOWER:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ...schemas.base.errors import MidstreamError
 
-#: What Redis logs about a file that it refuses.
+#: Redis' log line about a file that it refuses.
 REFUSED = re.compile(rb"(Bad file format|Unexpected end of file) reading the append only file")
 _ANALYZED = re.compile(r"AOF analyzed:.*?size=(\d+), ok_up_to=(\d+)")
 #: A line of a manifest (Redis 7): the last file of type `i` is the one that is written to.
@@ -26,14 +26,14 @@ _INCREMENT = re.compile(r"^file (\S+) seq \d+ type i", re.MULTILINE)
 _COUNT, _LENGTH = re.compile(rb"\*(\d{1,10})\r\n"), re.compile(rb"\$(\d{1,10})\r\n")
 #: Longer than the longest header, `*1000000000\r\n`.
 _HEADER_BYTES = 16
-#: Whole commands inside of what should be one value: its length is wrong, and what follows is valid
-#: data.
+#: A complete command inside what should be one value: the value's length is wrong, and valid data
+#: follows.
 _COMMAND = re.compile(rb"\r\n\*\d{1,10}\r\n\$\d{1,10}\r\n[A-Za-z]+\r\n")
 
 
 def repair(directory: Path, server: str) -> str:
-    """Cut off the damaged end of the append-only file in `directory`; returns what was cut, for
-    people. `server`: the redis-server binary.
+    """Cut off the damaged end of the append-only file in `directory`; returns a message that
+    describes it. `server`: the redis-server binary.
 
     Raises MidstreamError("unavailable"), with a command to run, for any other damage; nothing is
     changed then.
@@ -53,20 +53,20 @@ def repair(directory: Path, server: str) -> str:
                     "truncated command"
                 ),
             )
-        kept = path.with_name(f"{path.name}.cut-at-{good}.{time.strftime('%Y%m%dT%H%M%S')}")
-        _copy(data, good, kept)
+        copy = path.with_name(f"{path.name}.cut-at-{good}.{time.strftime('%Y%m%dT%H%M%S')}")
+        _copy(data, good, copy)
     with path.open("rb+") as whole:
         whole.truncate(good)
         os.fsync(whole.fileno())
     return (
         f"{path} had a damaged end, as after a power failure: {size - good} bytes from "
-        f"byte {good} were cut off and saved in {kept}"
+        f"byte {good} were cut off and saved in {copy}"
     )
 
 
 def _written_file(directory: Path) -> Path:
-    """The file that Redis appends to: of 6.2 the only one, since 7 the last that the manifest
-    names.
+    """Return the file that Redis appends to: the only one in 6.2, since 7 the last that the
+    manifest names.
     """
     for manifest in directory.glob("*/*.manifest"):
         if matches := _INCREMENT.findall(manifest.read_text()):
@@ -75,7 +75,7 @@ def _written_file(directory: Path) -> Path:
 
 
 def _checker(directory: Path, server: str) -> str:
-    """A command of this machine that checks and cuts such files."""
+    """Return the path of a `redis-check-aof` on this machine."""
     if installed := shutil.which("redis-check-aof"):
         return installed
     link = directory / "redis-check-aof"
@@ -85,8 +85,8 @@ def _checker(directory: Path, server: str) -> str:
 
 
 def _analyze(path: Path, check: str) -> tuple[int, int | None]:
-    """(size, length of the valid part, without an unfinished transaction); None where the check
-    does not report them.
+    """Return (size, length of the valid part without an unfinished transaction); None for a length
+    that the check does not report.
     """
     done = subprocess.run(
         [check, str(path)], stdin=subprocess.DEVNULL, capture_output=True, check=False
@@ -96,8 +96,8 @@ def _analyze(path: Path, check: str) -> tuple[int, int | None]:
 
 
 def _is_cut_off(data: mmap.mmap, start: int) -> bool:
-    """Return whether from `start` on there is the beginning of valid commands, and then nothing but
-    zeros.
+    """Return whether the data from `start` on are valid commands, the last one incomplete or not,
+    and then only zeros.
     """
     end = len(data)
     while end > start and data[end - 1] == 0:
@@ -112,7 +112,7 @@ def _is_cut_off(data: mmap.mmap, start: int) -> bool:
             at = match.end()
             if pattern is _LENGTH:
                 value_end = at + int(match[1])
-                if value_end + 2 > end:  # it ends within the value, or within what closes it
+                if value_end + 2 > end:  # the data end within the value or its CRLF
                     return _COMMAND.search(data, at, end) is None
                 if data[value_end : value_end + 2] != b"\r\n":
                     return False
@@ -121,7 +121,7 @@ def _is_cut_off(data: mmap.mmap, start: int) -> bool:
 
 
 def _of_command(data: mmap.mmap, at: int, end: int) -> "list[re.Pattern[bytes]]":
-    """The patterns of the headers of a command."""
+    """Return the patterns of the headers of the command at `at`."""
     match = _COUNT.match(data, at, end)
     return [_COUNT, *[_LENGTH] * (int(match[1]) if match and int(match[1]) < 1 << 20 else 0)]
 
@@ -132,7 +132,7 @@ def _begins_header(rest: bytes) -> bool:
 
 
 def _copy(data: mmap.mmap, start: int, target: Path) -> None:
-    """`data` from `start` on, on disk before this returns."""
+    """Copy `data` from `start` on to `target`; it is on disk when this returns."""
     try:
         with target.open("xb") as copy:
             os.fchmod(copy.fileno(), 0o600)

@@ -1,7 +1,6 @@
-"""Global capture of a request's prompts: where it is skipped, with a log line and a metric.
+"""Skips global capture for prompts, with a log line and a metric.
 
-No user requested these captures, so a request without room for them runs without them; this is
-counted and logged.
+No user requested these captures, so a request without room for them runs without them.
 """
 
 import logging
@@ -15,17 +14,17 @@ from .metrics import GLOBAL_CAPTURE_SKIPPED
 
 log = logging.getLogger(__name__)
 
-#: The last part of a full quota is kept for what users ask for: what the operator captures of every
-#: request is then left out.
+#: The last 1/16 of the capture quota is reserved for captures that users request: global capture is
+#: skipped there.
 QUOTA_SPARE = 16
-#: Seconds between two lines of the log about the same reason.
+#: Seconds between two log lines about the same reason.
 LOG_EVERY_S = 60.0
 
-_logged: dict[str, float] = {}
+_logged: dict[str, float] = {}  # reason → when it is logged again (monotonic)
 
 
-def left_out(reason: str, prompts: int, detail: str) -> None:
-    """Count `prompts` under `reason`, and log `detail`, that once a minute at most.
+def count_skipped(reason: str, prompts: int, detail: str) -> None:
+    """Count `prompts` under `reason`, and log `detail` at most once a minute per reason.
 
     From any thread.
     """
@@ -37,12 +36,12 @@ def left_out(reason: str, prompts: int, detail: str) -> None:
 
 
 def without(job: Job, model: ModelInfo, reason: str, detail: str) -> Job:
-    """The job with only its user's captures."""
+    """Return the job with only its user's captures; counts the prompts that lose others."""
     tags = {spec.tag for spec in model.global_captures}
     captures = [
         [capture for capture in captures if capture.tag not in tags] for captures in job.captures
     ]
-    left_out(reason, sum(map(len, job.captures)) - sum(map(len, captures)), detail)
+    count_skipped(reason, sum(map(len, job.captures)) - sum(map(len, captures)), detail)
     return msgspec.structs.replace(
         job, captures=captures if any(captures) else [], global_captures=[]
     )

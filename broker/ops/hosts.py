@@ -3,9 +3,9 @@ requests.
 
 A page can point its own name at 127.0.0.1 (DNS rebinding). The browser then treats the API as the
 page's origin, and the page's scripts can read and write everything; but the browser sends that name
-in `Host`, and it is not one of ours. Without rebinding a page cannot read our answers and cannot
-send JSON (CORS allows no other origin); it can send forms and requests without a body. For these
-the browser sends the page's origin in `Origin`.
+in `Host`, where it is not accepted. Without rebinding a page cannot read responses and cannot send
+JSON (CORS allows no other origin); it can send forms and requests without a body. For these the
+browser sends the page's origin in `Origin`.
 """
 
 import ipaddress
@@ -23,15 +23,15 @@ SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def host_of(header: str) -> str:
-    """`name:port` without the port, in lower case, and an address without brackets; empty if it is
-    not a host.
+    """Return the host of `name:port`, in lower case, an address without brackets; empty if the
+    header is invalid.
     """
     match = _HOST.fullmatch(header)
     return match[1].strip("[]").lower() if match else ""
 
 
-def named(settings: Settings) -> frozenset[str]:
-    """The entries of `allowed_hosts`.
+def allowed_names(settings: Settings) -> frozenset[str]:
+    """Return the entries of `allowed_hosts`.
 
     Raises SettingsError for an entry that is neither a name nor an address.
     """
@@ -49,20 +49,20 @@ def named(settings: Settings) -> frozenset[str]:
 class Hosts:
     """The `Host` and `Origin` headers that are accepted.
 
-    Loopback's always are, for health checks and local users.
+    Those of loopback always are, for health checks and local users.
     """
 
-    def __init__(self, settings: Settings, host: str, asks: bool) -> None:
-        """`host`: where it listens.
+    def __init__(self, settings: Settings, host: str, authenticates: bool) -> None:
+        """`host`: the address on which the service listens.
 
-        `asks`: callers need a key or a password, which another site's page does not have.
+        `authenticates`: callers need a key or a password, which another site's page does not have.
 
-        Raises SettingsError for an `allowed_hosts` that is none.
+        Raises SettingsError for an invalid `allowed_hosts`.
         """
-        self._open = not asks
+        self._open = not authenticates
         self._any = not self._open and not settings.allowed_hosts
         own = (host, urlsplit(settings.public_url).hostname or "")
-        self._names = named(settings) | {name.lower() for name in own if name}
+        self._names = allowed_names(settings) | {name.lower() for name in own if name}
         # A service off loopback may be called by its address (Prometheus finds containers that
         # way), and no page can rebind an address.
         self._addresses = not is_loopback(host)
@@ -77,12 +77,12 @@ class Hosts:
         )
 
     def allows(self, hosts: list[str]) -> bool:
-        """Return whether a call with these `Host` headers means us."""
+        """Return whether a call with these `Host` headers is meant for this service."""
         return self._any or (len(hosts) == 1 and self._ours(hosts[0]))
 
     def check(self, method: str, hosts: list[str], origins: list[str]) -> None:
-        """Raises `misdirected` for a name that is not ours and, without authentication,
-        `cross_site` for a request of another site's page that is not in `SAFE`.
+        """Raise `misdirected` for a host that is not accepted and, without authentication,
+        `cross_site` for a request from another site's page with a method outside `SAFE`.
         """
         if not self.allows(hosts):
             shown = ", ".join(hosts)[:200] or "(none)"
@@ -107,7 +107,7 @@ class Hosts:
             )
 
     def _our_page(self, origin: str, called: str) -> bool:
-        """Return whether the page has the host of this call, or a name of ours.
+        """Return whether the page has the host of this call, or an accepted name.
 
         Other addresses do not count: other sites have addresses too.
         """

@@ -1,7 +1,7 @@
 """Secrets and file modes of one installation on one machine, kept in its data directory.
 
-`midstream up` starts Redis, relay and Flower on loopback, where every account of the machine
-reaches them. So each asks for a secret that only the installation's own account can read.
+`midstream up` starts Redis, relay and Flower on loopback, which every account of the machine can
+reach. So each of them requires a secret that only the installation's own account can read.
 """
 
 import os
@@ -49,12 +49,12 @@ def close_folder(data: Path, say: Callable[[str], None]) -> int:
 
 
 def basic(pair: str) -> str:
-    """The value of `Authorization` for `user:password`."""
+    """Return the value of `Authorization` for `user:password`."""
     return f"Basic {b64encode(pair.encode()).decode()}"
 
 
 def with_secrets(settings: Settings, data: Path, say: Callable[[str], None]) -> Settings:
-    """Settings with the folder of CURVE keys and with Flower's password, where they name none."""
+    """Return the settings, with a folder of CURVE keys and a login for Flower if they lack them."""
     changes = {}
     folder = private_folder(data / SECRETS)
     curve = (
@@ -76,12 +76,15 @@ def with_secrets(settings: Settings, data: Path, say: Callable[[str], None]) -> 
 
 
 def redis_password(data: Path) -> str:
-    """The password of the Redis that runs on `data`, created at the first call. Raises OSError."""
+    """Return the password of the Redis that runs on `data`, created at the first call.
+
+    Raises OSError.
+    """
     return kept_secret(data / SECRETS / REDIS_PASSWORD, lambda: secrets.token_hex(PASSWORD_BYTES))
 
 
 def with_redis_password(url: str, data: Path) -> str:
-    """`url` of the Redis that runs on `data`, with its password; unchanged where this account
+    """Return `url`, of the Redis that runs on `data`, with its password; unchanged if this account
     cannot read the password.
     """
     file = data / SECRETS / REDIS_PASSWORD

@@ -1,9 +1,9 @@
 """Logging of every process: one line per entry, plain text with ids, or a JSON object with
 `log_format=json`.
 
-What a line is about (job, request, attempt, worker, rank, …) is bound where it becomes known, and
-is on every line logged below that, also on those of libraries. Nothing secret gets into a line:
-passwords in URLs, API keys and signing secrets are cut out of it.
+The ids that a line concerns (job, request, attempt, worker, rank, …) are bound where they become
+known, and are on every line logged in that context, also by libraries. Secrets are redacted:
+passwords in URLs, API keys and signing secrets.
 """
 
 import logging
@@ -21,20 +21,20 @@ from ...schemas.base.settings import Settings
 
 #: Identifiers that a log line may carry, in this order.
 FIELDS = ("job", "request", "attempt", "worker", "rank", "tenant", "request_id", "trace_id")
-#: Of the line about a call that was answered, in JSON.
+#: Fields of the line about an answered call, in JSON.
 ACCESS_FIELDS = ("method", "path", "status", "ms")
-#: What would move a terminal's cursor, or begin a line that looks like one of ours: paths and names
-#: come from strangers.
+#: Characters that move a terminal's cursor, or begin a line that could pass for a log line: paths
+#: and names come from clients.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
-#: Bound for everything that this process logs, and for what the current task (or thread) logs.
+#: Fields of every line of this process, and of lines that the current task (or thread) logs.
 _process = ""
 _of_process: dict[str, Any] = {}
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _of_task: ContextVar[Mapping[str, Any]] = ContextVar("midstream_log_fields", default=_NOTHING)
 
-#: Each has the part that may be shown, then the secret.
+#: Each pattern has the part that may be shown in a group, then the secret.
 _SECRETS = re.compile(
     r"(?P<url>\b[a-z][a-z0-9+.-]*://[^\s:/@'\"]*:)[^\s/'\"]+(?=@)"  # a password in a URL
     r"|(?P<sentinel>\bsentinel_password=)[^&\s'\"]+"
@@ -45,14 +45,14 @@ _SECRETS = re.compile(
 
 
 def redacted(text: str) -> str:
-    """`text` without what looks like a secret of ours."""
+    """Return `text` with everything that looks like one of Midstream's secrets replaced by ***."""
     return _SECRETS.sub(
         lambda result: next(part for part in result.groups() if part is not None) + "***", text
     )
 
 
 def bind_process(**fields: Any) -> None:
-    """These are on every line of this process from now on."""
+    """Add these to every log line of this process from now on."""
     _of_process.update(fields)
 
 
@@ -74,13 +74,10 @@ def bound(**fields: Any) -> Iterator[None]:
 
 
 def about(record: logging.LogRecord) -> dict[str, Any]:
-    """Return what a line is about: what was bound, and what was given with the line itself
-    (`extra=`).
-    """
+    """Return the ids that a line concerns: those bound, and those in the line's `extra=`."""
     fields = {**_of_process, **_of_task.get()}
-    data = getattr(
-        record, "data", None
-    )  # Celery's own lines about a task have its id in here: job, or job.attempts
+    # Celery's own lines about a task have its id in `data`: job, or job.attempts
+    data = getattr(record, "data", None)
     if isinstance(data, dict) and "job" not in fields and isinstance(task := data.get("id"), str):
         fields["job"] = task.partition(".")[0]
     for name in FIELDS:
@@ -92,7 +89,7 @@ def about(record: logging.LogRecord) -> dict[str, Any]:
 class JsonFormatter(logging.Formatter):
     """One JSON object per line.
 
-    `process` and `fields` hold where `configure` was not called (vLLM's own processes).
+    `process` and `fields` apply where `configure` was not called (vLLM's own processes).
     """
 
     def __init__(self, process: str, **fields: Any):
@@ -135,11 +132,9 @@ class TextFormatter(logging.Formatter):
 
 
 def setup(settings: Settings, process: str, **fields: Any) -> None:
-    """All logging of this process goes to stderr from now on, as the settings say.
+    """Send all logging of this process to stderr from now on, as the settings say.
 
-    `fields`: on every line.
-
-    Called again it starts over: the last call counts.
+    `fields`: on every line. A later call replaces the effect of an earlier one.
     """
     configure(settings.log_format, settings.log_level, process, **fields)
 
@@ -151,16 +146,12 @@ def configure(log_format: str, log_level: str, process: str, **fields: Any) -> N
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(TEXT))
     root = logging.getLogger()
-    for former in list(root.handlers):
-        root.removeHandler(former)
+    for previous in list(root.handlers):
+        root.removeHandler(previous)
     root.addHandler(handler)
     root.setLevel(log_level)
     logging.captureWarnings(log_format == "json")
-    for noisy in (
-        "httpx",
-        "httpcore",
-        "opentelemetry",
-    ):  # a line per call of theirs says nothing about a job
+    for noisy in ("httpx", "httpcore", "opentelemetry"):  # they log a line per call
         logging.getLogger(noisy).setLevel(
             max(logging.WARNING, logging.getLevelNamesMapping()[log_level])
         )

@@ -26,7 +26,7 @@ from ...schemas.requests.steering import RankSteering, WorkerSteering
 from ...schemas.service.status import Status
 from ...storage.calls import CALLS
 
-# They would be an unused second series for every counter.
+# `_created` would be an unused second series for every counter.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 #: Upper bounds in seconds: from an answer without a model to a job that waited for a day.
@@ -82,7 +82,9 @@ HARVESTED_ROWS = Counter(
     "Positions of harvests whose rows are durable and count",
     ["model"],
 )
-HARVESTED_BYTES = Counter("midstream_harvest_bytes_total", "Bytes of their shards", ["model"])
+HARVESTED_BYTES = Counter(
+    "midstream_harvest_bytes_total", "Bytes of harvest shards whose units count", ["model"]
+)
 HARVEST_WAITS = Counter(
     "midstream_harvest_store_failures_total",
     "Times that a harvest's store refused a write",
@@ -142,7 +144,7 @@ REFUSALS = Counter(
     "midstream_refusals_total", "Calls rejected because of a limit, a quota or overload", ["kind"]
 )
 
-#: In one statement each, so that a scrape right after the start shows zeros instead of nothing.
+#: Created now, so that a scrape right after the start shows zeros instead of nothing.
 for _status in ("ok", "partial", "error", "duplicate", "stale", "unknown", "beyond_gap"):
     RECEIPTS.labels(_status)
 for _outcome in ("delivered", "retried", "failed", "disabled", "refused"):
@@ -150,12 +152,12 @@ for _outcome in ("delivered", "retried", "failed", "disabled", "refused"):
 
 
 T = TypeVar("T")
-#: Values of labels, and the number.
+#: Values of the labels, and the value.
 Sample = tuple[tuple[str, ...], float]
 
 
 class Reading(NamedTuple, Generic[T]):
-    """A metric that is read at each scrape. `samples`: what it makes of a `T`."""
+    """A metric that is read at each scrape. `samples`: returns its samples for a `T`."""
 
     name: str  # without the prefix, and without `_total`, which Prometheus adds to counters
     family: type[CounterMetricFamily] | type[GaugeMetricFamily]
@@ -165,7 +167,7 @@ class Reading(NamedTuple, Generic[T]):
 
 
 def _one(value: Callable[[T], float]) -> Callable[[T], Iterable[Sample]]:
-    """The samples of a metric without labels."""
+    """Return the function that samples a metric without labels."""
     return lambda source: [((), float(value(source)))]
 
 
@@ -188,7 +190,7 @@ def _workers(status: Status) -> Iterator[Sample]:
     return iter(counts.items())
 
 
-#: Of the whole service, as the API reads it from the ledger.
+#: Metrics of the whole service, as the API reads them from the ledger.
 OF_SERVICE: tuple[Reading[Status], ...] = (
     Reading(
         "jobs", CounterMetricFamily, "How often jobs entered a state", ("model", "state"), _jobs
@@ -296,7 +298,7 @@ def _steering_consistent(report: SteeringReport) -> Iterator[Sample]:
     )
 
 
-#: Of every worker's steering, as the API has it from the workers' reports.
+#: Metrics of every worker's steering, as the API reads them from the workers' reports.
 OF_STEERING: tuple[Reading[SteeringReport], ...] = (
     Reading(
         "steering_state",
@@ -387,9 +389,9 @@ def _rank(
 
 
 class StoreReadings(Collector):
-    """Requests to object storage, of this process and of the ranks that report to it.
+    """Metrics of requests to object storage, by this process and the ranks that report to it.
 
-    `sources`: each gives operation → counts.
+    `sources`: each returns mappings of operation → counts.
     """
 
     _BOUNDS = (*map(str, BOUNDS), "+Inf")
@@ -404,22 +406,22 @@ class StoreReadings(Collector):
 
     def collect(self) -> Iterator[Metric]:
         requests, retries, size, seconds = families = self._families()
-        of: dict[str, list[StoreCalls]] = {}
+        by_operation: dict[str, list[StoreCalls]] = {}
         for operation, calls in (
             item for source in self.sources for counts in source() for item in counts.items()
         ):
-            of.setdefault(operation, []).append(calls)
-        for operation, one in sorted(of.items()):
-            outcomes = sum((Tally(calls.outcomes) for calls in one), Tally())
+            by_operation.setdefault(operation, []).append(calls)
+        for operation, parts in sorted(by_operation.items()):
+            outcomes = sum((Tally(calls.outcomes) for calls in parts), Tally())
             for outcome, count in sorted(outcomes.items()):
                 requests.add_metric((operation, outcome), count)
-            retries.add_metric((operation,), sum(calls.retries for calls in one))
-            size.add_metric((operation,), sum(calls.bytes for calls in one))
-            counts = accumulate(map(sum, zip(*(calls.buckets for calls in one), strict=True)))
+            retries.add_metric((operation,), sum(calls.retries for calls in parts))
+            size.add_metric((operation,), sum(calls.bytes for calls in parts))
+            counts = accumulate(map(sum, zip(*(calls.buckets for calls in parts), strict=True)))
             buckets = [
                 (bound, float(count)) for bound, count in zip(self._BOUNDS, counts, strict=True)
             ]
-            seconds.add_metric((operation,), buckets, sum(calls.seconds for calls in one))
+            seconds.add_metric((operation,), buckets, sum(calls.seconds for calls in parts))
         return iter(families)
 
     def _families(
@@ -436,7 +438,7 @@ class StoreReadings(Collector):
             ),
             CounterMetricFamily(
                 f"{name}_retries",
-                "Requests that were repeated for a passing reason",
+                "Requests that were repeated after a temporary error",
                 labels=["operation"],
             ),
             CounterMetricFamily(
@@ -454,7 +456,7 @@ STORE = StoreReadings()
 REGISTRY.register(STORE)
 
 GROWS, VARIES = True, False
-#: Of one worker, in its own process.
+#: Metrics of one worker, exposed by its own process.
 OF_WORKER: tuple[Reading[WorkerReport], ...] = (
     _worker("running_jobs", VARIES, "Jobs held by the worker", lambda stats: stats.jobs),
     _worker(
@@ -534,7 +536,7 @@ OF_WORKER: tuple[Reading[WorkerReport], ...] = (
 class Readings(Collector, Generic[T]):
     """The metrics of a table.
 
-    `sources`: what there is to read at a scrape; nothing while nothing is known.
+    `sources`: called at each scrape; returns the objects to read, none while none are known.
     """
 
     def __init__(self, table: tuple[Reading[T], ...], sources: Callable[[], Iterable[T]]) -> None:

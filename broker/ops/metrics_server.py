@@ -52,5 +52,5 @@ def start(settings: Settings, process: str) -> MetricsServer | None:
 
 
 def identify(process: str) -> None:
-    """Say which process's metrics these are."""
+    """Name this process and its version in `midstream_build_info`."""
     BUILD.labels(process, __version__).set(1)

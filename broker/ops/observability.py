@@ -1,4 +1,4 @@
-"""Start of logging, tracing and metrics by the settings: the first call of every process."""
+"""Starts logging, tracing and metrics by the settings: the first call of every process."""
 
 from typing import Any
 
@@ -7,11 +7,10 @@ from . import logs, metrics_server, traces
 
 
 def start(settings: Settings, process: str, **fields: Any) -> metrics_server.MetricsServer | None:
-    """`fields`: on every line that the process logs.
+    """Start all three; return the metrics server, if a port is set.
 
-    Returns its metrics server, if the process runs one.
-
-    Raises SettingsError naming the setting that does not work.
+    `fields`: on every line that the process logs. Raises SettingsError naming the setting that does
+    not work.
     """
     logs.setup(settings, process, **fields)
     traces.setup(settings, process)

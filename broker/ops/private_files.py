@@ -1,9 +1,9 @@
 """Private folders: creation with mode 700.
 
-What Redis, SQLite and loggers write has the mode that they give it, so it is the folder that keeps
-other accounts of the machine out: of the ledger's log (prompts, outputs, secrets of webhooks), of
-the outboxes (receipts) and of what our processes print. Capture files are not among them: others
-may be meant to read them, so theirs is the umask's mode.
+Redis, SQLite and loggers choose the modes of their files, so the folder has to keep other accounts
+of the machine out: of the ledger's log (prompts, outputs, secrets of webhooks), of the outboxes
+(receipts) and of the processes' logs. Capture files are not in such folders: other accounts may be
+meant to read them, so the umask decides their mode.
 """
 
 import logging
@@ -18,7 +18,7 @@ OWNER_ALONE = 0o700
 
 
 def private_folder(path: Path) -> Path:
-    """`path`, made for its owner alone where it is missing.
+    """Return `path`, created for its owner alone if it is missing.
 
     An existing folder is closed to all but its owner and group: group permissions are the
     operator's choice and stay.
@@ -37,7 +37,8 @@ def private_folder(path: Path) -> Path:
 
 
 def kept_secret(path: Path, make: Callable[[], str]) -> str:
-    """The secret in a file that only its owner can read; `make` creates one if it does not exist.
+    """Return the secret in a file that only its owner can read; `make` creates one if the file does
+    not exist or is empty.
 
     Written to another file and renamed, so that a crash leaves no incomplete secret.
     """

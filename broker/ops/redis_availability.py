@@ -1,5 +1,5 @@
-"""Distinguishes an unavailable or read-only Redis from an invalid request, and waits until it takes
-writes.
+"""Distinguishes an unavailable or read-only Redis from an invalid request, and waits until Redis
+accepts writes.
 """
 
 import logging
@@ -14,8 +14,8 @@ from . import redis_open
 
 log = logging.getLogger(__name__)
 
-#: Replies of a Redis that may do later what it refuses now. Inside a script 6.2 answers plain
-#: errors, with the code in the text.
+#: Codes of errors that may pass with time. Inside a script, Redis 6.2 returns plain errors with the
+#: code in the text.
 CODES = (
     "LOADING",
     "BUSY ",
@@ -43,12 +43,12 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class LossyRedis(redis.exceptions.ConnectionError):
-    """Redis may lose what it confirms, by a change of its configuration: nothing is accepted
-    meanwhile.
+    """Redis may lose what it confirms, after a change of its configuration: nothing is accepted
+    until that is undone.
     """
 
 
-def is_absence(error: BaseException) -> bool:
+def is_redis_unavailable(error: BaseException) -> bool:
     """Return whether Redis is unreachable, loading, read-only, full, unable to write or in a long
     script: the request is not at fault.
     """
@@ -59,8 +59,8 @@ def is_absence(error: BaseException) -> bool:
     )
 
 
-def words(error: BaseException) -> str:
-    """The error's text for users."""
+def detail_of(error: BaseException) -> str:
+    """Return the text of the error for users."""
     if isinstance(error, LossyRedis):
         return str(error)
     if trouble := disk_trouble(str(error)):
@@ -69,10 +69,10 @@ def words(error: BaseException) -> str:
 
 
 def await_writes(url: str, check: Callable[[], object] = lambda: None) -> None:
-    """Return once the Redis at `url` takes a write; `check` is called before each try and may raise
-    to give up.
+    """Return once the Redis at `url` accepts a write; `check` is called before each try and may
+    raise to give up.
 
-    Raises redis.RedisError for errors that are not temporary (`is_absence`).
+    Raises redis.RedisError for errors that are not temporary (`is_redis_unavailable`).
     """
     pause = FIRST_PAUSE_S
     with redis_open.client(url, socket_timeout=5, socket_connect_timeout=5, retry=None) as client:
@@ -82,7 +82,7 @@ def await_writes(url: str, check: Callable[[], object] = lambda: None) -> None:
                 client.set(PROBE_KEY, 1, ex=60)
                 return
             except redis.RedisError as error:
-                if not is_absence(error):
+                if not is_redis_unavailable(error):
                     raise
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -17,7 +17,7 @@ import redis
 
 from ...schemas.base.settings import SENTINEL_SCHEMES, Settings, SettingsError
 from . import redis_open
-from .redis_availability import LossyRedis, is_absence
+from .redis_availability import LossyRedis, is_redis_unavailable
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ PROGRESS_S, STALLED_S = 10.0, 60.0
 
 
 def dangers(info: dict[str, Any]) -> list[str]:
-    """Return why a Redis that answers INFO like this may forget jobs; empty when it does not.
+    """Return why a Redis with this `info` may forget jobs; empty if it does not.
 
-    `info`: also a section of it alone.
+    `info`: the answer to INFO, or one section of it.
     """
     result = []
     if not info.get("aof_enabled", True) and not info.get("loading"):
-        # it counts as off while it is loaded
+        # the file counts as off while it is loaded
         result.append("it has no append-only file (`CONFIG SET appendonly yes`)")
     if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
         result.append(
@@ -48,8 +48,8 @@ def dangers(info: dict[str, Any]) -> list[str]:
 
 
 def refuse_lossy(info: dict[str, Any], allowed: bool) -> None:
-    """Raise LossyRedis for a Redis that was durable when this process began, and is not any more,
-    unless that is `allowed`.
+    """Raise LossyRedis, unless `allowed`, for a Redis that was durable when this process began, and
+    no longer is.
     """
     if not allowed and (result := dangers(info)):
         raise LossyRedis(f"{_refusal(result)}; nothing is accepted until then")
@@ -91,9 +91,9 @@ class Load:
         self._deadline = self._log_at = 0.0
 
     def watch(self, info: dict[str, Any]) -> bool:
-        """Return whether INFO says that Redis loads; logs its progress.
+        """Return whether Redis is loading, by INFO; logs the progress.
 
-        Raises SettingsError if there was none for `STALLED_S`.
+        Raises SettingsError if there was no progress for `STALLED_S`.
         """
         if not info.get("loading"):
             return False
@@ -128,7 +128,7 @@ def _decide(settings: Settings, load: Load) -> bool:
         ) as client:
             info = client.info()
     except redis.RedisError as error:
-        if is_absence(error):
+        if is_redis_unavailable(error):
             return False
         raise SettingsError(f"redis_url: Redis does not answer INFO: {error}") from error
     if load.watch(info):

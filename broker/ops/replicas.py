@@ -1,10 +1,10 @@
-"""Reports whether all replicas that Sentinel could promote have what was written: only then does no
-failover lose it.
+"""Checks whether all replicas that Sentinel could promote have a write: only then can no failover
+lose it.
 
-That some replica has it is not enough. Sentinel takes a master for dead that lives (a pause, a
+That some replica has the write is not enough. Sentinel may take a live master for dead (a pause, a
 partition, an order to fail over), and for about a second, until it has redirected the other
-replicas, one of them still confirms the old master's writes. That replica then follows the
-promoted one and drops it. So a replica counts as dispensable only if a majority of the sentinels
+replicas, one of these still confirms the old master's writes. That replica then follows the
+promoted one and drops them. So a replica counts as dispensable only if a majority of the sentinels
 would not promote it.
 """
 
@@ -16,25 +16,22 @@ from typing import Any, NamedTuple
 
 import redis.exceptions
 
-#: For so long it is trusted which replicas there are. (Whether one is dispensable is always asked
+#: Seconds for which the list of replicas is trusted. (Whether one is dispensable is always queried
 #: again.)
 TRUSTED_S = 2.0
-#: A replica that has said nothing for longer is not waited for by WAIT; it may still be
-#: indispensable.
+#: Seconds of silence after which WAIT does not wait for a replica; it may still be indispensable.
 LAG_S = 2
 
 Address = tuple[str, int]
 
 
 class Holders(NamedTuple):
-    """A master's report: its run id, how many replicas have everything by WAIT, and which by
-    INFO.
-    """
+    """A master's report on the replicas that have its writes."""
 
-    run: str
-    confirmed: int
-    recent: int  # replicas that are heard of
-    having: frozenset[Address]
+    run: str  # the master's run id
+    confirmed: int  # number of replicas that have everything, by WAIT
+    recent: int  # number of replicas heard from within `LAG_S`
+    having: frozenset[Address]  # replicas that have everything, by INFO
 
 
 class View(NamedTuple):
@@ -49,7 +46,7 @@ class View(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """View of a majority of sentinels on the master with this run id."""
+    """The view that a majority of sentinels has of the master with this run id."""
 
     run: str
     known: frozenset[Address]
@@ -57,8 +54,8 @@ class Agreed(NamedTuple):
 
 
 def holders(run: str, confirmed: int, replication: dict[str, Any], offset: int) -> Holders:
-    """From the answers to WAIT and `INFO replication`: who has acknowledged everything up to
-    `offset`.
+    """Return which replicas have acknowledged everything up to `offset`, from the answers to WAIT
+    and `INFO replication`.
     """
     replicas = [
         value
@@ -76,12 +73,12 @@ def holders(run: str, confirmed: int, replication: dict[str, Any], offset: int) 
 
 
 def is_dispensable(replica: dict[str, Any]) -> bool:
-    """Return whether a sentinel that says this of a replica would not promote it while another one
-    is in order.
+    """Return whether a sentinel with this view of a replica would not promote it while another one
+    is healthy.
 
-    It does not answer, it may not be promoted, or it does not follow the master. One that was
-    promoted does not follow any more either: it was seen as a replica before (has an offset) and
-    says that it is a master.
+    The replica does not answer, may not be promoted, or does not follow the master. A replica that
+    was promoted does not follow either, but is not dispensable: it has an offset, from its time as
+    a replica, and reports itself as a master.
     """
     if replica["is_sdown"] or int(replica["slave-priority"]) == 0:
         return True
@@ -92,7 +89,7 @@ def is_dispensable(replica: dict[str, Any]) -> bool:
 def view(replicas: Iterable[dict[str, Any]], master: dict[str, Any]) -> View | None:
     """Combine the answers to `SENTINEL REPLICAS` and, asked later, to `SENTINEL MASTER`.
 
-    None: it takes the master for dead.
+    None: the sentinel takes the master for dead.
     """
     if master["is_sdown"] or master["is_odown"] or "failover_in_progress" in master["flags"]:
         return None
@@ -106,11 +103,11 @@ def view(replicas: Iterable[dict[str, Any]], master: dict[str, Any]) -> View | N
 
 
 def agreed(views: Sequence[View | None], sentinels: int) -> Agreed | None:
-    """Return what more than half of all `sentinels` say of the newest configuration; None as long
-    as they do not.
+    """Return the view of the newest configuration that more than half of all `sentinels` share;
+    None if there is none.
     """
-    text = [item for item in views if item is not None]
-    newest = [item for item in text if item.epoch == max(other.epoch for other in text)]
+    answers = [item for item in views if item is not None]
+    newest = [item for item in answers if item.epoch == max(other.epoch for other in answers)]
     majority = sentinels // 2 + 1
     if len(newest) < majority or len({item.run for item in newest}) != 1:
         return None
@@ -124,10 +121,9 @@ def agreed(views: Sequence[View | None], sentinels: int) -> Agreed | None:
 
 
 class Replicas:
-    """The replicas of a master that a client found through Sentinel, or was given directly: then
-    `minimum` is all that is asked for.
+    """The replicas of the master that a client uses.
 
-    `minimum`: how many replicas must have a write in any case.
+    `minimum`: how many replicas must have a write; with Sentinel, also each that it could promote.
     """
 
     def __init__(self, client: Any, minimum: int) -> None:
@@ -140,8 +136,8 @@ class Replicas:
         self._known: frozenset[Address] = frozenset()
         self._trusted = float("-inf")  # until when (monotonic)
 
-    def _enough_by_itself(self, holders: Holders) -> bool | None:
-        """Return whether that many suffice; None if sentinels have to say so."""
+    def _sufficient_alone(self, holders: Holders) -> bool | None:
+        """Return whether `holders` suffice; None if that depends on the sentinels."""
         if not self._sentinels:
             return holders.confirmed >= self.minimum
         self.wait_for = max(self.minimum, holders.recent)
@@ -149,18 +145,18 @@ class Replicas:
             return False
         return True if time.monotonic() < self._trusted and self._known <= holders.having else None
 
-    def _enough_for(self, text: Agreed | None, holders: Holders) -> bool:
-        if text is None:
+    def _sufficient_for(self, view: Agreed | None, holders: Holders) -> bool:
+        if view is None:
             return False
-        self._known, self._trusted = text.known, time.monotonic() + TRUSTED_S
-        return text.run == holders.run and text.needed <= holders.having
+        self._known, self._trusted = view.known, time.monotonic() + TRUSTED_S
+        return view.run == holders.run and view.needed <= holders.having
 
     def suffice(self, holders: Holders) -> bool:
-        """Return whether no failover can lose what `found.having` have.
+        """Return whether no failover can lose the writes that `holders.having` have.
 
-        Asks sentinels one after the other, those that did not answer last.
+        Asks sentinels one after the other; those that have failed to answer come last.
         """
-        enough = self._enough_by_itself(holders)
+        enough = self._sufficient_alone(holders)
         if enough is not None:
             return enough
         views: list[View | None] = []
@@ -175,33 +171,30 @@ class Replicas:
             except (redis.exceptions.RedisError, OSError):
                 self._sentinels.remove(sentinel)
                 self._sentinels.append(sentinel)
-            text = agreed(views, len(self._sentinels))
-            if text is not None:
-                return self._enough_for(text, holders)
+            majority = agreed(views, len(self._sentinels))
+            if majority is not None:
+                return self._sufficient_for(majority, holders)
         return False
 
 
 class AsyncReplicas(Replicas):
-    """The same with a client of redis.asyncio."""
+    """`Replicas` for a client of redis.asyncio."""
 
     def __init__(self, client: Any, minimum: int) -> None:
         super().__init__(client, minimum)
-        self._asked: dict[
-            Any, asyncio.Task[View | None]
-        ] = {}  # sentinels that have not answered yet
+        self._pending: dict[Any, asyncio.Task[View | None]] = {}  # sentinel → its query
 
     async def sufficient(self, holders: Holders) -> bool:
         """`suffice`, asking all sentinels together until a majority has answered."""
-        enough = self._enough_by_itself(holders)
-        return self._enough_for(await self._ask(), holders) if enough is None else enough
+        enough = self._sufficient_alone(holders)
+        return self._sufficient_for(await self._ask(), holders) if enough is None else enough
 
     async def _ask(self) -> Agreed | None:
         waiting = set()
         for sentinel in self._sentinels:
-            if (
-                sentinel not in self._asked
-            ):  # one that is cut off is not asked again until that is known
-                self._asked[sentinel] = task = asyncio.create_task(
+            # a sentinel that is cut off is not asked again before its query has failed
+            if sentinel not in self._pending:
+                self._pending[sentinel] = task = asyncio.create_task(
                     self._view(sentinel), name="midstream-sentinel"
                 )
                 waiting.add(task)
@@ -209,9 +202,9 @@ class AsyncReplicas(Replicas):
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             views += [task.result() for task in done]
-            text = agreed(views, len(self._sentinels))
-            if text is not None:
-                return text
+            majority = agreed(views, len(self._sentinels))
+            if majority is not None:
+                return majority
         return None
 
     async def _view(self, sentinel: Any) -> View | None:
@@ -221,4 +214,4 @@ class AsyncReplicas(Replicas):
                 return view(replicas, await sentinel.sentinel_master(self._service))
             return None
         finally:
-            del self._asked[sentinel]
+            del self._pending[sentinel]

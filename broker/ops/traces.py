@@ -1,10 +1,9 @@
 """Tracing across processes: OpenTelemetry spans over OTLP/HTTP, joined into one trace by W3C
 traceparents.
 
-The submission's span goes into `Job.trace`; any caller that does something for the job makes a span
-below it and hands its own traceparent on (`RankSpec.trace`, `Receipt.trace`). Without
-`otel_endpoint` nothing is imported and nothing is measured; a caller's traceparent is still handed
-on.
+The submission's span goes into `Job.trace`; each component that works on the job makes a child span
+and passes its own traceparent on (`RankSpec.trace`, `Receipt.trace`). Without `otel_endpoint`
+nothing is imported or recorded, but a client's traceparent is still passed on.
 """
 
 import re
@@ -16,8 +15,7 @@ from ...schemas.base.version import __version__
 
 #: `00-<trace id>-<span id>-<flags>`; ids of zeros are none (W3C Trace Context, level 1).
 _TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
-#: Spans are sent this often, and a collector that does not answer is waited for this long, in
-#: seconds.
+#: Seconds between two exports of spans, and seconds to wait for a collector's answer.
 SEND_EVERY_S, PATIENCE_S = 1.0, 3.0
 _NS = 1_000_000_000
 
@@ -26,20 +24,20 @@ Value = str | int | float | bool
 
 
 def valid(traceparent: str | None) -> str:
-    """The traceparent to hand on; empty if invalid."""
+    """Return the traceparent to pass on; empty if it is invalid."""
     text = (traceparent or "").strip().lower()
     return text if _TRACEPARENT.fullmatch(text) else ""
 
 
 def trace_id(traceparent: str) -> str | None:
-    """The trace that a traceparent belongs to, 32 hex digits; None for an empty one."""
+    """Return the trace id of a traceparent, 32 hex digits; None if it is empty."""
     return traceparent[3:35] or None
 
 
 class Span:
-    """Something that takes time.
+    """A span, recorded or not.
 
-    `traceparent` is for what happens below it; unrecorded, it is the one from above.
+    `traceparent` is for its children: its own, or its parent's if it is not recorded.
     """
 
     def __init__(self, traceparent: str, recorded: Any = None) -> None:
@@ -55,7 +53,7 @@ class Span:
             self._recorded.update_name(name)
 
     def event(self, name: str) -> None:
-        """At this moment."""
+        """Add an event at the current time."""
         if self._recorded is not None:
             self._recorded.add_event(name)
 
@@ -66,7 +64,7 @@ class Span:
             self._recorded.set_status(Status(StatusCode.ERROR, why))
 
     def end(self, at: float | None = None) -> None:
-        """`at`: seconds since the epoch; now."""
+        """End the span `at` (seconds since the epoch; default: now)."""
         if self._recorded is not None:
             self._recorded.end(None if at is None else int(at * _NS))
 
@@ -110,7 +108,7 @@ def setup(settings: Settings, process: str) -> None:
 
 
 def close() -> None:
-    """Send what is left; for processes that do not end in the usual way."""
+    """Send the remaining spans; for processes that do not end in the usual way."""
     global _provider
     if _provider is not None:
         _provider.shutdown()
@@ -130,12 +128,10 @@ def begin(
     at: float | None = None,
     **attributes: Value,
 ) -> Span:
-    """A span below `parent` (a traceparent) that began `at` (seconds since the epoch; now).
+    """Begin a child span of `parent` (a traceparent), `at` (seconds since the epoch; default: now).
 
-    `root`: without a parent it begins a trace.
-
-    Without `root` and parent nothing is recorded: what was not traced from its beginning is not
-    traced at all.
+    `root`: without a parent, the span begins a trace. Without a parent and `root`, nothing is
+    recorded: work that was not traced from its beginning is not traced at all.
     """
     if _provider is None or not (parent or root):
         return Span(parent)
@@ -154,9 +150,9 @@ def begin(
 
 
 def record(name: str, parent: str, start: float, end: float, **attributes: Value) -> None:
-    """A span that is over already; both in seconds since the epoch.
+    """Record a span that has ended; `start` and `end` in seconds since the epoch.
 
-    Clocks of machines differ: it never ends before it began.
+    Clocks of machines differ: an `end` before `start` is replaced by `start`.
     """
     span = begin(name, parent, at=start)
     span.note(**attributes)

@@ -21,8 +21,8 @@ PRIORITY_STEPS = (0, 3, 6, 9)
 CALLBACKS_QUEUE = "midstream.callbacks"
 #: Seconds between searches for abandoned messages (kombu's default amounts to about 100 s).
 RESTORE_INTERVAL_S = 2
-#: Only one process checks at a time. The lock of a killed process expires after that many seconds
-#: (kombu's default: 300 s).
+#: Seconds after which the lock of a killed process expires (kombu's default: 300): only one process
+#: searches at a time.
 RESTORE_LOCK_S = 5
 #: A connection whose peer has vanished silently (a cut link, a machine that lost power) is dropped
 #: after 20 s: kombu waits for messages without a timeout, and the kernel alone would take two
@@ -33,9 +33,9 @@ KEEPALIVE = {
     socket.TCP_KEEPCNT: 3,
     socket.TCP_USER_TIMEOUT: 20_000,
 }
-#: What kombu keeps next to the queues has names of ours: another Celery app may use the same
-#: database, and kombu delivers every message that it finds unacknowledged for longer than *its own*
-#: visibility timeout. `:` is in no queue's name.
+#: Prefix of kombu's keys other than the queues: another Celery app may use the same database, and
+#: kombu delivers every message that it finds unacknowledged for longer than *its own* visibility
+#: timeout. No queue's name contains `:`.
 PREFIX = "midstream:"
 UNACKED, UNACKED_INDEX, UNACKED_MUTEX = (
     f"{PREFIX}unacked",
@@ -47,25 +47,25 @@ SEPARATOR = "\x06\x16"
 
 
 def queue_of(model: str) -> str:
-    """`midstream.<model>`; characters not allowed in a queue's name become `_` and their code."""
+    """Return `midstream.<model>`; a character not allowed in a queue's name becomes `_<code>_`."""
     return "midstream." + re.sub(r"[^A-Za-z0-9.-]", lambda odd: f"_{ord(odd[0]):x}_", model)
 
 
 def lists_of(queue: str) -> list[str]:
-    """The Redis lists that a queue's messages wait in, one per priority."""
+    """Return the Redis lists in which a queue's messages wait, one per priority."""
     return [queue if step == 0 else f"{queue}{SEPARATOR}{step}" for step in PRIORITY_STEPS]
 
 
 def task_of(kind: str) -> str:
-    """The name of the task that runs jobs of a kind: `midstream.generate`, `.completion`, `.chat`,
-    `.sweep`, `.harvest`.
+    """Return the name of the task that runs jobs of a kind: `midstream.generate`, `.completion`,
+    `.chat`, `.sweep`, `.harvest`.
     """
     return f"midstream.{kind}"
 
 
 def make_app(settings: Settings) -> Celery:
-    """The Celery app that API, workers and callbacks share; there is no result backend, the ledger
-    holds results.
+    """Return the Celery app that API, workers and callbacks share. It has no result backend: the
+    ledger holds results.
     """
     opened = redis_open.broker(settings.redis_url)
     app = Celery("midstream", broker=opened.url, set_as_current=False)
@@ -109,7 +109,7 @@ def make_app(settings: Settings) -> Celery:
             "unacked_key": UNACKED,
             "unacked_index_key": UNACKED_INDEX,
             "unacked_mutex_key": UNACKED_MUTEX,
-            # kombu cuts off what lies between `/` and the first `.`
+            # kombu strips the part between `/` and the first `.`
             "fanout_prefix": f"/{PREFIX}{{db}}.",
             "priority_steps": list(PRIORITY_STEPS),
             "sep": SEPARATOR,
@@ -129,12 +129,12 @@ def make_app(settings: Settings) -> Celery:
 
 @functools.cache
 def channels_of(redis_url: str) -> str:
-    """The prefix of the channels for events and remote control of this URL's database."""
+    """Return the prefix of the channels for events and remote control of this URL's database."""
     return f"/{PREFIX}{redis_open.place(redis_url).database}."
 
 
 def queue(name: str) -> Queue:
-    """A queue of ours for `app.amqp` or a publisher: direct, same exchange and routing key as its
-    name.
+    """Return a queue for `app.amqp` or a publisher: direct, with its name as exchange and routing
+    key.
     """
     return Queue(name, exchange=name, routing_key=name)

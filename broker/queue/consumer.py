@@ -19,7 +19,7 @@ from celery.worker.consumer import Consumer as CeleryConsumer
 from celery.worker.state import maybe_shutdown
 from redis.exceptions import ResponseError
 
-from ..ops.redis_availability import await_writes, is_absence
+from ..ops.redis_availability import await_writes, is_redis_unavailable
 from .transport import is_closed
 
 logger = logging.getLogger(__name__)
@@ -33,16 +33,16 @@ EVENTS_AT_ONCE = 240
 class Consumer(CeleryConsumer):
     """Celery's consumer, named by the setting `worker_consumer`."""
 
-    _events_wait = False  # until they are sent
+    _events_wait = False  # a timer that sends them is set
 
     def on_send_event_buffered(self) -> None:
         """Schedule sending the buffer after any thread has added an event."""
         if self.hub and not self._events_wait:
             self._events_wait = True
             # timers are set on the loop's thread alone
-            self.hub.call_soon(self.hub.call_later, EVENTS_S, self._tell_events)
+            self.hub.call_soon(self.hub.call_later, EVENTS_S, self._send_events)
 
-    def _tell_events(self) -> None:
+    def _send_events(self) -> None:
         self._events_wait = False
         self._flush_events()
 
@@ -56,7 +56,7 @@ class Consumer(CeleryConsumer):
         connection.
         """
         self._events_wait = False
-        self.app.task_events = self.event_dispatcher  # for what outlives a connection
+        self.app.task_events = self.event_dispatcher  # for tasks that outlive a connection
         if self.event_dispatcher is not None:
             self.event_dispatcher.buffer_limit = EVENTS_AT_ONCE
         super().register_with_event_loop(hub)
@@ -97,7 +97,7 @@ class Consumer(CeleryConsumer):
 
 def _reraise_failure(exc: Exception) -> None:
     """Raise errors that waiting does not resolve, such as a missing permission."""
-    if isinstance(exc, ResponseError) and not is_absence(exc):
+    if isinstance(exc, ResponseError) and not is_redis_unavailable(exc):
         raise exc
 
 

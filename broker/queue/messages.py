@@ -23,24 +23,24 @@ _PLACEHOLDER = re.compile(r'"@#(\w+)@"|@(\w+)@')
 
 
 def task_id_of(job_id: str, attempt: int) -> str:
-    """The id of a message's task: the job's id, from the second message on followed by the number
-    of attempts made.
+    """Return the id of a message's task: the job's id, followed by the number of attempts made if
+    there were any.
     """
     return job_id if attempt == 0 else f"{job_id}.{attempt}"
 
 
 def job_of_task(task_id: str) -> tuple[str, int]:
-    """(job id, attempts made when it was sent) of a task that `task_id_of` named."""
+    """Return (job id, attempts made when it was sent) of a task with an id from `task_id_of`."""
     job_id, _, attempts = task_id.partition(".")
     return job_id, int(attempts) if attempts.isdigit() else 0
 
 
 def templates() -> dict[str, str]:
-    """Lua expressions over a table `of` with job, task, kind, queue, step and at: `MESSAGE` and
-    `SENT`.
+    """Return the Lua expressions `MESSAGE` and `SENT` over a table `of` with job, task, kind,
+    queue, step and at.
     """
     app = Celery("midstream", set_as_current=False)
-    made = app.amqp.as_task_v2(
+    task = app.amqp.as_task_v2(
         "@task@",
         task_of("@kind@"),
         ["@job@"],
@@ -52,9 +52,9 @@ def templates() -> dict[str, str]:
     )
     route = {"exchange": "", "routing_key": "@queue@"}
     message = _envelope(
-        made.body,
-        made.headers,
-        made.properties | {"delivery_mode": 2, "delivery_info": route, "priority": "@#step@"},
+        task.body,
+        task.headers,
+        task.properties | {"delivery_mode": 2, "delivery_info": route, "priority": "@#step@"},
     )
     event = {
         "type": "task-sent",
@@ -66,7 +66,7 @@ def templates() -> dict[str, str]:
     }
     route = {"exchange": "celeryev", "routing_key": "task.sent"}
     sent = _envelope(
-        event | made.sent_event | {"queue": "@queue@", "exchange": "", "routing_key": "@queue@"},
+        event | task.sent_event | {"queue": "@queue@", "exchange": "", "routing_key": "@queue@"},
         {"hostname": ORIGIN},
         {"delivery_mode": 1, "delivery_info": route, "priority": 0},
     )
@@ -74,7 +74,7 @@ def templates() -> dict[str, str]:
 
 
 def _envelope(body: Any, headers: dict[str, Any], properties: dict[str, Any]) -> dict[str, Any]:
-    """A message in the format of kombu's Redis transport.
+    """Return a message in the format of kombu's Redis transport.
 
     The body is JSON text, which kombu does not decode (`body_encoding`).
     """
@@ -88,7 +88,7 @@ def _envelope(body: Any, headers: dict[str, Any], properties: dict[str, Any]) ->
 
 
 def _expression(template: dict[str, Any]) -> str:
-    """A Lua concatenation of the template's JSON and the values that are filled in."""
+    """Return a Lua concatenation of the template's JSON and the values that are filled in."""
     parts, end, text = [], 0, json.dumps(template)
     for result in _PLACEHOLDER.finditer(text):
         parts += [f"[==[{text[end : result.start()]}]==]", f"of.{result[1] or result[2]}"]

@@ -34,15 +34,15 @@ class JobEnding(NamedTuple):
     finished: float | None = None  # seconds since the epoch
 
 
-def standings(client: redis.Redis, job_ids: Sequence[str]) -> list[JobEnding]:
-    """The states of these jobs, in one round trip. Raises redis.RedisError."""
+def endings(client: redis.Redis, job_ids: Sequence[str]) -> list[JobEnding]:
+    """Return the states of these jobs, in one round trip. Raises redis.RedisError."""
     pipe = client.pipeline(transaction=False)
     for job_id in job_ids:
         pipe.hmget(f"ms:job:{job_id}", "state", "error", "finished")
-    return [_standing(*values) for values in pipe.execute()]
+    return [_ending(*values) for values in pipe.execute()]
 
 
-def _standing(state: bytes | None, error: bytes | None, finished: bytes | None) -> JobEnding:
+def _ending(state: bytes | None, error: bytes | None, finished: bytes | None) -> JobEnding:
     if state is None:
         return JobEnding(State.EXPIRED)
     return JobEnding(
@@ -53,7 +53,7 @@ def _standing(state: bytes | None, error: bytes | None, finished: bytes | None) 
 
 
 def event_of(state: State, problem: Problem | None = None) -> tuple[str, dict[str, Any]]:
-    """Type and fields of the event for a job that has ended or is queued again.
+    """Return type and fields of the event for a job that has ended or is queued again.
 
     Raises ValueError for a running job, which has no such event.
     """
@@ -61,7 +61,7 @@ def event_of(state: State, problem: Problem | None = None) -> tuple[str, dict[st
         case State.SUCCEEDED:
             return SUCCEEDED, {"result": repr(state.value)}
         case State.FAILED:
-            return FAILED, {"exception": said(problem), "traceback": ""}
+            return FAILED, {"exception": _one_line(problem), "traceback": ""}
         case State.QUEUED:
             return RETRIED, {"exception": "another attempt follows", "traceback": ""}
         case _ if state in TERMINAL:
@@ -74,7 +74,7 @@ def event_of(state: State, problem: Problem | None = None) -> tuple[str, dict[st
             raise ValueError(f"{state} is not a terminal state")
 
 
-def said(problem: Problem | None) -> str:
-    """A problem in one line."""
+def _one_line(problem: Problem | None) -> str:
+    """Return a problem in one line, like an exception's `repr`."""
     reason = f"{problem.title}: {problem.detail}" if problem else "the ledger gives no reason"
     return f"JobFailed({reason!r})"

@@ -1,10 +1,10 @@
 """kombu's Redis transport with fewer round trips: takes several messages together and acknowledges
 several together.
 
-kombu needs three for each message: one to take it, one to note it as unacknowledged, one to
-acknowledge it. Here the second fetches more messages, as many as there is room for, and sends the
-collected acknowledgements. kombu's data keeps its format. A message fetched along is noted in the
-same script; an acknowledgement that is late, or lost with its worker, means that the message is
+kombu needs three round trips for each message: to take it, to note it as unacknowledged, to
+acknowledge it. Here the second also fetches more messages, as many as there is room for, and sends
+the collected acknowledgements. kombu's data keeps its format. The same script notes the further
+messages as unacknowledged. If an acknowledgement is late, or lost with its worker, the message is
 delivered again, and the ledger then refuses it.
 
 This builds on private names of kombu 5.7 (pinned; a test checks that they exist). It doubles a
@@ -26,12 +26,12 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
 from ..ops import redis_open
-from ..ops.redis_availability import is_absence
+from ..ops.redis_availability import is_redis_unavailable
 
 logger = logging.getLogger(__name__)
 
-#: Maximum number of messages taken together: an idle worker cannot take those that another has
-#: taken.
+#: Maximum number of messages taken together: an idle worker cannot take messages that another
+#: worker holds.
 AT_ONCE = 8
 #: Maximum number of seconds that acknowledgements wait to be sent with a message.
 SETTLE_S = 0.02
@@ -114,7 +114,7 @@ class QoS(kombu_redis.QoS):
             hub.call_later(SETTLE_S, self.settle)
 
     def settle(self) -> None:
-        """Send acknowledgements to Redis. If it is unreachable the messages are delivered again."""
+        """Send acknowledgements to Redis; if this fails, the messages are delivered again."""
         self._settles = False
         tags, self._acknowledged = self._acknowledged, []
         if not tags:
@@ -140,14 +140,14 @@ class QoS(kombu_redis.QoS):
     def restore_visible(self, *args: Any, **kwargs: Any) -> None:
         """Restore abandoned messages.
 
-        If Redis refuses writes this is repeated in two seconds; the consumer logs it.
+        If Redis refuses writes, kombu tries again in two seconds; the consumer logs the refusal.
         """
         if isinstance(self.channel, SentinelChannel):
             self.channel.check_master()
         try:
             super().restore_visible(*args, **kwargs)
         except ResponseError as error:
-            if not is_absence(error):
+            if not is_redis_unavailable(error):
                 raise
             logger.debug("cannot restore abandoned messages: %s", error)
 
@@ -236,9 +236,7 @@ class SentinelChannel(Channel, kombu_redis.SentinelChannel):
     connection_class_ssl = redis_open.MasterSSLConnection
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._masters: set[tuple[str, int]] = (
-            set()
-        )  # that connections of this channel were opened to
+        self._masters: set[tuple[str, int]] = set()  # to which this channel opened connections
         super().__init__(*args, **kwargs)
 
     def _sentinel_managed_pool(self, asynchronous: bool = False) -> Any:
@@ -248,9 +246,9 @@ class SentinelChannel(Channel, kombu_redis.SentinelChannel):
         return pool
 
     def check_master(self) -> None:
-        """Raise ConnectionError when another master is named.
+        """Raise ConnectionError if Sentinel names another master.
 
-        A previous one that is alive would be listened to for ever.
+        The channel would listen to a live former master for ever.
         """
         self._masters |= {
             pool.master_address
@@ -272,6 +270,6 @@ class SentinelTransport(kombu_redis.SentinelTransport):
 
 
 def transport_of(redis_url: str) -> str:
-    """The name of the transport for this `redis_url`, for Celery's setting `broker_transport`."""
+    """Return the name of the transport for `redis_url`, for Celery's setting `broker_transport`."""
     kind = "SentinelTransport" if redis_open.place(redis_url).sentinels else "Transport"
     return f"{__name__}:{kind}"

@@ -1,4 +1,4 @@
-"""Renewal of messages of running tasks in kombu's index of unacknowledged messages.
+"""Renews the messages of running tasks in kombu's index of unacknowledged messages.
 
 kombu delivers a message that was not acknowledged within the visibility timeout to another
 consumer, whether or not its task is alive: a healthy 150 s task under a 10 s timeout ran twice
@@ -15,7 +15,7 @@ from redis.exceptions import ResponseError
 
 log = logging.getLogger(__name__)
 
-#: Seconds between renewals, and how many at least fit into the visibility timeout: one may be late.
+#: Seconds between renewals, and the least number of them in a visibility timeout: one may be late.
 RENEW_S = 2.0
 RENEWALS = 4
 
@@ -49,9 +49,9 @@ class LeaseStep(bootsteps.StartStopStep):
 
 def renew_unacked(consumer: Any) -> int:
     """Set every message that this consumer holds to the current time in the index; returns how many
-    it held.
+    it holds.
 
-    XX: a message that was acknowledged or delivered elsewhere meanwhile is not added again.
+    ZADD XX: a message that was acknowledged or delivered elsewhere meanwhile is not added again.
     """
     may_renew = getattr(consumer.app, "may_renew", None)
     if consumer.task_consumer is None or (may_renew is not None and not may_renew()):

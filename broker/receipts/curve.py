@@ -1,9 +1,9 @@
 """CURVE authentication of senders at the relay: keys in files, and the ZAP authenticator.
 
-A key is one line of Z85 (40 characters). Private ones lie in `NAME.key`, for their owner's eyes
-only; public ones in `NAME.pub`. The relay knows its senders by a folder of public keys,
-`WORKER.pub`: who is in none of them does not get past the handshake, and who speaks as a worker
-that its key does not stand for is refused frame by frame.
+A key is one line of Z85 (40 characters): a private key in `NAME.key`, which only its owner can
+read, a public key in `NAME.pub`. The relay knows its senders by a folder of public keys,
+`WORKER.pub`: a sender with another key fails the handshake, and frames in the name of a worker to
+whom the sender's key does not belong are refused one by one.
 """
 
 import fcntl
@@ -29,17 +29,17 @@ log = logging.getLogger(__name__)
 
 KEY_BYTES, Z85_CHARACTERS = 32, 40
 PRIVATE, PUBLIC = ".key", ".pub"
-CLIENTS = (
-    "clients"  # of a folder that `new_keys` wrote: what the relay is given as `curve_clients_dir`
-)
-DOMAIN = "midstream"  # of ZAP; any will do, but none lets everybody in where no authenticator runs
-#: The folder of known keys is looked at this often at most; adding or removing a worker takes that
+CLIENTS = "clients"  # subfolder of workers' public keys, for `curve_clients_dir`
+#: ZAP domain: any name will do, but with an empty one every sender is accepted if no authenticator
+#: runs.
+DOMAIN = "midstream"
+#: Seconds between two reads of the folder of known keys: adding or removing a worker takes that
 #: long.
 LOOK_EVERY_S = 1.0
 RELAY = "relay"  # name of the relay's key pair in `curve_dir`; no worker may use it
-#: The same stranger is logged this often.
+#: Seconds between two log lines about the same unknown key; and how many such keys are remembered.
 COMPLAIN_EVERY_S = 10.0
-REMEMBERED = 1000  # strangers, at most
+REMEMBERED = 1000
 
 Role = Literal["relay", "worker"]
 
@@ -50,39 +50,41 @@ class KnownClients:
     """
 
     def __init__(self, folder: Path):
-        """Raises SettingsError when no such folder."""
+        """Raises SettingsError if the folder cannot be read."""
         self.folder = folder
-        self.denied = 0  # handshakes
+        self.denied = 0  # number of handshakes
         self._lock = threading.Lock()
         self._keys: dict[str, str] = {}  # worker → its public key
-        self._seen: object = None  # what the folder looked like
+        self._files: object = None  # names, times and inodes at the last read
         self._next_look = 0.0
-        self._told: dict[str, float] = {}
+        self._logged: dict[str, float] = {}  # unknown key → when it was last logged
         try:
             self._look()
         except OSError as error:
             raise SettingsError(f"curve_clients_dir={str(folder)!r}: {error.strerror}") from error
 
     def key_of(self, worker: str) -> str | None:
-        """The public key that speaks for `worker`."""
+        """Return the public key of `worker`, if known."""
         self._refresh()
         return self._keys.get(worker)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator: whether the sender with public key `key` is accepted."""
+        """Return whether the sender with public key `key` is accepted; the authenticator calls
+        this.
+        """
         self._refresh()
         text = key.decode()
         if text not in self._keys.values():
-            self._refresh(at_once=True)  # its file may be there since a moment ago
+            self._refresh(force=True)  # its file may have been added a moment ago
         if text in self._keys.values():
             return True
         with self._lock:
             self.denied += 1
             now = time.monotonic()
-            if now - self._told.get(text, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
-                if len(self._told) >= REMEMBERED:
-                    self._told.clear()
-                self._told[text] = now
+            if now - self._logged.get(text, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
+                if len(self._logged) >= REMEMBERED:
+                    self._logged.clear()
+                self._logged[text] = now
                 log.error(
                     "rejected a sender: its public key %s is not among the %d in %s",
                     text,
@@ -91,14 +93,14 @@ class KnownClients:
                 )
         return False
 
-    def _refresh(self, at_once: bool = False) -> None:
-        if time.monotonic() < self._next_look and not at_once:
+    def _refresh(self, force: bool = False) -> None:
+        if time.monotonic() < self._next_look and not force:
             return
         with self._lock:
             try:
                 self._look()
             except OSError as error:
-                self._keys, self._seen = {}, None
+                self._keys, self._files = {}, None
                 log.error(
                     "all senders are rejected: cannot read the folder of their public keys: %s",
                     error,
@@ -112,7 +114,7 @@ class KnownClients:
                 for entry in entries
                 if entry.name.endswith(PUBLIC)
             )
-        if files == self._seen:
+        if files == self._files:
             return
         keys = {}
         for name, _, _ in files:
@@ -122,9 +124,9 @@ class KnownClients:
                 )
             except (SettingsError, OSError, UnicodeDecodeError) as error:
                 log.error("ignoring a sender's public key: %s", error)
-        if self._seen is not None:
+        if self._files is not None:
             log.info("senders with known keys: %s", ", ".join(keys) or "none")
-        self._keys, self._seen = keys, files
+        self._keys, self._files = keys, files
 
 
 class ServerKeys(NamedTuple):
@@ -137,10 +139,10 @@ class ServerKeys(NamedTuple):
     def guard(
         self, context: "zmq.Context[Any]", socket: "zmq.Socket[bytes]"
     ) -> "ThreadAuthenticator":
-        """Encrypt `socket`, not bound yet, and let in known clients only; the authenticator is to
-        be stopped before `context` ends.
+        """Encrypt `socket`, which is not bound yet, and accept known clients only. Stop the
+        returned authenticator before `context` ends.
         """
-        from zmq.auth.thread import ThreadAuthenticator  # brings asyncio, which ranks do without
+        from zmq.auth.thread import ThreadAuthenticator  # imports asyncio, which ranks do not need
 
         authenticator = ThreadAuthenticator(context, log=log)
         authenticator.start()
@@ -160,14 +162,14 @@ class ClientKeys(NamedTuple):
     server: str
 
     def apply(self, socket: "zmq.Socket[bytes]") -> None:
-        """To be called before it connects."""
+        """Set the keys of `socket`, which is not connected yet."""
         socket.setsockopt_string(zmq.CURVE_SERVERKEY, self.server)
         socket.setsockopt_string(zmq.CURVE_PUBLICKEY, self.public)
         socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.secret)
 
 
 def server_keys(settings: Settings) -> ServerKeys | None:
-    """The relay's; None when it is to speak in the clear.
+    """Return the relay's keys; None if it communicates unencrypted.
 
     Raises SettingsError naming what is wrong or missing.
     """
@@ -188,7 +190,7 @@ def server_keys(settings: Settings) -> ServerKeys | None:
 
 
 def client_keys(secret_file: str, server_key: str) -> ClientKeys | None:
-    """A worker's; None when it is to speak in the clear.
+    """Return a worker's keys; None if it communicates unencrypted.
 
     Raises SettingsError naming what is wrong or missing.
     """
@@ -207,10 +209,10 @@ def client_keys(secret_file: str, server_key: str) -> ClientKeys | None:
 
 
 def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
-    """With the keys that `curve_dir` holds for `worker`, or for the relay; they are made at the
-    first start.
+    """Return the settings with the keys that `curve_dir` holds for `worker`, or for the relay;
+    missing ones are created.
 
-    An account that can write that folder can send receipts. Raises SettingsError when it cannot be
+    An account that can write that folder can send receipts. Raises SettingsError if it cannot be
     used.
     """
     if not settings.curve_dir:
@@ -227,7 +229,7 @@ def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
     folder = Path(settings.curve_dir)
     try:
         private_folder(folder)
-        with (folder / "lock").open("a") as lock:  # a worker may come before the relay
+        with (folder / "lock").open("a") as lock:  # a worker may start before the relay
             fcntl.flock(lock, fcntl.LOCK_EX)
             secret, public = _kept_keys("relay", RELAY, folder)
             (folder / CLIENTS).mkdir(exist_ok=True)
@@ -250,7 +252,7 @@ def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
 
 
 def _kept_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
-    """Files (private, public) of the existing pair, or of a new one.
+    """Return the files (private, public) of the existing pair, or of a new one.
 
     An incomplete pair, which a crash can leave, is created again.
     """
@@ -267,7 +269,7 @@ def _kept_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
 
 
 def secret_key(path: str) -> tuple[str, str]:
-    """(public, secret) of a private key's file. Raises SettingsError."""
+    """Return (public, secret) of a private key's file. Raises SettingsError."""
     try:
         text = Path(path).read_text().strip()
         refuse_exposed(f"curve_secret_file={path!r}", path)
@@ -280,13 +282,13 @@ def secret_key(path: str) -> tuple[str, str]:
 
 
 def public_key(text: str, where: str) -> str:
-    """`text` stripped; raises SettingsError naming `where` if it is not a key."""
+    """Return `text` stripped; raise SettingsError naming `where` if it is not a key."""
     _check(text.strip(), where)
     return text.strip()
 
 
 def _check(text: str, where: str) -> None:
-    # The key itself is not named: it may be the secret one.
+    # The message does not contain the key: it may be the secret one.
     try:
         fits = len(text) == Z85_CHARACTERS and len(z85.decode(text.encode())) == KEY_BYTES
     except (ValueError, KeyError):  # not its alphabet
@@ -299,8 +301,8 @@ def _check(text: str, where: str) -> None:
 
 
 def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
-    """Files (private, public) of a new key pair in `folder`, a worker's public one in
-    `folder/clients`.
+    """Create a key pair in `folder`, a worker's public key in `folder/clients`; return the files
+    (private, public).
 
     Raises MidstreamError if the name is not valid as a file name, or the key already exists.
     """
@@ -315,8 +317,8 @@ def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
                 f"{file} already exists: remove it first, or use another name",
                 field="name",
             )
-    present, kept = zmq.curve_keypair()
-    for file, key, mode in ((private, kept, 0o600), (public, present, 0o644)):
+    public_text, secret_text = zmq.curve_keypair()
+    for file, key, mode in ((private, secret_text, 0o600), (public, public_text, 0o644)):
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
             out.write(key + b"\n")
     return private, public

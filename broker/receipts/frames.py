@@ -1,8 +1,8 @@
 """Frames of the protocol between a rank's outbox and the relay, byte for byte.
 
 One ZeroMQ message is one frame, laid out as `[version u8, kind u8, epoch 16 bytes, seq u64be,
-payload]`; the payload is MessagePack. The sender's routing id says which worker and rank it is, so
-the relay keeps no state about peers.
+payload]`; the payload is MessagePack. The sender's routing id names its worker and rank, so the
+relay keeps no state about peers.
 
 | kind | from | seq | payload |
 |---|---|---|---|
@@ -14,8 +14,7 @@ the relay keeps no state about peers.
 | REFUSED | relay | seq of the frame refused | `Refusal` |
 
 Frozen in every version: byte 0 is the version, byte 1 the kind, REFUSED is 6, and its payload
-starts at byte 26. So two sides that share nothing else can still exchange their
-versions.
+starts at byte 26. So two sides that share nothing else can still exchange their versions.
 """
 
 import uuid
@@ -33,9 +32,9 @@ HEADER_BYTES = 2 + EPOCH_BYTES + 8
 MAX_SEQ = 2**64 - 1
 NO_EPOCH = "0" * 32
 
-#: The largest frame that is taken: a receipt with all that `memory_limit_kib` allows, and lists of
-#: dropped positions. ZeroMQ closes a connection that announces a larger frame before it reserves
-#: memory for it.
+#: The largest frame that is accepted, in bytes: a receipt with all rows that `memory_limit_kib`
+#: allows, and lists of dropped positions. ZeroMQ closes a connection that announces a larger frame
+#: before it reserves memory for the frame.
 MAX_FRAME = 64 << 20
 
 #: ZeroMQ allows 255 bytes in a routing id; this leaves room for the rank and the instance.
@@ -56,7 +55,7 @@ class Hello(Wire):
 
     version: str  # Midstream's
     pid: int
-    held: int  # receipts that wait in the outbox
+    held: int  # number of receipts that wait in the outbox
 
 
 class Refusal(Wire):
@@ -80,7 +79,7 @@ class Frame(NamedTuple):
 
 
 class FrameError(ValueError):
-    """The bytes are no frame."""
+    """The bytes are not a valid frame."""
 
 
 class ProtocolMismatch(FrameError):
@@ -91,22 +90,22 @@ class ProtocolMismatch(FrameError):
             f"the peer uses relay protocol {foreign}, but this side uses {PROTOCOL} "
             f"(midstream {__version__})"
         )
-        self.theirs = foreign
-        self.refusal = refusal  # when the frame said why
+        self.peer_protocol = foreign
+        self.refusal = refusal  # if the frame was one
 
 
 _PREFIX = {kind: bytes([PROTOCOL, kind]) for kind in Kind}
 
 
 def pack(kind: Kind, epoch: str, seq: int, payload: bytes = b"") -> bytes:
-    """One frame. `epoch`: 32 hex digits; `seq`: 0 to 2**64 − 1."""
+    """Return one frame. `epoch`: 32 hex digits; `seq`: 0 to 2**64 − 1."""
     return _PREFIX[kind] + bytes.fromhex(epoch) + seq.to_bytes(8, "big") + payload
 
 
 def unpack(raw: bytes) -> Frame:
-    """The frame in `raw`.
+    """Return the frame in `raw`.
 
-    Raises `ProtocolMismatch` when it is of another version (with its `Refusal`, if it is one),
+    Raises `ProtocolMismatch` for a frame of another version (with its `Refusal`, if it is one),
     `FrameError` for anything else that is not a frame.
     """
     if len(raw) < 2:
@@ -170,13 +169,13 @@ def _refusal_of_any_version(raw: bytes) -> Refusal | None:
 
 
 def new_epoch() -> str:
-    """32 hex digits, never used before."""
+    """Return 32 hex digits, never used before."""
     return uuid.uuid4().hex
 
 
 def routing_id(worker: str, rank: int, instance: str) -> bytes:
-    """The ZeroMQ routing id of an outbox: `worker/rank/instance`, where `instance` differs for
-    every opening of an outbox.
+    """Return the ZeroMQ routing id of an outbox: `worker/rank/instance`, where `instance` differs
+    for every opening of an outbox.
 
     Raises ValueError when the worker's name is too long for it.
     """
@@ -188,7 +187,7 @@ def routing_id(worker: str, rank: int, instance: str) -> bytes:
 
 
 def peer_of(identity: bytes) -> tuple[str, int]:
-    """`(worker, rank)` of a routing id; raises `FrameError` when it is not one of ours."""
+    """Return `(worker, rank)` of a routing id; raise `FrameError` if it has another form."""
     try:
         worker, rank, _instance = identity.decode().rsplit("/", 2)
         return worker, int(rank)

@@ -1,8 +1,8 @@
 """Outbox of a rank: accepts receipts without loss and without waiting for disk or network.
 
 `append` queues; one writer thread commits what is queued in one SQLite transaction (group commit);
-one sender thread sends what is committed until the relay has acknowledged it. What a process leaves
-behind, the next one on the same file sends.
+one sender thread sends what is committed until the relay has acknowledged it. Receipts that a
+process leaves behind are sent by the next process on the same file.
 
 Runs inside vLLM's rank processes: imports nothing heavy, installs no signal handler, and its
 threads sleep when idle.
@@ -30,13 +30,13 @@ __all__ = ["Outbox", "OutboxError"]
 
 log = logging.getLogger(__name__)
 
-#: Receipts in one transaction at most.
+#: Maximum number of receipts in one transaction.
 GROUP = 4096
-#: Acknowledged receipts stay this long: Redis with `appendfsync everysec` may forget its last
-#: second when the machine dies, and then asks for them again.
+#: Acknowledged receipts stay this long: Redis with `appendfsync everysec` may lose its last second
+#: when the machine dies, and the relay then requests them again.
 KEEP_ACKED_S = 5.0
-#: How long writes to a failing disk are retried before the worker stops; a full disk is retried for
-#: as long as it is full.
+#: How long writes to a failing disk are retried before the worker stops; writes to a full disk are
+#: retried for as long as it is full.
 GIVE_UP_S = 30.0
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
 
@@ -54,32 +54,32 @@ class Outbox:
         lock_wait_s: float = LOCK_WAIT_S,
         curve: ClientKeys | None = None,
     ):
-        """Opens, or continues, the outbox of `(worker, rank)` in `directory`.
+        """Open, or continue, the outbox of `(worker, rank)` in `directory`.
 
         `on_fatal(error)` is called from one of its threads, at most once, when receipts cannot be
-        kept or delivered without help: the disk failed, or the relay refuses us. Receipts that were
-        committed stay on disk all the same. `curve` are the keys where the relay asks for some.
-        Raises OutboxError: another process holds it, or it cannot be read; SettingsError:
-        `relay_url` is no address or list of them.
+        kept or delivered without help: the disk failed, or the relay refuses this sender. Committed
+        receipts stay on disk all the same. `curve`: the keys, if the relay requires encryption.
+        Raises OutboxError: another process holds the outbox, or it cannot be read; SettingsError:
+        `relay_url` is not an address or a list of addresses.
         """
         relays = relay_addresses(relay_url)
         self._store = Store(Path(directory), worker, rank, lock_wait_s)
         self.worker, self.rank = worker, rank
         self._on_fatal = on_fatal
-        self._fatal_told = False
+        self._fatal_reported = False
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # for the writer
-        self._changed = threading.Condition(lock)  # for those who flush
-        # All below is guarded by the lock.
+        self._changed = threading.Condition(lock)  # for callers of `flush`
+        # The lock guards all attributes below.
         self._queue: list[tuple[str, bytes, Callable[[], object] | None]] = []
-        self._forgotten: list[str] = []  # former epochs that are settled
+        self._forgotten: list[str] = []  # former epochs whose losses are reported
         self._renumber = False
         self._closing = False
         self._broken: Exception | None = None
         self._acked = self._store.acked
         self._shift = 0  # number in the current epoch + shift = place in the order of appending
         self._appended = self._store.last
-        self._rearm = False  # the writer must look again at how long it may sleep
+        self._rearm = False  # the writer must recompute how long it may sleep
         # (since when, up to which number) acknowledged rows are kept
         self._aging: tuple[float, int] | None = None
         self._sender = Sender(
@@ -103,11 +103,10 @@ class Outbox:
         self._writer.start()
         self._sender.start()
 
-    # -- what callers use
-    # ----------------------------------------------------------------------------------------------
+    # --- what callers use
 
     def append(self, receipt: Receipt, on_durable: Callable[[], object] | None = None) -> None:
-        """Queue `receipt`; from any thread; does not wait for the disk.
+        """Queue `receipt`, from any thread, without waiting for the disk.
 
         `on_durable()` is called from the writer thread once the receipt is on disk; it must be
         quick. Raises ValueError for another rank's receipt, OutboxError when the outbox is closed
@@ -131,11 +130,11 @@ class Outbox:
             self._work.notify()
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the relay has acknowledged everything appended before this call (and what was
-        lost before this boot).
+        """Wait until the relay has acknowledged everything appended before this call, and the
+        losses of earlier processes.
 
-        Returns False when that took longer than `timeout` seconds, or cannot happen because the
-        disk has failed.
+        Returns False if that takes longer than `timeout` seconds, or cannot happen because the disk
+        has failed.
         """
         with self._changed:
             goal = self._appended
@@ -147,16 +146,16 @@ class Outbox:
             )
 
     def depth(self) -> int:
-        """Receipts appended and not yet acknowledged by the relay, those of former processes
-        included.
+        """Return how many receipts the relay has not acknowledged yet, including those of earlier
+        processes.
         """
         with self._changed:
             return self._appended - (self._acked + self._shift)
 
     def close(self) -> None:
-        """Make durable what was appended, then stop.
+        """Make appended receipts durable, then stop. Idempotent.
 
-        What is not acknowledged is sent by the next process. Idempotent.
+        The next process sends those that are not acknowledged.
         """
         with self._changed:
             if self._closing:
@@ -189,19 +188,18 @@ class Outbox:
 
     @property
     def connected(self) -> bool:
-        """Return whether there is a connection to the relay right now."""
+        """True while there is a connection to the relay."""
         return self._sender.connected
 
     @property
     def transactions(self) -> int:
-        """Transactions committed by this process; far below the receipts appended under load."""
+        """Number of transactions committed by this process; under load, far below the receipts."""
         return self._store.transactions
 
     def _settled(self, goal: int) -> bool:
         return self._acked + self._shift >= goal and not self._sender.formers
 
-    # -- called by the sender
-    # ----------------------------------------------------------------------------------------------
+    # --- called by the sender
 
     def _note_acked(self, acked: int) -> None:
         with self._changed:
@@ -228,15 +226,14 @@ class Outbox:
 
     def _fatal(self, error: Exception) -> None:
         with self._changed:
-            if self._fatal_told:
+            if self._fatal_reported:
                 return
-            self._fatal_told = True
+            self._fatal_reported = True
         log.error("outbox %s: %s", self._store.path, error)
         if self._on_fatal is not None:
             self._on_fatal(error)
 
-    # -- the writer thread
-    # ----------------------------------------------------------------------------------------------
+    # --- the writer thread
 
     def _write_loop(self) -> None:
         try:
@@ -250,7 +247,7 @@ class Outbox:
             self._fatal(error)
 
     def _write_once(self) -> bool:
-        """Wait for work and do it; False when closing and nothing is left."""
+        """Wait for work and do it; return False when closing and nothing is left."""
         with self._changed:
             self._work.wait_for(self._has_work, self._prune_in())
             group, self._queue = self._queue[:GROUP], self._queue[GROUP:]
@@ -280,7 +277,7 @@ class Outbox:
         )
 
     def _prune_in(self) -> float | None:
-        """Seconds until acknowledged rows are old enough to be deleted; None: there are none."""
+        """Return seconds until acknowledged rows are old enough to be deleted; None: no rows."""
         return (
             None
             if self._aging is None
@@ -295,16 +292,16 @@ class Outbox:
         return prune
 
     def _start_new_epoch(self) -> None:
-        result = self._store.opened_at
+        dropped = self._store.opened_at
         last = self._persist(self._store.restart_epoch)
         with self._changed:
-            self._acked, self._shift, self._aging = 0, self._shift + result, None
+            self._acked, self._shift, self._aging = 0, self._shift + dropped, None
             self._changed.notify_all()
         self._sender.renumbered(last)
 
     def _persist(self, write: Callable[[], int | None]) -> int:
-        """`write`, tried again while the disk refuses; raises when it is damaged, when closing, and
-        after `GIVE_UP_S` unless it is full.
+        """Call `write`, again while the disk refuses; raise if the database is damaged, when
+        closing, and after `GIVE_UP_S` unless the disk is full.
         """
         started, pause = time.monotonic(), RETRY_S
         while True:

@@ -1,13 +1,13 @@
-"""Outbox storage on disk, and recovery when the disk was damaged.
+"""Outbox storage on disk, and recovery from a damaged database.
 
 Three files per rank: `<name>.sqlite` holds the receipts, `<name>.jobs` repeats which receipt
-belonged to which attempt at a job (plain lines, so that it survives when the database does not),
-`<name>.lock` is held while a process uses the other two. Both call an attempt a job, and name it as
-`Receipt.attempt_id` does.
+belongs to which attempt at a job (plain lines, so that it survives when the database does not),
+`<name>.lock` is locked while a process uses the other two. In both, "job" means an attempt, with
+the id in `Receipt.attempt_id`.
 
 A database that cannot be read is moved aside, never repaired: a new epoch starts, and the previous
-one is remembered with its last number and its jobs, so that the relay can be sent the losses.
-Only one thread writes; another one may read.
+one is remembered with its last number and its jobs, so that its losses can be reported to the
+relay. Only one thread writes; another one may read.
 """
 
 import fcntl
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 #: Layout of the database, in SQLite's `user_version`.
 LAYOUT = 1
-#: A previous process of the same rank may need this long to die.
+#: Seconds that a previous process of the same rank may need to die.
 LOCK_WAIT_S = 5.0
-#: The job log is rewritten when it outgrew both this and twice its size after the last rewrite.
+#: The job log is rewritten when it exceeds both this and twice its size after the last rewrite.
 JOB_LOG_BYTES = 1 << 20
 
 _header_decoder = msgspec.json.Decoder(tuple[str, int])
@@ -70,10 +70,10 @@ class Former(NamedTuple):
 
 
 class Lock:
-    """The right to use an outbox; one process at a time, freed by its death."""
+    """The right to use an outbox; one process at a time has it, until the process dies."""
 
     def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S):
-        """Raises OutboxError("conflict") naming the holder when it is not free after `wait_s`."""
+        """Raises OutboxError("conflict") naming the holder if the lock is held after `wait_s`."""
         # Open for as long as the lock is held.
         self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         deadline = time.monotonic() + wait_s
@@ -106,8 +106,8 @@ class Lock:
 
 
 class JobLog:
-    """`seq → job` next to the database: one JSON line each, written before the receipt is
-    committed.
+    """The file `seq → job` next to the database: one JSON line for each receipt, written before the
+    receipt is committed.
     """
 
     def __init__(self, path: Path):
@@ -117,7 +117,7 @@ class JobLog:
         self._size = 0
 
     def read(self) -> Former | None:
-        """Contents of the file, or None if there is none.
+        """Return the contents of the file; None if there is no valid file.
 
         Lines after a torn or invalid one are not trusted.
         """
@@ -128,7 +128,7 @@ class JobLog:
         try:
             epoch, last = _header_decoder.decode(lines[0])
             bytes.fromhex(epoch)
-        except ValueError:  # msgspec's errors are
+        except ValueError:  # includes msgspec's errors
             return None
         jobs = []
         for line in lines[1:]:
@@ -174,20 +174,18 @@ class JobLog:
 class Store:
     """The durable part of one rank's outbox.
 
-    `commit`, `forget` and `restart_epoch` belong to one thread, `read` to one.
+    One thread calls `commit`, `forget` and `restart_epoch`; one thread reads.
     """
 
     def __init__(self, directory: Path, worker: str, rank: int, lock_wait_s: float = LOCK_WAIT_S):
-        """Raises OutboxError: in use, of another worker, written by a newer version, or not
+        """Raises OutboxError: in use, owned by another worker, written by a newer version, or not
         writable.
         """
         private_folder(directory)
         base = directory / f"{file_stem(worker)}.rank{rank}"
         self.path = base.with_name(base.name + ".sqlite")
         self.worker, self.rank = worker, rank
-        self.transactions = (
-            0  # committed; next to the receipts committed it shows whether commits are grouped
-        )
+        self.transactions = 0  # number committed
         self._jobs = JobLog(base.with_name(base.name + ".jobs"))
         self._lock = Lock(base.with_name(base.name + ".lock"), lock_wait_s)
         try:
@@ -196,9 +194,9 @@ class Store:
                 "SELECT epoch, acked, (SELECT max(seq) FROM receipts) FROM outbox"
             ).fetchone()
             self.epoch: str = row[0]
-            self.acked: int = row[1]  # as last written; the relay may know better
+            self.acked: int = row[1]  # as last written; the relay may have acknowledged more
             self.last: int = max(row[1], row[2] or 0)
-            self.opened_at = self.last  # what this opening found
+            self.opened_at = self.last  # the last number when this process opened it
             self._pruned = 0
             self._jobs.rewrite(self.epoch, self.last, self._held())
             self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
@@ -206,14 +204,13 @@ class Store:
             self._lock.release()
             raise
 
-    # -- writing: one thread -----------------------------------------------------------------------
+    # --- writing: one thread
 
     def commit(self, rows: list[tuple[str, bytes]], acked: int = 0, prune: int = 0) -> int:
-        """Append `(job, payload)` rows, note that `acked` was reached, delete rows up to `prune` ≤
-        `acked`: one transaction.
+        """Append `(job, payload)` rows, store `acked`, delete rows up to `prune` ≤ `acked`: one
+        transaction, durable when this returns.
 
-        Returns the last number given. Durable when it returns; raises sqlite3.Error or OSError with
-        nothing changed.
+        Returns the last number assigned. Raises sqlite3.Error or OSError with nothing changed.
         """
         numbered = [
             (seq, job, zlib.crc32(payload), payload)
@@ -235,21 +232,21 @@ class Store:
         return self.last
 
     def forget(self, epoch: str) -> None:
-        """The relay knows what is lost of a previous epoch."""
+        """Forget a previous epoch: the relay has settled its losses."""
         with _Transaction(self._db):
             self._db.execute("DELETE FROM former WHERE epoch = ?", (epoch,))
 
     def restart_epoch(self) -> int:
-        """Give this opening's rows new numbers under a new epoch, and drop those that it found;
-        returns the new last number.
+        """Number the rows of this process from 1 under a new epoch, and drop the rows of earlier
+        processes; returns the new last number.
 
-        For a database that was put back to an older state: its next numbers were already used with
-        other content.
+        For a database that was restored to an older state: its next numbers were already used for
+        other receipts.
         """
         epoch = new_epoch()
         with _Transaction(self._db):
             self._db.execute("DELETE FROM receipts WHERE seq <= ?", (self.opened_at,))
-            # By way of negative numbers: a row must not meet one that has not moved yet.
+            # By way of negative numbers: a new number must not collide with an old one.
             self._db.execute("UPDATE receipts SET seq = ? - seq", (self.opened_at,))
             self._db.execute("UPDATE receipts SET seq = -seq")
             self._db.execute("UPDATE outbox SET epoch = ?, acked = 0", (epoch,))
@@ -258,10 +255,12 @@ class Store:
         self._jobs.rewrite(self.epoch, self.last, self._held())
         return self.last
 
-    # -- reading: another thread -------------------------------------------------------------------
+    # --- reading: another thread
 
     def read(self, after: int, limit: int) -> list[Row]:
-        """Up to `limit` committed rows with `seq > after`, ascending; numbers may be missing."""
+        """Return up to `limit` committed rows with `seq > after`, ascending; numbers may be
+        missing.
+        """
         result = self._reader.execute(
             "SELECT seq, job, crc, payload FROM receipts WHERE seq > ? ORDER BY seq LIMIT ?",
             (after, limit),
@@ -272,7 +271,7 @@ class Store:
         ]
 
     def jobs_of(self, first: int, last: int) -> list[str]:
-        """The jobs of receipts `first..last` of this epoch, as far as known, each once."""
+        """Return the jobs of receipts `first..last` of this epoch, as far as known, each once."""
         known = self._jobs.read()
         logged = (
             [(seq, job) for seq, job in known.jobs if seq >= first]
@@ -285,7 +284,7 @@ class Store:
         return unique_jobs([*logged, *rows], first, last)
 
     def formers(self) -> list[Former]:
-        """Epochs whose losses must still be reported to the relay."""
+        """Return the epochs whose losses must still be reported to the relay."""
         result = self._reader.execute("SELECT epoch, last, jobs FROM former ORDER BY rowid")
         return [
             Former(epoch, last, msgspec.msgpack.decode(jobs, type=list[tuple[int, str]]))
@@ -298,7 +297,7 @@ class Store:
         self._jobs.close()
         self._lock.release()
 
-    # -- opening -----------------------------------------------------------------------------------
+    # --- opening
 
     def _open(self) -> sqlite3.Connection:
         damage = ""
@@ -308,8 +307,7 @@ class Store:
                     return db
                 damage = "it is empty" if self._jobs.path.exists() else ""
             except sqlite3.DatabaseError as error:
-                # Subclasses such as OperationalError are troubles of the moment (a full disk, no
-                # permission): not damage.
+                # Subclasses such as OperationalError (a full disk, no permission) are not damage.
                 if type(error) is not sqlite3.DatabaseError:
                     raise OutboxError("internal", f"outbox {self.path}: {error}") from error
                 damage = str(error)
@@ -321,8 +319,8 @@ class Store:
         return self._create(known)
 
     def _connect(self) -> sqlite3.Connection | None:
-        """The database as it is, None when nothing was ever in it; raises sqlite3.DatabaseError
-        (exactly) when it is damaged.
+        """Open the existing database; return None if it was never initialised. Raises
+        sqlite3.DatabaseError (no subclass of it) if it is damaged.
         """
         db = _configured(self.path)
         try:
@@ -395,8 +393,8 @@ class Store:
         )
 
     def _held(self) -> list[tuple[int, str]]:
-        """Return which receipts have not been acknowledged, or are still there: also those that
-        only the job log knows.
+        """Return (seq, job) of the receipts that are not acknowledged or still stored, including
+        those that only the job log has.
         """
         known = self._jobs.read()
         logged = known.jobs if known and known.epoch == self.epoch else []
@@ -406,7 +404,7 @@ class Store:
 
 
 class _Transaction:
-    """BEGIN IMMEDIATE … COMMIT, or ROLLBACK when the block or the commit raised."""
+    """BEGIN IMMEDIATE … COMMIT, or ROLLBACK if the block or the commit raises."""
 
     def __init__(self, db: sqlite3.Connection):
         self._db = db
@@ -424,7 +422,7 @@ class _Transaction:
 
 
 def file_stem(worker: str) -> str:
-    """A file name for any worker's name; different workers get different ones."""
+    """Return a valid file name for any worker's name; different workers get different ones."""
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", worker)
     return (
         safe
@@ -434,7 +432,7 @@ def file_stem(worker: str) -> str:
 
 
 def unique_jobs(numbered: list[tuple[int, str]], first: int, last: int) -> list[str]:
-    """The jobs with `first ≤ seq ≤ last`, each once, in order."""
+    """Return the jobs with `first ≤ seq ≤ last`, each once, in order."""
     return list(dict.fromkeys(job for seq, job in sorted(numbered) if first <= seq <= last))
 
 

@@ -1,9 +1,9 @@
 """The relay: commits receipts of all ranks to Redis and acknowledges them.
 
-`python -m midstream.broker.relay`: one ROUTER socket and one thread. It takes what is there,
-commits it to the ledger in groups of one outbox epoch each, and acknowledges what is written. It
-is stateless: killed at any moment, it loses nothing, because the outboxes resend what was not
-acknowledged.
+`python -m midstream.broker.relay`: one ROUTER socket and one thread. It reads the frames that have
+arrived, commits them to the ledger in groups of one outbox epoch each, and acknowledges what is
+written. It is stateless: killed at any moment, it loses nothing, because the outboxes resend what
+was not acknowledged.
 """
 
 import gc
@@ -45,20 +45,20 @@ from .sender import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 
 log = logging.getLogger(__name__)
 
-#: Frames taken from the socket before they are committed.
+#: Maximum number of frames read from the socket before they are committed.
 BATCH = 2048
-#: This many objects more than before are searched for cycles, of which receipts have none: more
-#: than a full batch is. At Python's own number (700) that search took a third of the relay's time.
+#: New objects after which Python collects garbage: more than a full batch makes. Receipts have no
+#: cycles, and with Python's default (700) the collections took a third of the relay's time.
 GC_OBJECTS = 100_000
-#: Between attempts to reach Redis.
+#: Seconds between attempts to reach Redis: the first pause, and the longest.
 RETRY_S, MAX_RETRY_S = 0.1, 2.0
-#: After SIGTERM: how long it continues to commit what had arrived.
+#: Seconds after SIGTERM for which frames that have arrived are still committed.
 DRAIN_S = 3.0
-#: The same complaint about the same peer is logged this often.
+#: Seconds between two log lines with the same complaint about the same peer.
 COMPLAIN_EVERY_S = 10.0
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
-#: One outbox epoch: all of its receipts go in order.
+#: One outbox epoch, whose receipts are committed in order.
 Stream = tuple[str, int, str]  # worker, rank, epoch
 
 
@@ -79,7 +79,7 @@ class ImpostorError(FrameError):
 
 
 class Batch:
-    """Frames of one turn, sorted by what has to be done for them."""
+    """The frames of one turn, grouped by kind and stream."""
 
     def __init__(self) -> None:
         self.receipts: OrderedDict[Stream, list[tuple[int, Receipt]]] = OrderedDict()
@@ -88,7 +88,7 @@ class Batch:
         self.greetings: dict[Stream, int] = {}  # the latest nonce
 
     def add(self, identity: bytes, frame: Frame) -> None:
-        """Raises FrameError when the frame makes no sense from this peer."""
+        """Add a frame. Raises FrameError if it makes no sense from this peer."""
         worker, rank = frames.peer_of(identity)
         stream = (worker, rank, frame.epoch)
         if frame.kind is Kind.RECEIPT:
@@ -124,12 +124,12 @@ class Relay:
         replicas: int = 0,
         lossy: bool = False,
     ):
-        """Binds immediately; port 0 or `*` takes a free one, see `endpoint`.
+        """Bind immediately; port 0 or `*` takes a free port, see `endpoint`.
 
-        `lossy`: whether a Redis without a log will do.
+        `lossy`: whether a Redis without a log is accepted.
 
-        Raises SettingsError when `url` is no address, is off loopback without `curve` or
-        `allow_remote`, or is taken.
+        Raises SettingsError if `url` is not an address, is off loopback without `curve` or
+        `allow_remote`, or is in use.
         """
         self._settler = settler
         self._redis = redis_client
@@ -164,11 +164,11 @@ class Relay:
             self._close()
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.received = 0  # receipts taken from the socket
-        self.refused = 0  # frames
+        self.received = 0  # number of receipts read from the socket
+        self.refused = 0  # number of frames
         self._stopping = False
         self._closed = False
-        self._gave_up = False  # while stopping, Redis was unreachable
+        self._gave_up = False  # Redis was unreachable while stopping
         self._started = time.time()
         self._next_beat = 0.0
         self._complained: OrderedDict[str, float] = OrderedDict()
@@ -177,13 +177,13 @@ class Relay:
         os.set_blocking(self._wake_write, False)
 
     def stop(self) -> None:
-        """Commit what has arrived, then end; from any thread or a signal handler."""
+        """Commit the frames that have arrived, then end; from any thread or a signal handler."""
         self._stopping = True
         if not self._closed:
             os.write(self._wake_write, b"s")
 
     def serve(self) -> None:
-        """Runs until `stop`."""
+        """Run until `stop`."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
@@ -191,10 +191,10 @@ class Relay:
             while not self._stopping:
                 wait = self._beat()
                 poller.poll(wait)
-                if batch := self._take():
+                if batch := self._read_batch():
                     self._commit(batch)
             deadline = time.monotonic() + DRAIN_S
-            while time.monotonic() < deadline and (batch := self._take()):
+            while time.monotonic() < deadline and (batch := self._read_batch()):
                 self._commit(batch)
         finally:
             self._closed = True
@@ -203,22 +203,22 @@ class Relay:
             os.close(self._wake_write)
 
     def _close(self) -> None:
-        self._socket.close()  # its LINGER lets the last acknowledgements out
+        self._socket.close()  # its LINGER lets the last acknowledgements leave
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
 
-    # -- taking ------------------------------------------------------------------------------------
+    # --- receiving
 
-    def _take(self) -> Batch | None:
-        """Return what is there now, up to `BATCH` frames; None: nothing."""
-        batch, taken = Batch(), 0
-        while taken < BATCH:
+    def _read_batch(self) -> Batch | None:
+        """Return the frames that have arrived, up to `BATCH`; None: no frame."""
+        batch, count = Batch(), 0
+        while count < BATCH:
             try:
                 message, key = self._receive()
             except zmq.Again:
                 break
-            taken += 1
+            count += 1
             identity, raw = message[0], message[1] if len(message) == 2 else b""
             try:
                 if len(message) != 2:
@@ -235,15 +235,15 @@ class Relay:
                 self._refuse(identity, raw, "identity", str(error))
             except FrameError as error:
                 self._refuse(identity, raw, "malformed", str(error))
-        return batch if taken else None
+        return batch if count else None
 
     def _receive(self) -> tuple[list[bytes], str]:
-        """A message and the public key of its connection; raises `zmq.Again` if there is none."""
+        """Return a message and the public key of its connection; raise `zmq.Again` if there is no
+        message.
+        """
         if self._known is None:
-            message = [
-                self._socket.recv(zmq.DONTWAIT),
-                self._socket.recv(zmq.DONTWAIT),
-            ]  # a ROUTER has two parts of anything at least
+            # every message of a ROUTER has at least two parts
+            message = [self._socket.recv(zmq.DONTWAIT), self._socket.recv(zmq.DONTWAIT)]
             while self._socket.getsockopt(zmq.RCVMORE):
                 message.append(self._socket.recv(zmq.DONTWAIT))
             return message, ""
@@ -251,17 +251,15 @@ class Relay:
         return [part.bytes for part in parts], str(parts[-1].get("User-Id"))
 
     def _check_key(self, identity: bytes, key: str) -> None:
-        """Raises ImpostorError when the sender's key is not that of the worker that it says it
-        is.
-        """
+        """Raise ImpostorError if the sender's key is not the key of the worker that it names."""
         if self._known is None:
             return
         worker, _ = frames.peer_of(identity)
         known = self._known.key_of(worker)
         if known != key:
-            belongs = "has no key here" if known is None else "has a different key"
+            reason = "has no key here" if known is None else "has a different key"
             raise ImpostorError(
-                f"the sender with CURVE key {key} identifies as worker {worker!r}, which {belongs}"
+                f"the sender with CURVE key {key} identifies as worker {worker!r}, which {reason}"
             )
 
     def _refuse(self, identity: bytes, raw: bytes, reason: str, detail: str) -> None:
@@ -276,14 +274,14 @@ class Relay:
         )
         self._send(identity, answer)
 
-    # -- committing and answering ------------------------------------------------------------------
+    # --- committing and answering
 
     def _commit(self, batch: Batch) -> None:
-        """Everything of the batch into Redis, and answered once that is written.
+        """Commit the batch to Redis, and answer once Redis has written it to its log.
 
-        While Redis cannot be reached nothing more is taken: the outboxes keep what they have. A
-        stream that Redis refuses is left unanswered, so that its outbox sends it again later; the
-        others continue.
+        While Redis is unreachable, no frames are read: the outboxes keep their receipts. A stream
+        that Redis refuses is left unanswered, so that its outbox sends it again later; the others
+        continue.
         """
         marks: dict[Stream, int] = {}
         answers: list[tuple[Stream, Kind, bytes]] = []
@@ -291,7 +289,7 @@ class Relay:
         def commit(
             stream: Stream, call: Callable[[], int], kind: Kind, payload: bytes = b""
         ) -> None:
-            mark = self._patiently(stream, call)
+            mark = self._settled(stream, call)
             if mark is not None:
                 marks[stream] = mark
                 answers.append((stream, kind, payload))
@@ -322,9 +320,8 @@ class Relay:
                 )
 
     def _written(self, client: "redis.Redis", streams: list[Stream]) -> dict[Stream, int]:
-        """The streams' marks, once Redis has written them to its log.
-
-        A Redis killed earlier would have forgotten them.
+        """Return the streams' marks once Redis has written them to its log: a Redis killed earlier
+        would have lost them.
 
         They are read again on the connection that confirms the write, because Redis may have
         restarted since. Empty if Redis is unreachable or cannot write: no outbox is answered then,
@@ -358,9 +355,9 @@ class Relay:
             self._complain("redis", "Redis is unreachable; receipts stay unacknowledged: %s", error)
             return {}
 
-    def _patiently(self, stream: Stream, call: Callable[[], int]) -> int | None:
-        """`call`'s mark, once Redis can be reached; None when it is refused, or when stopping
-        without Redis.
+    def _settled(self, stream: Stream, call: Callable[[], int]) -> int | None:
+        """Return the mark from `call`, retried while Redis is unreachable; None if Redis refuses,
+        or when stopping without Redis.
         """
         pause = RETRY_S
         while not self._gave_up:
@@ -388,21 +385,21 @@ class Relay:
                 )
                 break
             except Exception:
-                # One stream that cannot be settled must not stop the others; its outbox keeps it
-                # and asks again.
+                # One stream that cannot be settled must not stop the others; its outbox keeps the
+                # receipts and asks again.
                 log.exception("cannot settle receipts of worker %s rank %d", *stream[:2])
                 break
         return None
 
     def _reopen(self) -> None:
-        """Connect again for the next command: with Sentinel, to the Redis that is the master by
-        then.
+        """Drop the connections, so that the next command connects again: with Sentinel, to the
+        current master.
         """
         if self._redis is not None:
             self._redis.connection_pool.disconnect()
 
     def _pause(self, seconds: float) -> None:
-        """Sleep, but not through a `stop`."""
+        """Sleep until `stop` at most."""
         if not self._stopping:
             poller = zmq.Poller()
             poller.register(self._wake_read, zmq.POLLIN)
@@ -412,31 +409,31 @@ class Relay:
         try:
             self._socket.send_multipart([identity, raw], zmq.DONTWAIT)
         except zmq.ZMQError as error:
-            # Gone, or not reading: marks are cumulative and requested again, so an answer may be
-            # dropped.
+            # The peer is gone or not reading. Marks are cumulative and requested again, so an
+            # answer may be dropped.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             log.debug("no answer to %r: %s", identity, error)
 
-    # -- telling -----------------------------------------------------------------------------------
+    # --- reporting
 
     def _beat(self) -> int:
-        """Renew the sign of life when it is time; returns milliseconds until the next."""
+        """Renew the heartbeat if it is due; return milliseconds until the next."""
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + RELAY_BEAT_S
             if self._redis is not None:
-                sign = {
+                beat = {
                     "url": self.endpoint,
                     "pid": os.getpid(),
                     "version": __version__,
                     "received": self.received,
                 }
                 try:
-                    former = cast("bytes | None", self._redis.get(RELAY_KEY))
-                    known = json.loads(former).get("since", 0.0) if former else time.time()
-                    sign["since"] = max(known, self._started)
-                    self._redis.set(RELAY_KEY, json.dumps(sign), ex=RELAY_ALIVE_S)
+                    previous = cast("bytes | None", self._redis.get(RELAY_KEY))
+                    since = json.loads(previous).get("since", 0.0) if previous else time.time()
+                    beat["since"] = max(since, self._started)
+                    self._redis.set(RELAY_KEY, json.dumps(beat), ex=RELAY_ALIVE_S)
                 except (redis.RedisError, OSError) as error:
                     self._reopen()
                     self._complain("beat", "cannot write the heartbeat to Redis: %s", error)
@@ -447,13 +444,13 @@ class Relay:
         if now - self._complained.get(about, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
             self._complained[about] = now
             self._complained.move_to_end(about)
-            while len(self._complained) > 1000:  # strangers may come under any name
+            while len(self._complained) > 1000:  # unknown peers may use any name
                 self._complained.popitem(last=False)
             log.error(text, *values)
 
 
 def bind_address(url: str, allow_remote: bool) -> str:
-    """`url` as ZeroMQ binds it; raises SettingsError when it may not be bound."""
+    """Return `url` as ZeroMQ binds it; raise SettingsError if it may not be bound."""
     if not url:
         return "tcp://127.0.0.1:*"
     if url.startswith("ipc://"):
@@ -482,7 +479,7 @@ def bind_address(url: str, allow_remote: bool) -> str:
 
 
 def connect_redis(url: str) -> "redis.Redis":
-    """A client that fails fast: the relay has its own patience."""
+    """Return a client that fails fast: the relay retries by its own rules."""
     return redis_open.client(
         url,
         socket_timeout=10,
@@ -520,7 +517,7 @@ def run(settings: Settings) -> None:
         raise SettingsError("redis_url (MIDSTREAM_REDIS_URL) is empty: the relay requires Redis")
     redis_durability.require(settings)
     faults.arm(settings.fault, settings.data_dir)
-    gc.freeze()  # what exists so far stays
+    gc.freeze()  # existing objects stay: collections need not search them
     gc.set_threshold(GC_OBJECTS)
     client = connect_redis(settings.redis_url)
     settler, curve = Settler(client, settings), server_keys(settings)

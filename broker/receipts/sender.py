@@ -2,11 +2,11 @@
 of either side.
 
 One thread with one DEALER socket, connected to one relay. Without a connection it tries the next
-relay that it knows: a relay keeps nothing, so any of them continues where another one ended. After
+relay that it knows: relays are stateless, so any of them continues where another one ended. After
 every (re)connection it asks the relay for its mark, and continues from there with at most `WINDOW`
-receipts under way; acknowledgements are cumulative. When nothing moves it asks again. What the
-outbox no longer has is said with LOST, and nothing beyond it is sent before the relay has taken
-that.
+receipts under way; acknowledgements are cumulative. Without progress it asks again. It reports
+receipts that the outbox no longer has with LOST, and sends later receipts only after the relay has
+acknowledged that.
 """
 
 import contextlib
@@ -32,28 +32,28 @@ from .outbox_store import Former, OutboxError, Store, unique_jobs
 
 log = logging.getLogger(__name__)
 
-#: Receipts sent and not yet acknowledged.
+#: Maximum number of receipts sent and not yet acknowledged.
 WINDOW = 1024
 #: Rows read from the database per query.
 READ_ROWS = 256
-#: Without progress for this long the relay is asked again; doubled each time, up to the second
-#: number.
+#: Seconds without progress after which the relay is asked again; doubled each time, up to the
+#: second number.
 PATIENCE_S, MAX_PATIENCE_S = 2.0, 16.0
-#: After a refusal: the relay may be replaced by one that understands us.
+#: Seconds after a refusal until the next greeting: the relay may have been upgraded.
 REFUSED_PAUSE_S = 30.0
 #: A dead connection is noticed after the second of these.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 2_000
-
 #: Seconds without a connection after which the next relay is tried, where several are known.
 NEXT_RELAY_S = 2.0
-#: After a handshake that failed; libzmq itself gives up after some of these, and does not pause
-#: after the others.
+#: Seconds after a failed handshake until the next: libzmq gives up after some failures, and retries
+#: without a pause after others.
 KNOCK_AGAIN_S = 2.0
-#: The same complaint about the handshake is logged this often.
+#: Seconds between two log lines with the same complaint about the handshake.
 COMPLAIN_EVERY_S = 30.0
 
-_UNHEARD: dict[int, str] = {
+#: Event of a failed handshake → reason.
+_FAILED: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: (
         "it does not know this worker's public CURVE key {public} (curve_clients_dir of the relay)"
     ),
@@ -71,26 +71,26 @@ _KEYLESS = (
     "or create keys (midstream curve new)"
 )
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-for _event in _UNHEARD:
+for _event in _FAILED:
     _EVENTS |= _event
 
 
 class Phase(Enum):
     OFF = auto()  # no connection
-    GREET = auto()  # a HELLO must go out
-    ASKED = auto()  # the MARK is awaited
-    STREAM = auto()  # receipts go out
-    TOLD = auto()  # a LOST is out, its ACK is awaited
+    GREET = auto()  # a HELLO must be sent
+    AWAIT_MARK = auto()  # HELLO was sent
+    STREAM = auto()  # receipts are sent
+    AWAIT_LOST = auto()  # LOST was sent, its ACK is awaited
     RENUMBER = auto()  # the writer is starting a new epoch
-    REFUSED = auto()  # the relay does not take what we send
+    REFUSED = auto()  # the relay rejects this sender's frames
 
 
 class Sender(threading.Thread):
     """Sends what `store` holds up to the number last given to `committed`.
 
-    It calls `acked(n)` when the relay has everything up to n; `forget(epoch)` when it knows what a
-    former epoch lost; `renumber()` to ask for `store.restart_epoch`, after which `renumbered()` is
-    to be called; `fatal(error)` when receipts cannot be delivered without someone's help.
+    It calls `acked(n)` when the relay has everything up to n; `forget(epoch)` when the relay knows
+    the losses of an earlier epoch; `renumber()` to request `store.restart_epoch`, after which the
+    caller calls `renumbered()`; `fatal(error)` when receipts cannot be delivered without help.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Sender(threading.Thread):
         self._committed = store.last
         self._acked = store.acked
         self._sent = store.acked
-        # of this epoch, by this process; older ones may have sent up to opened_at
+        # of this epoch; earlier processes may have sent up to opened_at
         self._highest_sent = store.opened_at
-        self._told = LostRange(0, 0)
+        self._lost = LostRange(0, 0)  # last reported
         self._nonce = secrets.randbits(32)
         self._patience = PATIENCE_S
         self._deadline = self._knock_at = self._next_at = float("inf")
@@ -136,22 +136,21 @@ class Sender(threading.Thread):
         os.set_blocking(self._wake_write, False)
         self._waking = False
 
-    # -- called by other threads
-    # --------------------------------------------------------------------------------------------
+    # --- called by other threads
 
     def committed(self, last: int) -> None:
-        """Everything up to `last` is durable and may be sent."""
+        """Allow sending everything up to `last`, which is durable."""
         self._committed = last
         self._wake()
 
     def renumbered(self, last: int) -> None:
-        """The store has a new epoch, whose last number is `last`."""
+        """Continue with the store's new epoch, whose last number is `last`."""
         self._committed = last
         self._has_new_epoch = True
         self._wake()
 
     def stop(self) -> None:
-        """Ends the thread; what is not acknowledged stays in the store."""
+        """End the thread; receipts that are not acknowledged stay in the store."""
         self._stopping = True
         self._wake()
         if self.is_alive():
@@ -165,8 +164,7 @@ class Sender(threading.Thread):
             with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
                 os.write(self._wake_write, b"w")
 
-    # -- the thread
-    # ----------------------------------------------------------------------------------------------
+    # --- the thread
 
     @property
     def _url(self) -> str:
@@ -185,7 +183,7 @@ class Sender(threading.Thread):
             context.term()
 
     def _try_relay(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        """Send to the present relay, until the next one should be tried."""
+        """Send to the current relay, until the next one should be tried."""
         socket = context.socket(zmq.DEALER)
         monitor = None
         try:
@@ -219,7 +217,9 @@ class Sender(threading.Thread):
             self._enter(Phase.OFF)
 
     def _note_connection(self, connected: bool) -> None:
-        """Without one, the next relay is tried after `NEXT_RELAY_S`."""
+        """Record whether there is a connection; without one, the next relay is tried after
+        `NEXT_RELAY_S`.
+        """
         self.connected = connected
         if connected or len(self._urls) == 1:
             self._next_at = float("inf")
@@ -241,7 +241,7 @@ class Sender(threading.Thread):
             )
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
-                self._waking = False  # before state is looked at: a later change writes again
+                self._waking = False  # before the state is read: a later change wakes again
             if monitor in ready:
                 self._watch_connection(socket, monitor)
             if ready.get(socket, 0) & zmq.POLLIN:
@@ -272,8 +272,8 @@ class Sender(threading.Thread):
             if self.connected:
                 self._patience = PATIENCE_S
                 self._enter(Phase.GREET)
-            elif event in _UNHEARD:
-                self._unheard(socket, event)
+            elif event in _FAILED:
+                self._on_failed_handshake(socket, event)
             elif self._phase is not Phase.OFF:
                 waiting = self._committed - self._acked
                 log.warning(
@@ -284,15 +284,16 @@ class Sender(threading.Thread):
                 )
                 self._enter(Phase.OFF)
 
-    def _unheard(self, socket: "zmq.Socket[bytes]", event: int) -> None:
-        """A peer answers but the handshake fails: log it and retry later, as it may have been
-        fixed.
+    def _on_failed_handshake(self, socket: "zmq.Socket[bytes]", event: int) -> None:
+        """Log that the peer answers but the handshake fails, and retry later: the cause may have
+        been fixed.
         """
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._curve is None:
-            event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # it saw first that only it has keys
+            # the peer noticed first that only one side has keys
+            event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         if self._may_complain(event):
             public, keyless = (self._curve.public, "") if self._curve else ("", _KEYLESS)
-            why = _UNHEARD[event].format(public=public, keyless=keyless)
+            why = _FAILED[event].format(public=public, keyless=keyless)
             waiting = self._committed - self._acked
             log.error(
                 "outbox %s: rejected by the relay at %s (receipts waiting: %d): %s",
@@ -309,9 +310,7 @@ class Sender(threading.Thread):
             self._enter(Phase.OFF)
 
     def _may_complain(self, about: int | str) -> bool:
-        """Return whether to log a complaint; the same one is logged every `COMPLAIN_EVERY_S` at
-        most.
-        """
+        """Return whether to log a complaint: at most once per `COMPLAIN_EVERY_S`."""
         now = time.monotonic()
         if now - self._complained.get(about, -COMPLAIN_EVERY_S) < COMPLAIN_EVERY_S:
             return False
@@ -320,9 +319,9 @@ class Sender(threading.Thread):
 
     def _enter(self, phase: Phase) -> None:
         if self._phase is Phase.RENUMBER and not self._has_new_epoch:
-            return  # the epoch is changing under us; the connection is looked at afterwards
+            return  # the writer is changing the epoch; the connection is checked afterwards
         self._phase = phase
-        waits = phase in (Phase.ASKED, Phase.TOLD) or (
+        waits = phase in (Phase.AWAIT_MARK, Phase.AWAIT_LOST) or (
             phase is Phase.STREAM and self._sent > self._acked
         )
         if phase is Phase.REFUSED:
@@ -331,16 +330,17 @@ class Sender(threading.Thread):
             self._deadline = time.monotonic() + self._patience if waits else float("inf")
 
     def _ask_again(self) -> None:
-        """No progress: the relay or the sent frames may be lost, or its Redis is unreachable."""
+        """Greet again, since there is no progress: frames or the relay may be lost, or its Redis
+        unreachable.
+        """
         self._patience = min(2 * self._patience, MAX_PATIENCE_S)
         self._enter(Phase.GREET)
 
-    # -- sending
-    # ----------------------------------------------------------------------------------------------
+    # --- sending
 
     @property
     def _epoch(self) -> str:
-        """The epoch in hand: former ones first."""
+        """The epoch that is being sent: former ones first."""
         return self.formers[0].epoch if self.formers else self._store.epoch
 
     def _advance(self, socket: "zmq.Socket[bytes]") -> None:
@@ -351,7 +351,7 @@ class Sender(threading.Thread):
             self._nonce = (self._nonce + 1) % 2**32
             hello = frames.Hello(__version__, os.getpid(), self._committed - self._acked)
             if self._send(socket, Kind.HELLO, self._nonce, to_msgpack(hello)):
-                self._enter(Phase.ASKED)
+                self._enter(Phase.AWAIT_MARK)
         elif self._phase is Phase.STREAM:
             self._stream(socket)
 
@@ -360,14 +360,14 @@ class Sender(threading.Thread):
         while self._sent < self._committed and (room := WINDOW - (self._sent - self._acked)) > 0:
             rows = self._store.read(self._sent, min(room, READ_ROWS))
             if not rows:
-                self._lose(socket, self._committed)
+                self._report_missing(socket, self._committed)
                 return
             for row in rows:
                 if row.seq != self._sent + 1:
-                    self._lose(socket, row.seq - 1)
+                    self._report_missing(socket, row.seq - 1)
                     return
                 if row.payload is None:
-                    self._lose(socket, row.seq)
+                    self._report_missing(socket, row.seq)
                     return
                 if not self._send(socket, Kind.RECEIPT, row.seq, row.payload):
                     return
@@ -376,16 +376,14 @@ class Sender(threading.Thread):
                 self._highest_sent = max(self._highest_sent, row.seq)
                 if idle:
                     idle = False
-                    self._enter(Phase.STREAM)  # something is under way: the clock starts
+                    self._enter(Phase.STREAM)  # starts the clock: a receipt is under way
 
-    def _lose(self, socket: "zmq.Socket[bytes]", last: int) -> None:
-        """Say that `sent + 1 … last` are not there any more, once everything before has been
-        acknowledged.
-        """
+    def _report_missing(self, socket: "zmq.Socket[bytes]", last: int) -> None:
+        """Report `sent + 1 … last` as lost, once everything before them is acknowledged."""
         if self._acked == self._sent:
             first = self._sent + 1
             jobs = self._store.jobs_of(first, last)
-            self._tell(
+            self._report_lost(
                 socket,
                 LostRange(
                     first,
@@ -395,7 +393,7 @@ class Sender(threading.Thread):
                 ),
             )
 
-    def _tell(self, socket: "zmq.Socket[bytes]", lost: LostRange) -> None:
+    def _report_lost(self, socket: "zmq.Socket[bytes]", lost: LostRange) -> None:
         if self._send(socket, Kind.LOST, lost.last, to_msgpack(lost)):
             count = lost.last - lost.first + 1
             log.error(
@@ -405,8 +403,8 @@ class Sender(threading.Thread):
                 lost.jobs,
                 lost.message,
             )
-            self._told = lost
-            self._enter(Phase.TOLD)
+            self._lost = lost
+            self._enter(Phase.AWAIT_LOST)
 
     def _send(self, socket: "zmq.Socket[bytes]", kind: Kind, seq: int, payload: bytes) -> bool:
         try:
@@ -416,8 +414,7 @@ class Sender(threading.Thread):
             return False
         return True
 
-    # -- receiving
-    # ----------------------------------------------------------------------------------------------
+    # --- receiving
 
     def _receive(self, socket: "zmq.Socket[bytes]") -> None:
         while True:
@@ -430,7 +427,7 @@ class Sender(threading.Thread):
                 if frame.kind is Kind.REFUSED:
                     self._refused(frames.refusal(frame).reason, frames.refusal(frame).detail)
                 elif frame.epoch != self._epoch:
-                    continue  # the answer to a question of before
+                    continue  # the answer to an earlier question
                 elif frame.kind is Kind.MARK:
                     self._on_mark(socket, frame)
                 elif frame.kind is Kind.ACK:
@@ -443,7 +440,7 @@ class Sender(threading.Thread):
                 )
 
     def _on_mark(self, socket: "zmq.Socket[bytes]", frame: Frame) -> None:
-        if self._phase is not Phase.ASKED or frame.payload != to_msgpack(self._nonce):
+        if self._phase is not Phase.AWAIT_MARK or frame.payload != to_msgpack(self._nonce):
             return
         mark = frame.seq
         if self.formers:
@@ -452,7 +449,7 @@ class Sender(threading.Thread):
                 self._close_former()
                 return
             jobs = unique_jobs(former.jobs, mark + 1, former.last)
-            self._tell(
+            self._report_lost(
                 socket,
                 LostRange(
                     mark + 1,
@@ -480,7 +477,7 @@ class Sender(threading.Thread):
             self._enter(Phase.STREAM)
 
     def _on_ack(self, frame: Frame) -> None:
-        if self._phase is Phase.TOLD and frame.seq >= self._told.last:
+        if self._phase is Phase.AWAIT_LOST and frame.seq >= self._lost.last:
             if self.formers:
                 self._close_former()
                 return

@@ -1,5 +1,5 @@
-"""HTTP request of a webhook: signed, to a checked address, without redirects, bounded in time and
-size.
+"""Sends a webhook's HTTP request: signed, to a checked address, without redirects, bounded in time
+and size.
 """
 
 import asyncio
@@ -21,15 +21,14 @@ from .targets import Address, refusal, url_fault
 
 SECRET_PREFIX = "whsec_"
 USER_AGENT = f"midstream/{__version__} (webhooks)"
-#: Bytes of an answer's body that are read: so few that its connection may be used again, never to
-#: be looked at.
+#: Bytes of a response's body that are read and ignored, so that its connection can be used again.
 BODY_CAP = 16 * 1024
-#: Seconds that reading them may take once the status is known.
+#: Seconds that reading the body may take once the status is known.
 DRAIN_S = 1.0
 #: Seconds for which an idle connection is kept, and how many.
 KEEPALIVE_S, KEPT = 20.0, 64
-#: Names looked up concurrently: more than one tenant may send to concurrently, whose name servers
-#: may all be slow. A lookup cannot be given up, so it may outlast the attempt that asked for it.
+#: Names looked up concurrently: more than one tenant's deliveries, because its receivers' name
+#: servers may all be slow. A lookup cannot be cancelled, so it may outlast its attempt.
 RESOLVER_THREADS = 256
 
 #: (host, port) → all addresses of the name. Raises OSError.
@@ -37,11 +36,11 @@ Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 class TargetRefused(Exception):
-    """An address that may not be called; says which and why."""
+    """The address may not be called; the message has the reason."""
 
 
 class NoAnswer(Exception):
-    """The receiver did not answer; says how that showed."""
+    """The receiver did not answer; the message has the symptom."""
 
 
 class Answer(NamedTuple):
@@ -50,8 +49,8 @@ class Answer(NamedTuple):
 
 
 def signature(secrets: Iterable[str], message_id: str, timestamp: int, body: bytes) -> str:
-    """The header `webhook-signature`: one `v1,…` per secret (`whsec_` and base64), HMAC-SHA256 as
-    Standard Webhooks 1.0 has it.
+    """Return the header `webhook-signature`: one `v1,…` per secret (`whsec_` and base64),
+    HMAC-SHA256 by Standard Webhooks 1.0.
     """
     signed = f"{message_id}.{timestamp}.".encode() + body
     keys = [base64.b64decode(secret.removeprefix(SECRET_PREFIX)) for secret in secrets]
@@ -61,8 +60,8 @@ def signature(secrets: Iterable[str], message_id: str, timestamp: int, body: byt
 
 
 class CheckedBackend(httpcore.AsyncNetworkBackend):
-    """Opens connections to addresses that were checked, and looks each name up once: between check
-    and connection it cannot change.
+    """Opens connections to checked addresses; looks each name up once, so that its addresses cannot
+    change between check and connection.
     """
 
     def __init__(self, allow_private: bool, resolve: Resolver) -> None:
@@ -78,14 +77,14 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Raises TargetRefused when any address of the host is refused, httpcore.ConnectError when
-        none answers.
+        """Connect to the host. Raises TargetRefused if any of its addresses is refused,
+        httpcore.ConnectError if none answers.
         """
         addresses = await self._addresses(host, port)
         for address in addresses:
             # one is enough: a name with both public and private addresses is not a valid receiver
             if why := refusal(address, self._allow_private):
-                # The receiver's owner reads this, so it must not reveal addresses of our network.
+                # The receiver's owner reads this: it must not reveal addresses of this network.
                 raise TargetRefused(
                     f"{host} resolves to an address that is {why}"
                     if host != str(address)
@@ -113,11 +112,10 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
 
 
 class Poster:
-    """Posts webhooks over kept connections.
+    """Posts webhooks over pooled connections.
 
-    Belongs to the event loop it is used on; end it with `close()`.
-
-    `resolve`: the name lookup, replaced in tests.
+    Belongs to the event loop on which it is used; end it with `close()`. `resolve`: the name
+    lookup, replaced in tests.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class Poster:
         self._threads = ThreadPoolExecutor(RESOLVER_THREADS, thread_name_prefix="webhook-names")
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=_tls(),
-            max_connections=None,  # the sender says how many
+            max_connections=None,  # the sender limits them
             max_keepalive_connections=KEPT,
             keepalive_expiry=KEEPALIVE_S,
             network_backend=CheckedBackend(allow_private, resolve or self._look_up),
@@ -141,9 +139,9 @@ class Poster:
     async def post(
         self, url: str, message_id: str, timestamp: int, body: bytes, secrets: Iterable[str]
     ) -> Answer:
-        """One attempt.
+        """Make one attempt.
 
-        Raises TargetRefused, and NoAnswer for everything that is no HTTP answer within the time.
+        Raises TargetRefused, and NoAnswer without an HTTP response within the timeout.
         """
         if fault := url_fault(url, self._allow_private):
             raise TargetRefused(fault)
@@ -186,26 +184,24 @@ class Poster:
                 httpcore.TimeoutException,
                 httpcore.ProtocolError,
             ):
-                # the status is the answer; what follows it is of no interest, and its connection is
-                # closed
-                pass
+                pass  # the status is the answer; the connection is closed
             return answer
 
     async def _look_up(self, host: str, port: int) -> Sequence[str]:
         loop = asyncio.get_running_loop()
-        threads = await loop.run_in_executor(
+        results = await loop.run_in_executor(
             self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )
-        return list(dict.fromkeys(str(address[0]) for *_, address in threads))
+        return list(dict.fromkeys(str(address[0]) for *_, address in results))
 
 
 def _why(error: BaseException) -> str:
-    """In the library's words, and in those of what lies below."""
+    """Return the error's message, with that of its root cause."""
     root: BaseException = error
     while (cause := root.__cause__ or root.__context__) is not None:
         root = cause
-    known, deeper = str(error) or type(error).__name__, str(root)
-    return known if deeper in known else f"{known}: {deeper}"
+    message, detail = str(error) or type(error).__name__, str(root)
+    return message if detail in message else f"{message}: {detail}"
 
 
 def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str | None:
@@ -213,7 +209,7 @@ def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str | None:
 
 
 def _tls() -> ssl.SSLContext:
-    """The machine's authorities (also those of SSL_CERT_FILE) and the ones that come with the HTTP
-    library.
+    """Return a context that trusts the machine's authorities (also those of SSL_CERT_FILE) and the
+    ones that come with the HTTP library.
     """
     return httpcore.default_ssl_context()

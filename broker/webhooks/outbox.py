@@ -1,8 +1,7 @@
 """Webhook outbox in Redis: deliveries and their state; filled by `lua/shared/announce.lua`.
 
-Every delivery is lent to one sender at a time; one whose sender died is lent again, under the same
-id, when the loan ends. The time is asked of `clock` wherever it matters, so that hours can be
-simulated.
+Every delivery is leased to one sender at a time; if that sender dies, it is leased again, under the
+same id, when the lease ends. All times come from `clock`, so that tests can simulate hours.
 """
 
 import secrets
@@ -29,19 +28,19 @@ from ..ledger.jobs.ledger import Ledger, reachable
 from ..ledger.results import views
 
 SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean", "hooks_clamp")
-#: One lane (a tenant's receivers at one host) has this many deliveries under way at most, once it
-#: is known to answer well.
+#: Maximum number of deliveries under way in one lane (a tenant's receivers at one host), once it is
+#: known to answer well.
 LANE_ROOM = 16
 #: An answer that took longer than this many seconds does not raise the receiver's concurrency.
 QUICK_S = 2.0
-#: Lanes looked at for one loan, at most: a tenant that has its share may have thousands that are
-#: due before those of others.
+#: Maximum number of lanes examined in one call: a tenant that has its share may have thousands that
+#: are due before those of others.
 LANES_SCANNED = 20_000
-#: Attempts that are kept of a delivery: more than the ladder has, for those sent again by hand.
+#: Attempts kept of a delivery: more than the retry schedule has, for those sent again by hand.
 ATTEMPTS_KEPT = 50
-#: Disabled receivers that are kept for a tenant; the oldest make room.
+#: Disabled receivers kept for a tenant; the oldest are dropped.
 OFF_KEPT = 1000
-#: Deliveries looked at by one script after the clock has gone back.
+#: Deliveries examined per script call after the clock was set back.
 CLAMPED_AT_ONCE = 500
 #: Deliveries read per query while filling a filtered page, and in total for one page.
 PAGE_CHUNK, PAGE_SCAN = 100, 2000
@@ -58,16 +57,16 @@ class DeliveryLease(NamedTuple):
     tenant: str
     key: str  # id of the API key whose secret signs
     url: str
-    created: str  # of the event, seconds since the epoch as they were written
+    created: str  # of the event, seconds since the epoch, as stored
     job_state: str
     attempt: int  # of the job
     model: str
-    tries: int  # attempts before this one, since it was put on the ladder
+    tries: int  # attempts before this one, since its retry schedule began
     token: str
     ends: float
 
     def body(self) -> bytes:
-        """Return what is sent: the same bytes in every attempt."""
+        """Return the body of the request: the same bytes in every attempt."""
         stamp = (
             datetime.fromtimestamp(float(self.created), UTC)
             .isoformat(timespec="milliseconds")
@@ -78,7 +77,10 @@ class DeliveryLease(NamedTuple):
 
 
 class WebhookOutbox:
-    """Over a ledger; `clock` gives seconds since the epoch. Belongs to the ledger's event loop."""
+    """The outbox in a ledger's Redis; `clock` returns seconds since the epoch.
+
+    Belongs to the ledger's event loop.
+    """
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = now) -> None:
         self._redis: Any = ledger.redis
@@ -86,16 +88,16 @@ class WebhookOutbox:
         self._scripts = {name: ledger.redis.register_script(_source(name)) for name in SCRIPTS}
         self.clock = clock
 
-    # ---- the sender's side -----------------------------------------------------------------------
+    # --- the sender's side
 
     @reachable
-    async def lend(
+    async def lease(
         self, limit: int, share: int, lease_s: float, under_way: Mapping[str, int]
     ) -> list[DeliveryLease]:
-        """Up to `limit` deliveries that are due, of no tenant more than `share` with those that it
-        has `under_way` here.
+        """Lease up to `limit` due deliveries; of one tenant at most `share`, including those that
+        this sender already has `under_way`.
 
-        The states that they deliver are durable: they survive a kill of Redis.
+        The states that they report are durable: they survive a kill of Redis.
         """
         at, token = self.clock(), secrets.token_hex(8)
         arguments = pack(
@@ -107,15 +109,15 @@ class WebhookOutbox:
             scan=LANES_SCANNED,
             under_way=dict(under_way),
         )
-        lent = await self._scripts["hooks_lease"](args=arguments)
-        if lent:
+        rows = await self._scripts["hooks_lease"](args=arguments)
+        if rows:
             await self._written()
-        loans = []
-        for row in lent:
+        leases = []
+        for row in rows:
             id_, job, event, tenant, key, url, created, state, attempt, model, tries = (
                 part.decode() for part in row
             )
-            loans.append(
+            leases.append(
                 DeliveryLease(
                     id_,
                     job,
@@ -132,28 +134,28 @@ class WebhookOutbox:
                     at + lease_s,
                 )
             )
-        return loans
+        return leases
 
     @reachable
     async def settle(
         self,
-        loan: DeliveryLease,
+        lease: DeliveryLease,
         state: DeliveryState,
         attempt: DeliveryAttempt,
         again: float | None = None,
     ) -> str:
-        """Note an attempt and what the delivery is now; `again`: when it is due if it stays
+        """Record an attempt and the delivery's new state; `again`: when it is due if it stays
         `pending`.
 
-        Returns the state after it, `stale` when another process has taken the delivery, `unknown`
-        when it is gone.
+        Returns the new state, `stale` if another sender has the delivery or it is settled,
+        `unknown` if it is gone.
         """
         well = state == "delivered" and attempt.seconds <= QUICK_S
         at = self.clock()
         arguments = pack(
             at,
-            id=loan.id,
-            token=loan.token,
+            id=lease.id,
+            token=lease.token,
             verdict=state,
             attempt=to_json(attempt),
             due=repr(again or 0.0),
@@ -167,8 +169,8 @@ class WebhookOutbox:
 
     @reachable
     async def clamp(self, lease_s: float) -> int:
-        """Make deliveries due within their own pause from now, after the clock has gone back;
-        returns how many were due later.
+        """After the clock was set back, make each delivery due within its pause from now; returns
+        how many were due later.
         """
         at = self.clock()
         ids = [
@@ -186,7 +188,7 @@ class WebhookOutbox:
 
     @reachable
     async def clean(self, ttl_s: float, limit: int = 1000) -> int:
-        """Forget what was settled more than `ttl_s` ago, up to `limit` of it; returns how many."""
+        """Delete up to `limit` deliveries settled more than `ttl_s` ago; returns how many."""
         at = self.clock()
         return int(
             await self._scripts["hooks_clean"](args=pack(at, before=repr(at - ttl_s), limit=limit))
@@ -194,19 +196,19 @@ class WebhookOutbox:
 
     @reachable
     async def depth(self) -> tuple[int, float | None]:
-        """Return how many deliveries are pending, and since or until when the first of them is due;
-        None without any.
+        """Return how many deliveries are pending, and when the first is due (past or future; None
+        without any).
         """
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.zcard("ms:hooks").zrange("ms:hooks", 0, 0, withscores=True)
             count, first = await pipe.execute()
         return int(count), float(first[0][1]) if first else None
 
-    # ---- what users ask --------------------------------------------------------------------------
+    # --- for users
 
     @reachable
     async def delivery(self, delivery_id: str) -> Delivery:
-        """Raises not_found."""
+        """Return a delivery. Raises not_found."""
         [result] = await self._read([delivery_id])
         if result is None:
             raise not_found(delivery_id)
@@ -221,10 +223,11 @@ class WebhookOutbox:
         limit: int = 50,
         cursor: str | None = None,
     ) -> DeliveryPage:
-        """A tenant's deliveries (None: all), newest first. `cursor`: a previous page's `next`.
+        """Return a tenant's deliveries (None: all), newest first. `cursor`: a previous page's
+        `next`.
 
         A rare filter may give a short page with a `next`. Raises MidstreamError("invalid_request")
-        for a cursor that is not ours.
+        for an invalid cursor.
         """
         score, last = views.parse_cursor(cursor)
         result: list[Delivery] = []
@@ -253,8 +256,8 @@ class WebhookOutbox:
     async def _older(
         self, tenant: str | None, job: str | None, score: float, last: str
     ) -> Sequence[tuple[str, float]]:
-        """(id, creation time) of the next deliveries after the place (score, last), newest
-        first.
+        """Return (id, creation time) of the next deliveries after the position (score, last),
+        newest first.
         """
         if job is not None:
             ids = [name.decode() for name in await self._redis.smembers(f"ms:hook-job:{job}")]
@@ -263,9 +266,8 @@ class WebhookOutbox:
         index = "ms:hook-index" if tenant is None else f"ms:hook-index:{tenant}"
         result: list[tuple[str, float]] = []
         offset = 0
-        while (
-            len(result) < PAGE_CHUNK
-        ):  # those of one and the same time are ordered by id: skip those already given
+        # deliveries with the same time are ordered by id: those already returned are skipped
+        while len(result) < PAGE_CHUNK:
             rows = await self._redis.zrevrangebyscore(
                 index, score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True
             )
@@ -295,7 +297,7 @@ class WebhookOutbox:
 
     @reachable
     async def redeliver(self, delivery_id: str) -> Delivery:
-        """Send it again, or now, under its id, in any state.
+        """Send a delivery in any state again, under its id; a pending one immediately.
 
         Raises not_found, and conflict while its receiver is disabled.
         """
@@ -312,7 +314,7 @@ class WebhookOutbox:
 
     @reachable
     async def disabled(self, tenant: str | None) -> list[DisabledEndpoint]:
-        """The tenant's receivers (None: all) that responded with 410, by tenant and URL."""
+        """Return the tenant's receivers (None: all) that responded with 410, by tenant and URL."""
         raw = await self._redis.hgetall("ms:hook-off")
         known = [(*field.decode().split("|", 1), float(raw[field])) for field in sorted(raw)]
         return [
@@ -323,7 +325,7 @@ class WebhookOutbox:
 
     @reachable
     async def enable(self, tenant: str, url: str) -> None:
-        """Send to this receiver of the tenant again. Raises not_found when it is not disabled."""
+        """Enable a disabled receiver of the tenant. Raises not_found if it is not disabled."""
         if not await self._redis.hdel("ms:hook-off", f"{tenant}|{url}"):
             raise MidstreamError("not_found", f"{url} is not disabled", field="url")
         await self._redis.zrem(f"ms:hook-off-urls:{tenant}", url)
@@ -357,7 +359,7 @@ def _delivery(name: str, values: Sequence[bytes | None], log: Sequence[bytes]) -
 @cache
 def _source(name: str) -> str:
     folder = Path(__file__).parent / "lua"
-    announce = ARGUMENTS.with_name("announce.lua")  # what the ledger's scripts queue here
+    announce = ARGUMENTS.with_name("announce.lua")  # shared with the ledger's scripts
     return "\n".join(
         path.read_text()
         for path in (ARGUMENTS, announce, folder / "hooks_common.lua", folder / f"{name}.lua")

@@ -1,5 +1,5 @@
-"""Signing secrets of webhooks: a tenant's own, created on first use, and for a while the previous
-one; or those of a key.
+"""Signing secrets of webhooks: a tenant's, created on first use, and for a while the previous one;
+or those of an API key.
 
 They are stored in Redis unhashed, because the signer needs them.
 """
@@ -20,42 +20,39 @@ SECRET_BYTES = 32
 
 
 class WebhookSecrets:
-    """Over a ledger. Belongs to the ledger's event loop."""
+    """The secrets in a ledger's Redis. Belongs to the ledger's event loop."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._redis: Any = ledger.redis
         self._script = ledger.redis.register_script(_source())
 
     async def of(self, tenant: str, key: str) -> SecretList:
-        """Return what signs the webhooks of jobs submitted with `key` (empty: without one): newest
-        first.
-
-        Made now if there is none.
+        """Return the secrets that sign webhooks of jobs submitted with `key` (empty: without a
+        key), newest first; one is created if there is none.
         """
-        if key and await self._own(tenant, key):
-            return SecretList(of="key", secrets=await self._turn(_owner(tenant, key), keep=True))
-        return SecretList(of="tenant", secrets=await self._turn(tenant, keep=True))
+        if key and await self._has_own(tenant, key):
+            return SecretList(of="key", secrets=await self._rotate(_owner(tenant, key), keep=True))
+        return SecretList(of="tenant", secrets=await self._rotate(tenant, keep=True))
 
     async def rotate(
         self, tenant: str, key: str, keep_former_s: float, own: bool = False
     ) -> SecretList:
-        """A new secret; the previous one signs as well for `keep_former_s` (0: no more).
+        """Create a secret; the previous one also signs for `keep_former_s` (0: no longer), and the
+        one before it no longer.
 
-        One that was former before signs no more.
-
-        `own`: for `key` alone, which then has secrets apart from its tenant's for good.
+        `own`: create it for `key` alone, which then keeps secrets separate from its tenant's.
         """
-        if key and (own or await self._own(tenant, key)):
-            result = await self._turn(_owner(tenant, key), keep_former_s, heir_of=tenant)
+        if key and (own or await self._has_own(tenant, key)):
+            result = await self._rotate(_owner(tenant, key), keep_former_s, heir_of=tenant)
             return SecretList(of="key", secrets=result)
-        return SecretList(of="tenant", secrets=await self._turn(tenant, keep_former_s))
+        return SecretList(of="tenant", secrets=await self._rotate(tenant, keep_former_s))
 
     @reachable
-    async def _own(self, tenant: str, key: str) -> bool:
+    async def _has_own(self, tenant: str, key: str) -> bool:
         return bool(await self._redis.exists(f"ms:hook-secret:{_owner(tenant, key)}"))
 
     @reachable
-    async def _turn(
+    async def _rotate(
         self, owner: str, keep_former_s: float = 0.0, heir_of: str = "", keep: bool = False
     ) -> list[Secret]:
         at = now()
@@ -70,12 +67,12 @@ class WebhookSecrets:
                 keep=keep,
             )
         )
-        known = [Secret(secret=result[0].decode(), created=float(result[1]))]
+        signing = [Secret(secret=result[0].decode(), created=float(result[1]))]
         if result[2] is not None and float(result[4]) > at:
-            known.append(
+            signing.append(
                 Secret(secret=result[2].decode(), created=float(result[3]), until=float(result[4]))
             )
-        return known
+        return signing
 
 
 def _owner(tenant: str, key: str) -> str:

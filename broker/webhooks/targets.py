@@ -1,7 +1,7 @@
 """Allowed webhook addresses: public ones only (SSRF protection).
 
-A URL is looked at twice: as it is written, when a job is submitted; and by every address that its
-name has, when something is sent.
+A URL is checked twice: as it is written, when a job is submitted; and by every address of its host
+name, when a webhook is sent.
 """
 
 import re
@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 Address = IPv4Address | IPv6Address
 
-#: Where clouds answer what a machine may know of itself, its credentials among it: never called,
-#: regardless of the settings.
+#: Metadata services of clouds, which hand out credentials: never called, regardless of the
+#: settings.
 _METADATA = {
     IPv4Address("169.254.169.254"),
     IPv4Address("169.254.170.2"),
@@ -33,7 +33,7 @@ _EXTRA_V4 = {
     IPv4Network("192.88.99.0/24"): "reserved",
     IPv4Network("100.64.0.0/10"): "in the carrier-grade NAT range (CGNAT)",
 }
-#: All of IPv6 that is anybody's receiver lies here, or leads to an IPv4 address through NAT64.
+#: Every public IPv6 receiver is in this network, or is an IPv4 address behind NAT64.
 _GLOBAL_V6 = IPv6Network("2000::/3")
 _NAT64 = IPv6Network("64:ff9b::/96")
 #: Networks whose addresses hold IPv4 addresses: (network, how far these lie from the right end in
@@ -50,8 +50,7 @@ _EMBEDDING: tuple[tuple[IPv6Network, int, int], ...] = (
     (IPv6Network("2001::/32"), 64, 0),  # Teredo's server, RFC 4380
     (IPv6Network("2001::/32"), 0, 0xFFFFFFFF),  # Teredo's client
 )
-#: ISATAP (RFC 5214) embeds one in the right half of an address of any network, behind these 32
-#: bits.
+#: ISATAP (RFC 5214) embeds an IPv4 address in an address of any network, after these 32 bits.
 _ISATAP = {0x00005EFE, 0x02005EFE}
 _EXTRA_V6 = {
     IPv6Network("2001::/23"): "reserved, or a tunnel address",
@@ -68,10 +67,9 @@ _KINDS = (
     ("is_reserved", "reserved"),
 )
 
-#: Printable ASCII: what lies outside of it is percent-encoded, a host outside of it in its `xn--`
-#: form.
+#: Printable ASCII: other characters have to be percent-encoded, other host names in `xn--` form.
 _PRINTABLE = re.compile(r"[!-~]+")
-#: What the C library takes for an IPv4 address in addition to four decimal numbers: `127.1`,
+#: Forms that the C library accepts as an IPv4 address in addition to four decimal numbers: `127.1`,
 #: `0x7f000001`, `017700000001`.
 _NUMBER = re.compile(r"(?:0[xX][0-9a-fA-F]*|\d+)")
 _DOTTED = re.compile(r"(?:(?:0|[1-9]\d{0,2})\.){3}(?:0|[1-9]\d{0,2})")
@@ -80,8 +78,8 @@ MAX_HOST = 253
 
 
 def refusal(address: Address, allow_private: bool = False) -> str | None:
-    """Return why nothing may be sent to `address`; None when it is public, or with `allow_private`
-    when it is not a cloud's metadata.
+    """Return why nothing may be sent to `address`; None if it is public, or with `allow_private` if
+    it is not a cloud metadata address.
     """
     inner: list[str | None] = []
     if isinstance(address, IPv6Address):
@@ -109,7 +107,7 @@ def refusal(address: Address, allow_private: bool = False) -> str | None:
 
 
 def embedded(address: IPv6Address) -> list[IPv4Address]:
-    """The IPv4 addresses embedded in an IPv6 address, to which its packets may be forwarded."""
+    """Return the IPv4 addresses embedded in an IPv6 address: its packets may be forwarded there."""
     value = int(address)
     result = [
         ((value >> shift) ^ mask) & 0xFFFFFFFF
@@ -122,11 +120,9 @@ def embedded(address: IPv6Address) -> list[IPv4Address]:
 
 
 def url_fault(url: str, allow_private: bool) -> str | None:
-    """Return what is wrong with a receiver's URL as it is written; None for nothing.
+    """Return what is wrong with a receiver's URL as it is written; None if nothing is.
 
-    Names are not looked up here.
-
-    `allow_private`: the setting `webhook_allow_private`.
+    Names are not looked up here. `allow_private`: the setting `webhook_allow_private`.
     """
     if not _PRINTABLE.fullmatch(url) or "\\" in url:
         return (

@@ -207,12 +207,12 @@ def run_demo_at(url: str, keep: Path | None = None, console: Console | None = No
 
 
 def demonstrate(client: Client, folder: Path, console: Console, verdict: Verdict) -> str:
-    """Capture, steer and patch the served demo model, and write the figure into `folder`. Return
+    """Patch, capture and steer the served demo model, and write the figure into `folder`. Return
     the id of the first capturing job.
     """
+    _patch(client, MODEL_NAME, folder, console, verdict)
     job = _capture(client, MODEL_NAME, console, verdict)
     _steer(client, MODEL_NAME, console, verdict)
-    _patch(client, MODEL_NAME, folder, console, verdict)
     return job
 
 

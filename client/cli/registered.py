@@ -11,8 +11,8 @@ import typer
 
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.saes import Sae
+from ...schemas.artifacts.tuned_lenses import TunedLens
 from ...schemas.base.errors import MidstreamError
-from ...schemas.requests.lens import TunedLens
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import GlobalView, ModuleView
 from ..render import steering

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.base.limits import MAX_LENS_TOKENS, MAX_LENS_TOP
-from ...schemas.requests.readings import LensReading
+from ...schemas.readings.lens import LensReading
 from .cache import refused
 
 #: Request to the server: (index of the prompt, positions, number of top tokens, ids of named

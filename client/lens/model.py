@@ -13,7 +13,7 @@ import numpy as np
 
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.jobs.jobs import JobResult
-from ...schemas.requests.readings import LensReading
+from ...schemas.readings.lens import LensReading
 from ..sdk import wire
 from ..sdk.client import Client
 from ..values import is_torch
@@ -482,7 +482,7 @@ class _Run:
         return call(model=self.model.card.id, progress=False, **self.fields, **edits, **request)
 
     def first(self, **request: Any) -> JobResult:
-        """Run the job itself; if a lens is served, also fetch the top tokens at the last position."""
+        """Run the job; if a lens is served, also fetch the top tokens at the last position."""
         lens = {"lens": self._lens("last_prompt", FIRST_TOP, [])} if not self.refused else {}
         result = self.send(self.inputs, sampling={"max_tokens": 1}, **lens, **request)
         for reading in result.lens or []:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
 from ...schemas.artifacts.saes import Sae
+from ...schemas.artifacts.tuned_lenses import TunedLens
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.captures import CapturePage
 from ...schemas.jobs.harvests import HarvestPage, HarvestView
 from ...schemas.jobs.jobs import JobPage, JobResult, JobView, Output
 from ...schemas.jobs.sweeps import SweepResult
-from ...schemas.requests.lens import TunedLens
 from ...schemas.requests.source_runs import RunPage, RunView
 from ...schemas.requests.steering import GlobalView, ModuleView
 from ...schemas.service.status import Status

@@ -13,10 +13,10 @@ from ...schemas.access.webhooks import Delivery, DeliveryAttempt
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
 from ...schemas.artifacts.saes import Sae
+from ...schemas.artifacts.tuned_lenses import TunedLens
 from ...schemas.jobs.jobs import JobView, Output
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
-from ...schemas.requests.lens import TunedLens
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import ModuleView
 from .jobs import coloured, count, facts, minute, run_prompts, seconds, size, table

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.requests.readings import FeaturesReading, LensReading
+from ...schemas.readings.features import FeaturesReading
+from ...schemas.readings.lens import LensReading
 from .. import notebook
 from . import wire
 from .calls import call

@@ -17,9 +17,9 @@ import numpy as np
 from ...schemas.artifacts.loras import Lora, LoraPage, LoraRequest
 from ...schemas.artifacts.probes import Action, Probe, ProbePage, ProbeRequest, WatchRequest
 from ...schemas.artifacts.saes import Sae, SaePage, SaeRequest
+from ...schemas.artifacts.tuned_lenses import TunedLens, TunedLensPage, TunedLensRequest
 from ...schemas.base.errors import invalid
 from ...schemas.base.limits import PathName
-from ...schemas.requests.lens import TunedLens, TunedLensPage, TunedLensRequest
 from ...schemas.requests.source_runs import RunPage, RunView
 from ...schemas.requests.specs import SteeringSpec
 from ...schemas.requests.steering import (

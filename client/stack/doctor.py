@@ -127,7 +127,9 @@ def _redis(url: str, settings: Settings) -> Iterator[Finding]:
     if known < LEAST_REDIS:
         yield Finding("fail", "redis", f"version {version}", "6.2 or later is required")
     else:
-        yield Finding("ok", "redis", f"version {version}, clients: {info['connected_clients']}")
+        valkey = f" (Valkey {info['valkey_version']})" if "valkey_version" in info else ""
+        clients = info["connected_clients"]
+        yield Finding("ok", "redis", f"version {version}{valkey}, clients: {clients}")
     yield from _latency(client)
     yield from _memory(info, settings)
     yield from _durability(info, _config(client, "appendfsync"))
@@ -542,6 +544,8 @@ def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
     except (httpx.HTTPError, ValueError, KeyError):
         return  # reported by an earlier check
     for card in cards:
+        if why := card.get("dtype_reason"):
+            yield Finding("ok", f"model {card.get('id')}", f"computes in {card['dtype']}: {why}")
         for entry in card.get("extensions") or []:
             code = (
                 f"{entry['kind']} {entry['name']} of {entry['package']} {entry['version']}, code "

@@ -30,13 +30,14 @@ def planned(
 
     Raises MidstreamError.
     """
+    from ...workers.engine.dtype import choose
     from ...workers.engine.plan import model_of, plan
     from ...workers.runner.hooks.architectures import UnsupportedArchitectureError
 
     file = Path(checkpoint or settings.model).expanduser() / "config.json"
     try:
         config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-        model = model_of(config, settings.dtype)
+        model = model_of(config, choose(settings.dtype, config, gpu=gpu).dtype)
         return plan(
             model,
             settings,

@@ -8,6 +8,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -158,10 +159,16 @@ class Supervisor:
         parts += [f"page {self.url}/"]
         parts += [
             f"redis {redacted(self.settings.redis_url)}",
-            f"model {self.settings.served_model}",
+            f"model {self.settings.served_model}{self._dtype()}",
             f"data {self.data}",
         ]
         return f"midstream {__version__} ready: " + " · ".join(part for part in parts if part)
+
+    def _dtype(self) -> str:
+        """What the model computes in, and why, as the worker printed it."""
+        worker = self._children.get("worker")
+        match = re.search(r" dtype=(\S+ \(.*\))$", worker.output() if worker else "", re.MULTILINE)
+        return f" in {match[1]}" if match else ""
 
     def __enter__(self) -> "Supervisor":
         self.start()
@@ -289,7 +296,7 @@ class Supervisor:
             self._write_state()
 
     def _look_at_disk(self) -> None:
-        """Report once if the data directory becomes unwritable, and once when it is writable again."""
+        """Report once that the data directory is unwritable, and once that it is writable again."""
         if time.monotonic() < self._disk_due:
             return
         self._disk_due = time.monotonic() + DISK_LOOK_S

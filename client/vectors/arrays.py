@@ -38,7 +38,7 @@ class Array(NamedTuple):
         )
 
     def tensor(self) -> Tensor:
-        """Convert to a `Tensor`. Raises ValueError for a size or shape that a request cannot hold."""
+        """Convert to a `Tensor`. Raises ValueError for a size or shape that requests reject."""
         if len(self.data) > MAX_TENSOR_BYTES or not 1 <= len(self.shape) <= 2:
             raise ValueError(
                 f"it has a tensor of shape {list(self.shape)}; valid: one or two dimensions, at "

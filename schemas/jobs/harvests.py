@@ -25,8 +25,8 @@ from ..base.limits import (
 )
 from ..base.records import Record
 from ..prompts.selectors import Hook
+from ..prompts.sites import At, SitesSpec
 from ..requests.harvest_work import ShardDType
-from ..requests.specs import At, SitesSpec
 from .jobs import SamplingRequest
 
 FORMAT = "midstream-harvest-1"

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from ..access.handling import Callback, Priority
 from ..access.keys import DEFAULT_TENANT
-from ..artifacts.loras import Adapted, LoraUse, StoredLora
+from ..artifacts.loras import LoraUse, StoredLora
 from ..artifacts.probes import ProbeList, ProbeResult, StoredProbe
 from ..base.errors import Problem
 from ..base.limits import (
@@ -20,7 +20,6 @@ from ..base.limits import (
     MAX_INT64,
     MAX_LOGIT_BIAS,
     MAX_PROMPTS,
-    MAX_READERS,
     MAX_REGEX,
     MAX_SCHEMA,
     MAX_STOP_TEXT,
@@ -37,13 +36,10 @@ from ..base.records import Record
 from ..base.states import TERMINAL as TERMINAL
 from ..base.states import TRANSITIONS as TRANSITIONS
 from ..base.states import State as State
-from ..extensions import ReaderSpec
 from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef
-from ..requests.features import FeatureList
+from ..readings.readings import ReadingRequest, ReadingResults
 from ..requests.harvest_work import HarvestPart
-from ..requests.lens import LensSpec
-from ..requests.readings import FeaturesReading, LensReading, ReaderReading
 from ..requests.specs import (
     CaptureSpec,
     CaptureStatus,
@@ -67,7 +63,6 @@ LogitBias = Annotated[
 ]
 AllowedTokens = Annotated[list[Index], msgspec.Meta(max_length=MAX_ALLOWED_TOKENS)]
 BadWords = Annotated[list[StopText], msgspec.Meta(max_length=MAX_BAD_WORDS)]
-ReaderList = Annotated[list[ReaderSpec], msgspec.Meta(max_length=MAX_READERS)]
 
 
 class StructuredRequest(Record, omit_defaults=True):
@@ -135,7 +130,7 @@ class SamplingRequest(Sampling):
     bad_words: BadWords = []
 
 
-class JobRequest(Adapted, kw_only=True):
+class JobRequest(ReadingRequest, kw_only=True):
     """Body of `POST /v1/jobs`: `prompts`, or conversations in `messages`."""
 
     model: Name
@@ -151,10 +146,7 @@ class JobRequest(Adapted, kw_only=True):
     capture: CaptureSpec | None = None
     steering: SteeringList = []
     patch: PatchList = []
-    lens: LensSpec | None = None
-    features: FeatureList = []
     probes: ProbeList = []
-    readers: ReaderList = []
     metadata: Metadata = {}
 
 
@@ -419,7 +411,7 @@ class JobView(Record, omit_defaults=True):
     global_version: int | None = None
 
 
-class JobResult(Record):
+class JobResult(ReadingResults):
     """Answer of `GET /v1/jobs/{id}/result`."""
 
     id: str
@@ -431,12 +423,7 @@ class JobResult(Record):
     attempt: int
     sweep: SweepResult | None = None
     lora: LoraUse | None = None  # the adapter that it ran with
-    lens: list[LensReading] | None = None  # one per prompt, if the request asked for one
-    # of each prompt one per autoencoder, in the request's order
-    features: list[FeaturesReading] | None = None
     probes: list[ProbeResult] = []
-    # of each prompt one per reader, in the request's order
-    readers: list[ReaderReading] | None = None
     identity: str = ""  # of the model that computed it
 
 

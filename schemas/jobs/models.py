@@ -55,6 +55,7 @@ class ModelInfo(Published):
     image_placeholder: list[int] = []
     tool_parser: str = ""  # vLLM's parser of tool calls; empty: chats take no tools
     caveats: list[str] = []  # how its rows differ from transformers' for the same checkpoint
+    dtype_reason: str = ""  # why it computes in `dtype`
     # SHA-256 of everything that determines the model's results, see `workers.engine.model_identity`
     identity: str = ""
     # vLLM's method, and how weights and activations are rounded; empty: not quantised

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..artifacts.loras import Adapted, LoraSupport
+from ..artifacts.loras import LoraSupport
 from ..artifacts.probes import ProbeList, ProbeResult, TokenScores
 from ..base.errors import Problem
 from ..base.limits import MAX_CHOICES, MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
@@ -20,10 +20,8 @@ from ..extensions import Extension
 from ..model.attention import AttentionKind
 from ..model.banks import RowShape
 from ..prompts.chat import Conversation, NamedTool, ToolCall, ToolList
-from ..requests.features import FeatureList
-from ..requests.lens import LensSpec
+from ..readings.readings import ReadingAnswers, ReadingRequest
 from ..requests.lens_args import LensArgs, LensRows
-from ..requests.readings import FeaturesReading, LensReading, ReaderReading
 from ..requests.specs import CaptureSpec, PatchList, SteeringList
 from .certificates import Certificate
 from .jobs import (
@@ -33,7 +31,6 @@ from .jobs import (
     Determinism,
     LogitBias,
     Prompt,
-    ReaderList,
     Seed,
     StopText,
     StopTexts,
@@ -116,7 +113,7 @@ class StreamOptions(Record):
     include_obfuscation: bool = False  # nothing is padded either way
 
 
-class OpenAIRequest(Adapted, kw_only=True):
+class OpenAIRequest(ReadingRequest, kw_only=True):
     """Fields that both endpoints share.
 
     `temperature` is 1 by default, as in OpenAI's API; a job's is 0.
@@ -135,9 +132,6 @@ class OpenAIRequest(Adapted, kw_only=True):
     steering: SteeringList = []
     patch: PatchList = []
     capture: CaptureSpec | None = None
-    lens: LensSpec | None = None  # an answer with a lens is held for it
-    readers: ReaderList = []  # likewise
-    features: FeatureList = []  # likewise
     probes: ProbeList = []
     #: Hold the answer until every capture is durable and every rank has reported. A steered answer
     #: is always held for the ranks' reports, so that an intervention which was not applied is never
@@ -239,7 +233,7 @@ class Usage(Record):
     prompt_tokens_details: CachedTokens
 
 
-class Answer(Record, kw_only=True):
+class Answer(ReadingAnswers):
     """Fields of every answer and chunk.
 
     `created` is in seconds since the epoch; `id` is the job's.
@@ -252,10 +246,6 @@ class Answer(Record, kw_only=True):
     #: Present with capture, steering or global steering; in the last chunk of a stream.
     capture_results: CaptureResults | UnsetType = UNSET
     determinism: Determinism | UnsetType | None = UNSET
-    lens: list[LensReading] | UnsetType = UNSET  # one per prompt, if the request asked for one
-    # of each prompt one per reader, if the request asked for some
-    readers: list[ReaderReading] | UnsetType = UNSET
-    features: list[FeaturesReading] | UnsetType = UNSET  # likewise
     # `residual_stream`, with vllm-lens' `output_residual_stream`
     activations: dict[str, LensRows] | UnsetType = UNSET
     #: Present with probes; in the last chunk of a stream.
@@ -396,6 +386,7 @@ class ModelCard(Record):
     dtype: str
     hooks: list[str]
     workers: int  # live ones
+    dtype_reason: str = ""  # why it computes in `dtype`
     consumers: list[str] = []  # who may get captured rows
     memory_limit_kib: int = 0  # the most that consumer `memory` returns per prompt
     global_captures: list[CaptureSpec] = []  # what the operator captures of every request

@@ -47,7 +47,7 @@ class Consumed(Wire):
     name: str
     ok: bool = True
     message: str = ""
-    # `memory`: the rows as a safetensors blob; `reading`: a part, see `schemas.requests.readings`
+    # `memory`: the rows as a safetensors blob; `reading`: a part, see `schemas.readings`
     rows: bytes = b""
 
 

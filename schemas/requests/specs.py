@@ -13,7 +13,6 @@ from ..base.dtypes import ITEM_BYTES, RowDType
 from ..base.limits import (
     MAX_CONSUMERS,
     MAX_ENTRIES,
-    MAX_HOOKS,
     MAX_OPTIONS,
     MAX_POSITIONS,
     MAX_TAG,
@@ -40,9 +39,10 @@ from ..prompts.selectors import (
     lowest_position,
     select,
 )
+from ..prompts.sites import At, SitesSpec
+from ..readings.readings import Reading
 from .harvest_work import HarvestPlace
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
-from .readings import Reading
 
 #: A tag is a folder name: one path segment, so it cannot leave the capture root. (`(?!\n)`, because
 #: Python's `$` also matches before a final line break.)
@@ -55,8 +55,6 @@ RunName = Annotated[
     str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^(?!job_)[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")
 ]
 
-#: Before or after the interventions of the same site.
-At = Literal["before", "after"]
 #: Layout of captured rows in files, see `docs/capture.md`; `auto`: `segment` for small captures,
 #: `packed` for others.
 Layout = Literal["auto", "packed", "per_file", "segment"]
@@ -67,34 +65,6 @@ DEFAULT_CONSUMERS = ("filesystem",)
 OpNumber = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 #: The consumer of rows that probes score; users cannot name it.
 PROBED = "probes"
-LAYERS_AND_HOOKS = "give either `hooks` or `hook` with `layers`, not both"
-
-
-class SitesSpec(Record):
-    """A selection of sites: `hook` with `layers`, or `hooks`, which gives each hook point its own
-    layers.
-    """
-
-    layers: LayerSelector | None = None  # null: all
-    hook: HookName | None = None  # null: post_block
-    hooks: Annotated[dict[HookName, LayerSelector], msgspec.Meta(max_length=MAX_HOOKS)] | None = (
-        None
-    )
-
-    def __post_init__(self) -> None:
-        if self.hooks is not None and (self.hook is not None or self.layers is not None):
-            raise ValueError(LAYERS_AND_HOOKS)
-        if self.hooks is not None and not self.hooks:
-            raise ValueError("hooks is empty: give at least one")
-
-    @property
-    def wanted(self) -> dict[HookName, LayerSelector]:
-        """Hook, as the user named it → layers, from either form of the spec."""
-        return (
-            self.hooks
-            if self.hooks is not None
-            else {self.hook or "post_block": "all" if self.layers is None else self.layers}
-        )
 
 
 class CaptureSpec(SitesSpec):

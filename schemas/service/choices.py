@@ -15,8 +15,10 @@ from ..base.errors import NO_FIELD, MidstreamError, invalid, misfit, shortened
 from ..base.states import CallbackEvent
 from ..jobs.sweeps import Ablation, Alignment, Axis, Direction, Metric
 from ..prompts.selectors import ALIASES, EVERY, RequestedName
+from ..prompts.sites import At
+from ..readings.readings import FIELDS
 from ..requests.interventions import SteeringOp
-from ..requests.specs import At, Layout
+from ..requests.specs import Layout
 
 #: Names of positions where nothing is generated.
 PROMPT_POSITIONS = ("all_prompt", "last_prompt")
@@ -34,16 +36,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "patch.hook": EVERY,
     "patch.positions": get_args(RequestedName),
     "hooks": EVERY,
-    **{
-        f"{reading}.{field}": EVERY
-        for reading in ("lens", "readers")
-        for field in ("hook", "hooks")
-    },
-    **{
-        f"{reading}.positions": get_args(RequestedName)
-        for reading in ("lens", "features", "readers")
-    },
-    **{f"{reading}.at": get_args(At) for reading in ("lens", "features", "readers")},
+    **{f"{reading}.{field}": EVERY for reading in FIELDS for field in ("hook", "hooks")},
+    **{f"{reading}.positions": get_args(RequestedName) for reading in FIELDS},
+    **{f"{reading}.at": get_args(At) for reading in FIELDS},
     "probes.action": get_args(Action),
     "hook": EVERY,
     "at": get_args(At),

@@ -1,4 +1,4 @@
-"""Layout of a capture blob: a safetensors file with our manifest in its metadata.
+"""Layout of a capture blob: a safetensors file with Midstream's manifest in its metadata.
 
 Format: 8 bytes little-endian length of the header, the header as JSON (name → dtype, shape,
 data_offsets), the tensors' bytes.
@@ -16,27 +16,25 @@ from ...schemas.base.errors import shortened
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.captures import FORMAT, Manifest
 
-#: Our name of a dtype → safetensors'.
+#: Midstream's name of a dtype → safetensors'.
 DTYPE_NAMES = {name: facts.file for name, facts in DTYPES.items()}
 #: safetensors' name of a dtype → bytes of an element.
 FILE_ITEM_BYTES = {facts.file: facts.bytes for facts in DTYPES.values()}
 #: The header is padded with spaces to this many bytes.
 _ALIGNMENT = 8
 _LENGTH_BYTES = 8
-#: A header beyond this is not one of ours.
+#: A larger header is not Midstream's.
 _MAX_HEADER = 100_000_000
 _MAX_DIMENSIONS = 16
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 
 
 class DamagedBlob(ValueError):
-    """These bytes are not a whole blob of ours; the message says why."""
+    """These bytes are not a whole blob of Midstream; the message says why."""
 
 
 class DeletedBlob(DamagedBlob):
-    """The blob was deleted: its place in a segment was given back to the disk and reads as
-    zeros.
-    """
+    """The blob was deleted: its range in a segment was erased and reads as zeros."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,9 @@ class TensorPlace:
 
     @property
     def site(self) -> tuple[str, int] | None:
-        """`post_block.12` → (`post_block`, 12); None for `positions` and `token_ids`."""
+        """Hook and layer, such as (`post_block`, 12) of `post_block.12`; None for `positions` and
+        `token_ids`.
+        """
         hook, dot, layer = self.name.rpartition(".")
         return (hook, int(layer)) if dot and layer.isdigit() else None
 
@@ -66,10 +66,10 @@ class Header:
 def encode_header(
     tensors: Sequence[tuple[str, str, Sequence[int], int]], manifest: Manifest | None, size: int = 0
 ) -> bytes:
-    """The bytes before the tensors' own; `tensors`: (name, safetensors dtype, shape, bytes), in
-    order.
+    """Returns the bytes before those of the tensors.
 
-    `size`: of the header, a multiple of 8; it is larger only where it has to be.
+    `tensors`: (name, safetensors dtype, shape, bytes), in order. `size`: the bytes to pad the
+    header to, a multiple of 8; the header is larger only if it must be.
     """
     return safetensors_header(
         tensors,
@@ -79,7 +79,7 @@ def encode_header(
 
 
 def encode_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """A whole safetensors file. The widest elements come first, so that each tensor is aligned."""
+    """Returns a whole safetensors file. Widest elements come first, so that tensors are aligned."""
     ordered = sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1].dtype])
     header = safetensors_header(
         [
@@ -111,9 +111,9 @@ def safetensors_header(
 
 
 def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
-    """The header of a blob of `size` bytes; `read(start, count)` gives bytes of it.
+    """Returns the header of a blob of `size` bytes; `read(start, count)` returns bytes of it.
 
-    Raises DeletedBlob, or DamagedBlob for what is cut short or none of ours.
+    Raises DeletedBlob, and DamagedBlob if the blob is truncated or not Midstream's.
     """
     metadata, tensors, end = read_tensors(read, size)
     try:
@@ -126,9 +126,9 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
 
 
 class _Entry(msgspec.Struct):
-    """A tensor in a header.
+    """A tensor's entry in a header.
 
-    Files come from elsewhere: every number is bounded, also in how many there are.
+    Files are untrusted, so every number, and the number of dimensions, is bounded.
     """
 
     dtype: str
@@ -142,12 +142,12 @@ def read_tensors(
     item_bytes: Mapping[str, int] = FILE_ITEM_BYTES,
     most: int = _MAX_HEADER,
 ) -> tuple[dict[str, str], dict[str, TensorPlace], int]:
-    """(metadata, tensors in the order of their bytes, bytes of the whole) of a safetensors file;
-    arguments as of `read_header`.
+    """Returns (metadata, tensors in the order of their bytes, bytes of the whole file) of a
+    safetensors file; `read` and `size` as in `read_header`.
 
-    `item_bytes`: of the dtypes that there may be, as safetensors names them. `most`: bytes of the
-    header. As the format wants it, the bytes of tensors follow each other without gaps. Raises
-    DeletedBlob, and DamagedBlob naming the tensor.
+    `item_bytes`: valid dtype, as safetensors names it → bytes of an element. `most`: limit on the
+    bytes of the header. The format requires the bytes of tensors to follow each other without gaps.
+    Raises DeletedBlob, and DamagedBlob naming the tensor.
     """
     first = read(0, _LENGTH_BYTES)
     length = int.from_bytes(first, "little")
@@ -171,8 +171,7 @@ def read_tensors(
     for tensor in tensors:
         if tensor.start != end:
             where = (
-                f"at byte {tensor.start - start}, valid: {end - start}, behind the tensors "
-                "before it"
+                f"at byte {tensor.start - start}, valid: {end - start}, after the tensors before it"
             )
             raise DamagedBlob(f"{shortened(tensor.name)} begins {where}")
         end += tensor.length

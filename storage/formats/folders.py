@@ -1,4 +1,6 @@
-"""Folders that operators let requests name: found below a root, and nowhere else; their files."""
+"""Finds folders that requests name, which must be below the operator's root, and reads their
+files.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +11,11 @@ from ...schemas.base.errors import invalid
 def folder_below(
     root: str, path: str, setting: str, things: str, kinds: Sequence[Sequence[str]]
 ) -> Path:
-    """The folder at `path` below `root`, the value of `setting`, which has all files of one of
-    `kinds`.
+    """Returns the folder at `path` below `root`, the value of `setting`; it must have all files of
+    one of `kinds`. `things`: what is registered from such folders.
 
-    Raises a 400 naming `path` where the setting is empty, and for one that is elsewhere, also by a
-    symbolic link, or not there.
-    `things`: what is registered so.
+    Raises a 400 naming `path` if the setting is empty, or if the folder is missing or outside
+    `root`, also through a symbolic link.
     """
     files = ", or ".join(" and ".join(names) for names in kinds)
     allowed = f"the path of a folder below {setting} that contains {files}"
@@ -44,7 +45,7 @@ def folder_below(
 
 
 def bounded_file(path: Path, most: int, fault: type[ValueError]) -> bytes:
-    """The bytes of a file. Raises `fault` for one that is missing, or larger than `most` bytes."""
+    """Returns the bytes of a file. Raises `fault` if it is missing, or larger than `most` bytes."""
     try:
         if (size := path.stat().st_size) > most:
             raise fault(f"{path.name} has {size} bytes; the limit is {most}")

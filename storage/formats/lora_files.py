@@ -1,8 +1,8 @@
-"""Files of a LoRA adapter as PEFT saves them: reading, identity, and whether they fit a model.
+"""Reads the files of a LoRA adapter as PEFT saves them, and checks whether they fit a model.
 
-The API checks an adapter when it is registered, a worker before it loads one, so that vLLM, which
-leaves out what it does not find and cuts what does not fit, never gets one that it would apply in
-part. What is not known here is refused by name.
+The API checks an adapter when it is registered, a worker before it loads the adapter: vLLM omits
+tensors that it does not find a place for and truncates those that do not fit, and must never apply
+an adapter in part. Members and tensors that are unknown here are refused by name.
 """
 
 import hashlib
@@ -23,8 +23,7 @@ from .tensor_files import whole_file
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
 
-#: Members of adapter_config.json that change nothing once an adapter is trained, or that the
-#: weights say again.
+#: Members of adapter_config.json that have no effect after training, or that the weights repeat.
 _HARMLESS = frozenset(
     {
         "peft_type",
@@ -45,11 +44,11 @@ _HARMLESS = frozenset(
         "lora_ga_config",
     }
 )
-#: Those that decide about the arithmetic, and are checked one by one.
+#: Members that decide about the arithmetic, and are checked one by one.
 _CHECKED = frozenset(
     ["r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"]
 )
-#: Other initialisations change the base model's weights.
+#: Valid values of `init_lora_weights`: other initialisations change the base model's weights.
 _INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight")
 _PATTERN = re.compile(r"\^?[\w.]+")
@@ -63,34 +62,34 @@ class LoraError(ValueError):
 
 
 class LoraContent(NamedTuple):
-    """An adapter's files. `shapes`: tensor → its shape."""
+    """The content of an adapter's files."""
 
     config: dict[str, Any]
-    shapes: dict[str, list[int]]
+    shapes: dict[str, list[int]]  # tensor → its shape
     digest: str  # of both files' bytes
     bytes: int  # of the weights
 
 
 class LoraFacts(NamedTuple):
-    rank: int  # the largest
-    modules: list[str]  # `*` for the layer's number
+    rank: int  # the largest of all modules
+    modules: list[str]  # names with `*` for the layer's number
 
 
 def folder_of(root: str, path: str) -> Path:
-    """The folder at `path` below `root`.
+    """Returns the folder at `path` below `root`.
 
-    Raises a 400 for one that is elsewhere, also by a symbolic link, or not there.
+    Raises a 400 if it is missing, or outside `root`, also through a symbolic link.
     """
     return folder_below(root, path, "lora_dir", "adapters", [FILES])
 
 
 def read(folder: Path) -> LoraContent:
-    """Read both files whole. Raises LoraError."""
+    """Reads both files whole. Raises LoraError."""
     return parse(*raw_files(folder))
 
 
 def raw_files(folder: Path) -> tuple[bytes, bytes]:
-    """The bytes of config and weights. Raises LoraError for one that is missing or too large."""
+    """Returns the bytes of config and weights. Raises LoraError for a missing or too large file."""
     return (
         bounded_file(folder / CONFIG, MAX_LORA_CONFIG, LoraError),
         bounded_file(folder / WEIGHTS, MAX_LORA_BYTES, LoraError),
@@ -125,7 +124,7 @@ def _shapes(weights: bytes) -> dict[str, list[int]]:
 
 
 def check(content: LoraContent, support: LoraSupport) -> LoraFacts:
-    """Return whether the adapter does what PEFT would do with it on this model, all of it.
+    """Return an adapter's rank and modules, if this model applies all of it as PEFT would.
 
     Raises LoraError naming what does not fit.
     """
@@ -215,7 +214,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _rank(config: Mapping[str, Any], module: str) -> int:
-    """Return the rank as PEFT finds it: by the first pattern that the module's name ends with."""
+    """Return the rank as PEFT chooses it: of the first pattern that the module's name ends with."""
     for pattern, rank in (config.get("rank_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return int(rank)
@@ -223,7 +222,10 @@ def _rank(config: Mapping[str, Any], module: str) -> int:
 
 
 def _find(module: str, support: LoraSupport) -> tuple[str, LoraModule]:
-    """The module's name without its layer's number, and what the model has there."""
+    """Returns the module's name without its layer's number, and the model's module there.
+
+    Raises LoraError if there is none.
+    """
     general, layer = general_name(module)
     modules = support.modules.get(general)
     if modules is None:
@@ -249,7 +251,7 @@ def _numbers(ranges: str) -> set[int]:
 
 
 def general_name(module: str) -> tuple[str, int | None]:
-    """(Name with `*` for the first number, that number or None)."""
+    """Returns (name with `*` for the first number, that number or None)."""
     match = _NUMBER.search(module)
     return (
         (module, None)
@@ -258,10 +260,10 @@ def general_name(module: str) -> tuple[str, int | None]:
     )
 
 
-def joined(some: Sequence[LoraModule], lora_modules: Sequence[LoraModule]) -> list[LoraModule]:
-    """Entries of one module, of ranks that have other layers, or the same."""
+def joined(first: Sequence[LoraModule], second: Sequence[LoraModule]) -> list[LoraModule]:
+    """Returns the entries of one module from two ranks, which may have different layers."""
     layers: dict[tuple[int, int], set[int]] = {}
-    for item in (*some, *lora_modules):
+    for item in (*first, *second):
         layers.setdefault((item.inputs, item.outputs), set()).update(_numbers(item.layers))
     return [
         LoraModule(inputs=inputs, outputs=outputs, layers=as_ranges(value))
@@ -270,7 +272,7 @@ def joined(some: Sequence[LoraModule], lora_modules: Sequence[LoraModule]) -> li
 
 
 def check_on(folder: Path, support: LoraSupport) -> tuple[LoraContent, LoraFacts]:
-    """An adapter and what it does on this model. Raises a 400 naming `path`."""
+    """Returns an adapter, and its rank and modules on this model. Raises a 400 naming `path`."""
     try:
         content = read(folder)
         return content, check(content, support)

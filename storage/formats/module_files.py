@@ -1,10 +1,10 @@
 """Interventions in safetensors files: tensors named by site, or a list of entries with their
 tensors.
 
-Simple: tensors `{hook}.{layer}`, `[hidden_size]`, hook by our name or TransformerLens'; of a
-`lowrank` `{hook}.{layer}.rotation`, `.weight` and `.bias`. Each site is a separate entry. The
-file's `__metadata__` may hold the fields in `SHARED`, for all of them, written as in JSON or, where
-they are names, bare: `{"op": "clamp", "low": "-1.5", "positions": "[0, -1]"}`.
+Simple: tensors `{hook}.{layer}`, `[hidden_size]`, with Midstream's or TransformerLens's name of the
+hook; for a `lowrank` `{hook}.{layer}.rotation`, `.weight` and `.bias`. Each site is a separate
+entry. The file's `__metadata__` may hold the fields in `SHARED`, for all entries, written as in
+JSON; names may be bare: `{"op": "clamp", "low": "-1.5", "positions": "[0, -1]"}`.
 
 General, which `to_bytes` writes: the metadata key `midstream` holds a JSON list of entries without
 their tensors, and tensor `{index}.{field}` belongs to entry `index`.
@@ -26,20 +26,20 @@ from ...schemas.requests.interventions import STEERING_FIELDS, TENSORS
 from ...schemas.requests.specs import SteeringSpec
 from .capture_blobs import encode_safetensors
 
-#: The metadata key that makes a file a general one.
+#: The metadata key that marks a file as general.
 ENTRIES_KEY = "midstream"
-#: Metadata that others write and that says nothing about steering (`format`: `pt`).
+#: Metadata that other tools write and that does not concern steering (`format`: `pt`).
 _FOREIGN = frozenset({"format"})
-#: Fields of an entry that are tensors → what their dimensions are.
+#: Fields of an entry that are tensors → names of their dimensions.
 SHAPES = {
     name: tuple(
         side
-        for side, there in (("rank", TENSORS[name].ranked), ("hidden_size", TENSORS[name].wide))
-        if there
+        for side, present in (("rank", TENSORS[name].ranked), ("hidden_size", TENSORS[name].wide))
+        if present
     )
     for name in dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.tensors)
 }
-#: What the metadata of a simple file may say, for all its sites.
+#: Fields that the metadata of a simple file may set, for all its sites.
 SHARED = (
     "op",
     "positions",
@@ -55,11 +55,11 @@ _FIELD_TYPES: dict[str, Any] = {
 
 
 def specs_of(raw: bytes) -> list[SteeringSpec]:
-    """The entries in a file, in its order: of a simple one by hook as a forward meets them, then by
-    layer.
+    """Returns the entries in a file: of a general file in its order, of a simple file by hook in
+    the order of a forward pass, then by layer.
 
-    Raises ValueError naming the wrong key and what is valid. What depends on the model (its layers,
-    its width), and which fields an op takes, is checked by the caller.
+    Raises ValueError naming the wrong key and what is valid. The caller checks what depends on the
+    model (its layers, its width), and which fields an op takes.
     """
     _check_header(raw)
     try:
@@ -81,7 +81,7 @@ def specs_of(raw: bytes) -> list[SteeringSpec]:
 
 
 def to_bytes(specs: Sequence[SteeringSpec]) -> bytes:
-    """The entries as a general file, the inverse of `specs_of`.
+    """Returns the entries as a general file; the inverse of `specs_of`.
 
     Raises ValueError for an empty list or entries without tensors.
     """
@@ -104,7 +104,7 @@ def to_bytes(specs: Sequence[SteeringSpec]) -> bytes:
 def of_sites(
     tensors: Mapping[str, Tensor], shared: Mapping[str, Any] | None = None
 ) -> list[SteeringSpec]:
-    """The entries that tensors named `{hook}.{layer}` or `{hook}.{layer}.{field}` make, each with
+    """Returns the entries of tensors named `{hook}.{layer}` or `{hook}.{layer}.{field}`, each with
     the fields in `shared`.
 
     Raises ValueError naming the key.
@@ -113,7 +113,7 @@ def of_sites(
     named: dict[tuple[int, int, str], str] = {}
     for key, tensor in tensors.items():
         match = _SITE.fullmatch(key)
-        # The next line checks that it is a hook.
+        # the next line checks that the name is a hook's
         hook = match and resolve_hook(match["hook"])  # type: ignore[arg-type]
         if match is None or hook not in EVERY:
             names = ", ".join([*EVERY, *(name for name in ALIASES if not name.startswith("hook_"))])
@@ -196,8 +196,8 @@ def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
 
 
 def _check_header(raw: bytes) -> None:
-    """Raises ValueError for a header of more bytes or tensors than a module needs, before anything
-    of it is read.
+    """Raises ValueError for a header of more bytes or tensors than a module needs, before the file
+    is parsed.
     """
     length = int.from_bytes(raw[:8], "little")
     if length > MAX_FILE_HEADER:
@@ -207,7 +207,7 @@ def _check_header(raw: bytes) -> None:
 
 
 def _metadata(raw: bytes) -> dict[str, str]:
-    """The `__metadata__` of a file that the library has read."""
+    """Returns the `__metadata__` of a file that safetensors has accepted."""
     length = int.from_bytes(raw[:8], "little")
     header = msgspec.json.decode(raw[8 : 8 + length], type=dict[str, msgspec.Raw])
     return (
@@ -229,7 +229,7 @@ def _shared(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _value(name: str, text: str) -> Any:
-    """A field as JSON has it, or a bare name such as `ablate`."""
+    """Returns the value of a field that is written as JSON, or as a bare name such as `ablate`."""
     try:
         return msgspec.json.decode(text, type=_FIELD_TYPES[name])
     except msgspec.DecodeError as not_json:

@@ -1,9 +1,9 @@
-"""Files of sparse autoencoders, as SAELens and Gemma Scope save them: reading, identity, and
-whether they fit a model.
+"""Reads files of sparse autoencoders, as SAELens and Gemma Scope save them, and checks whether they
+fit a model.
 
-SAELens: `cfg.json` and `sae_weights.safetensors`; both the layout of its version 6 (`metadata`) and
-the flat one before it. Gemma Scope: `params.npz`, always JumpReLU, which names neither hook nor
-layer. What cannot be computed exactly as sae-lens does is refused by name.
+SAELens: `cfg.json` and `sae_weights.safetensors`, in the layout of version 6 (`metadata`) or the
+earlier flat layout. Gemma Scope: `params.npz`, always JumpReLU, which names neither hook nor layer.
+An SAE that cannot be computed exactly as SAELens does is refused, naming the reason.
 """
 
 import hashlib
@@ -27,8 +27,7 @@ from .tensor_files import TensorFile, TensorFileError, opened
 CONFIG, WEIGHTS, GEMMA_SCOPE = "cfg.json", "sae_weights.safetensors", "params.npz"
 KINDS = ((CONFIG, WEIGHTS), (GEMMA_SCOPE,))
 
-#: Architecture → its tensors apart from `W_enc`, `W_dec` and `b_dec`; each has one number for each
-#: feature.
+#: Architecture → its tensors apart from `W_enc`, `W_dec` and `b_dec`, with one number per feature.
 PER_FEATURE: dict[Architecture, tuple[str, ...]] = {
     "standard": ("b_enc",),
     "jumprelu": ("b_enc", "threshold"),
@@ -54,7 +53,7 @@ _HARMLESS = frozenset(
         "model_class_name",
     }
 )
-#: Those that decide about the arithmetic or the place, and are checked one by one.
+#: Members that decide about the arithmetic or the site, and are checked one by one.
 _CHECKED = frozenset(
     {
         "architecture",
@@ -90,20 +89,20 @@ class SaeError(ValueError):
 
 
 class SaeContent(NamedTuple):
-    """An SAE's files. Its tensors stay in the file."""
+    """The content of an SAE's files, without its tensors."""
 
     form: SaeForm
-    hook: Hook | None  # that the files name
-    layer: int | None
-    trained_on: str  # the model, as the files name it
+    hook: Hook | None  # None if the files name none
+    layer: int | None  # None if the files name none
+    trained_on: str  # the model that the files name
     digest: str  # of all files' bytes
 
 
 class Feature(NamedTuple):
-    """One feature as a rule: with p = row · `encoder` + `bias`, its activation is p where p >
+    """One feature as a rule: with p = row · `encoder` + `bias`, its activation is p if p >
     `threshold`, else 0.
 
-    The row is the one that the SAE normalises to, if it does.
+    The row is normalised first, if the SAE normalises.
     """
 
     encoder: np.ndarray  # float32 [d_in]
@@ -113,18 +112,18 @@ class Feature(NamedTuple):
 
 
 def folder_of(root: str, path: str) -> Path:
-    """The folder at `path` below `root`.
+    """Returns the folder at `path` below `root`.
 
-    Raises a 400 for one that is elsewhere, also by a symbolic link, or not there.
+    Raises a 400 if it is missing, or outside `root`, also through a symbolic link.
     """
     return folder_below(root, path, "sae_dir", "sparse autoencoders", KINDS)
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[tuple[SaeContent, TensorFile]]:
-    """An SAE whose files were checked, and its tensors to be read by their names here.
+    """Yields an SAE whose files were checked, and the open file of its tensors (see `tensor_of`).
 
-    Raises SaeError, also at the end when the files have changed meanwhile.
+    Raises SaeError, also at the end if the files changed meanwhile.
     """
     gemma = not (folder / CONFIG).is_file()
     try:
@@ -141,7 +140,6 @@ def reading(folder: Path) -> Iterator[tuple[SaeContent, TensorFile]]:
 
 
 # --- The two formats
-# -------------------------------------------------------------------------------------------------
 
 
 def _of_gemma_scope(file: TensorFile, digest: str) -> SaeContent:
@@ -255,7 +253,7 @@ def _check_members(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> No
 
 
 def _place(metadata: Mapping[str, Any]) -> tuple[Hook, int]:
-    """Hook and layer that the config names."""
+    """Returns the hook and layer that the config names."""
     named = metadata.get("hook_name", metadata.get("hook_point"))
     match = _HOOK_NAME.fullmatch(str(named))
     if match is None or match["hook"] not in _PLACES:
@@ -288,7 +286,7 @@ def _check_tensors(form: SaeForm, file: TensorFile, name: str) -> None:
             )
     for tensor in present.keys() - needed.keys():
         if tensor != "scaling_factor" or not (tensor_of(file, tensor) == 1).all():
-            # ones in files of former versions
+            # (files of earlier versions have a `scaling_factor` of ones)
             raise SaeError(
                 f"{name}: the tensor {tensor!r} is not served; {form.architecture} has "
                 f"{', '.join(needed)}"
@@ -296,7 +294,7 @@ def _check_tensors(form: SaeForm, file: TensorFile, name: str) -> None:
 
 
 def _general(tensor: str) -> str:
-    """SAELens' name of a tensor; some of Gemma Scope's begin with a small letter."""
+    """Returns SAELens's name of a tensor; some names of Gemma Scope begin with a small letter."""
     return "W_" + tensor[2:] if tensor.startswith("w_") else tensor
 
 
@@ -311,7 +309,6 @@ def _width(value: int, file: str, member: str) -> int:
 
 
 # --- Tensors
-# --------------------------------------------------------------------------------------------------
 
 
 def tensor_names(form: SaeForm) -> tuple[str, ...]:
@@ -319,15 +316,17 @@ def tensor_names(form: SaeForm) -> tuple[str, ...]:
 
 
 def size_of(form: SaeForm) -> int:
-    """Bytes of its tensors in float32."""
+    """Returns the bytes of an SAE's tensors in float32."""
     return 4 * (
         2 * form.d_in * form.d_sae + form.d_in + len(PER_FEATURE[form.architecture]) * form.d_sae
     )
 
 
 def tensor_of(file: TensorFile, name: str) -> np.ndarray:
-    """By SAELens' name, float32. Raises TensorFileError for numbers that are not finite."""
-    tensor = file.read(next(shape for shape in file.shapes if _general(shape) == name))
+    """Returns the tensor that SAELens calls `name`, float32. Raises TensorFileError for numbers
+    that are not finite.
+    """
+    tensor = file.read(next(tensor for tensor in file.shapes if _general(tensor) == name))
     bad = tensor.size - int(np.count_nonzero(np.isfinite(tensor)))
     if bad:
         raise TensorFileError(
@@ -337,16 +336,16 @@ def tensor_of(file: TensorFile, name: str) -> np.ndarray:
 
 
 def tensors_of(form: SaeForm, file: TensorFile) -> dict[str, np.ndarray]:
-    """Return all of them, float32, by SAELens' names. Raises TensorFileError."""
+    """Return all tensors, float32, by SAELens's names. Raises TensorFileError."""
     return {name: tensor_of(file, name) for name in tensor_names(form)}
 
 
 def feature_of(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> Feature:
-    """Raises SaeError for an SAE in which an activation depends on more than its own feature's
-    weights.
+    """Returns a feature as a rule. Raises SaeError for an SAE in which an activation depends on
+    more than its own feature's weights.
 
-    A gated SAE is JumpReLU of another threshold: its gate opens where x·w + b_gate > 0, which is p
-    > b_mag − b_gate · exp(r_mag) (Rajamanoharan et al. 2024, arXiv:2404.16014, section 3.2).
+    A gated SAE is JumpReLU with another threshold: its gate opens if x·w + b_gate > 0, that is p >
+    b_mag − b_gate · exp(r_mag) (Rajamanoharan et al. 2024, arXiv:2404.16014, section 3.2).
     """
     check_ruled(form)
     encoder = tensors["W_enc"][:, feature].astype(np.float64)
@@ -369,8 +368,8 @@ def feature_of(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -
 
 
 def decoder_row(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> np.ndarray:
-    """Return what one unit of a feature's activation adds to the reconstruction, of the row as it
-    is normalised: float32 [d_in].
+    """Return what one unit of a feature's activation adds to the reconstruction of the normalised
+    row: float32 [d_in].
     """
     row = tensors["W_dec"][feature]
     length = (
@@ -381,17 +380,16 @@ def decoder_row(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) 
 
 
 def check_ruled(form: SaeForm) -> None:
-    """Raises SaeError where a feature's activation is not its own rule weights."""
+    """Raises SaeError if a feature's activation depends on more than its own weights."""
     if form.architecture == "topk":
         raise SaeError(
-            "of a topk SAE, whether a feature is active depends on all other features of "
-            "the token, of which the forward pass computes "
-            "none; valid: op 'add', or a standard, jumprelu or gated SAE"
+            "in a topk SAE, whether a feature is active depends on all other features of the "
+            "token, which the forward pass does not compute; valid: op 'add', or a standard, "
+            "jumprelu or gated SAE"
         )
 
 
 # --- On a model
-# --------------------------------------------------------------------------------------------------
 
 
 class Registrable(NamedTuple):
@@ -408,8 +406,8 @@ def check_on(
     num_layers: int,
     hidden_size: int,
 ) -> Registrable:
-    """An SAE of a model with these hooks, layers and width, at `hook` and `layer` if the files name
-    none.
+    """Returns an SAE for a model with these hooks, layers and width; `hook` and `layer` are needed
+    if the files name none.
 
     Reads all of its tensors. Raises a 400 naming `path`, `hook` or `layer`.
     """
@@ -419,16 +417,16 @@ def check_on(
     except (SaeError, TensorFileError) as error:
         raise MidstreamError("invalid_request", str(error), field="path") from error
     result: dict[str, Any] = {}
-    for field, given, named in (("hook", hook, content.hook), ("layer", layer, content.layer)):
-        if given is None and named is None:
+    for field, value, named in (("hook", hook, content.hook), ("layer", layer, content.layer)):
+        if value is None and named is None:
             raise invalid(field, f"is required: {GEMMA_SCOPE} does not name it")
-        if given is not None and named not in (None, given):
+        if value is not None and named not in (None, value):
             raise invalid(
                 field,
-                f"is {given}, but the SAE was trained on {field} {named}",
+                f"is {value}, but the SAE was trained on {field} {named}",
                 allowed=f"{named}, or omit it",
             )
-        result[field] = named if given is None else given
+        result[field] = named if value is None else value
     if result["hook"] not in (served := [hook for hook in HOOKS if hook in hooks]):
         raise invalid(
             "hook",

@@ -1,7 +1,6 @@
-"""Tensors of a safetensors or npz file, checked before any is read, and read one at a time as
-float32.
+"""Reads tensors of a safetensors or npz file one at a time as float32, after checking all of them.
 
-Files come from elsewhere and may be large, damaged, or change while they are read.
+Files are untrusted: they may be large, damaged, or change while they are read.
 """
 
 import hashlib
@@ -21,10 +20,10 @@ from ...schemas.base.errors import shortened
 from ...schemas.base.limits import MAX_FILE_HEADER
 from .capture_blobs import DamagedBlob, TensorPlace, read_tensors
 
-#: What is read, by safetensors' names and by numpy's.
+#: The dtypes that are read, by safetensors' names and by numpy's.
 FLOATS = ("F32", "F16", "BF16")
 _NUMPY_FLOATS = {"f2", "f4", "f8"}
-_TENSORS = 64  # in one file, at most, unless a caller expects more
+_TENSORS = 64  # default limit on the tensors in one file
 
 
 class TensorFileError(ValueError):
@@ -32,25 +31,22 @@ class TensorFileError(ValueError):
 
 
 class Place(NamedTuple):
-    """Location of a tensor: its bytes in safetensors, a member of an npz."""
+    """Location of a tensor: its bytes in a safetensors file, or a member of an npz file."""
 
     shape: list[int]
     dtype: str
-    start: int = 0  # of its bytes in the file
-    member: str = ""
+    start: int = 0  # first byte in a safetensors file
+    member: str = ""  # of an npz file
 
 
 class TensorFile:
-    """A file that is open. `shapes`: tensor → its shape."""
+    """An open file. `shapes`: tensor → its shape."""
 
     def __init__(
         self, file: io.BufferedReader, name: str, most: int, tensors: int = _TENSORS
     ) -> None:
-        """`name`: of the file, in messages.
-
-        `most`: bytes that it may have, also unpacked. `tensors`: how many, at most.
-
-        Raises TensorFileError.
+        """`name`: the file's name in messages. `most`: the most bytes it may have, also unpacked.
+        `tensors`: the most tensors it may have. Raises TensorFileError.
         """
         self._file, self._name = file, name
         self._before = _state(file)
@@ -66,8 +62,8 @@ class TensorFile:
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Bytes, inode and time of the last change when it was opened: another content has another
-        one.
+        """Bytes, inode and time of the last change when the file was opened; they identify its
+        content.
         """
         return self._before
 
@@ -76,12 +72,12 @@ class TensorFile:
         return {name: place.shape for name, place in self._places.items()}
 
     def digest(self) -> bytes:
-        """SHA-256 of the whole file."""
+        """Return the SHA-256 of the whole file."""
         self._file.seek(0)
         return hashlib.file_digest(self._file, "sha256").digest()
 
     def read(self, tensor: str) -> np.ndarray:
-        """float32, of its shape. Raises TensorFileError for one whose bytes are not all there."""
+        """Return a tensor as float32. Raises TensorFileError if some of its bytes are missing."""
         place = self._places[tensor]
         if self._zip is not None:
             return self._member(place)
@@ -97,8 +93,8 @@ class TensorFile:
         )
 
     def check_unchanged(self) -> None:
-        """Raises TensorFileError when the file has changed since it was opened: what was read may
-        be of two contents.
+        """Raises TensorFileError when the file has changed since it was opened: the tensors that
+        were read may belong to different versions.
         """
         if _state(self._file) != self._before:
             raise self._changed()
@@ -180,7 +176,7 @@ class TensorFile:
 
 @contextmanager
 def opened(path: Path, most: int, tensors: int = _TENSORS) -> Iterator[TensorFile]:
-    """The file at `path`. Raises TensorFileError."""
+    """Opens the file at `path`. Raises TensorFileError."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -190,7 +186,7 @@ def opened(path: Path, most: int, tensors: int = _TENSORS) -> Iterator[TensorFil
 
 
 def _state(file: io.BufferedReader) -> tuple[int, int, int]:
-    """Bytes, inode and time of the last change."""
+    """Returns the bytes, inode and time of the last change."""
     result = os.fstat(file.fileno())
     return result.st_size, result.st_ino, result.st_mtime_ns
 
@@ -201,7 +197,7 @@ def _check_shape(file: str, name: str, shape: list[int]) -> None:
 
 
 def whole_file(read: Callable[[int, int], bytes], size: int) -> dict[str, TensorPlace]:
-    """The tensors of a safetensors file of numbers; arguments as of `blobs.read_tensors`.
+    """Returns the tensors of a safetensors file of floats; arguments as in `read_tensors`.
 
     Raises DamagedBlob naming the tensor.
     """
@@ -209,16 +205,14 @@ def whole_file(read: Callable[[int, int], bytes], size: int) -> dict[str, Tensor
         read, size, {name: ITEM_BYTES[DTYPE_OF_FILE[name]] for name in FLOATS}, MAX_FILE_HEADER
     )
     if end != size:
-        raise DamagedBlob(f"it has {size - end} bytes behind its tensors; valid: none")
+        raise DamagedBlob(f"it has {size - end} bytes after its tensors; valid: none")
     return tensors
 
 
 def npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, Fortran order and dtype of a `.npy` file, or of a member of an npz file.
+    """Returns shape, Fortran order and dtype of a `.npy` file, or of a member of an npz file.
 
-    Raises ValueError.
-
-    Numpy evaluates the header as a literal, which fails in many ways; nothing in it is run.
+    numpy evaluates the header as a literal, without running code. Raises ValueError for any error.
     """
     form: Any = np.lib.format
     try:

@@ -9,7 +9,8 @@ from host import Host
 
 from midstream.broker.ledger.results.readings import readings
 from midstream.schemas.jobs.jobs import Job
-from midstream.schemas.requests.readings import READER, LensReading, StoredLens
+from midstream.schemas.readings.lens import LensReading, StoredLens
+from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import StoredCapture
 
 #: Of log-probabilities, nats, in fp32: what the product with the output matrix in another batch

@@ -23,7 +23,8 @@ from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.requests.readings import READER, FeaturesReading, StoredFeatures
+from midstream.schemas.readings.features import FeaturesReading, StoredFeatures
+from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import SteeringSpec, StoredCapture, StoredSteering
 
 D_SAE, LAYER, K = 256, 2, 12

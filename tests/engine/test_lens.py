@@ -12,7 +12,7 @@ from lens_kit import Truth, check, lens, lenses
 from safetensors.numpy import save_file
 from tiny import LAYERS
 
-from midstream.schemas.requests.readings import StoredTuned
+from midstream.schemas.artifacts.tuned_lenses import StoredTuned
 from midstream.storage.formats.tuned_files import check_on
 
 ALL = list(range(LAYERS))

@@ -13,10 +13,9 @@ from tiny import LAYERS
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.api.resolve.readings.readers import resolve_reader
 from midstream.broker.ledger.results.readings import readings
-from midstream.schemas.extensions import ReaderSpec
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.requests.readings import ReaderReading
+from midstream.schemas.readings.installed import ReaderReading, ReaderSpec
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.runner.readings.installed_readers import PATIENCE_S
 

@@ -39,6 +39,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         patch.setenv("MIDSTREAM_EXTENSIONS", "row-geometry")
         options = {
             "hooks": "all,inside",
+            "dtype": "bfloat16",  # what the pages show, on any processor
             "tool_parser": "hermes",
             "metrics_port": three_ports(),
             **folders,

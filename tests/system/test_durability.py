@@ -120,7 +120,7 @@ def test_a_durable_redis_is_accepted(redis_url: str) -> None:
 def test_a_redis_that_is_made_lossy_accepts_no_job_until_it_is_durable_again(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, name: str, wrong: str, right: str
 ) -> None:
-    monkeypatch.setattr(memory_pressure, "LOOK_S", 0.0)
+    monkeypatch.setattr(memory_pressure, "SAMPLE_S", 0.0)
 
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:

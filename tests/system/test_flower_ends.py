@@ -148,7 +148,7 @@ def test_flower_polls_nothing_without_unfinished_tasks() -> None:
 def test_unfinished_tasks_beyond_the_batch_size_take_turns(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flower, "ASKED", 2)
+    monkeypatch.setattr(flower, "MAX_QUERIED", 2)
     for number in range(5):
         seen.hears(f"job_{number}", "started")
         seen.stands(f"job_{number}", "running" if number < 4 else "succeeded")

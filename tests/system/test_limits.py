@@ -32,7 +32,7 @@ from ledger_kit import (
 from redis_kit import handed_over
 from sweep_rig import sweep, sweep_job
 
-from midstream.broker.ledger.core.memory_pressure import LOOK_S
+from midstream.broker.ledger.core.memory_pressure import SAMPLE_S
 from midstream.broker.ledger.core.scripts import Scripts
 from midstream.broker.ledger.jobs.captures import Captures
 from midstream.broker.ledger.jobs.ledger import Ledger
@@ -581,7 +581,7 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
             vector = dict(msgspec.to_builtins(from_numpy(np.ones(8, np.float32))))
             entries = {"steering": [{"layers": [0], "vector": vector}]}
             deadline = (
-                time.monotonic() + 60 * LOOK_S
+                time.monotonic() + 60 * SAMPLE_S
             )  # it has looked a moment ago, and may accept some until it looks again
             while (
                 refused := api.http.put(f"/v1/steering/modules/m{now()}", json=entries)

@@ -126,10 +126,11 @@ def test_processes_wait_for_a_redis_out_of_memory(stack: Stack) -> None:
 
 @pytest.mark.long
 def test_processes_wait_for_a_redis_that_cannot_save(stack: Stack) -> None:
-    home = str(stack.directory / "redis")
+    in_the_way = stack.directory / "redis" / "dump.rdb" / "folder"
 
     def refuse(client: "redis.Redis") -> None:
-        client.config_set("dir", "/proc")
+        in_the_way.parent.unlink(missing_ok=True)
+        in_the_way.mkdir(parents=True)
         client.config_set("save", "3600 1")
         client.bgsave()
         until(
@@ -138,8 +139,10 @@ def test_processes_wait_for_a_redis_that_cannot_save(stack: Stack) -> None:
         )
 
     def allow(client: "redis.Redis") -> None:
-        client.config_set("dir", home)
         client.config_set("save", "")
+        in_the_way.rmdir()
+        in_the_way.parent.rmdir()
+        client.bgsave()
 
     survives(stack, refuse, allow, ["worker", "callbacks"])
 
@@ -165,7 +168,7 @@ def test_a_worker_registers_again_after_redis_lost_its_data(stack: Stack, how: s
             client.flushall()
     else:
         stack.kill("redis")
-        for path in (stack.directory / "redis").rglob("*.aof"):
+        for path in (stack.directory / "redis").rglob("*.aof*"):  # with the manifest of Redis 7
             path.unlink()
         stack.restart("redis")
     until(lambda: ready(stack), "it is ready again")

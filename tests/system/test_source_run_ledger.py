@@ -354,7 +354,7 @@ def test_runs_are_listed_newest_first_in_pages_with_what_became_of_each(
             await ledger.submit(run_job(name="run-3"), {})
             await Captures(ledger).delete(jobs[0].id)
             await ledger.heartbeat(worker_info())
-            await runs.tell_held(WORKER, [run_key(jobs[1].id, 0, TAG)], 60)
+            await runs.record_held(WORKER, [run_key(jobs[1].id, 0, TAG)], 60)
             await runs.lease(
                 {"job_user": [run_key(jobs[1].id, 0, TAG), run_key(jobs[1].id, 1, TAG)]}, 60
             )

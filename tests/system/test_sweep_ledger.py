@@ -48,7 +48,7 @@ def test_a_unit_is_kept_once_with_its_event_and_its_receipts_are_forgotten(redis
             assert list(await sweeps.receipts(job.id, [first, first + 1], 2)) == [first], (
                 "the other one lacks a rank"
             )
-            assert [of.rank for of in await sweeps.told(job.id, [first + 1], 2)] == [0]
+            assert [of.rank for of in await sweeps.reported(job.id, [first + 1], 2)] == [0]
             assert await sweeps.keep(job, 1, [cell(job, 0), cell(job, 2)], 2, 1) == "kept"
             assert (
                 await sweeps.keep(job, 1, [cell(job, 0, value=99.0), cell(job, 1)], 2, 1) == "kept"

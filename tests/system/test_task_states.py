@@ -270,29 +270,29 @@ def test_one_unreportable_task_end_does_not_block_others(
 ) -> None:
     monkeypatch.setattr(task_states, "LOOK_S", 0.05)
 
-    class Asked:
-        def __init__(self, name: str, told: Callable[[State], None]):
-            self.id, self.args, self._told = name, [name], told
+    class Awaited:
+        def __init__(self, name: str, reported: Callable[[State], None]):
+            self.id, self.args, self._reported = name, [name], reported
 
-        def tell(self, state: State, problem: object) -> None:
-            self._told(state)
+        def report(self, state: State, problem: object) -> None:
+            self._reported(state)
 
     def broken(state: State) -> None:
         raise ValueError(state)
 
-    told: list[State] = []
+    reported: list[State] = []
     with redis.Redis.from_url(redis_url) as client:
         client.hset("ms:job:first", "state", "succeeded")
         client.hset("ms:job:second", "state", "running")
         settlements = task_states.Settlements(redis_url, lambda: SimpleNamespace(enabled=True))
-        settlements.wait_for(cast(task_states.JobRequest, Asked("first", broken)))
-        settlements.wait_for(cast(task_states.JobRequest, Asked("second", told.append)))
+        settlements.wait_for(cast(task_states.JobRequest, Awaited("first", broken)))
+        settlements.wait_for(cast(task_states.JobRequest, Awaited("second", reported.append)))
         time.sleep(0.5)  # the first was looked at
         client.hset("ms:job:second", "state", "failed")
         until = time.monotonic() + 60
-        while not told and time.monotonic() < until:
+        while not reported and time.monotonic() < until:
             time.sleep(0.02)
-    assert told == [State.FAILED]
+    assert reported == [State.FAILED]
 
 
 def test_a_part_that_is_put_back_is_rejected_without_a_warning(

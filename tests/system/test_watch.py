@@ -185,8 +185,8 @@ def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(
             job = make_job()
             await claimed(ledger, job)
             last = (await ledger.events(job.id))[-1].id
-            assert await watcher.stirred(job.id, last, 0.2) is False
-            following = asyncio.create_task(watcher.stirred(job.id, last, 30))
+            assert await watcher.has_events(job.id, last, 0.2) is False
+            following = asyncio.create_task(watcher.has_events(job.id, last, 30))
             still = asyncio.create_task(
                 watcher.changed(job.id, (await ledger.view(job.id)).version, 1.0)
             )

@@ -375,7 +375,7 @@ def test_a_clock_that_is_set_back_delays_no_webhook(
             await made.job(receiver.url("/retried"))
             await made.sender.round()
             await made.job(receiver.url("/lost", "localhost"))  # another lane
-            assert len(await made.outbox.lend(1, 1, 30.0, {})) == 1
+            assert len(await made.outbox.lease(1, 1, 30.0, {})) == 1
             made.ahead = 100.0
             await made.job(receiver.url("/new"))
             made.ahead = -7200.0
@@ -472,9 +472,9 @@ def test_a_sender_past_its_lease_may_only_report_delivery(redis_url: str) -> Non
     async def main() -> None:
         async with service(redis_url) as made:
             await made.job("http://hooks.example/")
-            [late] = await made.outbox.lend(8, 8, 30.0, {})
+            [late] = await made.outbox.lease(8, 8, 30.0, {})
             made.ahead += 31.0
-            [present] = await made.outbox.lend(8, 8, 30.0, {})
+            [present] = await made.outbox.lease(8, 8, 30.0, {})
             assert (present.id, present.token == late.token) == (late.id, False)
             attempt = DeliveryAttempt(at=made.outbox.clock())
             assert await made.outbox.settle(late, "failed", attempt) == "stale"
@@ -497,7 +497,7 @@ def test_thousands_of_receivers_do_not_delay_another_tenants_webhooks(redis_url:
                     )
                     await made.ledger.submit(job, {})
                     await made.ledger.request_cancel(job.id)
-            lent = await made.outbox.lend(32, 96, 30.0, {"many": 96})
+            lent = await made.outbox.lease(32, 96, 30.0, {"many": 96})
             assert [loan.tenant for loan in lent] == ["other"], (
                 "the other has its slots, and something to send"
             )

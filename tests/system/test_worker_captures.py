@@ -20,7 +20,8 @@ from stack import Stack
 from midstream.broker.ledger.jobs.captures import Captures
 from midstream.client import CaptureReader
 from midstream.schemas.jobs.jobs import State
-from midstream.schemas.requests.readings import READER, OptionValue, StoredReader
+from midstream.schemas.readings.installed import OptionValue, StoredReader
+from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import StoredCapture
 
 PLUGIN = """

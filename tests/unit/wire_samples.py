@@ -23,6 +23,7 @@ from midstream.schemas.access.webhooks import DeliveryAttempt
 from midstream.schemas.artifacts.loras import Lora, LoraUse
 from midstream.schemas.artifacts.probes import Probe
 from midstream.schemas.artifacts.saes import Sae
+from midstream.schemas.artifacts.tuned_lenses import TunedLens
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import to_json, to_msgpack
 from midstream.schemas.base.tensors import Tensor
@@ -39,8 +40,9 @@ from midstream.schemas.jobs.jobs import Event, Job, Output
 from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle, WorkerInfo
 from midstream.schemas.jobs.receipts import LostRange, Receipt
 from midstream.schemas.jobs.sweeps import Neurons, SweepRequest, UnitRecord
-from midstream.schemas.requests.lens import TunedLens
-from midstream.schemas.requests.readings import FeaturesPart, LensPart, ReaderPart
+from midstream.schemas.readings.features import FeaturesPart
+from midstream.schemas.readings.installed import ReaderPart
+from midstream.schemas.readings.lens import LensPart
 from midstream.schemas.requests.source_runs import Run, RunFiles
 from midstream.schemas.requests.specs import RankSpec
 from midstream.schemas.requests.steering import GlobalSteering, Module, Proposal, WorkerSteering

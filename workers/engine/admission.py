@@ -1,9 +1,7 @@
-"""Admission of requests to the engine.
+"""Admission of requests to the engine: limits the distinct steering rows in flight, the memory and
+the step rows of captures, and the cells of sweeps; formats are checked one at a time.
 
-Requests that do not fit wait in order of arrival and never fail for it.
-
-Limited are the distinct steering rows in flight, the memory that captured rows may take, and the
-cells of sweeps; formats are checked one at a time.
+Requests that do not fit yet wait in order of arrival.
 """
 
 import asyncio
@@ -42,7 +40,7 @@ class _Gate(ABC, Generic[Demand]):
 
     @asynccontextmanager
     async def admitted(self, demand: Demand) -> AsyncIterator[None]:
-        """Hold the demand for the block, once there is room. An empty demand never waits."""
+        """Hold the demand inside the block, once it fits. An empty demand never waits."""
         self._check(demand)
         if demand:
             await self._acquire(demand)
@@ -62,7 +60,7 @@ class _Gate(ABC, Generic[Demand]):
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._release(demand)  # it was our turn in the same instant
+                self._release(demand)  # cancelled after the turn was granted
             elif entry in self._waiting:
                 self._waiting.remove(entry)
                 self._wake()
@@ -81,8 +79,8 @@ class _Gate(ABC, Generic[Demand]):
 
 
 class CrowdedOut(MidstreamError):
-    """Global steering leaves no room for this request, which was admitted under an earlier version:
-    another attempt will fit.
+    """Global steering leaves no space for this request, which was accepted under an earlier
+    version; another attempt, under the new version, will fit.
     """
 
     def __init__(self, detail: str) -> None:
@@ -90,18 +88,17 @@ class CrowdedOut(MidstreamError):
 
 
 class RowDemand(NamedTuple):
-    """A row of the steering table: its content's key, and how many entries of the pool it takes."""
+    """A row of the steering table: its content's key, and how many pool entries it takes."""
 
     key: str
     entries: int
 
 
 class RowAdmission(_Gate[frozenset[RowDemand]]):
-    """Counts the distinct row contents in flight; never more than `rows` with `entries`.
+    """Limits the distinct row contents in flight to `rows` rows with `entries` pool entries.
 
-    Equal contents share a row.
-
-    Some belong to global steering, whether a request in flight uses them or not.
+    Equal contents share a row. Rows of global steering are pinned: they count whether or not a
+    request in flight uses them.
     """
 
     def __init__(self, rows: int, entries: int) -> None:
@@ -115,9 +112,7 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
         return len(self._in_use)
 
     def check_pinned(self, rows: frozenset[RowDemand]) -> None:
-        """Raises MidstreamError("intervention_failed") if these can never replace the current
-        ones.
-        """
+        """Raises MidstreamError("intervention_failed") if `rows` can never replace the pinned."""
         self._check_size(rows)
         if not self._within(rows | self._pinned):
             detail = (
@@ -130,10 +125,10 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
     async def replacing_pinned(
         self, rows: frozenset[RowDemand], patience_s: float
     ) -> AsyncIterator[None]:
-        """Hold both these and the current rows in the block; afterwards these are current, or the
-        previous ones if it raises.
+        """Hold both `rows` and the pinned rows inside the block; after it `rows` are pinned, unless
+        the block raises.
 
-        Raises as `check_pinned`, and if there is no room within `patience_s`.
+        Raises as `check_pinned`, and if `rows` do not fit within `patience_s`.
         """
         self.check_pinned(rows)
         if rows:
@@ -151,8 +146,8 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
         except BaseException:
             self._release(rows)
             raise
-        former, self._pinned = self._pinned, rows
-        self._release(former)
+        replaced, self._pinned = self._pinned, rows
+        self._release(replaced)
         for entry in [entry for entry in self._waiting if not self._within(entry[0] | rows)]:
             self._waiting.remove(entry)
             if not entry[1].done():
@@ -160,9 +155,9 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
         self._wake()
 
     def clear_pinned(self) -> None:
-        """Drop all current rows: the ranks have cleared them."""
-        former, self._pinned = self._pinned, frozenset()
-        self._release(former)
+        """Drop all pinned rows, which the ranks have cleared."""
+        cleared, self._pinned = self._pinned, frozenset()
+        self._release(cleared)
 
     def _check(self, demand: frozenset[RowDemand]) -> None:
         self._check_size(demand)
@@ -208,10 +203,10 @@ def _entries(rows: Iterable[RowDemand]) -> int:
 
 
 class CaptureBudget(_Gate[int]):
-    """Bytes of captured rows in flight: they stay in memory until the request ends and its file is
-    written.
+    """Limits the bytes of captured rows in flight, which stay in memory until the request has ended
+    and its file is written.
 
-    At most `limit`, or a single request that is larger.
+    The limit is `limit`; a larger request runs alone.
     """
 
     def __init__(self, limit: int) -> None:
@@ -221,7 +216,7 @@ class CaptureBudget(_Gate[int]):
         self._shut = False
 
     def shut(self, shut: bool) -> None:
-        """Admit no request until this is called with false: the ranks' writers are behind."""
+        """Stop or resume admission; it is stopped while the ranks' writers are behind."""
         self._shut = shut
         self._wake()
 
@@ -236,7 +231,9 @@ class CaptureBudget(_Gate[int]):
 
 
 class CellSlots(_Gate[int]):
-    """Cells of sweeps in the engine; `limit()` may change between calls, and is at least 1."""
+    """Limits the cells of sweeps, or sequences of harvests, in the engine to `limit()`, which may
+    change between calls and is at least 1.
+    """
 
     def __init__(self, limit: Callable[[], int]) -> None:
         super().__init__()
@@ -260,19 +257,15 @@ class CellSlots(_Gate[int]):
 
 
 class FairTurns:
-    """One holder at a time.
-
-    Of those that wait, tenants have turns one after the other, and each tenant's come in their
-    order.
-    """
+    """One holder at a time. Waiting tenants take turns; each tenant's holders come in order."""
 
     def __init__(self) -> None:
         self._held = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # tenants by their turn
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, next turn first
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Hold the turn for the block."""
+        """Hold the turn inside the block."""
         if self._held:
             granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(tenant, deque()).append(granted)
@@ -280,7 +273,7 @@ class FairTurns:
                 await granted
             except asyncio.CancelledError:
                 if granted.done() and not granted.cancelled():
-                    self._pass_on()  # it was our turn in the same instant
+                    self._pass_on()  # cancelled after the turn was granted
                 raise
         self._held = True
         try:
@@ -303,9 +296,8 @@ class FairTurns:
 
 
 class StepRows(CaptureBudget):
-    """Rows of the next tokens of the requests in the engine: the ring holds that many.
-
-    What else a step captures is split to fit.
+    """Limits the rows that the requests in the engine capture of their next tokens to `limit`, the
+    rows of the ring. A step's other captures can be split to fit.
 
     `limit` 0: no ring and no limit.
     """

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: whether it has a config, and as many layers as that says."""
+"""Checks a checkpoint's folder: it must have a config, and as many layers as the config says."""
 
 import json
 import re
@@ -14,13 +14,13 @@ from ...schemas.base.settings import Settings
 #: A weight of a numbered layer, such as `model.layers.3.mlp.up_proj.weight` or
 #: `transformer.h.3.ln_1.bias`.
 _OF_LAYER = re.compile(r"^(?P<stack>.*?)\.(?P<number>\d+)\.")
-#: Fields of configs that count layers behind the model's own, which predict further tokens.
+#: Fields of configs that count layers after the model's own, which predict further tokens.
 _BEHIND = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
 def check_folder(settings: Settings) -> None:
-    """Raises MidstreamError if `model` is a folder without a config; hub names and files are left
-    to vLLM.
+    """Raises MidstreamError if `model` is a folder without a valid config; vLLM checks hub names
+    and files.
     """
     folder = Path(settings.model).expanduser()
     named = "hf_config_path" in settings.engine_options
@@ -46,8 +46,8 @@ def check_layers(model: str, config: Any, layers: int) -> None:
     """Raises MidstreamError if the weights in the folder `model` have another number of layers than
     the config says.
 
-    `config`: transformers' of the language model. `layers`: vLLM's count of them. Formats other
-    than safetensors, and checkpoints whose weights are not numbered in this way, are left to vLLM.
+    `config`: transformers' config of the language model. `layers`: vLLM's count of its layers. vLLM
+    checks other formats than safetensors, and checkpoints whose weights are numbered differently.
     """
     stacks: dict[str, int] = {}
     for name in _weight_names(Path(model)):

@@ -14,20 +14,22 @@ import msgspec
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.settings import Settings
 
-#: This start of the process; receipts and leases carry it, so that leftovers of a previous start
-#: are recognised.
+#: Id of this start of the process; receipts and leases carry it, so that leftovers of a previous
+#: start are recognised.
 BOOT = uuid.uuid4().hex
 
 
 def with_worker_id(settings: Settings) -> Settings:
-    """The settings with `worker_id` filled in: stable over restarts, a plain file and node name."""
+    """Returns the settings with `worker_id` filled in: stable over restarts, and valid as a file
+    and node name.
+    """
     needed = settings.worker_id or f"{socket.gethostname()}-{settings.served_model}"
     return msgspec.structs.replace(settings, worker_id=re.sub(r"[^A-Za-z0-9_.-]", "-", needed))
 
 
 class WorkerLock:
-    """Held for a worker's lifetime: a second live worker of the same id would release the first
-    one's jobs.
+    """A lock held for a worker's lifetime: a second live worker with the same id would release the
+    jobs of the first.
     """
 
     def __init__(self, settings: Settings, patience_s: float = 5.0):

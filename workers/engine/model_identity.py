@@ -1,8 +1,8 @@
-"""The identity of a loaded model: a digest of everything that decides its numbers, wherever its
-files are and however ranks share it.
+"""The identity of a loaded model: a digest of everything that decides its numbers, independent of
+where its files are and how ranks divide it.
 
 It covers the names and bytes of the files in the checkpoint's folder (weights, config, tokenizer,
-code; not texts about them), the dtype, and the engine options of `DEFINING`. See
+code; not texts such as README), the dtype, and the engine options of `DEFINING`. See
 docs/decisions/0038-model-identity.md.
 """
 
@@ -38,12 +38,12 @@ DEFINING = (
     "quantization_config",
     "tokenizer_mode",
 )
-#: Files in a checkpoint's folder that nothing is computed from.
+#: Prefixes of files in a checkpoint's folder that do not affect its numbers.
 _TEXTS = ("LICENSE", "NOTICE", "README", "USE_POLICY")
 #: Bytes that a thread reads and hashes at a time, and the largest number of threads.
 _PIECE, _THREADS = 1 << 24, 8
-#: A file that was written less than this many seconds before it was read may be written again
-#: within one tick of its clock.
+#: A digest is not kept if its file was written less than this many seconds before it was read: it
+#: might be written again within one tick of the file system's clock.
 _FRESH_S = 2.0
 
 #: Size, times of modification and of change (ns), inode and device of a file whose digest is known.
@@ -51,10 +51,10 @@ Stat = tuple[int, int, int, int, int]
 
 
 def identity_of(settings: Settings, config: Any) -> str:
-    """The identity, 64 hex digits. `config`: vLLM's `ModelConfig`.
+    """Returns the identity, 64 hex digits. `config`: vLLM's `ModelConfig`.
 
-    A file is read once; from then on its digest is known from the data folder while `stat` says the
-    same of it. Raises MidstreamError where it cannot be said what would be loaded.
+    A file is read once; its digest is kept in the data folder and used while the file's `stat` is
+    unchanged. Raises MidstreamError if it is unknown what would be loaded.
     """
     digests = FileDigests(Path(settings.data_dir).resolve() / "checkpoint-digests.json")
     options = {
@@ -76,8 +76,8 @@ def identity_of(settings: Settings, config: Any) -> str:
 
 
 def _place(digests: "FileDigests", place: str, config: Any) -> str:
-    """Digest of a file or folder; of a hub's name, the name and the commit, which the hub never
-    changes.
+    """Returns the digest of a file or folder; for a name on the hub, the name and its commit, whose
+    content the hub never changes.
     """
     path = Path(place).expanduser()
     if path.exists():
@@ -87,8 +87,8 @@ def _place(digests: "FileDigests", place: str, config: Any) -> str:
     raise MidstreamError(
         "engine_failed",
         (
-            f"the identity of {place} is not known: it is no folder on this machine, and "
-            "the hub named no commit of it"
+            f"the identity of {place} is unknown: it is not a folder on this machine, and the hub "
+            "gave no commit of it"
         ),
         field="model",
         allowed="the folder of a checkpoint, or a name on the hub with the engine option revision",
@@ -112,9 +112,10 @@ class FileDigests:
             logger.warning("%s cannot be read, so files are hashed again: %s", kept, error)
 
     def of(self, path: Path) -> str:
-        """SHA-256 over the names and contents of the files in a folder, or the content of a file.
+        """Return the SHA-256 over the names and contents of a folder's files, or over one file's
+        content.
 
-        Raises MidstreamError.
+        Raises MidstreamError if a file cannot be read or changes meanwhile.
         """
         try:
             files = (
@@ -155,10 +156,7 @@ class FileDigests:
         return contents
 
     def _keep(self) -> None:
-        """Write what is known of files that are still there.
-
-        Without it, the next start hashes again.
-        """
+        """Write the known digests of files that still exist, for the next start."""
         aside = self._kept.with_name(f".{self._kept.name}.{secrets.token_hex(4)}")
         try:
             self._kept.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +184,7 @@ def _stat(file: Path) -> Stat:
 
 
 def _content(file: Path, size: int, pool: ThreadPoolExecutor) -> str:
-    """BLAKE2b over the digests of the file's pieces, which threads compute side by side."""
+    """Returns the BLAKE2b over the digests of the file's pieces, which threads compute."""
     digest = hashlib.blake2b(size.to_bytes(8, "big"), digest_size=32)
     for piece in pool.map(lambda start: _piece(file, start), range(0, size, _PIECE)):
         digest.update(piece)

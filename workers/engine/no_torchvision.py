@@ -1,10 +1,10 @@
 """A stand-in for torchvision where it is not installed: vLLM's model files import it, though text
-and PIL's processors need none of it.
+and PIL-based image processors do not need it.
 
 There is no CPU build of torchvision on PyPI. Model files of vLLM import names from transformers'
-torchvision-based image processors when they are loaded, so that without torchvision even text would
-not be served. The stand-in's names exist and fail when they are used, with a message that says what
-is missing; transformers continues its processors for PIL.
+torchvision-based image processors when they are loaded, so without torchvision even text would not
+be served. The stand-in's names exist, and raise an error that names them when they are used;
+transformers uses its PIL-based processors.
 """
 
 import importlib.machinery
@@ -24,12 +24,12 @@ _VIDEO_BASES = ("BaseVideoProcessor", "VideoProcessorMixin")
 
 
 class MissingTorchvisionError(ImportError):
-    """Something of torchvision is used, which is not installed."""
+    """A name of torchvision was used, which is not installed."""
 
 
 class _Name(type):
-    """A class for each name of torchvision: annotations and base classes take it, calls and members
-    do not.
+    """The metaclass of torchvision's names: they work in annotations and as base classes; calling
+    them raises.
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -64,11 +64,11 @@ class _Finder(MetaPathFinder, Loader):
         return _StandIn(spec.name, "Stands in for torchvision, which is not installed.")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
+        """Does nothing; loaders must have this method."""
 
 
 def install() -> None:
-    """Have `import torchvision` succeed in this process, if it is not installed.
+    """Makes `import torchvision` succeed in this process, if it is not installed.
 
     vLLM calls this in every process that it starts.
     """
@@ -80,31 +80,31 @@ def install() -> None:
         import_utils.is_torchvision_available,
         import_utils.is_torchvision_v2_available,
     ):
-        available()  # remembered by transformers: it is not there
+        available()  # caches in transformers that torchvision is not installed
     sys.meta_path.append(_Finder())
     try:
         _make_video_processors()
     except (AttributeError, ImportError) as error:
-        # another transformers: those models are served with text only
+        # an unknown version of transformers: those models are served with text only
         logger.warning(
-            ("image processors of models that also take videos do not run without torchvision: %s"),
+            "image processors of models that also take videos do not run without torchvision: %s",
             error,
         )
 
 
 def _make_video_processors() -> None:
-    """Have transformers make processors for videos, and those that have one: a model's processor is
-    made of all its parts.
+    """Makes transformers create video processors without torchvision: otherwise a model whose
+    processor has one could not take images either.
 
-    It puts classes that refuse in the place of all that need torchvision; image processors have
-    others for PIL. Videos are refused before they would reach one.
+    transformers replaces classes that need torchvision by classes that raise; image processors have
+    PIL-based alternatives. Videos are rejected before they would reach a video processor.
     """
     from transformers.utils import import_utils
 
     lazy = import_utils._LazyModule
     look_up = lazy.__getattr__
 
-    def found(module: Any, name: str) -> Any:
+    def look_up_with_video(module: Any, name: str) -> Any:
         if name in _VIDEO_BASES:
             return getattr(importlib.import_module("transformers.video_processing_utils"), name)
         missing = module.__dict__.get("_object_missing_backend", {})
@@ -112,7 +112,7 @@ def _make_video_processors() -> None:
             del missing[name]
         return look_up(module, name)
 
-    lazy.__getattr__ = found
+    lazy.__getattr__ = look_up_with_video
 
 
 def _of_images(name: str) -> bool:
@@ -120,8 +120,8 @@ def _of_images(name: str) -> bool:
 
 
 def stand_in() -> None:
-    """Have every process of vLLM that is started from here on call `install`, through vLLM's plugin
-    group; this process too.
+    """Makes this process, and through vLLM's plugin group every process of vLLM started from here
+    on, call `install`.
     """
     install()
     folder = str(Path(__file__).parent / "plugin")
@@ -129,5 +129,5 @@ def stand_in() -> None:
     if folder not in parts:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *parts])
     if folder not in sys.path:
-        # which `multiprocessing` hands on to the processes that it spawns, in place of theirs
+        # `multiprocessing` gives spawned processes this `sys.path` in place of their own
         sys.path.append(folder)

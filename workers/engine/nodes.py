@@ -1,13 +1,13 @@
-"""Hands the plane's configuration from the worker to the followers of an engine on several
-machines, and lets each see the other's end.
+"""Passes the plane's configuration from the worker to the followers of an engine on several
+machines, and lets worker and followers detect each other's end.
 
-A follower's ranks need what the worker generates at each start (its boot, the buffers' sizes).
-Paths, cores and keys are those of each machine. A follower joins the published start, and
-no other: `ms:node:{worker}`, JSON of a `PlaneConfig`.
+A follower's ranks need what the worker generates at each start (its boot, the buffers' sizes);
+paths, cores and keys are each machine's own. A follower joins only the start that is published in
+`ms:node:{worker}` (JSON of a `PlaneConfig`).
 
-The ranks alone would not notice a loss: vLLM waits 300 s for the last of them, and a connection
-whose packets vanish for longer. So a follower renews `ms:node-alive:{worker}:{rank}`, as long as it
-also reaches the worker's machine.
+The ranks alone would notice a loss late: vLLM waits 300 s for a missing rank, and longer on a
+connection whose packets are dropped. So a follower renews `ms:node-alive:{worker}:{rank}`, as long
+as it also reaches the worker's machine.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ import msgspec
 import redis
 
 from ...broker.ops import redis_open
-from ...broker.ops.redis_availability import await_writes, is_absence
+from ...broker.ops.redis_availability import await_writes, is_redis_unavailable
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import from_json, to_json
 from ...schemas.base.settings import Settings
@@ -35,7 +35,7 @@ from ..runner.base.config import PlaneConfig
 log = logging.getLogger(__name__)
 
 POLL_S, TIMEOUT_S = 0.5, 5.0
-#: A worker that has been seen alive counts as gone after that many leases without its sign of life.
+#: A worker that was seen alive counts as gone after this many leases without its sign of life.
 LEASES_GONE = 2.0
 
 
@@ -64,8 +64,8 @@ def publish(settings: Settings, plane: PlaneConfig) -> None:
 
 
 def check_identity(plane: PlaneConfig, identity: str) -> None:
-    """Raises MidstreamError where this machine's checkpoint is not that of the worker: their ranks
-    would compute two models.
+    """Raises MidstreamError if this machine's model is not the worker's: their ranks would compute
+    two models.
     """
     if plane.identity != identity:
         raise MidstreamError(
@@ -84,16 +84,17 @@ class Worker:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._client = _connect(settings)
-        # a follower that is started again is not the one that has the ranks
+        # distinguishes this process from an earlier follower of the machine, whose ranks are gone
         self._self = secrets.token_hex(4)
         self._next = float("-inf")  # when the sign of life is due (monotonic)
-        # when its machine was last reached (monotonic); it is not before its ranks meet
-        self._met = float("-inf")
-        # when it was last seen (monotonic); it is not before its engine is ready
+        # when the worker's machine was last reached (monotonic); it listens once its ranks meet
+        self._reached = float("-inf")
+        # when the worker was last seen alive (monotonic); -inf until its engine is ready
         self._alive = float("-inf")
 
     def start(self) -> PlaneConfig | None:
-        """The configuration of the last start, as it holds on this machine; None before the first.
+        """Return the configuration of the last start, with this machine's paths, cores and keys;
+        None before the first start.
 
         Raises redis.RedisError.
         """
@@ -114,11 +115,9 @@ class Worker:
         )
 
     def await_start(self, after: str) -> PlaneConfig:
-        """The first start whose boot is not `after`.
+        """Wait for and return the first start whose boot is not `after`.
 
-        A Redis that is unreachable, or loads its log, is waited for.
-
-        Raises redis.RedisError.
+        Waits while Redis is unreachable or loads its log. Raises other redis.RedisErrors.
         """
         logged = False
         while True:
@@ -127,7 +126,7 @@ class Worker:
                 if plane is not None and plane.boot != after:
                     return plane
             except redis.RedisError as error:
-                if not is_absence(error):
+                if not is_redis_unavailable(error):
                     raise
                 if not logged:
                     log.warning("waiting for Redis: %s", error)
@@ -135,7 +134,10 @@ class Worker:
             time.sleep(POLL_S)
 
     def is_over(self, boot: str) -> bool:
-        """Return whether that start has ended: another one began, or its sign of life is gone."""
+        """Return whether the start `boot` has ended: another one began, or its sign is gone.
+
+        Raises redis.RedisError.
+        """
         plane = self.start()
         if plane is None or plane.boot != boot:
             return True
@@ -147,9 +149,8 @@ class Worker:
     def stay(self, boot: str) -> bool:
         """Renew this machine's sign of life, four times per lease.
 
-        False: the worker's machine could not be reached for `lease_s`.
-
-        Raises redis.RedisError.
+        Returns False if the worker's machine was unreachable for `lease_s`. Raises
+        redis.RedisError.
         """
         lease, now = self._settings.lease_s, time.monotonic()
         if now < self._next:
@@ -160,8 +161,8 @@ class Worker:
             contextlib.suppress(OSError),
             socket.create_connection((host.strip("[]"), int(port)), lease / 4),
         ):
-            self._met = time.monotonic()
-        if 0 < self._met < now - lease:
+            self._reached = time.monotonic()
+        if 0 < self._reached < now - lease:
             return False
         self._client.set(
             _sign(self._settings.worker_id, self._settings.node_rank),
@@ -171,7 +172,7 @@ class Worker:
         return True
 
     def leave(self) -> None:
-        """Take the sign of life away, where Redis can be reached."""
+        """Remove the sign of life, if Redis is reachable."""
         with contextlib.suppress(redis.RedisError):
             self._client.delete(_sign(self._settings.worker_id, self._settings.node_rank))
 
@@ -179,20 +180,20 @@ class Worker:
 class Followers:
     """The other machines as the worker sees them.
 
-    Calls `on_loss` with the reason, once, on its own thread.
+    Calls `on_loss` once, with the reason, on its own thread, when it has lost a machine.
     """
 
     def __init__(self, settings: Settings, boot: str, on_loss: Callable[[str], object]) -> None:
         self._settings, self._boot, self._on_loss = settings, boot, on_loss
         self._client = _connect(settings)
         self._ranks = range(1, settings.nodes)
-        self._joined: dict[int, bytes] = {}  # each machine's sign
-        self._until: dict[int, float] = {}  # when it counts as lost
+        self._joined: dict[int, bytes] = {}  # node_rank → sign of life
+        self._until: dict[int, float] = {}  # node_rank → when it counts as lost (monotonic)
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
 
     def stop(self) -> None:
-        """Their end is no loss from now on."""
+        """Stop watching: from now on the end of a follower is not a loss."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -207,16 +208,16 @@ class Followers:
                 return
 
     def lost(self, now: float) -> int | None:
-        """The `node_rank` of a machine that has joined this start and is gone, or was started
-        again; `now` is monotonic.
+        """Return the `node_rank` of a machine that joined this start and then ended or was started
+        again; None if there is none. `now` is monotonic.
         """
         try:
             signs: Any = self._client.mget(
                 [_sign(self._settings.worker_id, rank) for rank in self._ranks]
             )
         except redis.RedisError as error:
-            log.info("cannot ask for followers: %s", error)
-            # perhaps they could not say anything either
+            log.info("cannot check on followers, Redis unreachable: %s", error)
+            # followers may not have reached Redis either
             self._until = dict.fromkeys(self._until, now + self._settings.lease_s)
             return None
         for rank, sign in zip(self._ranks, signs, strict=True):

@@ -1,9 +1,9 @@
-"""Resources of an engine, from the model's shape and the settings alone: memory, work per step,
-bytes to the disk, binding limits.
+"""Computes an engine's resources from the model's shape and the settings alone: memory, work per
+step, bytes to the disk, binding limits.
 
-Pure, without torch and vLLM, so that it answers before anything is started: `midstream doctor
---plan`. The memory of the rank's buffers is exact (tests compare it with the buffers); times are
-estimates, see `runner.hooks.site_costs`.
+Pure, without torch and vLLM, so that `midstream doctor --plan` works before anything is started.
+The memory of a rank's buffers is exact (tests compare it with the buffers); times are estimates,
+see `runner.hooks.site_costs`.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,11 +19,11 @@ from ..runner.hooks.architectures import PRE_NORM, UnsupportedArchitectureError,
 from ..runner.hooks.site_costs import CASES, Shape, StepCost, step_cost
 from .plan_inside import Inside, inside_of
 
-#: As `kernels.plan` has them, which imports torch; a test compares.
+#: Copies of constants in `kernels.plan`, which imports torch; a test compares them.
 PLAN_COLUMNS, COUNTS, ROWS_PER_TOKEN = 16, 3, 8
-#: As `runner.edits.prepared_rows` has it, likewise.
+#: Copy of the constant in `runner.edits.prepared_rows`, which a test compares as well.
 KEPT_BYTES = 64 << 20
-#: Spellings in config.json → those that transformers' config classes give.
+#: Field names in config.json → names that transformers' config classes give them.
 _SPELLINGS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -35,25 +35,23 @@ _SPELLINGS |= {
     "ffn_dim": "intermediate_size",
     "n_inner": "intermediate_size",
 }
-#: What transformers assumes where a field that decides about the hooks is not there.
+#: transformers' defaults of missing fields that decide about the hooks or the dtype.
 _ASSUMED = {"use_parallel_residual": True, "do_layer_norm_before": True, "dtype": "float32"}
-#: What vLLM makes of `dtype` auto.
+#: dtype of the checkpoint → dtype that vLLM chooses for `dtype` auto, where they differ.
 _AUTO = {"float32": "bfloat16"}
 
 
 class Linear(NamedTuple):
-    """A linear layer that an adapter may change; `ranks`: tensor-parallel ranks that divide it, at
-    most.
-    """
+    """A linear layer that an adapter may change."""
 
     inputs: int
     outputs: int
-    divided: Literal["inputs", "outputs"]
-    ranks: int
+    divided: Literal["inputs", "outputs"]  # the side that tensor parallelism divides
+    ranks: int  # most tensor-parallel ranks that divide it
 
     def lora_width(self, ranks: int = 1) -> int:
-        """Weights of an adapter of rank 1 on one of `ranks`: vLLM divides the matrix on the side
-        that is divided here.
+        """Returns the weights of an adapter of rank 1 on one of `ranks` tensor-parallel ranks: vLLM
+        divides the LoRA matrix on the layer's divided side.
         """
         share = min(ranks, self.ranks)
         return self.inputs // (share if self.divided == "inputs" else 1) + self.outputs // (
@@ -71,8 +69,8 @@ class Model(NamedTuple):
     dtype: str
     parameters: float
     max_model_len: int
-    weight_bytes: float = 0.0  # of a parameter on average, where they are quantised
-    # of a layer, as Llama has them; none where adapters are refused
+    weight_bytes: float = 0.0  # mean bytes of a parameter in a quantised checkpoint; else 0
+    # linear layers of one layer, as in Llama; none if adapters are refused
     linears: tuple[Linear, ...] = ()
     inside: Inside = Inside((), {}, {})
 
@@ -96,7 +94,7 @@ class Memory(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Work that the sites add to a decode step with as many requests as fit."""
+    """Work that the sites add to a decode step of `max_num_seqs` requests."""
 
     hooks: str
     step: str
@@ -105,7 +103,7 @@ class Work(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """Rows of a capture of every request at every token."""
+    """Bytes that a capture of every request at every token writes."""
 
     captured: str
     token_bytes: int
@@ -125,9 +123,9 @@ class Plan(NamedTuple):
 
 
 def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
-    """The shape in a config.json.
+    """Returns the shape that a config.json describes.
 
-    Raises UnsupportedArchitectureError, and KeyError for a field that is not there.
+    Raises UnsupportedArchitectureError, and KeyError for a missing field.
     """
     text = {**config, **config.get("text_config", {})}
     text |= {
@@ -139,7 +137,7 @@ def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
     architecture = (config.get("architectures") or [""])[0]
     variant = variant_of(architecture, text)
     if not variant.known:
-        # the layers are not loaded: most models are built like Llama
+        # assume Llama's layers, which most models have: the real layers are not loaded
         variant = Variant("", PRE_NORM)
     return Model(
         architecture,
@@ -156,7 +154,7 @@ def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
 
 
 def _parameters(config: Mapping[str, Any]) -> float:
-    """Weights of the whole model, norms and biases left out: for estimates."""
+    """Returns the number of weights of the whole model without norms and biases, for estimates."""
     *attention, gate, up, down = (linear.inputs * linear.outputs for linear in _layer(config))
     return _embeddings(config) + int(config["num_hidden_layers"]) * (
         sum(attention) + _experts(config) * (gate + up + down)
@@ -168,7 +166,7 @@ def _experts(config: Mapping[str, Any]) -> int:
 
 
 def _layer(config: Mapping[str, Any]) -> tuple[Linear, ...]:
-    """Return the parameters of Llama's layer, or of one with experts and one of them."""
+    """Return the linear layers of a layer like Llama's; with experts, those of one expert."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     shared = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("head_dim") or hidden // heads)
@@ -204,8 +202,8 @@ def _embeddings(config: Mapping[str, Any]) -> float:
 
 
 def _weight_bytes(config: Mapping[str, Any], text: Mapping[str, Any]) -> float:
-    """Return a parameter's mean bytes in a quantised checkpoint, whose embeddings stay at 2
-    bytes; 0: not quantised, or unknown.
+    """Return the mean bytes of a parameter in a quantised checkpoint, whose embeddings stay at 2
+    bytes; 0 if the checkpoint is not quantised, or the number of bits is unknown.
     """
     raw = config.get("quantization_config") or text.get("quantization_config") or {}
     groups = [group.get("weights") or {} for group in (raw.get("config_groups") or {}).values()]
@@ -234,7 +232,7 @@ def plan(
     gpu_bytes: int = 0,
     host_bytes: int = 0,
 ) -> Plan:
-    """For one engine. `gpu_bytes`, `host_bytes`: memory of one GPU and of its machine; 0: unknown.
+    """Plans one engine. `gpu_bytes`, `host_bytes`: memory of one GPU and its machine; 0: unknown.
 
     Raises UnsupportedArchitectureError for a hook that the model does not have.
     """
@@ -305,8 +303,7 @@ def _ranks(settings: Settings) -> int:
     return settings.tensor_parallel_size * settings.pipeline_parallel_size
 
 
-# -- memory
-# --------------------------------------------------------------------------------------------------
+# -- Memory
 
 
 def buffers(
@@ -361,9 +358,9 @@ def buffers(
 def _inside(
     model: Model, settings: Settings, sites: Mapping[str, int], ring: Ring | None, *, gpu: bool
 ) -> list[Memory]:
-    """The ring and the tables of each bank inside attention and MLP; `sites`: of each.
+    """Returns the ring and the tables of each bank inside attention and MLP, from `buffers`.
 
-    As `buffers`, summed.
+    `sites`: bank → number of its sites.
     """
     parts = []
     for bank, count in sites.items():
@@ -385,8 +382,8 @@ def _inside(
 
 
 def _adapters(model: Model, settings: Settings, layers: int, *, gpu: bool) -> list[Memory]:
-    """LoRA adapters: what vLLM reserves for those of a step, and those that a rank keeps loaded,
-    all of the largest rank.
+    """Returns the memory that vLLM reserves for the LoRA adapters of a step, and that of the
+    adapters that a rank keeps loaded, all with `max_lora_rank`.
     """
     if not settings.lora_dir:
         return []
@@ -418,7 +415,7 @@ def _adapters(model: Model, settings: Settings, layers: int, *, gpu: bool) -> li
 
 
 def _host_memory(settings: Settings, queue: int) -> list[Memory]:
-    """At most, next to the buffers."""
+    """Returns the most host memory that a rank takes in addition to the buffers."""
     return [
         Memory(
             "queue",
@@ -457,12 +454,13 @@ def _host_memory(settings: Settings, queue: int) -> list[Memory]:
     ]
 
 
-# -- work and bytes
-# --------------------------------------------------------------------------------------------------
+# -- Work and bytes
 
 
 def _work(shape: Shape, hooks: Collection[Hook], settings: Settings) -> list[Work]:
-    """With the hooks that the settings name, and with the one that most uses need."""
+    """Returns the work with the hooks that the settings name, and with `post_block` alone, which
+    most uses need.
+    """
     sets: dict[str, Collection[Hook]] = {f"{len(hooks)} hooks": hooks}
     if len(hooks) > 1:
         sets |= {hook: (hook,) for hook in hooks if hook == "post_block"}
@@ -485,7 +483,9 @@ def _work(shape: Shape, hooks: Collection[Hook], settings: Settings) -> list[Wor
 
 
 def _streams(model: Model, hooks: Collection[Hook], tokens_per_second: float) -> list[Stream]:
-    """Each row is written once, by the first rank of the stage that has its layer."""
+    """Returns the bytes of captures. The first rank of the stage that has a layer writes its rows,
+    so each row counts once.
+    """
     sets = {"one layer at one hook": 1, "every layer at one hook": model.layers}
     if len(hooks) > 1:
         sets[f"every layer at {len(hooks)} hooks"] = model.layers * len(hooks)
@@ -495,8 +495,7 @@ def _streams(model: Model, hooks: Collection[Hook], tokens_per_second: float) ->
     ]
 
 
-# -- limits
-# --------------------------------------------------------------------------------------------------
+# -- Limits
 
 
 def _limits(
@@ -508,7 +507,9 @@ def _limits(
     queue: int,
     tokens_per_second: float,
 ) -> list[str]:
-    """Return what a user or the operator meets first, in sentences that begin with the setting."""
+    """Return the limits that users or operators reach first, as sentences that begin with the
+    setting.
+    """
     limits, sites, tokens = [], len(hooks) * layers, settings.max_num_batched_tokens
     if ring is not None:
         whole = ring.rows // tokens

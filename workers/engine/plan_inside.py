@@ -1,5 +1,5 @@
-"""Resources of the hook points inside attention and MLP; `engine.plan` has the residual
-stream's.
+"""Resources of the hook points inside attention and MLP; those of the residual stream are in
+`engine.plan`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,37 +14,37 @@ class Inside(NamedTuple):
 
     hooks: tuple[Hook, ...]
     widths: Mapping[str, int]  # bank → elements of a row, over all ranks
-    ranks: Mapping[str, int]  # bank → tensor-parallel ranks that divide a row, at most
+    ranks: Mapping[str, int]  # bank → most tensor-parallel ranks that a row is divided among
 
     def width(self, bank: str, ranks: int) -> int:
-        """Elements of a row on one of `ranks`: key heads that do not suffice are on several, and
-        the router is on each.
+        """Returns the elements of a row on one of `ranks`. If there are fewer key heads than ranks,
+        several ranks have the same key head; every rank has the whole router row.
         """
         return self.widths[bank] // min(ranks, self.ranks[bank])
 
-    def ring_width(self, request: Sequence[str]) -> int:
-        """Elements that a ring row has in all banks together.
+    def ring_width(self, named: Sequence[str]) -> int:
+        """Returns the elements of a ring row in all banks together.
 
-        All that were named count, as where the engine is started.
+        Every named hook counts, even if the model lacks it, as when the engine is started.
         """
         return sum(
             self.widths[bank]
-            for bank in {RESIDUAL, *(BANK[hook] for hook in INSIDE if hook in request)}
+            for bank in {RESIDUAL, *(BANK[hook] for hook in INSIDE if hook in named)}
         )
 
-    def sites(self, request: Sequence[str], layers: int) -> dict[str, int]:
-        """Bank → sites of that many layers, of the hooks that were named and exist."""
+    def sites(self, named: Sequence[str], layers: int) -> dict[str, int]:
+        """Returns bank → number of sites in `layers` layers, of the named hooks that exist."""
         counts = {
-            bank: layers * sum(hook in request and hook in self.hooks for hook in hooks)
+            bank: layers * sum(hook in named and hook in self.hooks for hook in hooks)
             for bank, hooks in BANKS.items()
         }
         return {bank: count for bank, count in counts.items() if count}
 
 
 def inside_of(config: Mapping[str, Any], *, experts: int) -> Inside:
-    """Read a config.json whose fields have the usual spellings. `experts`: 1 where there are none.
+    """Reads a config.json whose fields have the usual spellings. `experts`: 1 for a dense model.
 
-    Hooks that only the loaded layers can rule out are taken to exist: the plan is an upper bound.
+    Hooks that only the loaded layers can rule out are assumed to exist: the plan is an upper bound.
     """
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     shared = int(config.get("num_key_value_heads") or heads)

@@ -32,38 +32,38 @@ Locate = Callable[[str], Awaitable[RunFiles]]
 class EngineRequest:
     """One prompt, and everything requested of the engine for it.
 
-    Made in `engine.requests` alone.
+    Only `engine.requests` makes it.
     """
 
     job: str
-    request: int  # index of the prompt in its job; of a sweep see `schemas.jobs.sweep_units`
+    request: int  # index of the prompt in its job; for a sweep see `schemas.jobs.sweep_units`
     attempt: int
     token_ids: list[int]
     sampling: Sampling
-    steering: list[StoredSteering] = field(default_factory=list)  # patches among it
+    steering: list[StoredSteering] = field(default_factory=list)  # including patches
     captures: list[StoredCapture] = field(default_factory=list)
     # tag → how many of the job's prompts have a capture under it
     captured: dict[str, int] = field(default_factory=dict)
     stream: bool = False
     entry: Entry | None = None
     grade: Grade | None = None
-    base: str = ""  # see `RankSpec`, and the next
-    keep_blocks: str = ""
+    base: str = ""  # see `RankSpec`
+    keep_blocks: str = ""  # see `RankSpec`
     trace: str = ""  # see `RankSpec`
     tenant: str = DEFAULT_TENANT
     lora: LoraUse | None = None  # an adapter that is held
     chunk: int = 0  # see `RankSpec`
-    salt: str = ""  # requests share no cached blocks with requests of another salt
-    # with them, tokens and positions are those of the prompt as written
+    salt: str = ""  # requests with different salts share no cached blocks
+    # with images, tokens and positions are those of the prompt before images are expanded
     images: list[ImageRef] = field(default_factory=list)
-    files: list[bytes] = field(default_factory=list)  # of the images, in their order
-    # where they are, once the engine has expanded the prompt
+    files: list[bytes] = field(default_factory=list)  # of `images`, in their order
+    # where the images are, once the engine has expanded the prompt
     spans: list[ImageSpan] = field(default_factory=list)
     probes: list[StoredProbe] = field(default_factory=list)  # their rows are among `captures`
-    tools: ToolUse | None = None  # the output is parsed for calls
-    # the prompt's text, where the output comes with its prompt; empty: made of its tokens
+    tools: ToolUse | None = None  # the output is parsed for tool calls
+    # not None: the output comes with its prompt, whose text this is (empty: decode the tokens)
     echo: str | None = None
-    fills: bool = False  # `sampling.max_tokens` is what the model's length leaves
+    fills: bool = False  # `sampling.max_tokens` is what the prompt leaves of the model's length
 
 
 def check_lengths(job: Job, info: ModelInfo) -> None:
@@ -96,12 +96,12 @@ class Progress:
     request: int  # index of the prompt in its job
     text: str
     token_ids: list[int]
-    finished: Output | None = None  # set on the last one: the whole output
-    # of tokens that are returned, by position; where the request's probes stream
+    finished: Output | None = None  # the whole output; only in the last `Progress`
+    # of returned tokens, by position, if the request streams its probes' scores
     scores: Sequence[Scored] = ()
     said: Said | None = None  # the parsed text of a streamed job with tools
-    logprobs: Sequence[TokenLogprob] = ()  # of `token_ids`, if they were requested
-    prompt: Prompted | None = None  # on the first one, if it was requested
+    logprobs: Sequence[TokenLogprob] = ()  # of `token_ids`, if requested
+    prompt: Prompted | None = None  # only in the first `Progress`, if requested
     stopped_by: str = ""  # with `finished`: the probe that ended the request
 
 
@@ -113,11 +113,12 @@ class Engine(Protocol):
 
     info: ModelInfo
     tokenizer: TokenizerBundle
-    world: int  # number of ranks (tp x pp): this many receipts for every request that gets them
-    # a forward may begin at `EngineRequest.entry`; where it cannot, an entry changes nothing but
-    # the cache keys
+    world: int  # number of ranks (tp x pp); a request with receipts gets this many
+    # whether a forward pass may begin at `EngineRequest.entry`; if not, an entry changes only the
+    # cache keys
     enters: bool
-    # set by the host; called with the reason if the ranks may differ, in addition to the exception
+    # set by `SteeringReconciler`; called with the reason if the ranks may differ, in addition to
+    # the exception
     on_quarantine: Callable[[str], None]
 
     async def start(self) -> None:
@@ -141,90 +142,88 @@ class Engine(Protocol):
         """
 
     async def release_vectors(self, names: Sequence[str], *, pinned: bool = False) -> None:
-        """Release these; they may stay cached."""
+        """Release these tensors; they may stay cached."""
 
     async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
-        """Have the rows of every one of these source runs (`run_key`) on every rank of the stages
-        that have its layers, and keep them there until `release_runs` with the same keys. Whole
-        runs, least recently used evicted first; waits while runs held by others leave no room.
+        """Load all rows of these source runs (`run_key`) on every rank of the stages that have
+        their layers, and keep them there until `release_runs` with the same keys. Unused runs are
+        evicted, least recently used first; waits while runs held by others leave no space.
 
         Raises MidstreamError("intervention_failed") naming rank and reason, what `locate` raises,
         and Quarantined; a call that raises, or is cancelled, holds nothing.
         """
 
     async def release_runs(self, keys: Sequence[str]) -> None:
-        """Release these; they may stay cached."""
+        """Release these runs; they may stay cached."""
 
     def held_runs(self) -> list[str]:
-        """Keys of the runs loaded on the ranks, in use or not."""
+        """Return the keys of the runs loaded on the ranks, in use or not."""
 
     async def hold_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
-        """Have these artifacts, all of one kind and of contents that differ, on every rank that
-        needs them, and keep them there until `release_artifacts`. Waits while others leave no room
-        for all of them.
+        """Load these artifacts, all of one kind and with different contents, on every rank that
+        needs them, and keep them there until `release_artifacts`. Waits while artifacts held by
+        others leave no space for all of them.
 
-        Raises MidstreamError("invalid_request") when there can be none, a folder is gone, or an
-        adapter is not what was registered or does not fit this model;
+        Raises MidstreamError("invalid_request") when the worker serves none of this kind, a folder
+        does not exist, or an adapter is not what was registered or does not fit this model;
         MidstreamError("intervention_failed") when a rank cannot load one or its files have changed;
         and Quarantined. A call that raises, or is cancelled, holds nothing.
         """
 
     async def release_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
-        """Release them; they may stay loaded."""
+        """Release these artifacts; they may stay loaded."""
 
     # Global steering and modules: `workers.serving.steering` calls these one at a time, never
     # concurrently.
 
     async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
-        """Phase one: every rank checks that it could apply this, and changes nothing.
+        """Phase one: every rank checks that it could apply `steering`, and changes nothing.
 
-        Its tensors are held by the caller.
-
-        The answer of every rank, in rank order; raises MidstreamError("engine_failed") when the
-        engine has died.
+        The caller holds its tensors. Returns the answer of every rank, in rank order. Raises
+        MidstreamError("engine_failed") when the engine has died.
         """
 
     async def commit_global(self, steering: GlobalSteering) -> list[RankApplied]:
-        """Phase two: every rank applies it, to requests that begin from now on.
+        """Phase two: every rank applies `steering`, to requests that begin from now on.
 
-        If a rank fails, all are rolled back to their former state; raises
+        If a rank fails, all ranks are rolled back to their previous state. Raises
         MidstreamError("intervention_failed") with rank and reason then, and Quarantined if the
         rollback also fails.
         """
 
     async def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> list[RankApplied]:
-        """Register a module on every rank, or point its name at new content; with an empty digest
-        unregister it.
+        """Register a module on every rank, or replace its content; with an empty digest, unregister
+        it.
 
-        As `commit_global` when a rank fails. Its tensors are held by the caller.
+        The caller holds its tensors. When a rank fails, behaves as `commit_global` does.
         """
 
     async def steering_status(self) -> list[RankSteering]:
-        """Every rank's ledger and occupancy, in rank order."""
+        """Return every rank's ledger and occupancy, in rank order."""
 
     async def restart_ledgers(self) -> None:
-        """Resync, first half: every rank drops all rows, modules, tensors and global steering,
-        fails the requests that it still has, and resets its ledger to zero; cached blocks affected
-        by interventions are not reused.
+        """Begin a resync: every rank drops all rows, modules, tensors and global steering, fails
+        the requests that it still has, and resets its ledger to zero; cached blocks affected by
+        interventions are not reused.
 
-        The caller then replays the desired state, as at the start. Raises Quarantined if a rank
-        does not comply.
+        The caller then applies the desired state again, as at the start. Raises Quarantined if a
+        rank fails to do so.
         """
 
     async def same_content(self) -> bool:
-        """Second half of a resync: whether the ranks of every stage have the same bytes in their
+        """Finish a resync: return whether the ranks of every stage have the same bytes in their
         tables.
         """
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for rows of the steering table."""
+        """The number of requests that wait for rows of the steering table."""
 
     async def check(self, ask: EngineRequest) -> None:
-        """Wait until the request's format, if it has one, was checked: what is held meanwhile would
-        be kept from others.
+        """Wait until the request's format, if it has one, is checked. Call it before holding
+        anything, which others could not use meanwhile.
 
-        Raises MidstreamError("invalid_request") for one that is refused, and FormatsBusy where too
+        Raises MidstreamError("invalid_request") for a rejected format, and FormatsBusy when too
         many jobs wait already.
         """
 
@@ -239,10 +238,10 @@ class Engine(Protocol):
         """
 
     async def abort(self, job_id: str, attempt: int) -> None:
-        """Stop every request of this attempt; ended ones are ignored."""
+        """Stop every request of this attempt that has not ended."""
 
     async def shutdown(self) -> None:
         """Stop the engine and end its processes; completed captures are delivered first."""
 
     async def failed(self) -> str:
-        """Return, with the reason, only if the engine dies unexpectedly."""
+        """Wait until the engine dies unexpectedly; return the reason."""

@@ -1,9 +1,8 @@
-"""The one door to the engine: every engine request is made here, with all that the operator has set
-for all traffic.
+"""Makes every engine request, with all that the operator has set for all traffic.
 
-What a request is for comes from its kind: a prompt of a job, a sequence of a harvest, a unit of a
-sweep. Watching probes, global capture, tenant and adapter come from its job, for every kind. Global
-steering is that of the attempt (`Attempt.submit`).
+Each kind of request has a function: a prompt of a job, a sequence of a harvest, a unit of a sweep.
+Watching probes, global capture, tenant and adapter come from the request's job, for every kind.
+Global steering comes from the attempt (`Attempt.submit`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...broker.ops.global_capture import left_out
+from ...broker.ops.global_capture import count_skipped
 from ...schemas.artifacts.loras import use_of
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.models import ModelInfo
@@ -22,14 +21,13 @@ from .protocol import EngineRequest
 
 RequestKind = Literal["prompt", "sequence", "unpatched", "patched", "trial"]
 
-#: Kinds to which watching probes and global capture do not apply, with the reason. They apply to
-#: all others.
+#: Kinds to which watching probes and global capture do not apply, with the reason.
 EXEMPT: dict[RequestKind, str] = {
     "patched": (
         "a sweep's unpatched requests have the same tokens, and its patched ones "
         "return none: only log-probabilities"
     ),
-    "trial": "it is made by the engine itself, before the worker takes jobs",
+    "trial": "the engine makes it itself, before the worker takes jobs",
 }
 
 
@@ -38,7 +36,7 @@ def prompt_request(
 ) -> EngineRequest:
     """Return the request for one prompt of a job. `files`: the job's images by their digests."""
     prompt = job.prompts[request]
-    return _made(
+    return _build(
         "prompt",
         job,
         request=request,
@@ -59,38 +57,39 @@ def prompt_request(
 
 
 def format_request(job: Job, sampling: Sampling) -> EngineRequest:
-    """Return a request that has the format of all requests of a job, for `Engine.check`; it is not
-    one to generate for.
-    """
-    return _made(
+    """Return a request with the format that all requests of a job have, for `Engine.check` only."""
+    return _build(
         "prompt", job, request=0, attempt=0, token_ids=[], sampling=sampling, tools=job.tools
     )
 
 
 def sequence_request(
-    job: Job, model: ModelInfo, capture: StoredCapture, **own: Any
+    job: Job, model: ModelInfo, capture: StoredCapture, **fields: Any
 ) -> EngineRequest:
-    """Return the request for one sequence of a harvest, whose rows are `capture`'s.
+    """Return the request for one sequence of a harvest, which captures `capture`.
 
-    `own`: further fields of `EngineRequest`.
+    `fields`: further fields of `EngineRequest`.
     """
-    return _made("sequence", job, model, captures=capture.split(model.inside), **own)
+    return _build("sequence", job, model, captures=capture.split(model.inside), **fields)
 
 
-def unit_request(job: Job, model: ModelInfo, *, patched: bool, **own: Any) -> EngineRequest:
+def unit_request(job: Job, model: ModelInfo, *, patched: bool, **fields: Any) -> EngineRequest:
     """Return a request of a sweep's unit, which generates one token.
 
-    `own`: further fields of `EngineRequest`.
+    `fields`: further fields of `EngineRequest`.
     """
-    return _made(
-        "patched" if patched else "unpatched", job, model, sampling=Sampling(max_tokens=1), **own
+    return _build(
+        "patched" if patched else "unpatched", job, model, sampling=Sampling(max_tokens=1), **fields
     )
 
 
 def trial_request(
-    job: str, number: int, token_ids: list[int], max_tokens: int, **own: Any
+    job: str, number: int, token_ids: list[int], max_tokens: int, **fields: Any
 ) -> EngineRequest:
-    """Return a request of the engine's own. `own`: further fields of `EngineRequest`."""
+    """Return a request that the engine makes to test itself, without a job.
+
+    `fields`: further fields of `EngineRequest`.
+    """
     sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
     return EngineRequest(
         job=job,
@@ -99,13 +98,13 @@ def trial_request(
         token_ids=token_ids,
         sampling=sampling,
         salt=f"{job}{number}",
-        **own,
+        **fields,
     )
 
 
 def tensors_of(job: Job, global_steering: GlobalSteering) -> set[str]:
-    """Return the names of the tensors that every request of a job needs on the ranks: of global
-    steering and of its probes.
+    """Return the names of the tensors that every request of a job needs on the ranks: those of
+    global steering and of the job's probes.
     """
     return {
         *global_steering.tensors,
@@ -113,21 +112,21 @@ def tensors_of(job: Job, global_steering: GlobalSteering) -> set[str]:
     }
 
 
-def _made(
+def _build(
     kind: RequestKind,
     job: Job,
     model: ModelInfo | None = None,
     *,
     captures: Sequence[StoredCapture] = (),
-    **own: Any,
+    **fields: Any,
 ) -> EngineRequest:
-    """`model`: of a job whose prompts are made by the worker, so that the API could not add global
-    capture to them.
+    """Make a request of a job. `model`: given if the worker makes the job's prompts, to which the
+    API could not add global capture.
     """
     probes = [] if kind in EXEMPT else job.probes
     if model is not None and kind not in EXEMPT:
         captures = _with_global(
-            captures, job, model, len(own["token_ids"]), own["sampling"].max_tokens
+            captures, job, model, len(fields["token_ids"]), fields["sampling"].max_tokens
         )
     return EngineRequest(
         job=job.id,
@@ -135,15 +134,15 @@ def _made(
         probes=probes,
         tenant=job.tenant,
         lora=use_of(job.lora),
-        **own,
+        **fields,
     )
 
 
 def _with_global(
     captures: Sequence[StoredCapture], job: Job, model: ModelInfo, tokens: int, max_tokens: int
 ) -> list[StoredCapture]:
-    """Return a request's captures and the operator's, where one step has room for both; as the API
-    does for the prompts of a job.
+    """Return a request's captures and those of the operator that fit into one step with them, as
+    the API does for the prompts of a job.
     """
     joined = list(captures)
     for spec in job.global_captures:
@@ -155,7 +154,7 @@ def _with_global(
         ):
             joined += more.split(model.inside)
         else:
-            left_out(
+            count_skipped(
                 "buffer",
                 1,
                 "one token has more rows than the worker's buffer holds (capture_buffer_mib)",
@@ -164,9 +163,7 @@ def _with_global(
 
 
 def _sampling_of(job: Job, request: int) -> Sampling:
-    """Return the sampling of one of `n` outputs of a prompt: each has its own seed, as vLLM
-    assigns them.
-    """
+    """Return the sampling of one of a prompt's `n` outputs; each has the seed that vLLM assigns."""
     if job.n == 1 or job.sampling.seed is None:
         return job.sampling
     return msgspec.structs.replace(job.sampling, seed=job.sampling.seed + request % job.n)

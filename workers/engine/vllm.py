@@ -1,5 +1,5 @@
-"""Stock vLLM as an engine: one AsyncLLM configured with our worker and scheduler classes; no vLLM
-file is patched.
+"""Stock vLLM as an engine: one AsyncLLM with Midstream's worker and scheduler classes; no vLLM file
+is patched.
 """
 
 import asyncio
@@ -55,6 +55,7 @@ from .identity import BOOT
 from .model_identity import identity_of
 from .options.drafts import check_drafter, check_drafts
 from .options.engine_arguments import (
+    dtype_of,
     engine_options,
     for_platform,
     prepare_environment,
@@ -69,16 +70,16 @@ from .prompts.tool_calls import ToolParsers, ToolReader
 from .proof.certificate import Access, certify, keep
 from .proof.comparison import source_of, suspects
 from .protocol import EngineRequest, Progress
-from .ranks.control import RankControl, rank_steering, row_wish
+from .ranks.control import RankControl, rank_steering, row_demand
 from .ranks.rank_spec import rank_spec
 from .ranks.request_ends import Ends
 from .vllm_output import Parts, refusal, sampling_params
 
 logger = logging.getLogger(__name__)
 
-#: Of an engine that did not certify its hook points.
+#: Caveat of an engine that did not certify its hook points.
 UNCERTIFIED = "its hook points were not certified on the loaded model (setting certify=false)"
-#: How often a quiet engine is asked whether it is still alive.
+#: How often `failed` checks whether the engine is alive.
 _HEALTH_INTERVAL_S = 0.25
 
 
@@ -92,6 +93,7 @@ class VllmEngine(RankControl):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._settings = for_platform(settings)
+        self._dtype_reason = dtype_of(settings).why
         self._captures = CaptureBudget(settings.capture_memory_mib << 20)
         self._live: dict[tuple[str, int], set[str]] = {}
         self._stopping = False
@@ -118,8 +120,8 @@ class VllmEngine(RankControl):
             steering_rows=settings.steering_rows,
             steering_entries=settings.steering_entries,
             step_tokens=settings.max_num_batched_tokens,
-            step_rows=0,  # depends on the model's shape: see below
-            capture_queue_mib=0,  # likewise
+            step_rows=0,  # set below: it depends on the model's shape
+            capture_queue_mib=0,  # set below
             capture_window_mib=settings.capture_window_mib,
             capture_overload=settings.capture_overload,
             spill_dir=_spill_dir(settings),
@@ -144,17 +146,16 @@ class VllmEngine(RankControl):
             await asyncio.to_thread(check_drafter, settings)
             refuse_gguf(settings.model)
             check_folder(settings)
-            request, images = await asyncio.to_thread(configured, settings)
-            request.scheduler_config.scheduler_cls = scheduler_class(request)
-            check(request)
-            check_drafts(request, settings)
-            quantisation = quantisation_of(request)
+            vllm_config, images = await asyncio.to_thread(configured, settings)
+            vllm_config.scheduler_config.scheduler_cls = scheduler_class(vllm_config)
+            check(vllm_config)
+            check_drafts(vllm_config, settings)
+            quantisation = quantisation_of(vllm_config)
             if quantisation.name:
-                check_kernels(request, quantisation.name)
-            config = request.model_config
-            adapter = describe(
-                config.architectures[0], config.hf_config, config.max_model_len
-            )  # before any process of the engine starts, for a clear error
+                check_kernels(vllm_config, quantisation.name)
+            config = vllm_config.model_config
+            # before any process of the engine starts, for a clear error
+            adapter = describe(config.architectures[0], config.hf_config, config.max_model_len)
             hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
             check_layers(config.model, config.hf_text_config, config.get_total_num_hidden_layers())
             identity = await asyncio.to_thread(identity_of, settings, config)
@@ -178,13 +179,13 @@ class VllmEngine(RankControl):
                 config.trust_remote_code,
                 jobs=max(2, settings.worker_concurrency // 2),
             )
-            request.additional_config = plane.layout()
+            vllm_config.additional_config = plane.layout()
             plane.export()
             if settings.nodes > 1:
                 await asyncio.to_thread(nodes.publish, settings, plane)
                 self._followers = nodes.Followers(settings, BOOT, self._lose)
             self._llm = await asyncio.to_thread(
-                AsyncLLM.from_vllm_config, request, disable_log_stats=True
+                AsyncLLM.from_vllm_config, vllm_config, disable_log_stats=True
             )
             self.tokenizer = await asyncio.to_thread(bundle_of, config)
             if await asyncio.to_thread(identity_of, settings, config) != identity:
@@ -208,7 +209,7 @@ class VllmEngine(RankControl):
             }
             hooks = [hook for hook in hooks if all(hook in item.hooks for item in of_ranks)]
             shapes = _shapes(of_ranks, absent)
-        except (MidstreamError, SettingsError):  # their own words
+        except (MidstreamError, SettingsError):  # their text explains itself
             raise
         except Exception as error:
             built = build_errors.kept(_spill_dir(settings), BOOT)
@@ -232,6 +233,7 @@ class VllmEngine(RankControl):
             vocab_size=config.get_vocab_size(),
             max_model_len=config.max_model_len,
             dtype=str(config.dtype).removeprefix("torch."),
+            dtype_reason=self._dtype_reason,
             hooks=[*hooks, *shapes],
             inside=shapes,
             tokenizer="",
@@ -271,12 +273,12 @@ class VllmEngine(RankControl):
             await self._formats.begin()
 
     async def _certify(self, *, trusted: bool) -> None:
-        """Prove the hook points with real requests; what is not proven is absent from `info`.
+        """Prove the hook points with real requests; hooks that are not proven are absent from
+        `info`.
 
-        Raises Uncertified.
-
-        `trusted`: the table says where the hooks are, and the setting `hooks` leaves some out. What
-        only these would prove is served.
+        `trusted`: the architecture is in the table of hook points and the setting `hooks` leaves
+        some out; what only the left-out hooks would prove is served all the same. Raises
+        Uncertified.
         """
         if not self._settings.certify:
             return
@@ -359,14 +361,14 @@ class VllmEngine(RankControl):
             reader = self._tool_reader(ask, params)
             await self._formats.check(params, ask.tenant, ask.job)
             async with (
-                self._rows.admitted(row_wish(spec)),
+                self._rows.admitted(row_demand(spec)),
                 self._step_rows.admitted(self._unsplit_rows(ask)),
                 self._captures.admitted(self._captured_bytes(ask)),
             ):
                 parts = Parts(ask, reader, self._prompted(ask))
                 submitted = True
-                # Closed before the rows are released and the ranks notified, so that an abort
-                # precedes both.
+                # Close the generator before the rows are released and the ranks are notified, so
+                # that vLLM's abort precedes both.
                 async with aclosing(
                     self._llm.generate(prompt, params, request_id, lora_request=lora)
                 ) as outputs:
@@ -381,21 +383,21 @@ class VllmEngine(RankControl):
                         if progress is not None:
                             yield progress
                 if ended is not None:
-                    # vLLM may abort a request after it returned its output: its rows are not free
-                    # before
+                    # vLLM may abort a request after it returned the output: until then the rows
+                    # are in use
                     await ended
         except EngineDeadError as error:
             raise MidstreamError("engine_failed", f"the engine died: {error}") from error
         except VLLMClientError as error:
-            over = True  # the ranks never knew of it
+            over = True  # the ranks never received the request
             raise refusal(error, ask.sampling) from error
         finally:
             live.discard(request_id)
             if not live:
                 self._live.pop((ask.job, ask.attempt), None)
             if submitted and not over and spec is not None and not self._llm.errored:
-                # cancelled: vLLM has already sent its abort, so the ranks receive this after it or
-                # with it
+                # cancelled: vLLM has sent its abort already, so the ranks get this notice with the
+                # abort or after it
                 self._ends.notify(spec.key, -1)
 
     def _tool_reader(self, ask: EngineRequest, params: SamplingParams) -> ToolReader | None:
@@ -419,9 +421,9 @@ class VllmEngine(RankControl):
         )
 
     def _lora_request(self, lora: LoraUse | None) -> LoRARequest | None:
-        """Return the request of an adapter that is held.
+        """Return vLLM's request for a held adapter.
 
-        Its name and path are part of every block's hash: the content stands in both.
+        Name and path are the content's digest, because they are part of every block's hash.
         """
         return (
             None
@@ -439,22 +441,22 @@ class VllmEngine(RankControl):
         return LoraSupport(max_rank=self._settings.max_lora_rank, modules=modules)
 
     async def _prompt(self, ask: EngineRequest) -> tuple[EngineRequest, Any]:
-        """The request as the engine gets it, and the prompt for vLLM."""
+        """Return the request with its images expanded, and the prompt for vLLM."""
         prompt: Any = TokensPrompt(prompt_token_ids=ask.token_ids)
         if ask.images:
             written = await asyncio.to_thread(prompt_with_images, ask.token_ids, ask.files)
             (prompt,) = await self._llm.renderer.render_cmpl_async([written])
             ask = fitted(expanded(ask, prompt), self.info.max_model_len)
         if self._settings.prefix_cache_scope == "tenant":
-            # part of the first block's hash, and so of all that follow
+            # the salt is part of the first block's hash, on which all later hashes depend
             prompt["cache_salt"] = ask.tenant
         if ask.salt:
             prompt["cache_salt"] = ask.salt
         return ask, prompt
 
     def _unsplit_rows(self, ask: EngineRequest) -> int:
-        """Return how many rows one rank must have room for so that the request can proceed: its
-        next token's, and its drafts'.
+        """Return how many rows a rank's ring must hold for the request to proceed: those of its
+        next token and of its drafts.
         """
         drafts = self._settings.speculative_tokens
         rows = CapturedRows(ask.captures, len(ask.token_ids), self._stages)
@@ -462,9 +464,9 @@ class VllmEngine(RankControl):
         return max(rows.most(1 + drafts, ask.sampling.max_tokens + drafts))
 
     def _captured_bytes(self, ask: EngineRequest) -> int:
-        """Return how much of its rows a rank may hold in memory."""
+        """Return how many bytes of the request's rows a rank may hold in memory."""
         window = self._settings.capture_window_mib << 20
-        # what is scored is dropped in its step
+        # scored rows are dropped in their step
         kept = (capture for capture in ask.captures if not capture.scored)
         return sum(
             min(window, self._rows_of(capture, ask) * self._bytes_of(capture)) for capture in kept
@@ -484,11 +486,11 @@ class VllmEngine(RankControl):
             await self._llm.abort(request_id)
 
     async def steering_status(self) -> list[RankSteering]:
-        """Report the ranks' steering; resets the prefix cache after a failed intervention."""
+        """Return the ranks' steering; after a failed intervention, reset the prefix cache."""
         statuses = await self._call("midstream_status", ())
         self._captures.shut(any(rank["behind"] for rank in statuses))
         if any(rank["tainted"] or rank["unkept"] for rank in statuses):
-            # see our scheduler: what matters is forgotten also while requests run
+            # Midstream's scheduler drops the affected blocks, also while requests run
             await self._llm.reset_prefix_cache()
             await self._ranks.apply(
                 "forgetting failed interventions",
@@ -499,11 +501,11 @@ class VllmEngine(RankControl):
 
     async def restart_ledgers(self) -> None:
         await super().restart_ledgers()
-        # blocks affected by interventions are not reused, see our scheduler
+        # Midstream's scheduler does not reuse blocks affected by interventions
         await self._llm.reset_prefix_cache()
 
     async def shutdown(self) -> None:
-        """Pending captures and receipts are written and sent first."""
+        """Stop the engine, after pending captures and receipts have been written and sent."""
         self._stopping = True
         await self._formats.close()
         if self._followers is not None:
@@ -523,17 +525,15 @@ class VllmEngine(RankControl):
             await asyncio.sleep(_HEALTH_INTERVAL_S)
 
     def _lose(self, reason: str) -> None:
-        """End the engine, whose ranks would wait for a machine that is gone; called on another
-        thread.
-        """
+        """End the engine, whose ranks would wait for a lost machine; called on another thread."""
         logger.error("%s", reason)
         self._broken = reason
         for process in multiprocessing.active_children():
             process.kill()
 
     async def _send_ends(self, ends: list[tuple[str, int]]) -> None:
-        """Have the ranks notified where requests end, see `DataPlane.end`: with the next step, not
-        by a call that it waits for.
+        """Notify the ranks where requests end, see `DataPlane.end`. The notice goes with the next
+        step, because a separate call would delay a step.
         """
         try:
             await self._llm.engine_core.call_utility_async("midstream_end", ends)
@@ -550,8 +550,7 @@ class VllmEngine(RankControl):
         except EngineDeadError as error:
             raise MidstreamError("engine_failed", f"the engine died: {error}") from error
         except Exception as error:
-            # vLLM leaves the other ranks' answers unread: the next call would take them for its
-            # own.
+            # vLLM leaves the other ranks' answers unread, and the next call would return them.
             self._broken = f"a rank failed in {method}: {error}"
             raise MidstreamError("engine_failed", self._broken) from error
         return results
@@ -562,10 +561,10 @@ def _spill_dir(settings: Settings) -> str:
 
 
 def _why(error: Exception, built: str, settings: Settings) -> str:
-    """In our settings' terms, or as vLLM says it, with the fields of the config that may be why it
-    cannot build or run the model.
+    """Returns why vLLM cannot build or run the model: in terms of Midstream's settings if possible,
+    else vLLM's reason with the fields of the config that may be the cause.
 
-    `built`: what a rank kept.
+    `built`: the reason that a rank kept, or "".
     """
     reason = built or build_errors.reason_of(error)
     explained = in_our_settings(reason)
@@ -577,7 +576,7 @@ def _why(error: Exception, built: str, settings: Settings) -> str:
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
         architecture, fields = (config.architectures or ["the model"])[0], suspects(config)
-    except Exception as unread:  # the config itself may be why
+    except Exception as unread:  # the config itself may be the cause
         return (
             f"{reason}; transformers does not read its config either: "
             f"{build_errors.reason_of(unread)}"
@@ -590,9 +589,9 @@ def _why(error: Exception, built: str, settings: Settings) -> str:
 
 
 def _caveats(settings: Settings) -> list[str]:
-    """Return the caveats of vLLM's version and of unproven options.
+    """Return the caveats of vLLM's version, of unproven options and of a start without certificate.
 
-    Raises MidstreamError for what is refused, before anything of the engine starts.
+    Raises MidstreamError for a refused version or option, before a process of the engine starts.
     """
     try:
         options = accepted(settings).caveats
@@ -606,7 +605,9 @@ def _caveats(settings: Settings) -> list[str]:
 
 
 def configured(settings: Settings) -> tuple[Any, Images]:
-    """vLLM's config, without the image encoder where the model takes no images here."""
+    """Returns vLLM's config, without an image encoder if this worker takes no images, and how the
+    model takes images.
+    """
     config = _engine_args(settings).create_engine_config(UsageContext.ENGINE_CONTEXT)
     images = images_of(config, settings.images_per_prompt)
     if settings.images_per_prompt and not images.number and config.model_config.is_multimodal_model:
@@ -616,7 +617,7 @@ def configured(settings: Settings) -> tuple[Any, Images]:
 
 
 def _hooks(settings: Settings) -> tuple[list[str], list[str]]:
-    """Return what the settings name, see `asked_hooks`. Raises SettingsError."""
+    """Return the hooks that the settings name, see `asked_hooks`. Raises SettingsError."""
     try:
         return asked_hooks(settings.hooks)
     except ValueError as error:
@@ -624,9 +625,8 @@ def _hooks(settings: Settings) -> tuple[list[str], list[str]]:
 
 
 def _shapes(reports: Sequence[Found], absent: dict[str, str]) -> dict[str, RowShape]:
-    """Hook inside → its rows, of those that all ranks have.
-
-    For others, `absent` gets the reason.
+    """Returns the row shapes of the hooks inside attention and MLP that all ranks have; adds the
+    reason to `absent` for the others.
     """
     shapes = {}
     for hook in dict.fromkeys(hook for item in reports for hook in item.inside):
@@ -641,10 +641,10 @@ def _shapes(reports: Sequence[Found], absent: dict[str, str]) -> dict[str, RowSh
 def _ring(
     settings: Settings, config: Any, hooks: int, layers: int, inside: Sequence[str]
 ) -> Ring | None:
-    """Return what one step's rows are captured to; None if that is memory allocated for the step.
+    """Return the ring that one step's rows are captured to; None if each step allocates memory.
 
-    Each bank has a ring of as many rows, so that rows are counted together; the sum of their sizes
-    is bounded as that of one.
+    The rings of all banks have the same number of rows, so that rows are counted together; their
+    sizes together have the bound of a single ring.
     """
     on_cpu = current_platform.is_cpu()
     if on_cpu and settings.enforce_eager:
@@ -691,8 +691,8 @@ def _queue_mib(settings: Settings, ring: Ring | None) -> int:
 
 
 def _row_store_mib(settings: Settings) -> int:
-    """Size of the row store; 0 if rows may be dropped, since rows promised to a later request must
-    exist.
+    """Returns the size of the row store; 0 if rows may be dropped, because rows that a later
+    request takes from the store must exist.
     """
     return (
         settings.row_store_mib

@@ -1,4 +1,4 @@
-"""Translation of sampling parameters to vLLM's, and of vLLM's deltas to our output."""
+"""Translates sampling parameters to vLLM's, and vLLM's deltas to Midstream's output."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,12 +20,12 @@ from ..runner.probes.probe_news import SCORES, STOPPED_BY, Scored
 from .prompts.tool_calls import ToolReader
 from .protocol import EngineRequest, Progress
 
-#: In place of minus infinity, which JSON does not have: as vLLM's server writes it.
+#: Stands for minus infinity, which JSON does not have; vLLM's server writes the same.
 LEAST_LOGPROB = -9999.0
 
 
 def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams:
-    """vLLM's parameters, whose names ours are, with the spec for the ranks."""
+    """Returns vLLM's parameters, named as in `Sampling`, with the spec for the ranks."""
     names = (name for name in sampling.__struct_fields__ if name != "structured_outputs")
     form = sampling.structured_outputs
     return SamplingParams(
@@ -39,8 +39,8 @@ def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams
 
 
 def refusal(error: Exception, sampling: Sampling) -> MidstreamError:
-    """Return what vLLM refuses of a request before it runs: a 400, also where only its engine
-    knows, such as a schema that does not compile.
+    """Return a 400 for a request that vLLM refuses before it runs, perhaps only in its engine, such
+    as for a schema that does not compile.
     """
     field = "structured_outputs" if sampling.structured_outputs is not None else "sampling"
     return invalid(getattr(error, "parameter", None) or field, shortened(str(error), MAX_DETAIL))
@@ -49,8 +49,8 @@ def refusal(error: Exception, sampling: Sampling) -> MidstreamError:
 def _merged(
     self: RequestOutput, following: RequestOutput, aggregate: bool, merge: Any = RequestOutput.add
 ) -> None:
-    """vLLM joins outputs that no one has read yet, and keeps of what travels with them only the
-    last: all scores are needed.
+    """Replaces `RequestOutput.add`, with which vLLM joins outputs that are not read yet: it keeps
+    only the last `kv_transfer_params`, but the scores of all outputs are needed.
     """
     scores = [
         item
@@ -71,8 +71,8 @@ class Parts:
     def __init__(
         self, ask: EngineRequest, reader: ToolReader | None = None, prompt: Prompted | None = None
     ) -> None:
-        """`reader`: of tool calls; `prompt`: where the output comes with it, without its
-        log-probabilities.
+        """`reader` parses tool calls. `prompt`, without its log-probabilities, is returned with the
+        output.
         """
         self._request, self._stream = ask.request, ask.stream
         self._reader, self._prompt = reader, prompt
@@ -91,7 +91,7 @@ class Parts:
         if part.logprobs is not None:
             self._logprobs = (self._logprobs or []) + logprobs
         if self._prompt is not None and self._prompt.logprobs is None and output.prompt_logprobs:
-            # later deltas have none
+            # only the first delta has them
             prompt_logprobs = _prompt_logprobs(
                 output.prompt_token_ids or [], output.prompt_logprobs
             )
@@ -111,7 +111,7 @@ class Parts:
         return replace(progress, finished=self._finished(output, stopped_by), stopped_by=stopped_by)
 
     def _finished(self, output: RequestOutput, stopped_by: str) -> Output:
-        """`stopped_by`: the probe that ended the request; empty: none did."""
+        """Return the whole output. `stopped_by`: the probe that ended the request, or ""."""
         part = output.outputs[0]
         if part.finish_reason == "error" and self._formed:
             raise invalid("structured_outputs", "the engine could not compile the constraint")
@@ -142,7 +142,7 @@ class Parts:
         )
 
     def _scores(self, output: RequestOutput) -> list[Scored]:
-        """Return those that are new: a preempted request computes some again."""
+        """Return the scores of new positions: a preempted request computes some again."""
         scores = [
             Scored(*item)
             for item in (output.kv_transfer_params or {}).get(SCORES, ())
@@ -162,7 +162,7 @@ def _logprobs(part: CompletionOutput) -> list[TokenLogprob]:
 def _prompt_logprobs(
     token_ids: Sequence[int], places: Sequence[dict[int, Logprob] | None]
 ) -> list[TokenLogprob | None]:
-    """Nothing precedes the first token."""
+    """Returns the log-probabilities of the prompt's tokens; None for the first token."""
     return [
         None if choices is None else _logprob(token, choices, True)
         for token, choices in zip(token_ids, places, strict=True)

@@ -15,28 +15,28 @@ from .steering_leases import SteeringLease
 
 
 class AttemptOutcome(StrEnum):
-    """How an attempt ended; the Celery task returns it, so that Flower shows it."""
+    """The end of an attempt; the Celery task returns it, so that Flower shows it."""
 
-    SUCCEEDED = "succeeded"  # all is there
+    SUCCEEDED = "succeeded"  # outputs and receipts are complete
     GENERATED = "generated"  # outputs are stored; receipts may still settle
-    NOT_OURS = "not ours"  # someone else has the job, or it is over
+    NOT_OURS = "not ours"  # another worker has the job, or it has ended
     CANCELLED = "cancelled"
     LOST = "lost"  # the lease went to another attempt
-    RELEASED = "released"  # the engine died, or Redis lost events of it; another attempt follows
+    RELEASED = "released"  # the engine died, or Redis lost its events; another attempt follows
     # the artifact store is unavailable; another attempt follows when it is back
     STORE_AWAY = "store away"
-    # too many jobs of its tenant wait for their formats' checks; another attempt follows
+    # too many jobs wait for checks of their formats; another attempt follows
     BUSY = "busy"
-    # its ranks disagree; another attempt follows, or the job has failed for it
+    # the ranks disagree; another attempt follows, or the job has failed because of it
     OUT_OF_STEP = "out of step"
-    PUT_BACK = "put back"  # not begun: the worker does not serve now
+    PUT_BACK = "put back"  # not begun: the worker does not serve, or has enough harvest parts
 
 
 class JobFailed(Exception):
-    """The job ended with a problem, which is in the ledger already."""
+    """The job ended with a problem that the ledger has already."""
 
 
-class StoreAway(MidstreamError):
+class StoreUnavailable(MidstreamError):
     """Rows could not be read from the artifact store, or written to it, because it is unavailable:
     the job waits for it.
     """
@@ -53,18 +53,18 @@ class Attempt:
     number: int  # of the job's attempts
     task: "asyncio.Task[object]"
     lease: SteeringLease  # on the global steering that it runs under
-    progress: AttemptProgress  # how far it is
+    progress: AttemptProgress
     ending: AttemptOutcome | None = None  # why it is being stopped
-    detail: str = ""  # more of that
-    closed: bool = False  # past the point where stopping it means anything
-    finished: int = 0  # prompts
-    last: Event | None = None  # of the last prompt's output
-    emitted: int = 0  # events
+    detail: str = ""  # the reason for `ending`, as text
+    closed: bool = False  # too late to stop it
+    finished: int = 0  # number of finished prompts
+    last: Event | None = None  # the last prompt's `output` event, stored with the outputs
+    emitted: int = 0  # number of events
     _emitting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def reported(self) -> bool:
-        """Return whether the ranks report on it."""
+        """Return whether the ranks send receipts for this attempt."""
         return self.job.wants_receipts or bool(self.lease.steering.entries)
 
     def stop(self, ending: AttemptOutcome, detail: str = "") -> None:
@@ -74,8 +74,7 @@ class Attempt:
             self.task.cancel()
 
     async def emit(self, ledger: Ledger, event: Event) -> None:
-        """Write events one after the other: each has a number, so that it is written once, however
-        often the call is repeated.
+        """Write events one after the other. Each has a number, so that retries write it only once.
 
         Raises EventsLost.
         """
@@ -88,13 +87,13 @@ class Attempt:
             )
 
     def submit(self, engine: Engine, ask: EngineRequest) -> AsyncGenerator[Progress, None]:
-        """Have the engine generate for a request of this attempt, under its global steering;
-        nothing else submits requests of jobs.
+        """Submit a request of this attempt to the engine, under the attempt's global steering; all
+        requests of jobs are submitted here.
         """
         return engine.generate(ask, self.lease.steering)
 
     def check(self) -> None:
-        """Raise CancelledError when the attempt is being stopped: a cancellation alone may be
+        """Raise CancelledError when the attempt is being stopped: asyncio's own cancellation may be
         swallowed (see `redis_retry`).
         """
         if self.ending is not None:

@@ -1,7 +1,7 @@
 """Attempts: a worker takes one job from claim to stored outputs, through failures in between.
 
-Every way out ends in the ledger: outputs, a typed problem, a cancellation, or a release to another
-attempt. A run that lost its lease says nothing any more: its attempt is fenced.
+Every outcome is written to the ledger: outputs, a typed problem, a cancellation, or a release to
+another attempt. The ledger rejects writes of an attempt that lost its lease.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from ..engine.prompts.format_check import FormatsBusy
 from ..engine.protocol import Engine, Progress, StoredArtifact, check_lengths
 from ..engine.ranks.collective import Quarantined
 from ..engine.requests import format_request, prompt_request, tensors_of
-from .attempt import Attempt, AttemptOutcome, JobFailed, StoreAway
+from .attempt import Attempt, AttemptOutcome, JobFailed, StoreUnavailable
 from .harvests import HarvestAttempt
 from .progress import AttemptProgress, Totals
 from .redis_retry import UNAVAILABLE, patiently
@@ -44,19 +44,18 @@ from .sweeps import SweepAttempt
 
 logger = logging.getLogger(__name__)
 
-#: A request may see the engine's death before the watch on the engine does; how long the verdict is
-#: waited for.
+#: A request may see the engine's death before the watch on the engine does: wait this long for the
+#: watch.
 VERDICT_S = 5.0
-#: How long a job's message waits here for the worker to serve again; then it goes back to the
-#: queue.
+#: A job's message waits this long for the worker to serve; then it goes back to the queue.
 CLAIM_PATIENCE_S = 20.0
-#: After this it goes back already if another worker serves.
+#: The message goes back after this time already if another worker serves.
 ELSEWHERE_S = 1.0
 REDIS_PAUSE_S = 0.5
-#: Cancelled jobs that a worker remembers though it does not run them.
+#: Cancelled jobs that a worker remembers although it does not run them.
 UNWANTED = 256
-#: Next to other jobs sweeps have 1 / this of the cells in the engine that they may have alone.
-SHARE_BESIDE = 16
+#: While other jobs run, a sweep's or harvest's limit of requests in the engine is divided by this.
+SHARED_DIVISOR = 16
 
 
 class Attempts:
@@ -72,7 +71,7 @@ class Attempts:
         engine_died: asyncio.Event,
         unreachable: Callable[[], str] = lambda: "",
     ):
-        """`unreachable`: why the artifact store takes nothing; empty while it does."""
+        """`unreachable` returns why the artifact store takes no writes; empty while it does."""
         self._ledger = ledger
         self._engine = engine
         self._reconciler = reconciler
@@ -80,43 +79,43 @@ class Attempts:
         self._worker = worker
         self._boot = boot
         self._engine_died = engine_died
-        self._away = unreachable
+        self._unreachable = unreachable
         self._running: dict[str, Attempt] = {}
-        #: Cancelled and not known here: perhaps the ledger's answer to their claim is on its way.
+        #: Cancelled jobs that do not run here; the answer to their claim may still arrive.
         self._unwanted: deque[str] = deque(maxlen=UNWANTED)
         self.sources = SourceRunLeases(ledger, engine, worker)
         self._cells = CellSlots(self._cells_at_once)  # of all sweeps
         self._harvests = Harvests(ledger)
-        self._parts = 0  # of harvests, that run or are about to
+        self._parts = 0  # of harvests, running or about to run
         self._sequences = CellSlots(self._sequences_at_once)  # of all harvests
         self._shards = asyncio.Semaphore(SHARDS_AT_ONCE)
         self.totals = Totals()
 
     @property
     def held(self) -> dict[str, int]:
-        """job id → attempt, for the renewal of leases."""
+        """Job id → number of its attempt, for the renewal of leases."""
         return {job_id: attempt.number for job_id, attempt in self._running.items()}
 
     def _cells_at_once(self) -> int:
-        """Few while others wait for their tokens: a step with an ordinary request in it computes
-        every cell from the first layer.
+        """Returns how many cells may be in the engine: few while other jobs run, because a step
+        with an ordinary request in it computes every cell from the first layer.
         """
         limit = self._ledger.settings.sweep_cells_in_flight
         alone = all(attempt.job.sweep is not None for attempt in self._running.values())
-        return limit if alone else max(1, limit // SHARE_BESIDE)
+        return limit if alone else max(1, limit // SHARED_DIVISOR)
 
     def _sequences_at_once(self) -> int:
-        """Likewise: what else the worker runs has most of each step."""
+        """Returns how many sequences may be in the engine: few while other jobs run, which get
+        most of each step.
+        """
         limit = self._ledger.settings.harvest_requests_in_flight
         alone = all(attempt.job.harvest is not None for attempt in self._running.values())
-        return limit if alone else max(1, limit // SHARE_BESIDE)
+        return limit if alone else max(1, limit // SHARED_DIVISOR)
 
     def stop(
         self, job_ids: Iterable[str], ending: AttemptOutcome, held: Mapping[str, int] | None = None
     ) -> None:
-        """Stop these jobs' attempts. `held`: only attempts of these numbers; without it, those that
-        run.
-        """
+        """Stop these jobs' attempts; with `held` (job id → number), only those with that number."""
         for job_id in job_ids:
             if job_id in self._running:
                 attempt = self._running[job_id]
@@ -126,7 +125,7 @@ class Attempts:
                 self._unwanted.append(job_id)
 
     def _stop_reported(self, why: str) -> None:
-        """The ranks are out of step: what was asked of them cannot be relied on."""
+        """Stop attempts whose ranks report: while ranks disagree, their results are unreliable."""
         for attempt in self._running.values():
             if attempt.reported:
                 attempt.stop(AttemptOutcome.OUT_OF_STEP, why)
@@ -137,9 +136,7 @@ class Attempts:
             await asyncio.wait([attempt.task for attempt in self._running.values()])
 
     async def run_part(self, job_id: str) -> AttemptOutcome:
-        """Run a part of a harvest, like `run_job`; put it back while this worker has as many as
-        it should.
-        """
+        """Run a part of a harvest like `run_job`; put it back while `PARTS_PER_WORKER` run here."""
         if self._parts >= PARTS_PER_WORKER:
             await asyncio.sleep(ELSEWHERE_S)
             return AttemptOutcome.PUT_BACK
@@ -176,8 +173,8 @@ class Attempts:
         return AttemptOutcome.NOT_OURS if self._engine_died.is_set() else AttemptOutcome.PUT_BACK
 
     async def _lease(self, patience: float) -> SteeringLease | None:
-        """None when this worker does not serve by then, or within `ELSEWHERE_S` while another one
-        does.
+        """Returns a steering lease; None if this worker does not serve by `patience` (monotonic
+        seconds), or within `ELSEWHERE_S` while another worker serves.
         """
         while True:
             remaining = patience - time.monotonic()
@@ -210,18 +207,18 @@ class Attempts:
             claim.job, claim.attempt, task, lease, AttemptProgress(claim, self._worker, self.totals)
         )
         if not attempt.reported:
-            lease.end()  # awaited by no caller
+            lease.end()  # a resync need not wait for this attempt
         job_id = claim.job.id
-        former = self._running.get(job_id)
-        if former is not None:  # our own, from before a stall that cost us the lease
-            former.stop(AttemptOutcome.LOST)
+        earlier = self._running.get(job_id)
+        if earlier is not None:  # of this worker, which lost its lease in a stall
+            earlier.stop(AttemptOutcome.LOST)
         self._running[job_id] = attempt
         if job_id in self._unwanted:
             attempt.stop(AttemptOutcome.CANCELLED)
         crash_point("worker.claimed")
         try:
             outcome = await self._perform(attempt)
-            attempt.progress.over(outcome)
+            attempt.progress.set_outcome(outcome)
             return outcome
         finally:
             attempt.progress.close()
@@ -231,16 +228,16 @@ class Attempts:
                 await self._advance(attempt.job.harvest.harvest)
 
     async def _advance(self, harvest_id: str) -> None:
-        """Have what follows a part submitted; where that fails, the reaper does it."""
+        """Submit what follows a part; if that fails, the reaper does it."""
         try:
             await self._harvests.advance(harvest_id)
         except MidstreamError as error:
             logger.warning("harvest %s: %s", harvest_id, error)
 
     async def _claim(self, job_id: str, global_steering: GlobalSteering) -> Claim | None:
-        """The claimed job, or None when there is nothing to run.
+        """Returns the claimed job, or None when there is nothing to run.
 
-        Raises JobFailed for a job that cannot be read, ClaimRefused.
+        Raises JobFailed for a job that cannot be read, and ClaimRefused.
         """
         try:
             return await self._ledger.claim(
@@ -251,16 +248,16 @@ class Attempts:
                 self._engine.info.identity,
                 global_version=global_steering.version,
                 everyone=bool(global_steering.entries),
-                unreachable=self._away(),
+                unreachable=self._unreachable(),
             )
         except MidstreamError as error:
             if isinstance(error, ClaimRefused) or error.kind == UNAVAILABLE:
                 raise
-            if error.kind == "not_found":  # removed, or lost with Redis's last second
+            if error.kind == "not_found":  # removed, or in the last second that Redis lost
                 logger.warning("message for %s, which is not in the ledger", job_id)
                 return None
             problem = error.problem()
-            # It may have been claimed nevertheless: waiting callers must be notified.
+            # The claim may have succeeded nevertheless: end the job, for those who wait for it.
             view = await patiently(lambda: self._ledger.view(job_id), f"view of {job_id}")
             if view.worker == self._worker and job_id not in self._running:
                 await patiently(
@@ -306,14 +303,15 @@ class Attempts:
             if (ending := _other_attempt(error)) is not None:
                 attempt.detail = str(error)
                 if not self._engine_died.is_set():
-                    await self._engine.abort(attempt.job.id, attempt.number)  # other prompts of it
+                    # the job's other prompts still run
+                    await self._engine.abort(attempt.job.id, attempt.number)
                 return await self._abandon(attempt, ending)
             attempt.closed = True
             return await self._give_up(attempt, problem_of(error))
 
     @asynccontextmanager
     async def _artifacts(self, job: Job) -> AsyncIterator[None]:
-        """Have the job's registered artifacts on the ranks, kind by kind."""
+        """Hold the job's registered artifacts on the ranks, kind by kind, inside the block."""
         async with contextlib.AsyncExitStack() as held:
             for artifacts in _artifacts_of(job):
                 await self._engine.hold_artifacts(artifacts)
@@ -326,9 +324,9 @@ class Attempts:
         """
         job = attempt.job
         await self._engine.check(format_request(job, job.sampling))
-        own = {name for entries in job.steering for entry in entries for name in entry.tensors}
+        steered = {name for entries in job.steering for entry in entries for name in entry.tensors}
         names = sorted(
-            {name for name in own if not is_row(name) and name != ZEROS}
+            {name for name in steered if not is_row(name) and name != ZEROS}
             | tensors_of(job, attempt.lease.steering)
         )
         files = {
@@ -336,7 +334,7 @@ class Attempts:
             for prompt in job.prompts
             for image in prompt.images
         }
-        async with self.sources.holding(job.id, runs_named(own), job.runs):
+        async with self.sources.holding(job.id, runs_named(steered), job.runs):
             await self._engine.hold_vectors(names, self._fetch, users=job.steering)
             try:
                 attempt.check()
@@ -357,7 +355,7 @@ class Attempts:
         )
 
     async def _harvest(self, attempt: Attempt) -> list[Output]:
-        """Return what a part gives is kept as it comes."""
+        """Run a part of a harvest; the part keeps its results itself, so there are no outputs."""
 
         def refused(kept: HarvestKept) -> None:
             attempt.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
@@ -368,7 +366,7 @@ class Attempts:
         return []
 
     async def _sweep(self, attempt: Attempt) -> list[Output]:
-        """Return what a sweep gives is kept as it comes."""
+        """Run a sweep; it keeps its cells itself, so there are no outputs."""
 
         def refused(kept: Kept) -> None:
             attempt.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
@@ -387,7 +385,7 @@ class Attempts:
             async with aclosing(attempt.submit(self._engine, ask)) as stream:
                 async for progress in stream:
                     attempt.check()
-                    report.heard(len(progress.token_ids))
+                    report.add_generated(len(progress.token_ids))
                     output = progress.finished
                     for event in (
                         score_events(progress, attempt.job, attempt.number)
@@ -401,12 +399,12 @@ class Attempts:
             raise MidstreamError(
                 "engine_failed", f"the engine ended prompt {request} without an output"
             )
-        told_of = Event(event="output", data={"index": request}, attempt=attempt.number)
+        event = Event(event="output", data={"index": request}, attempt=attempt.number)
         attempt.finished += 1
         if attempt.finished == len(attempt.job.prompts):
-            attempt.last = told_of  # goes along with the outputs
+            attempt.last = event  # stored together with the outputs
         else:
-            await attempt.emit(self._ledger, told_of)
+            await attempt.emit(self._ledger, event)
         return output
 
     async def _fetch(self, name: str) -> Tensor:
@@ -427,12 +425,11 @@ class Attempts:
         return data
 
     async def _abandon(self, attempt: Attempt, ending: AttemptOutcome) -> AttemptOutcome:
-        """Stop the attempt in the engine, and say in the ledger what follows from it."""
+        """Stop the attempt in the engine, and record its ending in the ledger."""
         attempt.closed = True
+        # A task that cancelled itself gets a CancelledError at its next await, despite `uncancel`.
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(
-                0
-            )  # a task that stopped itself is cancelled at its next await, despite `uncancel`
+            await asyncio.sleep(0)
         while attempt.task.cancelling():
             attempt.task.uncancel()
         logger.info("job %s attempt %d stops: %s", attempt.job.id, attempt.number, ending)
@@ -470,9 +467,7 @@ class Attempts:
         return ending
 
     async def _give_up(self, attempt: Attempt, problem: Problem) -> AttemptOutcome:
-        """End the job with a problem, unless the engine's death is behind it: then another attempt
-        follows.
-        """
+        """End the job with a problem; if the engine died, release it to another attempt instead."""
         if problem.type.endswith(":engine_failed") and await self._engine_is_dead():
             return await self._abandon(attempt, AttemptOutcome.RELEASED)
         await self._engine.abort(attempt.job.id, attempt.number)
@@ -492,7 +487,7 @@ class Attempts:
 
 def _artifacts_of(job: Job) -> list[Sequence[StoredArtifact]]:
     """Return the artifacts that ranks hold for the job: its adapter, then those of its readings.
-    One order of kinds for all jobs: two never wait for each other's room.
+    All jobs take the kinds in this order, so that no two wait for each other's space.
     """
     readings = (capture.reading for captures in job.captures for capture in captures)
     of_readings = {
@@ -505,13 +500,11 @@ def _artifacts_of(job: Job) -> list[Sequence[StoredArtifact]]:
 
 
 def _other_attempt(error: BaseException) -> AttemptOutcome | None:
-    """Return how an attempt ends that failed through no fault of the job's; None for what is the
-    job's problem.
-    """
+    """Return the ending of an attempt whose failure was not the job's fault; None if it was."""
     leaves = list(_leaves(error))
     if any(isinstance(leaf, Quarantined) for leaf in leaves):
         return AttemptOutcome.OUT_OF_STEP
-    if any(isinstance(leaf, StoreAway) for leaf in leaves):
+    if any(isinstance(leaf, StoreUnavailable) for leaf in leaves):
         return AttemptOutcome.STORE_AWAY
     if any(isinstance(leaf, FormatsBusy) for leaf in leaves):
         return AttemptOutcome.BUSY
@@ -523,7 +516,9 @@ def _other_attempt(error: BaseException) -> AttemptOutcome | None:
 
 
 def problem_of(error: BaseException) -> Problem:
-    """The typed problem behind an exception; of a group, the first typed one, else the first."""
+    """Returns the typed problem behind an exception; for a group, that of its first MidstreamError,
+    else of its first exception.
+    """
     leaves = list(_leaves(error))
     for leaf in leaves:
         if isinstance(leaf, MidstreamError):
@@ -541,10 +536,10 @@ def _leaves(error: BaseException) -> Iterable[BaseException]:
 
 
 def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
-    """Return what the user's probes gave for tokens that are on their way: one event for each
-    token.
+    """Return one event per token in `progress`, with the scores of the probes that the job named;
+    the operator's probes are left out.
     """
-    own = [
+    named = [
         (probe, start)
         for probe, start in zip(job.probes, label_starts(job.probes), strict=True)
         if not probe.watching
@@ -553,10 +548,10 @@ def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
     def by_label(values: Sequence[float]) -> dict[str, dict[str, float]]:
         return {
             probe.name: dict(zip(probe.content.labels, values[start:], strict=False))
-            for probe, start in own
+            for probe, start in named
         }
 
-    report = (
+    scores = (
         TokenScores(
             index=progress.request,
             position=score.position,
@@ -567,7 +562,7 @@ def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
     )
     return [
         Event(event="score", data=msgspec.structs.asdict(score), attempt=attempt)
-        for score in report
+        for score in scores
     ]
 
 

@@ -1,5 +1,6 @@
-"""Sequences and shards of a unit: a function of its documents and the harvest alone, so that every
-attempt cuts the same.
+"""Cuts a unit's documents into sequences and shards.
+
+The result depends on the documents and the harvest only, so every attempt cuts alike.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,14 +23,11 @@ class Document:
 
 @dataclass(frozen=True)
 class CutSequence:
-    """Tokens that the model gets together.
-
-    `chosen`: int64, ascending: the positions in the sequence that give rows.
-    """
+    """Tokens that the model gets together."""
 
     token_ids: np.ndarray  # int64 `[tokens]`
     spans: list[Span]
-    chosen: np.ndarray
+    chosen: np.ndarray  # int64, ascending: positions in the sequence that give rows
 
     @property
     def whole(self) -> bool:
@@ -39,27 +37,27 @@ class CutSequence:
 def cut(
     harvest: StoredHarvest, documents: Sequence[Document], bos: int | None, eos: int | None
 ) -> list[CutSequence]:
-    """The sequences that give rows, in order.
+    """Returns the sequences that give rows, in order.
 
     `bos`, `eos`: the model's tokens of a text's beginning and end.
     """
     pieces = (
         _packed(harvest, documents, eos)
         if harvest.cut.fit == "pack"
-        else _apart(harvest, documents)
+        else _unpacked(harvest, documents)
     )
-    made = [(ids, spans, _eligible(harvest, ids, spans, bos)) for ids, spans in pieces]
+    masked = [(ids, spans, _eligible(harvest, ids, spans, bos)) for ids, spans in pieces]
     if harvest.positions.sample is not None:
-        made = _sampled(harvest, made)
-    keeps = harvest.generate is not None
+        masked = _sampled(harvest, masked)
+    generates = harvest.generate is not None  # generated tokens may give rows
     return [
         CutSequence(ids, spans, np.flatnonzero(mask))
-        for ids, spans, mask in made
-        if keeps or mask.any()
+        for ids, spans, mask in masked
+        if generates or mask.any()
     ]
 
 
-def _apart(
+def _unpacked(
     harvest: StoredHarvest, documents: Iterable[Document]
 ) -> Iterator[tuple[np.ndarray, list[Span]]]:
     length = harvest.max_length
@@ -85,8 +83,8 @@ def _packed(
         while at < len(stream):
             take = min(harvest.max_length - filled, len(stream) - at)
             parts.append(stream[at : at + take])
-            if own := max(0, min(tokens, at + take) - at):
-                spans.append((document.number, at, filled, own))
+            if of_document := max(0, min(tokens, at + take) - at):  # without `eos`
+                spans.append((document.number, at, filled, of_document))
             filled, at = filled + take, at + take
             if filled == harvest.max_length:
                 yield np.concatenate(parts), spans
@@ -98,7 +96,7 @@ def _packed(
 def _eligible(
     harvest: StoredHarvest, ids: np.ndarray, spans: Sequence[Span], bos: int | None
 ) -> np.ndarray:
-    """bool `[tokens]`."""
+    """Returns which positions of a sequence may give rows: bool `[tokens]`."""
     rule = harvest.positions
     mask = np.zeros(len(ids), bool)
     for _, position, start, tokens in spans:
@@ -111,16 +109,18 @@ def _eligible(
 
 
 def _sampled(
-    harvest: StoredHarvest, made: Sequence[tuple[np.ndarray, list[Span], np.ndarray]]
+    harvest: StoredHarvest, masked: Sequence[tuple[np.ndarray, list[Span], np.ndarray]]
 ) -> list[tuple[np.ndarray, list[Span], np.ndarray]]:
-    """The same with fewer positions: a document's are chosen over all sequences that it is in."""
+    """Returns the sequences with sampled positions: a document's positions are sampled over all
+    sequences that have a part of it.
+    """
     assert harvest.positions.sample is not None
-    keys = [keys_of(np.flatnonzero(mask), spans) for _, spans, mask in made]
+    keys = [keys_of(np.flatnonzero(mask), spans) for _, spans, mask in masked]
     documents = np.concatenate([documents for documents, _ in keys] or [np.zeros(0, np.int64)])
     positions = np.concatenate([positions for _, positions in keys] or [np.zeros(0, np.int64)])
     chosen = sampled(harvest.positions.seed, documents, positions, harvest.positions.sample)
     result, at = [], 0
-    for ids, spans, mask in made:
+    for ids, spans, mask in masked:
         places = np.flatnonzero(mask)
         fewer = np.zeros(len(ids), bool)
         fewer[places[chosen[at : at + len(places)]]] = True
@@ -130,19 +130,21 @@ def _sampled(
 
 
 def keys_of(places: np.ndarray, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """Documents and positions in them, int64, of these positions of a sequence, each of which is in
-    a span.
+    """Returns the document of each of `places`, and the position in that document, both int64.
+
+    `places`: positions in a sequence, each of which lies in a span.
     """
     columns = np.array(spans, dtype=np.int64).reshape(-1, 4)
-    of = np.searchsorted(columns[:, 2], places, side="right") - 1
-    return columns[of, 0], columns[of, 1] + places - columns[of, 2]
+    span = np.searchsorted(columns[:, 2], places, side="right") - 1
+    return columns[span, 0], columns[span, 1] + places - columns[span, 2]
 
 
 def shards_of(harvest: StoredHarvest, sequences: Sequence[CutSequence]) -> list[list[CutSequence]]:
-    """The sequences of each shard, in order: as many as make `shards.mib` of rows, at least one.
+    """Returns the sequences of each shard, in order: as many as fit `shards.mib` of rows, at least
+    one.
 
-    Rows are counted as the model computes them, generated ones by the most that there can be: a
-    scaled dtype's shards are smaller.
+    Rows count in the model's dtype, and generated rows by `max_tokens`, so shards of a scaled dtype
+    are smaller.
     """
     limit = harvest.shards.mib << 20
     generated = harvest.generate.max_tokens if harvest.generate is not None else 0
@@ -159,7 +161,7 @@ def shards_of(harvest: StoredHarvest, sequences: Sequence[CutSequence]) -> list[
 
 
 def fed(document: Document, harvest: StoredHarvest) -> int:
-    """Tokens that the model is fed for it."""
+    """Returns how many tokens the model is fed for `document`."""
     tokens = len(document.token_ids)
     if harvest.cut.fit == "truncate":
         return min(tokens, harvest.max_length)
@@ -167,8 +169,8 @@ def fed(document: Document, harvest: StoredHarvest) -> int:
 
 
 def within(documents: Sequence[Document], harvest: StoredHarvest, tokens: int) -> list[Document]:
-    """The first documents, the last of them cut short, whose sequences have `tokens` tokens; -1:
-    all.
+    """Returns the documents that hold the first `tokens` tokens of the sequences (-1: all); the
+    last of them is cut short.
     """
     if tokens < 0:
         return list(documents)

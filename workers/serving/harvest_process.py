@@ -1,8 +1,8 @@
-"""A process next to the worker that reads sources of harvests, so that no file can take the
-worker's memory, nor hold up a cancel.
+"""A process next to the worker that reads sources of harvests, so that no file can exhaust the
+worker's memory or delay a cancellation.
 
-The two exchange MessagePack messages over pipes, each behind its length. The process ends with its
-worker, whose end closes its input.
+The two exchange length-prefixed MessagePack messages over pipes. The process ends with its worker,
+whose end closes its input.
 """
 
 import asyncio
@@ -29,21 +29,18 @@ from ...schemas.jobs.models import TokenizerBundle
 from .harvest_cut import Document
 from .harvest_source import HarvestSource
 
-#: Data (RLIMIT_DATA: not files that are mapped) that the process may have. What needs more is
-#: refused.
+#: The process's RLIMIT_DATA, which does not count mapped files. Sources that need more are refused.
 LIMIT_MIB = 2048
-#: A request is made again of a new process when the first one ended: something else may have killed
-#: it.
+#: A request is repeated in a new process when the process ends: something else may have killed it.
 TRIES = 2
-#: What the process ends with when its memory does not suffice, and how long that may take, in
-#: seconds.
+#: Exit status of the process when it runs out of memory, and the seconds that it gets to exit.
 EXIT_MEMORY, ENDING_S = 3, 5.0
-#: Sources that the process has open: those of the parts that a worker has at a time.
+#: Sources that the process keeps open: as many as a worker runs parts at a time.
 OPEN = 2
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """A harvest's facts that the process needs."""
+    """Facts that the process needs to open a harvest's source."""
 
     harvest: StoredHarvest
     bundle: TokenizerBundle
@@ -52,8 +49,8 @@ class Opening(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Plan, or without `unit` and with `special` read its tokens, or read a unit of a file (None:
-    lines of the request).
+    """A request to the process: with `special`, return the special tokens; with `unit`, read a unit
+    of `file` (None: of `source.lines`); otherwise plan the source.
     """
 
     harvest: str
@@ -64,12 +61,10 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`at`: where it reads, with another reply to follow; `unknown`: the harvest has to be
-    opened.
-    """
+    """The process's reply to a request."""
 
-    at: str = ""
-    unknown: bool = False
+    at: str = ""  # the place that is being read; another reply follows
+    unknown: bool = False  # the harvest is not open: repeat the request with `opening`
     problem: tuple[str, str, str | None, str | None] | None = None  # kind, detail, field, allowed
     plan: HarvestPlan | None = None
     special: tuple[int | None, int | None] | None = None  # ids of BOS and EOS
@@ -77,9 +72,9 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SourceReader:
-    """The documents of one harvest, by way of a process.
+    """Reads the documents of one harvest through the process.
 
-    May be shared by tasks of one event loop.
+    Tasks of one event loop may share it.
     """
 
     def __init__(
@@ -95,15 +90,15 @@ class SourceReader:
     async def plan(self) -> HarvestPlan:
         """See `HarvestSource.plan`."""
         plan = (await self._ask("the source", Request(self._opening.harvest.id))).plan
-        assert plan is not None, "a plan is answered by one"
+        assert plan is not None, "the reply to a planning request has a plan"
         return plan
 
     async def special(self) -> tuple[int | None, int | None]:
-        """The model's tokens of a text's beginning and end."""
+        """Return the ids of the model's BOS and EOS tokens."""
         special = (
             await self._ask("the tokenizer", Request(self._opening.harvest.id, special=True))
         ).special
-        assert special is not None, "special tokens are answered by them"
+        assert special is not None, "the reply has the special tokens"
         return special
 
     async def read(self, plan: HarvestPlan, unit: PlannedUnit) -> list[Document]:
@@ -128,40 +123,42 @@ class SourceReader:
 
 
 class SourceProcess:
-    """The process, started when it is needed. Any thread."""
+    """The process that reads sources, started at the first request. Thread-safe."""
 
     def __init__(self, limit_mib: int = LIMIT_MIB) -> None:
         self._limit = limit_mib
         self._process: subprocess.Popen[bytes] | None = None
         self._asking, self._killing = threading.Lock(), threading.Lock()
-        self._asked: threading.Event | None = None  # by whom
+        self._current: threading.Event | None = None  # `stopped` of the running request
 
     def ask(
         self, opening: Opening, request: Request, place: str, stopped: threading.Event
     ) -> Reply:
-        """Raises MidstreamError, also if what is at `place` takes too much memory; EOFError once
-        `stopped`, see `stop`.
+        """Send `request` and return the reply.
+
+        Raises MidstreamError, also if reading `place` takes too much memory, and EOFError once
+        `stopped` is set, see `stop`.
         """
         with self._asking:
-            for tried in range(1, TRIES + 1):
+            for attempt in range(1, TRIES + 1):
                 with self._killing:
                     if stopped.is_set():
                         raise EOFError("the request was stopped")
-                    self._asked = stopped
+                    self._current = stopped
                 try:
                     return self._exchange(opening, request)
                 except _Ended as end:
                     code = self.close(ENDING_S)
-                    if not stopped.is_set() and tried == TRIES:
+                    if not stopped.is_set() and attempt == TRIES:
                         raise self._failure(code, end.at or place) from end
                 finally:
                     with self._killing:
-                        self._asked = None
+                        self._current = None
         raise EOFError("the request was stopped")
 
     def _failure(self, code: int, place: str) -> MidstreamError:
-        """Return why the process has ended with `code`: for want of memory, which the kernel or a
-        library reports by a signal, or its own fault.
+        """Return the error for a process that ended with `code`: out of memory, which a signal from
+        the kernel or a library also means, or an internal failure.
         """
         if code < 0 or code == EXIT_MEMORY:
             return MidstreamError(
@@ -178,14 +175,14 @@ class SourceProcess:
         )
 
     def stop(self, stopped: threading.Event) -> None:
-        """End the request that was made with `stopped`, and the process if it is at it."""
+        """Stop the request that was made with `stopped`; if it is running, kill the process."""
         with self._killing:
             stopped.set()
-            if self._asked is stopped and self._process is not None:
+            if self._current is stopped and self._process is not None:
                 self._process.kill()
 
     def close(self, wait_s: float = 0.0) -> int:
-        """End the process, which has `wait_s` to end on its own; returns its exit code."""
+        """Kill the process after `wait_s` seconds, in which it may exit; returns its exit code."""
         process, self._process = self._process, None
         code = 0
         if process is not None:
@@ -225,17 +222,15 @@ class SourceProcess:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     start_new_session=True,  # Ctrl-C is its worker's to handle
-                    env={
-                        **os.environ,
-                        "ARROW_DEFAULT_MEMORY_POOL": "system",
-                    },  # others reserve more than they use
+                    # Arrow's other memory pools reserve more than they use
+                    env={**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"},
                 )
                 atexit.register(self.close)
             return self._process
 
 
 class _Ended(Exception):
-    """The process has ended. `at`: where it was."""
+    """The process has ended. `at`: the place that it was reading."""
 
     def __init__(self, at: str) -> None:
         super().__init__(at)
@@ -258,22 +253,21 @@ def _receive(pipe: IO[bytes]) -> bytes:
 
 
 class Server:
-    """The process' side."""
+    """The process's side of the exchange."""
 
     def __init__(self, output: IO[bytes]) -> None:
         self._output = output
         self._sources: OrderedDict[str, HarvestSource] = OrderedDict()
 
     def answer(self, request: Request) -> Reply:
-        """Raises MemoryError, which ends the process."""
+        """Return the reply to a request. Raises MemoryError, which ends the process."""
         try:
-            if request.opening is not None:
-                report = request.opening
+            if (opening := request.opening) is not None:
                 self._sources[request.harvest] = HarvestSource(
-                    report.harvest,
-                    report.bundle,
-                    Settings(harvest_sources=report.roots),
-                    report.vocabulary,
+                    opening.harvest,
+                    opening.bundle,
+                    Settings(harvest_sources=opening.roots),
+                    opening.vocabulary,
                     self._show,
                 )
                 while len(self._sources) > OPEN:
@@ -282,7 +276,7 @@ class Server:
             if source is None:
                 return Reply(unknown=True)
             self._sources.move_to_end(request.harvest)
-            return self._made(source, request)
+            return self._execute(source, request)
         except MidstreamError as error:
             return Reply(problem=(error.kind, error.detail, error.field, error.allowed))
         except MemoryError:
@@ -291,7 +285,7 @@ class Server:
             traceback.print_exc()
             return Reply(problem=("internal", f"{type(error).__name__}: {error}", None, None))
 
-    def _made(self, source: HarvestSource, request: Request) -> Reply:
+    def _execute(self, source: HarvestSource, request: Request) -> Reply:
         if request.special:
             return Reply(
                 special=(source.tokens.special("bos_token"), source.tokens.special("eos_token"))
@@ -312,11 +306,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(
-            "1000"
-        )  # where the machine's memory ends first, it is not the worker that ends
+        # if the machine runs out of memory first, the kernel kills this process, not the worker
+        Path("/proc/self/oom_score_adj").write_text("1000")
     output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no message
+    os.dup2(2, 1)  # what libraries print must not get among the messages
     server = Server(output)
     with suppress(EOFError, KeyboardInterrupt):
         try:

@@ -1,5 +1,5 @@
-"""Reading a harvest's source: units are planned with what their files held, and read one at a time
-as long as they hold it.
+"""Reads a harvest's source: plans units with checksums of their documents, and reads one unit at a
+time, which fails if its file was changed since.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,19 +24,19 @@ from .harvest_cut import Document, fed
 from .harvest_tables import READERS
 from .harvest_tokens import Tokens, Value
 
-#: Bytes of a text, about, that make a token.
+#: Approximate bytes of text per token.
 TOKEN_BYTES = 4
-#: Bytes of a unit's documents: that many at least and at most.
+#: Least and most bytes that a unit's documents should have.
 LEAST_WEIGHT, MOST_WEIGHT = 4 << 10, 16 << 20
-#: A JSONL file is looked through in pieces of this many bytes.
+#: A JSONL file is planned in pieces of this many bytes.
 PIECE = 8 << 20
-#: Units of a part, while there are few; beyond `MOST_PARTS` parts they are larger.
+#: Units of a part; parts get more where there would be more than `MOST_PARTS` of them.
 PART_UNITS, MOST_PARTS = 8, 1000
 
 
 @dataclass
 class Cursor:
-    """Position in a table: the row that comes next."""
+    """Position in a table: the next row."""
 
     file: int
     row: int
@@ -44,15 +44,14 @@ class Cursor:
 
 
 class HarvestSource:
-    """The documents of one harvest. Blocking; one thread at a time."""
+    """The documents of one harvest. Blocking; use it from one thread at a time."""
 
     def __init__(
         self, harvest: StoredHarvest, bundle: TokenizerBundle, settings: Settings, vocabulary: int,
         show: Callable[[str], None] = lambda place: None,
     ) -> None:  # fmt: skip
-        """`vocabulary`: tokens of the model.
-
-        `show` is called with each place that is about to be read.
+        """`vocabulary`: the size of the model's vocabulary. `show` is called with each place that
+        is about to be read.
         """
         self._show = show
         self._harvest, self._source = harvest, harvest.source
@@ -66,7 +65,7 @@ class HarvestSource:
     # Planning
 
     def plan(self) -> HarvestPlan:
-        """The units of the whole source. Raises MidstreamError naming file and place."""
+        """Plan the whole source. Raises MidstreamError naming file and place."""
         files: list[SourceFile] = []
         result = (
             self._units(files) if self._source.lines is None else self._grouped(self._source.lines)
@@ -80,7 +79,7 @@ class HarvestSource:
         return HarvestPlan(files=files, units=units, parts=-(-len(units) // size))
 
     def _units(self, files: list[SourceFile]) -> Iterator[PlannedUnit]:
-        """Yield those of all files, each of which is added to `files` once it is read."""
+        """Yield the units of all files; each file is added to `files` before its units."""
         _, keys, kind = find(self._roots, self._source)
         first = 0
         for number, key in enumerate(keys):
@@ -97,7 +96,9 @@ class HarvestSource:
     def _limited(
         self, files: list[SourceFile], units: Iterable[PlannedUnit], tokens: int
     ) -> Iterator[PlannedUnit]:
-        """The units that the first `tokens` tokens are in."""
+        """Yield the units that hold the first `tokens` tokens; the last has the tokens that remain
+        as its limit.
+        """
         for unit in units:
             within = msgspec.structs.replace(unit, tokens=tokens)
             documents = self._documents(files[unit.file] if files else None, within)
@@ -108,7 +109,7 @@ class HarvestSource:
                 return
 
     def _grouped(self, lines: Sequence[Line]) -> Iterator[PlannedUnit]:
-        """Units of consecutive lines of the request."""
+        """Yield units of consecutive lines of the request."""
         start = total = 0
         for stop, line in enumerate(lines, 1):
             total += max(
@@ -126,7 +127,7 @@ class HarvestSource:
                 start, total = stop, 0
 
     def _plan_lines(self, handle: Handle) -> Iterator[PlannedUnit]:
-        """The units of a file, whose numbers of file and document are still to be set."""
+        """Yield the units of a JSONL file; the caller sets their file and document numbers."""
         begun = planned = lines = at = crc32 = 0
         line_start = 0  # of the line that continues
         while piece := memoryview(handle.read(at, PIECE)):
@@ -152,11 +153,11 @@ class HarvestSource:
             crc32 = zlib_ng.crc32(piece[summed - at :], crc32)
             line_start = int(ends[-1]) if len(ends) else line_start
             at += len(piece)
-        if begun < at:  # the last line may have no end
+        if begun < at:  # the last line may lack a newline
             yield _unit(begun, at, lines + (line_start < at) - planned, at - begun, crc32)
 
     def _plan_table(self, kind: str, handle: Handle) -> Iterator[PlannedUnit]:
-        """Likewise."""
+        """Yield the units of a table; the caller sets their file and document numbers."""
         start = row = weight = crc32 = 0
         for row, value in enumerate(self._table(kind, handle), 1):
             data = to_msgpack(value)
@@ -170,7 +171,7 @@ class HarvestSource:
     # Reading
 
     def read(self, file: SourceFile | None, unit: PlannedUnit) -> list[Document]:
-        """The documents of a unit as token ids. `file`: None for lines of the request.
+        """Return a unit's documents as token ids. `file`: None for lines of the request.
 
         Raises MidstreamError naming file and place, also if the file was changed since it was
         planned.
@@ -190,11 +191,14 @@ class HarvestSource:
                 (self._lines if self._source.format == "jsonl" else self._rows)(file, unit),
             )
         yield from self.tokens.documents(values, unit.tokens)
-        for _ in values:  # beyond the limit of tokens: they belong to what the checksum is of
+        for _ in values:  # the checksum also covers documents beyond the limit of tokens
             pass
 
     def _named(self, unit: PlannedUnit, file: SourceFile, values: Iterator[Any]) -> Iterator[Value]:
-        """The values with their numbers; exactly as many as were planned."""
+        """Yield the values with their numbers, as many as were planned.
+
+        Raises MidstreamError if there are fewer.
+        """
         for row in range(unit.documents):
             with self._guarded(file.key):
                 value = next(values, Ellipsis)
@@ -233,16 +237,18 @@ class HarvestSource:
 
     @cached_property
     def _member(self) -> msgspec.json.Decoder[Any]:
-        """Return one member of a line's object, without building the others."""
+        """Return a decoder of one member of a line's object, which does not build the others."""
         line = msgspec.defstruct(
             "Line", [("value", Any, msgspec.UNSET)], rename={"value": self._source.field}
         )
         return msgspec.json.Decoder(line)
 
     def _rows(self, file: SourceFile, unit: PlannedUnit) -> Iterator[Any]:
-        """The file is read on where the unit before ended."""
+        """Yield a unit's values from a table, which is read on from the end of the previous unit
+        if this unit follows it.
+        """
         cursor = self._cursor
-        self._cursor = None  # nothing continues behind an error
+        self._cursor = None  # after an error, the table is opened again
         if cursor is None or (cursor.file, cursor.row) != (unit.file, unit.start):
             cursor = Cursor(
                 unit.file,
@@ -268,7 +274,7 @@ class HarvestSource:
         )
 
     def _open(self, key: str, planned: SourceFile | None = None) -> Handle:
-        """Raises MidstreamError for a file that is not the one that was planned."""
+        """Open a file. Raises MidstreamError if its size or stamp differs from `planned`."""
         assert self._store is not None, "lines have no files"
         handle = self._store.open(key, hold=False)
         if planned is not None and (handle.size, handle.stamp) != (planned.size, planned.stamp):
@@ -276,15 +282,15 @@ class HarvestSource:
             raise _changed(
                 planned,
                 (
-                    f"it has {handle.size:,} bytes of {handle.stamp}, and had {planned.size:,} of "
-                    f"{planned.stamp}"
+                    f"it has {handle.size:,} bytes (stamp {handle.stamp}), and had "
+                    f"{planned.size:,} (stamp {planned.stamp})"
                 ),
             )
         return handle
 
     @contextmanager
     def _guarded(self, key: str) -> Iterator[None]:
-        """Yield what goes wrong is said with the file's name."""
+        """Turn errors in the block into MidstreamError that names the file `key`."""
         try:
             yield
         except OSError as error:

@@ -1,5 +1,5 @@
-"""Values of a column of Parquet and Arrow files, row by row: what is in memory is a page or a
-batch, and one value.
+"""Reads a column of Parquet and Arrow files row by row; one page or batch and one value are in
+memory at a time.
 """
 
 import io
@@ -9,26 +9,26 @@ from typing import Any
 from ...schemas.base.limits import MAX_DOCUMENT_BYTES
 from ...storage.store import Handle
 
-#: Rows of a Parquet file that are decoded together, and about how many bytes of them.
+#: Rows of a Parquet file that are decoded together at most, and about how many bytes.
 BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20
-#: The beginning of an Arrow file that is no stream.
+#: First bytes of an Arrow file in the file format; the stream format has none.
 MAGIC = b"ARROW1"
 
 
 def parquet_values(handle: Handle, mapped: bool, field: str, start: int) -> Iterator[Any]:
-    """From row `start` on. Raises ValueError and pyarrow's errors."""
+    """Yields the column's values from row `start` on. Raises ValueError and pyarrow's errors."""
     import pyarrow.parquet as parquet
 
     meta = parquet.read_metadata(HandleFile(handle))
     columns = [meta.schema.column(at) for at in range(meta.num_columns)]
-    # Values of a dictionary are not repeated in memory.
+    # Read texts as dictionary arrays, so that repeated values are in memory once.
     texts = (
         [field]
         if any(column.path == field and column.physical_type == "BYTE_ARRAY" for column in columns)
         else []
     )
     file = parquet.ParquetFile(HandleFile(handle), metadata=meta, read_dictionary=texts)
-    # of a list, without what follows
+    # a list's path continues below its column: "text.list.element"
     names = [str(column.path).split(".")[0] for column in columns]
     _check_field(field, sorted(set(names)))
     first = 0
@@ -54,7 +54,10 @@ def parquet_values(handle: Handle, mapped: bool, field: str, start: int) -> Iter
 
 
 def arrow_values(handle: Handle, mapped: bool, field: str, start: int) -> Iterator[Any]:
-    """Likewise. `mapped`: the file is not read into memory as a whole."""
+    """Yields the column's values from row `start` on. Raises ValueError and pyarrow's errors.
+
+    `mapped`: `handle.view` maps the file instead of reading all of it into memory.
+    """
     import pyarrow as pa
 
     source: Any = (
@@ -68,7 +71,7 @@ def arrow_values(handle: Handle, mapped: bool, field: str, start: int) -> Iterat
             file.schema,
             (file.get_batch(number) for number in range(file.num_record_batches)),
         )
-    else:  # datasets' files are streams
+    else:  # files of Hugging Face's `datasets` have the stream format
         stream = pa.ipc.open_stream(source)
         schema, batches = stream.schema, iter(stream)
     _check_field(field, schema.names)
@@ -92,7 +95,7 @@ def _check_field(field: str, names: list[str]) -> None:
 
 
 def _values(array: Any, first: int, start: int) -> Iterator[Any]:
-    """From row `start` of the array on; `first`: its first row's number."""
+    """Yields the array's values from its row `start` on; `first`: number of its first row."""
     import pyarrow as pa
 
     for row in range(start, len(array)):
@@ -108,13 +111,14 @@ def _values(array: Any, first: int, start: int) -> Iterator[Any]:
             raise ValueError(f"row {first + row} has {size:,} bytes{TOO_LARGE}")
         items = scalar.values if isinstance(scalar, pa.ListScalar) else None
         if items is not None and pa.types.is_integer(items.type) and not items.null_count:
-            yield items.to_numpy(zero_copy_only=False).tolist()  # ten times as fast
+            # ten times as fast as `as_py`
+            yield items.to_numpy(zero_copy_only=False).tolist()
         else:
             yield scalar.as_py()
 
 
 class HandleFile(io.RawIOBase):
-    """An object of a store as a file that can be read and sought."""
+    """A store's object as a readable, seekable file."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle, self._at = handle, 0

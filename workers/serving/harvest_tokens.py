@@ -1,5 +1,5 @@
-"""Documents as token ids: texts in bounded slices, conversations through the chat template, token
-ids once they are checked.
+"""Turns documents into token ids: texts in bounded slices, conversations through the chat template,
+and checked token ids as they are.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,13 +16,13 @@ from ...schemas.jobs.harvests import StoredHarvest
 from ...schemas.jobs.models import TokenizerBundle
 from .harvest_cut import Document, fed, within
 
-#: Characters that are tokenised in one call, of one text or of several: the tokenizer takes some
-#: 200 bytes of memory for each.
+#: Characters, of one or several texts, that are tokenised in one call: the tokenizer needs about
+#: 200 bytes of memory per character.
 SLICE = 1 << 18
-#: Characters in which two slices of a text overlap; none of the first and last `MARGIN` of them is
-#: a seam.
+#: Characters in which two slices of a text overlap; a seam is not in the first and last `MARGIN` of
+#: them.
 OVERLAP, MARGIN = 1 << 12, 1 << 9
-#: Tokens behind a seam that are equal in both slices.
+#: Tokens after a seam that must be equal in both slices.
 AGREED = 8
 
 #: Number of a document, its value in the source, and how an error names it.
@@ -33,9 +33,9 @@ class Tokens:
     """The tokenizer of a harvest's model."""
 
     def __init__(self, harvest: StoredHarvest, bundle: TokenizerBundle, vocabulary: int) -> None:
-        """`vocabulary`: tokens of the model."""
+        """`vocabulary`: the size of the model's vocabulary."""
         self._harvest, self._bundle, self._vocabulary = harvest, bundle, vocabulary
-        #: A template writes special tokens itself.
+        #: A chat template writes special tokens itself.
         self._special = harvest.cut.special_tokens and harvest.source.kind != "chat"
 
     @cached_property
@@ -46,16 +46,14 @@ class Tokens:
         return tokenizer
 
     def special(self, name: str) -> int | None:
-        """The id of the model's token of this name (`bos_token`, `eos_token`); None where it has
-        none.
-        """
+        """Return the id of the model's special token `name` (`bos_token`, `eos_token`), or None."""
         text = self._bundle.special_tokens.get(name)
         token: int | None = None if text is None else self.tokenizer.token_to_id(text)
         return token
 
     def documents(self, values: Iterable[Value], tokens: int = -1) -> Iterator[Document]:
-        """The documents, the last cut short, whose sequences have `tokens` tokens (-1: all); no
-        value is read once they are full.
+        """Yield the documents that hold the first `tokens` tokens of the sequences (-1: all); the
+        last of them is cut short, and no value after it is read.
 
         Raises MidstreamError naming the document.
         """
@@ -77,24 +75,24 @@ class Tokens:
         texts: list[tuple[int, str]] = []
         size = 0
         for number, value, where in values:
-            made = self._prepared(value, where)
-            if isinstance(made, str) and size + len(made) <= SLICE:
-                texts.append((number, made))
-                size += len(made)
+            prepared = self._prepared(value, where)
+            if isinstance(prepared, str) and size + len(prepared) <= SLICE:
+                texts.append((number, prepared))
+                size += len(prepared)
                 continue
             yield from self._together(texts)
             texts, size = [], 0
-            if not isinstance(made, str):
-                yield number, made
-            elif len(made) <= SLICE:
-                texts, size = [(number, made)], len(made)
+            if not isinstance(prepared, str):
+                yield number, prepared
+            elif len(prepared) <= SLICE:
+                texts, size = [(number, prepared)], len(prepared)
             else:
-                yield number, self._sliced(made, min(remaining(), self._longest))
+                yield number, self._sliced(prepared, min(remaining(), self._longest))
         yield from self._together(texts)
 
     @property
     def _longest(self) -> int:
-        """Tokens of a document that are read at most."""
+        """The most tokens of a document that are kept."""
         return self._harvest.max_length if self._harvest.cut.fit == "truncate" else MAX_INT64
 
     def _together(self, texts: list[tuple[int, str]]) -> Iterator[tuple[int, np.ndarray]]:
@@ -110,19 +108,19 @@ class Tokens:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and after a text."""
+        """The ids of the special tokens before and after a text."""
         encoding = self.tokenizer.encode("a", add_special_tokens=self._special)
-        own = [
+        text = [
             place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None
         ]
-        return (encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]) if own else ([], [])
+        return (encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]) if text else ([], [])
 
     def _sliced(self, text: str, most: int) -> np.ndarray:
-        """The first `most` tokens of a long text, as if it were tokenised as a whole.
+        """Return the first `most` tokens of a long text, as if it were tokenised as a whole.
 
-        Slices overlap: the second takes over where both have the same tokens. Where there is no
-        such place, because a tokenizer sees no end of a word in all of the overlap, it begins where
-        the first is cut.
+        Slices overlap: the second takes over at a seam, where both have the same tokens. If there
+        is no seam, because the tokenizer sees no word boundary in the whole overlap, the first is
+        cut after a token and the second begins there.
         """
         before, after = self._around
         parts, count = [np.array(before, np.int32)], len(before)
@@ -135,14 +133,14 @@ class Tokens:
                 break
             following = self._slice(text, end - OVERLAP, size)
             if (seam := _seam(piece, following, end - OVERLAP + MARGIN, end - MARGIN)) is not None:
-                own, other = seam
-                start, rest = end - OVERLAP, following.after(other)
+                taken, skipped = seam
+                start, rest = end - OVERLAP, following.after(skipped)
             else:
-                own = int(np.searchsorted(piece.ends, end - MARGIN))
-                start = int(piece.ends[own - 1])
+                taken = int(np.searchsorted(piece.ends, end - MARGIN))
+                start = int(piece.ends[taken - 1])
                 rest = self._slice(text, start, size)
-            parts.append(piece.ids[:own])
-            count += own
+            parts.append(piece.ids[:taken])
+            count += taken
             piece = rest
         return np.concatenate(parts)[:most]
 
@@ -152,7 +150,7 @@ class Tokens:
         )
 
     def _prepared(self, value: Any, where: str) -> str | np.ndarray:
-        """The text that is tokenised, or token ids."""
+        """Return the text to tokenise, or checked token ids."""
         kind = self._harvest.source.kind
         if kind == "tokens" or (isinstance(value, list) and self._harvest.source.lines is not None):
             return self._checked_ids(value, where)
@@ -177,7 +175,9 @@ class Tokens:
         return value
 
     def _checked_ids(self, value: Any, where: str) -> np.ndarray:
-        """Integers alone: not what numpy would turn into some, such as 1.7, true or "12"."""
+        """Return `value` as int32 token ids. Only integers pass: numpy would convert 1.7, true and
+        "12" as well.
+        """
         ids = [] if value is None else value
         if not isinstance(ids, list) or not all(
             type(token) is int and 0 <= token < self._vocabulary for token in ids
@@ -227,8 +227,8 @@ class Tokens:
 
 
 class _Slice:
-    """Tokens of a part of a text: ids, and where they begin and end in the text, in characters; int
-    `[tokens]` each.
+    """Tokens of a part of a text: ids, and first and end character in the text; int `[tokens]`
+    each.
     """
 
     def __init__(self, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
@@ -244,17 +244,17 @@ class _Slice:
 
 
 def _seam(first: _Slice, second: _Slice, low: int, high: int) -> tuple[int, int] | None:
-    """Numbers of a token of each, within characters `[low, high)` of the text, from which on both
-    have the same tokens.
+    """Returns the index of a token in `first` and in `second` from which on both have the same
+    `AGREED` tokens, within characters `[low, high)` of the text; None if there is no such token.
     """
     begin, stop = np.searchsorted(first.starts, [low, high])
-    for own in range(int(begin), int(stop) - AGREED):
-        other = int(np.searchsorted(second.starts, first.starts[own]))
-        own_values, foreign = slice(own, own + AGREED), slice(other, other + AGREED)
+    for at in range(int(begin), int(stop) - AGREED):
+        other = int(np.searchsorted(second.starts, first.starts[at]))
+        in_first, in_second = slice(at, at + AGREED), slice(other, other + AGREED)
         if (
-            (own == 0 or first.ends[own - 1] <= first.starts[own])
-            and np.array_equal(first.starts[own_values], second.starts[foreign])
-            and np.array_equal(first.ids[own_values], second.ids[foreign])
+            (at == 0 or first.ends[at - 1] <= first.starts[at])
+            and np.array_equal(first.starts[in_first], second.starts[in_second])
+            and np.array_equal(first.ids[in_first], second.ids[in_second])
         ):
-            return own, other
+            return at, other
     return None

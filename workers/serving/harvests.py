@@ -1,7 +1,7 @@
 """Execution of a part of a harvest: units are read, cut, computed and kept, a few shards at a time.
 
-A unit counts once its shards are durable, by one commit in the ledger. An attempt that follows goes
-on with the units that do not.
+A unit counts once its shards are durable and one commit in the ledger has recorded it. The next
+attempt computes the units that do not count yet.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from ...broker.ledger.jobs.status import relay_alive_for
 from ...broker.ledger.jobs.sweeps import Sweeps
 from ...broker.ledger.recovery.harvests import Harvests, Kept
 from ...broker.ops import metrics
-from ...broker.ops.global_capture import QUOTA_SPARE, left_out
+from ...broker.ops.global_capture import QUOTA_SPARE, count_skipped
 from ...schemas.base.dtypes import RowDType
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.faults import crash_point
@@ -57,18 +57,18 @@ logger = logging.getLogger(__name__)
 
 #: How often receipts are looked for while some are awaited, and how many are read per call.
 POLL_S, POLL_REQUESTS = 0.05, 256
-#: A store that cannot be written is tried again after that many seconds, twice as many each time.
+#: Seconds before a write to an unavailable store is retried; the pause doubles with each try.
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-#: A shard may take that many times `capture_timeout_s` from its last token: it is written as a
-#: whole.
+#: A shard may take this many times `capture_timeout_s` after its last token, because it is written
+#: as a whole.
 WRITE_PATIENCE = 10
 #: Reads the sources of all harvests of this worker.
 SOURCES = SourceProcess()
 SHARDS, PARTS, PLANS = "shards", "parts", "plans"
 
 
-class StoreAway(Exception):
-    """The store did not take a shard."""
+class ShardNotStored(Exception):
+    """The store was unavailable when a rank wrote a shard."""
 
 
 class HarvestAttempt:
@@ -84,7 +84,7 @@ class HarvestAttempt:
         fetch: Fetch,
         refused: Callable[[Kept], None],
     ) -> None:
-        """`refused`: stops the run when the ledger does not take its word any more."""
+        """`refused` stops the attempt when the ledger rejects what it wants to keep."""
         assert attempt.job.harvest is not None
         self._ledger, self._engine, self._attempt, self._fetch, self._refused = (
             ledger,
@@ -102,7 +102,7 @@ class HarvestAttempt:
         self._numbers = itertools.count()  # of requests
 
     async def run(self) -> None:
-        """To its end. Raises MidstreamError, and what ends an attempt."""
+        """Run the part to its end. Raises MidstreamError, and CancelledError when stopped."""
         harvest = await patiently(
             lambda: self._harvests.stored(self._part.harvest), f"harvest {self._part.harvest}"
         )
@@ -180,7 +180,7 @@ class HarvestAttempt:
         plan: HarvestPlan,
         file: PlanFile,
     ) -> HarvestManifest:
-        """Return what the parts add up to; removes what is in none of them."""
+        """Return the manifest of all parts; removes objects that no part names."""
         units: list[UnitEntry] = []
         named = {part.key for part in parts} | {file.key}
         for part in parts:
@@ -233,9 +233,9 @@ class HarvestAttempt:
         data: bytes,
         before: Callable[[], Awaitable[None]] | None = None,
     ) -> int:
-        """Make `data` an object, as soon as the store takes it; its CRC32.
+        """Store `data` under `key`, retrying until the store takes it; returns its CRC32.
 
-        `before`: awaited before each try.
+        `before` is awaited before each try.
         """
 
         def write() -> int:
@@ -257,10 +257,10 @@ class HarvestAttempt:
             try:
                 return await asyncio.to_thread(write)
             except OSError as error:
-                pause = await self._away(harvest, str(error), pause)
+                pause = await self._wait_for_store(harvest, str(error), pause)
 
-    async def _away(self, harvest: StoredHarvest, reason: str, pause: float) -> float:
-        """Show the reason and wait; how long the next wait is."""
+    async def _wait_for_store(self, harvest: StoredHarvest, reason: str, pause: float) -> float:
+        """Publish the reason and wait `pause` seconds; returns the next pause."""
         logger.warning("harvest %s waits for its store: %s", harvest.id, reason)
         metrics.HARVEST_WAITS.labels(harvest.model).inc()
         job, attempt = self._attempt.job, self._attempt.number
@@ -311,7 +311,8 @@ class HarvestAttempt:
                             harvest, number, plan.units[number], len(documents), shards, begun, kept
                         )
                     )
-                    await begun.wait()  # the next one is read while its last shards are computed
+                    # read the next unit while the last shards of this one are computed
+                    await begun.wait()
         finally:
             await self._engine.release_vectors(names)
         manifest = PartManifest(
@@ -343,7 +344,7 @@ class HarvestAttempt:
         begun: asyncio.Event,
         kept: dict[int, UnitEntry],
     ) -> None:
-        """Compute a unit and keep it. `begun` is set when its last shard is under way."""
+        """Compute a unit and keep it. `begun` is set when its last shard has started."""
         requests: list[int] = []
         if not shards:
             begun.set()
@@ -361,16 +362,16 @@ class HarvestAttempt:
                 )
                 for place, sequences in enumerate(shards)
             ]
-        made = [task.result() for task in tasks]
+        results = [task.result() for task in tasks]
         entry = UnitEntry(
             unit=number,
             first=unit.document,
             documents=documents,
             tokens=sum(len(sequence.token_ids) for sequences in shards for sequence in sequences),
-            generated=sum(generated for _, generated in made),
-            rows=sum(shard.rows for shard, _ in made),
-            bytes=sum(file.bytes for shard, _ in made for file in shard.files),
-            shards=[shard for shard, _ in made],
+            generated=sum(generated for _, generated in results),
+            rows=sum(shard.rows for shard, _ in results),
+            bytes=sum(file.bytes for shard, _ in results for file in shard.files),
+            shards=[shard for shard, _ in results],
             skipped=documents
             - len(
                 {
@@ -414,8 +415,8 @@ class HarvestAttempt:
         requests: list[int],
         begun: asyncio.Event,
     ) -> tuple[ShardEntry, int]:
-        """A shard once it is durable, and how many tokens were generated; computed again when the
-        store did not take it.
+        """Compute a shard, again if the store did not take it; returns its entry once it is
+        durable, and the number of generated tokens.
         """
         pause = PAUSE_S
         async with self._shards:
@@ -423,10 +424,10 @@ class HarvestAttempt:
             while True:
                 try:
                     return await self._once(harvest, unit, place, sequences, requests)
-                except StoreAway as error:
-                    pause = await self._away(harvest, str(error), pause)
+                except ShardNotStored as error:
+                    pause = await self._wait_for_store(harvest, str(error), pause)
                     while trouble := await asyncio.to_thread(open_store(harvest.uri).trouble):
-                        pause = await self._away(harvest, trouble, pause)
+                        pause = await self._wait_for_store(harvest, trouble, pause)
 
     async def _once(
         self,
@@ -479,15 +480,15 @@ class HarvestAttempt:
             raise MidstreamError(
                 "capture_failed",
                 (
-                    f"the ranks reported {len(files)} files of shard {key}, which are not all its "
+                    f"the ranks reported {len(files)} files of shard {key}, which lack some of its "
                     "rows"
                 ),
             )
         return entry, generated
 
     async def _within_quota(self, sequences: int) -> Job:
-        """The part's job, without global capture while the quota of captures has no room for it:
-        no one requested it.
+        """Returns the part's job, without global capture, which no user requested, while the quota
+        of captures has no space for it.
         """
         job, quota = self._attempt.job, self._ledger.settings.capture_quota_mib << 20
         if not quota or not job.global_captures:
@@ -495,7 +496,7 @@ class HarvestAttempt:
         try:
             await asyncio.to_thread(self._usage.take, [1], quota // QUOTA_SPARE)
         except MidstreamError as error:
-            left_out("quota", sequences, error.detail)
+            count_skipped("quota", sequences, error.detail)
             return msgspec.structs.replace(job, global_captures=[])
         return job
 
@@ -549,7 +550,7 @@ class HarvestAttempt:
         )
 
     async def _sequence(self, ask: EngineRequest) -> int:
-        """Return how many tokens were generated."""
+        """Run a sequence in the engine; returns how many tokens were generated."""
         await self._slots.acquire()
         try:
             generated = 0
@@ -557,16 +558,16 @@ class HarvestAttempt:
                 async with aclosing(self._attempt.submit(self._engine, ask)) as stream:
                     async for progress in stream:
                         self._attempt.check()
-                        report.heard(len(progress.token_ids))
+                        report.add_generated(len(progress.token_ids))
                         generated += len(progress.token_ids)
             return generated
         finally:
             self._slots.release()
 
     async def _settled(self, requests: Sequence[int]) -> list[Receipt]:
-        """The receipts of all these.
+        """Wait for and return the receipts of all `requests`.
 
-        Raises StoreAway, and MidstreamError for what a rank could not do.
+        Raises ShardNotStored, and MidstreamError for what a rank could not do.
         """
         remaining, report = set(requests), dict[int, list[Receipt]]()
         patience = WRITE_PATIENCE * self._ledger.settings.capture_timeout_s
@@ -601,25 +602,25 @@ class HarvestAttempt:
                     f"rank {receipt.rank}: {receipt.message or receipt.verdict}",
                 )
         if failed:
-            raise StoreAway(failed[0].message)
+            raise ShardNotStored(failed[0].message)
         return receipts
 
 
 def _check_documents(units: Sequence[UnitEntry], plan: HarvestPlan) -> None:
-    """Every document that was planned is in the unit that it was planned for; those beyond a limit
-    of tokens in none.
+    """Raises MidstreamError unless each unit has the documents that it was planned with; a unit
+    with a limit of tokens may have fewer.
     """
     if len(units) != len(plan.units):
         raise MidstreamError(
             "internal", f"{len(units)} of {len(plan.units)} units are recorded: nothing is removed"
         )
     for number, (unit, planned) in enumerate(zip(units, plan.units, strict=True)):
-        few = (
+        complete = (
             unit.documents <= planned.documents
             if planned.tokens >= 0
             else unit.documents == planned.documents
         )
-        if not few or (unit.unit, unit.first) != (number, planned.document):
+        if not complete or (unit.unit, unit.first) != (number, planned.document):
             raise MidstreamError(
                 "internal",
                 f"unit {number} has {unit.documents} documents from {unit.first} on, and was "

@@ -19,20 +19,20 @@ logger = logging.getLogger(__name__)
 
 #: Leases are renewed this many times within their length, so that one missed renewal costs nothing.
 RENEWALS_PER_LEASE = 3
-#: A renewal without an answer is tried over a new connection, that many times within a lease. Where
-#: packets got lost TCP doubles its wait after each retransmission, so that a connection which
-#: met a short cut can stay silent for longer than the lease.
+#: A renewal without an answer is tried over a new connection, this many times within a lease. When
+#: packets are lost TCP doubles its wait after each retransmission, so that after a short network
+#: outage a connection can stay silent for longer than the lease.
 TRIES_PER_LEASE = 16
-#: Seconds that a try gets all the same.
+#: Each try gets at least this many seconds.
 SHORTEST_TRY_S = 0.5
 
 
 class Heartbeat:
-    """Has its own connections to Redis; close them with `close()`.
+    """Renews leases and the worker's record, on its own connections to Redis; close with `close()`.
 
-    `publish` is called again after Redis was unreachable, and whenever Redis lacks the model: it
-    may have lost its data, or another worker may have taken the name while this one was away; then
-    `publish` raises, and the worker ends.
+    `publish` is called again after Redis was unreachable, and whenever Redis lacks the model, whose
+    record it may have lost. If another worker has taken the model's name meanwhile, `publish`
+    raises and the worker ends.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Heartbeat:
         self._publish = publish
 
     async def run(self) -> str:
-        """Beat until cancelled; never returns, raises errors other than transient ones of Redis."""
+        """Beat until cancelled; never returns. Raises all errors except transient ones of Redis."""
         unreachable = False
         while True:
             await asyncio.sleep(
@@ -75,14 +75,14 @@ class Heartbeat:
                 unreachable = True
 
     async def beat(self) -> None:
-        """Renew every lease, those on source runs too, stop what was lost or is being cancelled,
-        and say that the worker lives.
+        """Renew every lease, also on source runs, stop attempts that lost theirs or are being
+        cancelled, and renew the worker's record.
         """
         info = self._info()
         held = self._attempts.held
         if held:
             renewal = await self._ledger.renew(info.worker, info.boot, held)
-            # What was lost may have been claimed again before the answer arrived.
+            # A lost job may have been claimed again before the answer arrived: `held` protects it.
             self._attempts.stop(renewal.lost, AttemptOutcome.LOST, held)
             self._attempts.stop(renewal.cancelling, AttemptOutcome.CANCELLED)
         await self._attempts.sources.renew(self._sources)

@@ -1,9 +1,9 @@
 """The engine's host inside a Celery worker, and recovery when the engine dies.
 
-One thread runs one event loop for the process's whole life; on it are the engine, the ledger's
-connections, the runs and the heartbeat. All other code reaches them through this class. The thread
-must not end before the process: the engine's children are killed when the thread that started them
-ends.
+One thread runs one event loop for the process's whole life. The engine, the ledger's connections,
+the attempts and the heartbeat run on that loop, and all other code reaches them through
+`EngineHost`. The thread must not end before the process: the engine's children are killed when the
+thread that started them ends.
 """
 
 import asyncio
@@ -43,12 +43,11 @@ from .steering import SteeringReconciler
 
 logger = logging.getLogger(__name__)
 
-#: How often a blocking start looks whether it should give up.
+#: How often a blocking start checks whether it should give up.
 INTERRUPT_CHECK_S = 0.2
 #: Interval of the checks whether captures and receipts can be written.
 DISK_LOOK_S = 2.0
-#: After the engine's death, how long releasing its jobs and stopping what is left of it may take
-#: together.
+#: After the engine's death, the time for releasing its jobs and stopping its remains together.
 DEATH_GRACE_S = 4.0
 
 
@@ -63,8 +62,8 @@ class EngineHost:
         self.settings = settings
         self.started_at = now()
         self.death = ""  # why the engine died; empty while it has not
-        self._disk = ""  # why captures or receipts cannot be written
-        self._store = ""  # why captures cannot
+        self._disk_trouble = ""  # why captures or receipts cannot be written
+        self._store_trouble = ""  # why captures cannot be written
         self._on_death = on_death
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
@@ -82,9 +81,8 @@ class EngineHost:
     def start(self, check_interrupt: Callable[[], None]) -> None:
         """Block until the engine is ready.
 
-        `check_interrupt` is called meanwhile and may raise to give up.
-
-        Raises MidstreamError when the engine does not start; started parts are stopped again.
+        `check_interrupt` is called every `INTERRUPT_CHECK_S` and may raise to give up. Raises
+        MidstreamError when the engine does not start; started parts are stopped again.
         """
         self._thread.start()
         starting = self._schedule(self._start())
@@ -94,7 +92,7 @@ class EngineHost:
                     starting.result(INTERRUPT_CHECK_S)
                     self.ready = True
                     return
-                if starting.done():  # its own TimeoutError
+                if starting.done():  # the TimeoutError was raised by `_start`
                     starting.result()
                 check_interrupt()
         except BaseException:
@@ -103,12 +101,20 @@ class EngineHost:
             raise
 
     @property
+    def dtype(self) -> str:
+        """What the model computes in, and why, once the engine is ready."""
+        if self._engine is None:
+            return ""
+        info = self._engine.info
+        return f"{info.dtype} ({info.dtype_reason})" if info.dtype_reason else info.dtype
+
+    @property
     def caveats(self) -> list[str]:
         """Return the model's caveats, once the engine is ready."""
         return self._engine.info.caveats if self._engine is not None else []
 
     def run(self, job_id: str, kind: str = "") -> AttemptOutcome:
-        """Run a job on the engine's loop and wait for its end.
+        """Run a job on the engine's loop and wait for the end of its attempt.
 
         Raises JobFailed when it ended with a problem.
         """
@@ -118,14 +124,14 @@ class EngineHost:
         return outcome
 
     def view(self, job_id: str) -> JobView:
-        """The job as the ledger has it. Raises MidstreamError: `not_found`, `unavailable`."""
+        """Return the ledger's view of a job. Raises MidstreamError: `not_found`, `unavailable`."""
 
         async def look() -> JobView:
             return await self._ledger.view(job_id)
 
         try:
             view: JobView = self._schedule(look()).result(DEATH_GRACE_S)
-        except TimeoutError as error:  # the loop may be at its end
+        except TimeoutError as error:  # the loop may have stopped
             raise MidstreamError("unavailable", f"no outcome for {job_id} in time") from error
         return view
 
@@ -158,7 +164,7 @@ class EngineHost:
         }
 
     def stop(self) -> None:
-        """Stop engine and loop; called when no run is left, or when they no longer matter."""
+        """Stop engine and loop; called when no attempt runs, or attempts no longer matter."""
         if not self._thread.is_alive():
             return
         stopping = self._schedule(self._stop())
@@ -191,7 +197,13 @@ class EngineHost:
             Steering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat()
         )
         self._attempts = Attempts(
-            self._ledger, engine, reconciler, settings.worker_id, BOOT, died, lambda: self._store
+            self._ledger,
+            engine,
+            reconciler,
+            settings.worker_id,
+            BOOT,
+            died,
+            lambda: self._store_trouble,
         )
         self._metrics = WorkerMetrics(
             engine.info.name, self._attempts, reconciler, lambda: engine.waiting
@@ -211,7 +223,7 @@ class EngineHost:
     async def _publish(self, starting: bool = False) -> None:
         """Publish the engine's model and its tokenizer.
 
-        Raises MidstreamError("model_changed") as `publish_model`.
+        Raises MidstreamError("model_changed"), see `Ledger.publish_model`.
         """
         assert self._engine is not None
         name, raw = encode_bundle(self._engine.tokenizer)
@@ -244,33 +256,29 @@ class EngineHost:
 
     @property
     def _trouble(self) -> str:
-        """Return why no job begins here; empty when it may."""
-        if (
-            self.death
-            or self._disk
-            or self._reconciler is None
-            or self._reconciler.state == "serving"
-        ):
-            return self.death or self._disk
+        """Return why no job begins here; empty when jobs may begin."""
+        trouble = self.death or self._disk_trouble
+        if trouble or self._reconciler is None or self._reconciler.state == "serving":
+            return trouble
         return f"{self._reconciler.state}: {self._reconciler.detail}"
 
     async def _look_at_disks(self) -> None:
-        """Note, and log once, whether captures and receipts can be written."""
+        """Check whether captures and receipts can be written; log each change."""
         data = Path(self.settings.data_dir)
-        self._store = await asyncio.to_thread(open_store(self.settings.artifacts).trouble)
-        troubles = [self._store]
+        self._store_trouble = await asyncio.to_thread(open_store(self.settings.artifacts).trouble)
+        troubles = [self._store_trouble]
         troubles += [await asyncio.to_thread(probe, folder) for folder in (data / "outbox", data)]
-        result = next(filter(None, troubles), "")
-        if result and not self._disk:
-            logger.error("%s: captures and receipts are on hold", result)
-        elif self._disk and not result:
+        trouble = next(filter(None, troubles), "")
+        if trouble and not self._disk_trouble:
+            logger.error("%s: captures and receipts are on hold", trouble)
+        elif self._disk_trouble and not trouble:
             logger.warning("captures and receipts are writable again")
-        self._disk = result
+        self._disk_trouble = trouble
 
     async def _await_disks(self) -> None:
-        """Wait until outboxes can be opened, before an engine is loaded for minutes in vain."""
+        """Wait until captures and receipts can be written: loading the engine takes minutes."""
         await self._look_at_disks()
-        while self._disk:
+        while self._disk_trouble:
             await asyncio.sleep(DISK_LOOK_S)
             await self._look_at_disks()
 
@@ -281,14 +289,14 @@ class EngineHost:
         """
         while True:
             await asyncio.sleep(DISK_LOOK_S)
-            former = self._disk
+            before = self._disk_trouble
             await self._look_at_disks()
-            if bool(former) != bool(self._disk) and self._heartbeat is not None:
-                with contextlib.suppress(MidstreamError):  # the next one is due soon
+            if bool(before) != bool(self._disk_trouble) and self._heartbeat is not None:
+                with contextlib.suppress(MidstreamError):  # the next heartbeat is due soon
                     await self._heartbeat.beat()
 
     async def _watch(self, watched: Coroutine[Any, Any, str], died: asyncio.Event) -> None:
-        """`watched` returns, or raises, only when this worker can do no more work."""
+        """Ends the worker when `watched` returns or raises: the worker can do no more work then."""
         try:
             reason = await watched
         except Exception as error:
@@ -298,7 +306,7 @@ class EngineHost:
             await self._die(reason, died)
 
     async def _die(self, reason: str, died: asyncio.Event) -> None:
-        """Hand the running jobs to another attempt, then ask for the process's end."""
+        """Release the running jobs to other attempts, then request the process's end."""
         logger.critical("engine died: %s", reason)
         self.death = reason
         died.set()
@@ -315,7 +323,7 @@ class EngineHost:
             self._on_death(reason)
 
     async def _release_former_boots(self) -> None:
-        """Requeue immediately what this worker held when it was last killed."""
+        """Requeue immediately the jobs that this worker held when it was last killed."""
         released = await Reaper(self._ledger, self.settings).release_boots(
             self.settings.worker_id, BOOT
         )

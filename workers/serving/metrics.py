@@ -1,8 +1,8 @@
-"""A worker's numbers: the same for its heartbeat, for `inspect midstream_engine` and for
+"""Statistics of a worker: the same for its heartbeat, for `inspect midstream_engine` and for
 Prometheus.
 
-Those of the ranks are what they were last asked for (`steering.COMPARE_S`): metrics do not cause
-another query.
+Numbers of the ranks come from their last reports (see `steering.COMPARE_S`): metrics do not query
+the ranks.
 """
 
 import time
@@ -20,9 +20,9 @@ from ...schemas.jobs.models import WorkerStats
 from .attempts import Attempts
 from .steering import SteeringReconciler
 
-#: Rates are of at least this long, in seconds: several ask, and two questions in a row must not
-#: make one of a moment.
-LEAST_S = 4.0
+#: Shortest window of a rate, in seconds: there are several readers, and two calls in a row must not
+#: compute a rate over a moment.
+SHORTEST_WINDOW_S = 4.0
 
 
 class WorkerMetrics:
@@ -35,14 +35,15 @@ class WorkerMetrics:
         reconciler: SteeringReconciler,
         waiting: Callable[[], int],
     ) -> None:
-        """`waiting`: requests that wait for rows of the steering table."""
+        """`waiting` returns how many requests wait for rows of the steering table."""
         self._model, self._attempts, self._reconciler, self._waiting = (
             model,
             attempts,
             reconciler,
             waiting,
         )
-        self._since = (time.monotonic(), 0, 0)  # when rates were last computed, and the tokens then
+        # when rates were last computed, and prompt and generated tokens at that time
+        self._since = (time.monotonic(), 0, 0)
         self._rates = (0.0, 0.0)
         self._readings = Readings(
             OF_WORKER,
@@ -53,7 +54,7 @@ class WorkerMetrics:
         ranks, totals, reconciler = self._reconciler.ranks, self._attempts.totals, self._reconciler
         at, prompt, generated = self._since
         passed = time.monotonic() - at
-        if passed >= LEAST_S:
+        if passed >= SHORTEST_WINDOW_S:
             self._rates = (
                 (totals.prompt_tokens - prompt) / passed,
                 (totals.generated_tokens - generated) / passed,
@@ -92,9 +93,7 @@ class WorkerMetrics:
     # For Prometheus
 
     def register(self) -> None:
-        """Put these into the process's metrics; what a previous engine of the process registered
-        stays, and says nothing any more.
-        """
+        """Add these metrics to the process's registry."""
         REGISTRY.register(self._readings)
         STORE.sources.append(self._store_calls)
 

@@ -1,6 +1,6 @@
 """Progress of an attempt, from claim to stored outputs: metrics, a trace, and ids on log lines.
 
-All of it happens in coroutines that are there anyway; a token costs an addition.
+It runs in the attempt's own coroutines; a token costs one addition.
 """
 
 import logging
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Totals:
-    """Totals of this worker since it started; tokens of sweeps included."""
+    """Totals of this worker since it started, including tokens of sweeps."""
 
-    prompt_tokens: int = 0  # of prompts whose generation has begun
+    prompt_tokens: int = 0  # of prompts with a first token, and of submitted sweep requests
     generated_tokens: int = 0
     cells: int = 0
 
@@ -32,8 +32,8 @@ class Prompt:
         self._attempt, self._tokens, self._span = attempt, tokens, span
         self._begun = False
 
-    def heard(self, tokens: int) -> None:
-        """The engine has generated that many tokens more."""
+    def add_generated(self, tokens: int) -> None:
+        """Count `tokens` more generated tokens."""
         totals = self._attempt.totals
         if tokens and not self._begun:
             self._begun = True
@@ -46,9 +46,9 @@ class Prompt:
 
 
 class AttemptProgress:
-    """One attempt at one job.
+    """Metrics and trace of one attempt at one job.
 
-    `span.traceparent` goes to the ranks, and comes back with their receipts.
+    `span.traceparent` goes to the ranks, which return it with their receipts.
     """
 
     def __init__(self, claim: Claim, worker: str, totals: Totals) -> None:
@@ -80,7 +80,7 @@ class AttemptProgress:
 
     @contextmanager
     def prompt(self, request: int, tokens: int) -> Iterator[Prompt]:
-        """While prompt `request`, which has that many tokens, is in the engine."""
+        """Enclose the time in the engine of prompt `request`, which has `tokens` tokens."""
         span = traces.begin(
             "prompt", self.span.traceparent, job=self._job.id, request=request, prompt_tokens=tokens
         )
@@ -95,25 +95,25 @@ class AttemptProgress:
                 span.end()
 
     def stored(self, state: State | None, receipts: bool, began: float) -> None:
-        """The outputs are in the ledger, where the job is in `state` now (None: they were not
-        taken). `receipts`: it waits for any; `began`: when they were handed over.
+        """Record that the outputs, submitted at `began`, left the job in `state` (None: the ledger
+        rejected them). `receipts`: whether the job needs receipts.
         """
         if state is None:
             return
         at = now()
         metrics.GENERATION.labels(self.model).observe(max(0.0, at - self.claimed))
         if state is not State.SUCCEEDED:
-            return  # the relay sees its end
+            return  # the relay records the job's end
         metrics.JOB.labels(self.model).observe(max(0.0, at - self._job.created))
         if receipts:
             metrics.DURABLE.labels(self.model).observe(0.0)
             traces.record("durable", self.span.traceparent, began, at, job=self._job.id)
 
-    def over(self, outcome: str) -> None:
+    def set_outcome(self, outcome: str) -> None:
         self._outcome = outcome
 
     def close(self) -> None:
-        """However it ended."""
+        """End the span and log and count the outcome, which is `failed` unless it was set."""
         if self._outcome == "failed":
             self.span.fail("the job failed")
         self.span.note(outcome=self._outcome)

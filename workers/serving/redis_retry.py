@@ -1,8 +1,8 @@
 """Retries of a worker while Redis is unreachable, and their end at shutdown.
 
-It waits and asks again: a restart must not cost a running job. And it cancels until the task is
-over, not once: redis-py awaits its writes with `asyncio.wait_for`, which on Python 3.11 swallows a
-cancellation that arrives together with the result.
+`patiently` retries, so that a restart of Redis costs no running job. `end_tasks` cancels until the
+task has ended, not once: redis-py awaits its writes with `asyncio.wait_for`, which on Python 3.11
+swallows a cancellation that arrives together with the result.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from ...schemas.base.errors import MidstreamError
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-#: The ledger's error kind while Redis is restarting, loading its AOF, or unreachable: it passes.
+#: The ledger's error kind while Redis is restarting, loading its AOF, or unreachable: transient.
 UNAVAILABLE = "unavailable"
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
@@ -23,7 +23,7 @@ CANCEL_AGAIN_S = 0.5
 
 
 async def patiently(call: Callable[[], Awaitable[T]], what: str) -> T:
-    """The result of `call`, retried while Redis is unreachable; other errors propagate.
+    """Returns the result of `call`, retried while Redis is unreachable; other errors propagate.
 
     A call whose answer was lost may run twice: every ledger transition is fenced or idempotent, so
     the second is refused.
@@ -42,7 +42,7 @@ async def patiently(call: Callable[[], Awaitable[T]], what: str) -> T:
 
 
 async def end_tasks(tasks: Collection["asyncio.Task[Any]"]) -> None:
-    """Cancel `tasks` until each is over; what they raise stays in them."""
+    """Cancels `tasks` until each has ended; their exceptions are not raised."""
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()

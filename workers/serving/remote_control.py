@@ -1,8 +1,8 @@
 """Remote-control commands of a worker. Importing this module registers them with Celery.
 
 `app.control.broadcast("midstream_cancel", arguments={"job_id": …})` stops a running job within
-milliseconds. A broadcast may be lost, so the ledger is updated first, and the heartbeat notices as
-well.
+milliseconds. A broadcast may be lost, so the cancellation is in the ledger first, where the next
+heartbeat finds it.
 """
 
 from typing import Any
@@ -19,6 +19,6 @@ def midstream_cancel(state: Any, job_id: str, **_: Any) -> dict[str, str]:
 
 @inspect_command()
 def midstream_engine(state: Any, **_: Any) -> dict[str, Any]:
-    """The model, its ranks and the jobs that run."""
+    """Return the model, its ranks and the running jobs."""
     description: dict[str, Any] = state.app.engine_host.describe()
     return description

@@ -17,19 +17,18 @@ from ...schemas.requests.source_runs import RunFiles, parse_key
 from ...storage.store import PASSING, open_store
 from ..engine.protocol import Engine, Locate
 from ..engine.ranks.collective import Quarantined
-from .attempt import StoreAway
+from .attempt import StoreUnavailable
 from .redis_retry import UNAVAILABLE, patiently
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-#: A lease on captures lasts this many of a job's leases: a Redis that was away for a while finds it
-#: still there when it is back.
+#: A lease on captures lasts this many times `lease_s`, so that it outlasts a short outage of Redis.
 LEASES = 4
 
 
 class SourceRunLeases:
-    """Used from the engine's event loop only."""
+    """Leases on source runs. Used from the engine's event loop only."""
 
     def __init__(self, ledger: Ledger, engine: Engine, worker: str) -> None:
         self._sources, self._engine, self._worker = SourceRuns(ledger), engine, worker
@@ -42,13 +41,13 @@ class SourceRunLeases:
     async def holding(
         self, job: str, keys: Sequence[str], names: Mapping[str, str], locate: Locate | None = None
     ) -> AsyncIterator[None]:
-        """Have these runs (`run_key`) on every rank in the block, and their captures kept from
-        deletion for their age.
+        """Hold the runs `keys` (`run_key`) on every rank inside the block, and keep retention from
+        deleting their captures.
 
-        `names`: what the job calls them → the job whose captures they are. `locate`: instead of the
-        ledger's. No holder may begin another such block inside, see `RankCache`. Raises
-        MidstreamError("intervention_failed") naming the run when one is not there or a rank cannot
-        load it, StoreAway when that is because the artifact store is unavailable, and Quarantined.
+        `names`: the job's name for a run → the job whose captures it is. `locate` replaces the
+        ledger's. A holder must not open another such block inside, see `RankCache`. Raises
+        MidstreamError("intervention_failed") naming the run when it does not exist or a rank cannot
+        load it, StoreUnavailable if the artifact store is unavailable, and Quarantined.
         """
         if not keys:
             yield
@@ -68,18 +67,17 @@ class SourceRunLeases:
             await self._let_go(job, keys)
 
     async def renew(self, sources: SourceRuns) -> None:
-        """With every heartbeat, over its connections: the leases of all that is held, and what this
-        worker has in memory.
+        """Renews the leases of all held runs, and reports the runs in this worker's memory; called
+        with every heartbeat, which supplies `sources` on its own connections.
         """
         await sources.lease(self._held, self._seconds)
-        await sources.tell_held(self._worker, self._engine.held_runs(), self._lease_s)
+        await sources.record_held(self._worker, self._engine.held_runs(), self._lease_s)
 
     async def reading(self, work: Awaitable[T]) -> T:
-        """The result of `work`, which reads from the artifact store.
+        """Returns the result of `work`, which reads from the artifact store.
 
-        Raises StoreAway where it fails because that is unavailable.
-
-        After any other failure the store is asked: an error in reading says little about its cause.
+        Raises StoreUnavailable if `work` fails because the store is unavailable. Read errors rarely
+        name that cause, so after any other failure the store itself is checked.
         """
         try:
             return await work
@@ -91,7 +89,7 @@ class SourceRunLeases:
             )
             trouble = "" if passes else await asyncio.to_thread(self._store.trouble)
             if passes or trouble:
-                raise StoreAway(f"{error}; {trouble}" if trouble else str(error)) from error
+                raise StoreUnavailable(f"{error}; {trouble}" if trouble else str(error)) from error
             raise
 
     @property
@@ -123,10 +121,10 @@ class SourceRunLeases:
         self._held[job] = +held
         if not self._held[job]:
             del self._held[job]
-        still = {parse_key(key)[0] for key in self._held.get(job, ())}
+        still_held = {parse_key(key)[0] for key in self._held.get(job, ())}
         try:
             await self._sources.unlease(
-                [key for key in ended if parse_key(key)[0] not in still], job
+                [key for key in ended if parse_key(key)[0] not in still_held], job
             )
         except MidstreamError as error:
             if error.kind != UNAVAILABLE:

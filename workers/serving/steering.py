@@ -1,11 +1,11 @@
 """Convergence of the ranks to the desired global steering, and resync when they diverge.
 
-It looks in Redis every `steering_poll_s`: prepares what is proposed, applies what was decided
-(global steering, named modules), and reports. A job begins only while the worker is `serving`,
-under the global steering that is applied then, and keeps it to its end. When ranks of a stage
-disagree, or may, the worker takes no jobs, stops those that have interventions or captures, begins
-every rank again from zero, applies all that is desired again, compares the ranks, and continues; or
-the engine is given up.
+The reconciler polls Redis every `steering_poll_s`: it prepares what is proposed, applies what was
+decided (global steering, named modules), and reports. A job begins only while the worker is
+`serving`, and keeps the global steering that is applied then to its end. When ranks of a stage
+disagree, or may, the worker takes no jobs, stops those that have interventions or captures, resets
+every rank, applies the desired state again, and compares the ranks. Then it serves again; if the
+resync fails, the engine is given up.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ from .steering_leases import AppliedSteering, SteeringLease
 
 logger = logging.getLogger(__name__)
 
-#: How often the ranks are compared, in addition to every receipt, and the worker reports
-#: unprompted.
+#: How often the ranks are compared, in addition to every receipt, and the worker reports without
+#: being asked.
 COMPARE_S = 5.0
-#: Global steering that the ranks refused, and what was not stored, is tried again this much later.
+#: Retry interval for global steering that the ranks refused, and for tensors that were not stored.
 RETRY_S = 1.0
 VERSION_MISMATCH = "version_mismatch"
-#: How often a resync restarts without the items that some ranks rejected and others did not.
+#: Rounds of a resync; after the first, they leave out what some ranks rejected and others did not.
 RESYNC_ROUNDS = 3
 #: A resync waits this long for the engine to let go of the requests that it stopped.
 DRAIN_S = 30.0
@@ -63,7 +63,7 @@ class Trouble(NamedTuple):
 
     digest: str
     why: str
-    lasting: bool  # the ranks refused this content: only another one is tried
+    lasting: bool  # the ranks refused this content: it is not tried again
 
 
 class _Answer:
@@ -79,9 +79,9 @@ class _Answer:
 class SteeringReconciler:
     """Steering on an engine's ranks, and its convergence to the desired state.
 
-    `tell` is called when the worker starts or stops serving; it may raise `unavailable`.
+    `publish` is called when the worker starts or stops serving; it may raise `unavailable`.
 
-    `stop_runs(why)` asks every attempt with interventions or captures to end; set by the host.
+    `stop_runs(why)` asks every attempt with interventions or captures to end; `Attempts` sets it.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class SteeringReconciler:
         engine: Engine,
         settings: Settings,
         boot: str,
-        tell: Callable[[], Awaitable[None]],
+        publish: Callable[[], Awaitable[None]],
     ) -> None:
-        self._broker, self._engine, self._settings, self._boot, self._tell = (
+        self._broker, self._engine, self._settings, self._boot, self._publish = (
             broker,
             engine,
             settings,
             boot,
-            tell,
+            publish,
         )
         self._worker, self._model = settings.worker_id, settings.served_model
         self.stop_runs: Callable[[str], None] = lambda why: None
@@ -105,36 +105,35 @@ class SteeringReconciler:
         self.detail = ""  # why it does not serve
         self.desyncs = self.resyncs = 0
         self.last_desync, self.last_desync_at = "", cast("float | None", None)
-        self.ranks: list[RankSteering] = []  # as they were last asked
+        self.ranks: list[RankSteering] = []  # their last reports
         self._open = asyncio.Event()  # serving, or closed for good
         self._closed = False
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()  # replaced with every look
         self._global = AppliedSteering(GlobalSteering())
-        self._former: list[AppliedSteering] = []  # attempts still run under these
+        self._replaced: list[AppliedSteering] = []  # attempts may still run under these
         self._modules: dict[str, Module] = {}
         self._answer = _Answer()
         self._last: list[RankApplied] = []  # answers to the last prepare or commit
-        self._version = 0  # of `Desired`, reconciled
-        # version, proposal and what was committed, as last looked into
-        self._seen: tuple[int, str, str] | None = None
-        self._asked = ""
-        self._said = ("", "")  # state and detail
+        self._version = 0  # of the `Desired` that is reconciled
+        # version, proposal and commit of the last look that was followed
+        self._followed: tuple[int, str, str] | None = None
+        self._ask = ""  # id of the last request for a report
+        self._published = ("", "")  # state and detail
         self._troubles: dict[str, Trouble] = {}  # by module
         self._out_of_step = ""  # why a resync is due
         self._compared = self._retried = self._complained = float("-inf")
         engine.on_quarantine = self.quarantine
 
-    # -- what runs ask
-    # ----------------------------------------------------------------------------------------------
+    # -- For attempts
 
     @property
     def serving(self) -> bool:
         return self._open.is_set() and not self._closed
 
     async def lease(self, patience_s: float) -> SteeringLease | None:
-        """The global steering for an attempt that begins now; None when the worker does not serve
-        within `patience_s`.
+        """Returns a lease on the global steering for an attempt that begins now; None when the
+        worker does not serve within `patience_s`.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
@@ -142,7 +141,7 @@ class SteeringReconciler:
         return SteeringLease(self._global) if self.serving else None
 
     async def catch_up(self, patience_s: float) -> None:
-        """Look now; returns after that, or when `patience_s` are over."""
+        """Wake the loop; returns after its next look, or after `patience_s`."""
         looked = self._looked
         self._wake.set()
         with contextlib.suppress(TimeoutError):
@@ -150,24 +149,23 @@ class SteeringReconciler:
                 await looked.wait()
 
     def quarantine(self, why: str) -> None:
-        """The ranks may differ: begin no job until they were made equal."""
+        """Begin no job until a resync has made the ranks equal. `why`: why they may differ."""
         if self.state != "resyncing":
             self._stop_serving("quarantined", why)
             self._out_of_step = self._out_of_step or why
             self._wake.set()
 
     def close(self) -> None:
-        """The engine is dead: release all waiting callers."""
+        """Release all waiting callers, because the engine is dead."""
         self._closed = True
         self._open.set()
 
-    # -- the loop
-    # ----------------------------------------------------------------------------------------------
+    # -- The loop
 
     async def start(self) -> None:
-        """Apply what is desired, before any job comes.
+        """Apply the desired state before the first job.
 
-        Marks of a previous start concern ranks that are gone.
+        Desync marks of a previous start are cleared: their ranks no longer exist.
         """
         await patiently(lambda: self._broker.clear_desync(self._worker, self._boot), "start")
         await patiently(self._look, "start")
@@ -194,7 +192,7 @@ class SteeringReconciler:
                         logger.warning("cannot poll global steering, Redis unreachable: %s", error)
                     unreachable = True
                 elif error.kind == "engine_failed":
-                    # whether the engine is dead is found elsewhere
+                    # `EngineHost` watches for the engine's death
                     logger.warning("the ranks do not respond: %s", error)
                     await asyncio.sleep(RETRY_S)
                 else:
@@ -212,23 +210,23 @@ class SteeringReconciler:
         if look.desync:
             await self._resync(look.desync)
             return
-        open_ends = self.state == "quarantined" or not all(
+        unfinished = self.state == "quarantined" or not all(
             trouble.lasting for trouble in self._troubles.values()
         )
-        retry = open_ends and time.monotonic() - self._retried >= RETRY_S
-        visited = look.version, look.proposal, look.committed
-        news = self._seen != visited
-        if news or retry:
+        retry = unfinished and time.monotonic() - self._retried >= RETRY_S
+        latest = look.version, look.proposal, look.committed
+        changed = self._followed != latest
+        if changed or retry:
             await self._follow()
-            self._seen = visited
+            self._followed = latest
         due = time.monotonic() - self._compared >= COMPARE_S
-        if news or retry or due or look.ask != self._asked:
+        if changed or retry or due or look.ask != self._ask:
             ranks = self.ranks = await self._engine.steering_status()
             self._compared = time.monotonic()
             if why := disagreement(ranks):
                 await self._resync(why)
                 return
-            self._asked = look.ask
+            self._ask = look.ask
             await self._report(ranks)
 
     async def _follow(self) -> None:
@@ -241,7 +239,7 @@ class SteeringReconciler:
             # help.
             self._retried = time.monotonic()
             self._stop_serving("quarantined", error.detail)
-            await self._say()
+            await self._publish_changes()
             return
         await self._reconcile(desired)
 
@@ -256,7 +254,7 @@ class SteeringReconciler:
                 version=self._version,
                 global_version=self._global.steering.version,
                 at=now(),
-                ask=self._asked,
+                ask=self._ask,
                 proposal=self._answer.proposal,
                 prepared=bool(self._answer.proposal) and not self._answer.refusal,
                 refusal=self._answer.refusal,
@@ -268,13 +266,12 @@ class SteeringReconciler:
             )
         )
 
-    # -- reconciling
-    # ----------------------------------------------------------------------------------------------
+    # -- Reconciling
 
     async def _reconcile(self, desired: Desired, *, skip_global: bool = False) -> None:
-        """Modules, then global steering, then what is proposed.
+        """Apply modules, then global steering, then prepare the proposal.
 
-        What the ranks refuse is said, and they are compared then.
+        What the ranks refuse is reported, and the ranks are compared afterwards.
         """
         self._retried = time.monotonic()
         await self._reconcile_modules(desired.modules)
@@ -284,16 +281,16 @@ class SteeringReconciler:
             self._version = desired.version
         if why:
             self._stop_serving("quarantined", why)
-        elif not self._out_of_step:  # or a resync is due, or its end is still to be verified
+        elif not self._out_of_step:  # no resync is due or still to be verified
             self._serve()
-        await self._say()
+        await self._publish_changes()
 
     async def _reconcile_modules(self, modules: dict[str, Module]) -> None:
         for name in [*(self._modules.keys() - modules.keys()), *modules]:
-            module, former = modules.get(name), self._modules.get(name)
+            module, current = modules.get(name), self._modules.get(name)
             digest = module.digest if module is not None else ""
             trouble = self._troubles.get(name)
-            if (former is not None and digest == former.digest) or (
+            if (current is not None and digest == current.digest) or (
                 trouble is not None and trouble.lasting and trouble.digest == digest
             ):
                 continue
@@ -303,8 +300,8 @@ class SteeringReconciler:
                 self._trouble(name, Trouble(digest, error.detail, lasting=bool(error.answers)))
                 continue
             self._troubles.pop(name, None)
-            if former is not None:
-                await self._engine.release_vectors(former.tensors, pinned=True)
+            if current is not None:
+                await self._engine.release_vectors(current.tensors, pinned=True)
         self._troubles = {
             name: trouble
             for name, trouble in self._troubles.items()
@@ -330,11 +327,11 @@ class SteeringReconciler:
         if self._troubles.get(name) != trouble:
             logger.warning("module %s: %s", name, trouble.why)
         self._troubles[name] = trouble
-        # a change that one rank refused is an action on the others, taken back or not
+        # compare the ranks now: where one rank refused the change, others may have made it
         self._compared = float("-inf")
 
     async def _reconcile_global(self, global_steering: GlobalSteering) -> str:
-        """Return why it is not applied; empty when it is."""
+        """Apply global steering; returns why it could not be applied, or "" when it was."""
         if (global_steering.version, global_steering.digest) == (
             self._global.steering.version,
             self._global.steering.digest,
@@ -351,13 +348,15 @@ class SteeringReconciler:
         except Refused as error:
             self._last, self._compared = error.answers, float("-inf")  # as for modules
             return error.detail
-        self._former.append(self._global)
+        self._replaced.append(self._global)
         self._global = AppliedSteering(global_steering)
         return ""
 
     async def _check(self, global_steering: GlobalSteering) -> None:
-        """Check a proposal that was made before this worker started: ranks would leave out
-        entries at a layer or hook that they lack.
+        """Raises Refused if a rank cannot apply `global_steering`.
+
+        This worker may have started after it was proposed, so its ranks may not have checked it:
+        they would leave out entries at a layer or hook that they lack.
         """
         answers = (
             await self._engine.prepare_global(global_steering) if global_steering.entries else []
@@ -366,18 +365,18 @@ class SteeringReconciler:
             raise Refused(f"global steering version {global_steering.version}: {why}", answers)
 
     async def _consider(self, proposal: Proposal | None) -> None:
-        """Say whether the ranks could apply what is proposed; its tensors stay there until it is
+        """Note whether the ranks could apply the proposal; they hold its tensors until it is
         decided.
         """
         if (proposal.id if proposal is not None else "") == self._answer.proposal:
             return
-        former, self._answer = self._answer, _Answer()
+        previous, self._answer = self._answer, _Answer()
         try:
             if proposal is not None:
                 self._answer = await self._prepare(proposal)
                 self._last = self._answer.applied
         finally:
-            await self._engine.release_vectors(former.held, pinned=True)
+            await self._engine.release_vectors(previous.held, pinned=True)
 
     async def _prepare(self, proposal: Proposal) -> _Answer:
         tensors = proposal.steering.tensors
@@ -393,13 +392,15 @@ class SteeringReconciler:
 
     async def _let_go(self) -> None:
         """Release the tensors of global steering that no attempt runs under any more."""
-        for applied in [applied for applied in self._former if not applied.users]:
-            self._former.remove(applied)
+        for applied in [applied for applied in self._replaced if not applied.users]:
+            self._replaced.remove(applied)
             await self._engine.release_vectors(applied.steering.tensors, pinned=True)
 
     async def _hold(self, tensors: list[str]) -> None:
-        """Raises Refused also when a tensor is not stored any more (what needs it was taken back
-        meanwhile), or cannot be read.
+        """Hold `tensors` on the ranks.
+
+        Raises Refused also when a tensor cannot be read, or is no longer stored because its
+        proposal or module has been withdrawn.
         """
         try:
             await self._engine.hold_vectors(tensors, self._fetch, pinned=True)
@@ -418,11 +419,10 @@ class SteeringReconciler:
             )
         return tensor
 
-    # -- out of step
-    # ----------------------------------------------------------------------------------------------
+    # -- Resync
 
     async def _resync(self, why: str) -> None:
-        """Make the ranks equal from zero; what interrupts it has it begin again.
+        """Reset all ranks to the same state; an interrupted resync begins again at the next look.
 
         Raises ResyncFailed when that is impossible.
         """
@@ -432,7 +432,7 @@ class SteeringReconciler:
             self._complain(why)
         self._stop_serving("resyncing", why)
         self._out_of_step = why
-        await self._say()
+        await self._publish_changes()
         await self._report(await self._engine.steering_status())
         try:
             await self._drain(why)
@@ -444,8 +444,8 @@ class SteeringReconciler:
         except MidstreamError as error:
             if error.kind != VERSION_MISMATCH:
                 raise
-            self._stop_serving("resyncing", error.detail)  # once more when it can be read
-            await self._say()
+            self._stop_serving("resyncing", error.detail)  # begins again after RETRY_S
+            await self._publish_changes()
             await asyncio.sleep(RETRY_S)
             return
         epoch = max(rank.epoch for rank in ranks)
@@ -458,7 +458,7 @@ class SteeringReconciler:
         )
         if self.state == "resyncing":
             self._serve()
-        await self._say()
+        await self._publish_changes()
         await self._report(ranks)
 
     async def _replay(self) -> list[RankSteering]:
@@ -475,39 +475,36 @@ class SteeringReconciler:
         raise ResyncFailed(f"after a resync {unequal}")
 
     async def _drain(self, why: str) -> None:
-        """Stop what runs with interventions or captures, also what was being claimed just now.
+        """Stop attempts with interventions or captures, including those being claimed now.
 
-        They record it in the ledger before they end, so that reports of reset ranks about them are
-        stale.
+        Attempts record their end in the ledger before they end, so that the ledger rejects what
+        reset ranks report about them.
         """
         deadline = time.monotonic() + DRAIN_S
-        while self._global.users or any(applied.users for applied in self._former):
+        while self._global.users or any(applied.users for applied in self._replaced):
             self.stop_runs(why)
             await asyncio.sleep(DRAIN_CHECK_S)
             if time.monotonic() > deadline:
-                # while Redis is unreachable, no job can end
+                # raises `unavailable` while Redis is unreachable, when no job can end
                 await self._broker.look(self._model, self._worker)
                 raise ResyncFailed(
                     f"could not stop requests within {DRAIN_S:.0f} s to resync: {why}"
                 )
 
     def _forget(self) -> None:
-        """The ranks have nothing any more."""
-        self._global, self._former, self._modules = AppliedSteering(GlobalSteering()), [], {}
+        """Forget everything that the ranks held; they have been reset."""
+        self._global, self._replaced, self._modules = AppliedSteering(GlobalSteering()), [], {}
         self._answer, self._version = _Answer(), 0
 
     def _complain(self, why: str) -> None:
-        """Log an ERROR, at most once in `desync_log_s`: the same error may concern every
-        request.
-        """
+        """Log an ERROR, at most once per `desync_log_s`: every request may cause the same error."""
         if time.monotonic() - self._complained < self._settings.desync_log_s:
             logger.info("ranks diverged again (count since the start: %d): %s", self.desyncs, why)
             return
         self._complained = time.monotonic()
         logger.error("ranks diverged; no job begins until they are resynced: %s", why)
 
-    # -- whether it serves
-    # ----------------------------------------------------------------------------------------------
+    # -- Serving
 
     def _serve(self) -> None:
         if not self._closed:
@@ -519,8 +516,8 @@ class SteeringReconciler:
         if not self._closed:
             self._open.clear()
 
-    async def _say(self) -> None:
-        """Publish immediately when the worker starts or stops serving."""
-        if self._said != (self.state, self.detail):
-            await self._tell()
-            self._said = (self.state, self.detail)
+    async def _publish_changes(self) -> None:
+        """Publish the worker's state immediately when it has changed."""
+        if self._published != (self.state, self.detail):
+            await self._publish()
+            self._published = (self.state, self.detail)

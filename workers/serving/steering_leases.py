@@ -13,7 +13,7 @@ class AppliedSteering:
 class SteeringLease:
     """One attempt's hold on the global steering it began under: its tensors stay on the ranks.
 
-    End it, once or more often.
+    `end` may be called more than once.
     """
 
     def __init__(self, applied: AppliedSteering) -> None:

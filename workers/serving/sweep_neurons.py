@@ -1,8 +1,7 @@
-"""Dimensions of a row that differ most between the two prompts of a pair: the order of a sweep's
+"""Dimensions of a row that differ most between the two prompts of a pair, which order a sweep's
 columns by rank.
 
-The rows are those that the pair's unpatched runs have captured, read from their files as any reader
-does.
+The rows are read from the capture files of the pair's unpatched runs.
 """
 
 from collections.abc import Sequence
@@ -26,16 +25,18 @@ def order_by_difference(
     places: Sequence[tuple[int, int]],
     most: int,
 ) -> dict[Site, list[int]]:
-    """Site → the `most` dimensions with the largest Σ |base row − source row| over `places`, in
-    float64; of equal ones the lower first.
+    """Returns for each site the `most` dimensions with the largest Σ |base row − source row| over
+    `places`, in float64; of equal dimensions the lower comes first.
 
-    `places`: (position in the patched prompt, position in the other one). Raises ValueError for
-    rows that are not there, and OSError.
+    `places`: (position in the patched prompt, position in the other prompt). Raises ValueError for
+    missing rows, and OSError.
     """
-    own, rest = (_rows_of(store, files, set(sites)) for files in (base, source))
+    of_base, of_source = (_rows_of(store, files, set(sites)) for files in (base, source))
     order = {}
     for site in sites:
-        first, second = (_rows(rows, site, files) for rows, files in ((own, base), (rest, source)))
+        first, second = (
+            _rows(rows, site, files) for rows, files in ((of_base, base), (of_source, source))
+        )
         to, of = (
             [files.positions.index(place[end]) for place in places]
             for end, files in ((0, base), (1, source))
@@ -46,7 +47,7 @@ def order_by_difference(
 
 
 def _rows(result: dict[Site, dict[int, np.ndarray]], site: Site, files: RunFiles) -> np.ndarray:
-    """Return the whole rows, joined from all ranks: `[positions, width]`."""
+    """Return the whole rows of a site, joined from all ranks: `[positions, width]`."""
     if not (parts := result.get(site)):
         raise ValueError(f"{files.key} has no rows of {site[0]} of layer {site[1]}")
     return np.concatenate([parts[start] for start in sorted(parts)], axis=1)
@@ -55,7 +56,7 @@ def _rows(result: dict[Site, dict[int, np.ndarray]], site: Site, files: RunFiles
 def _rows_of(
     store: ArtifactStore, files: RunFiles, sites: set[Site]
 ) -> dict[Site, dict[int, np.ndarray]]:
-    """Site → first column → `[positions, columns]` float64."""
+    """Returns site → first column → `[positions, columns]` float64."""
     result: dict[Site, dict[int, np.ndarray]] = {}
     for file in files.files:
         raw, header = _read(store, file)

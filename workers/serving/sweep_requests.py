@@ -22,29 +22,29 @@ from ...schemas.requests.sweep_paths import BRANCH_HOOK, StoredPath, place_of, r
 from ..engine.protocol import EngineRequest
 from ..engine.requests import unit_request
 
-# tags; `first`: what the receivers of a path compute in its first pass
+# tags of captures; FIRST: what the receivers of a path compute in its first pass
 BASE, SOURCE, FIRST = "base", "source", "first"
 
 
 class SweepRequests:
     """Engine requests of one attempt at one sweep.
 
-    Pure; small enough per cell that a sweep of 20,000 costs the worker a second.
+    Pure; cheap enough per cell that a sweep of 20,000 cells costs the worker about a second.
     """
 
     def __init__(
         self, job: Job, attempt: int, info: ModelInfo, enters: bool, reuses: bool = True
     ) -> None:
-        """`enters`: forwards may begin at the layer that is patched, from what the base runs keep
-        of `pre_attn`. `reuses`: and, by layers or not, at the first position that is patched,
-        behind the KV blocks of the base runs.
+        """`enters`: forward passes may begin at the patched layer, from the `pre_attn` rows that
+        the base runs capture. `reuses`: with or without that, they may begin at the first patched
+        position, after the KV blocks that the base runs keep.
         """
         assert job.sweep is not None
         self._job, self._attempt, self._sweep = job, attempt, job.sweep
         self._info = info
         self.units = Units(job.sweep)
         self._enters, self._reuses = enters and "pre_attn" in info.hooks, reuses
-        # pair → do its base runs keep what forwards begin with? As the engine, where not said
+        # pair → whether its base runs capture rows for entry; as `_enters` for pairs not named
         self._for_entry: dict[int, bool] = {}
         self._captures: dict[tuple[int, int, str], StoredCapture | None] = {}
         # (pair, hook, layer) → dimensions, see `rank`
@@ -58,16 +58,16 @@ class SweepRequests:
             )
 
     def reference(self, pair: int) -> Unit:
-        """The unit of the clean prompt, with whose distribution `kl` compares."""
+        """Return the unit of the clean prompt, whose distribution `kl` compares with."""
         clean_is_source = self._sweep.ablation is None and self._sweep.direction == "denoise"
         return self.units.source(pair) if clean_is_source else self.units.base(pair)
 
     def kept(self, pair: int) -> str:
-        """Under which name the ranks keep that distribution."""
+        """Return the name under which the ranks keep that distribution."""
         return f"{self._job.id}.{self._attempt}.{pair}"
 
     def control(self, unit: Unit, *, captures: bool = True) -> list[EngineRequest]:
-        """The requests of a base or source unit, one per node."""
+        """Return the requests of a base or source unit, one per node."""
         stored, tag = self._sweep.pairs[unit.pair], SOURCE if unit.kind == "source" else BASE
         keeps = self._sweep.metric == "kl" and unit == self.reference(unit.pair)
         asks = []
@@ -92,8 +92,8 @@ class SweepRequests:
         return asks
 
     def patched(self, unit: Unit) -> list[EngineRequest]:
-        """The requests of a cell or a noise unit, one per node; of a cell of two passes, the
-        second.
+        """Return the requests of a cell or a noise unit, one per node; for a cell with two passes,
+        those of its second pass.
         """
         stored, path = self._sweep.pairs[unit.pair], self._sweep.path
         layers, places = self.units.patched(unit)
@@ -133,7 +133,7 @@ class SweepRequests:
         places: list[tuple[int, int]],
         base: str,
     ) -> list[StoredSteering]:
-        """The patches of a cell of a path: of its second pass, or of its only one."""
+        """Return the patches of a path's cell: of its second pass, or of its only pass."""
         sweep, (layer,), hook = self._sweep, layers, self._sweep.hooks[unit.hook]
         if path.sender is not None:
             sender = self.units.sender(unit.pair)
@@ -173,8 +173,8 @@ class SweepRequests:
         places: list[tuple[int, int]],
         base: str,
     ) -> list[StoredSteering]:
-        """Patches that hold the frozen branches as they are in the run `base`, wherever the sender
-        can be felt.
+        """Return patches that hold the frozen branches as they are in the run `base`, wherever the
+        sender has an effect.
         """
         sites = path.frozen_sites(*sender, self._top(path))
         after = range(places[0][0], len(self._sweep.pairs[pair].base))
@@ -186,14 +186,14 @@ class SweepRequests:
         ]
 
     def _top(self, path: StoredPath) -> int:
-        """The highest layer that matters to the receivers."""
+        """Return the highest layer that affects the receivers."""
         if path.sender is not None:
             return self._sweep.layers[-1]
         return max((end.layer for end in path.receivers), default=self._info.num_layers - 1)
 
     def first(self, unit: Unit) -> EngineRequest:
-        """The first pass of a cell of two passes, or of the sender that all cells of a pair have:
-        what the receivers compute is kept.
+        """Return the first pass of a cell with two passes, or of the sender that all cells of a
+        pair share; it captures what the receivers compute.
         """
         sweep, path, pair = self._sweep, self._sweep.path, self._sweep.pairs[unit.pair]
         assert path is not None
@@ -239,11 +239,11 @@ class SweepRequests:
         return [] if capture is None else capture.split(self._info.inside)
 
     def first_key(self, unit: Unit) -> str:
-        """The run that the first pass of this unit has captured."""
+        """Return the key of the run that the first pass of this unit captures."""
         return run_key(self._job.id, self.units.first_request(unit), FIRST)
 
     def first_files(self, unit: Unit, receipts: Sequence[Receipt]) -> RunFiles:
-        """Return where its rows are, as its receipts say.
+        """Return the files of that run, which the receipts name.
 
         Raises ValueError when they name no file.
         """
@@ -255,12 +255,13 @@ class SweepRequests:
         )
 
     def compares(self, unit: Unit) -> bool:
-        """Return whether its distribution is compared with the clean prompt's."""
+        """Return whether the unit's distribution is compared with the clean prompt's."""
         return self._sweep.metric == "kl" and unit != self.reference(unit.pair)
 
     def take_over(self, pair: int, receipts: Sequence[Receipt]) -> None:
-        """The pair's base runs are an earlier attempt's, as these receipts say: perhaps of an
-        engine that enters where this one does not, or the other way round.
+        """Use the base runs that an earlier attempt captured for the pair, with these receipts.
+
+        That attempt's engine may have captured for entry where this engine does not, or vice versa.
         """
         request = self.units.request(self.units.base(pair), 0)
         files = [
@@ -297,7 +298,7 @@ class SweepRequests:
                 return
 
     def runs(self, pair: int) -> list[str]:
-        """Keys of the runs that the pair's patched units need."""
+        """Return the keys of the runs that the pair's patched units need."""
         keys = [
             self._key(self.units.base(pair), place, BASE)
             for place in range(len(self.units.nodes[pair]))
@@ -308,15 +309,15 @@ class SweepRequests:
         return keys
 
     def control_runs(self, pair: int) -> tuple[str, str]:
-        """Keys of the runs of the pair's two prompts as they are: the patched one, and the one that
-        rows come from.
+        """Return the keys of the runs of the pair's unpatched prompts: the prompt that is patched,
+        and the prompt that rows come from.
         """
         return self._key(self.units.base(pair), 0, BASE), self._key(
             self.units.source(pair), 0, SOURCE
         )
 
     def files(self, pair: int, key: str, receipts: list[Receipt]) -> RunFiles:
-        """Return where the rows of one of `runs` are, as the receipts of its unit say.
+        """Return the files of one of `runs`, which the receipts of its unit name.
 
         Raises ValueError when they name no file.
         """
@@ -334,24 +335,24 @@ class SweepRequests:
         self, key: str, capture: StoredCapture, receipts: Sequence[Receipt], tokens: int
     ) -> RunFiles:
         _, request, tag = parse_key(key)
-        of_it = [
+        captured = [
             file
             for receipt in receipts
             if receipt.request == request
             for file in receipt.files
             if file.tag == tag
         ]
-        if not of_it:
+        if not captured:
             raise ValueError(f"nothing was captured for {key}")
         return RunFiles(
             key=key,
             sites=capture.sites,
             positions=list(capture.select(0, tokens, tokens)),
             hidden_size=self._info.hidden_size,
-            bytes=sum(file.bytes for file in of_it),
+            bytes=sum(file.bytes for file in captured),
             files=[
                 RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32)
-                for file in of_it
+                for file in captured
             ],
         )
 
@@ -390,7 +391,7 @@ class SweepRequests:
     def _patches(
         self, unit: Unit, layers: list[int], places: list[tuple[int, int]], base: str
     ) -> list[StoredSteering]:
-        """`base`: the run of the very same tokens without a patch."""
+        """Return the unit's patches. `base`: the key of the unpatched run of the same tokens."""
         sweep, hook, mask = self._sweep, self._sweep.hooks[unit.hook], self._mask(unit)
         everywhere = [position for position, _ in places]
         if unit.kind == "noise":
@@ -402,7 +403,7 @@ class SweepRequests:
         if sweep.ablation == "zeros":
             return [_patch(sweep.alpha, mask, hook, layers, everywhere, ZEROS)]
         if sweep.ablation == "mean":
-            # the prompt alone, without a beginning of the answer
+            # the mean is over the prompt alone, without a prefix of the answer
             prompt = self._key(self.units.base(unit.pair), 0, BASE)
             return [
                 _patch(
@@ -423,47 +424,49 @@ class SweepRequests:
         ]
 
     def _mask(self, unit: Unit) -> str:
-        """The name of the mask that its patches write through; empty: whole rows."""
+        """Return the name of the mask of dimensions that the unit's patches write; empty: all."""
         column = self._sweep.pairs[unit.pair].columns[unit.column]
         if column.ranks is not None:
             return dims_name(as_ranges(self.neurons(unit)))
         return dims_name(column.dims) if column.dims else self._sweep.mask
 
     def neurons(self, unit: Unit) -> list[int]:
-        """The dimensions that a cell writes by their rank, first the one in which the prompts
-        differ most; empty on other axes.
+        """Return the dimensions that a cell selects by rank, the one in which the prompts differ
+        most first; empty on other axes.
         """
         ranks = self._sweep.pairs[unit.pair].columns[unit.column].ranks
         return self._ranked[unit.pair, unit.hook, unit.layer][slice(*ranks)] if ranks else []
 
     def rank(self, pair: int, order: dict[tuple[int, int], list[int]]) -> None:
-        """`order`: (hook, layer), as in `Unit` → dimensions, first the one in which the rows of the
-        pair's two prompts differ most.
+        """Set the pair's ranking. `order`: (hook, layer), as in `Unit` → dimensions, the one in
+        which the rows of the pair's two prompts differ most first.
         """
         self._ranked.update(((pair, hook, layer), dims) for (hook, layer), dims in order.items())
 
     def _capture(self, pair: int, place: int, tag: str) -> StoredCapture | None:
         """Return what is captured of a base or source unit at a node; None for nothing."""
-        result = pair, place, tag
-        if result not in self._captures:
-            self._captures[result] = (
+        key = pair, place, tag
+        if key not in self._captures:
+            self._captures[key] = (
                 self._source_capture(pair) if tag == SOURCE and not place else None
             )
             if tag == BASE:
-                self._captures[result] = self._base_capture(
+                self._captures[key] = self._base_capture(
                     pair, place, self._for_entry.get(pair, self._enters)
                 )
-        return self._captures[result]
+        return self._captures[key]
 
     def _source_capture(self, pair: int) -> StoredCapture | None:
-        """Only of the prompt itself: what follows it changes nothing before it."""
+        """Return what a pair's source run captures: rows of the prompt only, since later tokens do
+        not change them.
+        """
         if self._sweep.ablation is not None:
             return None
         stored, path = self._sweep.pairs[pair], self._sweep.path
         sites = {hook: self._sweep.layers for hook in self._sweep.hooks}
         places = [place for column in stored.columns for place in column.places]
         if path is not None and path.sender is not None:
-            # the cells have rows of its pass, not of this prompt
+            # the cells take rows of the sender's pass, not of this prompt
             sites, places = {path.sender.hook: [path.sender.layer]}, stored.sender
         positions = sorted({source for _, source in places})
         if not positions:

@@ -1,4 +1,4 @@
-"""Verdict on a sweep unit: its reported numbers become a value only if every rank confirms it."""
+"""Verdict on a sweep unit: reported numbers become a value only if every rank confirms the unit."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from ...schemas.jobs.sweeps import StoredPair
 
 
 class UnverifiedUnit(Exception):
-    """No value; the text gives the reason."""
+    """The unit has no value; the text gives the reason."""
 
 
 def verdict(
@@ -19,11 +19,10 @@ def verdict(
     world: int,
     compared: bool,
 ) -> Grades:
-    """`report`: of the request of each node the receipts of all ranks.
+    """Returns the grades of a unit's requests.
 
-    `compared`: the first was compared with the clean prompt.
-
-    Raises Unvouched.
+    `report`: for the request of each node, the receipts of all ranks. `compared`: the first request
+    was compared with the clean prompt. Raises UnverifiedUnit.
     """
     verified(report, world)
     try:
@@ -39,8 +38,8 @@ def verified(report: Sequence[Sequence[Receipt]], world: int) -> None:
 
 
 def refusal(receipts: Sequence[Receipt]) -> str:
-    """Return why a rank did not do all that it was asked, of the first that says so; empty when all
-    that reported did.
+    """Return why the first rank whose receipt is not `ok` did not do all that was requested; empty
+    when all receipts are `ok`.
     """
     for receipt in receipts:
         if receipt.verdict != "ok":
@@ -72,6 +71,6 @@ def _check(receipts: Sequence[Receipt], world: int) -> None:
 
 
 def _graded(receipts: Sequence[Receipt]) -> list[float]:
-    """The report of the last stage's first rank."""
+    """Returns what the first rank of the last stage has graded."""
     last = max(receipt.pp for receipt in receipts)
     return next(receipt.graded for receipt in receipts if receipt.pp == last and receipt.tp == 0)

@@ -1,10 +1,10 @@
 """Execution of a sweep: its unpatched prompts, then thousands of patched ones, a few in the engine
 at a time.
 
-A unit counts once every rank has vouched for it: its receipts are read from the ticket, and what
-they prove is kept in the ledger, so that an attempt that follows a killed worker continues the
-rest. What cannot be vouched for becomes a cell without a value and with the reason; it never
-becomes the value of an unpatched prompt, and never ends the sweep.
+A unit counts once every rank confirms it: its receipts are read from the ticket, and its record is
+kept in the ledger, so that the attempt after a killed worker computes only the rest. A cell that
+the ranks do not confirm gets no value but the reason; it never gets the value of an unpatched
+prompt, and never ends the sweep.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from ..engine.admission import CellSlots, CrowdedOut
 from ..engine.protocol import Engine, EngineRequest, Fetch
 from ..engine.ranks.collective import Quarantined
 from ..engine.requests import tensors_of
-from .attempt import Attempt, StoreAway
+from .attempt import Attempt, StoreUnavailable
 from .redis_retry import end_tasks, patiently
 from .source_run_leases import SourceRunLeases
 from .sweep_neurons import order_by_difference
@@ -47,51 +47,51 @@ from .sweep_verdict import UnverifiedUnit, refusal, verdict, verified
 
 logger = logging.getLogger(__name__)
 
-#: How often receipts are looked for while some are awaited. A step of the engine takes about as
-#: long.
+#: How often receipts are polled while some are awaited. A step of the engine takes about as long.
 POLL_S = 0.05
-#: How long Redis was unreachable: receipts had no time to arrive.
+#: If reading receipts took longer than this, Redis was unreachable and the wait for receipts starts
+#: again.
 STALL_S = 2.0
-#: Concurrent pairs: the prompts of the next are processed while the last cells of one are running.
+#: Concurrent pairs: the prompts of the next pair run while the last cells of one are running.
 PAIRS_AT_ONCE = 2
-#: This many times the cells in flight may have left the engine without their receipts having been
-#: read.
+#: Units that have begun and whose receipts are not read: at most this many times the cells in
+#: flight.
 UNREAD = 4
-#: Cells of two passes whose first passes are held on the ranks together.
+#: Cells with two passes whose first passes are held on the ranks together.
 FIRST_PASSES = 64
 #: Receipts read per call.
 POLL_UNITS = 256
 
 
 class _Pending:
-    """A unit that the engine was asked."""
+    """A unit whose requests were submitted to the engine."""
 
     def __init__(self, unit: Unit, asks: list[EngineRequest], first: bool = False) -> None:
-        """`first`: of the passes of a cell, which is not a value yet."""
+        """`first`: this is the first of a cell's two passes, which gives no value."""
         self.unit, self.first = unit, first
         self.requests = [ask.request for ask in asks]
-        self.left = len(asks)  # that the engine has not answered
+        self.running = len(asks)  # number of requests that the engine has not finished
         self.reason = ""  # why the engine refused
-        self.finished = 0.0  # when the engine was done with it
-        self.told: list[list[Receipt]] = []  # of each request, once all have arrived
+        self.finished = 0.0  # when the engine finished the last request (monotonic)
+        self.receipts: list[list[Receipt]] = []  # of each request, once all have arrived
         self.kept: asyncio.Future[UnitRecord] = asyncio.get_running_loop().create_future()
 
 
 class _Pair:
-    """Inputs of the values of a pair's cells."""
+    """Inputs of the values of a pair's cells, and the noise units that are left."""
 
     def __init__(self, noise: int) -> None:
-        self.base: float | None = None  # the metric in nats
-        self.source: float | None = None
-        self.noise: list[float] = []  # the same of patches that change nothing
-        self.noise_left = noise
-        self.useless = ""  # why no share can be reported
+        self.base: float | None = None  # the metric in nats, of the base prompt without a patch
+        self.source: float | None = None  # the same of the source prompt
+        self.noise: list[float] = []  # the same of the base prompt with no-op patches
+        self.noise_left = noise  # noise units without a record
+        self.useless = ""  # why `recovered` cannot be computed
 
 
 class SweepAttempt:
     """One attempt at one sweep.
 
-    `cells_in_flight` is shared by all sweeps of the worker; first come, first served.
+    All sweeps of the worker share `cells_in_flight`, first come, first served.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SweepAttempt:
         fetch: Fetch,
         refused: Callable[[Kept], None],
     ) -> None:
-        """`refused`: stops the run when the ledger does not take its word any more."""
+        """`refused` stops the attempt when the ledger rejects what it wants to keep."""
         assert attempt.job.sweep is not None
         settings = ledger.settings
         self._ledger, self._sweeps, self._engine, self._sources, self._attempt = (
@@ -116,31 +116,31 @@ class SweepAttempt:
         )
         self._sweep, self._fetch, self._refused = attempt.job.sweep, fetch, refused
         self._everyone = attempt.lease.steering
-        # Global steering may apply below the layer at which a forward would begin.
+        # Global steering may apply below the layer at which a forward pass would begin.
         enters = settings.sweep_entry and engine.enters and not self._everyone.entries
         self._requests = SweepRequests(
             attempt.job, attempt.number, engine.info, enters, settings.sweep_entry
         )
         self._units = self._requests.units
-        self._firsts: dict[
-            int, tuple[Unit, list[Receipt]]
-        ] = {}  # request → first pass of a cell, until its second is over
+        # request → first pass of a cell, until its second pass has ended
+        self._firsts: dict[int, tuple[Unit, list[Receipt]]] = {}
         self._slots = cells_in_flight
         self._unread = asyncio.Semaphore(UNREAD * settings.sweep_cells_in_flight)
         self._patience_s = settings.capture_timeout_s
         self._records: dict[int, UnitRecord] = {}
         self._pairs = [_Pair(0) for _ in self._sweep.pairs]
-        self._waiting: list[_Pending] = []  # left the engine; in that order
-        self._decided: list[tuple[UnitRecord, Unit]] = []  # without the engine
+        self._waiting: list[_Pending] = []  # finished in the engine, oldest first
+        self._decided: list[tuple[UnitRecord, Unit]] = []  # without a value, not kept yet
         self._work = asyncio.Event()
-        self._unkept = 0  # of those decided
+        self._unkept = 0  # number of decided units that are not kept yet
         self._all_kept = asyncio.Event()
         self._ended = False  # nothing is kept from here on
 
     async def run(self) -> None:
-        """To the last cell.
+        """Run the sweep to its last cell.
 
-        Raises MidstreamError("useless_baseline") when no pair has a use, and what ends an attempt.
+        Raises MidstreamError ("useless_baseline" when all pairs are useless), and CancelledError
+        when the attempt is stopped.
         """
         began = time.monotonic()
         if not self._engine.info.grades:
@@ -158,7 +158,7 @@ class SweepAttempt:
         await self._engine.hold_vectors(names, self._fetch)
         try:
             self._attempt.check()
-            await self._whole()
+            await self._compute_units()
             await self._restore()
         finally:
             await self._engine.release_vectors(names)
@@ -168,8 +168,8 @@ class SweepAttempt:
             "summary", sweep_summary(self._sweep, self._records, time.monotonic() - began)
         )
 
-    async def _whole(self) -> None:
-        # Tasks that talk to Redis are ended, not cancelled once: see `patience`.
+    async def _compute_units(self) -> None:
+        # Tasks that talk to Redis are ended, not cancelled once: see `redis_retry`.
         tasks = [asyncio.ensure_future(self._collect()), asyncio.ensure_future(self._all_pairs())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -182,9 +182,7 @@ class SweepAttempt:
         self._attempt.check()
 
     async def _restore(self) -> None:
-        """Say again what the ledger does not know any more: a Redis whose machine died has lost its
-        last second.
-        """
+        """Store lost records again: if Redis's machine dies, Redis loses its last second."""
         job = self._attempt.job.id
         present = await patiently(lambda: self._sweeps.records(job), f"units of {job}")
         lost = [record for number, record in self._records.items() if number not in present]
@@ -199,15 +197,15 @@ class SweepAttempt:
                 for record in lost
             )
 
-    async def _emit(self, kind: EventKind, sweep_start: SweepStart | SweepSummary) -> None:
+    async def _emit(self, kind: EventKind, data: SweepStart | SweepSummary) -> None:
         event = Event(
             event=kind,
-            data=from_json(to_json(sweep_start), dict[str, Any]),
+            data=from_json(to_json(data), dict[str, Any]),
             attempt=self._attempt.number,
         )
         await self._attempt.emit(self._ledger, event)
 
-    # Asking
+    # Submitting
 
     async def _all_pairs(self) -> None:
         for pair in range(len(self._sweep.pairs)):
@@ -225,7 +223,7 @@ class SweepAttempt:
             await self._all_kept.wait()
 
     async def _pair(self, pair: int) -> None:
-        """All units of a pair that are not known."""
+        """Compute all units of a pair that have no record."""
         state, missing = self._pairs[pair], self._missing(pair)
         reason = await self._controls(pair, bool(missing))
         if reason or (state.useless and len(self._pairs) > 1):
@@ -245,17 +243,17 @@ class SweepAttempt:
                 if reason := await self._send(sender, runs):
                     raise MidstreamError("intervention_failed", f"the first pass failed: {reason}")
                 runs = [*runs, self._requests.first_key(sender)]
-            # The next pair waits for room next to this one, which waits for nothing: so they do not
-            # wait for each other.
+            # A pair takes all its runs together and then waits for no others, so two pairs never
+            # wait for each other's space.
             async with self._holding(pair, runs), asyncio.TaskGroup() as group:
-                request = [
+                kept = [
                     (await self._begin(group, unit)).kept
                     for unit in missing
                     if not self._given_up(unit)
                 ]
-                await asyncio.gather(*request)
-        except MidstreamError as error:  # of loading the runs: those of requests come in a group
-            reason = _of_this_alone(error)
+                await asyncio.gather(*kept)
+        except MidstreamError as error:  # from loading the runs; requests raise a group
+            reason = _reason_or_raise(error)
             for unit in missing:
                 if unit.kind == "cell":
                     self._decide(unit, reason)
@@ -264,9 +262,9 @@ class SweepAttempt:
         return self._sources.holding(self._attempt.job.id, runs, {}, self._locate(pair))
 
     async def _send(self, sender: Unit, runs: Sequence[str]) -> str:
-        """The first pass of a path whose sender all cells of the pair have.
+        """Compute the first pass of a path whose sender is the same for all cells of the pair.
 
-        Returns why it failed; empty when it is known.
+        Returns why it failed; empty when it has succeeded, perhaps in an earlier attempt.
         """
         if sender.number not in self._records:
             async with self._holding(sender.pair, runs), asyncio.TaskGroup() as group:
@@ -274,15 +272,13 @@ class SweepAttempt:
         return self._records[sender.number].reason
 
     async def _in_two_passes(self, pair: int, missing: Sequence[Unit]) -> None:
-        """Cells of a path whose senders they are.
+        """Compute cells of a path with a sender of their own each, in two passes.
 
-        No runs are held while others are waited for: see `RankCache`.
+        No runs are held while waiting for others: see `RankCache`.
         """
         runs = self._requests.runs(pair)
-        controls, cells = (
-            [unit for unit in missing if (unit.kind == "cell") == needed]
-            for needed in (False, True)
-        )
+        controls = [unit for unit in missing if unit.kind != "cell"]
+        cells = [unit for unit in missing if unit.kind == "cell"]
         for start in range(0, max(len(cells), 1), FIRST_PASSES):
             batch, firsts = cells[start : start + FIRST_PASSES], []
             async with self._holding(pair, runs), asyncio.TaskGroup() as group:
@@ -293,26 +289,26 @@ class SweepAttempt:
                             await self._begin(group, unit, [self._requests.first(unit)], first=True)
                         )
                 await asyncio.gather(*(pending.kept for pending in (*noise, *firsts)))
-            known = []
+            succeeded = []
             for pending in firsts:
                 if reason := (await pending.kept).reason:
                     self._decide(pending.unit, f"the first pass failed: {reason}")
                 else:
-                    self._firsts[pending.requests[0]] = pending.unit, pending.told[0]
-                    known.append(pending)
-            held = [*runs, *(self._requests.first_key(pending.unit) for pending in known)]
+                    self._firsts[pending.requests[0]] = pending.unit, pending.receipts[0]
+                    succeeded.append(pending)
+            held = [*runs, *(self._requests.first_key(pending.unit) for pending in succeeded)]
             async with self._holding(pair, held), asyncio.TaskGroup() as group:
-                request = [
+                kept = [
                     (await self._begin(group, pending.unit)).kept
-                    for pending in known
+                    for pending in succeeded
                     if not self._given_up(pending.unit)
                 ]
-                await asyncio.gather(*request)
-            for pending in known:
+                await asyncio.gather(*kept)
+            for pending in succeeded:
                 del self._firsts[pending.requests[0]]
 
     async def _rank(self, pair: int) -> None:
-        """Have the dimensions that the pair's cells name by rank.
+        """Compute the dimensions that the pair's cells name by rank.
 
         Raises MidstreamError for rows that cannot be read.
         """
@@ -350,10 +346,11 @@ class SweepAttempt:
         return self._sweep.hooks[hook], self._sweep.layers[layer]
 
     def _missing(self, pair: int) -> list[Unit]:
-        """Patched units that are not known, in the order in which they are asked: by layer, so that
-        forwards that begin at the same layer share a step.
+        """Return the patched units without a record, in the order in which they are submitted: by
+        layer, so that forward passes that begin at the same layer share a step.
 
-        What `recovered` is a share of must be beyond the noise, so that is known first.
+        For `recovered` the noise units come first: the difference of the two prompts, which it is a
+        share of, must be larger than the noise.
         """
         noise = [unit for unit in self._units.noise(pair) if unit.number not in self._records]
         columns = self._sweep.pairs[pair].columns
@@ -370,30 +367,27 @@ class SweepAttempt:
         )
 
     async def _controls(self, pair: int, needed: bool) -> str:
-        """Ask for the two prompts as they are, and take in what is known of them.
+        """Compute the pair's two unpatched prompts unless they have records, and use the records.
 
-        Returns why the pair has no values; empty when it has.
-
-        `needed`: cells will be compared with them.
+        `needed`: cells will be compared with them. Returns why the pair gets no values, or "".
         """
         units = [self._units.base(pair)]
         if self._sweep.ablation is None:
             units.append(self._units.source(pair))
         reference = self._requests.reference(pair)
         if self._sweep.metric == "kl":
-            units.sort(key=lambda unit: unit != reference)  # the others are compared with it
+            units.sort(key=lambda unit: unit != reference)  # the other unit is compared with it
         controls = []
         async with asyncio.TaskGroup() as group:
             for unit in units:
                 known = unit.number in self._records
                 if known and self._records[unit.number].value is None:
-                    continue  # its failure is kept, and stays
+                    continue  # its recorded failure stands
                 if known and unit.kind == "base":
                     self._requests.take_over(pair, self._records[unit.number].receipts)
-                kept_anew = (
-                    needed and self._sweep.metric == "kl" and unit == reference
-                )  # a new attempt's ranks have it no more
-                if not known or kept_anew:
+                # the ranks keep the reference's distribution for one attempt only
+                recomputed = needed and self._sweep.metric == "kl" and unit == reference
+                if not known or recomputed:
                     pending = await self._begin(
                         group, unit, self._requests.control(unit, captures=not known)
                     )
@@ -413,6 +407,7 @@ class SweepAttempt:
         return self._take_in(pair, units, needed)
 
     def _take_in(self, pair: int, units: Sequence[Unit], needed: bool) -> str:
+        """Set the pair's baseline from its records. Returns why the pair gets no values, or ""."""
         state = self._pairs[pair]
         known = [self._records[unit.number] for unit in units]
         for unit, record in zip(units, known, strict=True):
@@ -447,7 +442,7 @@ class SweepAttempt:
         state.useless = useless_baseline(state.base, state.source, state.noise)
 
     def _given_up(self, unit: Unit) -> bool:
-        """The pair turned out to be of no use meanwhile."""
+        """Return whether the pair has become useless; if so, decide a cell with that reason."""
         state = self._pairs[unit.pair]
         if state.useless and unit.kind == "cell":
             self._decide(unit, state.useless)
@@ -461,17 +456,17 @@ class SweepAttempt:
         *,
         first: bool = False,
     ) -> _Pending:
-        """Ask the engine, once there is room."""
+        """Submit the unit's requests to the engine, once there are free slots."""
         if self._ended:
-            # a group cancels its tasks once, and this one's cancellation was swallowed (see
-            # `patience`)
+            # a group cancels its tasks once, and this task's cancellation was swallowed (see
+            # `redis_retry`)
             raise asyncio.CancelledError
         asks = self._requests.patched(unit) if asks is None else asks
         await self._unread.acquire()
         pending = _Pending(unit, asks, first)
         for ask in asks:
             await self._slots.acquire()
-            # Given back also when the task never runs.
+            # A callback releases the slot even if the task never runs.
             group.create_task(self._request(pending, ask)).add_done_callback(
                 lambda _: self._slots.release()
             )
@@ -494,9 +489,9 @@ class SweepAttempt:
                     "engine_failed", f"the engine ended request {ask.request} without an output"
                 )
         except MidstreamError as error:
-            pending.reason = pending.reason or _of_this_alone(error)
-        pending.left -= 1
-        if not pending.left:
+            pending.reason = pending.reason or _reason_or_raise(error)
+        pending.running -= 1
+        if not pending.running:
             pending.finished = time.monotonic()
             self._waiting.append(pending)
             self._work.set()
@@ -528,7 +523,7 @@ class SweepAttempt:
     # Keeping
 
     def _decide(self, unit: Unit, reason: str) -> None:
-        """The unit has no value, regardless of what the engine would answer."""
+        """Record the unit without a value, for `reason`; the engine need not compute it."""
         self._unkept += 1
         self._decided.append(
             (UnitRecord(unit=unit.number, reason=reason, attempt=self._attempt.number), unit)
@@ -536,7 +531,7 @@ class SweepAttempt:
         self._work.set()
 
     async def _collect(self) -> None:
-        """Keep what was decided, and what all ranks have reported on, until cancelled."""
+        """Keep decided units, and units that all ranks have reported on, until cancelled."""
         while True:
             await self._work.wait()
             self._attempt.check()
@@ -581,25 +576,25 @@ class SweepAttempt:
             self._records.setdefault(record.unit, record)
 
     async def _settled(self) -> list[tuple[_Pending, UnitRecord]]:
-        """Return those of the finished units whose outcome is known."""
-        monotonic = time.monotonic()
-        read = [pending for pending in self._waiting if not pending.told and not pending.reason][
-            :POLL_UNITS
-        ]
-        requests = [request for pending in read for request in pending.requests]
+        """Read receipts; return the waiting units that have a record, with their records."""
+        began = time.monotonic()
+        unread = [
+            pending for pending in self._waiting if not pending.receipts and not pending.reason
+        ][:POLL_UNITS]
+        requests = [request for pending in unread for request in pending.requests]
         job, world = self._attempt.job.id, self._engine.world
         report = await patiently(
             lambda: self._sweeps.receipts(job, requests, world), f"receipts of {job}"
         )
         now = time.monotonic()
-        if now - monotonic > STALL_S:
+        if now - began > STALL_S:
             for pending in self._waiting:
                 pending.finished = now
         late = []
-        for pending in read:
+        for pending in unread:
             if all(request in report for request in pending.requests):
-                pending.told = [report[request] for request in pending.requests]
-                _must_be_kept(pending.told)
+                pending.receipts = [report[request] for request in pending.requests]
+                _check_stored(pending.receipts)
             elif now - pending.finished > self._patience_s:
                 late.append(pending)
         if late and not await patiently(
@@ -607,30 +602,32 @@ class SweepAttempt:
         ):
             late = []
         for pending in late:
-            some = await patiently(
-                lambda of=pending.requests: self._sweeps.told(job, of, world),  # type: ignore[misc]
+            arrived = await patiently(
+                lambda of=pending.requests: self._sweeps.reported(  # type: ignore[misc]
+                    job, of, world
+                ),
                 f"receipts of {job}",
             )
-            pending.reason = refusal(some) or (
-                f"{len(some)} of {world * len(pending.requests)} receipts arrived within "
+            pending.reason = refusal(arrived) or (
+                f"{len(arrived)} of {world * len(pending.requests)} receipts arrived within "
                 f"{self._patience_s:g} s of the engine's output"
             )
         settled = []
-        for pending in sorted(
-            self._waiting, key=lambda pending: pending.unit.kind == "cell"
-        ):  # noise first, of which cells depend
-            if (pending.told or pending.reason) and (record := self._record(pending)) is not None:
+        # cells last, because they depend on noise units
+        for pending in sorted(self._waiting, key=lambda pending: pending.unit.kind == "cell"):
+            outcome = pending.receipts or pending.reason
+            if outcome and (record := self._record(pending)) is not None:
                 settled.append((pending, record))
         return settled
 
     def _record(self, pending: _Pending) -> UnitRecord | None:
-        """Return a unit's record; None: it depends on a unit without a record."""
+        """Return a unit's record; None while it depends on a unit without a record."""
         unit, state = pending.unit, self._pairs[pending.unit.pair]
         if pending.first or unit.kind == "sender":
             receipts = (
                 []
                 if pending.first
-                else [receipt for receipts in pending.told for receipt in receipts]
+                else [receipt for receipts in pending.receipts for receipt in receipts]
             )
             reason = pending.reason or self._unverified(pending)
             return UnitRecord(
@@ -653,9 +650,9 @@ class SweepAttempt:
         return record
 
     def _unverified(self, pending: _Pending) -> str:
-        """Return why a rank does not confirm what was asked; empty when all do."""
+        """Return why a rank does not confirm the unit; empty when all do."""
         try:
-            verified(pending.told, self._engine.world)
+            verified(pending.receipts, self._engine.world)
         except UnverifiedUnit as error:
             return str(error)
         return ""
@@ -665,7 +662,7 @@ class SweepAttempt:
         stored, nodes = self._sweep.pairs[unit.pair], self._units.nodes[unit.pair]
         try:
             grades = verdict(
-                stored, nodes, pending.told, self._engine.world, self._requests.compares(unit)
+                stored, nodes, pending.receipts, self._engine.world, self._requests.compares(unit)
             )
             reference = self._sweep.metric == "kl" and unit == self._requests.reference(unit.pair)
             value = 0.0 if reference else in_nats(self._sweep.metric, grades)
@@ -686,26 +683,27 @@ class SweepAttempt:
             foil_logprob=grades.foil_logprob,
             attempt=attempt,
             neurons=self._requests.neurons(unit)[:SHOWN_NEURONS] if unit.kind == "cell" else [],
-            receipts=[receipt for receipts in pending.told for receipt in receipts]
+            receipts=[receipt for receipts in pending.receipts for receipt in receipts]
             if unit.kind in ("base", "source", "sender")
             else [],
         )
 
 
-def _of_this_alone(error: MidstreamError) -> str:
+def _reason_or_raise(error: MidstreamError) -> str:
     """Return the text of an error that concerns one request; raise any other error."""
-    if error.kind == "engine_failed" or isinstance(error, Quarantined | CrowdedOut | StoreAway):
+    ends_attempt = Quarantined | CrowdedOut | StoreUnavailable
+    if error.kind == "engine_failed" or isinstance(error, ends_attempt):
         raise error
     return error.detail
 
 
-def _must_be_kept(report: Sequence[Sequence[Receipt]]) -> None:
-    """Raises StoreAway if a rank could not keep the rows because the artifact store is
+def _check_stored(report: Sequence[Sequence[Receipt]]) -> None:
+    """Raises StoreUnavailable if a rank could not keep the rows because the artifact store is
     unavailable.
     """
     for receipt in (receipt for receipts in report for receipt in receipts):
         if receipt.status == "error" and receipt.kind == STORE_AWAY:
-            raise StoreAway(
+            raise StoreUnavailable(
                 f"request {receipt.request}, rank {receipt.rank} (stage {receipt.pp}): "
                 f"{receipt.message}"
             )

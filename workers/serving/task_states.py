@@ -1,10 +1,9 @@
-"""Task events at the end of a worker's jobs: when they are sent.
+"""When a worker sends the task events that end its jobs; `broker.queue.task_events` has their
+content.
 
-(Their content: `broker.queue.task_events`.)
-
-A job whose receipts are still on their way is no success yet, and neither is one that another
-attempt has taken over. Such a task gives its place in the pool free and is STARTED until the ledger
-says how the job ended; a thread looks once a second after all of those together.
+A job whose receipts are still on their way has not succeeded yet, nor has one that another attempt
+has taken over. Such a task frees its place in the pool and stays STARTED until the ledger has the
+job's outcome; one thread checks all such tasks once a second.
 """
 
 import logging
@@ -18,20 +17,19 @@ from celery.exceptions import Ignore
 from celery.worker.request import Request
 
 from ...broker.ops import redis_open
-from ...broker.queue.task_events import REVOKED, SUCCEEDED, event_of, standings
+from ...broker.queue.task_events import REVOKED, SUCCEEDED, endings, event_of
 from ...schemas.base.errors import Problem
 from ...schemas.jobs.jobs import State
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-#: Of that many jobs the end is awaited; Flower does not hear of what is beyond, and nothing else
-#: hangs on it.
+#: Jobs whose end is awaited at most; beyond it the oldest are dropped, and only Flower misses them.
 AWAITED = 20_000
 
 
 class Told(Ignore):
-    """The message is done. `state`: the job's outcome; None: reported elsewhere."""
+    """The message is done. `state`: the job's state to report; None: unknown, not reported."""
 
     def __init__(self, state: State | None, why: str = ""):
         super().__init__(why)
@@ -39,13 +37,13 @@ class Told(Ignore):
 
 
 class Settling(Ignore):
-    """The message is done; the job is not: its receipts, or another attempt, will end it."""
+    """The message is done, but not the job: its receipts, or another attempt, will end it."""
 
 
 class PutBack(Ignore):
     """The message goes back to the queue.
 
-    (Not Celery's `Reject`, which it logs as a warning with a traceback.)
+    Celery's own `Reject` is not used, because Celery logs it as a warning with a traceback.
     """
 
     def __init__(self, why: str):
@@ -54,7 +52,7 @@ class PutBack(Ignore):
 
 
 class JobRequest(Request):
-    """Celery's side of one task; what it sends as events is what Flower shows."""
+    """Celery's side of one task; it sends the events that Flower shows."""
 
     def on_failure(
         self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
@@ -62,20 +60,20 @@ class JobRequest(Request):
         error = exc_info.exception
         error = getattr(error, "exc", error)  # Celery wraps what comes with a traceback
         if isinstance(error, Told) and error.state not in (None, State.QUEUED):
-            return self.tell(error.state, None)  # acknowledges
+            return self.report(error.state, None)  # a revocation, which acknowledges the message
         if isinstance(error, PutBack):
-            self.reject(requeue=True)  # what follows acknowledges it no more
+            self.reject(requeue=True)  # keeps `on_failure` from acknowledging the message
         done = super().on_failure(exc_info, send_failed_event, return_ok)
         if isinstance(error, Settling):
             self.task.app.settlements.wait_for(self)
         elif isinstance(error, PutBack):
             self.send_event("task-retried", exception=error.why, traceback="")
         elif isinstance(error, Told) and error.state is State.QUEUED:
-            self.tell(State.QUEUED, None)
+            self.report(State.QUEUED, None)
         return done
 
-    def tell(self, state: State, problem: Problem | None) -> None:
-        """Say how the job ended, or that it is queued again."""
+    def report(self, state: State, problem: Problem | None) -> None:
+        """Send the event for the job's outcome, or for its return to the queue."""
         kind, fields = event_of(state, problem)
         if kind == REVOKED:
             self._announce_revoked(state.value, **fields)
@@ -86,11 +84,11 @@ class JobRequest(Request):
 
 
 class Settlements:
-    """Tasks that are over here before their jobs are. From any thread."""
+    """Tasks that ended before their jobs; thread-safe."""
 
     def __init__(self, redis_url: str, dispatcher: Callable[[], Any]):
-        """`dispatcher`: Celery's of the present connection, perhaps None; a task that is over keeps
-        the one that it came with, whose connection may be lost.
+        """`dispatcher` returns Celery's event dispatcher of the present connection, or None: the
+        dispatcher of a task's request may belong to a lost connection.
         """
         self._dispatcher = dispatcher
         self._client = redis_open.client(redis_url, socket_timeout=5, socket_connect_timeout=5)
@@ -113,10 +111,10 @@ class Settlements:
         """Report the end of every ended job. Raises redis.RedisError."""
         dispatcher = self._dispatcher()
         if dispatcher is None or not dispatcher.enabled:
-            return  # there is no connection to send it on
+            return  # there is no connection to send events on
         with self._lock:
             waiting = dict(self._waiting)
-        result = standings(self._client, [request.args[0] for request in waiting.values()])
+        result = endings(self._client, [request.args[0] for request in waiting.values()])
         for (task_id, request), standing in zip(waiting.items(), result, strict=True):
             if standing.state in (State.RUNNING, State.CANCELLING):
                 continue
@@ -124,7 +122,7 @@ class Settlements:
                 if self._waiting.get(task_id) is request:
                     del self._waiting[task_id]
             request.eventer = dispatcher
-            request.tell(standing.state, standing.problem)
+            request.report(standing.state, standing.problem)
 
     def _run(self) -> None:
         while True:
@@ -137,7 +135,7 @@ class Settlements:
                     "could not report the outcomes of tasks that are still STARTED; will retry: %s",
                     error,
                 )
-            except Exception:  # the ends of the others are still to be reported
+            except Exception:  # the other tasks' outcomes are still to be reported
                 logger.exception("could not report the outcome of a task that is still STARTED")
             with self._lock:
                 if not self._waiting:

@@ -1,6 +1,4 @@
-"""Celery tasks of a worker: one per kind of job, all with the same body; the job's id is their only
-argument.
-"""
+"""Celery tasks of a worker: one per kind of job, with the same body; their argument is a job id."""
 
 import time
 from collections.abc import Callable
@@ -15,8 +13,8 @@ from .task_states import JobRequest, PutBack, Settlements, Settling, Told
 
 KINDS = ("generate", "completion", "chat", "sweep", "harvest")
 
-#: Messages go back to the queue when the engine is dead or does not serve for long; not so fast
-#: that they come round in circles until the consumer closes.
+#: Pause before a message goes back to the queue because the engine is dead or does not serve:
+#: without it messages would circulate rapidly until the consumer closes.
 REJECT_PAUSE_S = 0.2
 
 
@@ -25,10 +23,8 @@ class JobTask(Task):
 
 
 def register_tasks(app: Celery, host: EngineHost) -> None:
-    """Give `app` the tasks `midstream.<kind>`; the route in Flower is the kind, the argument the
-    job's id.
-    """
-    app.task_events = None  # the consumer's, as soon as it is connected
+    """Register the tasks `midstream.<kind>` with `app`; their argument is the job's id."""
+    app.task_events = None  # the consumer sets it when it connects
     app.settlements = Settlements(host.settings.redis_url, lambda: app.task_events)
     for kind in KINDS:
         app.task(name=f"midstream.{kind}", base=JobTask, throws=(JobFailed,))(_body(host, kind))
@@ -49,7 +45,7 @@ def _body(host: EngineHost, kind: str) -> Callable[[str], str]:
         try:
             view = host.view(job_id)
         except MidstreamError as error:
-            # removed since; or Redis is unreachable, and Flower misses this end
+            # the job was removed; or Redis is unreachable, and Flower misses the job's end
             raise Told(State.EXPIRED if error.kind == "not_found" else None, str(error)) from error
         return _became(view, outcome)
 
@@ -57,8 +53,8 @@ def _body(host: EngineHost, kind: str) -> Callable[[str], str]:
 
 
 def _became(view: JobView, outcome: AttemptOutcome) -> str:
-    """The outcome of a job that did not end here, from the ledger; returned for a success,
-    otherwise raised.
+    """Reports a job that did not end here by its state in the ledger: returns for a success,
+    otherwise raises JobFailed, Told or Settling.
     """
     if view.state is State.SUCCEEDED:
         return outcome.value
@@ -70,4 +66,4 @@ def _became(view: JobView, outcome: AttemptOutcome) -> str:
         )
     if view.state is State.QUEUED or view.state in TERMINAL:
         raise Told(view.state, outcome.value)
-    raise Settling  # another message has it: its end is this message's as well
+    raise Settling  # another message's attempt runs it; this task ends as that one does

@@ -35,7 +35,6 @@ from ....schemas.prompts.selectors import (
     no_text,
     parts_of,
 )
-from ....schemas.requests.lens import FittedLens
 from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of
@@ -45,10 +44,9 @@ from ..positions.gates import gated_by
 from ..prompts.images import check_number as check_number_of_images
 from ..prompts.images import placed
 from ..prompts.request_parsing import ParsedPrompt, ParsedRequest, plain_messages
-from ..prompts.requested_features import FeatureWish
 from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong
 from ..readings.probes import check_step, check_tokens
-from ..readings.readings import positions_asked, resolve_readings, with_token_ids
+from ..readings.readings import positions_asked, resolve_readings, with_token_ids_of
 
 #: Captures and edits are resolved for each prompt. What that costs, about, in the time that one
 #: named position takes: an entry, a span, a part of a text such as `0-3,7,-1` and the search for
@@ -291,7 +289,7 @@ async def resolve(
     Raises a 400 naming the field.
     """
 
-    parsed = replace(parsed, lens=await with_token_ids(parsed.lens, codec))
+    parsed = await with_token_ids_of(parsed, codec)
 
     def resolved() -> Resolved:
         bounds = Bounds(model, facts_of(parsed, prompts, codec, model_state), max_tokens)
@@ -538,13 +536,8 @@ def _contents(
     probes: Sequence[StoredProbe],
 ) -> dict[str, str]:
     """`Job.contents`."""
-    saes = [
-        *model_state.features.saes.values(),
-        *(wish.sae for wish in parsed.features if isinstance(wish, FeatureWish)),
-    ]
-    contents = {f"sae/{sae.name}": sae.digest for sae in saes}
-    if isinstance(parsed.lens, FittedLens):
-        contents[f"tuned/{parsed.lens.found.name}"] = parsed.lens.found.digest
+    steered = {f"sae/{sae.name}": sae.digest for sae in model_state.features.saes.values()}
+    contents = steered | parsed.contents
     if lora is not None:
         contents[f"lora/{lora.name}"] = lora.digest
     for probe in probes:

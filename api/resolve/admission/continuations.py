@@ -1,4 +1,4 @@
-"""Tokenisation of answers after a prompt; the tokens may differ from those of the answer alone."""
+"""Tokenises answers after their prompts; the tokens may differ from those of the answer alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from ..prompts.text_spans import TextMap
 from ..prompts.tokenizer import Codec, TooLong
 from .admission import tokenise
 
-#: Tokens before the first that differs which an error shows.
+#: Number of tokens that an error shows before the first that differs.
 SHOWN_TOKENS = 3
 
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """A prompt as tokens and as text. `where`: None for token ids that no text has."""
+    """A prompt as tokens and as text. `where`: None for token ids that no text is tokenised to."""
 
     ids: list[int]
     words: list[str]  # how each token reads
@@ -37,23 +37,24 @@ class Continuation:
     field: str
     ids: list[int]
     text: str
-    note: str = ""  # what a reader should know of it
+    note: str = ""  # a caveat for readers of the result
 
 
 async def continue_prompts(
-    read_prompts: Sequence[tuple[str, str | list[int], Sequence[ReadPrompt]]],
+    requested: Sequence[tuple[str, str | list[int], Sequence[ReadPrompt]]],
     model: ModelInfo,
     codec: Codec,
 ) -> list[Continuation]:
-    """`read_prompts`: field, what follows, and behind which prompts.
+    """Return the continuations with their token ids.
 
-    Text gets the tokens that it has behind each of them.
+    `requested`: (field, text or token ids, prompts that it follows). Text is tokenised after each
+    of its prompts.
 
-    Raises a 400 naming the field when there are none, too many, or not the same behind each, when
-    the text changes the prompt's own tokens, and for token ids outside the vocabulary.
+    Raises a 400 naming the field if there are no tokens, too many, or different ones after each
+    prompt, if the text changes the prompt's own tokens, and for token ids outside the vocabulary.
     """
     plain: list[tuple[str, str]] = []  # field, text
-    for field, value, prompts in read_prompts:
+    for field, value, prompts in requested:
         if not value:
             raise invalid(field, "is empty: it needs at least one token")
         if isinstance(value, str):
@@ -75,16 +76,17 @@ async def continue_prompts(
             allowed=f"at most {model.max_model_len} tokens in total",
         ) from None
     made = []
-    for field, value, prompts in read_prompts:
+    for field, value, prompts in requested:
         if isinstance(value, str):
             texts = [prompt.text for prompt in prompts if prompt.text is not None]
-            behind = [
-                _behind(field, value, next(encoded).ids, next(encoded).ids, codec) for _ in texts
+            after_each = [
+                _added_tokens(field, value, next(encoded).ids, next(encoded).ids, codec)
+                for _ in texts
             ]
-            behind = behind or [codec.as_list(next(encoded).ids)]
+            after_each = after_each or [codec.as_list(next(encoded).ids)]
             made.append(
                 Continuation(
-                    field, _agreed(field, behind, codec), value, _joined(field, value, texts)
+                    field, _agreed(field, after_each, codec), value, _note(field, value, texts)
                 )
             )
         else:
@@ -96,10 +98,10 @@ async def continue_prompts(
     return made
 
 
-def _behind(
+def _added_tokens(
     field: str, value: str, prompt: np.ndarray, whole: np.ndarray, codec: Codec
 ) -> list[int]:
-    """Return what is added to the prompt's tokens."""
+    """Return the tokens that `value` adds to the prompt's."""
     if np.array_equal(whole[: len(prompt)], prompt):
         return codec.as_list(whole[len(prompt) :])
     both = min(len(prompt), len(whole))
@@ -121,10 +123,10 @@ def _behind(
     )
 
 
-def _agreed(field: str, behind: list[list[int]], codec: Codec) -> list[int]:
-    if all(ids == behind[0] for ids in behind):
-        return behind[0]
-    shown = " and ".join(_shown(codec.words(ids, None)) for ids in behind)
+def _agreed(field: str, after_each: list[list[int]], codec: Codec) -> list[int]:
+    if all(ids == after_each[0] for ids in after_each):
+        return after_each[0]
+    shown = " and ".join(_shown(codec.words(ids, None)) for ids in after_each)
     raise invalid(
         field,
         f"has different tokens after the clean and the corrupt prompt: {shown}",
@@ -132,8 +134,8 @@ def _agreed(field: str, behind: list[list[int]], codec: Codec) -> list[int]:
     )
 
 
-def _joined(field: str, value: str, texts: Sequence[str]) -> str:
-    """A word that is written on at the prompt's last one is rarely meant."""
+def _note(field: str, value: str, texts: Sequence[str]) -> str:
+    """Return a note if `value` continues the prompt's last word, which is rarely intended."""
     if (
         value[0].isascii()
         and value[0].isalnum()

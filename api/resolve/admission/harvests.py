@@ -1,6 +1,6 @@
 """Validation of a harvest against the model and the operator's folders.
 
-Nothing of a source is read here but names.
+Of a source's files, only the names are read here.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,10 @@ async def plan_harvest(
     caller: Caller,
     sources: Sequence[str] | None,
 ) -> StoredHarvest:
-    """`steering`: digest of the global steering.
+    """Return the harvest to store.
 
-    `sources`: the tenant's own. Raises a 400 naming the field and what is valid.
+    `steering`: digest of the global steering. `sources`: the tenant's limit `harvest_sources`.
+    Raises a 400 naming the field and what is valid.
     """
     sites = _sites(body, info)
     generated = body.generate.max_tokens if body.generate is not None else 1
@@ -113,7 +114,7 @@ def _sites(body: HarvestRequest, info: ModelInfo) -> dict[Hook, list[int]]:
     if hooks and info.tp > 1:
         raise invalid(
             "hooks",
-            f"each of {info.tp} ranks holds columns of {hooks[0]}",
+            f"{hooks[0]} cannot be harvested, because each of {info.tp} ranks has some columns",
             allowed="hooks of the residual stream and its branches",
         )
     return sites

@@ -1,8 +1,8 @@
-"""Steering by the features of sparse autoencoders: a spec with `sae` becomes vectors and numbers as
-the kernels take them.
+"""Resolves steering by features of sparse autoencoders: a spec with `sae` becomes the vectors and
+numbers that the kernels take.
 
-The vectors are read from the files of the registered content and go with the request, as vectors
-that a user supplies do.
+The vectors are read from the registered files and travel with the request, like vectors that a user
+supplies.
 """
 
 from collections import OrderedDict
@@ -34,21 +34,21 @@ from ....storage.formats.sae_files import (
 from ..positions.captures import Bounds, apply_rules, positions_of_each
 from .interventions import check_limit, keep
 
-#: Ops with `sae`, each with whether it takes a value.
+#: Ops that are valid with `sae` → whether the op takes a value.
 OPS: dict[str, bool] = {"clamp": True, "ablate": False, "add": True}
 #: Fields that are valid together with `sae`.
 FIELDS = ("sae", "feature", "op", "value", "positions")
 _TARGET = next(number for number in FAMILY["feature"].numbers if number.name == "target")
-#: Features that an API process remembers.
+#: Features that an API process caches.
 _REMEMBERED = 1024
 
 
 class Rows(NamedTuple):
-    """A feature's vectors, as steering uses them."""
+    """The vectors of a feature that steering uses."""
 
-    # float32 [d_in]: what a unit of activation adds, to the row as the SAE normalises it
+    # float32 [d_in]: what one unit of activation adds to the row, as the SAE normalises it
     decoder: np.ndarray
-    rule: Feature | None  # None where its activation is not its own rule weights
+    rule: Feature | None  # None if other features decide about its activation (topk)
 
 
 class Named(NamedTuple):
@@ -62,9 +62,9 @@ NONE = Named()
 
 
 class FeatureFiles:
-    """Reads features of registered autoencoders, and remembers the last ones by content.
+    """Reads features of registered autoencoders, and caches the latest by content.
 
-    Not for the event loop; one call at a time.
+    Call it off the event loop, one call at a time.
     """
 
     def __init__(self, root: str) -> None:
@@ -112,9 +112,9 @@ def _rule(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> Fea
 
 
 def check_specs(specs: Iterable[SteeringSpec], saes: Mapping[str, Sae]) -> dict[str, set[int]]:
-    """Autoencoder → the features of it that are steered.
+    """Return the steered features of each autoencoder.
 
-    Raises a 400 naming the field of the first spec that cannot be.
+    Raises a 400 naming the field of the first spec that is invalid.
     """
     result: dict[str, set[int]] = {}
     for index, spec in enumerate(specs):
@@ -125,7 +125,7 @@ def check_specs(specs: Iterable[SteeringSpec], saes: Mapping[str, Sae]) -> dict[
         result.setdefault(spec.sae, set()).add(spec.feature or 0)
     if (count := sum(map(len, result.values()))) > MAX_FEATURES:
         raise invalid(
-            "steering", f"names {count} features", allowed=f"at most {MAX_FEATURES} that differ"
+            "steering", f"names {count} features", allowed=f"at most {MAX_FEATURES} different ones"
         )
     return result
 
@@ -179,9 +179,10 @@ def _check(spec: SteeringSpec, sae: Sae, at: str) -> None:
 
 
 def plain_spec(spec: SteeringSpec, named: Named) -> SteeringSpec:
-    """A spec of op `add` without a feature: `value` times the decoder row.
+    """Return a spec of op `add` as plain steering by `value` times the decoder row.
 
-    Others as they are: of an SAE that normalises rows, what is added depends on the row.
+    Other specs are returned unchanged; so is `add` for an SAE that normalises rows, where the added
+    vector depends on the row.
     """
     if (
         spec.sae is None
@@ -204,8 +205,8 @@ def plain_spec(spec: SteeringSpec, named: Named) -> SteeringSpec:
 def resolve_feature(
     spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], named: Named
 ) -> tuple[SteeringTemplate, list[Any]]:
-    """A spec that reads the row, and its positions in each prompt; its tensors are added to
-    `blobs`. Raises a 400 naming the field.
+    """Return the entry of a spec that reads the row, and its positions in each prompt; add its
+    tensors to `blobs`. Raises a 400 naming the field.
     """
     assert spec.sae is not None
     sae, filled = (
@@ -237,15 +238,15 @@ def resolve_feature(
 
 
 def _always_zero(decoder: np.ndarray) -> Feature:
-    """`add` is setting a feature that always reads 0: `value` units are added, regardless of the
-    feature's activation.
+    """Return a feature that always reads 0: setting it to `value` adds `value` units, whatever the
+    real feature's activation, as `add` requires.
     """
     return Feature(np.zeros_like(decoder), decoder, 0.0, 0.0)
 
 
 def _parts(encoder: np.ndarray, model: ModelInfo) -> list[Tensor]:
-    """Three parts in the model's dtype that add up to the float32 encoder: exactly, where the dtype
-    has float32's range.
+    """Return three parts in the model's dtype that add up to the float32 encoder; exactly, if the
+    dtype has float32's range.
     """
     result, remaining = [], encoder.astype(np.float32)
     for _ in range(3):
@@ -256,7 +257,7 @@ def _parts(encoder: np.ndarray, model: ModelInfo) -> list[Tensor]:
 
 
 def check_range(sae: Sae, model: ModelInfo, rows: Mapping[int, Rows]) -> None:
-    """Raises a 400 for vectors beyond the model's dtype."""
+    """Raises a 400 for vectors beyond the range of the model's dtype."""
     limit = DTYPES.get(model.dtype, DTYPES["float32"]).largest
     for feature, value in rows.items():
         vectors: list[Any] = (

@@ -1,5 +1,5 @@
-"""Steering with an installed op: a spec with `extension` becomes a vector and numbers, as the
-ranks' sites take them.
+"""Resolves steering with an installed op: a spec with `extension` becomes the vector and numbers
+that the sites on the ranks take.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ FIELDS = ("extension", "layers", "hook", "positions", "vector", "strength", "opt
 _STRENGTH = INSTALLED.numbers[0]
 
 
-def check_alone(spec: SteeringSpec, at: str) -> None:
-    """Raises a 400 for what named modules and global steering cannot hold: they outlive the version
-    of an op.
+def check_not_installed(spec: SteeringSpec, at: str) -> None:
+    """Raises a 400 for an installed op in a named module or global steering, which would outlive
+    the op's version.
     """
     if spec.extension is not None:
         raise invalid(
@@ -88,7 +88,7 @@ def _strength(spec: SteeringSpec, bounds: Bounds) -> float:
 
 
 def _options(spec: SteeringSpec, bounds: Bounds) -> list[float]:
-    """Return those of the op in its order, and zeros where it has fewer than a pool entry holds."""
+    """Return the op's options in the op's order, padded with zeros to the size of a pool entry."""
     _, terms = _op(spec, bounds)
     given = spec.options or {}
     for name, value in given.items():
@@ -122,7 +122,7 @@ RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 def resolve_installed(
     spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes]
 ) -> tuple[SteeringTemplate, list[Any]]:
-    """The entry, and its positions in each prompt; its vector is added to `blobs`.
+    """Return the entry and its positions in each prompt; add its vector to `blobs`.
 
     Raises a 400 naming the field.
     """

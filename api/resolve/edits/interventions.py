@@ -1,8 +1,8 @@
-"""Resolves one entry of a body's `steering` on this model, or refuses it by the field that is
-wrong.
+"""Resolves one entry of a body's `steering` on this model, or raises a 400 naming the invalid
+field.
 
-What each op takes is a table, `schemas.requests.interventions`; what must hold of a field is a row
-in `RULES`, as in `captures.py`. `steering.py` resolves all entries, named modules among them.
+The tables of `schemas.requests.interventions` list what each op takes; each check of a field is a
+row in `RULES`, as in `captures.py`. `steering.py` resolves all entries, including named modules.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,11 +61,10 @@ def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
 
 
 # --- Which fields
-# --------------------------------------------------------------------------------------------------
 
 
-def _taken(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
-    """A field must be present if the op requires it, and absent if it is not valid for the op."""
+def _valid_for_op(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
+    """Raises ValueError for a field that the op requires and lacks, or that is not valid for it."""
     takes, given = STEERING_FIELDS[spec.op or "add"], getattr(spec, field) is not None
     if given and field not in (*takes.tensors, *takes.options):
         raise ValueError(
@@ -89,7 +88,6 @@ def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
 
 
 # --- Tensors
-# --------------------------------------------------------------------------------------------------
 
 
 def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
@@ -115,14 +113,14 @@ def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
         )
 
 
-def _alone(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
+def _within_one_rank(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     family = family_of(spec)
     if field == family.tensors[0]:
         within_one_rank(spec, family, bounds.model)
 
 
 def _rank(spec: SteeringSpec) -> int:
-    """Rank of the family's first tensor; 0 if it is not a matrix."""
+    """Return the rank of the family's first tensor; 0 if it is not a matrix."""
     tensor: Tensor | None = getattr(spec, family_of(spec).tensors[0])
     return tensor.shape[0] if tensor is not None and tensor.shape else 0
 
@@ -152,8 +150,8 @@ def _data(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
 
 
 def check_vector(spec: SteeringSpec, bounds: Bounds) -> None:
-    """Raises ValueError for a vector of another size, with a number that is not finite, or beyond
-    the model's dtype.
+    """Raises ValueError for a vector of the wrong size, with a non-finite element, or beyond the
+    range of the model's dtype.
     """
     _shape("vector", spec, bounds)
     _data("vector", spec, bounds)
@@ -169,18 +167,15 @@ def _largest(tensor: Tensor) -> float:
 
 
 def limit_of(bounds: Bounds) -> float:
-    """The largest number in the model's dtype."""
+    """Return the largest number of the model's dtype."""
     return DTYPES.get(bounds.model.dtype, DTYPES["float32"]).largest
 
 
 # --- Numbers
-# --------------------------------------------------------------------------------------------------
 
 
 def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float | None:
-    """Return the number as the ranks hold it, in float32; None for one that the family does not
-    take.
-    """
+    """Return the number or its default; None if the family does not take it."""
     family, given = family_of(spec), getattr(spec, field)
     number = numbers_of(family).get(field)
     if number is None:
@@ -201,7 +196,7 @@ def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float | None:
 
 
 def _check_range(field: str, value: float, spec: SteeringSpec, limits: tuple[str, str]) -> None:
-    """Raise 400 unless at least one of two limits is given, the lower not above the upper."""
+    """Raises ValueError unless a limit is given, and the lower one is not above the upper one."""
     low, high = (getattr(spec, name) for name in limits)
     if field == limits[0] and low is None and high is None:
         raise ValueError(
@@ -213,7 +208,7 @@ def _check_range(field: str, value: float, spec: SteeringSpec, limits: tuple[str
 
 
 def numbers_of(family: Intervention) -> dict[str, Number]:
-    """All numbers that users give for a family, by name."""
+    """Return all numbers that users give for a family, by name."""
     return {number.name: number for number in (family.scale, *family.numbers) if number is not None}
 
 
@@ -227,7 +222,6 @@ def check_limit(family: Intervention, number: Number, value: float) -> None:
 
 
 # --- All of them
-# --------------------------------------------------------------------------------------------------
 
 Rule = tuple[str, Callable[[SteeringSpec, Bounds], Any]]
 
@@ -237,7 +231,8 @@ OPTIONS = tuple(
     dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.options)
 )
 
-#: What decides of which rows and heads the tensors are: the others judge them as they are then.
+#: Rules that decide to which rows and heads the tensors belong; the other rules check the tensors
+#: after they are widened to these.
 PLACE_RULES: tuple[Rule, ...] = (
     ("hook", lambda spec, bounds: one_hook(spec.hook or "post_block", bounds)),
     ("heads", lambda spec, bounds: of_spec(spec, bounds.model)),
@@ -247,11 +242,11 @@ RULES: tuple[Rule, ...] = (
     *PLACE_RULES,
     ("layers", _layers),
     ("positions", positions_of_each),
-    *((field, partial(_taken, field)) for field in (*GIVEN, *OPTIONS)),
+    *((field, partial(_valid_for_op, field)) for field in (*GIVEN, *OPTIONS)),
     *((f"{field}.shape", partial(_shape, field)) for field in GIVEN),
     *((f"{field}.data", partial(_data, field)) for field in GIVEN),
     ("norm_match", _norm_match),
-    *((field, partial(_alone, field)) for field in GIVEN),
+    *((field, partial(_within_one_rank, field)) for field in GIVEN),
     *((name, partial(_number, name)) for name in NUMBERS),
 )
 
@@ -259,8 +254,8 @@ RULES: tuple[Rule, ...] = (
 def resolve_entry(
     spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes]
 ) -> tuple[SteeringTemplate, list[PositionSelector]]:
-    """An entry other than a module, and its positions in each prompt; its tensors are added to
-    `blobs`, by content hash.
+    """Return an entry other than a module, and its positions in each prompt; add its tensors to
+    `blobs` by content hash.
 
     Raises a 400 naming the field below `at`.
     """
@@ -271,7 +266,7 @@ def resolve_entry(
     made = apply_rules(RULES, spec, bounds, at)
     family = family_of(spec)
     masks = []
-    if heads and family.name == "replace":  # other families leave alone what is 0 in their tensors
+    if heads and family.name == "replace":  # other families keep columns that are 0
         family, masks = FAMILY["replace_masked"], [keep_mask(made["hook"], heads, bounds, blobs)]
     entry = SteeringTemplate(
         layers=made["layers"],
@@ -288,8 +283,8 @@ def resolve_entry(
 
 
 def keep_mask(hook: Hook, heads: Sequence[int], bounds: Bounds, blobs: dict[str, bytes]) -> str:
-    """The name of `[row]` float32, 1 in the columns of `heads` and 0 elsewhere; it is added to
-    `blobs`.
+    """Return the name of a mask, float32 `[row]`, 1 in the columns of `heads` and 0 elsewhere; add
+    the mask to `blobs`.
     """
     shape = bounds.model.inside[hook]
     values = np.zeros(shape.size, np.float32)
@@ -298,9 +293,10 @@ def keep_mask(hook: Hook, heads: Sequence[int], bounds: Bounds, blobs: dict[str,
 
 
 def reach_of(spec: SteeringSpec) -> float:
-    """The largest coordinate of scale · v where the vector is scaled; 0 for other families.
+    """Return the largest magnitude of a coordinate of scale · v; 0 for families without a scaled
+    vector.
 
-    Of a spec that the rules have passed.
+    The spec must have passed the rules.
     """
     scale = family_of(_filled_in(spec)).scale
     if scale is None or spec.vector is None:

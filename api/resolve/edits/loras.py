@@ -1,5 +1,5 @@
-"""Resolution of LoRA adapters: a registration against the files and the model, a request's name
-against what is registered.
+"""Resolves LoRA adapters: a registration against the files and the model, a name in a request
+against the registered adapters.
 """
 
 from ....broker.ledger.jobs.ledger import Ledger
@@ -12,9 +12,9 @@ from ....storage.formats.lora_files import check_on, folder_of
 
 
 def resolve_lora(lora_request: LoraRequest, model: ModelInfo, root: str) -> Lora:
-    """Return what should be registered.
+    """Return the adapter to register.
 
-    Raises a 400 naming the field. Reads files: not for the event loop.
+    Raises a 400 naming the field. Reads files: call it off the event loop.
     """
     support = _support(model)
     content, facts = check_on(folder_of(root, lora_request.path), support)
@@ -32,7 +32,9 @@ def resolve_lora(lora_request: LoraRequest, model: ModelInfo, root: str) -> Lora
 
 
 async def named_lora(name: str | None, model: ModelInfo, ledger: Ledger) -> StoredLora | None:
-    """The adapter that a request names. Raises a 400 naming `lora`, with those there are."""
+    """Return the adapter that a request names. Raises a 400 naming `lora` and the registered
+    ones.
+    """
     if name is None:
         return None
     support = _support(model)

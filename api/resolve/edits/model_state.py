@@ -12,7 +12,7 @@ from ....schemas.requests.specs import PatchSpec
 from ....schemas.requests.steering import GlobalSteering, Module
 from .features import NONE, Named
 
-#: What the reading of a run's files may say → what the run is then.
+#: Kind of an error when a run's files are read → the run's state.
 STATE_OF_KIND: dict[str, RunState] = {
     "gone": "deleted",
     "capture_failed": "failed",
@@ -27,10 +27,10 @@ class ModelState:
 
     modules: Mapping[str, Module] = field(default_factory=dict)
     global_steering: GlobalSteering = field(default_factory=GlobalSteering)
-    names: Sequence[str] = ()  # of all modules
+    names: Sequence[str] = ()  # of all modules, if a requested one does not exist
     # by what the request calls them: a name, or a job's id
     runs: Mapping[str, RunView] = field(default_factory=dict)
-    run_names: Sequence[str] = ()  # of all runs
+    run_names: Sequence[str] = ()  # of all runs, if a requested one does not exist
     features: Named = NONE  # that steering names
 
 
@@ -40,27 +40,27 @@ NOTHING = ModelState()
 async def find_runs(
     ledger: Ledger, model: str, patch: Sequence[PatchSpec], caller: Caller
 ) -> dict[str, RunView]:
-    """The named runs that exist for the caller, also of other models, with the requested prompts of
-    each.
+    """Return the requested runs that exist for the caller, also those of other models, each with
+    the requested prompts.
     """
-    request: dict[str, set[int]] = {}
+    requested: dict[str, set[int]] = {}
     for spec in patch:
         if spec.source.run is not None:
-            request.setdefault(spec.source.run, set()).add(spec.source.prompt)
+            requested.setdefault(spec.source.run, set()).add(spec.source.prompt)
     runs = SourceRuns(ledger, caller)
     result = {}
-    for name, prompts in request.items():
+    for name, prompts in requested.items():
         if (run := await runs.lookup(model, name)) is not None:
-            result[name] = await _looked_at(runs, run, prompts)
+            result[name] = await _read_run(runs, run, prompts)
         elif (foreign := await _of_another_model(ledger, runs, model, name)) is not None:
             result[name] = _view(foreign, "ready", "", None)
     return result
 
 
-async def _looked_at(runs: SourceRuns, run: Run, prompts: set[int]) -> RunView:
-    model_state = await runs.standing(run)
-    if model_state.state != "ready":
-        return _view(run, model_state.state, model_state.detail, None)
+async def _read_run(runs: SourceRuns, run: Run, prompts: set[int]) -> RunView:
+    standing = await runs.standing(run)
+    if standing.state != "ready":
+        return _view(run, standing.state, standing.detail, None)
     try:
         return _view(run, "ready", "", await runs.prompts(run, prompts))
     except MidstreamError as error:

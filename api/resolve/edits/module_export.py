@@ -1,4 +1,4 @@
-"""A stored module as the entries that it was made of, for its file."""
+"""Turns a stored module back into the entries that it was registered with, for its file."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +13,12 @@ from ....storage.formats.module_files import SHAPES
 
 
 def entries_of(module: Module, tensors: Mapping[str, Tensor]) -> list[SteeringSpec]:
-    """Registered again, they have the module's digest.
+    """Return the module's entries; registered again, they give the same digest.
 
-    `tensors`: content hash → tensor, all of the module's.
+    `tensors`: content hash → tensor, for all tensors of the module.
 
-    Raises a 400 for an entry that no file of vectors holds: a feature of an autoencoder, an
-    installed op, or single heads.
+    Raises a 400 for an entry that a file cannot hold: a feature of an autoencoder, an installed op,
+    or single heads.
     """
     entries = []
     for index, entry in enumerate(module.entries):

@@ -1,7 +1,7 @@
-"""Resolution of `patch` per prompt: entries that replace rows, one per source vector.
+"""Resolves `patch` per prompt into entries that replace rows, one per source vector.
 
-A rule reads a spec and returns a value, as in `rules.py`; `SOURCES` has one row per kind of source.
-Runs and modules are named here and nowhere behind: entries hold content
+A rule reads a spec and returns a value, as in `captures.py`; `SOURCES` has one row per kind of
+source. Only this module reads names of runs and modules: the entries refer to content
 (`schemas.requests.source_runs.row_name`).
 """
 
@@ -43,12 +43,12 @@ from .model_state import ModelState, unknown_module
 MAX_RUNS = 64
 #: Limit on the ranges of a mean's positions, which are part of its name.
 MAX_MEAN_RANGES = 256
-#: This many ranges are shown of what was captured.
+#: Number of captured ranges that an error lists.
 SHOWN_RANGES = 8
 
 
 def runs_of(specs: Iterable[PatchSpec]) -> list[str]:
-    """The runs that are named, each once. Raises a 400 for more than a worker should hold."""
+    """Return the distinct names of source runs. Raises a 400 for more than a worker should hold."""
     names = list(dict.fromkeys(spec.source.run for spec in specs if spec.source.run is not None))
     if len(names) > MAX_RUNS:
         raise invalid(
@@ -59,7 +59,7 @@ def runs_of(specs: Iterable[PatchSpec]) -> list[str]:
 
 @contextmanager
 def _field(at: str) -> Iterator[None]:
-    """A ValueError as a 400 at a field, and below it where a SelectorError says so."""
+    """Turn a ValueError into a 400 at the field `at`, or below it if a SelectorError says where."""
     try:
         yield
     except ValueError as error:
@@ -67,12 +67,11 @@ def _field(at: str) -> Iterator[None]:
 
 
 # --- Which rows are written
-# ----------------------------------------------------------------------------------------------
 
 
 def _destinations(spec: PatchSpec, bounds: Bounds) -> list[PositionSelector]:
-    """One per prompt: listed where they are known, since rows of listed positions share a place;
-    else a name or a window.
+    """Return one selector per prompt: a list if the positions are known, since rows with disjoint
+    lists share a slot; else a name or a window.
     """
     destinations: list[PositionSelector] = []
     for index, (selector, prompt) in enumerate(
@@ -89,8 +88,9 @@ def _destinations(spec: PatchSpec, bounds: Bounds) -> list[PositionSelector]:
 
 
 def _listed(selector: PositionSelector, tokens: int, end: int) -> PositionSelector:
-    """`end`: behind the last position that may be computed; the last token that is generated never
-    is.
+    """Return the positions as a list if they are known.
+
+    `end`: one past the last position that may be computed; the last generated token never is.
     """
     if isinstance(selector, list):
         return selector
@@ -117,7 +117,7 @@ def _listed(selector: PositionSelector, tokens: int, end: int) -> PositionSelect
 
 
 def _mask(spec: PatchSpec, bounds: Bounds) -> list[int] | None:
-    """The dimensions that are written; None: all of them."""
+    """Return the dimensions that are written; None for all."""
     if spec.heads is not None:
         if spec.mask is not None:
             raise ValueError("give either heads or mask")
@@ -141,7 +141,7 @@ RULES: tuple[tuple[str, Callable[[PatchSpec, Bounds], Any]], ...] = (
 
 @dataclass(frozen=True)
 class Patch:
-    """One spec, and where it acts."""
+    """One patch spec, and where it acts."""
 
     spec: PatchSpec
     at: str  # its path in the body
@@ -150,11 +150,11 @@ class Patch:
     positions: list[PositionSelector]  # one per prompt
 
     def source(self, name: str) -> str:
-        """The path of a field of its source."""
+        """Return the path of a field of the spec's source."""
         return f"{self.at}.source.{name}"
 
     def everywhere(self, tensor: str, scale: float = 1.0) -> list[list[StoredSteering]]:
-        """One vector for all that is written, per prompt."""
+        """Return an entry per prompt that writes one vector at all sites and positions."""
         return [[self.entry(self.layers, chosen, tensor, scale)] for chosen in self.positions]
 
     def entry(
@@ -172,7 +172,6 @@ class Patch:
 
 
 # --- What is written
-# --------------------------------------------------------------------------------------------------
 
 VECTOR_RULES = tuple(rule for rule in STEERING_RULES if rule[0] in ("vector.shape", "vector.data"))
 
@@ -252,7 +251,7 @@ def _of_zeros(
 def _of_run(
     patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
 ) -> list[list[StoredSteering]]:
-    """For each source position, and each layer, an entry."""
+    """Return an entry for each source position and layer, per prompt."""
     run = _run(patch, bounds, model_state)
     prompt = _prompt(patch, run, bounds)
     _check_captured(patch, run, prompt)
@@ -356,7 +355,7 @@ def _check_captured(patch: Patch, run: RunView, prompt: RunPrompt) -> None:
 def _rows_of(
     patch: Patch, written: PositionSelector, prompt: RunPrompt, which: str
 ) -> dict[tuple[int | None, tuple[int, ...]], PositionSelector]:
-    """Source position → the positions that get its row, in the order in which those begin.
+    """Map each source position to the positions that get its row, ordered by their first.
 
     Raises a 400 at `source.position`.
     """
@@ -391,9 +390,9 @@ def _rows_of(
 
 
 def _captured(place: int, prompt: RunPrompt) -> int:
-    """A position of the run's prompt, negative from its end.
+    """Return a position of the run's prompt; a negative `place` counts from the end.
 
-    Raises SelectorError when the run has no row of it.
+    Raises SelectorError if the run has no row of the position.
     """
     position = place + prompt.tokens if place < 0 else place
     if position < 0:
@@ -414,7 +413,7 @@ def _check_has(positions: Iterable[int], prompt: RunPrompt) -> None:
 
 
 def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
-    """The positions of the run over which the mean is taken; empty: all that it has.
+    """Return the positions of the run over which the mean is taken; empty means all that it has.
 
     Raises SelectorError.
     """
@@ -437,7 +436,7 @@ def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
             )
     else:
         if isinstance(selector, Window):
-            # one that continues for long is not written out to find that it is not there
+            # check the ends of a long range before listing all its positions
             _check_has([selector.start, cast(int, selector.stop) - 1], prompt)
         chosen = list(select(selector, 0, max(last + 1, prompt.tokens), prompt.tokens))
         _check_has(chosen, prompt)
@@ -463,16 +462,15 @@ SOURCES: dict[
 }
 
 
-# --- All of them
-# --------------------------------------------------------------------------------------------------
+# --- All patches
 
 
 def resolve_patches(
     specs: Sequence[PatchSpec], bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
 ) -> list[list[StoredSteering]]:
-    """One list per prompt; empty without specs.
+    """Return the entries of all patches, one list per prompt; empty without specs.
 
-    Tensors that came with them are added to `blobs`, by content hash.
+    Tensors that came with the specs are added to `blobs`, by content hash.
 
     Raises a 400 naming the field.
     """
@@ -509,15 +507,15 @@ def resolve_patches(
                 f"is one mask too many: the request already has {MAX_MASKS} different ones",
                 allowed=f"at most {MAX_MASKS} different masks",
             )
-        for entries, own in zip(
+        for entries, resolved in zip(
             per_prompt, SOURCES[kind](patch, bounds, model_state, blobs), strict=True
         ):
-            entries += own if not mask else _masked(own, mask)
+            entries += resolved if not mask else _masked(resolved, mask)
     return per_prompt
 
 
 def _most_entries(patch: Patch) -> int:
-    """Return how many entries it may come to, over all prompts."""
+    """Return the largest number of entries that a patch may need, over all prompts."""
     if patch.spec.source.run is None:
         return len(patch.positions)
     separate = not patch.spec.source.mean and not isinstance(patch.spec.source.position, int)
@@ -527,11 +525,12 @@ def _most_entries(patch: Patch) -> int:
 
 
 # --- Masks
-# --------------------------------------------------------------------------------------------------
 
 
 def mask_tensor(dimensions: Sequence[int], size: int, blobs: dict[str, bytes]) -> str:
-    """The name of `[size]` float32, 1 in `dimensions` and 0 elsewhere; it is added to `blobs`."""
+    """Return the name of a mask, float32 `[size]`, 1 in `dimensions` and 0 elsewhere; add it to
+    `blobs`.
+    """
     values = np.zeros(size, np.float32)
     values[list(dimensions)] = 1
     tensor = from_numpy(values)

@@ -1,7 +1,7 @@
-"""Resolution of `steering`: for the prompts of a request, as a module, or as global steering.
+"""Resolves `steering`: of a request, of a named module, or of global steering.
 
-A named module is replaced by its entries here, so that nothing behind this knows names. Patches
-(`patches.py`) come in front.
+Named modules are replaced by their entries here; later stages see no names. Patches (`patches.py`)
+precede steering.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,19 +37,19 @@ from ....schemas.requests.steering import GlobalSteering, Module, SteeringTempla
 from ..positions.captures import Bounds, apply_rules, positions_of_each
 from ..positions.gates import Gated, gated_entries
 from .features import NONE, Named, plain_spec, resolve_feature
-from .installed_ops import check_alone, resolve_installed
+from .installed_ops import check_not_installed, resolve_installed
 from .interventions import check_limit, limit_of, reach_of, resolve_entry
 from .model_state import NOTHING, ModelState, unknown_module
 from .patches import resolve_patches
 
-#: Global steering may use 1 / this of the worker's tables, which leaves room for the requests' own
-#: steering.
-SHARE_OF_EVERYONE = 2
+#: Global steering may use 1 / this of the worker's tables, which leaves room for the steering of
+#: requests.
+GLOBAL_SHARE = 2
 #: Limit on listed positions of global steering: workers scan them for every prompt.
-MAX_EVERYONES_POSITIONS = 1 << 15
+MAX_GLOBAL_POSITIONS = 1 << 15
 
 
-#: Resolved positions that are a name.
+#: Names that may stand for positions after resolution.
 POSITION_NAMES: tuple[PositionName, ...] = get_args(PositionName)
 
 NO_POSITION = "no position given: give at least one"
@@ -66,7 +66,7 @@ NO_ROOM = Room(0, 0)
 
 
 class Part(NamedTuple):
-    """An entry as it is written, or one of a module's."""
+    """An entry of the request, or one of a named module's entries."""
 
     entry: SteeringTemplate
     scale: float
@@ -74,15 +74,15 @@ class Part(NamedTuple):
 
 
 def modules_named(specs: Iterable[SteeringSpec], patch: Iterable[PatchSpec] = ()) -> list[str]:
-    """Each once."""
+    """Return the distinct names of modules."""
     named = [*(spec.module for spec in specs), *(spec.source.module for spec in patch)]
     return list(dict.fromkeys(name for name in named if name is not None))
 
 
 def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts: int = 1) -> None:
-    """Raises a 400 for more entries than anybody needs.
+    """Raises a 400 for too many entries.
 
-    Of named modules none is looked at yet: each may be named often.
+    Call it before modules are resolved, because one module may be named many times.
     """
     named = (model_state.modules.get(spec.module or "") for spec in specs)
     entries = sum(1 if module is None else len(module.entries) for module in named)
@@ -100,13 +100,12 @@ def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts
 
 
 # --- A named module in a request
-# ---------------------------------------------------------------------------------------
 
 #: Fields that are valid together with `module`.
 BESIDE_MODULE = ("module", "scale", "positions")
 
 
-def _left_out(name: str) -> Callable[[SteeringSpec, Bounds], None]:
+def _must_be_absent(name: str) -> Callable[[SteeringSpec, Bounds], None]:
     def rule(spec: SteeringSpec, bounds: Bounds) -> None:
         if getattr(spec, name) is not None:
             raise ValueError(
@@ -123,7 +122,7 @@ def _positions(spec: SteeringSpec, bounds: Bounds) -> list[PositionSelector] | N
 
 REFERENCE_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] = (
     *(
-        (name, _left_out(name))
+        (name, _must_be_absent(name))
         for name in SteeringSpec.__struct_fields__
         if name not in BESIDE_MODULE
     ),
@@ -134,7 +133,9 @@ REFERENCE_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] =
 def _parts_of_module(
     spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState
 ) -> list[Part]:
-    """The entries of the module that `spec` names. Raises a 400 naming the field below `at`."""
+    """Return the entries of the module that `spec` names. Raises a 400 naming the field below
+    `at`.
+    """
     made = apply_rules(REFERENCE_RULES, spec, bounds, at)
     module = model_state.modules.get(spec.module or "")
     if module is None:
@@ -155,7 +156,7 @@ def _parts_of_module(
 def _check_fits(
     module: Module, number: int, entry: SteeringTemplate, bounds: Bounds, at: str
 ) -> None:
-    """A model may come back under its name with other sizes."""
+    """Raises a 400 for a module of other sizes: its model's name may now serve another model."""
     model = bounds.model
     if module.hidden_size != model.hidden_size:
         wrong = f"has hidden size {module.hidden_size}, but the model has {model.hidden_size}"
@@ -226,7 +227,6 @@ def _own_positions(
 
 
 # --- A request
-# --------------------------------------------------------------------------------------------------
 
 
 def resolve_edits(
@@ -236,15 +236,17 @@ def resolve_edits(
     model_state: ModelState = NOTHING,
     gated: Sequence[Gated] = (),
 ) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
-    """Patches, the steering after them, and what probes apply (`gated`): one list per prompt, and
-    the tensors that came with them by content hash. Both are empty when nothing is edited. Tensors
-    of named modules are not included. Raises a 400 naming the field.
+    """Return the edits per prompt (patches, then steering, then what probes apply: `gated`), and
+    the tensors that came with them, by content hash.
+
+    Both are empty when nothing is edited. Tensors of named modules are not included. Raises a 400
+    naming the field.
     """
     blobs: dict[str, bytes] = {}
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs or gated else []
     for index, spec in enumerate(specs):
         for part in _parts(spec, bounds, f"steering[{index}]", model_state, blobs):
-            # the same for every prompt
+            # shared by all prompts
             named = {name: part.entry.stored(name, part.scale) for name in POSITION_NAMES}
             for entries, positions in zip(per_prompt, part.positions, strict=True):
                 same = named.get(positions) if isinstance(positions, str) else None
@@ -257,9 +259,7 @@ def resolve_edits(
         for entries, more in zip(per_prompt, gated_entries(module, parts, bounds), strict=True):
             entries += more
     reserved = (
-        _room_for_everyone(model_state.global_steering, bounds)
-        if specs or patch or gated
-        else NO_ROOM
+        _room_of_global(model_state.global_steering, bounds) if specs or patch or gated else NO_ROOM
     )
     _check_each(per_prompt, "steering" if specs or not gated else "probes", bounds.model, reserved)
     if not patch:
@@ -274,7 +274,7 @@ def resolve_edits(
 def _check_each(
     per_prompt: Sequence[list[StoredSteering]], field: str, model: ModelInfo, reserved: Room
 ) -> None:
-    """Raises a 400 naming `field` for the first prompt that needs more than there is."""
+    """Raises a 400 naming `field` for the first prompt that needs more room than there is."""
     rows: dict[tuple[int, ...], int] = {}
     for index, entries in enumerate(per_prompt):
         if len(entries) > MAX_ENTRIES and field == "patch":
@@ -285,7 +285,7 @@ def _check_each(
             raise invalid(field, detail, allowed=f"at most {MAX_ENTRIES}")
         sharing = _sharing(entries)
         if rows.get(sharing, MAX_STEERING_ROWS + 1) > MAX_STEERING_ROWS:
-            # which of them meet is another matter in each prompt
+            # above the limit, it depends on the prompt which rows meet at one token
             rows[sharing] = _check_room(
                 entries, f"for prompt {index}", model, reserved, field=field
             )
@@ -303,7 +303,7 @@ def _parts(
 def _entry_of(
     spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: Named
 ) -> tuple[SteeringTemplate, list[PositionSelector]]:
-    """An entry other than a module, and its positions in each prompt."""
+    """Return an entry other than a module, and its positions in each prompt."""
     if spec.extension is not None:
         return resolve_installed(spec, bounds, at, blobs)
     if spec.options is not None:
@@ -322,13 +322,12 @@ def _entry_of(
         raise invalid(f"{at}.value", error.detail, error.allowed) from error
 
 
-# --- Any request
-# --------------------------------------------------------------------------------------------------
+# --- Modules and global steering
 
 
 @dataclass(frozen=True)
 class Content:
-    """Entries that apply to prompts not known yet."""
+    """Entries for prompts that are not known yet."""
 
     entries: list[SteeringTemplate]
     reach: list[float]  # of each entry, see `Module.reach`
@@ -336,14 +335,14 @@ class Content:
 
     @property
     def size(self) -> int:
-        """Bytes of those tensors."""
+        """Bytes of the tensors in `blobs`."""
         return sum(len(from_msgpack(raw, Tensor).data) for raw in self.blobs.values())
 
 
 def resolve_module(
     specs: Sequence[SteeringSpec], model: ModelInfo, features: Named = NONE
 ) -> Content:
-    """Return what a named module is to do. Raises a 400 naming the field."""
+    """Return the content of a named module. Raises a 400 naming the field."""
     blobs: dict[str, bytes] = {}
     entries = []
     for index, spec in enumerate(specs):
@@ -354,16 +353,16 @@ def resolve_module(
             )
         if spec.positions == []:
             raise invalid(f"steering[{index}].positions", NO_POSITION)
-        check_alone(spec, f"steering[{index}]")
+        check_not_installed(spec, f"steering[{index}]")
         entries.append(_entry_of(spec, Bounds(model, []), f"steering[{index}]", blobs, features)[0])
-    _check_room([_anywhere(entry) for entry in entries], "", model)
+    _check_room([_unresolved(entry) for entry in entries], "", model)
     return Content(entries, [reach_of(plain_spec(spec, features)) for spec in specs], blobs)
 
 
-def resolve_everyone(
+def resolve_global(
     specs: Sequence[SteeringSpec], model: ModelInfo, model_state: ModelState
 ) -> Content:
-    """Return what should be done to every request. Raises a 400 naming the field."""
+    """Return the content of global steering. Raises a 400 naming the field."""
     check_number(specs, model_state)
     blobs: dict[str, bytes] = {}
     bounds = Bounds(model, [])
@@ -371,7 +370,7 @@ def resolve_everyone(
     listed = 0
     for index, spec in enumerate(specs):
         at = f"steering[{index}]"
-        check_alone(spec, at)
+        check_not_installed(spec, at)
         place = (
             f"{at}.positions"
             if spec.module is None or spec.positions is not None
@@ -379,16 +378,16 @@ def resolve_everyone(
         )
         for part in _parts(spec, bounds, at, model_state, blobs):
             entry = _at_scale(part.entry, part.scale, spec.positions)
-            _check_for_everyone(entry.positions, place)
+            _check_global_positions(entry.positions, place)
             listed += _listed(entry.positions, model)
             entries.append(entry)
-        if listed > MAX_EVERYONES_POSITIONS:
+        if listed > MAX_GLOBAL_POSITIONS:
             allowed = (
-                f"at most {MAX_EVERYONES_POSITIONS} in all lists; a single range outside a list "
+                f"at most {MAX_GLOBAL_POSITIONS} in all lists; a single range outside a list "
                 "does not count"
             )
             raise invalid(place, f"the lists have {listed} positions in total", allowed=allowed)
-    _check_room([_anywhere(entry) for entry in entries], "", model, share=SHARE_OF_EVERYONE)
+    _check_room([_unresolved(entry) for entry in entries], "", model, share=GLOBAL_SHARE)
     return Content(entries, [], blobs)
 
 
@@ -404,15 +403,15 @@ def _at_scale(
     )
 
 
-def _anywhere(entry: SteeringTemplate) -> StoredSteering:
-    """With its wish in place of positions: entries of one wish share a row, regardless of the
-    prompt.
+def _unresolved(entry: SteeringTemplate) -> StoredSteering:
+    """Return the entry with its requested positions: entries that request the same positions share
+    a row in every prompt.
     """
     return entry.stored(entry.positions)  # type: ignore[arg-type]
 
 
 def _listed(requested_positions: RequestedPositions, model: ModelInfo) -> int:
-    """Upper bound on the number of positions in a list. (Its ranges begin at 0 or later.)"""
+    """Return an upper bound on the positions in a list, whose ranges begin at 0 or later."""
     if not isinstance(requested_positions, list):
         return 0
     end = model.max_model_len
@@ -426,8 +425,8 @@ def _listed(requested_positions: RequestedPositions, model: ModelInfo) -> int:
     )
 
 
-def _check_for_everyone(requested_positions: RequestedPositions, at: str) -> None:
-    """Raises a 400 for positions that need to know the prompt."""
+def _check_global_positions(requested_positions: RequestedPositions, at: str) -> None:
+    """Raises a 400 for positions that depend on the prompt."""
     allowed = "a name, positions of 0 or more, or a range with `start` and `stop` of 0 or more"
     for index, item in enumerate(
         requested_positions if isinstance(requested_positions, list) else [requested_positions]
@@ -462,23 +461,22 @@ def _check_for_everyone(requested_positions: RequestedPositions, at: str) -> Non
 
 
 # --- Room in the tables
-# ------------------------------------------------------------------------------------------------
 
 
 def _room(rows: Sequence[SteeringRow]) -> Room:
     return Room(len(rows), sum(row.num_vectors for row in rows))
 
 
-def _room_for_everyone(global_steering: GlobalSteering, bounds: Bounds) -> Room:
+def _room_of_global(global_steering: GlobalSteering, bounds: Bounds) -> Room:
     if not global_steering.entries:
         return NO_ROOM
     return _room(steering_rows(global_steering.at(max(prompt.tokens for prompt in bounds.prompts))))
 
 
 def _places(rows: Sequence[SteeringRow]) -> int:
-    """Return how many rows a token may have.
+    """Return the largest number of rows that one token may have.
 
-    What is counted from a prompt's end, or looked up in it, may be any token.
+    Positions that count from a prompt's end or quote its text may be any token.
     """
     known = [
         row if _is_counted(row.positions) else msgspec.structs.replace(row, positions="all")
@@ -494,9 +492,9 @@ def _is_counted(positions: Sequence[object] | object) -> bool:
 
 
 def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
-    """For each entry the first that has its positions.
+    """Return for each entry the number of the first with the same positions and gate.
 
-    Prompts of which this is the same take the same rows.
+    Prompts with equal results take the same rows.
     """
     first: dict[object, int] = {}
     return tuple(
@@ -513,11 +511,10 @@ def _check_room(
     share: int = 1,
     field: str = "steering",
 ) -> int:
-    """Check that it fits into a `share`-th of the worker's tables together with global steering.
+    """Check that the entries and `reserved` fit into 1 / `share` of the worker's tables; return the
+    number of the entries' rows.
 
-    Returns the number of its rows.
-
-    Raises a 400 naming `field`. Requests that do not fit together only wait.
+    Raises a 400 naming `field`. Requests that fit alone but not together wait for each other.
     """
     rows = steering_rows(entries)
     needed = _room(rows)

@@ -1,17 +1,16 @@
-"""Resolution of captures per prompt, and what the rules of captures, steering and patches share.
+"""Resolves captures per prompt; also has what the rules of captures, steering and patches share.
 
 A rule reads a spec and returns the value to store; a ValueError's text becomes the problem's
-detail, at the rule's field (and below it, when a SelectorError says where). A new hook or option is
-a row in `CAPTURE_RULES`. Steering is resolved in `api/resolve/edits/steering.py`.
+detail, at the rule's field (and below it, when a SelectorError says where). A new option of
+captures is a row in `CAPTURE_RULES`. Steering is resolved in `api/resolve/edits/steering.py`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ....broker.ops import global_capture
 from ....schemas.base.errors import invalid
-from ....schemas.extensions import ReaderSpec
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.images import ImageRef
 from ....schemas.prompts.selectors import (
@@ -27,23 +26,18 @@ from ....schemas.prompts.selectors import (
     resolve_positions,
     resolve_sites,
 )
-from ....schemas.requests.lens import LensSpec
+from ....schemas.prompts.sites import SitesSpec
 from ....schemas.requests.specs import (
     DEFAULT_CONSUMERS,
     CaptureSpec,
-    PatchSpec,
-    SitesSpec,
-    SteeringSpec,
     StoredCapture,
     memory_bytes,
 )
-from ....schemas.requests.steering import SteeringTemplate
 from ....schemas.service.global_capture import captures_of, step_rows
-from ..prompts.requested_features import FeatureWish
 from .heads import heads_of
 
-#: Rows that come back are kept in Redis with their job's result: all prompts of a job together may
-#: give that many bytes (or one prompt its `memory_limit_kib`, where that is more).
+#: Bytes of rows that all prompts of a job together may return, since Redis keeps them with the
+#: job's result (one prompt may return its `memory_limit_kib`, if that is more).
 MEMORY_JOB_BYTES = 16 << 20
 
 
@@ -73,14 +67,18 @@ def has_text(positions: RequestedPositions) -> bool:
     )
 
 
-Spec = CaptureSpec | SteeringSpec | PatchSpec | LensSpec | ReaderSpec | FeatureWish
+class Positioned(Protocol):
+    """A spec with positions."""
+
+    @property
+    def positions(self) -> RequestedPositions | None: ...
 
 
-# --- Rules of both --------------------------------------------------------------------------------
+# --- Shared rules
 
 
-def positions_of_each(spec: Spec | SteeringTemplate, bounds: Bounds) -> list[PositionSelector]:
-    """One resolved selector per prompt."""
+def positions_of_each(spec: Positioned, bounds: Bounds) -> list[PositionSelector]:
+    """Return one resolved selector per prompt."""
     if spec.positions is None or (isinstance(spec.positions, str) and spec.positions != "image"):
         return [spec.positions or "all"] * len(bounds.prompts)
     resolved = []
@@ -95,7 +93,9 @@ def positions_of_each(spec: Spec | SteeringTemplate, bounds: Bounds) -> list[Pos
 
 
 def _reachable(positions: PositionSelector, total: int) -> PositionSelector:
-    """A range that begins behind everything that a request may have is a mistake."""
+    """Raises SelectorError for a range that begins after the last position that the request may
+    have.
+    """
     if isinstance(positions, Window) and positions.start >= total:
         raise SelectorError(
             (
@@ -118,11 +118,14 @@ def one_hook(name: Any, bounds: Bounds) -> Hook:
 
 
 def apply_rules(
-    rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]], spec: Spec, bounds: Bounds, at: str
+    rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]],
+    spec: Positioned,
+    bounds: Bounds,
+    at: str,
 ) -> dict[str, Any]:
-    """Field → what its rule made of it.
+    """Return by field what its rule returns.
 
-    Raises a 400 naming the field of the first rule that refuses.
+    Raises a 400 naming the field of the first rule that fails.
     """
     made = {}
     for field, rule in rules:
@@ -133,7 +136,7 @@ def apply_rules(
     return made
 
 
-# --- Rules of capture -----------------------------------------------------------------------------
+# --- Rules of capture
 
 
 def _sites(spec: SitesSpec, bounds: Bounds) -> dict[Hook, list[int]]:
@@ -143,7 +146,7 @@ def _sites(spec: SitesSpec, bounds: Bounds) -> dict[Hook, list[int]]:
 
 
 def _one_hook(spec: SitesSpec, bounds: Bounds) -> None:
-    """`hook` and `layers`, the short form, by the field that is wrong."""
+    """Check `hook` of the short form, `hook` and `layers`, so that an error names it."""
     if spec.hooks is None:
         one_hook(spec.hook or "post_block", bounds)
 
@@ -170,7 +173,7 @@ def _heads(spec: CaptureSpec, bounds: Bounds) -> list[int]:
 
 
 def _run(spec: CaptureSpec, bounds: Bounds) -> None:
-    """A source run is files: workers read them when it is needed, also long after."""
+    """Check that a source run is stored as files, which workers may read long after the job."""
     if spec.run is not None and spec.heads is not None:
         raise ValueError("a source run has whole rows: omit heads")
     if spec.run is not None and "filesystem" not in spec.consumers:
@@ -180,7 +183,7 @@ def _run(spec: CaptureSpec, bounds: Bounds) -> None:
         )
 
 
-#: Rules of sites: `hooks` holds them in both forms of the request.
+#: Rules of sites; the value for `hooks` has the sites of both forms of the request.
 SITE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
     ("hook", _one_hook),
     ("layers", _all_layers),
@@ -201,16 +204,16 @@ def resolve_captures(
     bounds: Bounds,
     readings: Sequence[tuple[str, list[StoredCapture]]] = (),
 ) -> list[list[StoredCapture]]:
-    """One list per prompt: the user's captures, what is read of rows, then global capture; empty if
-    there is none of these.
+    """Return the captures of each prompt: the user's, those for readings, then global capture;
+    empty if there are none.
 
-    `readings`: field of the request → one capture per prompt.
+    `readings`: (field of the request, one capture per prompt).
 
-    Raises a 400 naming the field: of what the user asks for, never of what the operator captures.
+    Raises a 400 naming the field of what the user requests; never because of global capture.
     """
     per_prompt: list[list[StoredCapture]] = [[] for _ in bounds.prompts]
     if spec is not None and spec.tag in {
-        everyones.tag for everyones in bounds.model.global_captures
+        global_spec.tag for global_spec in bounds.model.global_captures
     }:
         raise invalid(
             "capture.tag",
@@ -228,20 +231,20 @@ def resolve_captures(
         ],
         bounds,
     )
-    for everyones in bounds.model.global_captures:
-        _add(everyones, per_prompt, bounds)
+    for global_spec in bounds.model.global_captures:
+        _add(global_spec, per_prompt, bounds)
     return [split(captures, bounds.model) for captures in per_prompt] if any(per_prompt) else []
 
 
 def split(captures: Sequence[StoredCapture], model: ModelInfo) -> list[StoredCapture]:
-    """One capture for each bank that its hooks are in: rows of different sizes are recorded and
-    stored apart.
+    """Split each capture into one per bank: rows of different widths are recorded and stored
+    separately.
     """
     return [part for capture in captures for part in capture.split(model.inside)]
 
 
 def _captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
-    """One per prompt."""
+    """Return one capture per prompt."""
     made = apply_rules(CAPTURE_RULES, spec, bounds, at)
     return [
         StoredCapture(
@@ -260,9 +263,8 @@ def _captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]
 
 
 def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: Bounds) -> None:
-    """Global capture, for the prompts in whose steps there is room for it.
-
-    No request is rejected because of it.
+    """Add global capture to the prompts whose steps have room for it; never reject a request for
+    it.
     """
     crowded = 0
     result = captures_of(spec, bounds.model, [prompt.tokens for prompt in bounds.prompts])
@@ -274,7 +276,7 @@ def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: B
         else:
             crowded += 1
     if crowded:
-        global_capture.left_out(
+        global_capture.count_skipped(
             "buffer",
             crowded,
             "one token has more rows than the worker's buffer holds (capture_buffer_mib)",
@@ -294,7 +296,7 @@ def _positions_of(capture: StoredCapture, index: int, bounds: Bounds) -> int:
 
 
 def _check_step(field: str, captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> None:
-    """The rows of one token, with its drafts, must fit the capture buffer."""
+    """Raises a 400 unless the rows of one token, with its drafts, fit the capture buffer."""
     if not _fits_step(captures, index, bounds):
         raise invalid(
             field,
@@ -315,7 +317,7 @@ def _drafts(model: ModelInfo) -> str:
 def _check_memory(
     stored_captures: Sequence[tuple[str, Sequence[StoredCapture]]], bounds: Bounds
 ) -> None:
-    """Raise 400 if the readings of one prompt, or of all, could exceed their memory limit.
+    """Raise 400 if the rows and readings of one prompt, or of all, could exceed their memory limit.
 
     `stored_captures`: field → one capture per prompt.
     """
@@ -361,7 +363,7 @@ def _check_memory(
 
 
 def _returned_bytes(capture: StoredCapture, index: int, bounds: Bounds) -> int:
-    """Return what of one prompt comes back in the response, at most: per rank, where several have
+    """Return the most bytes that one prompt returns in the response; per rank, if several have
     parts.
     """
     model, positions = bounds.model, _positions_of(capture, index, bounds)

@@ -1,8 +1,8 @@
-"""Resolution of modules that probes apply: named by a request's `probes` with the action `steer`.
+"""Resolves modules that probes apply: those that a request's `probes` name with the action `steer`.
 
-A module becomes entries of the prompts' steering, as those that `steering` names do, with the probe
-as their gate. Prompt tokens are never edited: no score decides about the first of them, and a
-prompt is computed in steps of any size.
+Their entries join the prompts' steering, like those of modules in `steering`, with the probe as
+their gate. Prompt tokens are never edited: no score precedes the first of them, and a prompt may be
+computed in steps of any size.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,9 @@ class Gated(NamedTuple):
 
 
 def gated_by(request: Sequence[str | ProbeUse], probes: Sequence[StoredProbe] = ()) -> list[Gated]:
-    """`probes`: the stored ones, of which the first are those that the request names, in its
-    order.
+    """Return the modules that the request's probes apply.
+
+    `probes`: stored probes, beginning with those that the request names, in its order.
     """
     digests = [probe.digest for probe in probes] or [""] * len(request)
     return [
@@ -39,8 +40,8 @@ def gated_by(request: Sequence[str | ProbeUse], probes: Sequence[StoredProbe] = 
 
 
 def check_use(use: ProbeUse, at: str, model: ModelInfo) -> None:
-    """Raises a 400 for what goes with the action `steer` and is not there, or is there without it,
-    or cannot be served.
+    """Raises a 400 if `steer` lacks its module or is not served, or another action has fields of
+    `steer`.
     """
     if use.action != "steer":
         for name in ("module", "scale"):
@@ -61,7 +62,7 @@ def check_use(use: ProbeUse, at: str, model: ModelInfo) -> None:
     if model.speculative_tokens:
         detail = (
             "'steer' is not served with speculative decoding: a step computes tokens "
-            "before the scores of those before them are known"
+            "before the scores of the preceding tokens are known"
         )
         raise invalid(f"{at}.action", detail, allowed=rest)
     if use.module is None:
@@ -77,14 +78,14 @@ def gated_entries(
     entries: Sequence[tuple[StoredSteering, Sequence[PositionSelector]]],
     bounds: Bounds,
 ) -> list[list[StoredSteering]]:
-    """The module's entries for each prompt.
+    """Return the module's gated entries for each prompt.
 
-    `entries`: with their own positions in each. Raises a 400 naming the module.
+    `entries`: each with its positions in each prompt. Raises a 400 naming the module.
     """
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts]
     for number, (entry, positions) in enumerate(entries):
-        for index, (prompt, own) in enumerate(zip(bounds.prompts, positions, strict=True)):
-            result = generated(own, prompt.tokens)
+        for index, (prompt, selector) in enumerate(zip(bounds.prompts, positions, strict=True)):
+            result = generated(selector, prompt.tokens)
             if result is None:
                 raise invalid(
                     f"{gated.at}.module",
@@ -106,7 +107,7 @@ def gated_entries(
 
 
 def generated(positions: PositionSelector, prompt_tokens: int) -> PositionSelector | None:
-    """Return what of `positions` lies behind the prompt; None: nothing."""
+    """Return the part of `positions` after the prompt; None if there is none, or for a list."""
     if isinstance(positions, Window):
         start = max(positions.start, prompt_tokens)
         return (

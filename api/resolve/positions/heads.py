@@ -1,6 +1,4 @@
-"""Single heads of hooks that have some: what a request means by `heads`, as columns of the hook's
-rows.
-"""
+"""Resolves a request's `heads` into columns of the rows at hooks that have heads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,15 +19,14 @@ from ....schemas.prompts.selectors import (
 from ....schemas.requests.interventions import TENSORS, Intervention
 from ....schemas.requests.specs import SteeringSpec
 
-#: Ops whose tensors act along one direction of the row: what several heads are to have is a matter
-#: of one entry for each.
+#: Ops whose tensors act along a direction of the row: several heads need an entry each.
 _ALONG = frozenset({"ablate", "clamp", "lowrank"})
 
 
 def heads_of(selector: HeadSelector | None, hooks: Sequence[str], model: ModelInfo) -> list[int]:
-    """Ascending heads; empty for whole rows.
+    """Return the selected heads in ascending order; empty for whole rows.
 
-    Raises SelectorError for a hook without heads, and for heads that it does not have.
+    Raises SelectorError for a hook without heads, and for heads that the hook does not have.
     """
     if selector is None:
         return []
@@ -48,12 +45,12 @@ def heads_of(selector: HeadSelector | None, hooks: Sequence[str], model: ModelIn
 
 
 def dimensions(heads: Sequence[int], shape: RowShape) -> list[int]:
-    """The columns of these heads."""
+    """Return the columns of these heads."""
     return [head * shape.width + place for head in heads for place in range(shape.width)]
 
 
 def within_one_rank(spec: SteeringSpec, family: Intervention, model: ModelInfo) -> None:
-    """Raises ValueError where an op would have to add up columns that several tensor-parallel ranks
+    """Raises ValueError if an op would have to sum over columns that several tensor-parallel ranks
     hold.
     """
     hook = resolve_hook(spec.hook or "post_block")
@@ -78,14 +75,14 @@ def within_one_rank(spec: SteeringSpec, family: Intervention, model: ModelInfo) 
     if len(ranks) > 1:
         parts = f"{width // shape.width} heads" if BANK[hook] in OF_HEADS else f"{width} columns"
         raise ValueError(
-            f"spans {len(ranks)} tensor-parallel ranks, and op {family.op!r} adds up what "
-            "one holds: its tensors must lie within "
-            f"{parts}, from a multiple of that (heads narrows them to one)"
+            f"spans {len(ranks)} tensor-parallel ranks, but op {family.op!r} sums over the "
+            f"columns of one rank: its tensors must lie within {parts}, beginning at a "
+            "multiple of that (`heads` narrows them to one head)"
         )
 
 
 def of_spec(spec: SteeringSpec, model: ModelInfo) -> list[int]:
-    """The heads that an entry edits; empty: whole rows. Raises SelectorError."""
+    """Return the heads that an entry edits; empty for whole rows. Raises SelectorError."""
     heads = heads_of(spec.heads, [resolve_hook(spec.hook or "post_block")], model)
     if len(heads) > 1 and spec.op in _ALONG:
         raise SelectorError(
@@ -96,9 +93,9 @@ def of_spec(spec: SteeringSpec, model: ModelInfo) -> list[int]:
 
 
 def widened(spec: SteeringSpec, heads: Sequence[int], model: ModelInfo) -> SteeringSpec:
-    """The entry with tensors of whole rows, 0 elsewhere.
+    """Return the entry with tensors as wide as whole rows, 0 outside the heads.
 
-    What is as wide as one head is taken for each of them.
+    A tensor as wide as one head is repeated for each head.
     """
     shape = model.inside[resolve_hook(spec.hook or "post_block")]
     wide = {
@@ -112,13 +109,13 @@ def widened(spec: SteeringSpec, heads: Sequence[int], model: ModelInfo) -> Steer
 
 
 def whole_vector(vector: Tensor, heads: Sequence[int], hook: Hook, model: ModelInfo) -> Tensor:
-    """`[width]` or `[heads × width]` as a vector of the whole row."""
+    """Widen a vector, `[width]` of one head or of the whole row, to the row: 0 outside `heads`."""
     return _whole(vector, heads, model.inside[hook])
 
 
 def _whole(tensor: Tensor, heads: Sequence[int], shape: RowShape) -> Tensor:
     if not tensor.shape or tensor.shape[-1] not in (shape.width, shape.size):
-        return tensor  # refused for its shape
+        return tensor  # rejected later for its shape
     values: Any = to_numpy(tensor)
     columns = dimensions(heads, shape)
     result = np.zeros((*values.shape[:-1], shape.size), np.float32)

@@ -9,7 +9,8 @@ from ....schemas.base.settings import Settings
 def check_callback(callback: Callback | None, settings: Settings) -> None:
     """Raises a 400 naming `callback_url`.
 
-    What its name means is looked up whenever something is sent, and refused then.
+    Its host name is resolved only when a webhook is sent, which fails then if the address is not
+    allowed.
     """
     if callback is not None and (fault := url_fault(callback.url, settings.webhook_allow_private)):
         raise invalid("callback_url", fault, allowed="http or https, to a public address")

@@ -1,4 +1,4 @@
-"""Tools of a chat, how they are to be used, and how the chat template renders the conversation."""
+"""Resolves a chat's tools, how to use them, and how the chat template renders the conversation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ....schemas.jobs.openai import ChatRequest
 from ....schemas.prompts.chat import NamedTool, Rendering, Tool, ToolUse
 from .formats import bounded_json
 
-#: Variables of a chat template that a request sets elsewhere, or not at all.
+#: Variables of a chat template that `chat_template_kwargs` cannot set.
 _OWN_VARIABLES = (
     "messages",
     "tools",
@@ -25,7 +25,7 @@ _OWN_VARIABLES = (
 
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
-    """The tools of a chat and how they should be used.
+    """Return the tools of a chat and how to use them.
 
     Raises a 400 for a choice without its tool.
     """
@@ -55,7 +55,9 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
 
 
 def described_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The tools as a chat template gets them, with every member that vLLM's server gives them."""
+    """Return the tools as chat templates get them, with every member that vLLM's server gives
+    them.
+    """
     return [
         {"type": tool.type, "function": _function(tool, f"tools[{index}]")}
         for index, tool in enumerate(tools)
@@ -75,9 +77,9 @@ def _function(tool: Tool, at: str) -> dict[str, Any]:
 
 
 def rendering_of(body: ChatRequest) -> Rendering:
-    """Return how the chat template is to render the conversation.
+    """Return how the chat template should render the conversation.
 
-    Raises a 400 naming the option that it does not take.
+    Raises a 400 naming the option that is not valid.
     """
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid("continue_final_message", "needs add_generation_prompt: false")
@@ -92,8 +94,8 @@ def rendering_of(body: ChatRequest) -> Rendering:
         if taken := [name for name in _OWN_VARIABLES if name in options]:
             raise invalid(
                 f"chat_template_kwargs.{taken[0]}",
-                "is not a further variable",
-                allowed=f"names other than {_OWN_VARIABLES}",
+                "is a variable that the request sets elsewhere, or not at all",
+                allowed=f"names other than {', '.join(_OWN_VARIABLES)}",
             )
     return Rendering(
         tools=described_tools(body.tools) if body.tools else None,

@@ -1,7 +1,7 @@
-"""Output formats of a request: JSON schemas and other constraints, bounded and in the form that a
-job keeps.
+"""Checks a request's output formats, JSON schemas and other constraints, and stores them as a job
+keeps them.
 
-They are compiled by the engine, where a deeply nested schema would take seconds.
+They are bounded because the engine compiles them: a deeply nested schema would take seconds.
 """
 
 import re
@@ -27,7 +27,7 @@ CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_
 
 
 def bounded_json(raw: msgspec.Raw | bytes, at: str, most: int = MAX_SCHEMA) -> Any:
-    """The JSON at `at`, of at most `most` bytes and `MAX_NESTING` levels.
+    """Decode the JSON at `at`, of at most `most` bytes and `MAX_NESTING` levels.
 
     Raises a 400 that names the field.
     """
@@ -50,14 +50,16 @@ def bounded_json(raw: msgspec.Raw | bytes, at: str, most: int = MAX_SCHEMA) -> A
 
 
 def _schema(raw: msgspec.Raw | bytes, at: str) -> str:
-    """A JSON schema as text: as it is written, so that it keeps within its bound."""
+    """Return a JSON schema as the text that was sent, which is within its bound."""
     if not isinstance(bounded_json(raw, at), dict):
         raise invalid(at, "is not a JSON schema", allowed="an object")
     return bytes(raw).decode()
 
 
 def structured(structured_request: StructuredRequest | None, at: str) -> StructuredRequest | None:
-    """The constraint at `at`, its JSON schema as text. Raises a 400 unless there is exactly one."""
+    """Return the constraint at `at`, its JSON schema as text. Raises a 400 unless it is exactly
+    one.
+    """
     if structured_request is None:
         return None
     given = [name for name in CONSTRAINTS if getattr(structured_request, name) is not None]
@@ -78,9 +80,9 @@ def structured(structured_request: StructuredRequest | None, at: str) -> Structu
 
 
 def format_of(body: OpenAIRequest) -> StructuredRequest | None:
-    """The constraint of `response_format` or `structured_outputs`.
+    """Return the constraint of `response_format` or `structured_outputs`.
 
-    Raises a 400 when both ask for one.
+    Raises a 400 if both have one.
     """
     response_format = body.response_format
     if response_format is None or isinstance(response_format, TextFormat):

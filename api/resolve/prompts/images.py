@@ -1,5 +1,5 @@
-"""Images of conversations: read from `data:` URLs, bounded, and matched with the placeholders that
-the chat template wrote.
+"""Reads images of conversations from `data:` URLs, bounds them, and matches them with the
+placeholders that the chat template wrote.
 """
 
 import base64
@@ -17,7 +17,7 @@ _ALLOWED = "data:image/png;base64,… or data:image/jpeg;base64,…"
 
 
 def read_image(part: ImagePart, at: str) -> bytes:
-    """The file in a part of a message. Raises a 400 naming the field below `at`."""
+    """Return the image file in a message part. Raises a 400 naming the field below `at`."""
     url, field = part.image_url.url, f"{at}.image_url.url"
     start = _DATA.match(url)
     if start is None:
@@ -59,9 +59,9 @@ def check_number(images: Sequence[bytes], at: str, model: ModelInfo) -> None:
 def placed(
     ids: Sequence[int], images: Sequence[bytes], at: str, model: ModelInfo
 ) -> list[ImageRef]:
-    """Each image with its placeholder among the tokens that the chat template gave.
+    """Return each image with the place of its placeholder in the chat template's tokens.
 
-    Raises a 400 if these are more or fewer.
+    Raises a 400 if there are more or fewer placeholders than images.
     """
     if not images:
         return []

@@ -11,7 +11,6 @@ from ....schemas.access.handling import Handling, handling_of
 from ....schemas.artifacts.probes import ProbeUse
 from ....schemas.base.errors import invalid
 from ....schemas.base.limits import MAX_PROMPTS, MAX_UNSERVED
-from ....schemas.extensions import ReaderSpec
 from ....schemas.jobs.jobs import JobRequest, Sampling
 from ....schemas.jobs.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
 from ....schemas.prompts.chat import (
@@ -24,13 +23,11 @@ from ....schemas.prompts.chat import (
     ToolCall,
     ToolUse,
 )
-from ....schemas.requests.features import FeatureSpec
-from ....schemas.requests.lens import LensSpec
+from ....schemas.readings.readings import FIELDS
 from ....schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 from .chat_tools import rendering_of, tool_use
 from .formats import format_of, structured
 from .images import read_image
-from .requested_features import FeatureWish
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +70,9 @@ class ParsedRequest:
     capture: CaptureSpec | None = None
     steering: list[SteeringSpec] = field(default_factory=list)
     patch: list[PatchSpec] = field(default_factory=list)
-    lens: LensSpec | None = None
-    readers: list[ReaderSpec] = field(default_factory=list)
-    # the latter once the autoencoders are known
-    features: list[FeatureSpec] | list[FeatureWish] = field(default_factory=list)
+    readings: dict[str, Any] = field(default_factory=dict)  # field → the spec, or the list of specs
+    # kind and name of the artifacts that readings name → digest, once they are looked up
+    contents: dict[str, str] = field(default_factory=dict)
     stream: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
     handling: Handling = field(default_factory=Handling)
@@ -174,13 +170,14 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
 
 
 #: Members of a parsed request that every body has under the same name.
-_SAME = ("model", "capture", "steering", "patch", "lens", "readers", "features", "lora", "probes")
+_SAME = ("model", "capture", "steering", "patch", "lora", "probes")
 
 
 def _parsed(body: JobRequest | OpenAIRequest, **own: Any) -> ParsedRequest:
     """Return the request with the members that all bodies share; `own`: the others."""
     return ParsedRequest(
         **{name: getattr(body, name) for name in _SAME},
+        readings={name: spec for name in FIELDS if (spec := getattr(body, name))},
         metadata=body.metadata or {},
         handling=handling_of(body),
         **own,

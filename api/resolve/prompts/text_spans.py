@@ -8,7 +8,7 @@ import numpy as np
 from ....schemas.base.errors import shortened
 from ....schemas.prompts.selectors import SelectorError, Span
 
-#: This much of a prompt is shown in an error.
+#: Characters of a prompt that an error shows.
 SHOWN_CHARACTERS = 60
 
 
@@ -27,12 +27,11 @@ class TextMap:
     )  # text → where its occurrences begin
 
     def find(self, span: Span) -> list[int]:
-        """The positions of the tokens that overlap the span, which has a text.
+        """Return the positions of the tokens that overlap the span, which must have a text.
 
-        Occurrences do not overlap, as in `str.count`.
-
-        Each text is searched for once, however many spans name it. Raises SelectorError if the text
-        does not occur, not often enough, or no token covers it.
+        Occurrences do not overlap, as in `str.count`. Each text is searched for once, however many
+        spans name it. Raises SelectorError if the text does not occur, not often enough, or no
+        token covers it.
         """
         assert span.text is not None
         if span.text not in self._starts:
@@ -55,9 +54,7 @@ class TextMap:
         return positions
 
     def _overlapping(self, starts: np.ndarray, stops: np.ndarray) -> list[int]:
-        """The positions of the tokens with a character in one of these pieces of the text,
-        ascending.
-        """
+        """Return the ascending positions of the tokens with a character in one of these pieces."""
         positions, begins, ends, furthest = self._tokens
         first = np.searchsorted(
             furthest, starts, side="right"

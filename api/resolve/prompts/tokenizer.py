@@ -1,4 +1,4 @@
-"""Token ids of texts and conversations, exactly as the worker's engine makes them, without torch or
+"""Tokenises texts and conversations exactly as the worker's engine does, without torch or
 transformers.
 
 The worker publishes its tokenizer as a bundle; `tokenizers` reads it. Chat templates come with the
@@ -27,16 +27,16 @@ from .text_spans import TextMap
 #: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs
 #: more than the work.
 INLINE_CHARACTERS, INLINE_MESSAGES = 4096, 64
-#: A text of this many characters is tokenised, regardless of the model's length: its normaliser may
-#: leave out most of it.
+#: A text of up to this many characters is tokenised, whatever the model's length: the tokenizer's
+#: normaliser may drop most of it.
 SHORT_CHARACTERS = 64 * 1024
 #: Used where the model has no limit.
 ANY_LENGTH = 2**31 - 1
 
 
 class TooLong(MidstreamError):
-    """Text number `index` is longer than the model; `tokens` is None where the number of characters
-    decides.
+    """Text number `index` exceeds the model's length; `tokens` is None if its characters alone show
+    it.
     """
 
     def __init__(self, index: int, tokens: int | None, detail: str = ""):
@@ -80,8 +80,8 @@ class Codec:
     def __init__(
         self, bundle: TokenizerBundle, limit: int = ANY_LENGTH, long_texts: LongTexts | None = None
     ):
-        """`limit`: tokens that the model takes; `long_texts`: for those; without it a thread
-        tokenises them.
+        """`limit`: tokens that the model takes; `long_texts`: tokenises long texts, by default a
+        thread does.
         """
         self._bundle = bundle
         self._limit = limit
@@ -98,16 +98,16 @@ class Codec:
         )
 
     async def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[Sequence[int]]:
-        """Token ids per text; `special_tokens` adds what the model's tokenizer adds around plain
-        text, such as BOS.
+        """Return token ids per text; `special_tokens` adds what the model's tokenizer adds around
+        plain text, such as BOS.
 
-        Raises TooLong when a text is longer than the model, if it is long; from its characters
-        alone where that can be.
+        Raises TooLong for a text that exceeds the model's length by its characters alone, or, if
+        helpers tokenise it, by its tokens. The caller checks all other texts.
         """
         compact: dict[str, Sequence[int]] = {}
         made = (await self.encodings(texts, special_tokens=special_tokens))[::-1]
         for text in texts:
-            result = made.pop()  # none stays next to what is made of it
+            result = made.pop()  # each encoding is freed once it is converted
             if text not in compact:
                 compact[text] = _compact(result.ids)
                 await asyncio.sleep(0)
@@ -150,7 +150,7 @@ class Codec:
         ]
 
     def as_list(self, ids: np.ndarray) -> list[int]:
-        """The ids as numbers that all lists share: 8 bytes each instead of 36."""
+        """Return the ids as int objects that all lists share: 8 bytes each instead of 36."""
         shared: list[int] = self._numbers[ids].tolist()
         return shared
 
@@ -163,7 +163,7 @@ class Codec:
             raise TooLong(index, None, detail)
 
     def map_text(self, text: str, ids: Sequence[int], *, special_tokens: bool) -> TextMap | None:
-        """Range of each of `ids` in `text`; None if they are not this text's tokens.
+        """Return the range of each of `ids` in `text`; None if they are not this text's tokens.
 
         Slow: ~ 1 µs per character.
         """
@@ -173,18 +173,18 @@ class Codec:
         return TextMap(text, _offsets(encoding)) if encoding.ids == list(ids) else None
 
     def map_ids(self, ids: Sequence[int]) -> TextMap | None:
-        """The text of `ids`, and the range of each in it; None if that text has different
+        """Return the text of `ids`, and the range of each in it; None if that text has other
         tokens.
         """
         return self.map_text(self.text_of(ids), ids, special_tokens=False)
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens included."""
+        """Return the text of `ids`, special tokens included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def words(self, ids: Sequence[int], where: TextMap | None) -> list[str]:
-        """Return how each token reads, spaces as they are: its part of the text, or what the
-        tokenizer makes of it alone. Never empty.
+        """Return each token as text, with its spaces: its part of the prompt's text, or what it
+        decodes to alone. Never empty.
         """
         if where is not None:
             shared: dict[str, str] = {}  # long texts repeat words
@@ -207,9 +207,7 @@ class Codec:
     async def read(
         self, ids: Sequence[int], text: str | None, *, special_tokens: bool
     ) -> list[str]:
-        """Return how each of `ids` reads; in the characters of `text`, if that is what they were
-        made of.
-        """
+        """Return each of `ids` as text, in the characters of `text` if `ids` are its tokens."""
 
         where = None
         if text is not None:
@@ -218,7 +216,7 @@ class Codec:
         return await anyio.to_thread.run_sync(self.words, ids, where)
 
     async def decode(self, ids: Sequence[int]) -> tuple[str, list[str]]:
-        """The text of `ids`, special tokens included, and how each of them reads."""
+        """Return the text of `ids`, special tokens included, and the text of each."""
 
         def work() -> tuple[str, list[str]]:
             return self.text_of(ids), self.words(ids, None)
@@ -228,7 +226,7 @@ class Codec:
     async def encode_chat(
         self, messages: Sequence[PlainMessage], rendering: Rendering = PLAIN
     ) -> tuple[Sequence[int], str]:
-        """Token ids and text of a conversation, by default opened for the assistant's turn.
+        """Return token ids and text of a conversation, by default opened for the assistant's turn.
 
         Raises a 400 naming `messages` when the model has no chat template or its template refuses
         the conversation.
@@ -242,7 +240,7 @@ class Codec:
             result, text = await helpers.encode_chat(messages, rendering, self._limit)
             return _compact(result), text
         text = self.render(messages, rendering)
-        (ids,) = await self.encode([text], special_tokens=False)  # the template writes them itself
+        (ids,) = await self.encode([text], special_tokens=False)  # the template has them
         return ids, text
 
     def render(self, messages: Sequence[PlainMessage], rendering: Rendering = PLAIN) -> str:
@@ -283,8 +281,8 @@ class Codec:
             ) from error
 
 
-#: Ends the text of a message that should be continued, so that the template's own ending can be cut
-#: off behind it.
+#: Marks the end of a message that should be continued, so that the ending that the template adds
+#: after it can be cut off.
 _CONTINUED = "\ue000continued\ue000"  # of a private use area: no template strips it
 
 
@@ -308,14 +306,14 @@ def _cut(text: str) -> str:
 
 
 def _compact(ids: np.ndarray) -> Sequence[int]:
-    """The ids in 4 bytes each, where a list takes 8, and 28 more for each number that nothing else
-    has.
+    """Return the ids in 4 bytes each; a list takes 8, and 28 more for each int that is not
+    shared.
     """
     return array("i", ids.astype(np.int32, copy=False).tobytes())
 
 
 def found_map(text: str, encoded: Encoded, ids: Sequence[int]) -> TextMap | None:
-    """Range of each of `ids` in `text`, whose tokens were `encoded`; None if `ids` differ."""
+    """Return the range of each of `ids` in `text`, tokenised as `encoded`; None if `ids` differ."""
     if encoded.offsets is None or not np.array_equal(encoded.ids, np.asarray(ids)):
         return None
     return TextMap(text, encoded.offsets)
@@ -326,10 +324,10 @@ def _offsets(encoding: Encoding) -> np.ndarray:
 
 
 def _untrimmed(tokenizer_json: str) -> tuple[str, int]:
-    """The tokenizer with offsets that cover whole tokens: byte-level ones leave out the space that
-    a token begins with.
+    """Return the tokenizer with offsets that cover whole tokens, and the characters of its longest
+    token.
 
-    And how many characters its longest token has, at most.
+    Offsets of byte-level tokenizers otherwise leave out the space that a token begins with.
     """
     tokenizer = json.loads(tokenizer_json)
     processor = tokenizer.get("post_processor") or {}
@@ -338,7 +336,7 @@ def _untrimmed(tokenizer_json: str) -> tuple[str, int]:
             step["trim_offsets"] = False
     vocabulary = (
         tokenizer["model"].get("vocab") or []
-    )  # token → id, or of Unigram pairs of token and score
+    )  # token → id; for Unigram, pairs of token and score
     pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
     added = [token["content"] for token in tokenizer.get("added_tokens") or []]
     return json.dumps(tokenizer), max(map(len, [*pieces, *added]), default=1)

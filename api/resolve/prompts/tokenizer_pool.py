@@ -1,10 +1,10 @@
 """Helper processes that tokenise long texts and render long conversations, so that the event loop
-answers others meanwhile.
+can serve other calls.
 
-(`tokenizers` keeps the GIL for a part of its work: a second for 8 MiB of text.) A helper is started
-when it is first needed and again when it has died. `python -m
-midstream.api.resolve.prompts.tokenizer_pool` is a helper: it reads `Ask`s from standard input and
-writes `Answer`s.
+(`tokenizers` holds the GIL for a part of its work: a second for 8 MiB of text.) A helper is started
+when it is first needed, and again if it has died. `python -m
+midstream.api.resolve.prompts.tokenizer_pool` runs a helper: it reads `Ask`s from standard input and
+writes `Answer`s to standard output.
 """
 
 import asyncio
@@ -37,7 +37,8 @@ log = logging.getLogger("midstream.api")
 BATCH_CHARACTERS = 256 * 1024
 #: Requests that may wait for a helper; more are refused.
 MAX_WAITING = 64
-#: A helper that shares its processor may take that many times its limit of processor time.
+#: Wall time that a helper may take, in multiples of its limit of processor time: processors are
+#: shared.
 PATIENCE = 3
 #: Seconds for a helper to start on a busy machine.
 START_S = 30.0
@@ -45,7 +46,7 @@ START_S = 30.0
 MEMORY = 4 << 30
 #: Tokenizers that a helper keeps.
 KEPT = 4
-#: Characters beyond which a helper gives memory back afterwards.
+#: Characters of a request after which a helper returns free memory to the system.
 TRIM_CHARACTERS = 64 * 1024
 
 
@@ -55,7 +56,7 @@ class Ask(Wire):
     texts: list[str]
     messages: list[PlainMessage]  # one conversation in place of texts
     special_tokens: bool
-    limit: int  # tokens; of a text with more only their number is answered
+    limit: int  # tokens; for a longer text the answer has only their number
     offsets: bool = False  # whether the answer includes offsets
     rendering: Rendering = PLAIN  # of the conversation
 
@@ -87,7 +88,8 @@ class Helpers:
         limit: int,
         offsets: bool,
     ) -> list[Encoded]:
-        """The tokens of each text. `fetch` reads the bundle for a helper that does not have it.
+        """Return the tokens of each text. `fetch` reads the bundle for a helper that does not have
+        it.
 
         Raises TooLong for a text of more than `limit` tokens; `invalid_request` when it takes too
         much processor time, `overloaded` when too many wait, `unavailable` when helpers die.
@@ -117,8 +119,8 @@ class Helpers:
         rendering: Rendering,
         limit: int,
     ) -> tuple[np.ndarray, str]:
-        """Token ids and text of a conversation; raises as `encode`, and what the chat template
-        refuses.
+        """Return token ids and text of a conversation; raises like `encode`, and a 400 if the chat
+        template rejects it.
         """
         answer = await self._ask(
             Ask(tokenizer, b"", [], list(messages), False, limit, rendering=rendering), fetch
@@ -152,7 +154,7 @@ class Helpers:
                         "tokenizer_timeout_s)"
                     )
                     raise MidstreamError(
-                        "invalid_request", detail, allowed="shorter ones"
+                        "invalid_request", detail, allowed="shorter texts or conversations"
                     ) from None
                 log.warning("a tokeniser process ended with %s: %r", ended, error)
                 raise MidstreamError(
@@ -197,7 +199,7 @@ class Helpers:
         return process
 
     async def _end(self, process: asyncio.subprocess.Process) -> int:
-        """Its exit status; it is killed if it has not ended."""
+        """Return the process's exit status; kill the process if it has not ended."""
         with anyio.CancelScope(shield=True):
             with suppress(TimeoutError):  # a pipe breaks a moment before its process has ended
                 await asyncio.wait_for(process.wait(), 0.2)
@@ -258,7 +260,6 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 # --- The helper
-# --------------------------------------------------------------------------------------------------
 
 
 def answer(ask: Ask, codecs: "OrderedDict[str, Codec]") -> Answer:
@@ -287,9 +288,9 @@ def answer(ask: Ask, codecs: "OrderedDict[str, Codec]") -> Answer:
 
 
 def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:
-    """Until the other side closes.
+    """Answer questions until the API closes the pipe.
 
-    More than `seconds` of processor time for one question end the process (SIGPROF).
+    A question that takes more than `seconds` of processor time ends the process (SIGPROF).
     """
     codecs: OrderedDict[str, Codec] = OrderedDict()
     while head := questions.read(8):
@@ -301,7 +302,7 @@ def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:
         answers.flush()
         if sum(map(len, ask.texts)) + characters_of(ask.messages) > TRIM_CHARACTERS:
             del ask, raw
-            with suppress(AttributeError, OSError):  # glibc's alone
+            with suppress(AttributeError, OSError):  # only glibc has it
                 ctypes.CDLL(None).malloc_trim(0)
 
 

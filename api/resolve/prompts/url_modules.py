@@ -1,5 +1,5 @@
-"""Steering by URL: modules named in its parameter `module`, for tools that send OpenAI's fields
-alone.
+"""Steering by URL: modules named in the parameter `module`, for tools that send only OpenAI's
+fields.
 """
 
 import math
@@ -17,7 +17,7 @@ _SCALE = re.compile(r"-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?", re.ASCII)
 
 
 def modules_of(texts: Sequence[str]) -> list[dict[str, str | float]]:
-    """The entries of `steering` that say the same. Raises a 400 naming `module`."""
+    """Return the equivalent entries of `steering`. Raises a 400 naming `module`."""
     return [_entry(text) for text in texts]
 
 
@@ -43,7 +43,7 @@ def _entry(text: str) -> dict[str, str | float]:
 
 
 def with_modules(parsed: ParsedRequest, entries: Sequence[dict[str, str | float]]) -> ParsedRequest:
-    """The request with these modules behind its own steering."""
+    """Return the request with these modules after its own steering."""
     first = len(parsed.steering)
     specs = [
         SteeringSpec(

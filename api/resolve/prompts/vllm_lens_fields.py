@@ -1,4 +1,4 @@
-"""vllm-lens' request fields as our `steering` and `capture`."""
+"""Translates vllm-lens' request fields into our `steering` and `capture`."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -34,11 +34,13 @@ Layers = list[Index]
 
 
 def with_lens_args(parsed: ParsedRequest, body: OpenAIRequest, most_mib: int) -> ParsedRequest:
-    """The request with what `vllm_xargs` or `extra_args` wants behind its own steering.
+    """Return the request with the steering and capture of `vllm_xargs` or `extra_args`, after its
+    own steering.
 
     Raises a 400 naming the field.
 
-    `most_mib`: setting `vllm_lens_mib`. Decodes tensors of up to 32 MiB: not for the event loop.
+    `most_mib`: setting `vllm_lens_mib`. Decodes tensors of up to 32 MiB: call it off the event
+    loop.
     """
     at, args = (
         ("vllm_xargs", body.vllm_xargs)
@@ -91,8 +93,8 @@ def _steered(parsed: ParsedRequest, args: LensArgs, at: str) -> ParsedRequest:
 
 
 def _check_size(vectors: Sequence[LensVector], at: str) -> None:
-    """By their shapes, as float32: a tensor of another size than its shape's is refused where it is
-    decoded.
+    """Bound the shapes' total size as float32; a tensor that does not match its shape fails to
+    decode.
     """
     numbers = sum(math.prod(vector.activations.shape) for vector in vectors)
     if numbers * ITEM_BYTES["float32"] > MAX_LENS_BYTES:
@@ -136,7 +138,7 @@ def _captured(parsed: ParsedRequest, args: LensArgs, at: str) -> ParsedRequest:
     if several:
         raise invalid(
             at,
-            f"is for one whole answer, and {several} asks for more or for pieces",
+            f"needs one complete answer, but {several} requests several or a stream",
             allowed="one prompt, n: 1, stream: false",
         )
     if parsed.capture is not None:
@@ -155,7 +157,7 @@ def _captured(parsed: ParsedRequest, args: LensArgs, at: str) -> ParsedRequest:
 
 
 def _decoded(text: str, kind: Any, at: str) -> Any:
-    """Return what the client wrote as JSON in a string."""
+    """Decode what the client sent as JSON in a string."""
     try:
         check_json(text.encode())
         return from_json(text, kind)
@@ -166,7 +168,7 @@ def _decoded(text: str, kind: Any, at: str) -> Any:
 
 
 def check_answer(parsed: ParsedRequest, job: Job, model: ModelInfo, most_mib: int) -> None:
-    """Raises a 400 when the rows that the answer returns may be more than it holds."""
+    """Raises a 400 if the returned rows may exceed what an answer holds."""
     if not parsed.returns_rows:
         return
     (capture,) = (capture for capture in job.captures[0] if capture.tag == TAG)
@@ -187,7 +189,7 @@ def check_answer(parsed: ParsedRequest, job: Job, model: ModelInfo, most_mib: in
 
 @contextmanager
 def as_written(parsed: ParsedRequest) -> Iterator[None]:
-    """Errors that name a field which another one stands for name that one."""
+    """Make errors name the field that the client sent, where it was translated into another."""
     try:
         yield
     except MidstreamError as error:

@@ -5,10 +5,11 @@ what the model's ranks declare.
 from collections.abc import Callable
 from typing import Any
 
-from ....schemas.extensions import Extension, ReaderSpec, ReaderTerms
+from ....schemas.extensions import Extension, ReaderTerms
 from ....schemas.model.banks import RESIDUAL, banks_of
 from ....schemas.prompts.selectors import Hook, SelectorError, resolve_sites
-from ....schemas.requests.readings import READER, OptionValue, StoredReader
+from ....schemas.readings.installed import OptionValue, ReaderSpec, StoredReader
+from ....schemas.readings.stored import READER
 from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import SITE_RULES, Bounds, apply_rules, positions_of_each
 

@@ -9,9 +9,7 @@ from ....schemas.base.errors import invalid
 from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import resolve_hook
-from ....schemas.requests.features import FeatureSpec
 from ....storage.formats.sae_files import check_on, folder_of, size_of
-from ..prompts.requested_features import FeatureWish
 
 
 def resolve_sae(sae_request: SaeRequest, model: ModelInfo, root: str) -> Sae:
@@ -58,12 +56,3 @@ async def named_sae(name: str, field: str, model: ModelInfo, ledger: Ledger) -> 
         )
         raise invalid(field, wrong, allowed="register it again")
     return sae
-
-
-async def wish_of(
-    spec: FeatureSpec | FeatureWish, field: str, model: ModelInfo, ledger: Ledger
-) -> FeatureWish:
-    """Return the features to read, with their autoencoder. Raises a 400 naming the field."""
-    if isinstance(spec, FeatureWish):
-        return spec
-    return FeatureWish(spec, await named_sae(spec.sae, f"{field}.sae", model, ledger))

@@ -2,22 +2,11 @@
 against what is registered.
 """
 
-import msgspec
-
-from ....broker.ledger.jobs.ledger import Ledger
-from ....broker.ledger.named.registry import Registry
+from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TunedLens, TunedLensRequest
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import resolve_hook
-from ....schemas.requests.lens import (
-    LENS_HOOKS,
-    TUNED_LENSES,
-    FittedLens,
-    LensSpec,
-    TunedLens,
-    TunedLensRequest,
-)
 from ....storage.formats.tuned_files import check_on, folder_of
 
 
@@ -50,22 +39,3 @@ def resolve_tuned(tuned_lens_request: TunedLensRequest, model: ModelInfo, root: 
         created=now(),
         description=tuned_lens_request.description,
     )
-
-
-async def fitted(spec: LensSpec, field: str, model: ModelInfo, ledger: Ledger) -> LensSpec:
-    """Return the lens with the tuned lens that it names.
-
-    Raises a 400 naming `tuned` below `field`, with the names that exist.
-    """
-    if spec.tuned is None:
-        return spec
-    lenses, at = Registry(ledger, TUNED_LENSES), f"{field}.tuned"
-    tuned = await lenses.known(model.name, spec.tuned, at, "invalid_request")
-    # The model may have been restarted since, with other settings or another checkpoint.
-    if tuned.hidden_size != model.hidden_size or tuned.layers[-1] >= model.num_layers:
-        raise invalid(
-            at,
-            f"{spec.tuned!r} was registered for a model of another shape",
-            allowed="register it again",
-        )
-    return FittedLens(**msgspec.structs.asdict(spec), found=tuned)

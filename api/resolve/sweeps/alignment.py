@@ -1,9 +1,7 @@
-"""Alignment of clean and corrupt prompts: counterpart positions, and the tokens without one, with
-reasons.
+"""Aligns clean and corrupt prompts: pairs their positions, and says why a token has no counterpart.
 
-A row is never written at a position that merely has the same number: where the prompts are of
-unequal length, only tokens that are known to correspond do, and all others are named with the
-reason.
+With `auto`, prompts of unequal length are never paired by position number: only tokens known to
+correspond are, and all others are listed with the reason.
 """
 
 from collections import Counter
@@ -15,8 +13,8 @@ from typing import NamedTuple
 from ....schemas.jobs.sweeps import Alignment
 from ....schemas.prompts.selectors import SelectorError, as_ranges
 
-#: This many pairs of equal tokens a diff may have to look at: with that many repetitions it takes
-#: long, and says little.
+#: Pairs of equal tokens that a diff may have to compare; with more repetitions it takes long and
+#: means little.
 MOST_MATCHES = 1 << 16
 #: Characters of a token sequence that a note or reason shows, and ranges of positions that it
 #: lists.
@@ -27,7 +25,7 @@ CLEAN, CORRUPT = "clean", "corrupt"
 
 
 class Tokens(NamedTuple):
-    """A prompt as its tokens; `words`: how each reads."""
+    """A prompt as its tokens; `words`: the text of each."""
 
     ids: Sequence[int]
     words: Sequence[str]
@@ -39,7 +37,7 @@ class Tokens(NamedTuple):
 
 @dataclass
 class Aligned:
-    """`pairs`: (clean, corrupt) positions, by the clean one."""
+    """`pairs`: (clean, corrupt) positions, in the order of the clean ones."""
 
     pairs: list[tuple[int, int]] = field(default_factory=list)
     # position → why it has no counterpart
@@ -48,9 +46,9 @@ class Aligned:
     notes: list[str] = field(default_factory=list)  # what a reader of the result should know
 
     def counterparts(self, patched: str) -> dict[int, int]:
-        """Position in the prompt that is patched, `clean` or `corrupt` → position in the other.
+        """Map each position of the `patched` prompt, clean or corrupt, to one of the other.
 
-        Of several the first.
+        If there are several, the first.
         """
         if patched == CLEAN:
             return dict(reversed(self.pairs))
@@ -66,9 +64,9 @@ def align(
     how: Alignment | Sequence[tuple[int, int]] = "auto",
     patched: str = CORRUPT,
 ) -> Aligned:
-    """The counterparts of two prompts.
+    """Return the counterparts of two prompts.
 
-    `patched`: whose positions an explicit list may name only once.
+    `patched`: the prompt whose positions an explicit list may name only once.
 
     Raises SelectorError, whose `at` is the place in the list, for a position outside a prompt or
     named twice, and for prompts that differ too much for `auto`.
@@ -84,11 +82,10 @@ def align(
 
 
 # --- The ways to align
-# --------------------------------------------------------------------------------------------------
 
 
 def _shifted(clean: Tokens, corrupt: Tokens, shift: int, how: str) -> Aligned:
-    """Clean position p with corrupt position p + shift, as far as both are there."""
+    """Pair clean position p with corrupt position p + shift where both exist."""
     made = Aligned(
         [
             (place, place + shift)
@@ -187,13 +184,13 @@ def _blocks(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[str, int
 
 
 def _matches(some: Sequence[int], rest: Sequence[int]) -> int:
-    """Return how many pairs of equal tokens there are: what a diff looks at."""
+    """Return the number of pairs of equal tokens, which a diff compares."""
     counts = Counter(rest)
     return sum(count * counts[token] for token, count in Counter(some).items())
 
 
 def _differences(clean: Tokens, corrupt: Tokens) -> list[str]:
-    """Return what to know of prompts of equal length that were aligned position by position."""
+    """Return notes on prompts of equal length that were aligned position by position."""
     differ = [
         place
         for place, (one, other) in enumerate(zip(clean.ids, corrupt.ids, strict=True))
@@ -205,22 +202,22 @@ def _differences(clean: Tokens, corrupt: Tokens) -> list[str]:
     moved = _moved(clean, corrupt, differ[0], differ[-1] + 1)
     if not separate and not moved:
         return []
-    visited = (
+    qualifier = (
         f"and {moved} occurs in both at different positions"
         if moved
         else "which are not contiguous"
     )
     return [
         "the prompts are equally long and differ at positions "
-        f"{as_ranges(differ, SHOWN_RANGES)}, {visited}: they were aligned by "
+        f"{as_ranges(differ, SHOWN_RANGES)}, {qualifier}: they were aligned by "
         "position, which is wrong if one token was inserted and another removed "
         "elsewhere (then give the alignment as a list)"
     ]
 
 
 def _moved(clean: Tokens, corrupt: Tokens, first: int, stop: int) -> str:
-    """Tokens that both prompts have, at different positions; empty for none, or where there is too
-    much to look at.
+    """Return tokens that both prompts have, at different positions; empty if there are none, or too
+    many to compare.
     """
     middles = clean.ids[first:stop], corrupt.ids[first:stop]
     if _matches(*middles) > MOST_MATCHES:
@@ -257,13 +254,13 @@ def _listed(
                     f"[{index}][{side}]",
                 )
             resolved.append(place % total)
-        own = resolved[0] if patched == CLEAN else resolved[1]
-        if own in named:
+        target = resolved[0] if patched == CLEAN else resolved[1]
+        if target in named:
             raise SelectorError(
-                f"position {own} of the {patched} prompt (the patched one) is listed twice",
+                f"position {target} of the {patched} prompt (the patched one) is listed twice",
                 f"[{index}]",
             )
-        named[own] = index
+        named[target] = index
         made.pairs.append((resolved[0], resolved[1]))
     if not made.pairs:
         raise SelectorError(
@@ -276,7 +273,7 @@ def _listed(
 
 
 def _fill_in(made: Aligned, clean: Tokens, corrupt: Tokens, of_clean: str, of_corrupt: str) -> None:
-    """Give all positions without a counterpart this reason."""
+    """Record the reason for all positions without a counterpart."""
     paired = {one for one, _ in made.pairs}, {other for _, other in made.pairs}
     made.clean_alone = {
         place: of_clean for place in range(len(clean.ids)) if place not in paired[0]
@@ -287,22 +284,21 @@ def _fill_in(made: Aligned, clean: Tokens, corrupt: Tokens, of_clean: str, of_co
 
 
 # --- Spans
-# --------------------------------------------------------------------------------------------------
 
 
 class Matched(NamedTuple):
-    """A span's tokens. `pairs`: (clean, corrupt), ascending."""
+    """The paired tokens of a span. `pairs`: (clean, corrupt), ascending."""
 
     pairs: list[tuple[int, int]]
-    reason: str = ""  # the reason if there is none
+    reason: str = ""  # why there are no pairs
     note: str = ""  # what was left out
 
 
 def match_spans(
     name: str, clean: Sequence[int], corrupt: Sequence[int], texts: tuple[Tokens, Tokens]
 ) -> Matched:
-    """Two spans that mean the same, as ascending positions: token by token, of unequal ones the
-    last tokens of both.
+    """Pair the tokens of two corresponding spans, given as ascending positions; spans of unequal
+    length are paired from their ends.
     """
     length = min(len(clean), len(corrupt))
     pairs = list(zip(clean[len(clean) - length :], corrupt[len(corrupt) - length :], strict=True))
@@ -324,7 +320,7 @@ def match_spans(
 
 
 def match_span(name: str, clean: Sequence[int], aligned: Aligned, text: Tokens) -> Matched:
-    """A span of the clean prompt and its counterparts in the corrupt one."""
+    """Pair a span of the clean prompt with its counterparts in the corrupt one."""
     needed = set(clean)
     pairs = [(place, other) for place, other in aligned.pairs if place in needed]
     alone = sorted(needed.difference(place for place, _ in pairs))
@@ -356,9 +352,9 @@ def _tokens(count: int) -> str:
 
 
 def _places(clean: range, corrupt: range) -> str:
-    report = [
+    places_of = [
         f"{whose} {as_ranges(places)}"
         for whose, places in ((CLEAN, clean), (CORRUPT, corrupt))
         if places
     ]
-    return ", ".join(report)
+    return ", ".join(places_of)

@@ -1,7 +1,7 @@
-"""Columns of a sweep's grid on axes other than tokens: heads, heads at positions, and neurons.
+"""Makes columns of a sweep's grid on axes other than tokens: heads, heads at positions, neurons.
 
 Positions and spans become columns in `api/resolve/sweeps/plan.py`; here they are joined, and
-multiplied by what a cell writes of a row.
+combined with the parts of a row that a cell writes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,16 +14,16 @@ from ....schemas.jobs.sweeps import HEAD_AXES, Column, Neurons, PatchWindow, Swe
 from ....schemas.model.banks import BANKS
 from ....schemas.prompts.selectors import Hook, SelectorError, as_ranges, resolve_layers
 
-#: What reads one prompt only has no two rows to compare.
+#: Why `neurons.top` and `neurons.each` are not valid for an ablation.
 NEEDS_TWO = "compares the rows of two prompts, but an ablation has only one"
-#: Whose rows are made of heads.
+#: Hooks whose rows consist of heads.
 OF_HEADS = (*BANKS["query"], *BANKS["key"])
 #: The label of a column of all positions.
 TOGETHER = "all positions"
 
 
 class Part(NamedTuple):
-    """Part of a row that a column writes: the column's fields of these names, and its label."""
+    """The part of a row that a column writes, in the column's own fields."""
 
     label: str = ""
     head: int = -1
@@ -32,8 +32,8 @@ class Part(NamedTuple):
 
 
 def parts_of(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> list[Part]:
-    """Return what the columns of the request's axis write of a row; one part without limits for
-    axes of whole rows. Raises a 400.
+    """Return the parts of a row that the columns of the request's axis write; a single unlimited
+    part for axes of whole rows. Raises a 400.
     """
     _check_fields(request)
     if request.axis in HEAD_AXES:
@@ -44,7 +44,7 @@ def parts_of(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> 
 
 
 def columns_on(request: SweepRequest, columns: list[Column], parts: Sequence[Part]) -> list[Column]:
-    """The columns of the grid. `columns`: one for each position or span, as asked."""
+    """Return the columns of the grid. `columns`: one for each requested position or span."""
     if request.axis == "position":
         return columns
     if request.axis == "head_position":
@@ -61,7 +61,7 @@ def columns_on(request: SweepRequest, columns: list[Column], parts: Sequence[Par
 
 
 def _placed(column: Column, at_position: bool) -> str:
-    """A column's label, with the position of a token: the same word may stand twice in a prompt."""
+    """Return a column's label with the token's position: a word may occur twice in a prompt."""
     return (
         f"{column.label.strip()} {column.places[0][0]}"
         if at_position and column.places
@@ -82,7 +82,6 @@ def _part_of(column: Column, part: Part, where: str = "") -> Column:
 
 
 # --- Fields
-# --------------------------------------------------------------------------------------------------
 
 
 def _check_fields(request: SweepRequest) -> None:
@@ -144,18 +143,18 @@ def _dims(head: int, width: int) -> str:
     return f"{head * width}-{(head + 1) * width - 1}"
 
 
-def dims_of_head(field: str, hook: Hook, request: int, model: ModelInfo) -> tuple[int, str]:
-    """A head's number, from 0, and its dimensions of a row. Raises a 400 naming the field."""
+def dims_of_head(field: str, hook: Hook, index: int, model: ModelInfo) -> tuple[int, str]:
+    """Return a head's number, from 0, and its dimensions. Raises a 400 naming the field."""
     count, width = _heads_at(field, hook, model)
     try:
-        (head,) = resolve_layers(request, count, "head")
+        (head,) = resolve_layers(index, count, "head")
     except SelectorError as error:
         raise invalid(field, str(error)) from error
     return head, _dims(head, width)
 
 
 def _heads_at(field: str, hook: Hook, model: ModelInfo) -> tuple[int, int]:
-    """Number and size of the heads at a hook."""
+    """Return number and width of the heads at a hook. Raises a 400 naming the field."""
     if hook not in model.inside or hook not in OF_HEADS:
         served = [item for item in model.hooks if item in model.inside and item in OF_HEADS]
         raise invalid(

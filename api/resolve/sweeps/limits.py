@@ -1,5 +1,5 @@
-"""Limits of a sweep: one grid, the model's length, a cell's share of the worker's tables, the cell
-quota.
+"""Checks a sweep's limits: one grid, the model's length, the room of a cell in the worker's tables,
+the cell quota.
 """
 
 from itertools import accumulate
@@ -21,10 +21,7 @@ SHOWN_PAIRS = 8
 def check_limits(
     sweep: StoredSweep, model: ModelInfo, settings: Settings, global_steering: GlobalSteering
 ) -> None:
-    """`global_steering`: global steering.
-
-    Raises a 400 with the number of cells and how to reduce it.
-    """
+    """Check all limits. Raises a 400 with what exceeds a limit and how to reduce it."""
     _check_columns(sweep)
     _check_window(sweep)
     _check_cells(sweep, settings)
@@ -83,38 +80,37 @@ def too_many_cells(result: str, limit: int) -> MidstreamError:
 
 def _check_lengths(sweep: StoredSweep, model: ModelInfo) -> None:
     for index, pair in enumerate(sweep.pairs):
-        behind = max(len(pair.answer), len(pair.foil), 1)
+        more = max(len(pair.answer), len(pair.foil), 1)
         for ids, is_base in ((pair.base, True), (pair.source, False)):
-            if len(ids) + behind > model.max_model_len:
+            if len(ids) + more > model.max_model_len:
                 clean = is_base == (sweep.direction == "noise" or sweep.ablation is not None)
                 raise invalid(
                     f"pairs[{index}].{CLEAN if clean else CORRUPT}",
                     (
-                        f"has {len(ids)} tokens, followed by {behind} more: the model's limit is "
+                        f"has {len(ids)} tokens, followed by {more} more: the model's limit is "
                         f"{model.max_model_len} in total"
                     ),
                 )
 
 
 def room_of_cell(sweep: StoredSweep, num_layers: int = 0) -> Room:
-    """Return what the largest cell takes of the steering table: a row for each position, an entry
+    """Return the room of the largest cell in the steering table: a row for each position, an entry
     for each vector.
 
-    (Cells of an ablation take less. The patches that change nothing, to see how far values scatter,
-    do not.)
+    (Cells of an ablation take less. No-op patches, which measure noise, do not.)
     """
     item = sweep.window.layers * (
         2 if sweep.mask or any(column.masked for column in sweep.pairs[0].columns) else 1
     )
     widest, window = 0, sweep.window.positions
     for pair in sweep.pairs:
-        # places of the columns before each, and of all
+        # number of places before each column, and in all
         before = [0, *accumulate(len(column.places) for column in pair.columns)]
         widest = max(
             widest,
             *(
-                before[min(first + window, len(before) - 1)] - present
-                for first, present in enumerate(before)
+                before[min(first + window, len(before) - 1)] - count
+                for first, count in enumerate(before)
             ),
         )
     if sweep.path is not None:
@@ -123,8 +119,8 @@ def room_of_cell(sweep: StoredSweep, num_layers: int = 0) -> Room:
 
 
 def _room_of_pass(sweep: StoredSweep, num_layers: int) -> Room:
-    """Return a path's table space: a position has the sender's vector and its mask, and one for
-    each site of a frozen branch; or one for each receiver.
+    """Return the room of a path's pass: for each position, the sender's vector and mask and a
+    vector for each frozen site, or a vector and mask for each receiver.
     """
     path, rows = sweep.path, max(len(pair.base) for pair in sweep.pairs)
     assert path is not None
@@ -159,12 +155,12 @@ def _check_room(sweep: StoredSweep, model: ModelInfo, global_steering: GlobalSte
 
 
 def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> None:
-    """Rows that a prompt's token gives must fit the capture buffer."""
+    """Check that the rows of one prompt token, with its drafts, fit the capture buffer."""
     hooks = {*sweep.hooks}
     ranked = any(column.ranks is not None for column in sweep.pairs[0].columns)
     of_base = hooks if sweep.ablation == "mean" or ranked else {sweep.hooks[0]}
     if settings.sweep_entry and "pre_attn" in model.hooks:
-        # what forwards continue from that begin at the layer that is patched
+        # rows from which passes that begin at the patched layer continue
         of_base = of_base | {"pre_attn"}
     layers = len(sweep.layers)
     if sweep.path is not None:

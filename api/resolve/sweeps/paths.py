@@ -1,6 +1,4 @@
-"""Resolution of a sweep's path: its ends, its frozen branches, and the layers whose cells are on
-it.
-"""
+"""Resolves a sweep's path: its ends, its frozen branches, and the layers whose cells are on it."""
 
 from collections.abc import Sequence
 
@@ -16,7 +14,7 @@ from .columns import dims_of_head
 def resolve_path(
     request: SweepRequest, hooks: Sequence[Hook], layers: list[int], model: ModelInfo
 ) -> tuple[StoredPath | None, list[int]]:
-    """The path, if one is asked, and those of `layers` that are on it.
+    """Return the requested path, if any, and those of `layers` that are on it.
 
     Raises a 400 naming the field.
     """
@@ -86,7 +84,8 @@ def _check_fields(request: SweepRequest) -> None:
     ):
         raise invalid(
             "neurons",
-            ("are chosen from the rows of two prompts, but these cells have those of a first pass"),
+            "top and each need rows of both prompts, but with path.sender a cell writes the rows "
+            "of a first pass",
             allowed="sets",
         )
     for index, pair in enumerate(request.pairs):

@@ -1,8 +1,7 @@
-"""Planning of a sweep: tokens, columns and cells; a 400 names the invalid field and what is valid.
+"""Plans a sweep: tokens, columns and cells; a 400 names the invalid field and what is valid.
 
-Everything is resolved here, so that the worker has positions, token ids and nothing to guess. What
-the prompts' tokens have to do with one another is `alignment.py`'s, what an answer's tokens are
-`continuations.py`'s.
+Everything is resolved here, so the worker gets positions and token ids. `alignment.py` pairs the
+prompts' tokens; `continuations.py` tokenises the answers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,9 +52,9 @@ from .prompts import read_prompts
 
 #: Tokens that a note lists.
 SHOWN_ALONE = 8
-#: Where rows come from in an ablation.
+#: Source position of each place in an ablation, which has no source prompt.
 NO_SOURCE = -1
-NOBODY = GlobalSteering()
+NO_STEERING = GlobalSteering()
 
 
 class Planned(NamedTuple):
@@ -70,7 +69,7 @@ class _Pair:
     """One pair with its tokenised prompts. An ablation has no corrupt prompt."""
 
     at: str
-    asked: SweepPair
+    spec: SweepPair
     clean: ReadPrompt
     corrupt: ReadPrompt | None
     patched: str  # CLEAN or CORRUPT
@@ -89,14 +88,11 @@ async def plan_sweep(
     model: ModelInfo,
     codec: Codec,
     settings: Settings,
-    global_steering: GlobalSteering = NOBODY,
+    global_steering: GlobalSteering = NO_STEERING,
 ) -> Planned:
-    """`global_steering`: global steering.
-
-    Raises a 400 with the path of the first field at fault.
-    """
+    """Resolve a sweep. Raises a 400 with the path of the first invalid field."""
     _check_model(model)
-    _check_asked(request)
+    _check_fields(request)
     hooks = _hooks(request, model)
     path, layers = resolve_path(
         request, hooks, _numbers("layers", request.layers, model.num_layers), model
@@ -127,8 +123,7 @@ async def plan_sweep(
     return Planned(sweep, blobs)
 
 
-# --- What does not need the prompts
-# ---------------------------------------------------------------------------------------
+# --- Checks that do not need the prompts
 
 
 def _check_model(model: ModelInfo) -> None:
@@ -142,8 +137,8 @@ def _check_model(model: ModelInfo) -> None:
         )
 
 
-def _check_asked(request: SweepRequest) -> None:
-    """Fields that exclude or need one another."""
+def _check_fields(request: SweepRequest) -> None:
+    """Check fields that exclude or require each other."""
     ablation = request.ablation
     if ablation and request.direction != "denoise":
         raise invalid(
@@ -265,9 +260,7 @@ def _numbers(
 def _mask(
     request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo, blobs: dict[str, bytes]
 ) -> str:
-    """The name of the mask, whose bytes are added to `blobs`; empty when all dimensions are
-    written.
-    """
+    """Return the mask's name and add its bytes to `blobs`; empty if all dimensions are written."""
     if request.mask is None:
         return ""
     size = model.row_size(hooks[0])
@@ -285,7 +278,6 @@ def _mask(
 
 
 # --- Prompts and answers
-# --------------------------------------------------------------------------------------------------
 
 
 async def _read_pairs(request: SweepRequest, model: ModelInfo, codec: Codec) -> list[_Pair]:
@@ -307,7 +299,7 @@ async def _read_pairs(request: SweepRequest, model: ModelInfo, codec: Codec) -> 
 async def _continue_pairs(
     request: SweepRequest, pairs: Sequence[_Pair], model: ModelInfo, codec: Codec
 ) -> dict[str, Continuation]:
-    """Field → answer or foil."""
+    """Return answers and foils by field."""
     needed = [
         (
             f"{pair.at}.{name}",
@@ -315,7 +307,7 @@ async def _continue_pairs(
             [prompt for prompt in (pair.clean, pair.corrupt) if prompt is not None],
         )
         for pair in pairs
-        for name, value in (("answer", pair.asked.answer), ("foil", pair.asked.foil))
+        for name, value in (("answer", pair.spec.answer), ("foil", pair.spec.foil))
         if value is not None
     ]
     made = {result.field: result for result in await continue_prompts(needed, model, codec)}
@@ -338,7 +330,6 @@ async def _continue_pairs(
 
 
 # --- Columns
-# --------------------------------------------------------------------------------------------------
 
 
 def _store_pairs(
@@ -354,7 +345,7 @@ def _store_pairs(
     for pair in pairs:
         stored.append(_store_pair(request, pair, answers, parts))
         columns += len(stored[-1].columns)
-        if columns > limit:  # and each column is a cell in every layer: the rest is not made
+        if columns > limit:  # each column is a cell in every layer, so the rest is not built
             raise too_many_cells(f"more than {limit} cells", limit)
     return stored
 
@@ -368,11 +359,11 @@ def _store_pair(
         notes += aligned.notes
     columns = list(
         _spans(pair, aligned, notes)
-        if pair.asked.spans is not None
+        if pair.spec.spans is not None
         else _positions(request, pair, aligned)
     )
     if not any(column.places for column in columns):
-        field = f"{pair.at}.{'spans' if pair.asked.spans is not None else 'positions'}"
+        field = f"{pair.at}.{'spans' if pair.spec.spans is not None else 'positions'}"
         raise invalid(
             field,
             (f"contains nothing that can be patched: {columns[0].label!r}: {columns[0].reason}"),
@@ -413,9 +404,7 @@ def _store_pair(
 
 
 def _left_out(pair: _Pair, alone: Sequence[Column]) -> list[str]:
-    """A note on positions that are not patched with the others, because nothing corresponds to
-    them.
-    """
+    """Return a note on positions that are not patched because they have no counterpart."""
     if not alone:
         return []
     shown = ", ".join(repr(column.label) for column in alone[:SHOWN_ALONE]) + (
@@ -440,22 +429,22 @@ def _check_one_token(*continuation: Continuation | None) -> None:
 
 
 def _aligned(request: SweepRequest, pair: _Pair) -> Aligned | None:
-    """None in an ablation, and where spans name their tokens in both prompts."""
-    report = (
-        pair.asked.spans is not None
-        and all(span.corrupt is not None for span in pair.asked.spans)
-        and pair.asked.alignment is None
+    """Return None for an ablation, and if all spans name their tokens in both prompts."""
+    named_in_both = (
+        pair.spec.spans is not None
+        and all(span.corrupt is not None for span in pair.spec.spans)
+        and pair.spec.alignment is None
     )
-    if pair.corrupt is None or report:
+    if pair.corrupt is None or named_in_both:
         return None
     how: Alignment | list[tuple[int, int]] = (
-        request.alignment if pair.asked.alignment is None else pair.asked.alignment
+        request.alignment if pair.spec.alignment is None else pair.spec.alignment
     )
     try:
         return align(_tokens(pair.clean), _tokens(pair.corrupt), how, pair.patched)
     except SelectorError as error:
         raise invalid(
-            f"{'' if pair.asked.alignment is None else pair.at + '.'}alignment{error.at}",
+            f"{'' if pair.spec.alignment is None else pair.at + '.'}alignment{error.at}",
             str(error),
         ) from error
 
@@ -465,11 +454,11 @@ def _tokens(prompt: ReadPrompt) -> Tokens:
 
 
 def _positions(request: SweepRequest, pair: _Pair, aligned: Aligned | None) -> Iterator[Column]:
-    """A column for each position of the prompt that is patched."""
-    own = pair.asked.positions is not None
-    field = f"{pair.at}.positions" if own else "positions"
-    requested = request.positions if pair.asked.positions is None else pair.asked.positions
-    whose = "" if own else f"{pair.at}: "
+    """Yield a column for each position of the patched prompt."""
+    of_pair = pair.spec.positions is not None
+    field = f"{pair.at}.positions" if of_pair else "positions"
+    requested = request.positions if pair.spec.positions is None else pair.spec.positions
+    whose = "" if of_pair else f"{pair.at}: "
     counterparts = {} if aligned is None else aligned.counterparts(pair.patched)
     for place in _resolved(requested, pair.base, field, whose):
         label = pair.base.words[place]
@@ -482,7 +471,7 @@ def _positions(request: SweepRequest, pair: _Pair, aligned: Aligned | None) -> I
 
 
 def _spans(pair: _Pair, aligned: Aligned | None, notes: list[str]) -> Iterator[Column]:
-    for index, span in enumerate(pair.asked.spans or []):
+    for index, span in enumerate(pair.spec.spans or []):
         field = f"{pair.at}.spans[{index}]"
         clean = _resolved(span.clean, pair.clean, f"{field}.clean")
         if pair.corrupt is None:
@@ -517,7 +506,7 @@ def _matched(
 def _resolved(
     requested_positions: RequestedPositions, prompt: ReadPrompt, field: str, whose: str = ""
 ) -> list[int]:
-    """Ascending positions of the prompt. Raises a 400 naming the field for what is not in it."""
+    """Return ascending positions of the prompt. Raises a 400 for positions outside it."""
     tokens = len(prompt.ids)
     if isinstance(requested_positions, str) and requested_positions not in (
         "all_prompt",
@@ -545,7 +534,7 @@ def _resolved(
 
 
 def _inside(positions: PositionSelector, tokens: int) -> PositionSelector:
-    """A range alone may continue to what is generated, and here nothing is."""
+    """Raises SelectorError for a range beyond the prompt: a sweep generates no tokens."""
     if isinstance(positions, Window):
         for name, place in (("start", positions.start), ("stop", (positions.stop or 1) - 1)):
             if place >= tokens:
@@ -560,27 +549,27 @@ def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> No
     """Raise 400 if the plan would take long to resolve: see `admission.RESOLVE_LIMIT`."""
     total = 0
     for pair in pairs:
-        if pair.asked.spans is None:
-            every = [
+        if pair.spec.spans is None:
+            selectors = [
                 (
                     "positions",
-                    request.positions if pair.asked.positions is None else pair.asked.positions,
+                    request.positions if pair.spec.positions is None else pair.spec.positions,
                 )
             ]
         else:
-            if len(pair.asked.spans) > limit:
+            if len(pair.spec.spans) > limit:
                 raise invalid(
                     f"{pair.at}.spans",
-                    f"has {len(pair.asked.spans)} spans",
+                    f"has {len(pair.spec.spans)} spans",
                     allowed=f"at most {limit} cells in one sweep",
                 )
-            every = [
+            selectors = [
                 ("spans", requested)
-                for span in pair.asked.spans
+                for span in pair.spec.spans
                 for requested in (span.clean, span.corrupt)
                 if requested is not None
             ]
-        for field, requested in every:
+        for field, requested in selectors:
             total += max(_cost(requested, prompt) for prompt in (pair.clean, pair.base))
             if total > RESOLVE_LIMIT:
                 raise invalid(

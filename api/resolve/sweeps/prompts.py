@@ -20,7 +20,7 @@ TEXTS = ("clean", "corrupt", "answer", "foil")
 
 
 def check_text(pairs: Sequence[SweepPair], spelled: Mapping[str, str] | None = None) -> None:
-    """Raises a 400 naming the field with which the sweep has more than `MAX_SWEEP_TEXT` characters.
+    """Raises a 400 naming the field at which the sweep exceeds `MAX_SWEEP_TEXT` characters.
 
     `spelled`: field → text of token ids. Without it a token counts as one character, the fewest
     that it may have.
@@ -40,9 +40,9 @@ def check_text(pairs: Sequence[SweepPair], spelled: Mapping[str, str] | None = N
 async def read_prompts(
     pairs: Sequence[SweepPair], model: ModelInfo, codec: Codec
 ) -> list[ReadPrompt]:
-    """The prompts of all pairs in turn, clean before corrupt.
+    """Return the prompts of all pairs in turn, clean before corrupt.
 
-    Raises a 400 naming the first at fault.
+    Raises a 400 naming the first that is invalid.
     """
     check_text(pairs)
     parsed = [
@@ -56,7 +56,7 @@ async def read_prompts(
         distinct.setdefault(_key(prompt), prompt)
     texts = [prompt for prompt in distinct.values() if isinstance(prompt.value, str)]
     spelled = [prompt for prompt in distinct.values() if not isinstance(prompt.value, str)]
-    # in this order: one checks lengths
+    # ids first: their check of lengths needs no tokenising
     read = await _read_ids(pairs, spelled, model, codec) | await _read_texts(texts, model, codec)
     return [read[_key(prompt)] for prompt in parsed]
 
@@ -85,7 +85,7 @@ async def _read_texts(prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: 
         if not len(result.ids):
             raise invalid(prompt.field, EMPTY_ONCE_TOKENISED)
     return await anyio.to_thread.run_sync(
-        _made, texts, texts, [codec.as_list(result.ids) for result in encoded], encoded, codec
+        _as_read, texts, texts, [codec.as_list(result.ids) for result in encoded], encoded, codec
     )
 
 
@@ -99,8 +99,8 @@ async def _read_ids(
 
     def spell() -> list[str]:
         texts: list[str] = []
-        for one in ids:
-            texts.append(codec.text_of(one) if sum(map(len, texts)) <= MAX_SWEEP_TEXT else "")
+        for tokens in ids:
+            texts.append(codec.text_of(tokens) if sum(map(len, texts)) <= MAX_SWEEP_TEXT else "")
         return texts
 
     texts = await anyio.to_thread.run_sync(spell)
@@ -112,11 +112,11 @@ async def _read_ids(
             prompts[error.index].field, f"the text of these token ids {error.detail}"
         ) from None
     return await anyio.to_thread.run_sync(
-        _made, [tuple(one) for one in ids], texts, ids, encoded, codec
+        _as_read, [tuple(tokens) for tokens in ids], texts, ids, encoded, codec
     )
 
 
-def _made(
+def _as_read(
     keys: Sequence[str | tuple[int, ...]],
     texts: Sequence[str],
     ids: Sequence[list[int]],

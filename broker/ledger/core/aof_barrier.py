@@ -1,13 +1,13 @@
 """The durability barrier: waits until Redis has logged every write that it has confirmed, so that a
-kill loses none, and until as many replicas have it as the setting `redis_replicas` asks for, and
-all that Sentinel could promote, so that a failover loses none.
+kill loses none. With the setting `redis_replicas`, also waits until that many replicas have the
+writes, and all that Sentinel could promote, so that a failover loses none.
 
 With `appendfsync everysec` Redis writes to the kernel before it answers, with one exception: while
 a background fsync runs, which takes long on a busy disk, it holds writes back for up to 2 s but
 still answers. An answer is passed on as confirmed only after `INFO persistence` shows that no
 earlier write is held back. (`redis_appendfsync = "always"` also covers a machine that dies.) Why
-this and neither `appendfsync always` nor `WAITAOF`: docs/decisions/0014-durability-barrier.md. What
-replicas promise: docs/decisions/0036-failover.md.
+this and neither `appendfsync always` nor `WAITAOF`: docs/decisions/0014-durability-barrier.md.
+Guarantees with replicas: docs/decisions/0036-failover.md.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from ...ops.replicas import AsyncReplicas, Holders, Replicas, holders
 
 #: Seconds between two polls while a sync is running.
 PAUSE_S = 0.01
-#: The same while replicas are missing, which takes seconds.
+#: Seconds between two polls while replicas are missing, which takes seconds to change.
 MISSING_PAUSE_S = 0.1
 #: A Redis that cannot write for this long counts as unavailable.
 PATIENCE_S = 10.0
@@ -34,8 +34,8 @@ BACK_S = 0.2
 MARGIN_S = 2.0
 #: WAIT blocks its connection for at most this long; the barrier then asks again.
 REPLICAS_MS = 500
-#: Nothing is acknowledged for this long after another master was found: what should be acknowledged
-#: may have been the previous's answer.
+#: Nothing is acknowledged for this long after a new master was found: the write to be acknowledged
+#: may have been confirmed by the previous one.
 SETTLED_S = 3.0
 
 
@@ -43,18 +43,15 @@ class Barrier:
     """One wait: the query to send, and whether its answer is sufficient.
 
     Both users, the asynchronous ledger and the synchronous relay, queue `ask` on a pipeline and
-    pass its answers to `passed`. With `replicas` they then have to ask whether those in `holders`
-    suffice.
+    pass its answers to `passed`. With `replicas` they then ask these whether `holders` suffice.
     """
 
     def __init__(self, replicas: Replicas | None = None, lossy: bool = False) -> None:
-        """`lossy`: whether a Redis without a log will do."""
+        """`lossy`: whether a Redis without a log is accepted."""
         self._replicas = replicas
         self._lossy = lossy
         self._base = self._size = -1
-        self._written: dict[
-            str, int
-        ] = {}  # id of a history of writes → how far it had come when it was first asked
+        self._written: dict[str, int] = {}  # replication id → offset when it was first queried
         self.holders = Holders("", 0, 0, frozenset())
 
     def ask(self, pipe: Any) -> None:
@@ -73,9 +70,7 @@ class Barrier:
     def passed(self, *answers: Any) -> bool:
         """Return whether everything confirmed before the first answers passed here is written.
 
-        `answers`: to `ask`, in order.
-
-        Raises LossyRedis for a Redis without a log.
+        `answers`: to the commands of `ask`, in order. Raises LossyRedis for a Redis without a log.
         """
         if self._replicas is not None:
             server, _, before, confirmed, after, _ = answers[-6:]
@@ -89,9 +84,9 @@ class Barrier:
         """Return whether everything confirmed before the first answer passed here is written to the
         log.
 
-        Redis writes before it answers in each round of its loop. So if no sync was running then,
-        everything held back was written before this answer left. If syncs follow each other without
-        a pause and something is always held back, the size of the log is the criterion.
+        Redis writes before it answers in each round of its loop. So if no sync was running in this
+        round, everything held back was written before this answer left. If syncs follow each other
+        without a pause and writes are always held back, the size of the log is the criterion.
         """
         if persistence.get("loading"):  # a restarted Redis: its log counts as off meanwhile
             return False
@@ -135,8 +130,8 @@ class AofBarrier:
         """Wait until everything confirmed so far is written. Concurrent callers share one query.
 
         Raises redis.RedisError: a TimeoutError if Redis cannot write or has too few replicas, a
-        ConnectionError if it was restarted or failed over meanwhile: then it is unknown whether
-        what it had confirmed still exists; LossyRedis if its log is switched off.
+        ConnectionError if it was restarted or failed over meanwhile, so that writes it had
+        confirmed may be lost; LossyRedis if its log is switched off.
         """
         if self._next is None:
             self._next = asyncio.create_task(
@@ -158,17 +153,17 @@ class AofBarrier:
                         return
                     pause = MISSING_PAUSE_S
                 if time.monotonic() >= deadline:
-                    few = (
+                    cause = (
                         ", or too few replicas have its writes (redis_replicas)"
                         if self._replicas
                         else ""
                     )
-                    raise redis.exceptions.TimeoutError(f"Redis cannot write its log{few}")
+                    raise redis.exceptions.TimeoutError(f"Redis cannot write its log{cause}")
                 await asyncio.sleep(pause)
 
     async def _answers(self, barrier: Barrier, since: float, run: str) -> list[Any]:
-        """The answers of the Redis process that was running before `since`, and of the same
-        master.
+        """Return the answers to `barrier.ask`. Raises ConnectionError if Redis was restarted or
+        failed over after `since`.
         """
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.info("server")
@@ -191,5 +186,5 @@ class AofBarrier:
     def _check_master(self, since: float) -> None:
         if getattr(self._client.connection_pool, "switched", float("-inf")) > since - SETTLED_S:
             raise redis.exceptions.ConnectionError(
-                "Redis failed over, and may have lost writes that the former master had confirmed"
+                "Redis failed over, and may have lost writes that the previous master had confirmed"
             )

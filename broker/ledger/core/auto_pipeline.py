@@ -1,8 +1,8 @@
 """Automatic pipelining: concurrent commands of a process reach Redis in few round trips.
 
 A round trip costs a process several times what Redis spends on the command. So while `IN_FLIGHT`
-groups are on their way, further commands collect and leave as one group when an answer arrives: an
-idle system never waits, a busy one groups automatically.
+groups are in flight, further commands collect and are sent as one group when an answer arrives: an
+idle process never waits, a busy one groups automatically.
 """
 
 import asyncio
@@ -27,14 +27,12 @@ _Serializer: Any = PythonRespSerializer  # without types
 #: Bytes above which an argument, such as a job of many long prompts, is sent without copying;
 #: below, one copy is cheaper than many pieces.
 LARGE = 1 << 16
-
-
 #: Bytes of a large argument that are sent at a time; in between, the process does other things.
 SLICE = 1 << 17
 
 
 class Parts:
-    """A large argument that is made part by part while it is sent, and is never in memory as a
+    """A large argument that is produced in parts while it is sent, and is never in memory as a
     whole. `size`: bytes of all parts.
     """
 
@@ -59,32 +57,32 @@ class PipelinedRedis(redis.asyncio.Redis):
     """
 
     _waiting: list[Command]
-    _on_the_way: set["asyncio.Task[None]"]
+    _in_flight: set["asyncio.Task[None]"]
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         if args[0] not in GROUPED:
             execute: Any = super().execute_command  # without types
             return await execute(*args, **options)
         if "_waiting" not in self.__dict__:
-            self._waiting, self._on_the_way = [], set()
+            self._waiting, self._in_flight = [], set()
         answer = asyncio.get_running_loop().create_future()
         self._waiting.append((args, answer))
-        if len(self._waiting) == 1 and len(self._on_the_way) < IN_FLIGHT:
-            asyncio.get_running_loop().call_soon(self._depart)
+        if len(self._waiting) == 1 and len(self._in_flight) < IN_FLIGHT:
+            asyncio.get_running_loop().call_soon(self._send_groups)
         return await answer
 
-    def _depart(self) -> None:
-        while self._waiting and len(self._on_the_way) < IN_FLIGHT:
+    def _send_groups(self) -> None:
+        while self._waiting and len(self._in_flight) < IN_FLIGHT:
             group, self._waiting = self._waiting[:GROUP_LIMIT], self._waiting[GROUP_LIMIT:]
-            task = asyncio.create_task(self._travel(group))
-            self._on_the_way.add(task)
-            task.add_done_callback(self._arrived)
+            task = asyncio.create_task(self._send_group(group))
+            self._in_flight.add(task)
+            task.add_done_callback(self._finished)
 
-    def _arrived(self, task: "asyncio.Task[None]") -> None:
-        self._on_the_way.discard(task)
-        self._depart()
+    def _finished(self, task: "asyncio.Task[None]") -> None:
+        self._in_flight.discard(task)
+        self._send_groups()
 
-    async def _travel(self, group: list[Command]) -> None:
+    async def _send_group(self, group: list[Command]) -> None:
         """Set every command's answer, or the error that it or the whole group caused."""
         answers: list[Any]
         try:
@@ -114,8 +112,8 @@ class PipelinedRedis(redis.asyncio.Redis):
 
 
 def packed(commands: Iterable[tuple[Any, ...]], encoder: Any) -> list[Piece]:
-    """The commands in Redis' protocol, in pieces; a large argument is a separate piece, which is
-    not copied.
+    """Return the commands in Redis' protocol, in pieces; a large argument is a separate piece,
+    which is not copied.
     """
     pieces: list[Piece] = []
     small: list[bytes] = []
@@ -149,8 +147,8 @@ async def _send(connection: Any, pieces: list[Piece]) -> None:
     """Send large pieces in slices, so that neither the process nor its memory is full of them.
 
     The slices of a command go over one connection: redis-py would open another one in between,
-    where the rest of an argument, perhaps the text of a prompt, would be read as commands. What
-    ends the sending closes the connection. Raises redis.ConnectionError.
+    where the rest of an argument, perhaps the text of a prompt, would be read as commands. An
+    error or a cancellation closes the connection. Raises redis.ConnectionError.
     """
     if not any(isinstance(piece, Parts) or len(piece) > LARGE for piece in pieces):
         await connection.send_packed_command(pieces)
@@ -175,12 +173,10 @@ async def _send(connection: Any, pieces: list[Piece]) -> None:
 
 
 async def _exchange(connection: Any, pieces: list[Piece], count: int) -> list[Any]:
-    """Send `count` commands and read their answers, each within the connection's timeout.
+    """Send `count` commands and read their answers, all within the connection's timeout.
 
-    A failed command's answer is its error.
-
-    This is redis-py's pipeline without the handling of commands that we do not group, which took
-    half of the time.
+    A failed command's answer is its error. This is redis-py's pipeline without the handling of
+    commands that are not grouped here, which took half of the time.
     """
     answers: list[Any] = []
     await _send(connection, pieces)

@@ -1,4 +1,4 @@
-"""The ledger's connection to Redis: its errors, its durability, its room, its blobs."""
+"""The ledger's connection to Redis: typed errors, durability, memory limit, blobs."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -33,8 +33,8 @@ RETRIES = 3
 
 
 def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """An unreachable, loading or full Redis raises one typed error:
-    MidstreamError("unavailable").
+    """Decorate `call` to raise MidstreamError("unavailable") for an unreachable, loading or full
+    Redis.
     """
 
     @functools.wraps(call)
@@ -42,17 +42,17 @@ def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
         try:
             return await call(*args, **kwargs)
         except redis.exceptions.RedisError as error:
-            if not redis_availability.is_absence(error):
+            if not redis_availability.is_redis_unavailable(error):
                 raise
-            raise MidstreamError("unavailable", redis_availability.words(error)) from error
+            raise MidstreamError("unavailable", redis_availability.detail_of(error)) from error
 
     return guarded
 
 
 class Connection:
-    """One asyncio Redis client, and what every change of the ledger needs of it.
+    """One asyncio Redis client, and what every change of the ledger needs.
 
-    Belongs to the event loop it is first used on.
+    Belongs to the event loop on which it is first used.
     """
 
     def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:
@@ -66,7 +66,7 @@ class Connection:
 
     @classmethod
     def connect(cls, settings: Settings, answer_s: float = SOCKET_TIMEOUT_S) -> Self:
-        """One on `settings.redis_url`, with its own connections; close it with `close()`.
+        """Connect to `settings.redis_url` with a new connection pool; close it with `close()`.
 
         `answer_s`: seconds without an answer after which a connection is dropped and the call
         repeated over a new one.
@@ -93,23 +93,23 @@ class Connection:
 
     @reachable
     async def check_durable(self) -> None:
-        """Raises MidstreamError("unavailable") if Redis does not answer, or may lose what it
+        """Raise MidstreamError("unavailable") if Redis does not answer, or may lose writes that it
         confirms: submissions are refused then.
         """
         redis_durability.refuse_lossy(await self.redis.info(), self.settings.redis_allow_lossy)
 
     @reachable
     async def written(self) -> None:
-        """Wait until all earlier answers survive a kill of Redis.
+        """Wait until all writes confirmed so far survive a kill of Redis.
 
-        For callers that are about to confirm them.
+        For callers that are about to confirm them in turn.
         """
         await self._written()
 
     @reachable
     async def check_room(self, size: int) -> None:
-        """Raises MidstreamError("overloaded") if `size` more bytes would fill Redis too far: the
-        rest is reserved for accepted jobs.
+        """Raise MidstreamError("overloaded") if `size` more bytes would exceed `redis_fill_limit`:
+        the rest of Redis is reserved for accepted jobs.
         """
         used, allowed = await self._pressure.percent(size), limits_of(self.settings)["redis_fill"]
         if used >= allowed:
@@ -121,9 +121,9 @@ class Connection:
 
     @reachable
     async def put_blob(self, name: str, data: bytes) -> None:
-        """Keep `data` under its content hash, without expiry: for tokenizer bundles.
+        """Store `data` under its content hash, without expiry: for tokenizer bundles.
 
-        A job's vectors come with `submit`.
+        A job's vectors are stored by `submit`.
         """
         await self.redis.set(f"ms:blob:{name}", data)
 
@@ -133,7 +133,7 @@ class Connection:
         return raw
 
     async def get_tensor(self, name: str) -> Tensor:
-        """A steering vector by its content hash.
+        """Return a steering vector by its content hash.
 
         Raises MidstreamError("intervention_failed") if it is gone.
         """

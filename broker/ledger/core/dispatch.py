@@ -22,9 +22,9 @@ STEPS: dict[str, dict[Priority, int]] = {
 
 
 def cost_of(job: Job) -> int:
-    """Cost of a job in tokens, charged to its tenant's share: its prompts and the most that it may
-    generate; for a sweep, those of all its requests; for a part of a harvest, about those of its
-    units.
+    """Return the cost of a job in tokens, charged to its tenant's share: its prompts and the most
+    that it may generate; for a sweep, the tokens of all its requests; for a part of a harvest, an
+    estimate of the tokens of its units.
     """
     if job.harvest is not None:
         return job.harvest.tokens

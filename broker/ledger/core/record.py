@@ -24,19 +24,21 @@ from .script_arguments import binary
 
 
 class JobRecord(JobView):
-    """What views and results read: the fields of a view as stored, and what they derive from."""
+    """The fields that views and results read: those of a view as stored, and those from which the
+    other fields of a view are derived.
+    """
 
     captures: bool = False
     steers: bool = False  # its own steering or its adapter edits it
-    everyone: bool = False  # the global steering that it was started under edits it
-    expected: int = 0  # receipts
+    everyone: bool = False  # global steering edits it, in the version at its start
+    expected: int = 0  # number of receipts
     callback: Callback | None = None
     retried: str | None = None  # what ranks of an earlier attempt disagreed on
 
 
 #: Fields of a view that are not stored (`views.view` derives them).
 DERIVED = {"id", "steered", "receipts_expected", "callback_url"}
-#: How a field of each type is read; of any other type, it is JSON.
+#: Type of a field → its decoder; fields of other types are JSON.
 TEXT: dict[Any, Callable[[bytes], Any]] = {
     **dict.fromkeys((str, str | None, CaptureStatus, Priority), bytes.decode),
     **dict.fromkeys((int, int | None), int),
@@ -52,12 +54,12 @@ DECODERS = {
 }
 #: The fields of `ms:job:{id}` that views and results need; not `spec`, which may be large.
 FIELDS = [*DECODERS]
-#: Those that are stored as a job has them.
+#: Fields that are stored unchanged from `Job`.
 AS_IN_JOB = sorted({*FIELDS} & {*Job.__struct_fields__} - {"prompts", "captures"})
 
 
 def decode(job_id: str, values: Sequence[bytes | None]) -> JobRecord | None:
-    """`values` as HMGET returns them for `FIELDS`; None if there is no such job."""
+    """Decode `values` as HMGET returns them for `FIELDS`; None if there is no such job."""
     fields = {
         name: decoder(value)
         for (name, decoder), value in zip(DECODERS.items(), values, strict=True)
@@ -67,7 +69,7 @@ def decode(job_id: str, values: Sequence[bytes | None]) -> JobRecord | None:
 
 
 def accepted(job: Job, request: bytes) -> dict[str, Any]:
-    """The record of a job when it is accepted, encoded; `submit.lua` adds what it decides.
+    """Return the encoded record of a job when it is accepted; `submit.lua` adds fields.
 
     `request`: the body as JSON; empty: it is not kept.
     """
@@ -88,7 +90,7 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
         "cells": 0,
         "cells_expected": job.sweep.num_cells if job.sweep is not None else 0,
         "lora": use_of(job.lora),
-        # with the key whose secret signs its webhooks
+        # the key names the secret that signs the job's webhooks
         "callback": job.callback and msgspec.structs.replace(job.callback, key=job.key),
         "cost": cost_of(job),
         "request": msgspec.Raw(request) if request else None,
@@ -102,15 +104,16 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
 
 
 def _requests(job: Job) -> int:
-    """Limit on the numbers of a job's requests."""
+    """Return a bound on the job's request numbers: 0 to the bound, exclusive."""
     if job.harvest is not None:
         return MAX_COUNT
     return len(job.prompts) if job.sweep is None else Units(job.sweep).requests
 
 
 def _asked_requests(job: Job) -> int:
-    """Number of the job's prompts that have an intervention, a capture, a probe or an adapter, and
-    so get a receipt from every rank. (0 for a sweep or a harvest, which read their own receipts.)
+    """Return how many of the job's prompts have an intervention, a capture, a probe or an adapter,
+    and so get a receipt from every rank. (0 for a sweep or a harvest, whose workers read the
+    receipts.)
     """
     if job.lora is not None or job.probes:
         return len(job.prompts)

@@ -10,7 +10,7 @@ ARGUMENTS = Path(__file__).parents[1] / "lua" / "shared" / "arguments.lua"
 
 
 def pack(at: float, **own: Any) -> list[bytes]:
-    """ARGV of a script: `at`, the time in seconds since the epoch, and its own arguments.
+    """Return ARGV of a script: `at`, the time in seconds since the epoch, and its own arguments.
 
     None is omitted, which reads as nil in Lua. Bytes inside lists need `binary`.
     """
@@ -23,12 +23,12 @@ def pack(at: float, **own: Any) -> list[bytes]:
 
 
 def binary(data: bytes) -> msgspec.Raw:
-    """Bytes as a MessagePack string: Lua's cmsgpack knows no binary type, and its strings are
-    bytes.
+    """Return bytes as a MessagePack string: Lua's cmsgpack knows no binary type, and its strings
+    are bytes.
     """
     return msgspec.Raw(binary_head(len(data)) + data)
 
 
 def binary_head(size: int) -> bytes:
-    """Return what comes before `size` bytes of such a string."""
+    """Return the header of a MessagePack string of `size` bytes."""
     return b"\xdb" + size.to_bytes(4, "big")

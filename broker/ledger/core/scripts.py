@@ -43,16 +43,16 @@ from .tenants import limits_of
 QUEUED_LOOK_S = 10.0
 #: A job that waits for the artifact store is sent again after this many seconds.
 SHELVED_S = 10.0
-#: Kinds of job whose workers read their receipts from the ticket: those neither count towards the
-#: job nor fail it.
+#: Kinds of job whose workers read the receipts from the ticket: these receipts neither count
+#: towards the job nor fail it.
 READS_RECEIPTS = ("sweep", "harvest")
 #: Limit on a sweep's events other than cells: every attempt has a few.
 SWEEP_EVENTS = 1000
-#: Retention of the mark of a receipt stream; by then its worker is long gone. (One that returns
-#: anyway reports that its earlier data is lost, which no longer matters, and continues.)
+#: Retention of the mark of a receipt stream; by then its worker is long gone. (A worker that
+#: returns anyway reports its earlier receipts as lost, which no longer matters, and continues.)
 MARK_TTL_S = 30 * 24 * 3600
-#: Blobs outlive the jobs that name them: they were stored before, and a repeated submit refreshes
-#: them.
+#: Blobs are kept for this many result TTLs: they must outlive the jobs that name them, and are
+#: stored before them. A repeated submit extends their TTL.
 BLOB_TTL_FACTOR = 3
 
 NAMES = (
@@ -94,7 +94,7 @@ NAMES = (
     "publish",
 )
 
-#: The scripts, a folder for each room that they serve; file names are unique.
+#: Folder of the scripts; file names are unique across its subfolders.
 LUA = Path(__file__).parents[1] / "lua"
 #: Included at the start of every script, in this order.
 PARTS = ("arguments", "job", "announce", "usage", "message", "dispatch", "transitions", "pins")
@@ -135,7 +135,7 @@ class Scripts:
 
 @cache
 def source(name: str) -> str:
-    """The whole text of a script: generated tables, shared functions, the script itself."""
+    """Return the complete text of a script: generated tables, shared functions, the script."""
     files = {path.stem: path for path in LUA.glob("*/*.lua")}
     return "\n".join([_tables(), *[files[part].read_text() for part in (*PARTS, name)]])
 
@@ -174,7 +174,7 @@ def _tables() -> str:
 
 
 def _lua(value: Any) -> str:
-    """A Lua literal of a constant; strings here are our own identifiers."""
+    """Return the Lua literal of a constant. Strings are not escaped: they are all identifiers."""
     if isinstance(value, Mapping):
         return (
             "{"
@@ -191,8 +191,8 @@ def _lua(value: Any) -> str:
 
 
 def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]:
-    """ARGV of a ledger script: the common arguments and its own; `at` is the time, in seconds since
-    the epoch.
+    """Return ARGV of a ledger script: the common arguments and its own; `at` is the time, in
+    seconds since the epoch.
     """
     return script_arguments.pack(
         now() if at is None else at,
@@ -208,7 +208,7 @@ def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]
 
 
 def stored_tags(job: Job) -> list[str]:
-    """The tags under which the job's captures become files; the user's own first."""
+    """Return the tags under which the job's captures become files; the user's tags first."""
     result = [] if job.sweep is None else ["base"] if job.sweep.ablation else ["base", "source"]
     result += [
         capture.tag
@@ -220,10 +220,9 @@ def stored_tags(job: Job) -> list[str]:
     return list(dict.fromkeys(result))
 
 
-#: A job with more characters and token ids than this is packed part by part, each part with about
-#: as many.
+#: A job with more characters and token ids than this is packed in parts of about this size.
 PART = 1 << 16
-#: A job's record without prompts has this, and no text in it can: it is not UTF-8.
+#: The empty field `prompts` of a packed job. No text can contain these bytes: they are not UTF-8.
 _NO_PROMPTS = b"\xa7prompts\x90"
 
 
@@ -232,10 +231,10 @@ def _weight(prompt: StoredPrompt) -> int:
 
 
 def _record(job: Job) -> Iterator[bytes]:
-    """`to_msgpack(job)` in parts."""
+    """Yield `to_msgpack(job)` in parts."""
     before, _, after = to_msgpack(msgspec.structs.replace(job, prompts=[])).partition(_NO_PROMPTS)
     count = len(job.prompts)
-    # the beginning of a list of that many
+    # the header of an array of `count` items
     part = [before, _NO_PROMPTS[:-1], to_msgpack([None] * count)[:-count]]
     weight = 0
     for prompt in job.prompts:
@@ -248,9 +247,9 @@ def _record(job: Job) -> Iterator[bytes]:
 
 
 async def record(job: Job) -> bytes | Parts:
-    """The job as it is stored.
+    """Return the job as it is stored.
 
-    A large one is packed twice, to find its size and to send it, and is never in memory as a whole.
+    A large job is packed twice, to find its size and to send it, and is never in memory as a whole.
     """
     if sum(map(_weight, job.prompts)) < PART:
         return to_msgpack(job)
@@ -271,9 +270,9 @@ def submit(
     operators: Collection[str] = (),
     request: bytes = b"",
 ) -> list[bytes | Parts]:
-    """Without the last argument: memory usage of Redis, in percent.
+    """Return ARGV of `submit` but for its last item: memory usage of Redis, in percent.
 
-    `spec`: the job as `record` gives it. `pinned`: blobs copied from pinned tensors. `operators`:
+    `spec`: the job as `record` returns it. `pinned`: blobs copied from pinned tensors. `operators`:
     tags that its user did not request. `request`: its body as JSON; empty: it is not kept.
     """
     tags = stored_tags(job)
@@ -302,13 +301,14 @@ def submit(
         or (job.harvest is not None and job.harvest.role == "run"),
         limits=limits_of(settings),
         blobs=_tensors({**dict.fromkeys(pinned, b""), **blobs}),
-        spec=spec if isinstance(spec, bytes) else msgspec.Raw(b""),  # the last: large ones follow
+        # last, so that `_followed` can append a large one
+        spec=spec if isinstance(spec, bytes) else msgspec.Raw(b""),
     )
     return [*arguments] if isinstance(spec, bytes) else [_followed(arguments[0], spec)]
 
 
 def _followed(packed: bytes, spec: Parts) -> Parts:
-    """The arguments, whose last is `spec`."""
+    """Return the packed arguments with `spec` appended as the value of the last."""
     head = packed + binary_head(len(spec))
     return Parts(len(head) + len(spec), lambda: itertools.chain([head], spec))
 
@@ -324,7 +324,7 @@ def claim(
     everyone: bool,
     unreachable: str = "",
 ) -> list[bytes]:
-    """Includes a unique id that identifies the call if redis-py repeats it."""
+    """Return ARGV of `claim`, with a unique id that identifies the call if redis-py repeats it."""
     return pack(
         settings,
         id=job_id,
@@ -335,14 +335,14 @@ def claim(
         global_version=global_version,
         everyone=everyone,
         call=secrets.token_hex(8),
-        away=unreachable,
+        unreachable=unreachable,
         identity=identity,
         on_model_change=settings.on_model_change,
     )
 
 
 def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[bytes]:
-    """`receipts` ascending by sequence number."""
+    """Return ARGV of `settle`. `receipts`: ascending by sequence number."""
     rows = [
         (
             seq,
@@ -364,7 +364,7 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
 
 
 def _size_of(files: Sequence[CapturedFile]) -> tuple[int, int]:
-    """Bytes and rows of captures; the shards of harvests are counted with their units."""
+    """Return bytes and rows of captures; shards of harvests are counted with their units."""
     captures = [file for file in files if file.tag != HARVEST]
     return sum(file.bytes for file in captures), sum(file.rows for file in captures)
 
@@ -402,7 +402,7 @@ def lost(settings: Settings, worker: str, rank: int, lost_range: LostRange) -> l
 def propose(
     settings: Settings, model: str, proposal: Proposal, steering: bytes, blobs: Mapping[str, bytes]
 ) -> list[bytes]:
-    """`steering`: the proposal's steering, packed separately."""
+    """Return ARGV of `propose`. `steering`: the proposal's steering, packed separately."""
     return pack(
         settings,
         model=model,
@@ -422,7 +422,10 @@ def put_module(
     other: bool,
     blobs: Mapping[str, bytes],
 ) -> list[bytes]:
-    """`former`: as stored; `other`: whether its content differs from the module's."""
+    """Return ARGV of `put_module`.
+
+    `former`: the module being replaced, as stored; `other`: whether its content differs.
+    """
     return pack(
         settings,
         model=module.model,
@@ -440,7 +443,7 @@ def put_module(
 def put_probe(
     settings: Settings, probe: Probe, former: bytes | None, blobs: Mapping[str, bytes]
 ) -> list[bytes]:
-    """`former`: as stored."""
+    """Return ARGV of `put_probe`. `former`: the probe being replaced, as stored."""
     return pack(
         settings,
         model=probe.model,
@@ -455,17 +458,17 @@ def put_probe(
 
 
 def size_of(module: Module) -> int:
-    """Size of a module for its tenant's limit, in bytes: its vectors and the record that names
-    them.
+    """Return what a module counts towards its tenant's limit, in bytes: its vectors and its
+    record.
     """
     return module.bytes + len(to_msgpack(module))
 
 
 def _tensors(blobs: Mapping[str, bytes]) -> list[tuple[str, msgspec.Raw | bool]]:
-    """(name, bytes) of each; False instead of bytes if it is already pinned."""
+    """Return (name, bytes) of each blob; False instead of bytes if it is already pinned."""
     return [(name, binary(data) if data else False) for name, data in blobs.items()]
 
 
 def text(reply: Sequence[Any]) -> list[str]:
-    """A script's flat reply as strings."""
+    """Return a script's flat reply as strings."""
     return [part.decode() if isinstance(part, bytes) else str(part) for part in reply]

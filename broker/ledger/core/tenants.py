@@ -30,7 +30,7 @@ DEFAULTED = (
     "harvests",
 )
 
-#: Name of a limit → kind of problem, its detail, and what would be accepted.
+#: Name of a limit → kind of problem and its detail.
 REFUSALS: dict[str, tuple[str, str]] = {
     "queue_limit": (
         "overloaded",
@@ -94,8 +94,9 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "tenant {tenant} may submit {allowed} tokens per minute and has used {used}",
     ),
 }
+#: Name of a limit → what would be accepted.
 ALLOWED: dict[str, str] = {
-    "webhooks_pending": "wait, mend the receiver, or leave `callback_url` out",
+    "webhooks_pending": "wait, fix the receiver, or omit `callback_url`",
     "sweep_cells": "{allowed} in total: retry when some have finished, or request fewer cells",
     "sweep_cells_waiting": (
         "{allowed} in total (setting sweep_cells_waiting): retry when some have "
@@ -106,13 +107,13 @@ ALLOWED: dict[str, str] = {
     "modules": "delete some (DELETE /v1/steering/modules/<name>)",
     "module_mib": "delete some (DELETE /v1/steering/modules/<name>), or use smaller ones",
 }
-#: Name of a limit → problem of a single item larger than the limit, for which waiting does not
-#: help: field, message, what would be accepted.
 _TOO_MANY_CELLS = (
     "pairs",
     "the sweep has {more} cells",
     "at most {allowed} over all sweeps (limit {name}): a smaller sweep",
 )
+#: Name of a limit → problem of a single item larger than the limit, for which waiting does not
+#: help: field, message, what would be accepted.
 TOO_LARGE: dict[str, tuple[str, str, str]] = {
     "sweep_cells": _TOO_MANY_CELLS,
     "sweep_cells_waiting": _TOO_MANY_CELLS,
@@ -126,10 +127,10 @@ MIB = 1 << 20
 
 
 def limits_of(settings: Settings) -> dict[str, int]:
-    """Default limits of tenants, and limits over all tenants; 0 means no limit."""
-    own: dict[str, int] = {name: getattr(settings, f"limit_{name}") for name in DEFAULTED}
+    """Return the default limits of tenants, and limits over all tenants; 0 means no limit."""
+    defaults: dict[str, int] = {name: getattr(settings, f"limit_{name}") for name in DEFAULTED}
     return {
-        **own,
+        **defaults,
         "queue_limit": settings.queue_limit,
         "webhooks_pending": settings.webhook_pending_limit,
         "sweep_cells_waiting": settings.sweep_cells_waiting,
@@ -141,21 +142,21 @@ def limits_of(settings: Settings) -> dict[str, int]:
 def refusal(
     tenant: str, name: str, used: int, allowed: int, more: int, retry_after: float | None
 ) -> MidstreamError:
-    """The error for a rejected item, and when it would be accepted.
+    """Return the error for a rejected item, and what would be accepted.
 
-    `more`: its share of the limit.
+    `more`: how much the item would add to `used`.
     """
     facts = {"name": name, "tenant": tenant, "used": used, "allowed": allowed, "more": more}
     if name in TOO_LARGE and more > allowed:
         field, *words = TOO_LARGE[name]
-        detail, advice = (text.format(**facts) for text in words)
-        return invalid(field, detail, allowed=advice)
+        detail, accepted = (text.format(**facts) for text in words)
+        return invalid(field, detail, allowed=accepted)
     kind, text = REFUSALS[name]
-    what_to_do = ALLOWED.get(name)
+    advice = ALLOWED.get(name)
     return MidstreamError(
         kind,
         text.format(**facts),
-        allowed=what_to_do.format(**facts) if what_to_do else None,
+        allowed=advice.format(**facts) if advice else None,
         retry_after=retry_after,
     )
 
@@ -172,21 +173,23 @@ class Tenants:
         await self._redis.hset(TENANTS, tenant.name, to_msgpack(tenant))
 
     async def delete(self, name: str) -> bool:
-        """Remove the tenant's own limits, so that the settings apply again. False: it had none."""
+        """Remove the tenant's own limits, so that the settings apply again; False if it had
+        none.
+        """
         return bool(await self._redis.hdel(TENANTS, name))
 
     async def get(self, name: str) -> Tenant:
-        """The tenant with the limits set by name; null limits default to the settings."""
+        """Return the tenant with its own limits; limits that are None default to the settings."""
         raw = await self._redis.hget(TENANTS, name)
         return Tenant(name=name) if raw is None else from_msgpack(raw, Tenant)
 
     async def list(self) -> list[Tenant]:
-        """Tenants with limits of their own, by name."""
+        """Return the tenants with limits of their own, by name."""
         raw = await self._redis.hgetall(TENANTS)
         return [from_msgpack(raw[name], Tenant) for name in sorted(raw)]
 
     async def usage(self, name: str) -> Usage:
-        """Its current usage, and what it has submitted in the current clock minute."""
+        """Return a tenant's current usage, and what it has submitted in this clock minute."""
         counted = await self._redis.hmget(
             USAGE, [f"{name}/{what}" for what in ("jobs", "cells", "bytes")]
         )
@@ -207,7 +210,7 @@ class Tenants:
         )
 
     async def view(self, name: str) -> TenantView:
-        """Its effective limits, with defaults filled in, and its usage."""
+        """Return a tenant's effective limits, with defaults filled in, and its usage."""
         return TenantView(
             name=name,
             limits=filled((await self.get(name)).limits, self._settings),
@@ -216,7 +219,7 @@ class Tenants:
 
 
 def filled(limits: Limits, settings: Settings) -> Limits:
-    """The effective limits."""
+    """Return the limits with the settings' defaults filled in."""
     defaults = limits_of(settings)
     return msgspec.structs.replace(
         limits, **{name: defaults[name] for name in DEFAULTED if getattr(limits, name) is None}

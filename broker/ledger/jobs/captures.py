@@ -1,10 +1,8 @@
-"""Ledger records of captures on disk: listing, leases and deletion.
+"""Ledger records of captures in files: listing and deletion. The ledger's side of `retention`.
 
-The ledger's side of `retention`.
-
-A job may be over while its captures are still being written: the first error ends it, a
-cancellation does, and a worker presumed dead may resume. So a deleted job stays in `ms:deleting`,
-and its mark on the disk, until a grace period has passed; the removal is repeated until then. A
+A job may be over while its captures are still being written: after its first error, after a
+cancellation, or if a worker presumed dead resumes. So a deleted job stays in `ms:deleting`,
+and its mark in the store, until a grace period has passed; the removal is repeated until then. A
 later receipt that names its files adds it again (`settle.lua`).
 """
 
@@ -64,12 +62,10 @@ class Captures:
         cursor: str | None = None,
         tenant: str | None = None,
     ) -> CapturePage:
-        """Captures (of `tenant`) in files that are not deleted, newest first.
+        """Return captures (of `tenant`) in files that are not deleted, newest first.
 
-        `cursor`: a previous page's `next`.
-
-        A rare tag may give a short page with a `next`. Raises MidstreamError("invalid_request") for
-        a cursor that is not ours.
+        `cursor`: a previous page's `next`. A rare tag may give a short page with a `next`. Raises
+        MidstreamError("invalid_request") for an invalid cursor.
         """
         score, last = views.parse_cursor(cursor)
         listed = views.listing("captures", tenant)
@@ -112,7 +108,9 @@ class Captures:
 
     @reachable
     async def owner(self, job_id: str) -> str | None:
-        """The tenant of a job or of its captures, which outlive it; None if neither is known."""
+        """Return the tenant of a job or of its captures, which outlive it; None if neither is
+        known.
+        """
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hmget(f"ms:job:{job_id}", "tenant", "created").hmget(
                 f"ms:capture:{job_id}", "tenant", "created"
@@ -125,7 +123,7 @@ class Captures:
 
     @reachable
     async def check(self, job_id: str) -> None:
-        """Raises MidstreamError("gone") if the job's captures were deleted."""
+        """Raise MidstreamError("gone") if the job's captures were deleted."""
         if await self._redis.hexists(f"ms:capture:{job_id}", "deleted"):
             raise retention.gone(job_id)
 
@@ -138,7 +136,7 @@ class Captures:
         Raises MidstreamError: `not_found` if it has none in files, `gone` if they were already
         deleted, `conflict` while it runs, `internal` on a disk error (the reaper tries again).
         """
-        outcome = await self._forgotten(job_id)
+        outcome = await self._forget(job_id)
         if outcome == "unknown":
             raise no_captures(job_id)
         if outcome == "gone":
@@ -187,30 +185,30 @@ class Captures:
         return [
             name.decode()
             for name in old
-            if await self._forgotten(name.decode(), spare_leased=True) == "forgotten"
+            if await self._forget(name.decode(), spare_leased=True) == "forgotten"
         ]
 
     @reachable
     async def _pending(self, at: float) -> dict[str, float]:
-        """The jobs whose captures are being deleted, with the time at which that began."""
-        report = {
+        """Return the jobs whose captures are being deleted → the time at which that began."""
+        listed = {
             name.decode(): since
             for name, since in await self._redis.zrange("ms:deleting", 0, -1, withscores=True)
         }
         # After the ledger's list: the mark is removed first when a deletion ends. A mark without a
         # ledger entry means that Redis lost it.
-        lost = {job: at for job in await asyncio.to_thread(self.store.marks) if job not in report}
+        lost = {job: at for job in await asyncio.to_thread(self.store.marks) if job not in listed}
         if lost:
             await self._redis.zadd("ms:deleting", lost, nx=True)
-        return report | lost
+        return listed | lost
 
-    async def _forgotten(self, job_id: str, spare_leased: bool = False) -> str:
+    async def _forget(self, job_id: str, spare_leased: bool = False) -> str:
         arguments = scripts.pack(self._settings, id=job_id, spare=spare_leased)
         return str((await self._scripts.forget_captures(args=arguments)).decode())
 
     @reachable
     async def _remove(self, jobs: dict[str, float], at: float) -> None:
-        """`jobs`: those deleted, with the time at which that began.
+        """Remove the files of `jobs` (job id → time at which its deletion began).
 
         Raises OSError after removing all that it can.
         """

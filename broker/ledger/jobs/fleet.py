@@ -12,8 +12,8 @@ from ..core import scripts
 from ..core.connection import Connection, reachable
 
 
-def _own(info: ModelInfo | WorkerInfo) -> bytes:
-    """Encode as JSON, with the versions that this process supports."""
+def _encoded(info: ModelInfo | WorkerInfo) -> bytes:
+    """Encode as JSON, with the wire versions that this process supports."""
     return to_json(msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE))
 
 
@@ -26,8 +26,8 @@ class Fleet(Connection):
 
     @reachable
     async def publish_model(self, info: ModelInfo, worker: WorkerInfo) -> None:
-        """Publish the model of `worker` with the features that this process supports, and record
-        that the worker is alive.
+        """Publish the model of `worker` with the wire versions that this process supports, and
+        record that the worker is alive.
 
         Raises MidstreamError("model_changed") while another live worker serves a model of another
         identity under the name.
@@ -38,8 +38,8 @@ class Fleet(Connection):
             worker=worker.worker,
             boot=worker.boot,
             identity=info.identity,
-            model=_own(info),
-            info=_own(worker),
+            model=_encoded(info),
+            info=_encoded(worker),
             lease_s=self.settings.lease_s,
         )
         outcome, *rest = scripts.text(await self._scripts.publish(args=arguments))
@@ -62,8 +62,8 @@ class Fleet(Connection):
 
     @reachable
     async def watched_model(self, name: str) -> tuple[ModelInfo | None, list[bytes]]:
-        """The model, and the names of the probes that score all its traffic, ascending; in one
-        round trip: every submission needs both.
+        """Return the model, and the names of the probes that score all its traffic, ascending; in
+        one round trip, because every submission needs both.
         """
         async with self.redis.pipeline(transaction=False) as pipe:
             pipe.hget("ms:models", name)
@@ -94,7 +94,7 @@ class Fleet(Connection):
 
     @reachable
     async def models(self) -> list[ModelInfo]:
-        """Every model that a worker has ever served, by name."""
+        """Return every model that a worker has ever served, by name."""
         raw = await self.redis.hgetall("ms:models")
         return [from_json(raw[name], ModelInfo) for name in sorted(raw)]
 
@@ -102,13 +102,13 @@ class Fleet(Connection):
     async def heartbeat(self, info: WorkerInfo) -> None:
         """Record that this worker is alive for another `lease_s`."""
         async with self.redis.pipeline(transaction=True) as pipe:
-            pipe.hset("ms:workers", info.worker, _own(info))
+            pipe.hset("ms:workers", info.worker, _encoded(info))
             pipe.set(f"ms:alive:{info.worker}", info.boot, px=int(self.settings.lease_s * 1000))
             await pipe.execute()
 
     @reachable
     async def workers(self) -> list[WorkerInfo]:
-        """The workers whose heartbeat is fresh, by id."""
+        """Return the workers whose heartbeat is fresh, by id."""
         raw = await self.redis.hgetall("ms:workers")
         infos = [from_json(raw[name], WorkerInfo) for name in sorted(raw)]
         boots = (

@@ -36,7 +36,7 @@ list_ = list  # the method `Ledger.list` hides the builtin inside the class
 
 #: Jobs read per query while filling a filtered page, and in total for one page.
 PAGE_CHUNK, PAGE_SCAN = 100, 5000
-#: The parts of a result, a consistent snapshot: fields of the record, outputs, receipts.
+#: A consistent snapshot of the parts of a result: fields of the record, outputs, receipts.
 RESULT = (
     "return {redis.call('HMGET', KEYS[1], unpack(ARGV)), redis.call('GET', "
     "KEYS[2]), redis.call('HVALS', KEYS[3]), "
@@ -49,21 +49,21 @@ ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 class Claim(NamedTuple):
     job: Job
     attempt: int  # the fencing token, carried by every report of the worker about the job
-    queued: float  # when it began to wait, in seconds since the epoch
+    queued: float  # when the job began to wait, in seconds since the epoch
 
 
 class Outcome(NamedTuple):
     """A job as it was at one moment."""
 
     view: JobView
-    result: JobResult | None = None  # None: not read, deleted, or of a sweep; see `Ledger.result`
+    result: JobResult | None = None  # None: not read, deleted, or a sweep's; see `Ledger.result`
     written: bool = False  # known to survive a kill of Redis
 
 
 class EventsLost(MidstreamError):
-    """Redis confirmed events of the attempt and has lost them: its stream would have a hole.
+    """Redis lost events of the attempt that it had confirmed: the job's stream would have a gap.
 
-    Another attempt begins it again.
+    Another attempt restarts the stream.
     """
 
     def __init__(self, job_id: str) -> None:
@@ -82,7 +82,7 @@ class ClaimRefused(MidstreamError):
 
 
 class Renewal(NamedTuple):
-    lost: set[str]  # no longer this boot's: stop them, drop their output
+    lost: set[str]  # no longer leased to this boot: stop them, drop their output
     cancelling: set[str]  # still held, but being cancelled
 
 
@@ -100,7 +100,7 @@ def not_found(job_id: str) -> MidstreamError:
 
 
 def _record(job_id: str, values: Sequence[bytes | None]) -> JobRecord:
-    """`values` as HMGET returns them for `FIELDS`. Raises not_found."""
+    """Decode `values` as HMGET returns them for `FIELDS`. Raises not_found."""
     record = decode(job_id, values)
     if record is None:
         raise not_found(job_id)
@@ -110,14 +110,14 @@ def _record(job_id: str, values: Sequence[bytes | None]) -> JobRecord:
 class Ledger(Fleet):
     """The job ledger over one asyncio Redis client.
 
-    Belongs to the event loop it is first used on.
+    Belongs to the event loop on which it is first used.
     """
 
     def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:
         super().__init__(client, settings)
         self._result: Any = client.register_script(RESULT)
 
-    # ---- accepting -------------------------------------------------------------------------------
+    # --- accepting
 
     @reachable
     async def submit(
@@ -134,13 +134,14 @@ class Ledger(Fleet):
 
         `pinned`: content hashes of tensors of named modules, which are copied for the job.
         `operators`: tags of captures that its user did not request. `request`: its body as JSON,
-        kept for readers. `idempotency`: (the client's key, SHA-256 of the body). The job's message
-        is sent when its turn comes, usually immediately. Same key and same body: the first job's id
-        and False. Raises MidstreamError("idempotency_mismatch") for another body, and
-        MidstreamError("conflict") if a pinned tensor is gone; rate_limited, too_many_jobs,
-        too_many_cells, capture_limit if the tenant has reached a limit, and overloaded if too many
-        jobs wait: nothing is accepted then. The returned result survives a kill of Redis
-        (`written`).
+        kept for readers. `idempotency`: (the client's key, SHA-256 of the body); the same key and
+        body again return the first job's id and False. The job's message is sent when its turn
+        comes, usually immediately. The returned result survives a kill of Redis (`written`).
+
+        Raises MidstreamError: `idempotency_mismatch` for the same key with another body; `conflict`
+        if a pinned tensor is gone; rate_limited, too_many_jobs, too_many_cells, capture_limit if
+        the tenant has reached a limit; overloaded if too many jobs wait or Redis is too full.
+        Nothing is accepted then.
         """
         raw = {
             name: to_msgpack(blob) if isinstance(blob, Tensor) else blob
@@ -188,20 +189,20 @@ class Ledger(Fleet):
         if outcome == "exists":
             raise MidstreamError("conflict", f"job {job_id} already exists")
         self._pressure.accepted(size)
-        await self._written()  # from here on its caller may rely on it
+        await self._written()
         return job_id, outcome == "created"
 
     @reachable
     async def knows_key(self, key: str) -> bool:
         """Return whether a job was accepted under this Idempotency-Key, so that another submission
-        under it accepts none.
+        with the key creates none.
         """
         return bool(await self.redis.exists(f"ms:idem:{key}"))
 
     @reachable
     async def repeated(self, idempotency: tuple[str, str]) -> str | None:
-        """The job accepted under this (key, SHA-256 of the body), if any; `submit` reports a
-        different body.
+        """Return the id of the job accepted under this (key, SHA-256 of the body), or None; a
+        different body is left for `submit` to report.
         """
         first: bytes | None = await self.redis.get(f"ms:idem:{idempotency[0]}")
         job_id, _, body = (first or b"").decode().partition(":")
@@ -213,9 +214,8 @@ class Ledger(Fleet):
 
     @reachable
     async def request_cancel(self, job_id: str) -> JobView:
-        """Queued: aborted immediately.
-
-        Running: `cancelling`, until the worker reports that it has stopped.
+        """Abort a queued job immediately; set a running one `cancelling` until its worker reports
+        that it has stopped.
 
         Raises not_found, and conflict if the job is over. A repeated request is harmless.
         """
@@ -227,7 +227,7 @@ class Ledger(Fleet):
             raise MidstreamError("conflict", f"job {job_id} has ended: its state is {state[0]}")
         return await self.view(job_id)
 
-    # ---- the worker's side -----------------------------------------------------------------------
+    # --- the worker's side
 
     @reachable
     async def claim(
@@ -243,18 +243,17 @@ class Ledger(Fleet):
     ) -> Claim | None:
         """Take a queued job: running, attempt + 1, leased for `lease_s`.
 
-        None if another worker has it, or it has ended.
+        Returns None if another worker has it, or it has ended. With `redis_replicas`, the replicas
+        have the claim before this returns.
 
-        With replicas, they know of it before it is returned.
-
-        `identity`: of the worker's model. A job that was accepted for another one fails
+        `identity`: of the worker's model. A job that was accepted for another model fails
         `model_changed`, or with the setting `on_model_change` = "wait" stays queued until a worker
         serves its model.
         `ranks`: number of receipts that each request with an intervention or a capture will get.
-        `global_version`: of the global steering that this attempt will run under from start to end;
-        `everyone`: it steers something, so every request gets receipts. `unreachable`: why the
-        worker's artifact store takes nothing: a job whose captures go there then waits for it, for
-        at most `artifact_wait_s`.
+        `global_version`: of the global steering under which this attempt runs from start to end;
+        `everyone`: it has entries, so every request gets receipts. `unreachable`: why the worker's
+        artifact store is unavailable, or empty: a job whose captures go there waits for it, for at
+        most `artifact_wait_s`.
 
         Raises not_found; ClaimRefused while another version is desired, or
         while the worker's ranks disagree.
@@ -287,9 +286,8 @@ class Ledger(Fleet):
             raise ClaimRefused("desynced", rest[0].decode())
         attempt = int(rest[0])
         if self.settings.redis_replicas:
-            await (
-                self._written()
-            )  # else another worker could hold the same attempt after a failover
+            # else another worker could hold the same attempt after a failover
+            await self._written()
         try:
             job = await self._decode_job(job_id, rest[1])
         except MidstreamError as error:
@@ -306,22 +304,21 @@ class Ledger(Fleet):
         last: Event | None = None,
         text: int = 0,
     ) -> State | None:
-        """Store all outputs of the attempt together, and the event of the last of them.
+        """Store all outputs of the attempt together, and the `last` event of its stream.
 
-        `text`: how many events came before it.
+        `text`: number of events before `last`.
 
-        None: the attempt is stale or was cancelled; nothing is stored. Otherwise the state after
-        it: succeeded, or running while receipts are awaited. Raises EventsLost.
+        Returns the state: succeeded, or running while receipts are awaited; None if the attempt is
+        stale or was cancelled: nothing is stored then. Raises EventsLost.
         """
-        report = to_json(last) if last else None
-        outcome = await self._tell(
+        outcome = await self._report(
             "store",
             job_id,
             attempt,
             capture_timeout=self.settings.capture_timeout_s,
             outputs=to_msgpack(outputs),
             said=text,
-            last=report,
+            last=to_json(last) if last else None,
         )
         if outcome == "behind":
             raise EventsLost(job_id)
@@ -329,28 +326,28 @@ class Ledger(Fleet):
 
     async def fail(self, job_id: str, attempt: int, problem: Problem) -> bool:
         """End the job `failed` with `problem`. False: the attempt is stale."""
-        return await self._tell("fail", job_id, attempt, problem=to_json(problem)) == "failed"
+        return await self._report("fail", job_id, attempt, problem=to_json(problem)) == "failed"
 
     async def finish_cancel(self, job_id: str, attempt: int) -> bool:
         """Record that the cancelled job has left the engine.
 
         False: the attempt is stale, or no cancel was requested.
         """
-        return await self._tell("cancelled", job_id, attempt) == "cancelled"
+        return await self._report("cancelled", job_id, attempt) == "cancelled"
 
     async def release(
         self, job_id: str, attempt: int, unreachable: str = "", later: bool = False
     ) -> State | None:
         """Give the job back: queued, failed `worker_lost` after the last attempt, or cancelled.
 
-        `later`: it is handed out again after `SHELVED_S`, and the attempt does not count: it was
-        not begun.
-
-        `unreachable`: why the artifact store is unavailable; then the job waits for it, for at most
-        `artifact_wait_s` without progress, and the attempt does not count. Returns the new state;
-        None if the attempt is stale.
+        `later`: the attempt was not begun: it does not count, and the job is sent again after
+        `SHELVED_S`. `unreachable`: why the artifact store is unavailable: the job waits for it, for
+        at most `artifact_wait_s` without progress, and the attempt does not count. Returns the new
+        state; None if the attempt is stale.
         """
-        outcome = await self._tell("release", job_id, attempt, away=unreachable, later=later)
+        outcome = await self._report(
+            "release", job_id, attempt, unreachable=unreachable, later=later
+        )
         return None if outcome == "stale" else State(outcome)
 
     async def desync_release(self, job_id: str, attempt: int, detail: str) -> State | None:
@@ -359,7 +356,7 @@ class Ledger(Fleet):
 
         Returns the new state; None if the attempt is stale.
         """
-        outcome = await self._tell("desync", job_id, attempt, detail=detail)
+        outcome = await self._report("desync", job_id, attempt, detail=detail)
         return None if outcome == "stale" else State(outcome)
 
     async def emit(self, job_id: str, attempt: int, number: int, event: Event) -> bool:
@@ -370,13 +367,13 @@ class Ledger(Fleet):
         Numbers not above the last are duplicates: a call may be repeated, but calls must stay in
         order. Raises EventsLost.
         """
-        outcome = await self._tell("emit", job_id, attempt, number=number, event=to_json(event))
+        outcome = await self._report("emit", job_id, attempt, number=number, event=to_json(event))
         if outcome == "behind":
             raise EventsLost(job_id)
         return outcome == "emitted"
 
     @reachable
-    async def _tell(self, script: str, job_id: str, attempt: int, **own: Any) -> str:
+    async def _report(self, script: str, job_id: str, attempt: int, **own: Any) -> str:
         reply = await getattr(self._scripts, script)(
             args=scripts.pack(self.settings, id=job_id, attempt=attempt, **own)
         )
@@ -398,11 +395,11 @@ class Ledger(Fleet):
         lost, cancelling = await self._scripts.renew(args=arguments)
         return Renewal(set(scripts.text(lost)), set(scripts.text(cancelling)))
 
-    # ---- reading ---------------------------------------------------------------------------------
+    # --- reading
 
     @reachable
     async def job(self, job_id: str) -> Job:
-        """The job as accepted. Raises not_found."""
+        """Return the job as accepted. Raises not_found."""
         raw = await self.redis.hget(f"ms:job:{job_id}", "spec")
         if raw is None:
             raise not_found(job_id)
@@ -410,7 +407,7 @@ class Ledger(Fleet):
 
     @reachable
     async def request(self, job_id: str) -> tuple[Job, dict[str, Any] | None]:
-        """The job as accepted, and the body of its request, where that is kept.
+        """Return the job as accepted, and the body of its request, if that is kept.
 
         Raises not_found.
         """
@@ -423,13 +420,13 @@ class Ledger(Fleet):
 
     @reachable
     async def view(self, job_id: str) -> JobView:
-        """The job's state. Raises not_found."""
+        """Return the view of the job. Raises not_found."""
         values = await self.redis.hmget(f"ms:job:{job_id}", FIELDS)
         return views.view(_record(job_id, values), self.settings)
 
     @reachable
     async def outcome(self, job_id: str) -> Outcome:
-        """The job with its result, and whether Redis has logged both, in one round trip.
+        """Return the job with its result, and whether Redis has logged both, in one round trip.
 
         Raises not_found.
         """
@@ -437,8 +434,7 @@ class Ledger(Fleet):
         values, outputs, receipts, persistence = await self._result(keys=names, args=FIELDS)
         record = _record(job_id, values)
         view = views.view(record, self.settings)
-        # A script cannot await replicas. Results are answered without a log too: only what is
-        # confirmed needs one.
+        # A script cannot wait for replicas. `lossy`: reading needs no log, only confirming does.
         written = not self.settings.redis_replicas and Barrier(lossy=True).passed(
             persistence_in(persistence)
         )
@@ -448,8 +444,8 @@ class Ledger(Fleet):
 
     @reachable
     async def result(self, job_id: str) -> JobResult:
-        """Outputs, captures and determinism as far as they are known; `state` shows whether the job
-        is over.
+        """Return outputs, captures and determinism as far as they are known; `state` shows whether
+        the job is over.
 
         Raises not_found, and gone after the retention time.
         """
@@ -483,15 +479,15 @@ class Ledger(Fleet):
         cursor: str | None = None,
         tenant: str | None = None,
     ) -> JobPage:
-        """Jobs (of `tenant`), newest first.
+        """Return jobs (of `tenant`), newest first.
 
         `cursor` is a previous page's `next`. A rare filter may give a short page with a `next`.
 
-        Raises MidstreamError("invalid_request") for a cursor that is not ours.
+        Raises MidstreamError("invalid_request") for an invalid cursor.
         """
         score, last = views.parse_cursor(cursor)
         listed = views.jobs_in(state, tenant)
-        if state is State.EXPIRED:  # none is younger
+        if state is State.EXPIRED:  # no younger job is expired
             score = min(score, now() - self.settings.result_ttl_s)
         job_views: list[JobView] = []
         scanned = 0
@@ -521,14 +517,13 @@ class Ledger(Fleet):
     async def _older(
         self, score: float, last: str, listed: str, count: int = PAGE_CHUNK
     ) -> list_[tuple[str, float]]:
-        """Up to `count` (job id, creation time) of a listing after the place (score, last), newest
-        first.
+        """Return up to `count` (job id, creation time) of a listing after the position (score,
+        last), newest first.
         """
         result: list_[tuple[str, float]] = []
         offset = 0
-        while (
-            len(result) < count
-        ):  # jobs with the same time are ordered by id: skip those already returned
+        # jobs with the same time are ordered by id: those already returned are skipped
+        while len(result) < count:
             rows = await self.redis.zrevrangebyscore(
                 listed, score, "-inf", start=offset, num=count, withscores=True
             )
@@ -542,11 +537,10 @@ class Ledger(Fleet):
 
     @reachable
     async def events(self, job_id: str, after: str = "", count: int = 1000) -> list_[Event]:
-        """Up to `count` events after the event id `after` (empty: from the first kept).
+        """Return up to `count` events after the event id `after` (empty: from the first kept).
 
-        Unknown or expired job: raises not_found.
-
-        Raises MidstreamError("invalid_request") for an id that is not one of a stream.
+        Raises not_found for an unknown or expired job, and MidstreamError("invalid_request") for an
+        invalid event id.
         """
         entries = await self.redis.xrange(
             f"ms:events:{job_id}", min=views.after_id(after), count=count
@@ -560,12 +554,12 @@ class Ledger(Fleet):
 
     @reachable
     async def version(self, job_id: str) -> int | None:
-        """The job's version; None when there is no such job."""
+        """Return the job's version; None if there is no such job."""
         raw = await self.redis.hget(f"ms:job:{job_id}", "version")
         return None if raw is None else int(raw)
 
     async def _decode_job(self, job_id: str, raw: bytes) -> Job:
-        """Raises MidstreamError("version_mismatch")."""
+        """Decode a stored job. Raises MidstreamError("version_mismatch")."""
         try:
             return from_msgpack(raw, Job)
         except msgspec.ValidationError as error:

@@ -34,7 +34,7 @@ class SettleCounts:
     applied: int = 0  # changed a ticket
     duplicate: int = 0  # already committed, or the rank had already reported on this request
     stale: int = 0  # of a previous attempt, or of a job that is over: acknowledged, changes nothing
-    unknown: int = 0  # of a job that the ledger does not (or no longer) have: acknowledged
+    unknown: int = 0  # of a job that the ledger does not have (any more): acknowledged
     beyond_gap: int = 0  # not accepted: a predecessor is missing, so the sender must replay
     lost: int = 0  # jobs failed by a LOST range
     disagreements: int = 0  # requests whose ranks differ
@@ -56,10 +56,10 @@ class Settler:
         self._settings = settings
         self._scripts = scripts.Scripts(client)
         self.counts = SettleCounts()
-        self._told: dict[str, float] = {}  # worker → when its disagreement was last logged
+        self._log_at: dict[str, float] = {}  # worker → when its disagreements are logged again
 
     def mark(self, worker: str, rank: int, epoch: str) -> int:
-        """The last sequence number of the stream up to which all receipts are committed; 0 for a
+        """Return the sequence number of the stream up to which all receipts are committed; 0 for a
         new stream.
         """
         raw = cast(bytes | None, self._redis.get(mark_key(worker, rank, epoch)))
@@ -70,16 +70,16 @@ class Settler:
     ) -> int:
         """Commit (sequence number, receipt) pairs, in any order; returns the stream's new mark.
 
-        Numbers at or below the mark are dropped as duplicates; from a gap on nothing is accepted
-        and the mark stays before it.
+        Numbers at or below the mark are dropped as duplicates; after a gap nothing is accepted, and
+        the mark stays before the gap.
         """
         ordered = sorted(receipts, key=lambda item: item[0])
         if not ordered:
             return self.mark(worker, rank, epoch)
         keys = [mark_key(worker, rank, epoch)]
-        mark = taken = 0
+        mark = sent = 0
         for batch in _batches(ordered):
-            taken += len(batch)
+            sent += len(batch)
             began = now()
             reply = cast(
                 list[Any],
@@ -87,7 +87,7 @@ class Settler:
             )
             mark, beyond = reply[0], reply[5]
             self._count(reply)
-            self._follow(batch, began, scripts.text(reply[9]))
+            self._record(batch, began, scripts.text(reply[9]))
             if beyond:
                 log.warning(
                     "receipts of worker %s rank %d epoch %s: gap after %d",
@@ -96,13 +96,13 @@ class Settler:
                     epoch,
                     mark,
                 )
-                self.counts.beyond_gap += len(ordered) - taken
+                self.counts.beyond_gap += len(ordered) - sent
                 break
         return mark
 
     def lost(self, worker: str, rank: int, epoch: str, lost: LostRange) -> int:
-        """The sender has lost `lost.first..lost.last`: its jobs fail with the reason, the mark
-        passes the range.
+        """Record that the sender has lost `lost.first..lost.last`: fail the jobs of these receipts
+        with its message, and move the mark past the range.
 
         A range beyond a gap or below the mark changes nothing. Returns the stream's mark.
         """
@@ -145,13 +145,13 @@ class Settler:
         self.counts.disagreements += len(disagreements) // 2
         for worker, detail in zip(disagreements[::2], disagreements[1::2], strict=True):
             metrics.DISAGREEMENTS.labels(worker.decode()).inc()
-            self._tell(worker.decode(), detail.decode())
+            self._log_disagreement(worker.decode(), detail.decode())
         self.counts.beyond_gap += beyond
 
-    def _follow(self, batch: list[tuple[int, Receipt]], began: float, succeeded: list[str]) -> None:
-        """Record durations.
+    def _record(self, batch: list[tuple[int, Receipt]], began: float, succeeded: list[str]) -> None:
+        """Record metrics and trace spans.
 
-        `succeeded`: id, model, created and generated of each job whose last receipt this was.
+        `succeeded`: id, model, created and generated of each job whose last receipt was in `batch`.
         """
         at = now()
         traced = {report.job: report.trace for _, report in batch if report.trace}
@@ -181,26 +181,26 @@ class Settler:
             metrics.JOB.labels(model).observe(max(0.0, at - float(created)))
             traces.record("durable", traced.get(job_id, ""), float(generated), at, job=job_id)
 
-    def _tell(self, worker: str, detail: str) -> None:
+    def _log_disagreement(self, worker: str, detail: str) -> None:
         """Log a disagreement, rate-limited: after the first, every request of the worker disagrees
         until its ranks are resynced.
         """
         at = time.monotonic()
-        if at >= self._told.get(worker, at):
-            self._told[worker] = at + self._settings.desync_log_s
+        if at >= self._log_at.get(worker, at):
+            self._log_at[worker] = at + self._settings.desync_log_s
             log.warning(
                 "the ranks of worker %s disagree: %s", worker, detail, extra={"worker": worker}
             )
 
 
 def _batches(receipts: Iterable[tuple[int, Receipt]]) -> Iterator[list[tuple[int, Receipt]]]:
-    """Batches in order, each of at most `BATCH` receipts and `BATCH_BYTES`, or a single larger
-    one.
+    """Yield batches in order: at most `BATCH` receipts and `BATCH_BYTES` each, or one larger
+    receipt.
     """
     batch: list[tuple[int, Receipt]] = []
     size = 0
     for numbered in receipts:
-        more = sum(len(made.rows) for made in numbered[1].consumed)
+        more = sum(len(result.rows) for result in numbered[1].consumed)
         if batch and (len(batch) == BATCH or size + more > BATCH_BYTES):
             yield batch
             batch, size = [], 0

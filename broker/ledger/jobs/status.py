@@ -1,4 +1,4 @@
-"""Service-wide status, read from Redis, where every process reports; no process is queried."""
+"""Reads the service-wide status from Redis, where every process reports; queries no process."""
 
 import time
 from typing import Any
@@ -18,14 +18,14 @@ from ....schemas.service.status import (
 from ...ops.liveness import REAPER_KEY, RELAY_KEY
 from .ledger import Ledger, reachable
 
-#: Names of the queue's steps: the requested priority, and for `normal` the default of the kind of
-#: job.
+#: Step of the queue → its name: 0 and 9 are the priorities `high` and `low`, the others the
+#: defaults of kinds of jobs.
 NAME_OF_STEP = {"0": "high", "3": "interactive", "6": "batch", "9": "low"}
 
 
 @reachable
 async def read_status(ledger: Ledger, held: int = 0) -> Status:
-    """`held`: responses that the caller holds open.
+    """Return the status. `held`: number of responses that the caller holds open.
 
     Raises MidstreamError("unavailable") while Redis is unreachable.
     """
@@ -75,7 +75,7 @@ def _counts(raw: dict[bytes, bytes]) -> dict[str, dict[str, int]]:
 
 
 async def _queue(ledger: Ledger, name: str) -> QueueStatus | None:
-    """`name`: `{model}:{step}`. None if nothing waits there."""
+    """Return the status of one queue, `{model}:{step}`; None if it is empty."""
     model, _, step = name.rpartition(":")
     tenants: list[bytes] = await ledger.redis.zrange(f"ms:fair:{name}", 0, -1)
     async with ledger.redis.pipeline(transaction=False) as pipe:
@@ -95,10 +95,10 @@ async def _queue(ledger: Ledger, name: str) -> QueueStatus | None:
 
 @reachable
 async def relay_since(ledger: Ledger, at: float) -> float:
-    """Since when a relay has been alive without a break, in seconds since the epoch; `at`, the
-    present time, if none is alive.
+    """Return since when a relay has been alive without a break, in seconds since the epoch; `at`,
+    the present time, if none is alive.
 
-    Receipts are late only by the time since then: while no relay is alive, none can arrive.
+    The wait for receipts counts from then: while no relay is alive, none can arrive.
     """
     raw = await ledger.redis.get(RELAY_KEY)
     return float(from_json(raw, dict[str, Any]).get("since", 0.0)) if raw else at
@@ -113,9 +113,9 @@ async def relay_alive_for(ledger: Ledger, seconds: float) -> bool:
 def _relay(raw: bytes | None) -> RelayStatus:
     if raw is None:
         return RelayStatus(alive=False)
-    sign = from_json(raw, dict[str, Any])
+    beat = from_json(raw, dict[str, Any])
     return RelayStatus(
-        alive=True, url=sign["url"], version=sign["version"], received=sign["received"]
+        alive=True, url=beat["url"], version=beat["version"], received=beat["received"]
     )
 
 
@@ -134,11 +134,11 @@ def _redis(info: dict[str, Any], milliseconds: float) -> RedisStatus:
 
 
 def _last_desync(workers: list[WorkerInfo]) -> DesyncStatus | None:
-    desync_status = [
+    desyncs = [
         DesyncStatus(
             worker=worker.worker, at=worker.stats.last_desync_at, detail=worker.stats.last_desync
         )
         for worker in workers
         if worker.stats is not None and worker.stats.last_desync_at is not None
     ]
-    return max(desync_status, key=lambda desync: desync.at, default=None)
+    return max(desyncs, key=lambda desync: desync.at, default=None)

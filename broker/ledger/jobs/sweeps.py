@@ -1,5 +1,5 @@
-"""Ledger records of sweep units: receipts arrive by ticket; confirmed units are stored and survive
-an attempt.
+"""Ledger records of sweep units: their receipts are read from the job's ticket; confirmed units are
+stored and outlive an attempt.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ class Standing(NamedTuple):
 
     request: SweepRequest | None  # None: an older server accepted it
     result: SweepResult
-    last_event: str  # all that came up to this one is in the result; empty: no event is left
+    last_event: str  # id of the last event that `result` surely includes; empty: no events
 
 
 class Sweeps:
@@ -40,19 +40,18 @@ class Sweeps:
 
     @reachable
     async def records(self, job_id: str) -> dict[int, UnitRecord]:
-        """Number of the unit → its record, for all finished units."""
+        """Return number of the unit → its record, for all finished units."""
         raw = await self._redis.hvals(f"ms:units:{job_id}")
         return {record.unit: record for record in map(unit_decoder.decode, raw)}
 
     @reachable
     async def standing(self, job_id: str) -> Standing:
-        """A sweep as it stands.
+        """Return the sweep's request, its result so far and its last event.
 
-        Raises not_found, also for a job that is none; gone after the retention time.
+        Raises not_found, also for a job that is not a sweep; gone after the retention time.
         """
-        async with self._redis.pipeline(
-            transaction=True
-        ) as pipe:  # before the cells are read: later events are repeated
+        # before the cells are read: an event may be repeated, none is missed
+        async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hget(f"ms:job:{job_id}", "request").xrevrange(f"ms:events:{job_id}", count=1)
             raw, newest = await pipe.execute()
         result = (await self._ledger.result(job_id)).sweep
@@ -68,8 +67,8 @@ class Sweeps:
     async def receipts(
         self, job_id: str, requests: Sequence[int], ranks: int
     ) -> dict[int, list[Receipt]]:
-        """The receipts of those of these requests that all `ranks` have reported on, in rank
-        order.
+        """Return request → its receipts in rank order, for those of `requests` on which all `ranks`
+        have reported.
         """
         if not requests:
             return {}
@@ -77,24 +76,24 @@ class Sweeps:
             f"ms:ticket:{job_id}",
             [f"{request}/{rank}" for request in requests for rank in range(ranks)],
         )
-        report = {
+        by_request = {
             request: raw[place * ranks : (place + 1) * ranks]
             for place, request in enumerate(requests)
         }
         return {
-            request: [receipt_decoder.decode(one) for one in of_it]
-            for request, of_it in report.items()
-            if None not in of_it
+            request: [receipt_decoder.decode(packed) for packed in receipts]
+            for request, receipts in by_request.items()
+            if None not in receipts
         }
 
     @reachable
-    async def told(self, job_id: str, requests: Sequence[int], ranks: int) -> list[Receipt]:
-        """All receipts of these requests so far, even if some rank has not reported."""
+    async def reported(self, job_id: str, requests: Sequence[int], ranks: int) -> list[Receipt]:
+        """Return all receipts of these requests so far, even if some rank has not reported."""
         raw = await self._redis.hmget(
             f"ms:ticket:{job_id}",
             [f"{request}/{rank}" for request in requests for rank in range(ranks)],
         )
-        return [receipt_decoder.decode(one) for one in raw if one is not None]
+        return [receipt_decoder.decode(packed) for packed in raw if packed is not None]
 
     @reachable
     async def keep(

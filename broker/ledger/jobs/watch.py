@@ -1,5 +1,5 @@
-"""Notification of held responses about changes of their jobs: thousands of waiters on one
-connection, none lost.
+"""Wakes held responses when their jobs change: thousands of waiters on one connection, and no
+change is missed.
 
 One pub/sub connection per process receives every change. A message is only a hint: it may be lost
 with the connection, so each waiter also polls from time to time, and all waiters poll when the
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 #: Seconds between polls of one waiter while messages arrive, and while the connection is down.
 POLL_S, POLL_DEAF_S = 5.0, 0.25
-#: Number of jobs whose latest message is remembered, for callers that start to wait just after it
-#: arrived.
+#: Number of jobs whose latest message is remembered, for callers that start to wait just after
+#: the message arrived.
 REMEMBERED = 4096
-#: The message for an event that changes only the job's stream.
-STIRRED = b"e"
+#: The message for an event that changes only the job's event stream.
+EVENT_ADDED = b"e"
 #: Seconds of silence after which the pub/sub connection is pinged.
 HEALTH_CHECK_S = 5
 RECONNECT_S = 0.2
@@ -44,59 +44,56 @@ PREFIX = len("ms:changed:")
 
 
 class SharedReads(Generic[T]):
-    """Reads that several callers want at the same time: made once, for all of them.
+    """Merges concurrent reads of one key into one read. Belongs to one event loop.
 
-    `fresh_s`: for how long an answer counts.
-
-    Belongs to one event loop.
+    `fresh_s`: seconds for which an answer is reused.
     """
 
     def __init__(self, fresh_s: float = 0.0) -> None:
         self._fresh_s = fresh_s
-        self._made: dict[Hashable, asyncio.Future[T]] = {}
+        self._current: dict[Hashable, asyncio.Future[T]] = {}
         self._next: dict[Hashable, asyncio.Future[T]] = {}
 
     async def of(self, key: Hashable, read: Callable[[], Awaitable[T]]) -> T:
-        """Return what `read` gives, or has given another caller for the same key.
+        """Return the answer of `read`, or of another caller's read of the same key.
 
-        A caller that is cancelled cancels no other's read.
+        A caller that is cancelled does not cancel the read.
         """
-        made = self._made.get(key)
-        if made is None:
-            made = self._made[key] = asyncio.ensure_future(read())
-            made.add_done_callback(lambda done: self._done(key, done))
-        return await asyncio.shield(made)
+        current = self._current.get(key)
+        if current is None:
+            current = self._current[key] = asyncio.ensure_future(read())
+            current.add_done_callback(lambda done: self._done(key, done))
+        return await asyncio.shield(current)
 
     async def of_next(self, key: Hashable, read: Callable[[], Awaitable[T]]) -> T:
-        """Read like `of`, by a read that begins after this call.
+        """Read like `of`, but by a read that begins after this call.
 
         Callers that arrive during one read share the next, so one runs at a time.
         """
-        coming = self._next.get(key)
-        if coming is None:
-            coming = self._next[key] = asyncio.ensure_future(self._after(key, read))
-            coming.add_done_callback(
-                lambda done: done.cancelled() or done.exception()
-            )  # also if no caller is left
-        return await asyncio.shield(coming)
+        following = self._next.get(key)
+        if following is None:
+            following = self._next[key] = asyncio.ensure_future(self._after(key, read))
+            # retrieves the exception, also if no caller is left
+            following.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(following)
 
     async def _after(self, key: Hashable, read: Callable[[], Awaitable[T]]) -> T:
-        if key in self._made:
-            await asyncio.wait({self._made[key]})
+        if key in self._current:
+            await asyncio.wait({self._current[key]})
         del self._next[key]
         return await self.of(key, read)
 
     def _done(self, key: Hashable, done: asyncio.Future[T]) -> None:
         if self._fresh_s and not done.cancelled() and done.exception() is None:
-            done.get_loop().call_later(self._fresh_s, self._made.pop, key, None)
+            done.get_loop().call_later(self._fresh_s, self._current.pop, key, None)
         else:
-            del self._made[key]
+            del self._current[key]
 
 
 class EventBatch(list[Event]):
-    """Events that all readers at one place of a job's stream get.
+    """The events after one id of a job's stream, shared by their readers.
 
-    `sent`: as the first of them has rendered them.
+    `sent`: the rendering by the first reader.
     """
 
     sent: bytes | None = None
@@ -105,10 +102,10 @@ class EventBatch(list[Event]):
 class Waiter:
     """One call that waits for changes of a job."""
 
-    def __init__(self, quiet: Collection[str], stirred: bool) -> None:
+    def __init__(self, quiet: Collection[str], on_events: bool) -> None:
         self.woken = asyncio.Event()
         self.quiet = quiet  # states that do not wake it
-        self.stirred = stirred  # whether events of its stream wake it
+        self.on_events = on_events  # whether events of the job's stream wake it
 
 
 class Watcher:
@@ -120,15 +117,14 @@ class Watcher:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._waiting: dict[str, set[Waiter]] = {}
-        self._heard: OrderedDict[str, tuple[int, str]] = (
-            OrderedDict()
-        )  # version and state, heard on the current connection
+        # job id → version and state, heard on the current connection
+        self._heard: OrderedDict[str, tuple[int, str]] = OrderedDict()
         self._reads: SharedReads[EventBatch] = SharedReads()
-        self._messages = 0  # heard so far
+        self._messages = 0  # number heard so far
         self._task: asyncio.Task[None] | None = None
         self._hearing = asyncio.Event()
-        #: Called with the id of every job of which a change is heard, and when changes may have
-        #: been missed.
+        #: Called with the id of each job of which a change is heard; and when changes may have been
+        #: missed.
         self.on_change: Callable[[str], None] | None = None
         self.on_gap: Callable[[], None] | None = None
 
@@ -154,9 +150,8 @@ class Watcher:
         polling.
         """
         if self._task is not None:
-            while (
-                not self._task.done()
-            ):  # redis-py may swallow a cancellation (asyncio.wait_for of Python 3.11)
+            # redis-py may swallow a cancellation (asyncio.wait_for of Python 3.11)
+            while not self._task.done():
                 self._task.cancel()
                 await asyncio.wait({self._task}, timeout=0.5)
             self._task = None
@@ -170,18 +165,18 @@ class Watcher:
 
     @property
     def remembered(self) -> set[str]:
-        """Jobs whose latest message is known."""
+        """Ids of the jobs whose latest message is known."""
         return set(self._heard)
 
     async def changed(
         self, job_id: str, version: int, timeout: float, quiet: Collection[str] = ()
     ) -> int:
-        """The job's current version: immediately if it differs from `version`, else when it grows,
+        """Return the job's version: immediately if it differs from `version`, else when it grows,
         or after `timeout` seconds.
 
-        `quiet`: states that need not wake it; in addition to job states, `generated`: only receipts
-        are awaited. While Redis is unreachable it keeps waiting; at the timeout it returns
-        `version`. Raises not_found.
+        `quiet`: states that need not wake the caller: states of jobs, and `generated` (only
+        receipts are awaited). While Redis is unreachable the call keeps waiting; at the timeout it
+        returns `version`. Raises not_found.
         """
 
         async def look(polled: bool) -> int | None:
@@ -195,14 +190,13 @@ class Watcher:
             result = await self._ledger.version(job_id)
             if result is None:
                 raise not_found(job_id)
-            return (
-                result if result != version else None
-            )  # lower: Redis has lost its last second, and the job is in an earlier state
+            # a lower one: Redis has lost its last second, and the job is in an earlier state
+            return result if result != version else None
 
-        result = await self._until(job_id, Waiter(quiet, stirred=False), look, timeout)
+        result = await self._until(job_id, Waiter(quiet, on_events=False), look, timeout)
         return version if result is None else result
 
-    async def stirred(self, job_id: str, after: str, timeout: float) -> bool:
+    async def has_events(self, job_id: str, after: str, timeout: float) -> bool:
         """Return whether the job's event stream has an entry after the event id `after`; waits up
         to `timeout` seconds for one.
 
@@ -213,19 +207,18 @@ class Watcher:
         async def look(_: bool) -> bool | None:
             return bool(await self.events(job_id, after)) or None
 
-        return await self._until(job_id, Waiter((), stirred=True), look, timeout) is not None
+        return await self._until(job_id, Waiter((), on_events=True), look, timeout) is not None
 
     async def events(self, job_id: str, after: str) -> EventBatch:
-        """The next events after the event id `after`, read once for all who want them.
+        """Return the next events after the event id `after`, read once for concurrent callers.
 
-        Raises as `Ledger.events`.
+        Raises as `Ledger.events` does.
         """
 
         async def read() -> EventBatch:
             return EventBatch(await self._ledger.events(job_id, after, BATCH))
 
-        # Not a read that was begun before the latest message: it may lack what that message was
-        # about.
+        # The key excludes reads that began before the latest message: they may lack its event.
         return await self._reads.of((job_id, after, self._messages), read)
 
     async def _until(
@@ -235,11 +228,10 @@ class Watcher:
         look: Callable[[bool], Awaitable[T | None]],
         timeout: float,
     ) -> T | None:
-        """The result of `look`, or None after `timeout`.
+        """Return the result of `look`, called until it is not None; None after `timeout`.
 
-        Registers before it looks, so that no change is missed.
-
-        The argument of `look`: whether it is called only because some time has passed.
+        The waiter is registered before `look` is called, so that no change is missed. The argument
+        of `look`: whether it is called only because some time has passed.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -315,12 +307,9 @@ class Watcher:
                     message = await connection.read_response(timeout=HEALTH_CHECK_S)
                     if message is None:
                         if isinstance(pool, redis_open.MasterPool):
-                            await (
-                                pool.look()
-                            )  # closes this connection if it is not the master's any more
-                        await connection.send_command(
-                            "PING"
-                        )  # its answer is a message; a dead peer makes the next read or write fail
+                            await pool.look()  # closes this connection after a failover
+                        # the answer is a message; a dead peer makes the next read or write fail
+                        await connection.send_command("PING")
                     elif message[0] == b"psubscribe":
                         self._hearing.set()
                         self._wake_all()  # changes may have been missed while disconnected
@@ -329,17 +318,17 @@ class Watcher:
             finally:
                 await connection.disconnect()
 
-    def _wake(self, job_id: str, report: bytes) -> None:
+    def _wake(self, job_id: str, message: bytes) -> None:
         self._messages += 1
         if self.on_change is not None:
             self.on_change(job_id)
         waiters = self._waiting.get(job_id, ())
-        if report == STIRRED:
+        if message == EVENT_ADDED:
             for waiter in waiters:
-                if waiter.stirred:
+                if waiter.on_events:
                     waiter.woken.set()
             return
-        version, _, state = report.decode().partition(" ")
+        version, _, state = message.decode().partition(" ")
         self._heard[job_id] = int(version), state
         self._heard.move_to_end(job_id)
         if len(self._heard) > REMEMBERED:

@@ -1,4 +1,4 @@
-"""Registered probes of a ledger, per model and for all tenants.
+"""Registered probes of a ledger, per model and shared by all tenants.
 
 The ledger's side of `schemas.artifacts.probes`.
 """
@@ -23,13 +23,13 @@ class Probes(Names[Probe]):
 
     @reachable
     async def put(self, probe: Probe, blobs: Mapping[str, bytes]) -> Probe | None:
-        """Point the name at this content; returns what it pointed at before.
+        """Point the name at this content; returns the probe that it replaces, or None.
 
-        Accepted jobs keep what they have.
+        Accepted jobs keep the probe that they have.
 
         `blobs`: content hash → packed tensor, of those that may not be stored yet. Raises a 400
-        where the model has `MAX_PROBES` others, or `MAX_WATCHING` others that watch all traffic,
-        and `conflict` when another change came in between.
+        if the model has `MAX_PROBES` others, or `MAX_WATCHING` others that watch all traffic, and
+        `conflict` if another change came in between.
         """
         packed = await self._redis.hget(self._key(probe.model), probe.name)
         await self._ledger.check_room(sum(map(len, blobs.values())))
@@ -55,7 +55,7 @@ class Probes(Names[Probe]):
 
     @reachable
     async def named(self, model: str, names: Sequence[bytes]) -> list[Probe]:
-        """Return those of these names that exist, in this order."""
+        """Return the probes with these names, in this order, without those that do not exist."""
         result = await self._redis.hmget(self._key(model), names) if names else []
         return [
             self._read(packed, name.decode())
@@ -64,11 +64,11 @@ class Probes(Names[Probe]):
         ]
 
     async def watching(self, model: ModelInfo, names: Sequence[bytes]) -> list[StoredProbe]:
-        """Return the probes that score all traffic of the model, by their `names` as of
+        """Return the probes that score all traffic of the model; `names`: as of
         `Ledger.watched_model`.
 
-        Raises MidstreamError("unavailable") for one that does not fit the model that is served now:
-        no traffic may pass it unseen.
+        Raises MidstreamError("unavailable") for a probe that does not fit the model that is served
+        now: no traffic may pass unscored.
         """
         result = await self.named(model.name, names)
         for probe in result:

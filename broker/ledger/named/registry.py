@@ -1,4 +1,4 @@
-"""Artifacts that operators register by name, per model and for all tenants."""
+"""Artifacts that operators register by name, per model and shared by all tenants."""
 
 from typing import Any, Generic, TypeVar
 
@@ -61,7 +61,7 @@ class Names(Generic[T]):
 
     @reachable
     async def delete(self, model: str, name: str) -> bool:
-        """Return whether there was one. Accepted jobs keep it."""
+        """Delete the name; return whether it existed. Accepted jobs keep the artifact."""
         return bool(await self._redis.hdel(self._key(model), name))
 
     def _key(self, model: str) -> str:
@@ -85,11 +85,10 @@ class Registry(Names[T]):
 
     @reachable
     async def put(self, artifact: T) -> T | None:
-        """Point the name at this content; returns what it pointed at before.
+        """Point the name at this content; returns the artifact that it replaces, or None.
 
-        Accepted jobs keep what they have.
-
-        Raises a 400 for a new name when the model has as many as its kind's limit.
+        Accepted jobs keep the artifact that they have. Raises a 400 for a new name if the model has
+        as many names as the kind's limit.
         """
         model, name = artifact.model, artifact.name
         if len(names := await self.names(model)) >= self._kind.limit and name not in names:

@@ -49,7 +49,7 @@ Receipts = list[Receipt]
 
 #: Seconds between two searches for names of runs that the ledger no longer knows.
 PRUNE_S = 3600.0
-#: Why a run that is not ready cannot be read.
+#: State of a run that is not ready → kind of the error of reading it.
 KIND_OF_STATE: dict[RunState, str] = {
     "pending": "conflict",
     "failed": "capture_failed",
@@ -75,8 +75,8 @@ class SourceRuns:
 
     Belongs to the ledger's event loop.
 
-    `caller`: names are those of its tenant, and jobs that it may not see do not exist. Without one,
-    names are as stored. All calls raise MidstreamError("unavailable") while Redis is unreachable.
+    `caller`: names are those of its tenant, and jobs that it may not see do not exist. None: names
+    are as stored. All calls raise MidstreamError("unavailable") while Redis is unreachable.
     """
 
     def __init__(self, ledger: Ledger, caller: Caller | None = None) -> None:
@@ -87,25 +87,21 @@ class SourceRuns:
         self._scripts = scripts.Scripts(ledger.redis)
         self._store = open_store(ledger.settings.artifacts)
         self._pruned = 0.0  # time of the last search through the names
-        self._scanned: tuple[str, str, dict[int, Blobs]] = (
-            "",
-            "",
-            {},
-        )  # the last job and tag read from disk, and their blobs
+        # the last job and tag read from disk, and their blobs
+        self._scanned: tuple[str, str, dict[int, Blobs]] = ("", "", {})
 
-    # ---- what a name means -----------------------------------------------------------------------
+    # --- resolving names
 
     @reachable
     async def lookup(self, model: str, name_or_job: str) -> Run | None:
-        """The run with this name, or a job's captures under its first tag, the user's.
-
-        None if there is no such run.
+        """Return the run with this name, or the captures of the job with this id under its first
+        tag (the user's); None if there is no such run.
 
         Also finds runs that are pending, failed or deleted: see `standing`.
         """
         if not name_or_job.startswith(JOB_PREFIX):
-            kept = name_or_job if self._caller is None else scoped(self._caller.tenant, name_or_job)
-            packed = await self._redis.hget(_names(model), kept)
+            name = name_or_job if self._caller is None else scoped(self._caller.tenant, name_or_job)
+            packed = await self._redis.hget(_names(model), name)
             return None if packed is None else _decoded(packed)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(
@@ -131,18 +127,18 @@ class SourceRuns:
 
     @reachable
     async def names(self, model: str) -> list[str]:
-        """All names, sorted, regardless of the state of the run."""
+        """Return all names, sorted, regardless of the state of the run."""
         names = [name.decode() for name in await self._redis.hkeys(_names(model))]
         return sorted(names if self._caller is None else own(self._caller.tenant, names))
 
     @reachable
     async def standing(self, run: Run) -> RunReadiness:
-        """State of a run, and the reason if it is not ready."""
+        """Return the state of a run, and the reason if it is not ready."""
         (standing,) = await self._known([run.job])
         return standing or DELETED
 
     async def prompts(self, run: Run, only: Collection[int] | None = None) -> list[RunPrompt]:
-        """Its captured prompts, ascending; with `only`, those of them that were captured.
+        """Return the run's captured prompts, ascending; `only`: just these, if they were captured.
 
         Raises MidstreamError: `conflict` while its job runs, `capture_failed` if it failed or rows
         are missing, `gone` if they were deleted.
@@ -161,7 +157,7 @@ class SourceRuns:
         return [source_run_files.run_prompt(blobs) for blobs in result.values()]
 
     async def files(self, key: str) -> RunFiles:
-        """The files that ranks load for a `run_key`.
+        """Return the files that ranks load for a `run_key`.
 
         If the ledger does not know its job, the disk is authoritative.
 
@@ -182,10 +178,10 @@ class SourceRuns:
             raise unusable(key, why)
         return source_run_files.run_files(key, blobs)
 
-    # ---- for users -------------------------------------------------------------------------------
+    # --- for users
 
     async def view(self, model: str, name: str) -> RunView:
-        """Raises MidstreamError("not_found")."""
+        """Return the run with its prompts. Raises MidstreamError("not_found")."""
         run = await self._existing(model, name)
         (view,) = await self._views([run], model)
         if view.state != "ready":
@@ -200,9 +196,9 @@ class SourceRuns:
             )
 
     async def list(self, model: str, limit: int = 50, cursor: str | None = None) -> RunPage:
-        """The runs that have a name, newest first.
+        """Return the runs that have a name, newest first.
 
-        Raises MidstreamError("invalid_request") for a cursor that is not ours.
+        Raises MidstreamError("invalid_request") for an invalid cursor.
         """
         before = views.parse_cursor(cursor)
         ordered = sorted(await self._named(model), key=_place, reverse=True)
@@ -224,10 +220,7 @@ class SourceRuns:
         try:
             await Captures(self._ledger).delete(run.job)
         except MidstreamError as error:
-            if error.kind not in (
-                "gone",
-                "not_found",
-            ):  # else they were deleted before, perhaps long ago
+            if error.kind not in ("gone", "not_found"):  # deleted before, perhaps long ago
                 raise
         await self._forget(run)
 
@@ -254,11 +247,11 @@ class SourceRuns:
             await self._forget(run)
         return len(removed)
 
-    # ---- who holds them --------------------------------------------------------------------------
+    # --- leases
 
     @reachable
     async def lease(self, held: Mapping[str, Iterable[str]], seconds: float) -> None:
-        """Protect captures from expiry for `seconds`; `held`: job → keys of the runs that it
+        """Protect captures from expiry for `seconds`; `held`: job → keys of the runs that the job
         holds.
         """
         if not held:
@@ -284,12 +277,12 @@ class SourceRuns:
             await pipe.execute()
 
     @reachable
-    async def tell_held(self, worker: str, keys: Iterable[str], seconds: float) -> None:
+    async def record_held(self, worker: str, keys: Iterable[str], seconds: float) -> None:
         """Record for `seconds` that `worker` has these runs in memory."""
         held = sorted({_captures_of(key) for key in keys})
         await self._redis.set(_cache(worker), to_json(held), px=int(seconds * 1000))
 
-    # ---- inside ----------------------------------------------------------------------------------
+    # --- internals
 
     async def _existing(self, model: str, name: str) -> Run:
         run = await self.lookup(model, name)
@@ -308,7 +301,7 @@ class SourceRuns:
 
     @reachable
     async def _known(self, jobs: Sequence[str]) -> Standings:
-        """The ledger's knowledge of each job's captures; None for unknown jobs."""
+        """Return the readiness of each job's captures; None for unknown jobs."""
         async with self._redis.pipeline(transaction=True) as pipe:
             for job in jobs:
                 pipe.hmget(f"ms:capture:{job}", "deleted", "status", "bytes").hmget(
@@ -357,9 +350,8 @@ class SourceRuns:
         ]
 
     async def _blobs(self, job: str, tag: str, only: Collection[int] | None) -> dict[int, Blobs]:
-        """Prompt → its blobs, ascending.
-
-        From the receipts while they exist, later from the disk.
+        """Return prompt → its blobs, ascending; found by the receipts while they exist, later on
+        disk.
         """
         receipts = await self._receipts(job, only)
         files = [
@@ -380,8 +372,8 @@ class SourceRuns:
         return dict(sorted(by_request.items()))
 
     async def _on_disk(self, job: str, tag: str) -> dict[int, Blobs]:
-        """Blobs read from disk, cached for the job's next key: finding one reads many manifests,
-        and complete runs do not change.
+        """Return the blobs found on disk; cached for the job's next key, since a search reads many
+        manifests and complete runs do not change.
         """
         if self._scanned[:2] == (job, tag):
             disk = self._scanned[2]
@@ -394,7 +386,7 @@ class SourceRuns:
 
     @reachable
     async def _receipts(self, job: str, only: Collection[int] | None) -> Receipts:
-        """Receipts of these prompts, or of all; none if any has expired."""
+        """Return the receipts of these prompts, or of all; none if any has expired."""
         ticket = f"ms:ticket:{job}"
         if only is None:
             return [receipt_decoder.decode(raw) for raw in await self._redis.hvals(ticket)]
@@ -419,7 +411,7 @@ def _readiness(
     state: bytes | None,
     error: bytes | None,
 ) -> RunReadiness | None:
-    """Readiness from the fields of the capture's record and its job's; either may be gone."""
+    """Return the readiness by fields of the capture's record and the job's; either may be gone."""
     if deleted is not None:
         return DELETED
     if status is None:
@@ -450,7 +442,7 @@ def _decoded(packed: bytes) -> Run:
 
 
 def _place(run: Run) -> tuple[float, str]:
-    """Position of a run in the listing."""
+    """Return the position of a run in the listing."""
     return run.created, run.job
 
 
@@ -463,7 +455,7 @@ def _lease(job: str) -> str:
 
 
 def _leases(keys: Iterable[str]) -> list_of_text:
-    """Lease keys by job, since captures are deleted by job."""
+    """Return the lease keys of the runs: one per job, since captures are deleted by job."""
     return sorted({_lease(parse_key(key)[0]) for key in keys})
 
 

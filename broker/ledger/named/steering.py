@@ -1,5 +1,5 @@
-"""Desired steering state per model and the workers' reports: named modules, global steering, their
-tensors.
+"""Desired steering state per model (named modules, global steering, their tensors), and the
+workers' reports.
 
 The tensors of modules and of global steering are *pinned*: kept without expiry under their content
 hash, while at least one owner (a module, the global steering of a model, a proposal of it) names
@@ -42,13 +42,11 @@ T_co = TypeVar("T_co", covariant=True)
 REPORT_TTL_S = 24 * 3600
 #: Marks of workers whose ranks disagree: worker → reason.
 DESYNC_KEY = "ms:desync"
-#: Resolved disagreements: worker → "boot/epoch" of the ledgers up to which receipts no longer mark
-#: it.
+#: Resolved disagreements: worker → "boot/epoch": receipts of its action ledgers up to this epoch no
+#: longer mark it.
 SETTLED_KEY = "ms:desync-settled"
 #: Retries of a change that lost a race with another one.
 RACES = 16
-
-
 #: Assumed writer of items stored before versions were recorded.
 UNKNOWN = "(unknown)"
 
@@ -80,7 +78,7 @@ def unreadable(what: str, writer: str, error: msgspec.DecodeError) -> MidstreamE
 
 
 class Look(NamedTuple):
-    """Markers of changes for a worker. Empty: none of that kind."""
+    """Markers by which a worker notices changes. Empty: none of that kind."""
 
     version: int  # of `Desired`
     proposal: str  # id of the proposal that should be prepared
@@ -115,17 +113,15 @@ class Steering:
         self._settings: Settings = ledger.settings
         self._scripts = scripts.Scripts(ledger.redis)
 
-    # ---- the worker's side
-    # -----------------------------------------------------------------------------------------
+    # --- the worker's side
 
     @reachable
     async def desired(self, model: str) -> Desired:
-        """A consistent snapshot of the state that a worker of `model` reconciles to.
+        """Return a consistent snapshot of the state that a worker of `model` reconciles to, without
+        expired proposals.
 
-        Expired proposals are excluded.
-
-        Raises MidstreamError("version_mismatch"), as every such read does, for items that another
-        version of Midstream has stored and this one cannot read; it names both versions.
+        Raises MidstreamError("version_mismatch"), as all reads of stored items do, for an item that
+        another version of Midstream stored and this one cannot read; the error names both versions.
         """
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(_state(model), "version", "current", "proposal").hgetall(_modules(model))
@@ -145,7 +141,7 @@ class Steering:
 
     @reachable
     async def look(self, model: str, worker: str) -> Look:
-        """Markers of changes since the last look; one round trip."""
+        """Return the current markers; one round trip."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(_state(model), "version", "proposal_id", "ask", "committed_id").hget(
                 DESYNC_KEY, worker
@@ -160,9 +156,9 @@ class Steering:
 
     @reachable
     async def clear_desync(self, worker: str, boot: str = "", epoch: int = 0) -> None:
-        """Clear the mark: the worker's ranks agree again.
+        """Clear the worker's mark: its ranks agree again.
 
-        Receipts of ledgers of this `boot` before `epoch` no longer mark it.
+        Receipts of this `boot`'s action ledgers before `epoch` no longer mark it.
         """
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hdel(DESYNC_KEY, worker)
@@ -172,7 +168,7 @@ class Steering:
 
     @reachable
     async def get_tensor(self, name: str) -> Tensor:
-        """A pinned tensor, or one that a job brought, by content hash.
+        """Return a tensor by content hash: a pinned one, or one of a job.
 
         Raises MidstreamError: `intervention_failed` if it is gone, `version_mismatch`.
         """
@@ -185,8 +181,7 @@ class Steering:
         except msgspec.DecodeError as error:
             raise unreadable(f"the tensor {name}", UNKNOWN, error) from error
 
-    # ---- workers' reports
-    # ------------------------------------------------------------------------------------------
+    # --- workers' reports
 
     @reachable
     async def ask(self, model: str) -> str:
@@ -196,8 +191,8 @@ class Steering:
         return str(await self._redis.hincrby(_state(model), "ask", 1))
 
     async def reports(self, model: str) -> list[WorkerSteering]:
-        """The last report of each live worker of `model`, by worker; workers that have not reported
-        since their start are left out.
+        """Return the last report of each live worker of `model`, by worker; workers that have not
+        reported since their start are left out.
         """
         return [
             account.report for account in await self.accounts(model) if account.report is not None
@@ -205,26 +200,25 @@ class Steering:
 
     @reachable
     async def accounts(self, model: str | None = None) -> list[Account]:
-        """The live workers (of `model`, or all) and their last reports, by worker."""
+        """Return the live workers (of `model`, or all) and their last reports, by worker."""
         live = [
             info for info in await self._ledger.workers() if model is None or info.model == model
         ]
         raw = await self._redis.mget([_report(info.worker) for info in live]) if live else []
-        reports = [_told(packed) for packed in raw]
+        reports = [_decoded(packed) for packed in raw]
         return [
             Account(info, report if report is not None and report.boot == info.boot else None)
             for info, report in zip(live, reports, strict=True)
         ]
 
-    # ---- global steering
-    # -------------------------------------------------------------------------------------------
+    # --- global steering
 
     @reachable
     async def propose(
         self, model: str, entries: Sequence[SteeringTemplate], blobs: Mapping[str, bytes | Tensor]
     ) -> Proposal:
-        """Phase one: workers are to prepare `entries` (none: clear) until `steering_wait_s` have
-        passed; nothing is applied yet.
+        """Phase one: ask workers to prepare `entries` (none: clear) within `steering_wait_s`;
+        nothing is applied yet.
 
         `blobs`: content hash → tensor, of those that may not be pinned yet. Raises
         MidstreamError("conflict") while another proposal is open, or if a tensor is neither
@@ -254,7 +248,7 @@ class Steering:
                     "conflict",
                     f"another change to the global steering of {model!r} is in progress: try again",
                 )
-            _check_there(outcome, detail)
+            _check_stored(outcome, detail)
             if outcome == "proposed":
                 self._ledger.took_room(_size(raw))
                 return proposal
@@ -265,10 +259,10 @@ class Steering:
 
     @reachable
     async def commit(self, model: str, proposal_id: str) -> GlobalSteering:
-        """Phase two: the proposal becomes the desired state; from here on no job begins under the
-        former one.
+        """Phase two: make the proposal the desired state, under which all later jobs begin.
 
-        Raises MidstreamError("conflict") if it is no longer open: nothing has changed then.
+        Raises MidstreamError("conflict") if the proposal is no longer open: nothing has changed
+        then.
         """
         outcome, *packed = await self._scripts.commit(
             args=scripts.pack(self._settings, model=model, id=proposal_id)
@@ -291,15 +285,13 @@ class Steering:
         )
         return outcome == b"aborted"
 
-    # ---- named modules
-    # ---------------------------------------------------------------------------------------------
+    # --- named modules
 
     @reachable
     async def put_module(
         self, module: Module, blobs: Mapping[str, bytes | Tensor]
     ) -> Module | None:
-        """Point the name at this content; returns the module that it pointed at before, None if it
-        is new.
+        """Point the name at this content; returns the module that it replaces, or None.
 
         The same content again changes at most the description: version and `created` stay. `blobs`
         as in `propose`. Raises MidstreamError("module_limit") if its tenant's limit is reached, and
@@ -327,7 +319,7 @@ class Steering:
                     args=scripts.put_module(self._settings, stored, packed, not same, raw)
                 )
             )
-            _check_there(outcome, detail)
+            _check_stored(outcome, detail)
             if outcome == "refused":
                 limit, used, allowed, _ = detail
                 raise refusal(
@@ -351,7 +343,7 @@ class Steering:
 
         Accepted jobs keep its content.
         """
-        # an unreadable one stays: the version that wrote it may still need it
+        # raises for an unreadable module, which stays: the version that wrote it may need it
         await self.module(model, name)
         arguments = scripts.pack(self._settings, model=model, name=name, tenant=unscoped(name)[0])
         packed = await self._scripts.delete_module(args=arguments)
@@ -361,7 +353,9 @@ class Steering:
     async def standing(
         self, model: str, names: Sequence[str]
     ) -> tuple[dict[str, Module], GlobalSteering]:
-        """A consistent snapshot of the existing modules with these names and of global steering."""
+        """Return a consistent snapshot of the modules with these names that exist, and of global
+        steering.
+        """
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hget(_state(model), "current")
             if names:
@@ -378,7 +372,7 @@ class Steering:
         )
 
     async def _read(self, model: str, kept: Kept[T], packed: bytes) -> T:
-        """Raises MidstreamError("version_mismatch")."""
+        """Decode a stored item. Raises MidstreamError("version_mismatch")."""
         try:
             return from_msgpack(packed, kept.kind)
         except msgspec.DecodeError as error:
@@ -388,12 +382,12 @@ class Steering:
             ) from error
 
     async def module(self, model: str, name: str) -> Module | None:
-        """The module of this name; None if there is none."""
+        """Return the module of this name; None if there is none."""
         return (await self.standing(model, [name]))[0].get(name)
 
     @reachable
     async def modules(self, model: str) -> list[Module]:
-        """Every module of `model`, by name."""
+        """Return every module of `model`, by name."""
         raw = await self._redis.hgetall(_modules(model))
         return [await self._read(model, a_module(name.decode()), raw[name]) for name in sorted(raw)]
 
@@ -402,15 +396,15 @@ class Steering:
         return sorted(name.decode() for name in await self._redis.hkeys(_modules(model)))
 
 
-def _told(packed: bytes | None) -> WorkerSteering | None:
+def _decoded(packed: bytes | None) -> WorkerSteering | None:
     try:
         return None if packed is None else from_msgpack(packed, WorkerSteering)
-    except msgspec.ValidationError as error:  # of a worker of another version: treated as no report
+    except msgspec.ValidationError as error:  # from another version: treated as no report
         log.warning("cannot read a worker's report: %s", error)
         return None
 
 
-def _check_there(outcome: str, detail: Sequence[str]) -> None:
+def _check_stored(outcome: str, detail: Sequence[str]) -> None:
     if outcome == "missing":
         raise MidstreamError("conflict", f"the tensor {detail[0]} is not stored: send it again")
 

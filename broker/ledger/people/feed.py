@@ -1,4 +1,4 @@
-"""Rows of the page's table of jobs, read in batches.
+"""Reads the rows of the web page's table of jobs, in batches.
 
 A record that cannot be read is left out, and logged.
 """
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @reachable
 async def newest(ledger: Ledger, tenant: str | None, count: int) -> list[str]:
-    """Ids of the newest `count` jobs (of `tenant`), newest first."""
+    """Return the ids of the newest `count` jobs (of `tenant`), newest first."""
     return [
         name.decode()
         for name in await ledger.redis.zrevrange(views.listing("jobs", tenant), 0, count - 1)
@@ -28,7 +28,7 @@ async def newest(ledger: Ledger, tenant: str | None, count: int) -> list[str]:
 
 @reachable
 async def read_jobs(ledger: Ledger, names: Sequence[str]) -> list[FeedJob]:
-    """Return those of the jobs that there are, in this order; one round trip."""
+    """Return the rows of those jobs that exist, in this order; one round trip."""
     if not names:
         return []
     async with ledger.redis.pipeline(transaction=False) as pipe:

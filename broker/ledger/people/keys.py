@@ -50,18 +50,18 @@ class Shown(NamedTuple):
     sha256: str  # of its secret, hex
 
 
-#: Compared with when there is no such key, so that the check takes as long.
+#: Compared with the presented key when its id is unknown, so that the check takes as long.
 UNKNOWN = Shown("", hashlib.sha256(secrets.token_bytes(SECRET_BYTES)).hexdigest())
 
 
 def parse(text: str) -> Shown | None:
-    """None if the text is not formatted like one of our keys."""
+    """Parse a key; None if the text is not formatted like one."""
     match = _KEY.fullmatch(text)
     return None if match is None else Shown(match[1], hashlib.sha256(match[2].encode()).hexdigest())
 
 
 def new_key() -> str:
-    """`ms_<id>_<secret>`, random."""
+    """Return a random key, `ms_<id>_<secret>`."""
     key_id = "".join(secrets.choice(ALPHABET) for _ in range(ID_LENGTH))
     return f"{KEY_PREFIX}{key_id}_{secrets.token_hex(SECRET_BYTES)}"
 
@@ -71,7 +71,7 @@ OF_SETTINGS: dict[str, Scope] = {"admin_key": "admin", "observe_key": "observe"}
 
 
 def of_settings(settings: Settings) -> dict[str, Key]:
-    """The keys of the settings, by id. Raises SettingsError naming the setting."""
+    """Return the keys of the settings, by id. Raises SettingsError naming the setting."""
     keys: dict[str, Key] = {}
     for setting, scope in OF_SETTINGS.items():
         if not (text := getattr(settings, setting)):
@@ -136,7 +136,7 @@ class Keys:
 
     @reachable
     async def create(self, request: KeyRequest) -> CreatedKey:
-        """A new key; only the return value contains it."""
+        """Create a key; only the return value contains its secret."""
         at = now()
         while True:
             text = new_key()
@@ -161,7 +161,7 @@ class Keys:
 
     @reachable
     async def valid(self, key_ids: Iterable[str]) -> set[str]:
-        """Return those of these ids whose keys exist and have not expired; one round trip."""
+        """Return the ids whose keys exist and have not expired; one round trip."""
         ids, at = list_of_ids(key_ids), now()
         result = await self._redis.hmget(KEYS, ids) if ids else []
         return {
@@ -172,16 +172,16 @@ class Keys:
 
     @reachable
     async def list(self) -> list_of_keys:
-        """All keys, including expired ones; oldest first."""
+        """Return all keys, including expired ones; oldest first."""
         return sorted(
             map(_decoded, await self._redis.hvals(KEYS)), key=lambda key: (key.created, key.id)
         )
 
     @reachable
     async def revoke(self, key_id: str) -> None:
-        """Raises MidstreamError("not_found").
+        """Revoke a key. Raises MidstreamError("not_found").
 
-        APIs that know the key forget it within `api.web.auth.KNOWN_S` seconds.
+        API processes that have cached the key forget it within `api.web.auth.KNOWN_S` seconds.
         """
         if not await self._redis.hdel(KEYS, key_id):
             raise MidstreamError("not_found", f"unknown key {key_id!r}", field="id")
@@ -206,7 +206,7 @@ async def any_key(settings: Settings) -> bool:
 
 def _holds(raw: bytes, at: float) -> bool:
     """Return whether the key is valid; False if it cannot be read, since such a key admits no
-    request, either.
+    request.
     """
     try:
         return not has_expired(_decoded(raw), at)

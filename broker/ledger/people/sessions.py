@@ -1,5 +1,5 @@
-"""Logins of the page: `ms:key-session:{name}` → packed `Session`, where `name` is the SHA-256 of
-the id that the browser has.
+"""Logins to the web page: `ms:key-session:{name}` → packed `Session`, where `name` is the SHA-256
+of the id that the browser has.
 
 `ms:key-sessions:{key}` has the names of a key's sessions, by the time at which they end.
 """
@@ -24,12 +24,12 @@ _ID = re.compile(r"[0-9a-f]{64}")
 
 
 class NewSession(NamedTuple):
-    id: str  # the browser's alone
+    id: str  # only the browser keeps it
     session: Session
 
 
 def name_of(session_id: str) -> str | None:
-    """Under which a session is kept; None for what is no id of ours."""
+    """Return the name under which a session is stored; None if it is not formatted like an id."""
     return hashlib.sha256(session_id.encode()).hexdigest() if _ID.fullmatch(session_id) else None
 
 
@@ -44,7 +44,7 @@ class Sessions:
 
     @reachable
     async def create(self, key: Key) -> NewSession:
-        """A session of `key`, which ends with it. Raises `too_many_sessions`."""
+        """Create a session of `key`, which ends with the key. Raises `too_many_sessions`."""
         at = now()
         expires = min(at + SESSION_S, key.expires or at + SESSION_S)
         session = Session(
@@ -75,7 +75,9 @@ class Sessions:
 
     @reachable
     async def get(self, name: str) -> Session | None:
-        """None for one that has ended, or that another version wrote: its user logs in again."""
+        """Return the session; None if it has ended, or if another version wrote it: its user logs
+        in again.
+        """
         raw = await self._redis.get(f"{SESSION}{name}")
         try:
             session = None if raw is None else from_msgpack(raw, Session)
@@ -85,10 +87,10 @@ class Sessions:
 
     @reachable
     async def valid(self, names: Iterable[str]) -> set[str]:
-        """Return those of these that have not ended; one round trip."""
-        request = list(names)
-        result = await self._redis.mget([f"{SESSION}{name}" for name in request]) if request else []
-        return {name for name, raw in zip(request, result, strict=True) if raw is not None}
+        """Return the names whose sessions have not ended; one round trip."""
+        ordered = list(names)
+        result = await self._redis.mget([f"{SESSION}{name}" for name in ordered]) if ordered else []
+        return {name for name, raw in zip(ordered, result, strict=True) if raw is not None}
 
     @reachable
     async def end(self, name: str, key_id: str) -> None:

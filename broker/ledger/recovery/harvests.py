@@ -1,6 +1,5 @@
-"""The ledger of harvests: their records, the units that count, and the parts that are out.
-
-See docs/decisions/0035-harvests.md.
+"""The ledger of harvests: their records, the units that count, and the parts that are out, which
+means that their job was submitted and has not ended. See docs/decisions/0035-harvests.md.
 """
 
 import hashlib
@@ -37,13 +36,14 @@ from ..named.probes import Probes
 
 log = logging.getLogger(__name__)
 
-#: Parts that are out for each live worker: one that computes, and one that is ready when it ends.
+#: Parts that are out for each live worker: one that runs, and one that can follow immediately.
 PARTS_PER_WORKER = 2
 #: Jobs of one part that may fail before its harvest does.
 TRIES = 3
-#: Who advances a harvest holds it for so long at most; what it does may be repeated.
+#: Milliseconds after which the lock of a process that advances a harvest expires; its steps may be
+#: repeated.
 LOCK_MS = 10_000
-#: Refusals of a submission that time resolves.
+#: Kinds of errors of a submission that pass with time.
 WAITS = {"rate_limited", "too_many_jobs", "capture_limit", "overloaded", "unavailable"}
 #: Why a harvest cannot be paused, resumed or cancelled.
 REFUSED = {
@@ -51,19 +51,19 @@ REFUSED = {
     "cancelling": "is being cancelled",
     "sealing": "has all its rows, and its manifest is being written",
 }
-#: Numbers of the parts that plan and seal.
+#: Numbers of the parts that write the plan and the manifest.
 PLANS, SEALS = -1, -2
 
 Wanted = Literal["run", "pause", "cancel"]
 Kept = Literal["kept", "stale", "cancelling", "unknown"]
 Changed = Literal["changed", "unwanted", "sealing", "cancelling", "over", "gone"]
-#: In the record's specification in place of the request's lines, which lie apart until the harvest
-#: ends: listings do not read them.
+#: Replaces the request's lines in the stored specification. The lines have their own key until the
+#: harvest ends, so that listings do not read them.
 NO_LINES = [""]
 
 
 class Out(Record, kw_only=True):
-    """A part whose job was submitted."""
+    """A part whose job was submitted. `failures`: its jobs that failed."""
 
     job: str
     part: HarvestPart
@@ -96,16 +96,14 @@ class Harvests:
         self._redis: Any = ledger.redis
         self._scripts = scripts.Scripts(ledger.redis)
 
-    # ---- accepting and reading
-    # --------------------------------------------------------------------------------------
+    # --- accepting and reading
 
     @reachable
     async def submit(
         self, harvest: StoredHarvest, idempotency: tuple[str, str] | None = None
     ) -> str:
-        """Accept it; returns its id, durable.
-
-        With an Idempotency-Key and the same body again: the first one's.
+        """Accept the harvest; returns its id once it is durable, or the id of the first harvest
+        with the same Idempotency-Key and body.
 
         Raises MidstreamError("idempotency_mismatch") for another body; too_many_harvests,
         capture_limit if the tenant has reached a limit, and overloaded if Redis is nearly full:
@@ -137,13 +135,16 @@ class Harvests:
             detail = f"this Idempotency-Key was used for {harvest_id} with a different body"
             raise MidstreamError("idempotency_mismatch", detail, field="Idempotency-Key")
         self._ledger.took_room(size)
-        # also for a repeat: the first submission may have had no response
+        # also for a repeat: the first submission may not have got as far as this
         await self._ledger.written()
         return harvest_id
 
     @reachable
     async def stored(self, harvest_id: str) -> StoredHarvest:
-        """With the lines of its request, as long as it has not ended. Raises not_found."""
+        """Return the harvest as accepted, with its request's lines until it ends.
+
+        Raises not_found.
+        """
         async with self._redis.pipeline(transaction=True) as pipe:
             raw, lines = (
                 await pipe.hget(f"ms:harvest:{harvest_id}", "spec")
@@ -161,7 +162,7 @@ class Harvests:
 
     @reachable
     async def view(self, harvest_id: str) -> HarvestView:
-        """Raises not_found."""
+        """Return the view of the harvest. Raises not_found."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(f"ms:harvest:{harvest_id}").hvals(f"ms:harvest-out:{harvest_id}")
             record, out = await pipe.execute()
@@ -171,7 +172,7 @@ class Harvests:
 
     @reachable
     async def list(self, tenant: str | None, limit: int) -> HarvestPage:
-        """The newest, of one tenant or of all."""
+        """Return the newest harvests, of one tenant or of all."""
         names = await self._redis.zrevrange(
             "ms:harvests" if tenant is None else f"ms:harvests:{tenant}", 0, limit - 1
         )
@@ -183,19 +184,18 @@ class Harvests:
 
     @reachable
     async def live(self) -> "list_of_text":
-        """Ids of those that are not over."""
+        """Return the ids of the harvests that have not ended."""
         return [name.decode() for name in await self._redis.smembers("ms:harvests-live")]
 
-    # ---- the user's side
-    # ---------------------------------------------------------------------------------------------
+    # --- the user's side
 
     @reachable
-    async def ask(self, harvest_id: str, needed: Wanted) -> HarvestView:
-        """Pause, resume or cancel.
+    async def ask(self, harvest_id: str, action: Wanted) -> HarvestView:
+        """Pause, resume or cancel the harvest.
 
-        Raises not_found, and conflict for one that has ended, is complete or is being cancelled.
+        Raises not_found, and conflict if it has ended, is complete or is being cancelled.
         """
-        answer = await self._change(harvest_id, ask=needed)
+        answer = await self._change(harvest_id, ask=action)
         if answer == "gone":
             raise not_found(harvest_id)
         if answer != "changed":
@@ -211,7 +211,7 @@ class Harvests:
         return await self.view(harvest_id)
 
     async def _change(self, harvest_id: str, **change: Any) -> Changed:
-        """See lua/change_harvest.lua."""
+        """Run lua/harvests/change_harvest.lua, which documents its arguments and outcomes."""
         arguments = scripts.pack(
             self._ledger.settings, id=harvest_id, **{"set": {}, "once": {}, **change}
         )
@@ -219,16 +219,15 @@ class Harvests:
 
     @reachable
     async def forget(self, harvest_id: str) -> None:
-        """Remove the record of one that is over and whose files are deleted: its tenant is no
-        longer charged for them.
+        """Remove the record of a harvest that has ended and whose files are deleted: its tenant is
+        no longer charged for them.
         """
         await self._scripts.forget_harvest(args=scripts.pack(self._ledger.settings, id=harvest_id))
 
-    # ---- the worker's side
-    # --------------------------------------------------------------------------------------------
+    # --- the worker's side
 
     async def planned(self, job: Job, attempt: int, plan: HarvestPlan, file: PlanFile) -> Kept:
-        """The plan is durable in the harvest's store."""
+        """Record that the plan is durable in the harvest's store."""
         fields = {
             "units": len(plan.units),
             "parts": plan.parts,
@@ -239,18 +238,18 @@ class Harvests:
         return await self._keep(job, attempt, set=fields)
 
     async def closing(self, job: Job, attempt: int) -> Kept:
-        """The manifest is about to be written: from here on the harvest cannot be cancelled."""
+        """Record that the manifest is about to be written: cancelling is no longer possible."""
         return await self._keep(job, attempt, set={"closing": 1})
 
     async def sealed(self, job: Job, attempt: int) -> Kept:
-        """The manifest is durable."""
+        """Record that the manifest is durable."""
         return await self._keep(job, attempt, set={"sealed": 1})
 
     @reachable
     async def plan(self, harvest_id: str) -> PlanFile:
-        """Return where the plan is that counts.
+        """Return the file of the plan that counts.
 
-        Raises conflict for a harvest that another version has planned, and not_found.
+        Raises not_found before there is one, and conflict if another version wrote it.
         """
         planned, file = await self._redis.hmget(f"ms:harvest:{harvest_id}", "planned", "plan")
         if planned is None:
@@ -260,18 +259,18 @@ class Harvests:
                 "it was planned by a version that did not record what its source held: submit "
                 "it again"
             )
-            raise MidstreamError("conflict", f"harvest {harvest_id} cannot go on: {detail}")
+            raise MidstreamError("conflict", f"harvest {harvest_id} cannot continue: {detail}")
         return from_json(file, PlanFile)
 
     @reachable
     async def units(self, part: HarvestPart) -> dict[int, UnitEntry]:
-        """The units of a part that count."""
+        """Return number → entry of the units of a part that count."""
         raw = await self._redis.hgetall(f"ms:harvest-units:{part.harvest}:{part.part}")
         return {int(number): from_msgpack(record, UnitEntry) for number, record in raw.items()}
 
     @reachable
     async def done(self, harvest_id: str) -> dict[int, PartFile]:
-        """The parts that are done."""
+        """Return number → file of the parts that are done."""
         raw = await self._redis.hgetall(f"ms:harvest-done:{harvest_id}")
         return {int(number): from_json(record, PartFile) for number, record in raw.items()}
 
@@ -285,7 +284,7 @@ class Harvests:
         ranks: int,
         stages: int,
     ) -> Kept:
-        """Record a unit whose shards are durable; a unit that is recorded stays as it is."""
+        """Record a unit whose shards are durable; an existing record is not replaced."""
         counts = {
             "units_done": 1,
             "weight_done": weight,
@@ -311,7 +310,7 @@ class Harvests:
         return await self._keep(job, attempt, record=to_json(file), counts={"parts_done": 1})
 
     async def trouble(self, job: Job, attempt: int, reason: str) -> Kept:
-        """Return why a worker waits: shown until a unit is kept.
+        """Record why a worker waits, which is shown until a unit is kept.
 
         The harvest can be cancelled meanwhile.
         """
@@ -319,7 +318,7 @@ class Harvests:
 
     @reachable
     async def _keep(self, job: Job, attempt: int, **report: Any) -> Kept:
-        """See lua/keep_harvest.lua."""
+        """Run lua/harvests/keep_harvest.lua, which documents its arguments and outcomes."""
         assert job.harvest is not None
         arguments = scripts.pack(
             self._ledger.settings,
@@ -331,24 +330,25 @@ class Harvests:
         )
         return cast(Kept, (await self._scripts.keep_harvest(args=arguments)).decode())
 
-    # ---- going on
-    # ----------------------------------------------------------------------------------------------
+    # --- advancing
 
     async def advance_all(self) -> None:
-        """Advance what is not over; one that cannot be is logged, and the others are."""
+        """Advance every harvest that has not ended; an error of one is logged, and the others
+        advance.
+        """
         for harvest_id in await self.live():
             try:
                 await self.advance(harvest_id)
             except MidstreamError as error:
                 if error.kind == "unavailable":
                     raise
-                log.error("harvest %s cannot go on: %s", harvest_id, error)
+                log.error("harvest %s cannot continue: %s", harvest_id, error)
 
     @reachable
     async def advance(self, harvest_id: str) -> None:
-        """Look at the parts that are out and do what follows.
+        """Check the parts that are out, and submit, stop or end as they require.
 
-        May be called by anyone at any time.
+        Any process may call this at any time.
         """
         lock, token = f"ms:harvest-lock:{harvest_id}", secrets.token_hex(8)
         if not await self._redis.set(lock, token, nx=True, px=LOCK_MS):
@@ -370,10 +370,10 @@ class Harvests:
             await self._end(harvest_id, "succeeded", None)
             return
         out, again, problem = await self._look(harvest_id)
-        needed = record["wanted"]
-        if needed != "run" or problem is not None:
+        action = record["wanted"]
+        if action != "run" or problem is not None:
             running = [item for item in out if await self._stop(item)]
-            if problem is not None or needed == "cancel":
+            if problem is not None or action == "cancel":
                 if not running:
                     await self._end(
                         harvest_id, "failed" if problem is not None else "cancelled", problem
@@ -391,8 +391,8 @@ class Harvests:
         await self._show(harvest_id, record, state, reason)
 
     async def _look(self, harvest_id: str) -> tuple["list_of_out", dict[int, Out], Problem | None]:
-        """(Parts whose jobs continue, parts that need another job as they were, why the harvest has
-        failed).
+        """Return (parts whose jobs have not ended, number → part that needs another job, why the
+        harvest fails or None).
         """
         raw = await self._redis.hgetall(f"ms:harvest-out:{harvest_id}")
         done = {int(part) for part in await self._redis.hkeys(f"ms:harvest-done:{harvest_id}")}
@@ -412,8 +412,8 @@ class Harvests:
                 await self._redis.hdel(f"ms:harvest-out:{harvest_id}", item.part.part)
             elif view is not None and view.state is State.FAILED:
                 failures = item.failures + 1
-                lasting = view.error is not None and view.error.status < 500
-                if failures >= TRIES or lasting:
+                permanent = view.error is not None and view.error.status < 500
+                if failures >= TRIES or permanent:
                     problem = (
                         view.error
                         or MidstreamError("internal", f"part {item.part.part} failed").problem()
@@ -431,12 +431,12 @@ class Harvests:
         out: Sequence[Out],
         again: dict[int, Out],
     ) -> str:
-        """Submit what there is room for; why a part has to wait, if one has."""
+        """Submit the parts for which there is room; return why a part has to wait, or ""."""
         parts = {item.part.part for item in out}
         try:
             model, probes = await self._watched(harvest.model)
         except MidstreamError as error:
-            # of a probe that watches all traffic and cannot: nothing may pass it
+            # not served, or a probe that watches all traffic does not fit
             return error.detail
         for part in self._next(
             harvest,
@@ -447,16 +447,16 @@ class Harvests:
             await self._begun(harvest.id),
         ):
             again[part.part] = Out(job="", part=part)
-        for former in again.values():
+        for previous in again.values():
             part = (
-                msgspec.structs.replace(former.part, tries=former.part.tries + 1)
-                if former.job
-                else former.part
+                msgspec.structs.replace(previous.part, tries=previous.part.tries + 1)
+                if previous.job
+                else previous.part
             )
             item = Out(
                 job=job_id_of(harvest.id, part.part, part.tries),
                 part=part,
-                failures=former.failures,
+                failures=previous.failures,
             )
             try:
                 job = _job(harvest, item, model, probes)
@@ -467,8 +467,7 @@ class Harvests:
             except MidstreamError as error:
                 if error.kind in WAITS:
                     return error.detail
-                if error.kind != "conflict":
-                    # of another that advanced it at the same time: the job is there
+                if error.kind != "conflict":  # else another process has submitted the same job
                     raise
             once = {"started": repr(now())} if part.part >= 0 else {}
             if (
@@ -482,14 +481,14 @@ class Harvests:
         return ""
 
     async def _watched(self, name: str) -> tuple[ModelInfo, "list_of_probes"]:
-        """The model, and the probes that score all its traffic now."""
+        """Return the model, and the probes that score all its traffic now."""
         model, watching = await self._ledger.watched_model(name)
         if model is None:
             raise MidstreamError("unavailable", f"the model {name!r} is not served")
         return model, await Probes(self._ledger).watching(model, watching)
 
     async def _begun(self, harvest_id: str) -> int:
-        """Parts were begun in order: how many."""
+        """Return how many parts have begun; they begin in order."""
         return int(await self._redis.scard(f"ms:harvest-begun:{harvest_id}"))
 
     def _next(
@@ -524,7 +523,7 @@ class Harvests:
         return PARTS_PER_WORKER * max(1, workers)
 
     async def _stop(self, out: Out) -> bool:
-        """Have a part's job cancelled; whether it still continues."""
+        """Request the cancellation of a part's job; return whether the job has not ended yet."""
         try:
             view = await self._ledger.request_cancel(out.job)
         except MidstreamError as error:
@@ -549,7 +548,7 @@ class Harvests:
         await self._change(harvest_id, wanted=record["wanted"], set=fields)
 
     async def _end(self, harvest_id: str, state: HarvestState, problem: Problem | None) -> None:
-        """The record stays until its files are deleted, without the lines of the request."""
+        """End the harvest. Its record stays until its files are deleted, but for its lines."""
         await self._change(
             harvest_id, finish=state, error=None if problem is None else to_json(problem)
         )
@@ -561,7 +560,9 @@ list_of_probes = list[StoredProbe]
 
 
 def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, probes: "list_of_probes") -> Job:
-    """The job of a part: of one that computes also with what applies to all traffic now."""
+    """Return the job of a part; a part that runs units also gets the probes and captures that apply
+    to all traffic now.
+    """
     runs = out.part.role == "run"
     return Job(
         id=out.job,
@@ -588,7 +589,7 @@ def _with_lines(harvest: StoredHarvest, lines: Sequence[Line]) -> StoredHarvest:
 
 
 def _texts(record: Mapping[bytes, bytes]) -> dict[str, Any]:
-    """Everything but what is packed as text."""
+    """Decode the record's fields as text, except those that are packed."""
     return {
         name.decode(): value if name in (b"spec", b"error") else value.decode()
         for name, value in record.items()

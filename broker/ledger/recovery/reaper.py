@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 SWEEP_LIMIT = 5000
 #: Messages read from a list per query.
 MESSAGES_CHUNK = 500
-#: Old entries checked in one sweep: in the list of all jobs, and in all tenants' lists together;
-#: minimum per tenant's list.
+#: Old entries checked in one sweep: at most this many in the list of all jobs, and as many in all
+#: tenants' lists together; and at least this many per tenant's list.
 PRUNE_LIMIT, PRUNE_LEAST = 2000, 50
 #: A queued job that has its message is checked again after `QUEUED_LOOK_S` plus this many seconds
 #: per message that was read to find it, so that a long queue is not read all the time.
@@ -50,8 +50,8 @@ RECOUNT_SLICE = 250
 #: The task id in a message's headers; `\\` because a message may be quoted inside another JSON
 #: document.
 _TASK_ID = re.compile(rb'\\?"id\\?": ?\\?"([^"\\]+)')
-#: Used instead of a number of attempts: no message, and a message that starts the next attempt,
-#: of any number.
+#: Used instead of a number of attempts: no message; and a waiting message, which starts the next
+#: attempt, of any number.
 NOWHERE, ANY_ATTEMPT = -1, sys.maxsize
 
 
@@ -87,7 +87,7 @@ class ReaperReport:
 
 
 class Reaper:
-    """Runs on the ledger's event loop.
+    """Recovers what was lost, on the ledger's event loop.
 
     Several may run concurrently: every step is a compare-and-set; duplicate messages are harmless.
     """
@@ -154,7 +154,8 @@ class Reaper:
 
     @reachable
     async def release_boots(self, worker: str, boot: str) -> list[str]:
-        """Requeue immediately what earlier starts of `worker` held; `boot` is its current start.
+        """Requeue immediately the jobs that earlier starts of `worker` held; `boot` is its current
+        start.
 
         Returns the requeued ids.
         """
@@ -168,8 +169,8 @@ class Reaper:
         ]
 
     async def _up_since(self) -> float:
-        """When Redis started, in seconds since the epoch: while it was down, live workers could not
-        renew their leases.
+        """Return when Redis started, in seconds since the epoch: while it was down, live workers
+        could not renew their leases.
         """
         server = await self._redis.info("server")
         return float(now() - server["uptime_in_seconds"])
@@ -197,7 +198,7 @@ class Reaper:
             later = at + scripts.QUEUED_LOOK_S + SECONDS_PER_MESSAGE * read
             if await self._scripts.look_again(
                 args=scripts.pack(
-                    self._settings, at, id=job_id, attempt=attempt, there=present, later=later
+                    self._settings, at, id=job_id, attempt=attempt, present=present, later=later
                 )
             ):
                 log.warning("job %s had no message in the queue: a new one was sent", job_id)
@@ -205,8 +206,8 @@ class Reaper:
         return resent
 
     async def _messages(self, queue: str) -> tuple[dict[str, int], int]:
-        """Job id → number of attempts made when its latest message was sent; and the number of
-        messages read.
+        """Return job id → number of attempts made when its latest message was sent; and the number
+        of messages read.
 
         Covers the messages that wait in `queue`, which may start any attempt (so they count as new
         ones), and those delivered from any queue, where the message of an ended attempt may remain
@@ -219,8 +220,8 @@ class Reaper:
         for name in lists_of(queue):
             start = 0
             while True:
-                # From the publishers' end: a message added meanwhile makes us read another twice,
-                # but none is skipped.
+                # From the publishers' end: after a message is added, another one is read twice, but
+                # none is skipped.
                 chunk: list[bytes] = await self._redis.lrange(
                     name, start, start + MESSAGES_CHUNK - 1
                 )
@@ -241,39 +242,39 @@ class Reaper:
         before = at - self._settings.result_ttl_s
         owners: set[bytes] = await self._redis.smembers("ms:owners")
         share = max(PRUNE_LEAST, PRUNE_LIMIT // max(1, len(owners)))
-        own = dict.fromkeys([listing("jobs", owner.decode()) for owner in owners], share)
-        old = await self._oldest({"ms:jobs": PRUNE_LIMIT} | own, before)
+        tenants = dict.fromkeys([listing("jobs", owner.decode()) for owner in owners], share)
+        old = await self._oldest({"ms:jobs": PRUNE_LIMIT} | tenants, before)
         # Most tenants have no old entries: their unused share goes to tenants with more.
-        if long := [name for name in own if len(old[name]) == share < PRUNE_LIMIT]:
+        if long := [name for name in tenants if len(old[name]) == share < PRUNE_LIMIT]:
             old |= await self._oldest(
                 dict.fromkeys(long, max(share, PRUNE_LIMIT // len(long))), before
             )
-        ids = sorted({job_id for value in old.values() for job_id in value})
+        ids = sorted({job_id for listed in old.values() for job_id in listed})
         if not ids:
             return 0
         async with self._redis.pipeline(transaction=False) as pipe:
             for job_id in ids:
                 pipe.exists(f"ms:job:{job_id.decode()}")
-            job_ids = {
+            expired = {
                 job_id
                 for job_id, present in zip(ids, await pipe.execute(), strict=True)
                 if not present
             }
         pruned = 0
-        for name, value in old.items():
-            if dropped := job_ids.intersection(value):
+        for name, listed in old.items():
+            if dropped := expired.intersection(listed):
                 async with self._redis.pipeline(transaction=False) as pipe:
-                    for listed in (
+                    for key in (
                         name,
                         *(name.replace("ms:jobs", f"ms:jobs-in:{state}", 1) for state in State),
                     ):
-                        pipe.zrem(listed, *dropped)
+                        pipe.zrem(key, *dropped)
                     count, *_ = await pipe.execute()
                 pruned += count if name == "ms:jobs" else 0
         return pruned
 
     async def _oldest(self, limits: dict[str, int], before: float) -> dict[str, list[bytes]]:
-        """For each listing, up to its limit of jobs older than `before`, oldest first."""
+        """Return for each listing the jobs older than `before`, oldest first, up to its limit."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for name, limit in limits.items():
                 pipe.zrangebyscore(name, "-inf", before, start=0, num=limit)
@@ -281,8 +282,8 @@ class Reaper:
 
 
 def _job_of(message: bytes) -> tuple[str, int]:
-    """(job id, attempts made when it was sent) of a Celery message, from its task id; an empty id
-    for foreign messages.
+    """Return (job id, attempts made when it was sent) of a Celery message, from its task id; an
+    empty id for foreign messages.
     """
     match = _TASK_ID.search(message)
     return ("", NOWHERE) if match is None else job_of_task(match[1].decode())
@@ -293,8 +294,8 @@ class UsageReconciliation:
 
     Usage is updated in the commits that change it, so it is correct except for changes that a
     process of another version made without counting. A recount takes a slice at a time, while all
-    scripts keep it up to date (`tally` in lua/usage.lua), so the service need not stop. One that
-    begins later replaces it.
+    scripts keep it up to date (`tally` in lua/shared/usage.lua), so the service need not stop. A
+    recount that begins later replaces it.
     """
 
     def __init__(
@@ -310,9 +311,10 @@ class UsageReconciliation:
         self._cursor = b"0"
 
     async def step(self) -> list[str] | None:
-        """Count one more slice.
+        """Count one more slice; return None while slices remain.
 
-        None: more slices remain. At the end, the counters that were wrong and are now corrected.
+        At the end, return the counters that were wrong and are now corrected; none if another
+        recount has replaced this one.
         """
         if not self._left:
             counted = await self._scripts.recounted(

@@ -1,4 +1,4 @@
-"""Joins what ranks computed of captured rows (`schemas.requests.readings`) into results, prompt by
+"""Joins what ranks computed of captured rows (`schemas.readings`) into results, prompt by
 prompt.
 """
 
@@ -9,17 +9,11 @@ from typing import Any
 import numpy as np
 
 from ....schemas.jobs.receipts import Receipt
-from ....schemas.requests.readings import (
-    READER,
-    FeaturesPart,
-    FeaturesReading,
-    LensPart,
-    LensReading,
-    ReaderPart,
-    ReaderReading,
-    ReaderResult,
-    part_decoder,
-)
+from ....schemas.readings.features import FeaturesPart, FeaturesReading
+from ....schemas.readings.installed import ReaderPart, ReaderReading, ReaderResult
+from ....schemas.readings.lens import LensPart, LensReading
+from ....schemas.readings.readings import part_decoder
+from ....schemas.readings.stored import READER
 
 
 def readings(ticket: Sequence[Receipt]) -> dict[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""Values of sweep cells: from the log-probabilities that ranks report to the requested metric."""
+"""Computes the requested metric of sweep cells from the log-probabilities that ranks report."""
 
 import math
 from collections.abc import Sequence
@@ -7,16 +7,16 @@ from typing import NamedTuple
 from ....schemas.jobs.sweep_units import Node
 from ....schemas.jobs.sweeps import Metric, StoredPair
 
-#: Two prompts whose metric differs by less than this, in nats, are useless for a recovered share; …
+#: A recovered share needs two prompts whose metric differs by at least this, in nats, …
 LEAST_DIFFERENCE = 0.1
-#: … so are those whose difference is less than this many times the effect of a no-op patch.
+#: … and by at least this many times the effect of a no-op patch.
 LEAST_OVER_NOISE = 10.0
 
 
 class Grades(NamedTuple):
     """Reported values of one unit, in nats."""
 
-    # of the answer: the sum over its tokens, each given those before; None: there is no answer
+    # of the answer: the sum over its tokens, each given the tokens before it; None: no answer
     logprob: float | None
     foil_logprob: float | None
     kl: float | None = None  # D(P_clean ‖ P) over the token after the prompt; None: not requested
@@ -28,9 +28,11 @@ def grades(
     graded: Sequence[Sequence[float]],
     compared: bool = False,
 ) -> Grades:
-    """`graded`: for each node, the log-probability of each of its token ids, in nats; with
-    `compared`, the first node's divergence after them. Raises ValueError for values of another
-    shape, or not finite.
+    """Return the values of one unit.
+
+    `graded`: for each node, the log-probability of each of its token ids, in nats; with `compared`,
+    the first node's divergence after them. Raises ValueError for values of another shape, or not
+    finite.
     """
     for number, (node, values) in enumerate(zip(nodes, graded, strict=True)):
         expected = len(node.token_ids) + (compared and number == 0)
@@ -59,10 +61,10 @@ def grades(
 
 
 def in_nats(metric: Metric, grades: Grades) -> float:
-    """The metric; under `recovered`, what it is a share of: the difference to the foil, or without
-    one the answer's log-probability.
+    """Return the metric in nats; for `recovered`, the value from which the share is computed: the
+    difference between answer and foil, or without a foil the answer's log-probability.
 
-    Raises ValueError if that was not requested.
+    Raises ValueError if a value that it needs was not requested.
     """
     value = grades.kl if metric == "kl" else grades.logprob
     if metric == "logit_diff" or (metric == "recovered" and grades.foil_logprob is not None):
@@ -77,18 +79,17 @@ def in_nats(metric: Metric, grades: Grades) -> float:
 
 
 def recovered(value: float, base: float, source: float) -> float:
-    """The share of the difference between the patched prompt and the other one that a patch
+    """Return the share of the difference between the patched prompt and the other one that a patch
     recovers; all in nats.
     """
-    return (value - base) / (source - base) + 0.0  # no share is 0, not −0
+    return (value - base) / (source - base) + 0.0  # 0 instead of −0
 
 
 def noise_floor(metric: Metric, values: Sequence[float], base: float | None) -> float | None:
-    """The largest effect of a no-op patch, in the metric's units.
+    """Return the largest effect of a no-op patch, in the metric's units; None without `values`.
 
-    `values`: of such patches; None without any.
-
-    `base`: of the prompt without one, as `Baseline.value`; a share of 0 is no change.
+    `values`: of no-op patches. `base`: of the unpatched prompt, as `Baseline.value`; not used for
+    `recovered`, whose value without a change is 0.
     """
     if not values or base is None:
         return None
@@ -99,9 +100,7 @@ def noise_floor(metric: Metric, values: Sequence[float], base: float | None) -> 
 def useless_baseline(base: float, source: float, noise: Sequence[float]) -> str:
     """Return why the recovered share is undefined; empty if it is defined.
 
-    `noise`: of no-op patches.
-
-    All in nats.
+    `noise`: values of no-op patches. All in nats.
     """
     floor = max((abs(value - base) for value in noise), default=0.0)
     needed = max(LEAST_DIFFERENCE, LEAST_OVER_NOISE * floor)

@@ -1,5 +1,5 @@
-"""Assembly of a sweep's unit records into grids: the same for results and for the start and end of
-a stream.
+"""Assembles a sweep's unit records into grids, for results and for the first and last event of a
+stream.
 """
 
 import math
@@ -29,7 +29,7 @@ Records = Mapping[int, UnitRecord]
 
 
 def sweep_result(sweep: StoredSweep, records: Records, seconds: float | None) -> SweepResult:
-    """`records`: number of the unit → its record, for all finished units.
+    """Return the result so far. `records`: number of the unit → its record, for all finished units.
 
     `seconds`: duration of the sweep; None: not ended.
     """
@@ -39,7 +39,7 @@ def sweep_result(sweep: StoredSweep, records: Records, seconds: float | None) ->
     for hook in sweep.hooks:
         cells = [
             [_over_pairs(values) for values in zip(*rows, strict=True)]
-            for rows in zip(*(of[hook] for of in grids), strict=True)
+            for rows in zip(*(grid[hook] for grid in grids), strict=True)
         ]
         mean[hook] = [[average for average, _ in row] for row in cells]
         spread[hook] = [[deviation for _, deviation in row] for row in cells]
@@ -62,7 +62,7 @@ def sweep_result(sweep: StoredSweep, records: Records, seconds: float | None) ->
 
 
 def sweep_summary(sweep: StoredSweep, records: Records, seconds: float | None) -> SweepSummary:
-    """Progress of the sweep; arguments as of `sweep_result`."""
+    """Return the progress of the sweep; arguments as for `sweep_result`."""
     units, pairs = Units(sweep), range(len(sweep.pairs))
     known = [record for number, record in records.items() if number >= units.first_cell]
     with_value = sum(record.value is not None for record in known)
@@ -79,19 +79,19 @@ def sweep_summary(sweep: StoredSweep, records: Records, seconds: float | None) -
 
 
 def sweep_start(sweep: StoredSweep) -> SweepStart:
-    """The facts known before a sweep begins."""
+    """Return what is known before a sweep begins."""
     skipped = [
         Skipped(
             pair=pair,
             hook=hook,
             layers=sweep.layers,
             column=column,
-            reason=of_pair.columns[column].reason,
+            reason=stored.columns[column].reason,
         )
-        for pair, of_pair in enumerate(sweep.pairs)
+        for pair, stored in enumerate(sweep.pairs)
         for hook in sweep.hooks
         for column in range(sweep.num_columns)
-        if not of_pair.columns[column].places
+        if not stored.columns[column].places
     ]
     return SweepStart(
         metric=sweep.metric,
@@ -109,7 +109,7 @@ def sweep_start(sweep: StoredSweep) -> SweepStart:
 
 
 def sweep_cell(sweep: StoredSweep, unit: Unit, record: UnitRecord) -> SweepCell:
-    """A cell as returned to readers."""
+    """Return a cell as readers get it."""
     return SweepCell(
         pair=unit.pair,
         hook=sweep.hooks[unit.hook],
@@ -132,7 +132,7 @@ def _grids(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, Grid]:
 
 
 def _neurons(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, list[list[list[int]]]]:
-    """Return what was chosen by rank; empty on other axes."""
+    """Return the neurons of each cell whose column selects them by rank; empty on other axes."""
     if all(column.ranks is None for column in sweep.pairs[pair].columns):
         return {}
     return {
@@ -145,7 +145,7 @@ def _neurons(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, list
 
 
 def _numbers(sweep: StoredSweep, pair: int) -> dict[Hook, list[range]]:
-    """The numbers of a pair's cells, `[layers][columns]`."""
+    """Return the numbers of a pair's cells, `[layers][columns]`."""
     width, layers = sweep.num_columns, len(sweep.layers)
     first = Units(sweep).first_cell + pair * len(sweep.hooks) * layers * width
     return {
@@ -164,7 +164,7 @@ def _value(record: UnitRecord | None) -> float | None:
 
 
 def _over_pairs(values: tuple[float | None, ...]) -> tuple[float | None, float | None]:
-    """Mean and sample standard deviation of the values that exist."""
+    """Return the mean and the sample standard deviation of the values that exist."""
     present = [value for value in values if value is not None]
     if not present:
         return None, None
@@ -219,7 +219,7 @@ def _noise_floor(sweep: StoredSweep, records: Records, pair: int) -> float | Non
 
 
 def _skipped(sweep: StoredSweep, records: Records) -> list[Skipped]:
-    """Cells known to have no value, by pair, hook, column and reason."""
+    """Return the cells known to have no value, grouped by pair, hook, column and reason."""
     units = Units(sweep)
     result: defaultdict[tuple[int, int, int, str], list[int]] = defaultdict(list)
     for number in sorted(

@@ -26,8 +26,8 @@ from ....schemas.jobs.jobs import (
 from ....schemas.jobs.receipts import CapturedFile, Receipt, receipt_decoder
 from ....schemas.jobs.sweeps import StoredSweep
 from ....schemas.prompts.selectors import as_ranges
+from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
-from ....schemas.requests.readings import READER
 from ..core.record import JobRecord
 from .readings import readings
 from .sweep_result import Records, sweep_result
@@ -40,7 +40,7 @@ _CURSOR = re.compile(r"^(\d+(?:\.\d+)?):([A-Za-z0-9_]+)$")
 
 
 def view(record: JobRecord, settings: Settings) -> JobView:
-    """The record as users see it; a result past its retention reads `expired`."""
+    """Return the record as users see it; a job whose results were removed reads `expired`."""
     past = record.finished is not None and now() > record.finished + settings.result_ttl_s
     fields = {name: getattr(record, name) for name in JobView.__struct_fields__} | {
         "state": State.EXPIRED if record.state in TERMINAL and past else record.state,
@@ -61,20 +61,20 @@ def result(
     settings: Settings,
     swept: tuple[StoredSweep, Records] | None = None,
 ) -> JobResult:
-    """`view` is of `record`; `outputs` and `receipts` as stored; receipts of one attempt, in any
-    order. `swept`: the result of a sweep.
+    """Return the result of a job. `view` is of `record`; `outputs` and `receipts` as stored;
+    receipts of one attempt, in any order. `swept`: of a sweep, with its unit records.
     """
-    report = [receipt_decoder.decode(raw) for raw in receipts]
+    decoded = [receipt_decoder.decode(raw) for raw in receipts]
     sweep = None
     if swept is not None:
-        report += [receipt for unit in swept[1].values() for receipt in unit.receipts]
+        decoded += [receipt for unit in swept[1].values() for receipt in unit.receipts]
         seconds = (
             view.generated - view.started
             if view.generated is not None and view.started is not None
             else None
         )
         sweep = sweep_result(*swept, seconds)
-    ticket = sorted(report, key=lambda report: (report.request, report.pp, report.rank))
+    ticket = sorted(decoded, key=lambda receipt: (receipt.request, receipt.pp, receipt.rank))
     return JobResult(
         id=view.id,
         model=view.model,
@@ -128,15 +128,15 @@ def probe_result(request: int, score: ProbeScore) -> ProbeResult:
 def capture_results(
     view: JobView, record: JobRecord, ticket: Sequence[Receipt], settings: Settings
 ) -> CaptureResults:
-    """The files of the receipts that arrived, under the status that the ledger settled on."""
+    """Return the files of the receipts that have arrived, with the capture status in the ledger."""
     if not record.captures:
         return CaptureResults(status="not_requested", job=view.id)
     files = [
         FileEntry(
             path=file.path,
-            request=report.request,
-            rank=report.rank,
-            pp=report.pp,
+            request=receipt.request,
+            rank=receipt.rank,
+            pp=receipt.pp,
             bytes=file.bytes,
             crc32=file.crc32,
             rows=file.rows,
@@ -149,22 +149,22 @@ def capture_results(
             dropped=file.dropped,
             non_finite=file.non_finite,
         )
-        for report in ticket
-        for file in report.files
+        for receipt in ticket
+        for file in receipt.files
         if file.tag != HARVEST
     ]
     consumers = [
         ConsumerReport(
-            name=made.name,
-            request=report.request,
-            pp=report.pp,
-            ok=made.ok,
-            message=made.message,
-            rows=made.rows,
+            name=consumed.name,
+            request=receipt.request,
+            pp=receipt.pp,
+            ok=consumed.ok,
+            message=consumed.message,
+            rows=consumed.rows,
         )
-        for report in ticket
-        for made in report.consumed
-        if made.name != READER
+        for receipt in ticket
+        for consumed in receipt.consumed
+        if consumed.name != READER
     ]
     return CaptureResults(
         status=view.capture_status,
@@ -184,7 +184,7 @@ def _sites(file: CapturedFile) -> dict[str, list[int]]:
 
 
 def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
-    """The reason for a status other than `ok`; and what a prefix cache hit has saved."""
+    """Return the reason for a status other than `ok`, and how many rows the prefix cache saved."""
     if view.error is not None:
         return view.error.detail
     if view.capture_status == "pending":
@@ -196,13 +196,13 @@ def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
     if view.capture_status == "error":
         return f"the job was {view.state}"
     return "; ".join(
-        [reason for report in ticket for reason in _shortcomings(report)] + _reuse(ticket)
+        [reason for receipt in ticket for reason in _shortcomings(receipt)] + _reuse(ticket)
     )
 
 
 def _shortcomings(receipt: Receipt) -> Iterator[str]:
-    """Yield what a rank could not do for a request: its own message, or derived from its
-    receipt.
+    """Yield what a rank could not do for a request: the receipt's message, or else what the receipt
+    shows.
     """
     if receipt.verdict == "ok":
         return
@@ -216,13 +216,14 @@ def _shortcomings(receipt: Receipt) -> Iterator[str]:
                 f"{where}: positions dropped under overload: "
                 f"{as_ranges(file.dropped, SHOWN_RANGES)} ({len(file.dropped)} in total)"
             )
-    for made in receipt.consumed:
-        if not made.ok:
-            yield f"{where}: consumer {made.name} failed: {made.message or 'no reason given'}"
+    for consumed in receipt.consumed:
+        if not consumed.ok:
+            reason = consumed.message or "no reason given"
+            yield f"{where}: consumer {consumed.name} failed: {reason}"
 
 
 def _reuse(ticket: Sequence[Receipt]) -> list[str]:
-    files = [file for report in ticket for file in report.files]
+    files = [file for receipt in ticket for file in receipt.files]
     reused = sum(file.reused for file in files)
     return (
         [(f"rows computed by an earlier request: {reused} of {sum(file.rows for file in files)}")]
@@ -239,31 +240,31 @@ def determinism(view: JobView, record: JobRecord, ticket: Sequence[Receipt]) -> 
     nor as disagreeing.
     """
     stages = []
-    for pp in sorted({account.pp for account in ticket}):
-        of_stage = [account for account in ticket if account.pp == pp]
-        accounts: dict[int, set[tuple[str, int, int, int]]] = {}
-        for account in of_stage:
-            accounts.setdefault(account.request, set()).add(
-                (account.checksum, account.actions, account.epoch, account.applied)
+    for pp in sorted({receipt.pp for receipt in ticket}):
+        of_stage = [receipt for receipt in ticket if receipt.pp == pp]
+        accounts: dict[int, set[tuple[str, int, int, int]]] = {}  # of each request
+        for receipt in of_stage:
+            accounts.setdefault(receipt.request, set()).add(
+                (receipt.checksum, receipt.actions, receipt.epoch, receipt.applied)
             )
         ranks = [
             RankReport(
-                rank=account.rank,
-                tp=account.tp,
-                request=account.request,
-                step=account.step,
-                checksum=account.checksum,
-                actions=account.actions,
-                applied=account.applied,
-                status=account.verdict,
-                message=account.message,
+                rank=receipt.rank,
+                tp=receipt.tp,
+                request=receipt.request,
+                step=receipt.step,
+                checksum=receipt.checksum,
+                actions=receipt.actions,
+                applied=receipt.applied,
+                status=receipt.verdict,
+                message=receipt.message,
             )
-            for account in of_stage
+            for receipt in of_stage
         ]
         stages.append(
             StageReport(
                 pp=pp,
-                consistent=all(len(account) == 1 for account in accounts.values()),
+                consistent=all(len(distinct) == 1 for distinct in accounts.values()),
                 ranks=ranks,
             )
         )
@@ -277,7 +278,7 @@ def determinism(view: JobView, record: JobRecord, ticket: Sequence[Receipt]) -> 
 
 
 def after_id(last: str) -> str:
-    """XRANGE's lower bound for the entries after `last`.
+    """Return XRANGE's lower bound for the entries after `last`.
 
     Raises MidstreamError("invalid_request") for an invalid stream id.
     """
@@ -293,15 +294,18 @@ def after_id(last: str) -> str:
 
 
 def jobs_in(state: State | None, tenant: str | None) -> str:
-    """The zset that lists the jobs of a state.
+    """Return the key of the zset that lists the jobs of a state.
 
-    It also has those that now read `expired`, and for `expired` there is none.
+    It still has the jobs of the state that now read `expired`; for `expired`, it is that of all
+    jobs.
     """
     return listing("jobs" if state in (None, State.EXPIRED) else f"jobs-in:{state}", tenant)
 
 
 def listing(kind: str, tenant: str | None) -> str:
-    """The zset that lists jobs or captures by the time of creation: a tenant's own, or all."""
+    """Return the key of the zset that lists jobs or captures by creation time: a tenant's, or
+    all.
+    """
     return f"ms:{kind}" if tenant is None else f"ms:{kind}:{tenant}"
 
 
@@ -310,7 +314,7 @@ def format_cursor(score: float, last: str) -> str:
 
 
 def parse_cursor(cursor: str | None) -> tuple[float, str]:
-    """(creation time, job id) to continue after.
+    """Return (creation time, job id) after which to continue.
 
     Raises MidstreamError("invalid_request") for an invalid cursor.
     """

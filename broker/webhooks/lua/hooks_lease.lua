@@ -4,11 +4,11 @@
 -- returns per delivery {id, job, event, tenant, key, url, created, job_state, attempt, model, tries}
 local limit, share, has = args.limit, args.share, args.under_way
 local LANES_AT_ONCE = 1000
-local lent = {}
+local leased = {}
 -- Lanes of tenants that have used up their share are skipped, so that they do not block others.
-local lanes, looked, taken = {}, 0, {}
+local lanes, scanned, taken = {}, 0, {}
 repeat
-  local due = redis.call('ZRANGEBYSCORE', 'ms:hook-lanes', '-inf', now, 'LIMIT', looked, LANES_AT_ONCE)
+  local due = redis.call('ZRANGEBYSCORE', 'ms:hook-lanes', '-inf', now, 'LIMIT', scanned, LANES_AT_ONCE)
   for _, lane in ipairs(due) do
     local tenant = hook_owner(lane)
     taken[tenant] = taken[tenant] or has[tenant] or 0
@@ -17,8 +17,8 @@ repeat
       lanes[#lanes + 1] = lane
     end
   end
-  looked = looked + #due
-until #due < LANES_AT_ONCE or #lanes >= LANES_AT_ONCE or looked >= args.scan
+  scanned = scanned + #due
+until #due < LANES_AT_ONCE or #lanes >= LANES_AT_ONCE or scanned >= args.scan
 for _, lane in ipairs(lanes) do
   local tenant = hook_owner(lane)
   local waiting, busy = 'ms:hook-lane:' .. lane, 'ms:hook-busy:' .. lane
@@ -26,26 +26,26 @@ for _, lane in ipairs(lanes) do
     redis.call('ZREM', busy, id)
     redis.call('ZADD', waiting, redis.call('ZSCORE', 'ms:hooks', id) or now, id)
   end
-  local room = math.min(hook_room(lane) - redis.call('ZCARD', busy), limit - #lent, share - (has[tenant] or 0))
+  local room = math.min(hook_room(lane) - redis.call('ZCARD', busy), limit - #leased, share - (has[tenant] or 0))
   if room > 0 then
     for _, id in ipairs(redis.call('ZRANGEBYSCORE', waiting, '-inf', now, 'LIMIT', 0, room)) do
-      local told = redis.call('HMGET', 'ms:hook:' .. id, 'job', 'event', 'tenant', 'key', 'url', 'created', 'job_state', 'attempt',
+      local values = redis.call('HMGET', 'ms:hook:' .. id, 'job', 'event', 'tenant', 'key', 'url', 'created', 'job_state', 'attempt',
         'model', 'tries')
-      if redis.call('HEXISTS', 'ms:hook-off', tenant .. '|' .. told[5]) == 1 then
+      if redis.call('HEXISTS', 'ms:hook-off', tenant .. '|' .. values[5]) == 1 then -- its URL
         hook_end(id, lane, 'disabled')
       else
         redis.call('ZREM', waiting, id)
         redis.call('ZADD', busy, args.ends, id)
         redis.call('HSET', 'ms:hook:' .. id, 'lease', args.token)
-        table.insert(told, 1, id)
-        lent[#lent + 1] = told
+        table.insert(values, 1, id)
+        leased[#leased + 1] = values
         has[tenant] = (has[tenant] or 0) + 1
       end
     end
   end
   hook_plan(lane)
-  if #lent >= limit then
+  if #leased >= limit then
     break
   end
 end
-return lent
+return leased

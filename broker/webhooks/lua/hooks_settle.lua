@@ -1,6 +1,7 @@
 -- Record the outcome of a delivery attempt.
 -- args: id, token (of the lease), verdict ('delivered' | 'pending' (again later) | 'failed' | 'disabled' | 'refused'), attempt (JSON),
---       due (when it is due again), pause (seconds until then), off_kept (disabled receivers kept for a tenant), kept (attempts kept), well (whether the response was quick and successful), most (concurrently)
+--       due (when it is due again), pause (seconds until then), off_kept (disabled receivers kept for a tenant), kept (attempts kept),
+--       well (whether the response was quick and successful), most (concurrent deliveries of a lane)
 -- returns 'unknown' | 'stale' (another sender has it, or it is settled: the attempt is still logged) | the new state
 local id, verdict = args.id, args.verdict
 local hook = 'ms:hook:' .. id
@@ -31,7 +32,7 @@ if verdict == 'disabled' then
   redis.call('HSETNX', 'ms:hook-off', tenant .. '|' .. url, args.at)
   local urls = 'ms:hook-off-urls:' .. tenant
   redis.call('ZADD', urls, 'NX', args.at, url)
-  for _ = args.off_kept + 1, redis.call('ZCARD', urls) do -- the oldest is tried again, and answers the same
+  for _ = args.off_kept + 1, redis.call('ZCARD', urls) do -- the oldest gets its next webhook, and answers 410 again
     redis.call('HDEL', 'ms:hook-off', tenant .. '|' .. redis.call('ZPOPMIN', urls)[1])
   end
 end

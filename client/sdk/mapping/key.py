@@ -14,6 +14,7 @@ from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import JobRequest, JobView
 from ....schemas.jobs.openai import ChatRequest
+from ....schemas.readings.readings import FIELDS
 
 #: Fields that `base` does not digest with the rest of the request: some do not affect the results;
 #: the model and the prompts are digested separately.
@@ -35,14 +36,14 @@ def named(request: Request) -> Iterator[Named]:
     for patch in request.patch:
         yield from (("run", patch.source.run),) if patch.source.run else ()
         yield from (("module", patch.source.module),) if patch.source.module else ()
-    for feature in request.features:
-        yield "sae", feature.sae
     for probe in request.probes:
         yield "probe", probe.probe if isinstance(probe, ProbeUse) else probe
         if isinstance(probe, ProbeUse) and probe.module:
             yield "module", probe.module
-    if request.lens is not None and request.lens.tuned:
-        yield "tuned", request.lens.tuned
+    for field in FIELDS:
+        specs = getattr(request, field) or []
+        for spec in specs if isinstance(specs, list) else [specs]:
+            yield from spec.artifacts
     if request.lora:
         yield "lora", request.lora
 

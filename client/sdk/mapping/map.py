@@ -19,6 +19,7 @@ from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.limits import MAX_PROMPTS
 from ....schemas.base.records import to_json
 from ....schemas.jobs.jobs import JobRequest, JobResult, JobView, Output, State
+from ....schemas.readings.readings import FIELDS
 from ....schemas.requests.steering import GlobalView
 from ... import notebook
 from ...captures.reader import CaptureReader
@@ -562,10 +563,8 @@ def sliced(result: JobResult, number: int, prompts: int) -> JobResult:
         outputs=[output for output in result.outputs if output.index == number],
         capture_results=own_captures,
         determinism=determinism,
-        lens=own(result.lens),
-        features=own(result.features),
-        readers=own(result.readers),
         probes=[probe for probe in result.probes if probe.request == number],
+        **{field: own(getattr(result, field)) for field in FIELDS},
     )
 
 

@@ -31,7 +31,7 @@ from midstream.schemas.jobs.jobs import Output, Sampling, TokenLogprob
 from midstream.schemas.requests.specs import RankSpec, StoredSteering
 from midstream.schemas.requests.steering import GlobalSteering, RankSteering
 from midstream.workers.engine.protocol import EngineRequest, Progress
-from midstream.workers.engine.ranks.control import RankControl, row_wish
+from midstream.workers.engine.ranks.control import RankControl, row_demand
 from midstream.workers.engine.ranks.rank_spec import rank_spec
 from midstream.workers.runner.probes.probe_news import Scored
 
@@ -125,7 +125,7 @@ class FakeEngine(RankControl):
         self, ask: EngineRequest, spec: RankSpec | None
     ) -> AsyncGenerator[Progress, None]:
         steering = [*spec.global_steering, *spec.steering] if spec is not None else []
-        async with self._rows.admitted(row_wish(spec)), self._slots, self._stepping():
+        async with self._rows.admitted(row_demand(spec)), self._slots, self._stepping():
             if (faults := self.faults.get("generate")) is not None and int(
                 faults["request"]
             ) == ask.request:

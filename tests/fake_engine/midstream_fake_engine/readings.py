@@ -10,13 +10,9 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.prompts.selectors import HOOKS
-from midstream.schemas.requests.readings import (
-    FeaturesPart,
-    LensPart,
-    StoredFeatures,
-    StoredLens,
-    StoredReader,
-)
+from midstream.schemas.readings.features import FeaturesPart, StoredFeatures
+from midstream.schemas.readings.installed import StoredReader
+from midstream.schemas.readings.lens import LensPart, StoredLens
 from midstream.workers.runner.base.extensions import ExtensionError, named, trusted
 from midstream.workers.runner.files.finished_rows import FinishedCapture, Outcome, ReadingError
 from midstream.workers.runner.readings.installed_readers import (

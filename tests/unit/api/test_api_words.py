@@ -173,7 +173,7 @@ def said(sent: Sent, text: str) -> str:
 def test_a_second_attempt_does_not_resend_text() -> None:
     sent = Sent()
     assert [said(sent, "he"), said(sent, "llo")] == ["he", "llo"]
-    sent.begin_anew()
+    sent.restart()
     assert [said(sent, "hel"), said(sent, "lo w"), said(sent, "orld")] == ["", " w", "orld"]
     assert sent.upto(News("hello world!"), Wanted()).text == "!"
 
@@ -206,7 +206,7 @@ def test_a_second_attempt_does_not_resend_calls_or_tokens() -> None:
         "f",
         '{"a',
     )
-    sent.begin_anew()
+    sent.restart()
     assert not sent.news(event([], call), wanted)
     again = sent.news(event([5, 5], {"index": 0, "arguments": '{"a":1}'}), wanted)
     assert (again.ids, len(again.logprobs), again.offset) == ([5], 1, 1)
@@ -216,6 +216,6 @@ def test_a_second_attempt_does_not_resend_calls_or_tokens() -> None:
 def test_a_second_attempt_that_contradicts_what_was_sent_is_an_error() -> None:
     sent = Sent()
     said(sent, "hello")
-    sent.begin_anew()
+    sent.restart()
     with pytest.raises(MidstreamError, match="restarted"):
         said(sent, "help")

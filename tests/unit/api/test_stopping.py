@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 
-from midstream.api.context import _stopped
+from midstream.api.context import _cancel
 
 
 def test_nested_waits_are_cancelled() -> None:
@@ -18,13 +18,13 @@ def test_nested_waits_are_cancelled() -> None:
             try:
                 await asyncio.wait({inner})
             finally:
-                await _stopped(inner)
+                await _cancel(inner)
 
         inner = asyncio.create_task(stubborn())
         outer = asyncio.create_task(waiting(inner))
         await asyncio.sleep(0)
         async with asyncio.timeout(60):
-            await _stopped(outer)
+            await _cancel(outer)
         assert inner.done(), "nobody is left behind"
         assert outer.cancelled()
 

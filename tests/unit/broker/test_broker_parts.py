@@ -15,7 +15,7 @@ from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.core.dispatch import PRIORITY_OF_KIND
 from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.broker.ledger.results import views
-from midstream.broker.ops.redis_availability import is_absence
+from midstream.broker.ops.redis_availability import is_redis_unavailable
 from midstream.broker.queue.celery_app import (
     PRIORITY_STEPS,
     RESTORE_INTERVAL_S,
@@ -190,4 +190,4 @@ def test_redis_write_refusals_are_outages_and_bad_commands_are_bugs(
     error: redis.exceptions.RedisError, absent: bool
 ) -> None:
     """A full disk must not look like a broken worker."""
-    assert is_absence(error) is absent
+    assert is_redis_unavailable(error) is absent

@@ -88,8 +88,8 @@ def test_no_retry_after_breaks_the_schedule(header: str) -> None:
 
 
 def test_the_longer_of_schedule_and_retry_after_counts() -> None:
-    assert due_again(1, 0.0, request=3600.0) == 3600.0
-    longer = due_again(5, 0.0, request=10.0)
+    assert due_again(1, 0.0, least_s=3600.0) == 3600.0
+    longer = due_again(5, 0.0, least_s=10.0)
     assert longer is not None
     assert longer >= LADDER_S[5]
 

@@ -61,7 +61,7 @@ WRONG = [
         "y begins at byte 4, valid: 8",
     ),
     ("{" + tensor(shape="[40]", offsets="[0, 160]") + "}", "are not all there"),
-    ("{" + tensor(shape="[2]", offsets="[0, 8]") + "}", "8 bytes behind its tensors"),
+    ("{" + tensor(shape="[2]", offsets="[0, 8]") + "}", "8 bytes after its tensors"),
     ("{" + tensor(dtype='"I64"', shape="[2]") + "}", "x is I64; valid: F32, F16, BF16"),
     ("{" + '"x": ' + "[" * 50_000 + "}", "no valid safetensors header"),
     ("[]", "no valid safetensors header"),

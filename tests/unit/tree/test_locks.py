@@ -21,6 +21,7 @@ REQUIREMENTS = ROOT / "requirements"
 #: Lock → the extras it serves; the CPU stack's torch is in a lock of its own.
 EXTRAS_OF = {
     "cpu.lock": ("cpu", "demo", "dev", "notebook", "plots", "probes"),
+    "demo.lock": ("cpu", "demo"),
     "api.lock": ("api", "s3"),
     "client.lock": ("client",),
     "service.lock": ("api", "client", "flower", "otel", "s3"),
@@ -34,6 +35,7 @@ EXTRAS_OF = {
 }
 COMPANION = {
     "cpu.lock": "torch-cpu.lock",
+    "demo.lock": "torch-cpu.lock",
     "worker.lock": "torch-cpu.lock",
     "lens.lock": "torch-cpu.lock",
     "sae.lock": "torch-cpu.lock",
@@ -269,7 +271,10 @@ def test_the_client_lock_holds_no_server() -> None:
     )
 
 
-def test_the_worker_container_runs_what_is_tested_and_leaves_out_the_gpu_compiler() -> None:
-    worker, whole = pins("worker.lock"), pins("cpu.lock")
-    assert {name: version for name, version in worker.items() if whole[name] != version} == {}
-    assert "triton" not in worker
+@pytest.mark.parametrize("lock", ["demo.lock", "worker.lock"])
+def test_what_runs_is_what_is_tested_without_the_gpu_compiler_and_the_tests_tools(
+    lock: str,
+) -> None:
+    stack, whole = pins(lock), pins("cpu.lock")
+    assert {name: version for name, version in stack.items() if whole[name] != version} == {}
+    assert stack.keys() & {"triton", "pytest", "mypy", "ruff"} == set()

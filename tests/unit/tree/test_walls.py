@@ -81,6 +81,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "jobs",
         "extensions",
         "requests",
+        "readings",
         "artifacts",
         "model",
         "prompts",

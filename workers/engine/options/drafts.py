@@ -1,6 +1,6 @@
-"""Drafts of speculative decoding, as the settings ask for them.
+"""Checks the settings of speculative decoding's drafts and translates them for vLLM.
 
-What vLLM may make of that: `workers/runner/support/drafters.py`.
+`workers/runner/support/drafters.py` checks what vLLM makes of them.
 """
 
 from typing import Any
@@ -10,26 +10,26 @@ from vllm.config import VllmConfig
 
 from ....schemas.base.settings import Settings, SettingsError
 
-#: Draft tokens are looked up in the prompt by its last 4 to 2 tokens.
+#: Draft tokens are looked up in the prompt by the last 4 to 2 tokens.
 _NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 #: Fields of a checkpoint's config that say how many layers predict further tokens.
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 
 def speculative_config(settings: Settings) -> dict[str, Any]:
-    """vLLM's, of settings that ask for drafts."""
-    request: dict[str, Any] = {
+    """Returns vLLM's `speculative_config` for settings with drafts."""
+    options: dict[str, Any] = {
         "method": settings.drafter,
         "num_speculative_tokens": settings.speculative_tokens,
     }
     if settings.drafter == "ngram":
-        return request | _NGRAMS
-    return request | ({"model": settings.draft_model} if settings.drafter == "eagle3" else {})
+        return options | _NGRAMS
+    return options | ({"model": settings.draft_model} if settings.drafter == "eagle3" else {})
 
 
 def check_drafter(settings: Settings) -> None:
-    """Raises SettingsError for settings of drafts that do not go together, or that the checkpoints
-    do not fit. Reads no weights.
+    """Raises SettingsError if the settings of drafts contradict each other or do not fit the
+    checkpoints. Reads no weights.
     """
     drafter, head = settings.drafter, settings.draft_model
     if head and drafter != "eagle3":
@@ -73,7 +73,7 @@ def check_drafter(settings: Settings) -> None:
 
 
 def check_drafts(config: VllmConfig, settings: Settings) -> None:
-    """Raises SettingsError where vLLM would make other drafts than the settings say: some
+    """Raises SettingsError if vLLM would make another number of drafts than the settings say: some
     checkpoints bring their own drafter.
     """
     drafts = (
@@ -89,7 +89,7 @@ def check_drafts(config: VllmConfig, settings: Settings) -> None:
 
 
 def checkpoint_config(model: str) -> dict[str, Any]:
-    """The checkpoint's config.json; empty if there is none, which vLLM reports better."""
+    """Returns the checkpoint's config.json; empty if there is none, which vLLM reports better."""
     try:
         return dict(PretrainedConfig.get_config_dict(model)[0])
     except (OSError, ValueError):

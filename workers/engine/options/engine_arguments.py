@@ -1,4 +1,4 @@
-"""Translation of settings to vLLM's engine arguments."""
+"""Translates settings to vLLM's engine arguments."""
 
 import os
 from pathlib import Path
@@ -13,22 +13,23 @@ from ....schemas.base.records import to_json
 from ....schemas.base.settings import Settings, SettingsError
 from ...runner.support.quantisation import W4A8
 from .. import no_torchvision
-from .drafts import speculative_config
+from ..dtype import Choice, choose
+from .drafts import checkpoint_config, speculative_config
 from .option_check import accepted
 
-#: Tokens in a block of the KV cache. vLLM's 128 leaves prompts of a sentence nothing to share; 32
-#: is the least that its kernels for CPUs take, and as fast (measured with prompts of 300 tokens,
-#: and while 16 requests generate).
+#: Tokens in a block of the KV cache. With vLLM's 128, prompts of one sentence share no block; 32 is
+#: the least that its CPU kernels take, and as fast (measured with prompts of 300 tokens, and while
+#: 16 requests generate).
 _CPU_BLOCK = 32
-#: Ordinary requests and sweeps were faster with all cores on two; more were not measured.
+#: On two cores, ordinary requests and sweeps were faster with both; more cores were not measured.
 FEW_CORES = 2
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
-    """vLLM's arguments from the settings, without our additions: a stock engine with these is the
-    baseline of comparisons.
+    """Returns vLLM's arguments from the settings, without Midstream's additions: a stock engine
+    with these arguments is the baseline of comparisons.
 
-    Raises SettingsError for what is refused of `settings.engine_options`.
+    Raises SettingsError for refused options in `settings.engine_options`.
     """
     settings = for_platform(settings)
     options: dict[str, Any] = {
@@ -44,12 +45,12 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "enable_prefix_caching": settings.enable_prefix_caching,
         "num_gpu_blocks_override": settings.num_gpu_blocks,
         "disable_log_stats": True,
-        # as the next two: of models that take images, others ignore it
+        # models that take text only ignore this option and the next two
         "language_model_only": not settings.images_per_prompt,
         "limit_mm_per_prompt": {"image": settings.images_per_prompt, "video": 0, "audio": 0},
-        # its two halves rely on requests being submitted in the order in which they were processed
+        # the cache's two halves rely on requests being submitted in the order of their processing
         "mm_processor_cache_gb": 0,
-        # One backend: `auto` would take that of the first request for all that follow, whose texts
+        # With `auto` the first request would choose the backend for all later ones, whose texts
         # would then depend on it.
         "structured_outputs_config": {"backend": "xgrammar"},
         # sampling comes from the job, never from a file next to the weights
@@ -60,8 +61,8 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     if settings.nodes > 1:
         options |= node_options(settings)
     if settings.speculative_tokens:
-        # A rank knows where a token stands before the forward runs only if no step begins before
-        # the last one's drafts are judged.
+        # A rank knows a token's position before the forward pass only if no step begins before the
+        # drafts of the last step are verified.
         options |= {"speculative_config": speculative_config(settings), "async_scheduling": False}
     if settings.lora_dir:
         options |= {
@@ -77,7 +78,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
 
 
 def node_options(settings: Settings) -> dict[str, Any]:
-    """vLLM's options of an engine on several machines. Raises SettingsError."""
+    """Returns vLLM's options for an engine on several machines. Raises SettingsError."""
     host, _, port = settings.node_master.rpartition(":")
     ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
@@ -106,35 +107,41 @@ def node_options(settings: Settings) -> dict[str, Any]:
 
 
 def use_all_cores(ranks: int) -> None:
-    """On one or two cores, give the model's threads also the one that vLLM reserves for a scheduler
-    that spins.
+    """On one or two cores, gives the model's threads also the core that vLLM reserves for a
+    spinning scheduler.
 
-    Ours sleeps (`runner/vllm/idle_sleep.py`). On more cores the one that is left for all other
-    processes costs less than their interruptions. And the threads of a single rank are bound to no
-    core: one that waits for a core takes the other when that is free.
+    Midstream's scheduler sleeps (`runner/vllm/idle_sleep.py`). With more cores, leaving one to all
+    other processes costs less than their interruptions. The threads of a single rank are not bound
+    to cores, so that a thread that waits for one core can take the other when it is free.
     """
     few = current_platform.is_cpu() and len(os.sched_getaffinity(0)) <= FEW_CORES
-    if few and "VLLM_CPU_NUM_OF_RESERVED_CPU" not in os.environ:  # who reserves a core has decided
+    if few and "VLLM_CPU_NUM_OF_RESERVED_CPU" not in os.environ:  # keep an operator's choice
         os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
         if ranks == 1:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def for_platform(settings: Settings) -> Settings:
-    """The settings with the platform's choice where they leave one open: graphs on an accelerator,
-    none on the CPU.
+    """Return the settings with the platform's choice where they leave one open: the dtype, and
+    graphs on an accelerator, none on the CPU.
     """
-    if settings.enforce_eager is not None:
-        return settings
-    return msgspec.structs.replace(settings, enforce_eager=current_platform.is_cpu())
+    on_cpu = current_platform.is_cpu()
+    eager = on_cpu if settings.enforce_eager is None else settings.enforce_eager
+    return msgspec.structs.replace(settings, enforce_eager=eager, dtype=dtype_of(settings).dtype)
+
+
+def dtype_of(settings: Settings) -> Choice:
+    """Return the dtype that the engine computes in, and why."""
+    config = checkpoint_config(settings.model) if settings.dtype == "auto" else {}
+    return choose(settings.dtype, config, gpu=not current_platform.is_cpu())
 
 
 def scheduler_class(config: VllmConfig) -> str:
-    """Our scheduler for a config that vLLM has completed: asynchronous where vLLM says that
-    executor, runner and drafts allow it.
+    """Returns Midstream's scheduler class for a config that vLLM has completed: the asynchronous
+    class if vLLM finds that executor, runner and drafts allow it.
 
-    vLLM's CPU platform never overlaps steps. One stage there still runs the asynchronous class,
-    which accelerators run, step by step.
+    vLLM's CPU platform never overlaps steps. With one stage and no drafts it still runs the
+    asynchronous class, as accelerators do, but step by step.
     """
     overlaps = config.scheduler_config.async_scheduling
     if current_platform.is_cpu():
@@ -146,11 +153,11 @@ def scheduler_class(config: VllmConfig) -> str:
 
 
 def prepare_environment(settings: Settings) -> None:
-    """Set the environment that vLLM reads, before its processes start."""
+    """Sets the environment variables that vLLM reads, before its processes start."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     no_torchvision.stand_in()
-    # 4-bit weights with the activations as they are, as the checkpoint is defined
+    # no 8-bit activations with 4-bit weights: the checkpoint does not define them
     os.environ.setdefault(W4A8, "0")
     if settings.log_format == "json":
         os.environ["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(settings)
@@ -173,8 +180,8 @@ def prepare_environment(settings: Settings) -> None:
 
 
 def _logging_config(settings: Settings) -> str:
-    """A file that has vLLM log as we do, in every process that it starts, once it is imported
-    there.
+    """Writes a logging configuration with which every process of vLLM logs JSON as Midstream does;
+    returns its path.
     """
     formatter = {
         "()": "midstream.broker.ops.logs.JsonFormatter",

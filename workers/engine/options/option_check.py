@@ -1,8 +1,8 @@
-"""Checks vLLM's options that the settings pass through: names and types against vLLM's own
-dataclass, then the three lists.
+"""Checks the options that the settings pass to vLLM: names and types against vLLM's own dataclass,
+and names and values against the lists of `option_lists`.
 
-It runs before weights are loaded, and before any process of the engine starts.
-`workers/runner/support/allowlist.py` checks the configuration that vLLM makes of all of them.
+The check runs before weights are loaded and before any process of the engine starts.
+`workers/runner/support/allowlist.py` checks the configuration that vLLM makes of the options.
 """
 
 import json
@@ -26,47 +26,46 @@ from ....schemas.service.choices import suggestion
 from ...runner.support.rules import is_one_of
 from .option_lists import OURS, PROVEN, UNKNOWN, WRONG
 
-#: Of one value in an error or a caveat.
+#: Most characters of one value in an error or a caveat.
 _SHOWN_CHARS = 120
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """Options that pass to `AsyncEngineArgs`, and why rows may be wrong with them."""
+    """Options for `AsyncEngineArgs`, and caveats that say why rows may be wrong with them."""
 
     options: dict[str, Any]
     caveats: list[str]
 
 
 def accepted(settings: Settings) -> Accepted:
-    """The options that the settings pass to vLLM.
+    """Returns the options that the settings pass to vLLM.
 
-    Raises SettingsError that names every option that is refused, and why.
+    Raises SettingsError that names every refused option with the reason.
     """
-    wrong, made, caveats = [], {}, []
+    wrong, options, caveats = [], {}, []
     types = {field.name: field.type for field in fields(AsyncEngineArgs)}
     for name, value in settings.engine_options.items():
         try:
             _require_allowed(name, types)
-            made[name] = _converted(name, value, types[name])
-            given = (
-                made[name].name
-                if isinstance(value, str) and isinstance(made[name], Enum)
+            options[name] = _converted(name, value, types[name])
+            named = (
+                options[name].name
+                if isinstance(value, str) and isinstance(options[name], Enum)
                 else value
             )
-            if doubt := unproven(name, given):
+            if doubt := unproven(name, named):
                 if not settings.engine_unproven:
                     raise SettingsError(
-                        f"{doubt}: it is passed on only with `engine_unproven` "
-                        "(--engine-unproven), and "
-                        "then stamped"
+                        f"{doubt}: it is accepted only with `engine_unproven` "
+                        "(--engine-unproven), and results then carry a caveat"
                     )
                 caveats.append(f"{doubt}: rows may differ from transformers'")
         except SettingsError as error:
             wrong.append(f"[engine] {name}: {error}")
     if wrong:
         raise SettingsError("; ".join(wrong))
-    return Accepted(made, caveats)
+    return Accepted(options, caveats)
 
 
 def _require_allowed(name: str, types: Mapping[str, Any]) -> None:
@@ -81,7 +80,7 @@ def _require_allowed(name: str, types: Mapping[str, Any]) -> None:
 
 
 def unproven(name: str, value: Any) -> str:
-    """Return what is not proven of rows with this value; empty if they are."""
+    """Return why rows with this value are unproven; empty if they are proven."""
     entry = PROVEN.get(name)
     if entry is None:
         return f"the engine option {name}={_shown(value)} is not proven with Midstream"
@@ -103,8 +102,8 @@ def unproven(name: str, value: Any) -> str:
 
 
 def _converted(name: str, value: Any, kind: Any) -> Any:
-    """The value as vLLM's field has it: read from JSON, so that a list may be a set, and text an
-    enum's member, but not a number.
+    """Returns the value with the type of vLLM's field. JSON is read strictly: a list may become a
+    set and text an enum's member, but text never becomes a number.
     """
     value = _members(value, kind)
     if isinstance(value, Enum):
@@ -121,7 +120,9 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any] | None:
-    """None where pydantic cannot read the type: vLLM's own check is the only one then."""
+    """Returns pydantic's adapter for a type, or None if it cannot read the type: then only vLLM
+    checks the value.
+    """
     if isinstance(kind, str):  # a forward reference that only type checkers resolve
         return None
     for config in (None, ConfigDict(arbitrary_types_allowed=True)):
@@ -133,8 +134,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any] | None:
 
 
 def _members(value: Any, kind: Any) -> Any:
-    """The member of an enum that text names: vLLM's command line reads names, and the enum's values
-    may be import paths.
+    """Returns the enum member that `value` names, or `value` if the type has no enum. Names are
+    read, as on vLLM's command line, because the members' values may be import paths.
     """
     for item in (kind, *get_args(kind)):
         if isinstance(value, str) and isinstance(item, type) and issubclass(item, Enum):

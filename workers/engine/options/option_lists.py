@@ -1,10 +1,8 @@
-"""vLLM's engine options in three lists: proven with Midstream, wrong with it, unknown.
+"""Lists of vLLM's engine options: proven with Midstream, refused, unknown.
 
-Data only; `option_check` reads it.
-
-Every field of vLLM's `AsyncEngineArgs` is in exactly one list. `python -m
-midstream.workers.engine.options.option_lists` prints the tables of `docs/engine-options.md`, whose
-part between two comments they are.
+Data only; `option_check` reads it. Every field of vLLM's `AsyncEngineArgs` is in exactly one list.
+`python -m midstream.workers.engine.options.option_lists` prints the tables between the two comments
+in `docs/engine-options.md`.
 """
 
 import json
@@ -15,19 +13,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Proven:
-    """Accepted: an engine with it gave transformers' rows at every hook, plain and edited, and the
-    same tokens.
+    """An accepted option: an engine with it gave transformers' rows at every hook, plain and
+    edited, and the same tokens.
     """
 
-    why: str  # what it changes, and so what the proof is worth
-    # those that are proven; another one is as an unknown option; empty: any of its type
+    why: str  # what the option changes
+    # the proven values (empty: all of its type); other values count as unknown
     values: tuple[Any, ...] = ()
-    # of an option that is a table: the proven keys; another one is as an unknown option; empty: any
+    # the proven keys of an option that is a table (empty: all); other keys count as unknown
     parts: tuple[str, ...] = ()
-    on_cpu: str = ""  # why the proof says little: on a CPU it changes nothing
+    on_cpu: str = ""  # why the option changes nothing on a CPU, where the proof then says little
 
 
-#: Options that are settings of ours under the same name.
+#: Options that are settings of Midstream under the same name.
 _SAME = (
     "block_size",
     "dtype",
@@ -44,7 +42,7 @@ _SAME = (
     "pipeline_parallel_size",
     "tensor_parallel_size",
 )
-#: Option → our setting for the same thing. Refused, so that each fact is in one place.
+#: Option → Midstream's setting for it. These are refused, so that each fact is in one place.
 OURS: dict[str, str] = dict(zip(_SAME, _SAME, strict=True)) | {
     "distributed_executor_backend": "executor",
     "master_addr": "node_master",
@@ -201,7 +199,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "max_num_queued_reqs",
         "max_num_queued_tokens",
     ),
-    ("its two halves rely on requests being submitted in the order in which they were processed"): (
+    "the cache's two halves rely on requests being submitted in the order of their processing": (
         "mm_processor_cache_gb",
     ),
     "the hook points belong to the class that the checkpoint names": ("model_class_overrides",),
@@ -292,7 +290,7 @@ PROVEN: dict[str, Proven] = {
     "watermark": Proven("how many blocks of the KV cache stay free"),
 }
 
-#: Rows with and without them were not compared: accepted with `engine_unproven` only.
+#: Options whose effect on rows was not compared: accepted with `engine_unproven` only.
 UNKNOWN: frozenset[str] = frozenset(
     (
         "all2all_backend",
@@ -367,7 +365,7 @@ UNKNOWN: frozenset[str] = frozenset(
 
 
 def tables() -> Iterator[str]:
-    """The lists as Markdown, for `docs/engine-options.md`."""
+    """Yields the lists as lines of Markdown, for `docs/engine-options.md`."""
     yield "## Proven"
     yield ""
     yield "| option | values | what it changes |"

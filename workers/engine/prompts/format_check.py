@@ -1,10 +1,10 @@
-"""Compiles and tries constraints in its own process before the engine does, so that none can
-occupy the engine or its memory.
+"""Compiles and tries output constraints in a separate process before the engine does, so that no
+constraint can occupy the engine or its memory.
 
 A few kilobytes of schema may take xgrammar minutes, and matching thirty characters of a regular
 expression may never end. `python -m midstream.workers.engine.prompts.format_check` is that process:
-it reads constraints from standard input and answers each when it has tried it, or ends when that
-takes too much.
+it reads constraints from standard input and answers each when it has tried it; it ends when a
+constraint takes too much time or memory.
 """
 
 import asyncio
@@ -29,29 +29,28 @@ from ..admission import FairTurns
 
 logger = logging.getLogger(__name__)
 
-#: Rules of the grammar that xgrammar makes of a constraint, before it compiles it. Of a schema each
-#: member is one, or a few; of a regular expression each group that repeats, and the work grows with
-#: their square and more.
+#: Kind of constraint → most rules of the grammar that xgrammar makes of it before compiling. A
+#: member of a schema becomes one or a few rules; so does a repeated group of a regular expression,
+#: where the work grows with the square of the rules or faster.
 RULES = {"json": 2000, "structural_tag": 2000, "regex": 128, "choice": 128, "grammar": 128}
-#: Tokens that are matched with a constraint before the engine matches any: drawn at random, and one
-#: again and again.
+#: Tokens that are tried with a constraint: drawn at random, and the longest one repeatedly.
 WALKED, REPEATED = 64, 512
-#: Bytes of data that the process may have: its imports take half a GiB.
+#: The process's RLIMIT_DATA in bytes; its imports take half a GiB.
 MEMORY = 4 << 30
 #: Exit status of the process when a constraint needs more.
 OUT_OF_MEMORY = 75
-#: Seconds for the process to start and to answer, on a machine with other things to do.
+#: Seconds for the process to start and to answer, on a busy machine.
 PATIENCE_S = 180.0
-#: Constraints that were checked once and are not checked again, passed or refused.
+#: Number of constraints whose result, passed or refused, is remembered.
 KEPT = 1024
-#: Jobs that may wait for a check, where nothing else is said.
+#: Default number of jobs that may wait for a check.
 JOBS = 64
 _SMALLER = "a smaller schema, grammar, expression or list of tools"
 
 
 class FormatsBusy(MidstreamError):
-    """The queue for format checks is full: the attempt ends, so that it holds no place here, and
-    another follows.
+    """The queue for format checks is full: the attempt ends, which frees its place in the worker,
+    and another attempt follows.
     """
 
     def __init__(self, detail: str) -> None:
@@ -59,9 +58,9 @@ class FormatsBusy(MidstreamError):
 
 
 class FormatChecker:
-    """Checks constraints for one model's tokenizer, one at a time, of tenants in turn.
+    """Checks constraints for one model's tokenizer, one at a time; tenants take turns.
 
-    The process starts with the first, or with `begin`.
+    The process starts with the first constraint, or with `begin`.
     """
 
     def __init__(
@@ -73,10 +72,9 @@ class FormatChecker:
         memory: int = MEMORY,
         jobs: int = JOBS,
     ) -> None:
-        """`model`: the tokenizer's folder or hub name.
-
-        `seconds`: of processor time, for one constraint; `memory`: bytes of all data. `jobs`: how
-        many may wait; one tenant's at most half as many.
+        """`model`: the tokenizer's folder or hub name. `seconds`: processor time for one
+        constraint. `memory`: bytes of data of the process. `jobs`: how many jobs may wait; at most
+        half of them may belong to one tenant.
         """
         self._most = (
             f"{seconds:g} s (format_compile_s) of processor time or {memory / (1 << 30):g} GiB"
@@ -89,19 +87,20 @@ class FormatChecker:
             str(memory),
         ]
         self._process: asyncio.subprocess.Process | None = None
-        self._ready = False  # whether the process has said that it is
+        self._ready = False  # whether the process has reported that it is ready
         # digest of a constraint → why it is refused; empty: it passed
         self._known: OrderedDict[str, str] = OrderedDict()
         self._turns = FairTurns()
-        # (tenant, job) → its requests that wait
+        # (tenant, job) → number of its waiting requests
         self._jobs, self._waiting = jobs, Counter[tuple[str, str]]()
 
     async def check(self, params: Any, tenant: str = "", job: str = "") -> None:
         """Raises a 400 when the constraint of `params`, vLLM's SamplingParams, is too large or
-        takes too long to compile.
+        takes too long to compile or match.
 
-        One that does not compile at all passes: vLLM says why. What was checked before is answered
-        immediately; raises FormatsBusy where too many jobs wait for what was not.
+        A constraint that does not compile at all passes, because vLLM reports why. Constraints that
+        were checked before are answered immediately; for others, raises FormatsBusy when too many
+        jobs wait.
         """
         if params.structured_outputs is None:
             return
@@ -115,7 +114,7 @@ class FormatChecker:
         if key not in self._known:
             with self._place(tenant, job):
                 async with self._turns.turn(tenant):
-                    if key not in self._known:  # of another request meanwhile
+                    if key not in self._known:  # another request may have checked it meanwhile
                         self._known[key] = await self._ask(raw)
         self._known.move_to_end(key)
         while len(self._known) > KEPT:
@@ -125,7 +124,10 @@ class FormatChecker:
 
     @contextlib.contextmanager
     def _place(self, tenant: str, job: str) -> Iterator[None]:
-        """Let a job wait, where it and its tenant may."""
+        """Count a job as waiting inside the block.
+
+        Raises FormatsBusy if too many jobs, or too many of its tenant, wait already.
+        """
         of_tenant = sum(of == tenant for of, _ in self._waiting)
         if (tenant, job) not in self._waiting and (
             len(self._waiting) >= self._jobs or 2 * of_tenant >= self._jobs
@@ -143,12 +145,12 @@ class FormatChecker:
                 del self._waiting[tenant, job]
 
     async def begin(self) -> None:
-        """Start the process, so that the first constraint does not wait for it."""
+        """Start the process before the first constraint arrives."""
         async with self._turns.turn(""):
             await self._started()
 
     async def _ask(self, raw: bytes) -> str:
-        """Return why the constraint is refused; empty: it is not."""
+        """Have the process check a constraint; returns why it is refused, or ""."""
         process = await self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -200,7 +202,7 @@ class FormatChecker:
         if process is None:
             return 0
         with contextlib.suppress(TimeoutError):
-            # a pipe breaks a moment before its process has ended
+            # a pipe breaks a moment before its process ends
             await asyncio.wait_for(process.wait(), 1.0)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -211,12 +213,11 @@ class FormatChecker:
 
 
 # --- The process
-# --------------------------------------------------------------------------------------------------
 
 
 def _grammar(request: dict[str, Any]) -> tuple[str, Any]:
-    """The kind of a constraint and xgrammar's grammar for it, as vLLM's backend makes it; None for
-    a kind that has no limits.
+    """Returns the kind of a constraint and xgrammar's grammar for it, as vLLM's backend makes it;
+    "" and None for a kind without a limit.
     """
     import xgrammar
 
@@ -241,23 +242,23 @@ def _grammar(request: dict[str, Any]) -> tuple[str, Any]:
 
 
 def refusal(request: dict[str, Any], compiler: Any) -> str:
-    """Return why the engine does not get the constraint, or an empty text."""
+    """Return why the constraint is refused; empty if it is not."""
     kind, grammar = _grammar(request)
     if grammar is None:
         return ""
     rules = len(json.loads(grammar.serialize_json())["rules"])
     if rules > RULES[kind]:
-        return f"needs {rules} rules of a grammar, and may need {RULES[kind]} (kind: {kind})"
+        return f"needs {rules} rules of a grammar; at most {RULES[kind]} are allowed (kind: {kind})"
     _walk(compiler.compile_grammar(grammar))
     return ""
 
 
 def _walk(compiled: Any) -> None:
-    """Match tokens as the engine will: what compiles in a moment may never end there, such as
-    repetitions within repetitions.
+    """Match tokens as the engine will: a constraint that compiles quickly may never end there, such
+    as nested repetitions.
 
-    Once tokens drawn at random, from a fixed seed; and once the longest token again and again,
-    which finds what gets slower by the token.
+    The first pass draws tokens at random, from a fixed seed; the second repeats the longest token,
+    which finds constraints that get slower with each token.
     """
     import numpy as np
     import xgrammar
@@ -274,7 +275,7 @@ def _walk(compiled: Any) -> None:
                 if masked
                 else np.ones_like(lengths, np.uint8)
             )
-            bits[list(matcher.stop_token_ids)] = 0  # what may end continues, and gets harder
+            bits[list(matcher.stop_token_ids)] = 0  # do not end: matching gets harder with length
             allowed = np.flatnonzero(bits)
             if len(allowed) and not (repeats and token >= 0 and bits[token]):
                 token = int(allowed[lengths[allowed].argmax()] if repeats else draw.choice(allowed))
@@ -283,7 +284,7 @@ def _walk(compiled: Any) -> None:
 
 
 def _serve(questions: BinaryIO, answers: BinaryIO, compiler: Any, seconds: float) -> None:
-    """Until the other side closes.
+    """Answer constraints until the input is closed.
 
     Too much processor time (SIGPROF) or memory for one constraint ends the process.
     """
@@ -297,7 +298,7 @@ def _serve(questions: BinaryIO, answers: BinaryIO, compiler: Any, seconds: float
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except (RuntimeError, ValueError) as error:
-            # xgrammar's: vLLM compiles it again and says what is wrong
+            # from xgrammar: vLLM compiles the constraint again and reports what is wrong
             if "bad_alloc" in str(error):
                 os._exit(OUT_OF_MEMORY)
             logger.debug("a constraint does not compile: %s", error)

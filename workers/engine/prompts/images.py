@@ -1,8 +1,8 @@
-"""Images of prompts on the worker: what the model takes, and prompts as the model gets them.
+"""Images of prompts on the worker: which images the model takes, and how prompts are expanded.
 
 vLLM's renderer runs the model's own processor, which replaces the placeholder of each image by as
 many tokens as the image takes. Positions that were resolved against the prompt as written are
-mapped here, before anything of the request reaches the engine.
+mapped here to the expanded prompt, before anything of the request reaches the engine.
 """
 
 import dataclasses
@@ -28,21 +28,21 @@ COMPARED = frozenset(
     f"{name}ForConditionalGeneration"
     for name in ("Idefics3", "Llava", "LlavaNext", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
 )
-#: Of the image that finds out what a placeholder is.
+#: Size of the image that is processed to find a model's placeholder.
 _PROBE_SIZE = (64, 48)
 
 
 class Expansion(NamedTuple):
-    """A prompt as the model gets it, against the prompt as written."""
+    """An expanded prompt, and where its images are in it and in the prompt as written."""
 
     token_ids: list[int]
-    written: int  # tokens of the prompt as written
+    written: int  # number of tokens of the prompt as written
     images: list[tuple[ImageRef, ImageSpan]]  # in the order of the prompt
 
     def place(self, position: int, at: str) -> range:
-        """The positions that a position of the prompt as written stands for.
+        """Return the expanded positions of a position in the prompt as written.
 
-        Raises MidstreamError naming `at`.
+        Raises MidstreamError naming the field `at` for a token that an image does not have.
         """
         if (named := of_image(position)) is not None:
             image, token = named
@@ -66,9 +66,7 @@ class Expansion(NamedTuple):
         return range(position + shift, position + shift + 1)
 
     def map(self, selector: PositionSelector, at: str) -> PositionSelector:
-        """A selector that was resolved against the prompt as written, against the prompt as the
-        model gets it.
-        """
+        """Map a selector of positions in the prompt as written to the expanded prompt."""
         if isinstance(selector, str):
             return selector
         if isinstance(selector, Window):
@@ -77,12 +75,12 @@ class Expansion(NamedTuple):
         return sorted({position for written in selector for position in self.place(written, at)})
 
 
-def expanded(ask: EngineRequest, made: Any) -> EngineRequest:
-    """The request as the engine gets it: tokens and positions of the prompt as the model gets it.
+def expanded(ask: EngineRequest, rendered: Any) -> EngineRequest:
+    """Returns the request with the expanded prompt's tokens and positions.
 
-    `made`: vLLM's, of the same prompt.
+    `rendered`: vLLM's rendering of the prompt.
     """
-    expansion = align(ask.token_ids, ask.images, made)
+    expansion = align(ask.token_ids, ask.images, rendered)
     return dataclasses.replace(
         ask,
         token_ids=expansion.token_ids,
@@ -101,7 +99,7 @@ def expanded(ask: EngineRequest, made: Any) -> EngineRequest:
 
 
 def fitted(ask: EngineRequest, max_model_len: int) -> EngineRequest:
-    """An expanded request that generates no more than the model's length leaves.
+    """Returns an expanded request that generates no more tokens than the model's length leaves.
 
     Raises MidstreamError("prompt_too_long").
     """
@@ -126,12 +124,13 @@ def fitted(ask: EngineRequest, max_model_len: int) -> EngineRequest:
     )
 
 
-def align(written: Sequence[int], images: Sequence[ImageRef], made: Any) -> Expansion:
-    """Return where each image is in what vLLM made of a prompt.
+def align(written: Sequence[int], images: Sequence[ImageRef], rendered: Any) -> Expansion:
+    """Return where each image is in vLLM's rendering of a prompt.
 
     Raises MidstreamError if anything but the placeholders was changed.
     """
-    token_ids, places = list(made["prompt_token_ids"]), made["mm_placeholders"].get("image", [])
+    token_ids = list(rendered["prompt_token_ids"])
+    places = rendered["mm_placeholders"].get("image", [])
     spans, end_written, end = [], 0, 0
     for ref, place in zip(images, places, strict=True):
         start, stop = place.offset, place.offset + place.length
@@ -152,7 +151,7 @@ def _changed() -> MidstreamError:
 
 
 def prompt_with_images(token_ids: list[int], files: Sequence[bytes]) -> TokensPrompt:
-    """Return what vLLM renders. Raises MidstreamError for a file that cannot be decoded."""
+    """Return a prompt for vLLM to render. Raises MidstreamError for a file that is no image."""
     return TokensPrompt(
         prompt_token_ids=token_ids,
         multi_modal_data={"image": [_decoded(data, number) for number, data in enumerate(files)]},
@@ -162,7 +161,7 @@ def prompt_with_images(token_ids: list[int], files: Sequence[bytes]) -> TokensPr
 def _decoded(data: bytes, number: int) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
-        image.load()  # all of it, or an error
+        image.load()  # raises for a truncated file
         converted: Image.Image = convert_image_mode(image, "RGB")
         return converted
     except Exception as error:  # a decoder may raise any exception for a bad file
@@ -174,17 +173,17 @@ def _decoded(data: bytes, number: int) -> Image.Image:
 
 
 class Images(NamedTuple):
-    """Images that a model takes."""
+    """The images that a model takes."""
 
-    number: int  # in one prompt, at most
+    number: int  # most images in one prompt
     placeholder: list[int]  # token ids of an image in a prompt as written
     refused: str = ""  # why it takes none
 
 
 def images_of(config: VllmConfig, limit: int) -> Images:
-    """Return whether a model takes images here, up to `limit` in one prompt.
+    """Return how many images a model takes here, up to `limit` in one prompt, or why none.
 
-    Its own processor is tried, with a small one.
+    The model's own processor is tried with a small image.
     """
     model = config.model_config
     if not model.is_multimodal_model:
@@ -225,7 +224,7 @@ def images_of(config: VllmConfig, limit: int) -> Images:
 
 
 def _untested(config: VllmConfig) -> dict[str, bool]:
-    """Return what rows of prompts with images were not compared with → whether it is used."""
+    """Return feature → whether it is used, for features that were not tested with images."""
     parallel = config.parallel_config
     return {
         "several ranks": parallel.world_size > 1,
@@ -243,11 +242,11 @@ def _placeholder(model: Any) -> list[int]:
     text = processor.dummy_inputs.get_dummy_text({"image": 1})
     written = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
     items = processor.info.parse_mm_data({"image": [Image.new("RGB", _PROBE_SIZE)]})
-    made = processor.apply(ProcessorInputs(written, items), TimingContext(enabled=False))
-    (place,) = made["mm_placeholders"]["image"]
-    length = len(written) - (len(made["prompt_token_ids"]) - place.length)
+    rendered = processor.apply(ProcessorInputs(written, items), TimingContext(enabled=False))
+    (place,) = rendered["mm_placeholders"]["image"]
+    length = len(written) - (len(rendered["prompt_token_ids"]) - place.length)
     ref = ImageRef(digest="", start=place.offset, stop=place.offset + length)
-    align(written, [ref], made)
+    align(written, [ref], rendered)
     if not length:
         raise ValueError("its processor adds images without a placeholder")
     return list(written[ref.start : ref.stop])

@@ -14,7 +14,7 @@ _PROBE = "The quick  brown fox,\n\n\tünïcode 東京 🙂 <|im_start|>user\n123
 
 
 def bundle_of(config: ModelConfig) -> TokenizerBundle:
-    """The tokenizer that vLLM uses with this configuration. Raises as `tokenizer_bundle`."""
+    """Returns the tokenizer that vLLM uses with `config`. Raises as `tokenizer_bundle`."""
     options = {"revision": config.tokenizer_revision, "trust_remote_code": config.trust_remote_code}
     return tokenizer_bundle(
         config.tokenizer, config if config.is_multimodal_model else None, **options
@@ -24,13 +24,11 @@ def bundle_of(config: ModelConfig) -> TokenizerBundle:
 def tokenizer_bundle(
     model: str, images: ModelConfig | None = None, **options: Any
 ) -> TokenizerBundle:
-    """The tokenizer at `model`, a folder or hub name, for `tokenizers.Tokenizer.from_str`.
+    """Returns the tokenizer at `model`, a folder or hub name, for `tokenizers.Tokenizer.from_str`.
 
-    `options`: of `AutoTokenizer.from_pretrained`.
-
-    `images`: the config of a model that takes images, whose chat template may be its processor's,
-    and may read parts of messages. Raises ValueError when it is not a fast tokenizer or its
-    serialised form tokenises otherwise.
+    `options`: arguments of `AutoTokenizer.from_pretrained`. `images`: the config of a model that
+    takes images: its chat template may belong to its processor, and may read parts of messages.
+    Raises ValueError when the tokenizer is not fast, or its serialised form tokenises differently.
     """
     from tokenizers import Tokenizer
 

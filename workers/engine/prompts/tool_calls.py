@@ -1,8 +1,8 @@
-"""Tool calls in generated text, found by vLLM's own parsers, whole and while the text is generated.
+"""Tool calls in generated text, which vLLM's own parsers find in whole texts or during generation.
 
-vLLM's parsers take a request of its server: one is made of what the job keeps of it. What they
-change in it (text is constrained to calls, special tokens are kept) goes into the sampling
-parameters.
+vLLM's parsers take a request of vLLM's server, which is made here from what the job keeps. Their
+changes to that request (text constrained to calls, special tokens kept) are copied into the
+sampling parameters.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class ToolParsers:
             raise SettingsError(f"tool_parser={name!r}: {error}") from error
 
     def begin(self, ask: EngineRequest, params: SamplingParams) -> "ToolReader":
-        """A reader of one output, for which `params` are changed.
+        """Return a reader of one output, and change `params` for it.
 
         Raises a 400 when vLLM refuses the tools.
         """
@@ -86,9 +86,9 @@ class ToolParsers:
 
 
 class ToolReader:
-    """Reads one output.
+    """Reads the tool calls of one output.
 
-    A call's id is derived from its job, so that another attempt gives the same one.
+    A call's id is derived from its job, so that every attempt gives the same id.
     """
 
     def __init__(self, parser: Parser, request: ChatCompletionRequest, ask: EngineRequest):
@@ -97,7 +97,7 @@ class ToolReader:
         self._calls: list[CallDelta] = []
 
     def read(self, text: str, token_ids: Sequence[int], finished: bool) -> Said:
-        """Parse the next part of the text."""
+        """Parse the next part of the text; return the new content and parts of calls."""
         parsed = self._checked(
             lambda: self._parser.parse_delta(
                 text, list(token_ids), self._request, self._ask.token_ids, finished=finished
@@ -118,14 +118,14 @@ class ToolReader:
         return Said(content=parsed.content or "", calls=calls)
 
     def streamed(self) -> Message:
-        """Return all that `read` gave."""
+        """Return the message that all parts given to `read` make up."""
         return Message(
             content=self._content,
             tool_calls=[_call(call.id, call.name, call.arguments) for call in self._calls],
         )
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Message:
-        """Parse the whole text, where it was not read in parts."""
+        """Parse a whole text that was not read in parts."""
         self._parser.set_prompt_token_ids(self._ask.token_ids)
         _, content, result = self._checked(
             lambda: self._parser.parse(
@@ -144,8 +144,8 @@ class ToolReader:
         )
 
     def finish_reason(self, message: Message, reason: str) -> str:
-        """`tool_calls` in place of `stop`, as OpenAI's API has it: a tool that the request names is
-        called without it.
+        """Return `tool_calls` in place of `stop` for a text with calls, as OpenAI's API does; after
+        a call of a tool that the request names, the reason stays.
         """
         assert self._ask.tools is not None
         if self._ask.tools.named or self._ask.tools.choice == "none":
@@ -188,10 +188,10 @@ class ToolReader:
             arguments=known.arguments + new.arguments,
         )
 
-    def _id(self, index: int, given: str | None) -> str:
-        """The parser's own id where it is not drawn at random."""
-        if given and not given.startswith("chatcmpl-tool-"):
-            return given
+    def _id(self, index: int, parsed: str | None) -> str:
+        """Return the parser's id of a call, or a derived one where the parser's is random."""
+        if parsed and not parsed.startswith("chatcmpl-tool-"):
+            return parsed
         return (
             "chatcmpl-tool-"
             + hashlib.sha256(f"{self._ask.job} {self._ask.request} {index}".encode()).hexdigest()[

@@ -1,9 +1,9 @@
-"""The certification run: real requests before the first one of a user, whose rows prove each hook
-point of the loaded model.
+"""The certification run: real requests before the first request of a user, whose rows prove each
+hook point of the loaded model.
 
-What is proven, and why so: `docs/architectures.md`. The requests go through scheduler, KV cache and
-sites as any other; the ranks judge their rows (`workers.runner.certify`), and what stages hold of
-one another is compared here.
+`docs/architectures.md` says what is proven, and why so. The requests go through scheduler, KV cache
+and sites as any other; the ranks judge their rows (`workers.runner.certificate`), and the rows that
+one stage hands to the next are compared here.
 """
 
 import asyncio
@@ -65,11 +65,11 @@ logger = logging.getLogger(__name__)
 
 #: The job of all requests of the run. No job of a user has this id.
 JOB = "certificate"
-BASE, CHUNKED, AGAIN, MIXED = range(4)  # requests; those with edits follow
-GENERATED = 6
-CHUNK = 5  # tokens, of the request that is prefilled in chunks
+BASE, CHUNKED, AGAIN, MIXED = range(4)  # numbers of requests; requests with edits follow
+GENERATED = 6  # tokens that the base request generates
+CHUNK = 5  # tokens of a chunk, for the request that is prefilled in chunks
 LEAST, MOST = 8, 64  # tokens of the prompt
-# positions of the prompt, about: where a router chooses experts, the median of them counts
+# about how many positions of the prompt are compared; with routed experts their median counts
 COMPARED = 8
 TIMEOUT_S = 60.0
 _SEED = 1
@@ -106,16 +106,15 @@ async def certify(
     required: bool = False,
     **facts: Any,
 ) -> Certificate:
-    """Run it, for the hooks of `info`.
+    """Run the certification for the hooks of `info`; afterwards the ranks forget the run.
 
-    `facts`: fields of the certificate that only the engine knows. The ranks forget the run.
+    `source`: where transformers finds the checkpoint. `required`: refuse a checkpoint that cannot
+    be compared, instead of adding a caveat. `trusted`: serve a hook whose neighbours are not
+    installed although it is unproven; the certificate and every manifest then have a caveat.
+    `facts`: fields of the certificate that only the engine knows.
 
-    `source`: where transformers finds the checkpoint; `required`: that it cannot be compared is a
-    refusal, and no caveat. `trusted`: a hook whose neighbours are not installed is served unproven,
-    and the certificate and every manifest say so.
-
-    Raises Uncertified where `pre_attn` and `post_block` cannot be proven, and where rows are not
-    those of transformers.
+    Raises Uncertified if `pre_attn` and `post_block` cannot be proven, or if rows differ from
+    transformers'.
     """
     started = time.monotonic()
     unshown: dict[Hook, str] = {}
@@ -137,7 +136,7 @@ async def certify(
             f"{hook} is unproven: the setting hooks leaves out what would prove it"
             for hook in unshown
         ]
-        compared, lacking = await run.compare(comparing)
+        compared, uncompared = await run.compare(comparing)
         if comparing.refused:
             caveats.append(f"not compared with transformers: {comparing.refused}")
     except MidstreamError as error:
@@ -146,7 +145,7 @@ async def certify(
         ) from error
     finally:
         await access.call("midstream_certify", ("end", {"caveats": caveats}))
-    figured, unlike = figures(compared, [*hooks])
+    compared_laws, lacking = figures(compared, [*hooks])
     certificate = Certificate(
         model=info.name,
         architecture=info.architecture,
@@ -162,8 +161,8 @@ async def certify(
         ],
         unproven={str(hook): why for hook, why in unshown.items()},
         absent={**{str(hook): why for hook, why in absent.items()}, **refused},
-        laws=[*(_figure(law) for law in laws), *figured],
-        not_compared=skipped | lacking | unlike,
+        laws=[*(_figure(law) for law in laws), *compared_laws],
+        not_compared=skipped | uncompared | lacking,
         caveats=caveats,
         readings=run.readings,
         extensions=info.extensions,
@@ -190,7 +189,7 @@ async def certify(
 
 
 def keep(certificate: Certificate, folder: Path) -> Path:
-    """Write it to its own file, named by its content without the time. Returns the path."""
+    """Write the certificate to a file named by its content without times; returns the path."""
     content = msgspec.to_builtins(msgspec.structs.replace(certificate, created=0.0, seconds=0.0))
     name = re.sub(r"[^A-Za-z0-9._-]", "-", certificate.model)
     path = private_folder(folder) / f"{name}-{content_key(content)[:12]}.json"
@@ -237,12 +236,12 @@ class _Run:
         self._first = length - 1
         self._compared = sorted({1, *range(length - 1, 1, -max(1, length // COMPARED))})
         self._generated: list[int] = []
-        self._positions: list[int] = []  # captured of the base
+        self._positions: list[int] = []  # captured positions of the base request
         self._number = MIXED
-        self.readings: dict[str, str] = {}  # kind of reading → why it is not served after all
+        self.readings: dict[str, str] = {}  # kind of reading → why it is not served
 
     async def findings(self) -> tuple[list[Finding], dict[str, str]]:
-        """Return what was found, and law → why it was not compared."""
+        """Run the requests; return the findings, and law → why it was not compared."""
         self._positions = positions = [
             *self._compared,
             *range(len(self._prompt), len(self._prompt) + GENERATED - 1),
@@ -250,7 +249,7 @@ class _Run:
         everything = self._capture({hook: self._layers for hook in self._hooks}, positions, "base")
         await self._access.call("midstream_certify", ("watch", {"request": BASE}))
         inside = {hook: self._layers for hook in INSIDE if hook in self._info.inside}
-        within = [
+        inside_captures = [
             StoredCapture(
                 sites=sites,
                 positions="all_prompt",
@@ -259,7 +258,9 @@ class _Run:
             )
             for sites in banks_of(inside).values()
         ]
-        base = await self._one(BASE, self._prompt, [everything, *within], max_tokens=GENERATED)
+        base = await self._generate(
+            BASE, self._prompt, [everything, *inside_captures], max_tokens=GENERATED
+        )
         await self._ended([BASE])
         await self._access.call("midstream_certify", ("unwatch", {}))
         self._generated = base.token_ids
@@ -278,7 +279,7 @@ class _Run:
             copies=[],
             edits=[],
         )
-        await self._beside(plan, everything, sizes)
+        await self._run_batch(plan, everything, sizes)
         judged = await self._access.call(
             "midstream_certify", ("judge", msgspec.to_builtins(plan, builtin_types=(bytes,)))
         )
@@ -297,11 +298,11 @@ class _Run:
         return findings, skipped
 
     async def compare(self, comparing: Comparison) -> tuple[list[Difference], dict[str, str]]:
-        """Rows of the first layers, and logits, against transformers'; and what was not compared,
-        with the reason.
+        """Compare rows of the first layers, and logits, with transformers'; return the differences,
+        and law → why it was not compared.
 
-        Of the base, and of a prompt that is longer than the windows of the model's layers, as far
-        as there is room for it.
+        Compares the base request, and a prompt that is longer than the windows of the model's
+        layers as far as the engine takes it.
         """
         if not (hooks := [hook for hook in self._hooks if hook in STREAM_TENSORS]):
             comparing.refused = (
@@ -365,7 +366,7 @@ class _Run:
         )
         positions, number = list(range(length - BEYOND, length + 1)), self._next()
         captured = self._capture({hook: list(layers) for hook in self._hooks}, positions, "long")
-        output = await self._one(number, tokens, [captured], max_tokens=2)
+        output = await self._generate(number, tokens, [captured], max_tokens=2)
         await self._ended([number])
         return Prompt(
             [*tokens, *output.token_ids],
@@ -376,37 +377,39 @@ class _Run:
     async def _rows_of(
         self, request: int, positions: Sequence[int], hooks: Sequence[Hook], layers: Sequence[int]
     ) -> Rows:
-        wish = {
+        selection = {
             "request": request,
             "positions": list(positions),
             "hooks": list(hooks),
             "layers": list(layers),
         }
-        ranks = await self._access.call("midstream_certify", ("rows", wish))
+        ranks = await self._access.call("midstream_certify", ("rows", selection))
         return {(hook, layer): self._rows(raw) for rank in ranks for hook, layer, raw in rank}
 
-    async def _beside(
+    async def _run_batch(
         self, plan: Plan, everything: StoredCapture, sizes: dict[str, dict[int, float]]
     ) -> None:
-        """All but the first request, in one batch."""
+        """Run all requests after the base in one batch, and the edit of the last layer after it;
+        add them to `plan`.
+        """
         prompts = StoredCapture(sites=everything.sites, positions=self._compared, tag="base")
         tokens = [*self._prompt, *self._generated[:-1]]
         later = [position for position in plan.positions if position > self._first]
         requests: list[Coroutine[Any, Any, Output]] = []
         if self._access.chunked:
-            requests.append(self._one(CHUNKED, self._prompt, [prompts], chunk=CHUNK))
+            requests.append(self._generate(CHUNKED, self._prompt, [prompts], chunk=CHUNK))
             plan.copies.append(
                 Copy("rows of a chunked prefill = those of a whole one", CHUNKED, self._compared)
             )
-        requests.append(self._one(AGAIN, tokens, [everything]))
+        requests.append(self._generate(AGAIN, tokens, [everything]))
         plan.copies.append(
             Copy("rows of decoding = those of a prefill of the same tokens", AGAIN, later)
         )
-        # Of the layers and positions that edits are compared at, once more without an edit.
+        # an unedited request captures the layers and positions that edits are compared at
         groups = list(self._groups())
         diagonals = [self._diagonal(group, f"group{number}") for number, group in enumerate(groups)]
         requests.append(
-            self._one(
+            self._generate(
                 MIXED,
                 self._prompt,
                 [prompts, *(capture for group in diagonals for capture in group)],
@@ -434,9 +437,8 @@ class _Run:
                         [size[layer] for layer in layers],
                     )
                     plan.edits.append(edit)
-                    requests.append(
-                        self._one(edit.request, self._prompt, captures, self._steering(edit, name))
-                    )
+                    steering = self._steering(edit, name)
+                    requests.append(self._generate(edit.request, self._prompt, captures, steering))
         await self._hold(name, vector)
         try:
             await self._together(requests)
@@ -454,7 +456,7 @@ class _Run:
                 await self._access.call(
                     "midstream_certify", ("watch", {"request": plan.final.request})
                 )
-                await self._one(
+                await self._generate(
                     plan.final.request, self._prompt, [capture], self._steering(plan.final, name)
                 )
                 await self._access.call("midstream_certify", ("unwatch", {}))
@@ -471,9 +473,7 @@ class _Run:
         await self._access.hold([name], fetch)
 
     async def _together(self, requests: Sequence[Coroutine[Any, Any, Output]]) -> list[Output]:
-        """The outputs of requests that begin in the same step, as far as the engine has room for
-        them.
-        """
+        """Run requests that begin in the same step, as far as they fit; returns their outputs."""
         llm = self._access.llm
         await llm.pause_generation(mode="keep", clear_cache=False)
         running = [asyncio.ensure_future(request) for request in requests]
@@ -493,16 +493,16 @@ class _Run:
                 item.cancel()
 
     def _groups(self) -> Iterator[list[int]]:
-        """Layers that one request edits, each at its own position: as many as prompt and
-        steering table have room for.
+        """Yields groups of layers that one request edits, each layer at its own position: as many
+        as the prompt has positions and the steering table rows.
         """
         size = max(1, min(len(self._prompt) - 2, self._access.steering_rows))
         for first in range(0, len(self._layers), size):
             yield self._layers[first : first + size]
 
     def _place(self, group: Sequence[int], layer: int) -> int:
-        """Higher layers at earlier positions: nothing below an edited row, and nothing before it in
-        its layer, depends on another edit.
+        """Returns the position at which a layer is edited. Higher layers are edited at earlier
+        positions, so that no edited row depends on another edit.
         """
         return self._first - group.index(layer)
 
@@ -537,7 +537,7 @@ class _Run:
             for layer, position, scale in zip(edit.layers, edit.positions, edit.scales, strict=True)
         ]
 
-    async def _one(
+    async def _generate(
         self,
         number: int,
         tokens: list[int],
@@ -556,9 +556,9 @@ class _Run:
         return output
 
     async def _ended(self, requests: Sequence[int]) -> None:
-        """Wait until every rank has the rows of these.
+        """Wait until every rank has the rows of these requests.
 
-        Raises Uncertified with the reason of the first that failed.
+        Raises Uncertified with the reason of the first request that failed.
         """
         deadline = time.monotonic() + TIMEOUT_S
         while True:
@@ -582,7 +582,7 @@ class _Run:
             await asyncio.sleep(0.002)
 
     def _stages(self, judgements: Sequence[Judgement]) -> Iterator[Finding]:
-        """Rows that one stage hands to the next, of the ranks that record."""
+        """Yields findings on the rows that one stage hands to the next, of the recording ranks."""
         recording = [judgement.edges for judgement in judgements if judgement.edges]
         shape = Shape(self._hooks, torch.finfo(getattr(torch, self._info.dtype)).eps)
         for held, before, after in zip(self._access.stages, recording, recording[1:], strict=False):

@@ -1,8 +1,8 @@
-"""Rows of the served model against transformers' rows of the same checkpoint, before the first
-request of a user.
+"""Compares rows of the served model with transformers' rows of the same checkpoint, before the
+first request of a user.
 
-What is compared, and with which tolerance: `docs/decisions/0024-certification.md`. transformers'
-model is `reference`, the rows come from `certificate`.
+`docs/decisions/0024-certification.md` says what is compared, with which tolerance. `reference` runs
+transformers' model; `certificate` supplies the served rows.
 """
 
 import asyncio
@@ -20,22 +20,22 @@ from ...runner.hooks.config_rules import as_served
 from ..options.option_check import accepted
 from .reference import NotComparableError, Reference, Tensors
 
-#: Largest error of rows, in multiples of what transformers' own model in that dtype is off from
-#: float32: both round, in other places.
+#: Tolerance, in multiples of the error that transformers' own model has in that dtype against
+#: float32: both implementations round, but in different places.
 TIMES = 4.0
-#: Least tolerance, relative: fp32 kernels add up in another order; other dtypes round the result
-#: once.
+#: Least relative tolerance: float32 kernels add up in different orders; other dtypes round the
+#: result once.
 FLOORS = {"float32": 1e-4, "bfloat16": 2.0**-7, "float16": 2.0**-10}
-#: What leaves a layer is compared relative to what the layer adds to it, or to this share of the
-#: stream if that is more: rounding.
+#: Errors of `post_block` are relative to what the layer adds, or to this share of the stream if
+#: that is more, because the stream itself is rounded.
 LEAST_SHARE = 1 / 16
-#: Tensors of transformers' layer that are the stream. The other hooks are searched for, by their
-#: rows.
+#: Tensors of transformers' layer that are the residual stream. Tensors of the other hooks are
+#: searched for by their rows.
 STREAM_TENSORS: Mapping[Hook, str] = {"pre_attn": "input", "post_block": "output"}
-#: Seconds that reading the weights and computing with them may take, after the certification run.
+#: Seconds that reading the weights and the comparison may take, after the certification run.
 TIMEOUT_S = 300.0
-#: Fields of a config after which a layer computes otherwise: windows, and chunks of recurrent
-#: layers.
+#: Fields of a config with a length beyond which a layer computes differently: attention windows,
+#: and chunks of recurrent layers.
 SPANS = (
     "sliding_window",
     "sliding_window_size",
@@ -43,10 +43,10 @@ SPANS = (
     "chunk_size",
     "mamba_chunk_size",
 )
-#: Tokens beyond a span that are compared, and the longest prompt.
+#: Tokens beyond a span that are compared, and the most tokens of a prompt.
 BEYOND, LONGEST = 8, 1100
-#: Parts of the names of fields that cannot make two libraries compute differently without a shape
-#: being wrong, or that neither reads.
+#: Parts of the names of fields that are no suspects: two libraries cannot read them differently
+#: without a wrong shape, or neither computes with them.
 _NO_SUSPECTS = re.compile(
     r"^_|size|^num_|^n_(embd|layer|head|inner|positions|ctx)|dim$|_id$|max_position|version"
     r"|initializer|dropout|model_type|dtype|cache|^architectures"
@@ -56,18 +56,18 @@ Rows = Mapping[tuple[Hook, int], torch.Tensor]  # float32 `[positions, hidden]`
 
 
 class Source(NamedTuple):
-    """The served checkpoint, as transformers finds it; `refused`: why it is not compared."""
+    """The served checkpoint, for transformers to load; `refused`: why it is not compared."""
 
     path: str = ""
     architecture: str = ""
     revision: str | None = None
     overrides: Mapping[str, Any] = {}  # fields of its config
-    limit_gib: float = 0.0
+    limit_gib: float = 0.0  # memory that transformers' model may use
     refused: str = ""
 
 
 class Prompt(NamedTuple):
-    """A request's tokens, and the rows that the engine has of it."""
+    """A request's tokens, and the engine's rows at some of its positions."""
 
     tokens: Sequence[int]
     positions: Sequence[int]
@@ -75,8 +75,8 @@ class Prompt(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Rows that leave the last layer of the whole model, `[rows, hidden]`, and the logits that
-    vLLM's sampler got, `[rows, vocabulary]`.
+    """`post_block` rows of the model's last layer, `[rows, hidden]`, and the logits that vLLM's
+    sampler got for them, `[rows, vocabulary]`.
     """
 
     rows: torch.Tensor
@@ -84,7 +84,7 @@ class Head(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A hook's rows in one layer, or the logits, relative to transformers'."""
+    """The error of a hook's rows in one layer, or of the logits, relative to transformers'."""
 
     hook: str
     layer: int
@@ -93,7 +93,7 @@ class Difference(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        return self.error <= self.tolerance  # not of NaN
+        return self.error <= self.tolerance  # False for NaN
 
     @property
     def share(self) -> float:
@@ -108,7 +108,7 @@ class Difference(NamedTuple):
 
 
 class Comparison:
-    """One checkpoint's: `refused` says why it is not compared.
+    """The comparison of one checkpoint; `refused` says why it is not compared.
 
     transformers' model is read while the certification run continues.
     """
@@ -123,7 +123,7 @@ class Comparison:
     async def _prepare(self) -> None:
         try:
             if not self.refused:
-                self.reference = await asyncio.to_thread(_opened, self._source)
+                self.reference = await asyncio.to_thread(_open, self._source)
                 self._planned.set()
                 await asyncio.to_thread(self.reference.load)
         except NotComparableError as error:
@@ -132,14 +132,13 @@ class Comparison:
             self._planned.set()
 
     async def plan(self) -> Reference | None:
-        """The reference, whose weights need not be there yet; None: `refused` says why."""
+        """Return the reference, whose weights may not be read yet; None if `refused` says why."""
         await self._planned.wait()
         return None if self.refused else self.reference
 
     async def judge(self, prompts: Sequence[Prompt], head: Head | None) -> list[Difference]:
-        """Return the largest difference of each hook in each kept layer, over all prompts.
-
-        Empty where `refused` says why.
+        """Return the largest difference of each hook in each kept layer, over all prompts; empty if
+        `refused` says why.
         """
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -156,8 +155,8 @@ class Comparison:
 
 
 def source_of(settings: Settings, config: Any, quantization: str) -> Source:
-    """Return what transformers is asked for; `config`: vLLM's of the model; `quantization`: of its
-    weights.
+    """Return the source that transformers reads. `config`: vLLM's `ModelConfig`; `quantization` of
+    its weights, or "".
     """
     unproven, load_format = accepted(settings).caveats, settings.engine_options.get("load_format")
     reasons = {
@@ -168,19 +167,19 @@ def source_of(settings: Settings, config: Any, quantization: str) -> Source:
         f"its weights are quantised ({quantization})": bool(quantization),
         f"options of vLLM that are not proven ({'; '.join(unproven)})": bool(unproven),
     }
-    given = dict(settings.engine_options.get("hf_overrides") or {})
+    overrides = dict(settings.engine_options.get("hf_overrides") or {})
     return Source(
         path=config.model,
         architecture=config.architectures[0],
         revision=config.revision,
-        overrides=given
+        overrides=overrides
         | as_served(config.architectures[0], config.hf_text_config, config.max_model_len),
         limit_gib=settings.compare_memory_gib,
         refused=next((why for why, applies in reasons.items() if applies), ""),
     )
 
 
-def _opened(source: Source) -> Reference:
+def _open(source: Source) -> Reference:
     return Reference(
         source.path,
         architecture=source.architecture,
@@ -193,26 +192,26 @@ def _opened(source: Source) -> Reference:
 def differences(
     reference: Reference, prompts: Sequence[Prompt], head: Head | None, dtype: str
 ) -> list[Difference]:
-    """Return what is compared, in order of layers and hooks. Raises NotComparableError."""
+    """Return all differences, in order of layers and hooks. Raises NotComparableError."""
     exact = [reference.trace(prompt.tokens, prompt.positions) for prompt in prompts]
     logits = reference.logits(head.rows) if head else None
     rounded: Sequence[Sequence[Tensors] | None] = [None] * len(prompts)
-    own = None
+    rounded_logits = None
     if dtype != "float32":
         reference.round(getattr(torch, dtype))
         rounded = [reference.trace(prompt.tokens, prompt.positions) for prompt in prompts]
-        own = reference.logits(head.rows) if head else None
+        rounded_logits = reference.logits(head.rows) if head else None
     worst: dict[tuple[int, str], Difference] = {}
-    for prompt, right, near in zip(prompts, exact, rounded, strict=True):
-        for layer, tensors in enumerate(right):
+    for prompt, exact_layers, rounded_layers in zip(prompts, exact, rounded, strict=True):
+        for layer, tensors in enumerate(exact_layers):
             if not all(bool(tensors[name].isfinite().all()) for name in STREAM_TENSORS.values()):
                 raise NotComparableError(f"transformers' own rows of layer {layer} are not finite")
-            median = dtype != "float32" and reference.follows[layer]
-            for item in _of_layer(
+            median = dtype != "float32" and reference.routed[layer]
+            for item in _layer_differences(
                 layer,
                 prompt.rows,
                 tensors,
-                near[layer] if near else None,
+                rounded_layers[layer] if rounded_layers else None,
                 FLOORS[dtype],
                 median=median,
             ):
@@ -220,63 +219,62 @@ def differences(
                 worst[layer, item.hook] = max(known, item, key=lambda one: one.share)
     differing = list(worst.values())
     if head and logits is not None:
+        # a vocabulary may be padded, by further or by infinite logits
         count = min(logits.shape[1], head.logits.shape[1])
-        parts = [
-            part[:, :count] for part in (head.logits, logits, own if own is not None else logits)
-        ]
-        finite = parts[0].isfinite().all(0) & parts[1].isfinite().all(
-            0
-        )  # a vocabulary may be padded
-        served, defined, own = (part[:, finite] for part in parts)
+        near = logits if rounded_logits is None else rounded_logits
+        parts = [part[:, :count] for part in (head.logits, logits, near)]
+        finite = parts[0].isfinite().all(0) & parts[1].isfinite().all(0)
+        served, defined, near = (part[:, finite] for part in parts)
         size = defined.norm(dim=-1)
         differing.append(
             Difference(
                 "logits",
                 -1,
                 _error(served, defined, size),
-                max(FLOORS[dtype], TIMES * _error(own, defined, size)),
+                max(FLOORS[dtype], TIMES * _error(near, defined, size)),
             )
         )
     return differing
 
 
-def _of_layer(
+def _layer_differences(
     layer: int, rows: Rows, exact: Tensors, rounded: Tensors | None, floor: float, *, median: bool
 ) -> Iterator[Difference]:
     added = (exact["output"] - exact["input"]).norm(dim=-1)
     for hook in (hook for hook in HOOKS if (hook, layer) in rows):
-        got = rows[hook, layer]
+        served = rows[hook, layer]
         names = (
             [STREAM_TENSORS[hook]]
             if hook in STREAM_TENSORS
-            else [name for name, value in exact.items() if value.shape == got.shape]
+            else [name for name, value in exact.items() if value.shape == served.shape]
         )
 
-        def judged(name: str, got: torch.Tensor = got, hook: Hook = hook) -> Difference:
-            right = exact[name]
-            norms = right.norm(dim=-1)
+        def difference(name: str, served: torch.Tensor = served, hook: Hook = hook) -> Difference:
+            expected = exact[name]
+            norms = expected.norm(dim=-1)
             size = torch.maximum(added, LEAST_SHARE * norms) if hook == "post_block" else norms
-            rounding = _error(rounded[name], right, size, median=median) if rounded else 0.0
-            return Difference(
-                hook, layer, _error(got, right, size, median=median), max(floor, TIMES * rounding)
-            )
+            rounding = _error(rounded[name], expected, size, median=median) if rounded else 0.0
+            error = _error(served, expected, size, median=median)
+            return Difference(hook, layer, error, max(floor, TIMES * rounding))
 
-        yield min((judged(name) for name in names), key=lambda value: value.share)
+        yield min((difference(name) for name in names), key=lambda value: value.share)
 
 
 def _error(
-    got: torch.Tensor, right: torch.Tensor, size: torch.Tensor, *, median: bool = False
+    actual: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, *, median: bool = False
 ) -> float:
-    """Norm of the rows' errors relative to `size`: the median, or the root of the mean square."""
-    if got.shape != right.shape:
+    """Returns the norm of the rows' errors relative to `size`: their median, or the root of the
+    mean square; infinity for different shapes.
+    """
+    if actual.shape != expected.shape:
         return math.inf
-    errors = (got - right).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
+    errors = (actual - expected).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
     return float(errors.median() if median else errors.square().mean().sqrt())
 
 
 def longer(config: Any, length: int, limit: int) -> tuple[int, list[str]]:
-    """A prompt's length beyond the spans of a config that `length` tokens do not pass, or 0; and
-    the spans that none passes.
+    """Returns the length of a prompt that passes the config's spans which `length` tokens do not
+    pass, or 0 if none is needed; and the spans that such a prompt cannot pass.
 
     `limit`: the longest prompt that the engine takes.
     """
@@ -293,8 +291,8 @@ def longer(config: Any, length: int, limit: int) -> tuple[int, list[str]]:
 
 
 def verdict(differences: Sequence[Difference]) -> Difference | None:
-    """The first that differs, or None where the stream and the logits do not: laws tie the other
-    hooks to the stream.
+    """Returns the first difference beyond its tolerance; None if neither stream nor logits differ,
+    because laws tie the other hooks to the stream.
     """
     if all(item.ok for item in differences if item.hook in STREAM_TENSORS or item.hook == "logits"):
         return None
@@ -304,8 +302,8 @@ def verdict(differences: Sequence[Difference]) -> Difference | None:
 def figures(
     differences: Sequence[Difference], hooks: Sequence[str]
 ) -> tuple[list[LawFigure], dict[str, str]]:
-    """The laws of a certificate, and those that were not compared: hooks whose tensor transformers'
-    layers do not have.
+    """Returns the figures for a certificate; and law → why it was not compared, for hooks whose
+    tensor transformers' layers do not have.
     """
     laws, lacking = [], {}
     for hook in [*hooks, "logits"]:
@@ -331,13 +329,11 @@ def figures(
 
 
 def suspects(config: Any) -> list[str]:
-    """Fields of a config that have other values than in a fresh one of its class, as
-    `name=value`.
-    """
+    """Returns the fields of a config that do not have their class's defaults, as `name=value`."""
     text = config.get_text_config()
-    given, fresh = text.to_dict(), type(text)().to_dict()
+    fields, defaults = text.to_dict(), type(text)().to_dict()
     return [
         f"{name}={value!r}"
-        for name, value in given.items()
-        if name in fresh and value != fresh[name] and not _NO_SUSPECTS.search(name)
+        for name, value in fields.items()
+        if name in defaults and value != defaults[name] and not _NO_SUSPECTS.search(name)
     ]

@@ -1,9 +1,9 @@
-"""transformers' model of a checkpoint's first layers, on the CPU: the rows that define what the
+"""transformers' model of a checkpoint's first layers, on the CPU; its rows define what the
 checkpoint computes.
 
-The class, the config and the weights are transformers' and the checkpoint's own. Only the layers
-that `Truncation` keeps are read, so that of a sharded checkpoint most files are never opened beyond
-their headers.
+The class is transformers' own, config and weights are the checkpoint's. Only the layers that
+`Truncation` keeps are read, so most files of a sharded checkpoint are never read beyond their
+headers.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ logger = logging.getLogger(__name__)
 
 #: Names of the list of decoder layers in transformers' models.
 _LISTS = ("layers", "h", "blocks")
-#: Parts of the names of encoders of images and sound, which no prompt of text reaches.
+#: Parts of the names of modules that a text prompt does not reach, such as image encoders.
 _ENCODERS = ("vision", "visual", "audio", "image", "speech", "encoder", "multi_modal", "mtp")
 #: Parts of the names of attributes that number a layer.
 _NUMBERS = ("idx", "index", "layer_id", "layer_num")
-#: Depth, below a layer, of the modules whose inputs and outputs are looked at.
+#: Depth, below a layer, of the modules whose inputs and outputs are recorded.
 _DEPTH = 2
-#: Bytes of a float32 weight while it is read, next to what it was read from.
+#: Memory while weights are read, in multiples of their float32 size.
 _LOADING = 1.25
-#: Layers kept at most: reading more would take longer than the laws do.
+#: Most layers that are kept: reading more would take longer than the rest of the certification.
 MOST_LAYERS = 24
 
-#: Name of a tensor (`input`, `output`, `self_attn.output`, …) → its rows at the compared positions,
-#: of one layer.
+#: Name of a layer's tensor (`input`, `output`, `self_attn.output`, …) → its rows at the compared
+#: positions.
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -43,19 +43,19 @@ class NotComparableError(Exception):
     """transformers cannot compute this checkpoint here; the message says why."""
 
 
-class _Over(Exception):
-    """The last kept layer has run: the logits of a whole prompt would take more memory and time
-    than the layers.
+class _LastLayerDone(Exception):
+    """The last kept layer has run. The pass ends here, because the logits of a whole prompt would
+    take more memory and time than the layers.
     """
 
 
 class Truncation(NamedTuple):
-    """Number of a model's layers that are kept."""
+    """The number of a model's layers that are kept."""
 
     layers: int
-    kinds: int  # of layers, that the model has
-    missing: int  # of these, that no kept layer has
-    bytes: int  # of memory, about
+    kinds: int  # kinds of layers in the whole model
+    missing: int  # kinds that no kept layer has
+    bytes: int  # approximate memory
 
 
 def truncation(
@@ -63,9 +63,8 @@ def truncation(
 ) -> Truncation:
     """Keep the first layers, up to the first that completes all kinds, within `limit` bytes.
 
-    Raises NotComparableError if none fits.
-
-    `kinds`: of each layer; `sizes`: of each layer's float32 weights; `rest`: of all other weights.
+    `kinds`: the kind of each layer; `sizes`: bytes of each layer's float32 weights; `rest`: bytes
+    of all other weights. Raises NotComparableError if no layer fits.
     """
     requested = max(kinds.index(kind) for kind in set(kinds)) + 1
     for kept in range(min(requested, MOST_LAYERS), 0, -1):
@@ -80,7 +79,7 @@ def truncation(
 
 
 def kinds_of(layers: Sequence[nn.Module], config: Any) -> list[Hashable]:
-    """Return what each layer is: its modules with their plain attributes, the shapes of its
+    """Return the kind of each layer: its modules with their plain attributes, the shapes of its
     weights, and its entries in lists of the config.
     """
     lists = [
@@ -117,7 +116,7 @@ def _plain(module: nn.Module) -> Hashable:
 
 
 class Reference:
-    """One checkpoint in transformers. Raises NotComparableError in each call."""
+    """One checkpoint in transformers. Every method may raise NotComparableError."""
 
     def __init__(
         self,
@@ -128,9 +127,8 @@ class Reference:
         overrides: Mapping[str, Any],
         limit_gib: float,
     ) -> None:
-        """Reads the config only.
-
-        `overrides`: fields of it; `limit_gib`: memory that may be used.
+        """Reads only the config. `overrides`: fields that replace the config's; `limit_gib`: memory
+        that the model may use.
         """
         self._path, self._revision = path, revision
         self.config = _attempt(
@@ -152,9 +150,9 @@ class Reference:
         self.truncation = truncation(
             kinds_of(stack, self.config.get_text_config()), sizes, rest, limit
         )
-        #: Of each kept layer, whether it or one below it chooses experts.
         routes = [any("experts" in name for name, _ in layer.named_modules()) for layer in stack]
-        self.follows = [any(routes[: place + 1]) for place in range(self.truncation.layers)]
+        #: For each kept layer, whether it or a layer below it chooses experts.
+        self.routed = [any(routes[: place + 1]) for place in range(self.truncation.layers)]
         self._model: Any = None
 
     def load(self) -> None:
@@ -162,8 +160,8 @@ class Reference:
         kept, layers = self.truncation.layers, self._layers
 
         class Truncated(self._class):  # type: ignore[name-defined]
-            """The class, whose config stays as it is: some layers compute with the number of
-            all.
+            """The model with the kept layers only. The config is unchanged, because some layers
+            compute with the number of all layers.
             """
 
             def __init__(self, config: Any) -> None:
@@ -172,11 +170,9 @@ class Reference:
                 parent, _, name = layers.rpartition(".")
                 setattr(self.get_submodule(parent), name, self.get_submodule(layers)[:kept])
 
-        Truncated.__name__, Truncated.__module__ = (
-            self._class.__name__,
-            self._class.__module__,
-        )  # by which transformers knows its weights
-        with _quiet():  # the weights of the other layers are in the checkpoint, too
+        # transformers finds the class's weights by its name and module
+        Truncated.__name__, Truncated.__module__ = self._class.__name__, self._class.__module__
+        with _quiet():  # the checkpoint also has the weights of the other layers
             self._model, report = _attempt(
                 "its weights",
                 lambda: Truncated.from_pretrained(
@@ -196,12 +192,12 @@ class Reference:
             )
 
     def round(self, dtype: torch.dtype) -> None:
-        """Hold the weights in `dtype` from now on. Buffers stay, as transformers keeps them."""
+        """Round the weights to `dtype`. Buffers keep their dtype, as in transformers."""
         for weight in self._model.parameters():
             weight.data = weight.data.to(dtype)
 
     def trace(self, tokens: Sequence[int], positions: Sequence[int]) -> list[Tensors]:
-        """Every tensor of the layers that has a row for each token."""
+        """Return, for each kept layer, every tensor that has a row for each token."""
         traces: list[dict[str, torch.Tensor]] = [{} for _ in range(self.truncation.layers)]
         handles = []
         for layer, into in zip(self._model.get_submodule(self._layers), traces, strict=True):
@@ -212,15 +208,15 @@ class Reference:
                             _recorder(path, into, len(tokens), list(positions)), with_kwargs=True
                         )
                     )
-        handles.append(
-            self._model.get_submodule(self._layers)[-1].register_forward_hook(_stop)
-        )  # after the hooks above
+        # registered last, so that it runs after the hooks above
+        last_layer = self._model.get_submodule(self._layers)[-1]
+        handles.append(last_layer.register_forward_hook(_stop))
         self._forward(tokens, handles)
         return list(traces)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[rows, vocabulary]` float32, of rows `[rows, hidden]` that leave the last layer of the
-        whole model.
+        """Return the logits, `[rows, vocabulary]` float32, of `rows`, `[rows, hidden]`, which leave
+        the last layer of the whole model.
         """
 
         def replaced(_module: Any, _inputs: Any, output: Any) -> Any:
@@ -237,7 +233,7 @@ class Reference:
             try:
                 with torch.inference_mode():
                     return self._model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
-            except _Over:
+            except _LastLayerDone:
                 return None
 
         try:
@@ -248,7 +244,7 @@ class Reference:
 
 
 def _stop(*_: Any) -> None:
-    raise _Over
+    raise _LastLayerDone
 
 
 def _recorder(
@@ -271,7 +267,7 @@ def _recorder(
 
 
 def _class_of(architecture: str, config: Any) -> Any:
-    """transformers' class. Raises NotComparableError."""
+    """Returns transformers' class of the model. Raises NotComparableError."""
     model_class = getattr(transformers, architecture, None)
     if model_class is None and type(config) in AutoModelForCausalLM._model_mapping:
         model_class = AutoModelForCausalLM._model_mapping[type(config)]
@@ -285,7 +281,7 @@ def _class_of(architecture: str, config: Any) -> Any:
 
 
 def _stack(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
-    """The path of the decoder layers, and the layers. Raises NotComparableError."""
+    """Returns the path of the decoder layers, and the layers. Raises NotComparableError."""
     stacks = [
         (path, module)
         for path, module in model.named_modules()
@@ -300,20 +296,20 @@ def _stack(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
 
 
 def _without_encoders(model: nn.Module, layers: str) -> None:
-    """Take off what text does not reach, so that it is not read."""
+    """Removes modules that text does not reach, so that their weights are not read."""
     for path, module in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
-        on_the_way = layers.startswith(f"{path}.") or path.startswith(f"{layers}.")
+        has_layers = layers.startswith(f"{path}.") or path.startswith(f"{layers}.")
         if (
             any(word in name for word in _ENCODERS)
-            and not on_the_way
+            and not has_layers
             and any(True for _ in module.parameters())
         ):
             setattr(model.get_submodule(parent), name, nn.Identity())
 
 
 def free_bytes() -> int:
-    """Memory of this machine that is not in use, or of the container if it has less."""
+    """Returns the free memory of this machine, or of the container if that is less."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = [int(fields["MemAvailable"].split()[0]) << 10]
     try:
@@ -328,9 +324,7 @@ def free_bytes() -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars and its report of weights that the model does not
-    have.
-    """
+    """Suppresses transformers' progress bars, and its report of weights that the model lacks."""
     level, shown = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -343,7 +337,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _attempt(what: str, call: Callable[[], Any]) -> Any:
-    """Return what it returns. Raises NotComparableError with what was attempted."""
+    """Return what `call` returns. Raises NotComparableError naming `what` for any error."""
     try:
         return call()
     except NotComparableError:

@@ -1,5 +1,5 @@
-"""Reference-counted caches of what the ranks load for requests: all ranks load it or none, and keep
-it while it is in use.
+"""Reference-counted caches of what the ranks load for requests: all ranks load a content or none
+do, and they keep it while it is in use.
 """
 
 import asyncio
@@ -21,22 +21,22 @@ class LoadCall(NamedTuple):
 
 
 class RankRecord:
-    """The worker's record of one kind's contents on the ranks; unused ones stay cached within the
-    budget.
+    """The worker's record of one kind of content on the ranks; unused contents stay cached within
+    the budget.
     """
 
     drop: ClassVar[str]  # the ranks' method that drops a list of contents
-    dropping: ClassVar[str]  # the same, as errors name it
+    dropping: ClassVar[str]  # how errors name that action
 
     def __init__(self, ranks: Ranks, budget: int) -> None:
-        """`budget`: what the ranks keep at most, in the unit of the sizes."""
+        """`budget`: the largest sum of sizes that the ranks keep."""
         self._ranks, self._budget = ranks, budget
         self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._held: Counter[str] = Counter()
 
     @property
     def names(self) -> list[str]:
-        """Return the keys of what the ranks have, least recently used first."""
+        """Return the keys of the contents on the ranks, least recently used first."""
         return list(self._sizes)
 
     def release(self, keys: Iterable[str]) -> None:
@@ -53,8 +53,8 @@ class RankRecord:
         return key
 
     async def _evict(self, excess: int, kept: Collection[str]) -> None:
-        """Drop unused contents that are not `kept`, least recently used first, until `excess` is
-        gone.
+        """Drop unused contents that are not `kept`, least recently used first, until their sizes
+        add up to `excess`.
         """
         dropped = []
         for key, size in self._sizes.items():
@@ -65,44 +65,44 @@ class RankRecord:
                 excess -= size
         if dropped:
             for key in dropped:
-                # first: after a failure on one rank it is unknown which ranks have them
+                # before the call: if one rank fails, it is unknown which ranks have the content
                 del self._sizes[key]
             await self._ranks.apply(self.dropping, self.drop, [*map(self._handle, dropped)])
 
 
 class RankCache(RankRecord, ABC, Generic[T]):
-    """A record whose holders wait for room, first come, first served.
+    """A record whose holders wait for space, first come, first served.
 
     A holder takes all that it needs in one turn and loads nothing while it waits, so two holders
-    never wait for each other's room. It must release its contents before it holds others.
+    never wait for each other's space. It must release its contents before it holds others.
     """
 
     put: ClassVar[str]  # the ranks' method that loads one content
 
     def __init__(self, ranks: Ranks, budget: int) -> None:
-        """`budget`: one holder may need more while no other holds anything."""
+        """`budget`: a single holder may exceed it while no other holds anything."""
         super().__init__(ranks, budget)
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
     @abstractmethod
     def _key(self, item: T) -> str:
-        """Return what identifies the content."""
+        """Return the key that identifies the item's content."""
 
     @abstractmethod
     def _size(self, item: T) -> int:
-        """Return its share of the budget."""
+        """Return the item's share of the budget."""
 
     @abstractmethod
     async def _prepare(self, item: T) -> LoadCall:
-        """Check what is to be loaded. Raises MidstreamError."""
+        """Check the item and return the call that loads it. Raises MidstreamError."""
 
     async def hold(self, items: Sequence[T]) -> None:
-        """Hold all of these on every rank, until `release`; wait while what others hold leaves no
-        room.
+        """Hold all items on every rank, until `release`; wait while contents held by others leave
+        no space.
 
         Raises what `_prepare` raises, MidstreamError("intervention_failed") when a rank cannot load
-        one (what other ranks took is rolled back), and Quarantined. A call that raises, or is
+        an item (the other ranks then drop it), and Quarantined. A call that raises, or is
         cancelled, holds nothing.
         """
         needed = {self._key(item): item for item in items}
@@ -125,14 +125,14 @@ class RankCache(RankRecord, ABC, Generic[T]):
 
     async def _make_room(self, coming: int, needed: Collection[str]) -> None:
         """Wait until `coming` fits together with `needed` and with what others hold, then evict
-        what is unused.
+        unused contents.
         """
         while True:
-            others = sum(
+            held = sum(
                 size for key, size in self._sizes.items() if key in self._held and key not in needed
             )
-            of_request = sum(size for key, size in self._sizes.items() if key in needed)
-            if not others or others + of_request + coming <= self._budget:
+            loaded = sum(size for key, size in self._sizes.items() if key in needed)
+            if not held or held + loaded + coming <= self._budget:
                 break
             self._freed.clear()
             await self._freed.wait()
@@ -147,8 +147,8 @@ class RankCache(RankRecord, ABC, Generic[T]):
 
 
 def release(holders: Counter[str], keys: Iterable[str]) -> None:
-    """Take one holder from each of these keys."""
+    """Remove one holder from each of these keys."""
     for key in dict.fromkeys(keys):
         holders[key] -= 1
-        if holders[key] <= 0:  # below: `forget` came in between
+        if holders[key] <= 0:  # negative after a `forget` in between
             del holders[key]

@@ -1,6 +1,4 @@
-"""Calls to all ranks: every answer is checked; an action that fails on one rank is undone on
-all.
-"""
+"""Calls to all ranks: every answer is checked; an action that fails on a rank is undone on all."""
 
 import asyncio
 import logging
@@ -19,7 +17,7 @@ CollectiveCall = Callable[[str, tuple[Any, ...]], Awaitable[Sequence[Any]]]
 
 
 class Refused(MidstreamError):
-    """A rank refused an action requested of all; `answers`: those of every rank."""
+    """A rank refused an action requested of all; `answers`: the answers of all ranks."""
 
     def __init__(self, detail: str, answers: list[RankApplied]) -> None:
         super().__init__("intervention_failed", detail)
@@ -41,18 +39,18 @@ class Undo(NamedTuple):
 
 
 def check_apply_results(action: str, results: Sequence[tuple[bool, str]], world: int) -> None:
-    """`results`: one `(ok, message)` of each rank, in rank order.
+    """Raises Refused (`intervention_failed`) naming every rank that failed and why.
 
-    Raises Refused (`intervention_failed`) naming every rank that failed and why.
+    `results`: one `(ok, message)` of each rank, in rank order.
     """
     if len(results) != world:
-        raise Refused(f"{action}: {len(results)} of {world} ranks answered", _told(results))
-    if failures := refusals(_told(results)):
-        raise Refused(f"{action} failed on {failures}", _told(results))
+        raise Refused(f"{action}: {len(results)} of {world} ranks answered", _answers(results))
+    if failures := refusals(_answers(results)):
+        raise Refused(f"{action} failed on {failures}", _answers(results))
 
 
 def refusals(answers: Sequence[RankApplied]) -> str:
-    """The ranks that refused, and why; empty if none did."""
+    """Returns the ranks that refused, and why; empty if none did."""
     return "; ".join(
         f"rank {answer.rank}: {answer.message or 'no reason was given'}"
         for answer in answers
@@ -73,14 +71,14 @@ class Ranks:
         self._call, self._world, self._on_quarantine = call, world, on_quarantine
 
     async def ask(self, action: str, method: str, *arguments: Any) -> list[RankApplied]:
-        """The answers of a call that changes nothing, good or bad.
+        """Call a method that changes nothing; return the answers, including refusals.
 
         Raises MidstreamError if a rank did not answer.
         """
         results = await self._ask(method, arguments)
         if len(results) != self._world:
             check_apply_results(action, results, self._world)
-        return _told(results)
+        return _answers(results)
 
     async def apply(
         self, action: str, method: str, *arguments: Any, undo: Undo | None = None
@@ -105,10 +103,11 @@ class Ranks:
                 raise self._quarantine(failure.detail) from failure
             try:
                 check_apply_results(f"undoing {action}", await self._ask(*undo), self._world)
-            except Refused as second:
-                raise self._quarantine(f"{failure.detail}; {second.detail}") from second
+            except Refused as undo_failure:
+                detail = f"{failure.detail}; {undo_failure.detail}"
+                raise self._quarantine(detail) from undo_failure
             raise
-        return _told(results)
+        return _answers(results)
 
     async def _ask(self, method: str, arguments: tuple[Any, ...]) -> list[tuple[bool, str]]:
         return [(bool(ok), str(message)) for ok, message in await self._call(method, arguments)]
@@ -118,7 +117,7 @@ class Ranks:
         return Quarantined(detail)
 
 
-def _told(results: Sequence[tuple[bool, str]]) -> list[RankApplied]:
+def _answers(results: Sequence[tuple[bool, str]]) -> list[RankApplied]:
     return [
         RankApplied(rank=rank, ok=ok, message=message) for rank, (ok, message) in enumerate(results)
     ]

@@ -1,4 +1,4 @@
-"""Control of all ranks of an engine: steering state and reports. The same for every engine."""
+"""Control of all ranks of an engine: steering state and reports; every kind of engine uses it."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class RankControl(ABC):
-    """The part of `workers.engine.protocol.Engine` that calls all ranks; an engine adds `_call` and
-    the generation.
+    """The part of `workers.engine.protocol.Engine` that calls all ranks; a subclass adds `_call`
+    and the generation.
     """
 
     info: ModelInfo
@@ -47,14 +47,14 @@ class RankControl(ABC):
             StoredLora: self._loras,
             StoredSae: RankSaes(self._ranks, settings.sae_dir, settings.sae_cache_mib << 20),
         }
-        #: Kind of reading that needs an artifact → why there is none; empty: it is served.
+        #: Kind of reading that needs an artifact → why it is not served; empty if it is.
         self.artifact_readings = {"features": served(settings)}
         self._patience_s = settings.steering_wait_s
         self._rows = RowAdmission(settings.steering_rows, settings.steering_entries)
 
     @abstractmethod
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        """Call `method` on every rank; the answers in rank order.
+        """Call `method` on every rank; return the answers in rank order.
 
         Raises MidstreamError("engine_failed").
         """
@@ -79,7 +79,7 @@ class RankControl(ABC):
 
     async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
         if keys:
-            # also those that are loaded: they may have been deleted since
+            # locate loaded runs too: they may have been deleted since
             await self._runs.hold([await locate(key) for key in dict.fromkeys(keys)])
 
     async def release_runs(self, keys: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ class RankControl(ABC):
         try:
             self._rows.check_pinned(_pinned_rows(steering))
         except MidstreamError as error:
-            return self._by_all(error.detail)
+            return self._refused_by_all(error.detail)
         return await self._ranks.ask(
             "preparing global steering", "midstream_prepare_global", msgspec.to_builtins(steering)
         )
@@ -115,10 +115,10 @@ class RankControl(ABC):
         except MidstreamError as error:
             if error.kind != "intervention_failed" or isinstance(error, Refused | Quarantined):
                 raise
-            # the table has no room for it
-            raise Refused(error.detail, self._by_all(error.detail)) from error
+            # the steering table has no space for it
+            raise Refused(error.detail, self._refused_by_all(error.detail)) from error
 
-    def _by_all(self, refusal: str) -> list[RankApplied]:
+    def _refused_by_all(self, refusal: str) -> list[RankApplied]:
         return [RankApplied(rank=rank, ok=False, message=refusal) for rank in range(self.world)]
 
     async def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> list[RankApplied]:
@@ -146,15 +146,15 @@ class RankControl(ABC):
 
 
 def rank_steering(status: dict[str, Any]) -> RankSteering:
-    """The steering part of `midstream_status`."""
+    """Returns the steering part of `midstream_status`."""
     return msgspec.convert(
         {name: status[name] for name in RankSteering.__struct_fields__ if name in status},
         RankSteering,
     )
 
 
-def row_wish(spec: RankSpec | None) -> frozenset[RowDemand]:
-    """The rows of the table that a request needs, its own and everyone's."""
+def row_demand(spec: RankSpec | None) -> frozenset[RowDemand]:
+    """Returns the rows of the steering table that a request needs, its own and global ones."""
     if spec is None:
         return frozenset()
     return frozenset(
@@ -168,7 +168,7 @@ def _pinned_rows(steering: GlobalSteering) -> frozenset[RowDemand]:
 
 
 def disagreement(ranks: Sequence[RankSteering]) -> str:
-    """The disagreement among the ranks of a stage; empty if they agree."""
+    """Returns how ranks of one stage disagree; empty if the ranks of every stage agree."""
     stages: dict[int, list[RankSteering]] = {}
     for rank in ranks:
         stages.setdefault(rank.pp, []).append(rank)

@@ -1,7 +1,7 @@
 """LoRA adapters on the ranks.
 
-vLLM never loads one itself, which it would do within a step, where a file that has changed ends the
-engine.
+They are loaded before requests use them: vLLM itself would load an adapter within a step, where a
+changed file ends the engine.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class RankLoras(RankCache[StoredLora]):
         """`root`: the setting `lora_dir`. `support`: returns what the model accepts."""
         super().__init__(ranks, budget)
         self._root, self._support = root, support
-        # of all that were ever loaded: a number means one content
+        # digest → vLLM's number of every adapter ever loaded; numbers are never reused
         self._numbers: dict[str, int] = {}
 
     def number(self, digest: str) -> int:
@@ -48,9 +48,10 @@ class RankLoras(RankCache[StoredLora]):
         return LoadCall(f"loading adapter {item.name!r}", (number, item.digest, str(folder)))
 
     def _check(self, lora: StoredLora) -> Path:
-        """Return the folder of its files.
+        """Return the folder of the adapter's files.
 
-        Raises a 400 when they are not what was registered, or do not fit this model.
+        Raises MidstreamError("invalid_request") when the files are not what was registered, or do
+        not fit this model.
         """
         support = self._support()
         if support is None:

@@ -8,7 +8,9 @@ from ..protocol import EngineRequest
 
 
 def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec | None:
-    """None if nothing is requested by user or operator: then no rank reports."""
+    """Returns the spec of a request under `global_steering`; None if neither user nor operator
+    requests anything of the ranks, which then report nothing.
+    """
     own_steering, captures = ask.steering, ask.captures
     if (
         not own_steering
@@ -59,14 +61,13 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
 def _digest(
     global_steering: list[StoredSteering], own_steering: list[StoredSteering], ask: EngineRequest
 ) -> str:
-    """Digest of everything that affects the request's KV cache.
+    """Returns the digest of everything that affects the request's KV cache.
 
-    The same entries share it, whether global or the request's own.
-
-    With both they are kept apart: each has its own rows, and entries that share a row are rounded
-    once. A forward that begins at a layer above the first leaves the cache below it unwritten:
-    those blocks are never shared. Nor are those of tokens at which a probe's score decided about
-    edits: on a threshold's very edge, another batch may round it to the other side.
+    The same entries have the same digest, whether they are global or the request's own. A request
+    with both kinds has another digest: each kind has its own rows, and entries that share a row are
+    rounded together. Two kinds of requests share no blocks: if a forward pass begins above the
+    first layer, the KV cache below that layer is unwritten; if edits are gated, a score next to the
+    threshold may round to its other side in another batch.
     """
     digest = steering_digest(global_steering or own_steering)
     if global_steering and own_steering:

@@ -1,5 +1,5 @@
-"""Notices of where requests end, sent to the engine core together; the ranks receive them with the
-engine's next step.
+"""Notifies the ranks where requests end. Notices go to the engine core in batches, and to the ranks
+with the engine's next step.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ Send = Callable[[list[tuple[str, int]]], Awaitable[None]]
 
 
 class Ends:
-    """One per engine. What ends in one turn of the event loop is one message."""
+    """One per engine. Ends within one turn of the event loop are one message."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -19,9 +19,9 @@ class Ends:
         self._sending: set[asyncio.Task[None]] = set()
 
     def notify(self, key: str, num_tokens: int) -> Awaitable[None]:
-        """See `DataPlane.end`.
+        """Send a notice, see `DataPlane.end`; it is sent whether or not the result is awaited.
 
-        Await it where the notice must precede something; it is sent in any case.
+        Await the result to continue only after the engine core has the notice.
         """
         self._due.append((key, num_tokens))
         if len(self._due) == 1:

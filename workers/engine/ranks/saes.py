@@ -12,7 +12,7 @@ from .collective import Ranks
 
 
 def served(settings: Settings) -> str:
-    """Return why no features are read; empty: they are."""
+    """Return why this worker reads no features; empty if it does."""
     return "" if settings.sae_dir else "the setting sae_dir is empty"
 
 

@@ -13,14 +13,14 @@ from ..protocol import Fetch
 from .cache import RankRecord, release
 from .collective import Ranks, Undo, unbroken
 
-#: Of that many requests that will use what is sent, the ranks lay out the steering ahead.
+#: The ranks lay out ahead the steering of at most this many requests that will use new vectors.
 _USERS = 64
 
 
 class RankVectors(RankRecord):
-    """The worker's record of vectors on the ranks; sizes are bytes. No holder waits for room.
+    """The worker's record of vectors on the ranks; sizes are bytes. Holders never wait for space.
 
-    What named modules and global steering hold (`pinned`) does not count against the budget.
+    Vectors of named modules and global steering (`pinned`) do not count against the budget.
     """
 
     drop, dropping = "midstream_drop_vectors", "dropping vectors"
@@ -40,10 +40,9 @@ class RankVectors(RankRecord):
     ) -> None:
         """Hold all of `names` on every rank, until `release`.
 
-        What is sent takes along the steering of `users`.
-
-        Raises MidstreamError("intervention_failed") when a rank refuses; what other ranks took is
-        rolled back.
+        The steering of `users` is sent along with missing vectors, so that ranks can lay it out.
+        Raises MidstreamError("intervention_failed") when a rank refuses; the other ranks then drop
+        what was sent.
         """
         needed = list(dict.fromkeys(names))
         # not under the lock: it may take long
@@ -96,6 +95,6 @@ class RankVectors(RankRecord):
         self._sizes.update(sizes)
 
     async def _make_room(self, coming: int, keep: Collection[str]) -> None:
-        """Make room for `coming` bytes: evict unused vectors, least recently used first."""
+        """Evict unused vectors, least recently used first, until `coming` more bytes fit."""
         counted = sum(size for name, size in self._sizes.items() if name not in self._pinned)
         await self._evict(counted + coming - self._budget, {*keep, *self._pinned})

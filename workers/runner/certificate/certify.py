@@ -16,7 +16,7 @@ from vllm.distributed import get_pp_group, get_tp_group
 from vllm.forward_context import set_forward_context
 
 from ....schemas.prompts.selectors import HOOKS, Hook
-from ....schemas.requests.readings import StoredLens
+from ....schemas.readings.lens import StoredLens
 from ..hooks.routing_kinds import choosers
 from ..hooks.sites import decoder, held_layers, without_sites
 from .certify_inside import InsideLaws

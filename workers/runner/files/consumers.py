@@ -15,8 +15,8 @@ from importlib.metadata import entry_points
 import numpy as np
 
 from ....schemas.base.dtypes import DTYPES, widened
+from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
-from ....schemas.requests.readings import READER
 from ....schemas.requests.specs import memory_bytes
 from ..base.helper_threads import Apart, LateError
 from .finished_rows import Consumer, FinishedCapture, Outcome

@@ -14,8 +14,8 @@ import msgspec
 from ....broker.artifacts.retention import Usage
 from ....broker.receipts.outbox import Outbox
 from ....schemas.jobs.receipts import STORE_AWAY, CapturedFile, Consumed, Receipt
+from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
-from ....schemas.requests.readings import READER
 from ....storage.store import open_store
 from .consumers import BUILT_IN, Logging, Memory, installed
 from .finished_rows import Consumer, FinishedCapture, Outcome

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ....schemas.artifacts.probes import StoredProbe
-from ....schemas.requests.specs import At
+from ....schemas.prompts.sites import At
 from ..edits.steering_tables import VectorStore
 from .watches import Kind
 

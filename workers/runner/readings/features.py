@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ....schemas.requests.readings import FeaturesPart, StoredFeatures
+from ....schemas.readings.features import FeaturesPart, StoredFeatures
 from ..files.finished_rows import FinishedCapture, ReadingError
 from .readings import array, rows_of
 from .sae import Autoencoder, load

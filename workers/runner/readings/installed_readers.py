@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ....schemas.extensions import Extension, Option, ReaderTerms, Rows
-from ....schemas.requests.readings import Array, ReaderPart, StoredReader
+from ....schemas.readings.installed import Array, ReaderPart, StoredReader
 from ..base.extensions import ExtensionError, Offer, code_of, declared, digest, frozen
 from ..base.helper_threads import Apart
 from ..files.consumers import rows_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ....schemas.requests.readings import LensPart, StoredLens
+from ....schemas.readings.lens import LensPart, StoredLens
 from ..files.finished_rows import FinishedCapture
 from ..hooks.output_head import Head
 from .readings import array, rows_of

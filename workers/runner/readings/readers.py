@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ....schemas.requests.readings import StoredFeatures, StoredLens, StoredReader
+from ....schemas.readings.features import StoredFeatures
+from ....schemas.readings.installed import StoredReader
+from ....schemas.readings.lens import StoredLens
 from ..hooks.output_head import Head, NoHeadError
 from .features import Features
 from .installed_readers import InstalledReaders, LoadedReader

@@ -15,7 +15,7 @@ import torch
 
 from ....schemas.base.dtypes import DTYPES
 from ....schemas.base.records import to_msgpack
-from ....schemas.requests.readings import Part
+from ....schemas.readings.readings import Part
 from ....schemas.requests.specs import RankSpec
 from ..files.finished_rows import FinishedCapture, Outcome, ReadingError
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ....schemas.artifacts.tuned_lenses import StoredTuned
 from ....schemas.base.errors import MidstreamError
-from ....schemas.requests.readings import StoredTuned
 from ....storage.formats.tensor_files import TensorFile, TensorFileError
 from ....storage.formats.tuned_files import folder_of, map_of, reading
 from ..files.finished_rows import ReadingError

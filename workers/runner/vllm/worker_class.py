@@ -18,7 +18,7 @@ from ....broker.ops import logs
 from ....schemas.base.tensors import Tensor
 from ....schemas.extensions import Extension
 from ....schemas.prompts.selectors import INSIDE
-from ....schemas.requests.readings import StoredFeatures
+from ....schemas.readings.features import StoredFeatures
 from ....schemas.requests.source_runs import RunFiles
 from ....schemas.requests.steering import GlobalSteering
 from ..base.config import Found, Place, PlaneConfig, plane_config

@@ -100,12 +100,14 @@ export default function View({ session, jobs }) {
   const [dynamic, again] = usePolled("/v1/steering/dynamic", has("read"));
   const [status] = usePolled("/v1/status", has("observe"));
   const [models] = usePolled("/v1/models", has("read"));
+  const computed = (models.data?.data ?? []).map((model) => [model.id, model.dtype, model.dtype_reason]);
   const caveats = (models.data?.data ?? []).flatMap((model) => model.caveats.map((caveat) => [model.id, caveat]));
   const links = ["flower", "grafana", "metrics", "ready"].filter((name) => session.links[name]);
   return html`<h1>Ops</h1>
     <p>${links.map((name) => html`<a href=${session.links[name]}>${name[0].toUpperCase() + name.slice(1)}</a> `)}</p>
     <h2>Service</h2>
     ${has("observe") ? html`<${Problem} error=${status.error} />${status.data && html`<${Service} status=${status.data} />`}` : html`<p>The figures of the whole service need a key with the scope <code>observe</code>; this one has ${session.scopes.join(", ")}.</p>`}
+    ${computed.length > 0 && html`<h2>Models</h2><${Table} label="Models" heads=${["Model", "Computes in", "Because"]} rows=${computed} />`}
     ${caveats.length > 0 && html`<h2>Caveats</h2><${Table} label="Caveats" heads=${["Model", "In what its rows may differ from transformers'"]} rows=${caveats} />`}
     <h2>What the ranks say</h2>
     ${has("read") ? html`<${Problem} error=${dynamic.error} />${dynamic.data ? html`<${Ranks} dynamic=${dynamic.data} />` : html`<p class="soft">Asking …</p>`}<${Button} kind="small" onClick=${again}>Ask again<//>` : html`<p>This needs a key with the scope <code>read</code>.</p>`}

@@ -1,8 +1,8 @@
--- Change the record of a harvest that has not ended: what its user wants, what it shows, a part that is out, or its end. A cancel is final.
+-- Change the record of a harvest that has not ended: what its user wants, what it shows, a part that is out, its end. Cancelling is final.
 -- args: id; one of
 --       ask ('run', 'pause' or 'cancel')
 --       finish (the state that it ends in), error (JSON, or nil)
---       wanted (the change is made only while this is wanted), set and once (field -> value; `once`: unless it has one), part and out
+--       wanted (the change is made only while this is wanted), set and once (field -> value; `once`: only fields without one), part and out
 --       (number and JSON of a part whose job was submitted, or nil)
 -- returns 'gone' | 'over' | 'cancelling' | 'sealing' | 'unwanted' | 'changed'
 local id, record = args.id, key('harvest', args.id)
@@ -16,7 +16,7 @@ if args.ask then
   if cancelled and args.ask ~= 'cancel' then
     return 'cancelling'
   elseif closing and args.ask ~= 'run' then
-    return 'sealing' -- its manifest may be there already
+    return 'sealing' -- its manifest may exist already
   end
   redis.call('HSET', record, 'wanted', args.ask)
 elseif args.finish then

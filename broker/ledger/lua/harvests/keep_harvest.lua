@@ -1,5 +1,5 @@
--- Record what a part of a harvest reports, for an attempt that is current: a unit whose shards are durable, which counts once; that the
--- part is done; or fields of the record. Nothing is recorded once the harvest has ended or is to be cancelled.
+-- Record what a part of a harvest reports, if its attempt is current: a unit whose shards are durable, which counts once; that the
+-- part is done; or fields of the record. Nothing is recorded once the harvest has ended or is being cancelled.
 -- args: id, attempt (of the part's job), harvest, part, unit (its number), record (packed unit; without a unit: the done part's file as
 --       JSON), set (field -> value), clear (fields), counts (name -> what to add), requests (whose receipts were read), ranks, stages
 -- returns 'unknown' | 'stale' | 'cancelling' | 'kept'

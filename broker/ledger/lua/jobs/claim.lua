@@ -1,8 +1,8 @@
 -- queued -> running: the returned attempt is the worker's fencing token.
 -- args: id, worker, boot, ranks, lease_s, global_version (of the global steering that the worker has applied), everyone (whether it
---       steers anything: then every prompt gets receipts, not only those with requests of their own), call (random id of this call),
---       away (why the worker's artifact store takes nothing; empty: it does), identity (of the worker's model), on_model_change ('fail' or
---       'wait')
+--       has entries: then every prompt gets receipts, not only those that the job edits or captures), call (random id of this call),
+--       unreachable (why the worker's artifact store is unavailable; empty: it is not), identity (of the worker's model),
+--       on_model_change ('fail' or 'wait')
 -- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', desired version}
 --         | {'claimed', attempt, spec, time of queueing}
 local id, worker = args.id, args.worker
@@ -11,8 +11,8 @@ if not job then
   return {'unknown'}
 end
 if job.state ~= 'queued' then
-  local made, spec, queued = unpack(redis.call('HMGET', key('job', id), 'claim', 'spec', 'queued'))
-  if job.state == 'running' and made == args.call then -- a repeat: the connection broke before the reply arrived
+  local call, spec, queued = unpack(redis.call('HMGET', key('job', id), 'claim', 'spec', 'queued'))
+  if job.state == 'running' and call == args.call then -- a repeat: the connection broke before the reply arrived
     return {'claimed', job.attempt, spec, queued}
   end
   return {'refused', job.state}
@@ -33,23 +33,23 @@ local desired = redis.call('HGET', key('steering', job.model), 'global_version')
 if tonumber(desired) ~= args.global_version then
   return {'behind', desired}
 end
-if args.away ~= '' and redis.call('EXISTS', key('capture', id)) == 1 then
-  await_store(job, args.away)
+if args.unreachable ~= '' and redis.call('EXISTS', key('capture', id)) == 1 then
+  await_store(job, args.unreachable)
   return {'refused', job.state}
 end
 local hash = key('job', id)
-if job.shelved then -- an older message of it
+if job.shelved then -- this message was sent before
   job.shelved = nil
   redis.call('HDEL', hash, 'shelved')
 end
 job.attempt = redis.call('HINCRBY', hash, 'attempt', 1)
 job.worker = worker
-local asked = args.everyone and job.prompts or job.asked
+local prompts = args.everyone and job.prompts or job.asked -- that get receipts
 if READS_RECEIPTS[job.kind] then
-  asked = 0 -- its worker reads the receipts of each unit
+  prompts = 0 -- its worker reads the receipts of each unit
 end
 redis.call('HSET', hash, 'worker', worker, 'boot', args.boot, 'claim', args.call, 'lease', now + args.lease_s, 'receipts', 0,
-  'said', 0, 'expected', asked * args.ranks, 'everyone', args.everyone and '1' or '0', 'global_version', args.global_version)
+  'said', 0, 'expected', prompts * args.ranks, 'everyone', args.everyone and '1' or '0', 'global_version', args.global_version)
 redis.call('SADD', key('held', worker), id)
 look_at(job, now + args.lease_s)
 move(job, 'running')

@@ -1,6 +1,6 @@
 -- An event from the worker, fenced like all its reports.
 -- args: id, attempt, number (of the event in the attempt, from 1, ascending), event (JSON)
--- returns 'unknown' | 'stale' | 'behind' (the event before it is not there: a failover has lost it) | 'emitted'
+-- returns 'unknown' | 'stale' | 'behind' (the event before it is missing: a failover lost it) | 'emitted'
 local id = args.id
 local job, why = job_of(id, args.attempt)
 if not job then

@@ -1,4 +1,4 @@
--- A stream's sender has lost a range of receipts: the jobs whose present attempts need them fail, and the mark passes the range.
+-- A stream's sender has lost a range of receipts: the jobs whose current attempts need them fail, and the mark passes the range.
 -- keys: the mark of (worker, rank, epoch)
 -- args: first, last, worker, rank, message, jobs (JOB.ATTEMPT of each; older outboxes omit the attempt: their jobs
 --       fail when their receipts are overdue)

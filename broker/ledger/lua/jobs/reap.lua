@@ -2,7 +2,7 @@
 -- args: id, capture_timeout, lease_s, up_since (when Redis started: while it was down no lease could be renewed and no receipt settled),
 --       relay_since (since when a relay has been alive; the present time while none is: no receipt can arrive)
 -- returns {finding or action, model, attempt}:
---   gone | held (not due after all) | queued (does it have a message?) | late (aborted) | requeued | failed | timed_out | cancelled
+--   gone | held (not due after all) | queued (look for its message) | late (aborted) | requeued | failed | timed_out | cancelled
 local id, capture_timeout = args.id, args.capture_timeout
 local job = read(id)
 if not job or TERMINAL[job.state] then

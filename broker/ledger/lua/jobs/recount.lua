@@ -1,7 +1,7 @@
 -- Recount usage from unfinished jobs, stored captures and harvests, in slices, because Redis serves no other client during a script.
 -- Items already counted are in `ms:recount-seen`: a change of their usage updates both counts (`tally`). Other items are
 -- counted as they are when their turn comes, and new ones from their creation. So the final count is that of its last moment.
--- Every queued job is also put back where the reaper looks, and every job is in the lists of its state: versions without them wrote some.
+-- It also adds queued jobs to the reaper's list and all jobs to the lists of their states: other versions may not have done so.
 -- args: name (of this count), which ('live', 'captures', 'harvests' or 'jobs'), cursor ('0' at first), many (how many to examine)
 -- returns the next cursor, '0' when all were examined; '' if another count has replaced this one, or Redis has restarted
 local name, which, cursor = of_this_start(args.name), args.which, args.cursor
@@ -58,17 +58,17 @@ function look.harvests(id, created)
   local tenant, bytes = unpack(redis.call('HMGET', key('harvest', id), 'tenant', 'bytes'))
   if tenant and redis.call('SADD', SEEN, key('harvest', id)) == 1 then
     add(tenant, 'bytes', tonumber(bytes) or 0)
-    redis.call('ZADD', key('harvests', tenant), created, id) -- also those of versions that had no lists of tenants
+    redis.call('ZADD', key('harvests', tenant), created, id) -- versions without this list wrote some
   end
 end
 
-local found = redis.call('ZSCAN', 'ms:' .. which, cursor, 'COUNT', args.many)
-for at = 1, #found[2], 2 do
-  look[which](found[2][at], found[2][at + 1])
+local after, members = unpack(redis.call('ZSCAN', 'ms:' .. which, cursor, 'COUNT', args.many))
+for at = 1, #members, 2 do
+  look[which](members[at], members[at + 1])
 end
 for field, by in pairs(is) do
   redis.call('HINCRBY', RECOUNT, field, by)
 end
 redis.call('EXPIRE', RECOUNT, RECOUNT_TTL_S) -- an abandoned count is no longer kept up to date
 redis.call('EXPIRE', SEEN, 2 * RECOUNT_TTL_S)
-return found[1]
+return after

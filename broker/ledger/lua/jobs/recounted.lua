@@ -6,11 +6,11 @@ if redis.call('HGET', RECOUNT, 'name') ~= of_this_start(args.name) then
 end
 redis.call('HDEL', RECOUNT, 'name')
 local function numbers(hash)
-  local found, flat = {}, redis.call('HGETALL', hash)
+  local result, flat = {}, redis.call('HGETALL', hash)
   for at = 1, #flat, 2 do
-    found[flat[at]] = tonumber(flat[at + 1])
+    result[flat[at]] = tonumber(flat[at + 1])
   end
-  return found
+  return result
 end
 local was, is = numbers('ms:usage'), numbers(RECOUNT)
 local differed = {}

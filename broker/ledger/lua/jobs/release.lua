@@ -1,13 +1,13 @@
 -- A worker gives a running job back, so that another attempt can be made immediately.
--- args: id, attempt, away (why the artifact store is unavailable: the job waits for it; empty: it is not), later (it was not begun, and
---       is handed out again after a while)
+-- args: id, attempt, unreachable (why the artifact store is unavailable: the job waits for it; empty: it is not), later (the attempt
+--       was not begun: the job is sent again after a while)
 -- returns 'unknown' | 'stale' | the new state
 local job, why = job_of(args.id, args.attempt)
 if not job then
   return why
 end
-if args.away ~= '' and job.state == 'running' then
-  await_store(job, args.away)
+if args.unreachable ~= '' and job.state == 'running' then
+  await_store(job, args.unreachable)
 elseif args.later and job.state == 'running' then
   redis.call('HINCRBY', key('job', job.id), 'excused', 1)
   job.shelved = '1'

@@ -1,15 +1,16 @@
 -- A batch of receipts of one stream, committed together with the stream's mark, the tickets and the jobs.
 -- keys: the mark of (worker, rank, epoch)
 -- args: receipts: {seq, job, request, rank, pp, attempt, status, packed receipt, bytes and rows of its files, account, about, whether a
---       probe flags it} of each, by seq. Values that are not read separately are joined: an account is checksum:actions:epoch of the rank's ledger:token rows edited;
---       about is worker, its boot, kind and message with a zero byte in between
+--       probe flags it} of each, by seq. Values that are not read separately are joined: an account is checksum:actions:epoch:edited
+--       (epoch of the rank's action ledger, number of token rows edited); about is worker, its boot, kind and message, separated by
+--       zero bytes
 -- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, disagreement of its ranks, ...},
 --          partial and error among the applied, {id, model, created, generated of each job that has succeeded by it, ...}}
 local before = tonumber(redis.call('GET', KEYS[1]) or '0')
 local mark = before
 local applied, duplicate, stale, unknown, beyond = 0, 0, 0, 0, 0
 local partial, errors = 0, 0
-local jobs, found, touched, files = {}, {}, {}, {}
+local jobs, known_jobs, touched, files = {}, {}, {}, {}
 local disagreements, succeeded = {}, {}
 
 -- The job's capture record, read for the first receipt that names bytes; false if it has none in files.
@@ -26,8 +27,8 @@ local function listed(id)
   return files[id]
 end
 
--- Write what a job's receipts have added to its counters since the last call: one write each for many receipts. Any code that reads or
--- resets a counter in Redis must run after it.
+-- Write what a job's receipts have added to its counters since the last call: one write per counter for many receipts. Code that reads
+-- or resets a counter in Redis must call this first.
 local function note(job)
   if job.more > 0 then
     redis.call('HINCRBY', key('job', job.id), 'receipts', job.more)
@@ -49,34 +50,34 @@ local function place(rank, pp)
 end
 
 local function parts(account)
-  local told = {}
-  told.sum, told.count, told.epoch, told.edited, told.rank = string.match(account, '^(.*):(.*):(.*):(.*):(.*)$')
-  return told
+  local part = {}
+  part.sum, part.count, part.epoch, part.edited, part.rank = string.match(account, '^(.*):(.*):(.*):(.*):(.*)$')
+  return part
 end
 
--- Describe the accounts of two ranks of a stage; ledgers are named if their epochs differ.
+-- Describe the accounts of two ranks of a stage; action ledgers are named if their epochs differ.
 local function difference(request, pp, first, second)
-  local function account(told)
-    local epoch = first.epoch ~= second.epoch and ' of its ledger number ' .. told.epoch or ''
-    local edited = first.edited ~= second.edited and ' and ' .. told.edited .. ' edited rows' or ''
-    return 'rank ' .. told.rank .. ' reports checksum ' .. told.sum .. ' after ' .. told.count .. ' actions' .. epoch .. edited
+  local function account(part)
+    local epoch = first.epoch ~= second.epoch and ' of its ledger number ' .. part.epoch or ''
+    local edited = first.edited ~= second.edited and ' and ' .. part.edited .. ' edited rows' or ''
+    return 'rank ' .. part.rank .. ' reports checksum ' .. part.sum .. ' after ' .. part.count .. ' actions' .. epoch .. edited
   end
   return 'request ' .. request .. ', stage ' .. pp .. ': ' .. account(first) .. ', ' .. account(second)
 end
 
--- Compare a rank's report on a request with that of the first rank of its stage: the difference and the later of their epochs; nil
--- if they agree, or this is the first.
+-- Compare a rank's report on a request with that of the first rank of its stage. Returns the difference and the later of their epochs;
+-- nil if they agree, or this is the first.
 local function compare(job, request, rank, pp, account)
   local agree, field = key('agree', job.id), request .. '/' .. pp
-  local mine = account .. ':' .. rank
-  if redis.call('HSETNX', agree, field, mine) == 1 then
+  local report = account .. ':' .. rank
+  if redis.call('HSETNX', agree, field, report) == 1 then
     return nil
   end
   local known = redis.call('HGET', agree, field)
   if string.match(known, '^(.*):') == account then
     return nil
   end
-  local first, second = parts(known), parts(mine)
+  local first, second = parts(known), parts(report)
   return difference(request, pp, first, second), math.max(tonumber(first.epoch), tonumber(second.epoch))
 end
 
@@ -87,7 +88,7 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
     jobs[id] = job
     if job then
       job.more = 0
-      found[#found + 1] = job
+      known_jobs[#known_jobs + 1] = job
     end
   end
   local held = bytes ~= 0 and listed(id)
@@ -95,7 +96,7 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
     status = 'error' -- an unknown status counts as an error
   end
   if not job or request >= job.prompts then
-    unknown = unknown + 1 -- a request that is not in the job must not count towards its requests
+    unknown = unknown + 1 -- a request that the job does not have must not count
   elseif not working(job, attempt) or string.match(about, '^(.-)%z') ~= job.worker then
     stale = stale + 1 -- of a former attempt, or of a worker that does not have the job
   elseif redis.call('HSETNX', key('ticket', id), request .. '/' .. rank, packed) == 0 then
@@ -153,13 +154,13 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
   end
 end
 
-for _, told in ipairs(args.receipts) do
-  local seq = told[1]
+for _, receipt in ipairs(args.receipts) do
+  local seq = receipt[1]
   if seq <= mark then
     duplicate = duplicate + 1
   elseif seq == mark + 1 then
     mark = seq
-    receive(unpack(told, 2))
+    receive(unpack(receipt, 2))
   else
     beyond = beyond + 1
   end
@@ -167,7 +168,7 @@ end
 if mark > before then
   redis.call('SET', KEYS[1], mark, 'EX', MARK_TTL_S)
 end
-for _, job in ipairs(found) do
+for _, job in ipairs(known_jobs) do
   note(job)
 end
 for _, job in ipairs(touched) do
@@ -176,8 +177,8 @@ for _, job in ipairs(touched) do
       changed(job)
     elseif job.state == 'succeeded' then
       local created, generated = unpack(redis.call('HMGET', key('job', job.id), 'created', 'generated'))
-      for _, told in ipairs({job.id, job.model, created, generated}) do
-        succeeded[#succeeded + 1] = told
+      for _, value in ipairs({job.id, job.model, created, generated}) do
+        succeeded[#succeeded + 1] = value
       end
     end
   end

@@ -1,6 +1,6 @@
 -- Store all outputs of an attempt together. From here on the job waits only for its receipts.
--- args: id, attempt, capture_timeout, outputs (packed), said (how many events the attempt has emitted), last (the event of the last of
---       them as JSON, nil for none)
+-- args: id, attempt, capture_timeout, outputs (packed), said (how many events the attempt has emitted), last (its last event as JSON,
+--       which is still to be emitted, or nil)
 -- returns 'unknown' | 'stale' | 'cancelled' (requested meanwhile: the outputs are dropped) | 'behind' (a failover has lost events)
 --         | 'running' (receipts are awaited) | 'succeeded'
 local id = args.id

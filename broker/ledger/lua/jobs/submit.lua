@@ -34,8 +34,8 @@ local function over_limit(limits)
   local minute, requests, requests_until, tokens, tokens_until =
     unpack(redis.call('HMGET', rate, 'minute', 'requests', 'requests_until', 'tokens', 'tokens_until'))
   local taken, new = {'minute', this_minute}, tonumber(minute) ~= this_minute
-  for _, each in ipairs({{'requests', 1, requests, requests_until}, {'tokens', record.cost, tokens, tokens_until}}) do
-    local name, more, counted, till = unpack(each)
+  for _, rated in ipairs({{'requests', 1, requests, requests_until}, {'tokens', record.cost, tokens, tokens_until}}) do
+    local name, more, counted, till = unpack(rated)
     local allowed = limits[name .. '_per_minute']
     till = math.max(now, tonumber(till) or 0)
     if allowed > 0 then
@@ -58,9 +58,9 @@ local before = accepted_before(idem, args.body, id)
 if before then
   return before
 end
-local there = redis.call('HGET', key('job', id), 'spec')
-if there then -- a repeat: the client's connection broke before the reply arrived
-  return {there == spec and 'created' or 'exists', id}
+local stored = redis.call('HGET', key('job', id), 'spec')
+if stored then -- a repeat: the client's connection broke before the reply arrived
+  return {stored == spec and 'created' or 'exists', id}
 end
 for _, blob in ipairs(args.blobs) do
   local name, bytes = unpack(blob)
@@ -80,8 +80,8 @@ if own.highest_priority and URGENCY[record.priority] < URGENCY[own.highest_prior
   record.priority = own.highest_priority
 end
 record.spec, record.queued, record.step = spec, args.at, STEPS[record.kind][record.priority]
-for _, each in ipairs(args.blobs) do -- the job's own copies: later changes of a module do not affect it
-  local name, bytes = unpack(each)
+for _, tensor in ipairs(args.blobs) do -- the job's own copies: later changes of a module do not affect it
+  local name, bytes = unpack(tensor)
   local blob = key('blob', name)
   if bytes then
     redis.call('SET', blob, bytes)
@@ -109,7 +109,7 @@ if tags then -- outlives the job's record: files stay until they are deleted
   redis.call('ZADD', 'ms:captures', created, id)
   redis.call('ZADD', key('captures', tenant), created, id)
 end
-if args.packed_run then -- from here on the name points at this job
+if args.packed_run then -- the name now points at this job
   redis.call('HSET', key('runs', model), record.run, args.packed_run)
 end
 if idem then

@@ -1,4 +1,4 @@
--- Publish a worker's model together with its sign of life, unless a live worker serves a model of another identity under the name.
+-- Publish a worker's model together with its heartbeat, unless a live worker serves a model of another identity under the name.
 -- args: name, worker, boot, identity, model (JSON), info (of the worker, JSON), lease_s
 -- returns {'refused', the other worker, its identity ('': it reports none)} | {'published'}
 for _, raw in ipairs(redis.call('HVALS', 'ms:workers')) do

@@ -1,15 +1,15 @@
 -- Point a module's name at new content.
--- args: model, name, module (packed), former (as it is stored, nil for none), other (whether the content differs), tenant, size (bytes
+-- args: model, name, module (packed), former (as stored; nil: none), other (whether the content differs), tenant, size (bytes
 --       counted towards the limits), limits (defaults where the tenant has none of its own), tensors: {sha256, bytes or false} of each
 -- returns {'raced'} (the former has changed) | {'refused', name of the limit, used, allowed, ''}
 --         | {'missing', sha256} | {'stored'}
 local model, name, tenant, size = args.model, args.name, args.tenant, args.size
 local modules = key('modules', model)
-local there = redis.call('HGET', modules, name) or nil
-if there == args.module then -- a repeat: the reply was lost
+local stored = redis.call('HGET', modules, name) or nil
+if stored == args.module then -- a repeat: the reply was lost
   return {'stored'}
 end
-if there ~= args.former then
+if stored ~= args.former then
   return {'raced'}
 end
 -- Sizes of one tenant's modules: a replacement needs room only for the difference.

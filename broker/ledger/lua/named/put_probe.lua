@@ -1,16 +1,16 @@
 -- Point a probe's name at new content.
--- args: model, name, probe (packed), former (as it is stored, nil for none), limit (probes of a model), watching (whether it scores all
+-- args: model, name, probe (packed), former (as stored; nil: none), limit (probes of a model), watching (whether it scores all
 --       traffic), watch_limit, tensors: {sha256, bytes or false} of each
 -- returns {'raced'} (the former has changed) | {'full', number} | {'crowded', number} | {'missing', sha256} | {'stored'}
 local model, name = args.model, args.name
 local probes, watching = key('probes', model), key('probes-watching', model)
-local there = redis.call('HGET', probes, name) or nil
-if there ~= args.probe then -- else a repeat: the reply was lost
-  if there ~= args.former then
+local stored = redis.call('HGET', probes, name) or nil
+if stored ~= args.probe then -- else a repeat: the reply was lost
+  if stored ~= args.former then
     return {'raced'}
   end
   local number = redis.call('HLEN', probes)
-  if not there and number >= args.limit then
+  if not stored and number >= args.limit then
     return {'full', number}
   end
   number = redis.call('SCARD', watching)

@@ -54,18 +54,18 @@ local function hook_put(id, lane, at)
   hook_plan(lane)
 end
 
--- `job` has just entered its state; or `what` has happened to it. No event is added twice: an attempt begins once and a job ends once,
--- and each has one id.
+-- Add the webhook of the state that `job` has just entered, or of the event `what`, if its callback lists it. No webhook is added
+-- twice: an attempt begins once and a job ends once, and each has one id.
 local function announce(job, what)
   if not job.callback then
     return
   end
-  local name, told = 'job.' .. (what or job.state), cjson.decode(job.callback)
-  local asked = false
-  for _, event in ipairs(told.events) do
-    asked = asked or event == name
+  local name, callback = 'job.' .. (what or job.state), cjson.decode(job.callback)
+  local listed = false
+  for _, event in ipairs(callback.events) do
+    listed = listed or event == name
   end
-  if not asked then
+  if not listed then
     return
   end
   local id = 'msg_' .. string.gsub(job.id, '^job_', '') .. '_' .. (what or job.state)
@@ -76,10 +76,10 @@ local function announce(job, what)
   if redis.call('HSETNX', 'ms:hook:' .. id, 'created', args.at) == 0 then
     return
   end
-  redis.call('HSET', 'ms:hook:' .. id, 'job', job.id, 'event', name, 'tenant', tenant, 'key', told.key or '', 'url', told.url,
+  redis.call('HSET', 'ms:hook:' .. id, 'job', job.id, 'event', name, 'tenant', tenant, 'key', callback.key or '', 'url', callback.url,
     'job_state', job.state, 'attempt', job.attempt, 'model', job.model, 'tries', 0)
   redis.call('ZADD', 'ms:hook-index', args.at, id)
   redis.call('ZADD', 'ms:hook-index:' .. tenant, args.at, id)
   redis.call('SADD', 'ms:hook-job:' .. job.id, id)
-  hook_put(id, hook_lane(tenant, told.url), args.at)
+  hook_put(id, hook_lane(tenant, callback.url), args.at)
 end

@@ -1,6 +1,6 @@
 -- A job's record: reading it, and notifying readers of changes.
 
--- worker -> why its ranks need a resync; worker -> boot/epoch of the ledgers up to which that is resolved.
+-- worker -> why its ranks need a resync; worker -> boot/epoch of its action ledgers up to which disagreements are resolved.
 local DESYNC, SETTLED = 'ms:desync', 'ms:desync-settled'
 
 local function key(kind, id)
@@ -35,7 +35,8 @@ local function read(id)
   return job
 end
 
--- What was accepted under this Idempotency-Key and is still there: {'created' (this very call, repeated), 'repeated' or 'mismatch', its id}.
+-- The job or harvest accepted under this Idempotency-Key: {'created' (this very call, repeated), 'repeated' or 'mismatch', its id}; nil
+-- if there is none.
 local function accepted_before(idem, body, id)
   local first = idem and redis.call('GET', key('idem', idem))
   if not first then

@@ -1,5 +1,4 @@
--- A job's message is sent to the workers in the commit that gives the job its turn. The templates MESSAGE and SENT are generated
--- (`messages.py`).
+-- Sending of a job's message, in the commit that gives the job its turn. `messages.py` generates the templates MESSAGE and SENT.
 
 local posted = {} -- ids of the jobs whose messages this script has put into their queues
 

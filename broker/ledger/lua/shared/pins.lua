@@ -11,13 +11,13 @@ end
 -- Make `owner` hold exactly these tensors: {sha256, bytes, or false if it is already pinned} of each. Returns the first
 -- that is missing; then nothing has changed.
 local function pin(owner, tensors)
-  local wanted = {}
+  local kept = {}
   for _, tensor in ipairs(tensors) do
     local name, bytes = unpack(tensor)
     if not bytes and redis.call('EXISTS', key('pinned', name)) == 0 then
       return name
     end
-    wanted[name] = true
+    kept[name] = true
   end
   for _, tensor in ipairs(tensors) do
     local name, bytes = unpack(tensor)
@@ -28,7 +28,7 @@ local function pin(owner, tensors)
     redis.call('SADD', key('pins', owner), name)
   end
   for _, name in ipairs(redis.call('SMEMBERS', key('pins', owner))) do
-    if not wanted[name] then
+    if not kept[name] then
       redis.call('SREM', key('pins', owner), name)
       unpin(name, owner)
     end
@@ -37,10 +37,10 @@ end
 
 -- Transfer one owner's tensors to another, which releases those it had.
 local function hand_over(owner, heir)
-  local left = redis.call('SMEMBERS', key('pins', owner))
+  local moved = redis.call('SMEMBERS', key('pins', owner))
   local former = redis.call('SMEMBERS', key('pins', heir))
   redis.call('DEL', key('pins', owner), key('pins', heir))
-  for _, name in ipairs(left) do
+  for _, name in ipairs(moved) do
     redis.call('SADD', key('pinners', name), heir)
     redis.call('SADD', key('pins', heir), name)
     redis.call('SREM', key('pinners', name), owner)

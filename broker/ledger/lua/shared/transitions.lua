@@ -1,6 +1,6 @@
 -- State transitions of a job: move, fail, put back, finish.
 
--- The job's capture record; false if it has none in files.
+-- Set fields of the job's capture record; false if it has no captures in files.
 local function note_capture(job, ...)
   if redis.call('EXISTS', key('capture', job.id)) == 0 then
     return false
@@ -138,7 +138,7 @@ local function await_store(job, why)
   end
 end
 
--- A worker whose model has another identity than the job's: nothing of the job is computed there. It fails, or waits for its own.
+-- The worker's model has another identity than the job's: the job fails, or waits for a worker with its model.
 local function refuse_model(job)
   if args.on_model_change == 'wait' and (job.identity or '') ~= '' then
     redis.call('SREM', turn('sent', job.model, job.step), job.id)
@@ -165,7 +165,7 @@ local function put_back(job)
   end
 end
 
--- The finish rule: outputs stored and every expected receipt arrived. Errors and disagreement have ended the job before.
+-- End the job once its outputs are stored and every expected receipt has arrived. (Errors and disagreements end it earlier.)
 local function finish(job)
   if not job.generated or job.receipts < job.expected then
     return false
@@ -173,8 +173,8 @@ local function finish(job)
   return move(job, job.state == 'cancelling' and 'cancelled' or 'succeeded')
 end
 
--- The ranks of this worker disagree: it takes no jobs until they are resynced. Late reports of ledgers already settled, or of a
--- former start of the worker, are ignored.
+-- The ranks of this worker disagree: it takes no jobs until they are resynced. Late reports of action ledgers already settled, or of
+-- an earlier start of the worker, are ignored.
 local function mark_desync(worker, boot, epoch, detail)
   local alive = redis.call('GET', key('alive', worker))
   if alive and alive ~= boot then
@@ -186,7 +186,7 @@ local function mark_desync(worker, boot, epoch, detail)
   end
 end
 
--- Its ranks disagreed, or their ledgers were reset during it: one more attempt, or none (setting on_desync).
+-- The ranks of the attempt disagreed, or their action ledgers were reset during it: one more attempt, or none (setting on_desync).
 local function put_back_desynced(job, detail)
   if job.state == 'cancelling' then
     move(job, 'cancelled')

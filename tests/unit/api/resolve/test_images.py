@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from midstream.api.resolve.edits.steering import _check_for_everyone
+from midstream.api.resolve.edits.steering import _check_global_positions
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
 from midstream.api.resolve.prompts.images import check_number, placed
 from midstream.api.resolve.prompts.request_parsing import parse_chat, plain_messages
@@ -214,7 +214,7 @@ def test_images_are_written_as_text_on_the_command_line_and_refused_for_everyone
         parse("post_block", "image")
     for asked in ("image", Span(image=0), [Span(image=0)]):
         with pytest.raises(MidstreamError, match="images are not valid here"):
-            _check_for_everyone(asked, "entries[0].positions")
+            _check_global_positions(asked, "entries[0].positions")
 
 
 # -- on the worker

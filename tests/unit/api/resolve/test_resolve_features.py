@@ -13,7 +13,7 @@ from sae_rows import D_IN, D_SAE, ROOT
 
 from midstream.api.resolve.edits.features import FeatureFiles, Named, Rows, check_range, check_specs
 from midstream.api.resolve.edits.model_state import ModelState
-from midstream.api.resolve.edits.steering import resolve_edits, resolve_everyone, resolve_module
+from midstream.api.resolve.edits.steering import resolve_edits, resolve_global, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.api.resolve.readings.saes import resolve_sae
 from midstream.kernels import reference
@@ -260,7 +260,7 @@ def test_modules_and_global_steering_take_features() -> None:
     features = named(*specs)
     for content in (
         resolve_module(specs, MODEL, features),
-        resolve_everyone(specs, MODEL, ModelState(features=features)),
+        resolve_global(specs, MODEL, ModelState(features=features)),
     ):
         assert [entry.family for entry in content.entries] == ["feature", "add"]
         assert content.entries[0].numbers[:2] == [1.0, 3.0]

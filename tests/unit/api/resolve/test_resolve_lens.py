@@ -13,8 +13,8 @@ from midstream.api.resolve.positions.captures import resolve_captures
 from midstream.api.resolve.prompts.tokenizer import Codec
 from midstream.api.resolve.readings.readings import resolve_readings, with_token_ids
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.requests.lens import LensSpec
-from midstream.schemas.requests.readings import READER, StoredLens
+from midstream.schemas.readings.lens import LensSpec, StoredLens
+from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 
 SERVED = {"readings": {"lens": ""}}
@@ -24,7 +24,7 @@ def resolved(
     lens: dict[str, Any], *lengths: int, capture: CaptureSpec | None = None, **changes: Any
 ) -> list[list[StoredCapture]]:
     limits = bounds(*lengths, **(SERVED | changes))
-    parsed: Any = SimpleNamespace(lens=msgspec.convert(lens, LensSpec), features=[], readers=[])
+    parsed: Any = SimpleNamespace(readings={"lens": msgspec.convert(lens, LensSpec)})
     return resolve_captures(capture, limits, resolve_readings(parsed, limits))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from midstream import __version__
 from midstream.api.resolve.edits.model_state import ModelState
-from midstream.api.resolve.edits.steering import resolve_edits, resolve_everyone, resolve_module
+from midstream.api.resolve.edits.steering import resolve_edits, resolve_global, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
@@ -232,7 +232,7 @@ def test_the_rows_of_modules_count_as_those_of_the_request() -> None:
 def test_a_request_must_fit_beside_global_steering() -> None:
     global_steering = GlobalSteering(
         version=1,
-        entries=resolve_everyone(
+        entries=resolve_global(
             [spec(positions=[0]), spec(positions=[1])], model(), ModelState()
         ).entries,
     )
@@ -294,7 +294,7 @@ def test_invalid_modules_and_global_steering_name_the_field(
 ) -> None:
     assert refused(resolve_module, [spec(), entry], model()).field == f"steering[1].{field}"
     assert (
-        refused(resolve_everyone, [spec(), entry], model(), ModelState()).field
+        refused(resolve_global, [spec(), entry], model(), ModelState()).field
         == f"steering[1].{field}"
     )
 
@@ -322,7 +322,7 @@ def test_a_module_that_no_request_could_use_is_refused() -> None:
 
 
 def test_global_steering_is_clipped_to_each_prompt() -> None:
-    content = resolve_everyone(
+    content = resolve_global(
         [
             spec(positions=[1, 5]),
             spec(layers=1, positions=Span(start=2)),
@@ -354,13 +354,13 @@ def test_global_steering_is_clipped_to_each_prompt() -> None:
 def test_a_global_module_is_its_content_at_scale_and_positions() -> None:
     joy = module(spec(scale=3.0, positions="all_prompt"), spec(layers=1, op="ablate", vector=OTHER))
     model_state = ModelState({"joy": joy}, GlobalSteering(), ["joy"])
-    own = resolve_everyone([SteeringSpec(module="joy", scale=2.0)], model(), model_state)
+    own = resolve_global([SteeringSpec(module="joy", scale=2.0)], model(), model_state)
     assert [(entry.scale, entry.numbers, entry.positions) for entry in own.entries] == [
         (6.0, [], "all_prompt"),
         (1.0, [2.0], "all"),
     ]
     assert not own.blobs
-    placed = resolve_everyone([SteeringSpec(module="joy", positions=[0])], model(), model_state)
+    placed = resolve_global([SteeringSpec(module="joy", positions=[0])], model(), model_state)
     assert [entry.positions for entry in placed.entries] == [[0], [0]]
 
 
@@ -377,11 +377,11 @@ def test_a_global_module_is_its_content_at_scale_and_positions() -> None:
     ],
 )
 def test_positions_that_need_a_prompt_are_refused_globally(positions: Any, place: str) -> None:
-    problem = refused(resolve_everyone, [spec(), spec(positions=positions)], model(), ModelState())
+    problem = refused(resolve_global, [spec(), spec(positions=positions)], model(), ModelState())
     assert problem.field == f"steering[1].positions{place}"
     joy = module(spec(positions=positions))
     inside = refused(
-        resolve_everyone,
+        resolve_global,
         [SteeringSpec(module="joy")],
         model(),
         ModelState({"joy": joy}, GlobalSteering(), []),
@@ -392,35 +392,35 @@ def test_positions_that_need_a_prompt_are_refused_globally(positions: Any, place
 def test_global_steering_is_bounded_by_per_prompt_cost() -> None:
     large = module(*[spec()] * 2049)
     problem = refused(
-        resolve_everyone, [SteeringSpec(module="joy")] * 2, model(), ModelState({"joy": large})
+        resolve_global, [SteeringSpec(module="joy")] * 2, model(), ModelState({"joy": large})
     )
     assert (problem.field, problem.detail) == ("steering", "has 4098 entries")
     lists = [spec(positions=list(range(1 << 13)), layers=layer) for layer in range(4)]
-    assert resolve_everyone(lists, model(), ModelState()), "at the limit"
+    assert resolve_global(lists, model(), ModelState()), "at the limit"
     assert (
-        refused(resolve_everyone, [*lists, spec(positions=[0])], model(), ModelState()).field
+        refused(resolve_global, [*lists, spec(positions=[0])], model(), ModelState()).field
         == "steering[4].positions"
     )
     # 64 positions each: as long as the model's requests
     ranges = [spec(positions=[Span(start=0)] * 257)] * 2
-    assert refused(resolve_everyone, ranges, model(), ModelState()).field == "steering[1].positions"
-    assert resolve_everyone([spec(positions=Span(start=0))] * 1000, model(), ModelState()), (
+    assert refused(resolve_global, ranges, model(), ModelState()).field == "steering[1].positions"
+    assert resolve_global([spec(positions=Span(start=0))] * 1000, model(), ModelState()), (
         "alone they are no list"
     )
 
 
 def test_global_steering_uses_at_most_half_of_the_tables() -> None:
     two = [spec(positions=[0]), spec(positions=[1])]
-    assert resolve_everyone(two, model(steering_rows=4), ModelState())
+    assert resolve_global(two, model(steering_rows=4), ModelState())
     assert (
         "global steering may take 1"
-        in refused(resolve_everyone, two, model(steering_rows=3), ModelState()).detail
+        in refused(resolve_global, two, model(steering_rows=3), ModelState()).detail
     )
     at_each_layer = [spec(layers=layer) for layer in range(4)]
     assert (
-        refused(resolve_everyone, at_each_layer, model(steering_entries=7), ModelState()).field
+        refused(resolve_global, at_each_layer, model(steering_entries=7), ModelState()).field
         == "steering"
     )
-    assert resolve_everyone([spec(layers="all")], model(steering_entries=2), ModelState()), (
+    assert resolve_global([spec(layers="all")], model(steering_entries=2), ModelState()), (
         "one vector, at four sites"
     )

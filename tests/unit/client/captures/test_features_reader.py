@@ -10,7 +10,8 @@ from sae_rows import D_IN, D_SAE, ROOT
 from midstream.broker.ledger.results.readings import join_features
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.base.records import to_msgpack
-from midstream.schemas.requests.readings import READER, StoredFeatures
+from midstream.schemas.readings.features import StoredFeatures
+from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.storage.formats.sae_files import reading
 from midstream.workers.runner.files.finished_rows import FinishedCapture, ReadingError

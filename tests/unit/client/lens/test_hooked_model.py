@@ -18,7 +18,7 @@ from midstream.schemas.base.limits import MAX_LENS_TOKENS
 from midstream.schemas.jobs.jobs import JobRequest
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import ALIASES, EVERY, HOOKS
-from midstream.schemas.requests.readings import LensReading
+from midstream.schemas.readings.lens import LensReading
 
 WIDE, HEADS = RowShape(heads=3, width=4), RowShape(heads=1, width=20)
 CARD = Card(

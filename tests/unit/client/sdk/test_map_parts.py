@@ -28,7 +28,9 @@ from midstream.schemas.jobs.jobs import (
     StageReport,
     State,
 )
-from midstream.schemas.requests.readings import FeaturesReading, LensReading, ReaderReading
+from midstream.schemas.readings.features import FeaturesReading
+from midstream.schemas.readings.installed import ReaderReading
+from midstream.schemas.readings.lens import LensReading
 
 
 def lens(prompt: int) -> LensReading:

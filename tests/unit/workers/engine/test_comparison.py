@@ -32,7 +32,7 @@ class Model:
     its own rounding.
     """
 
-    follows = (False, True)
+    routed = (False, True)
 
     def __init__(self, noise: float = 0.0) -> None:
         torch.manual_seed(1)

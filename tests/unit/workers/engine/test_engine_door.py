@@ -140,7 +140,9 @@ def test_global_capture_that_exceeds_a_steps_room_is_left_out_of_a_harvest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left: list[str] = []
-    monkeypatch.setattr(requests, "left_out", lambda reason, prompts, detail: left.append(reason))
+    monkeypatch.setattr(
+        requests, "count_skipped", lambda reason, prompts, detail: left.append(reason)
+    )
     ask = sequence(model_of(capture_row_limit=2))
     assert [capture.tag for capture in ask.captures if not capture.scored] == ["harvest"]
     assert left == ["buffer"]

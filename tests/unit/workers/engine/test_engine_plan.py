@@ -15,6 +15,7 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.ring import QUEUE_BYTES, Ring, plan_queue
 from midstream.schemas.base.settings import Settings
 from midstream.workers.engine import plan as module
+from midstream.workers.engine.dtype import choose
 from midstream.workers.engine.plan import model_of, plan
 from midstream.workers.runner.edits import prepared_rows
 from midstream.workers.runner.hooks.architectures import ARCHITECTURES, UnsupportedArchitectureError
@@ -233,10 +234,11 @@ def test_quantised_weights_count_with_their_bits_and_embeddings_with_16(
 
 
 @pytest.mark.parametrize(("given", "dtype"), [("auto", "bfloat16"), ("float32", "float32")])
-def test_a_checkpoint_in_float32_is_served_in_bfloat16_unless_told_otherwise(
+def test_a_gpu_serves_a_checkpoint_in_float32_in_bfloat16_unless_told_otherwise(
     given: str, dtype: str
 ) -> None:
-    assert model_of(TINY | {"dtype": "float32"}, given).dtype == dtype
+    config = TINY | {"dtype": "float32"}
+    assert model_of(config, choose(given, config, gpu=True).dtype).dtype == dtype
 
 
 def test_adapters_are_divided_on_one_side_and_experts_take_none() -> None:

@@ -8,15 +8,12 @@ import torch
 from safetensors.numpy import save_file
 
 from midstream.broker.ledger.results.readings import join_lens, readings
+from midstream.schemas.artifacts.tuned_lenses import StoredTuned
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.jobs.receipts import Consumed, Receipt
-from midstream.schemas.requests.readings import (
-    READER,
-    LensPart,
-    StoredLens,
-    StoredTuned,
-    part_decoder,
-)
+from midstream.schemas.readings.lens import LensPart, StoredLens
+from midstream.schemas.readings.readings import part_decoder
+from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.storage.formats.tuned_files import FILE, check_on
 from midstream.workers.runner.files.finished_rows import FinishedCapture

@@ -1,0 +1,169 @@
+"""Resolution of the logit lens, with or without a tuned lens's maps."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.named.registry import Registry
+from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TUNED_LENSES, TunedLens
+from ....schemas.base.errors import invalid
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.prompts.selectors import SelectorError, as_ranges, resolve_hook, resolve_layers
+from ....schemas.readings.lens import LensSpec, NamedToken, StoredLens
+from ....schemas.readings.stored import READER
+from ....schemas.requests.specs import StoredCapture
+from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
+from ..prompts.tokenizer import Codec, TooLong
+
+
+class FittedLens(LensSpec, kw_only=True):
+    """A lens whose tuned lens is looked up."""
+
+    found: TunedLens
+
+
+# --- What a request names -------------------------------------------------------------------------
+
+
+async def with_tuned_lens(
+    spec: LensSpec, field: str, model: ModelInfo, ledger: Ledger
+) -> tuple[LensSpec, str]:
+    """Return the lens with the tuned lens that it names, and the digest of that lens.
+
+    Raises a 400 naming `tuned` below `field`, with the names that exist.
+    """
+    if spec.tuned is None:
+        return spec, ""
+    lenses, at = Registry(ledger, TUNED_LENSES), f"{field}.tuned"
+    tuned = await lenses.known(model.name, spec.tuned, at, "invalid_request")
+    # The model may have been restarted since, with other settings or another checkpoint.
+    if tuned.hidden_size != model.hidden_size or tuned.layers[-1] >= model.num_layers:
+        raise invalid(
+            at,
+            f"{spec.tuned!r} was registered for a model of another shape",
+            allowed="register it again",
+        )
+    return FittedLens(**msgspec.structs.asdict(spec), found=tuned), tuned.digest
+
+
+async def with_token_ids(spec: LensSpec, codec: Codec) -> LensSpec:
+    """The lens with ids in place of texts. Raises a 400 naming the text that is not one token."""
+    if all(isinstance(token, int) for token in spec.tokens):
+        return spec
+    texts = [token for token in spec.tokens if isinstance(token, str)]
+    try:
+        encoded = iter(await codec.encode(texts, special_tokens=False))
+    except TooLong as error:
+        raise invalid("lens.tokens", error.detail) from None
+    return msgspec.structs.replace(
+        spec,
+        tokens=[
+            await _one(token, index, encoded, codec) for index, token in enumerate(spec.tokens)
+        ],
+    )
+
+
+async def _one(token: NamedToken, index: int, encoded: Any, codec: Codec) -> int:
+    if isinstance(token, int):
+        return token
+    ids: Sequence[int] = next(encoded)
+    if len(ids) == 1:
+        return ids[0]
+    _, pieces = await codec.decode(list(ids))
+    raise invalid(
+        f"lens.tokens[{index}]",
+        f"{token!r} is {len(ids)} tokens: {', '.join(map(repr, pieces[:8]))}",
+        allowed="a text that is one token, with its leading space, or a token id",
+    )
+
+
+# --- Rules
+
+
+def _hook(spec: LensSpec, bounds: Bounds) -> str:
+    if resolve_hook(spec.hook or "post_block") not in LENS_HOOKS:
+        raise SelectorError(
+            f"rows of {spec.hook!r} do not go through the model's final norm; valid: "
+            f"{', '.join(LENS_HOOKS)}"
+        )
+    return one_hook(spec.hook or "post_block", bounds)
+
+
+def _layers(spec: LensSpec, bounds: Bounds) -> list[int]:
+    return resolve_layers(spec.layers, bounds.model.num_layers)
+
+
+def _tokens(spec: LensSpec, bounds: Bounds) -> list[int]:
+    """Texts have become ids before."""
+    ids = [token for token in spec.tokens if isinstance(token, int)]
+    for index, token in enumerate(ids):
+        if token >= bounds.model.vocab_size:
+            raise SelectorError(
+                (
+                    f"token id {token} is outside the vocabulary; valid: 0 to "
+                    f"{bounds.model.vocab_size - 1}"
+                ),
+                f"[{index}]",
+            )
+        if token in ids[:index]:
+            raise SelectorError(f"token {token} is named twice", f"[{index}]")
+    return ids
+
+
+def _top_k(spec: LensSpec, bounds: Bounds) -> int:
+    if spec.top_k > bounds.model.vocab_size:
+        raise SelectorError(
+            f"{spec.top_k} exceeds the vocabulary's {bounds.model.vocab_size} tokens"
+        )
+    return spec.top_k
+
+
+LENS_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
+    ("hook", _hook),
+    ("layers", _layers),
+    ("positions", positions_of_each),
+    ("top_k", _top_k),
+    ("tokens", _tokens),
+)
+
+
+def resolve_lens(spec: LensSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
+    tuned = spec.found if isinstance(spec, FittedLens) else None
+    if tuned is not None:
+        spec = _fitted(spec, tuned, at)
+    made = apply_rules(LENS_RULES, spec, bounds, at)
+    if tuned is not None and (lacking := sorted({*made["layers"]} - {*tuned.layers})):
+        raise invalid(
+            f"{at}.layers",
+            f"{tuned.name!r} has no map of layer {lacking[0]}",
+            allowed=as_ranges(tuned.layers),
+        )
+    reading = StoredLens(
+        top_k=made["top_k"],
+        tokens=made["tokens"],
+        tuned=tuned.stored() if tuned is not None else None,
+    )
+    return [
+        StoredCapture(
+            sites={made["hook"]: made["layers"]},
+            positions=chosen,
+            tag="",
+            at=spec.at,
+            consumers=[READER],
+            reading=reading,
+        )
+        for chosen in made["positions"]
+    ]
+
+
+def _fitted(spec: LensSpec, tuned: TunedLens, at: str) -> LensSpec:
+    """With the hook of the tuned lens, and for `all` the layers that it has."""
+    if spec.hook is not None and resolve_hook(spec.hook) != tuned.hook:
+        raise invalid(
+            f"{at}.hook", f"{tuned.name!r} reads {tuned.hook}", allowed=f"{tuned.hook}, or omit it"
+        )
+    return msgspec.structs.replace(
+        spec, hook=tuned.hook, layers=tuned.layers if spec.layers == "all" else spec.layers
+    )

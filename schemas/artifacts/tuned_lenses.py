@@ -1,0 +1,64 @@
+"""Tuned lenses as they are registered: an affine map for each layer."""
+
+from ..base.limits import MAX_TUNED
+from ..base.records import Record
+from ..prompts.selectors import Hook, HookName
+from .registered import FolderRequest, Kind, Registered
+
+#: Hook points whose rows the final norm and the head can read: the stream, and what is added to it.
+LENS_HOOKS: tuple[Hook, ...] = ("pre_attn", "attn_out", "post_attn", "mlp_out", "post_block")
+
+
+class StoredTuned(Record):
+    """A tuned lens as a job stores it. The job uses this content, even if the name has since been
+    given another.
+    """
+
+    name: str
+    digest: str  # SHA-256 of its file
+    path: str  # of its folder, below `lens_dir`
+    residual: bool  # its maps give what is added to a row
+
+
+class TunedLensRequest(FolderRequest):
+    """Body of `POST /v1/lenses`."""
+
+    hook: HookName = "post_block"  # whose rows the maps take
+    residual: bool = False  # the maps give what is added to a row: h + W h + b instead of W h + b
+
+
+class TunedLens(Registered):
+    """A registered tuned lens, as the ledger keeps it and as it is shown."""
+
+    path: str
+    hook: Hook
+    residual: bool
+    layers: list[int]  # that have a map, ascending
+    hidden_size: int
+    bytes: int  # of its file
+    created: float
+    description: str = ""
+    replaced: str = ""  # digest that the name had until this request
+
+    def stored(self) -> StoredTuned:
+        return StoredTuned(
+            name=self.name, digest=self.digest, path=self.path, residual=self.residual
+        )
+
+
+class TunedLensPage(Record):
+    """Answer of `GET /v1/lenses`."""
+
+    lenses: list[TunedLens]
+
+
+TUNED_LENSES = Kind(
+    "lens",
+    "lenses",
+    "tuned lens",
+    TunedLens,
+    TunedLensRequest,
+    TunedLensPage,
+    "ms:lenses:",
+    MAX_TUNED,
+)

@@ -1,0 +1,137 @@
+"""Readings by installed readers: what a request gives, what a job stores, one rank's part, and the
+result.
+"""
+
+import math
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from ..base.limits import MAX_INT64, MAX_OPTION_TEXT, MAX_OPTIONS, MAX_READERS, Name
+from ..base.records import Record, Wire
+from ..prompts.selectors import RequestedPositions
+from ..prompts.sites import At, SitesSpec
+from .stored import StoredReading
+
+#: Types of the options of installed readers.
+OptionValue = (
+    bool
+    | Annotated[int, msgspec.Meta(ge=-MAX_INT64, le=MAX_INT64)]
+    | Annotated[float, msgspec.Meta(ge=-MAX_INT64, le=MAX_INT64)]
+    | Annotated[str, msgspec.Meta(max_length=MAX_OPTION_TEXT)]
+)
+
+
+Options = Annotated[dict[Name, OptionValue], msgspec.Meta(max_length=MAX_OPTIONS)]
+
+
+class ReaderSpec(SitesSpec, kw_only=True):
+    """Have an installed reader compute from rows at `hooks`, at `positions`; its arrays are in the
+    result. No rows are stored.
+    """
+
+    name: Name
+    positions: RequestedPositions = "last_prompt"
+    at: At = "before"
+    options: Options = {}
+
+    @property
+    def artifacts(self) -> list[tuple[str, str]]:
+        """(Kind, name) of the registered artifacts that it names: none."""
+        return []
+
+
+ReaderList = Annotated[list[ReaderSpec], msgspec.Meta(max_length=MAX_READERS)]
+
+
+class StoredReader(StoredReading, tag="reader", omit_defaults=True):
+    """An installed reader after validation, see `schemas.extensions`.
+
+    Ranks refuse it when they hold another version.
+    """
+
+    name: str
+    digest: str  # of its package's files, as the ranks reported it when the job was accepted
+    row_bytes: int  # of the answer, for each captured row, at most
+    fixed_bytes: int = 0
+    options: dict[str, OptionValue] = {}  # all that it declares
+
+    def row_size(self) -> int:
+        return self.row_bytes
+
+    def size(self, positions: int, sites: int) -> int:
+        return self.fixed_bytes + super().size(positions, sites)
+
+
+#: dtypes of arrays that installed readers return, as numpy names them, and bytes of an element.
+ArrayDType = Literal["float32", "float64", "int32", "int64", "uint8", "bool"]
+ARRAY_BYTES: dict[str, int] = {
+    "float32": 4,
+    "float64": 8,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+class Array(Record):
+    """An array of numbers: little-endian, in C order; in JSON `data` is base64 text."""
+
+    dtype: ArrayDType
+    shape: list[int]
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.data) != math.prod(self.shape) * ARRAY_BYTES[self.dtype]:
+            raise ValueError(
+                f"data holds {len(self.data)} bytes, which is not {self.dtype} of shape "
+                f"{self.shape}"
+            )
+
+    def numpy(self) -> np.ndarray:
+        """Return the array, read-only."""
+        return np.frombuffer(self.data, dtype=np.dtype(self.dtype).newbyteorder("<")).reshape(
+            self.shape
+        )
+
+
+class ReaderPart(Wire, tag="reader"):
+    """Answer of an installed reader on one pipeline stage, and the code that gave it."""
+
+    capture: int  # index in `RankSpec.captures`
+    name: str
+    package: str
+    version: str
+    digest: str
+    options: dict[str, OptionValue]
+    sites: dict[str, list[int]]  # hook → layers that the stage holds
+    of: int  # sites of the whole reading, over all stages
+    positions: list[int]  # absolute token positions
+    token_ids: list[int]  # the token at each position
+    arrays: dict[str, Array]
+
+
+class ReaderResult(Record):
+    """Answer of a reader on the sites of one pipeline stage."""
+
+    sites: dict[str, list[int]]  # hook → layers
+    positions: list[int]  # absolute token positions
+    token_ids: list[int]  # the token at each position
+    arrays: dict[str, Array]
+
+
+class ReaderReading(Record):
+    """Answer of an installed reader on one prompt, and the code that gave it.
+
+    An engine without pipeline stages has one part.
+    """
+
+    request: int  # index of the prompt
+    name: str
+    package: str
+    version: str  # of the package
+    digest: str  # SHA-256 of the package's files
+    options: dict[str, OptionValue]
+    parts: list[ReaderResult]

@@ -1,0 +1,100 @@
+"""The logit lens: what a request gives, what a job stores, one rank's part, and the result."""
+
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from ..artifacts.tuned_lenses import StoredTuned
+from ..base.limits import MAX_LENS_TOKEN, MAX_LENS_TOKENS, MAX_LENS_TOP, Index, Reference
+from ..base.records import Record, Wire
+from ..prompts.selectors import Hook, HookName, LayerSelector, RequestedPositions
+from ..prompts.sites import At
+from .stored import StoredReading
+
+#: A token by its id, or a text that is one token.
+NamedToken = Index | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LENS_TOKEN)]
+
+
+class LensSpec(Record):
+    """Read rows at `hook` of each of `layers`, at `positions`, through the model's own final norm
+    and output matrix.
+
+    For each: the `top_k` most likely next tokens with log-probabilities, and log-probability and
+    rank of each of `tokens`. (nostalgebraist 2020, "interpreting GPT: the logit lens".) With
+    `tuned`, the name of a tuned lens, each row goes through its layer's affine map first (Belrose
+    et al. 2023, arXiv:2303.08112).
+    """
+
+    layers: LayerSelector = "all"
+    hook: HookName | None = None  # post_block; with `tuned`: the one that it was trained on
+    positions: RequestedPositions = "last_prompt"
+    top_k: Annotated[int, msgspec.Meta(ge=1, le=MAX_LENS_TOP)] = 5
+    tokens: Annotated[list[NamedToken], msgspec.Meta(max_length=MAX_LENS_TOKENS)] = []
+    tuned: Reference | None = None
+    at: At = "after"
+
+    @property
+    def artifacts(self) -> list[tuple[str, str]]:
+        """(Kind, name) of the registered artifacts that it names."""
+        return [("tuned", self.tuned)] if self.tuned else []
+
+
+class StoredLens(StoredReading, tag="lens", omit_defaults=True):
+    """A logit lens after validation: most likely next tokens, and log-probability and rank of each
+    of `tokens`.
+    """
+
+    top_k: int
+    tokens: list[int] = []
+    tuned: StoredTuned | None = None  # each row goes through its layer's map first
+
+    #: Each rank holds a part of the vocabulary; their parts are joined.
+    everywhere: ClassVar[bool] = True
+
+    def row_size(self) -> int:
+        return 4 + 8 * self.top_k + 8 * len(self.tokens)
+
+
+class LensPart(Wire, tag="lens"):
+    """One rank's part of a lens: of its shard of the vocabulary.
+
+    Arrays are little-endian, in C order, `[layers, positions, …]`.
+    """
+
+    capture: int  # index in `RankSpec.captures`
+    shard: int  # of the vocabulary
+    shards: int
+    hook: Hook
+    layers: list[int]
+    positions: list[int]  # absolute token positions
+    token_ids: list[int]  # the token at each position
+    named: list[int]  # token ids, as in `StoredLens.tokens`
+    # int32 `[…, k]`: token ids of the largest logits, descending; the shard may have fewer than
+    # were asked for
+    top: bytes
+    logits: bytes  # float32 `[…, k]`
+    total: bytes  # float32 `[…]`: log-sum-exp of the shard's logits
+    named_logits: bytes = b""  # float32 `[…, named]`, the same on every rank
+    above: bytes = b""  # int32 `[…, named]`: how many tokens of the shard have a larger logit
+
+
+class LensReading(Record):
+    """Logit lens of one prompt.
+
+    Lists of three levels are layers × positions × tokens; log-probabilities are in nats.
+
+    `top_tokens[i][j]`: the tokens that the row of layer `layers[i]` at `positions[j]` makes most
+    likely to come next, most likely first. `named_ranks`: 0 for the most likely token of the
+    vocabulary.
+    """
+
+    request: int  # index of the prompt
+    hook: Hook
+    layers: list[int]
+    positions: list[int]  # absolute token positions
+    token_ids: list[int]  # the token at each position
+    top_tokens: list[list[list[int]]]
+    top_logprobs: list[list[list[float]]]
+    named_tokens: list[int] = []
+    named_ranks: list[list[list[int]]] = []
+    named_logprobs: list[list[list[float]]] = []

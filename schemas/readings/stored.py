@@ -1,0 +1,34 @@
+"""A reading as a job stores it: the members that every kind has."""
+
+from typing import ClassVar
+
+from ..artifacts.saes import StoredSae
+from ..base.records import Record
+
+#: The consumer that rows of a reading go to. No request can name it.
+READER = "reading"
+
+#: Bytes of a part for each position, in addition to those for its rows: position and token id in
+#: MessagePack.
+_POSITION_BYTES = 10
+
+
+class StoredReading(Record, omit_defaults=True):
+    """A reading after validation: the instruction to the ranks."""
+
+    #: Whether every rank of a tensor-parallel stage records rows and makes a part, because each
+    #: holds a part of the weights. By default one rank does, since their rows are equal.
+    everywhere: ClassVar[bool] = False
+
+    @property
+    def artifact(self) -> StoredSae | None:
+        """The registered artifact that ranks must hold for it."""
+        return None
+
+    def row_size(self) -> int:
+        """Return the most bytes of a part for one row."""
+        raise NotImplementedError
+
+    def size(self, positions: int, sites: int) -> int:
+        """Return the most bytes of one rank's part, without its header."""
+        return positions * (sites * self.row_size() + _POSITION_BYTES)
