@@ -1,6 +1,6 @@
 """The Python client, the command line, and the local stack.
 
-Importing this is light: no torch, no vLLM, no Celery.
+Importing this package does not load torch, vLLM or Celery.
 """
 
 from importlib import import_module

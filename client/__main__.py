@@ -1,4 +1,4 @@
-"""The command `midstream`: hands over to `cli`, or names the extra that the command line needs."""
+"""The command `midstream`: runs `cli`, or names the extra that must be installed for it."""
 
 import sys
 from typing import Any
@@ -13,7 +13,7 @@ def main() -> Any:
     except ModuleNotFoundError as error:
         command = next(iter(sys.argv[1:]), "")
         try:
-            if command in CONTAINED:  # brings what the command line needs, too
+            if command in CONTAINED:  # this extra includes `client`, which the command line needs
                 need(command, f"`midstream {command}`")
         except MissingExtraError as missing:
             sys.exit(f"error: {missing}")

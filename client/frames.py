@@ -1,5 +1,5 @@
-"""pandas, xarray and plotly (extra `notebook`), imported when something is converted to theirs; a
-missing one is named with its extra.
+"""Imports pandas, xarray and plotly (extra `notebook`) when a conversion needs them; the error for
+a missing package names the extra.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from ..schemas.base.errors import MidstreamError
 
 
 def pandas() -> Any:
-    """The module. Raises MidstreamError without it."""
+    """Return the module. Raises MidstreamError if it is not installed."""
     try:
         import pandas
     except ImportError as error:
@@ -17,7 +17,7 @@ def pandas() -> Any:
 
 
 def xarray() -> Any:
-    """The module. Raises MidstreamError without it."""
+    """Return the module. Raises MidstreamError if it is not installed."""
     try:
         import xarray
     except ImportError as error:
@@ -26,7 +26,9 @@ def xarray() -> Any:
 
 
 def plotly() -> Any:
-    """`plotly.graph_objects`, with `plotly.subplots` loaded. Raises MidstreamError without it."""
+    """Return `plotly`, with `graph_objects` and `subplots` loaded. Raises MidstreamError if it is
+    not installed.
+    """
     try:
         import plotly.graph_objects
         import plotly.subplots

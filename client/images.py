@@ -1,4 +1,4 @@
-"""Images of a conversation: files, bytes and Pillow's images as parts of a message."""
+"""Puts images (files, bytes or Pillow images) into the messages of a conversation."""
 
 import base64
 import io
@@ -11,7 +11,7 @@ from ..schemas.prompts.images import ImageError, check_image
 
 
 def image_part(image: Path | str | bytes | Any, field: str = "images") -> dict[str, Any]:
-    """A content part of a PNG or JPEG file (its path or its bytes), or of an image of Pillow.
+    """Return the content part for a PNG or JPEG file (its path or bytes), or for a Pillow image.
 
     Raises MidstreamError naming the field.
     """
@@ -26,7 +26,7 @@ def image_part(image: Path | str | bytes | Any, field: str = "images") -> dict[s
         data = file.getvalue()
     if not isinstance(data, bytes):
         raise invalid(
-            field, f"is a {type(image).__name__}", allowed="a path, bytes, or an image of Pillow"
+            field, f"is a {type(image).__name__}", allowed="a path, bytes, or a Pillow image"
         )
     try:
         kind = check_image(data).lower()
@@ -41,7 +41,7 @@ def image_part(image: Path | str | bytes | Any, field: str = "images") -> dict[s
 def with_images(
     messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
 ) -> list[Mapping[str, Any]]:
-    """The conversation with these images before the text of its last user message.
+    """Return the conversation with `images` before the text of its last user message.
 
     Raises MidstreamError naming the field.
     """
@@ -52,9 +52,7 @@ def with_images(
         default=None,
     )
     if last is None:
-        raise invalid(
-            "images", "the conversation has no message of the user that they could be part of"
-        )
+        raise invalid("images", "the conversation has no user message to put them in")
     content = messages[last].get("content", "")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
     added = [image_part(image, f"images[{number}]") for number, image in enumerate(images)]

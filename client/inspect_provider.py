@@ -1,5 +1,5 @@
-"""The provider `midstream/<model>` of Inspect AI: evaluations of a model that is steered, patched
-and captured.
+"""Inspect AI's provider `midstream/<model>`: evaluates a model with steering, patches and
+captures.
 
 Inspect AI finds it through the package's entry point. See docs/evaluation.md.
 """
@@ -21,7 +21,7 @@ from inspect_ai.model import (
     modelapi,
 )
 
-# what the class below uses: pinned in pyproject.toml
+# private modules that the class below needs, hence the version pin in pyproject.toml
 from inspect_ai.model._openai import openai_classify_retry
 from inspect_ai.model._providers.openai_compatible import OpenAICompatibleAPI
 from inspect_ai.solver._task_state import sample_state
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 #: Key of a sample's metadata, and of the metadata of a model's output.
 KEY = "midstream"
-#: Fields of a request that a model's arguments and a sample's metadata set; `modules` is turned
-#: into entries of `steering`.
+#: Request fields that a model's arguments and a sample's metadata may set; `modules` becomes
+#: entries of `steering`.
 FIELDS = (
     "steering",
     "modules",
@@ -51,16 +51,16 @@ FIELDS = (
     "lora",
     *READINGS,
 )
-#: Members of an answer that become metadata of the model's output.
+#: Fields of a response that become metadata of the model's output.
 ANSWERED = ("capture_results", "determinism", "probes", *READINGS)
-#: Statuses of a service that asks for another attempt: too many requests, or not ready. Any
-#: other error fails the sample.
+#: HTTP statuses after which a request is retried: too many requests, or not ready. Any other error
+#: status fails the sample.
 RETRIED = (429, 503)
 
 
 def checked(fields: Any, where: str) -> dict[str, Any]:
-    """`fields` of `FIELDS` as given; raises ValueError naming `where` and the field for what is not
-    one, or does not fit.
+    """Return `fields` unchanged. Raises ValueError, naming `where` and the field, for a name not in
+    `FIELDS` or an invalid value.
     """
     if not isinstance(fields, dict):
         raise ValueError(
@@ -77,7 +77,7 @@ def checked(fields: Any, where: str) -> dict[str, Any]:
 
 
 def module_entries(modules: Any) -> list[dict[str, Any]]:
-    """Entries of `steering` for a name, a list of names, or an object of name → scale.
+    """Return the entries of `steering` for a name, a list of names, or an object of name → scale.
 
     Raises ValueError.
     """
@@ -89,11 +89,10 @@ def module_entries(modules: Any) -> list[dict[str, Any]]:
 
 
 def body_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """The request's members for `fields`, as JSON carries them.
+    """Return the fields of the request body for `fields`, as plain JSON values.
 
-    A capture is awaited unless `capture_wait` says otherwise.
-
-    Raises MidstreamError, or ValueError for `modules`, naming the field that does not fit.
+    `capture_wait` defaults to true. Raises MidstreamError, or ValueError for `modules`, naming the
+    invalid field.
     """
     given = {name: value for name, value in fields.items() if name != "modules"}
     if fields.get("modules"):
@@ -106,14 +105,14 @@ def body_of(fields: dict[str, Any]) -> dict[str, Any]:
 
 @modelapi(name="midstream")
 class MidstreamAPI(OpenAICompatibleAPI):
-    """A model of a Midstream service, at its chat endpoint.
+    """A model served by Midstream, called at the chat endpoint.
 
-    Arguments (`-M name=value`, `get_model(…, name=value)`) are the members of `FIELDS`, as `POST
-    /v1/chat/completions` takes them, and `modules`. The metadata of a sample may replace each under
-    `"midstream"`; `per_sample=False` ignores it, as graders should. Without `base_url` the service
-    is found as `Client()` finds it.
+    Arguments (`-M name=value`, `get_model(…, name=value)`) are those in `FIELDS`: fields of `POST
+    /v1/chat/completions`, and `modules`. A sample's metadata may replace each of them under
+    `"midstream"`; `per_sample=False` ignores the metadata, as graders should. `base_url` defaults
+    to the service that `Client()` finds.
 
-    Raises ValueError naming an argument that there is not, or that does not fit.
+    Raises ValueError naming an unknown or invalid argument.
     """
 
     def __init__(
@@ -121,40 +120,40 @@ class MidstreamAPI(OpenAICompatibleAPI):
         model_name: str,
         base_url: str | None = None,
         api_key: str | None = None,
-        config: GenerateConfig = GenerateConfig(),  # noqa: B008 - as the class that it derives from
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008 - as in the base class
         per_sample: bool = True,
         client_timeout: float | None = None,
         **model_args: Any,
     ) -> None:
         if not isinstance(per_sample, bool):
             raise ValueError(f"per_sample: {per_sample!r} is not true or false")
-        self._service: Client | None = None  # until the base class is set up
+        self._service: Client | None = None  # until the base class is initialised
         self._fields: dict[str, Any] = checked(
             model_args, f"model argument of midstream/{model_name}"
         )
         self._per_sample = per_sample
-        given = urldefrag(base_url).url.rstrip("/").removesuffix("/v1") if base_url else None
-        url, key = address(given, api_key)
-        result = headers(key).get("authorization", "").removeprefix("Bearer ")
+        service_url = urldefrag(base_url).url.rstrip("/").removesuffix("/v1") if base_url else None
+        url, key = address(service_url, api_key)
+        token = headers(key).get("authorization", "").removeprefix("Bearer ")
         super().__init__(
             model_name=model_name,
             base_url=f"{url}/v1",
-            api_key=result or "none",
+            api_key=token or "none",
             config=config,
             service=KEY,
             client_timeout=client_timeout,
             stream=False,
-            max_retries=0,  # Inspect repeats what `should_retry` allows
+            max_retries=0,  # Inspect itself retries what `should_retry` allows
         )
-        self._service = Client(url, result or None)
+        self._service = Client(url, token or None)
 
     @property
     def base_url(self) -> str | None:
         """The endpoint's address.
 
-        Inspect's cache distinguishes models by it: its fragment stands for all that decides an
-        answer next to the conversation. It changes with every look where the service does not say
-        that, so that nothing is taken from the cache.
+        Inspect's cache uses it to tell models apart, so its fragment is a digest of everything
+        except the conversation that determines an answer. If the service cannot report that, the
+        fragment is random on every access, and no cached answer is used.
         """
         return (
             f"{self._address}#{self._standing()[:32]}"
@@ -167,8 +166,8 @@ class MidstreamAPI(OpenAICompatibleAPI):
         self._address = address
 
     def _standing(self) -> str:
-        """Digest of the request's own members, the model's identity, the content of what they name,
-        and global steering.
+        """Return a digest of the request's own fields, the model's identity, the content of the
+        artifacts that the fields name, and global steering.
         """
         assert self._service is not None
         body = self.request_fields()
@@ -194,8 +193,8 @@ class MidstreamAPI(OpenAICompatibleAPI):
         return client
 
     def request_fields(self) -> dict[str, Any]:
-        """Midstream's members of the next request: the model's arguments, replaced by those of the
-        sample that runs.
+        """Return Midstream's fields of the next request: the model's arguments, overridden by those
+        of the running sample.
 
         Raises ValueError.
         """
@@ -210,11 +209,11 @@ class MidstreamAPI(OpenAICompatibleAPI):
     def completion_params(self, config: GenerateConfig, tools: bool) -> dict[str, Any]:
         params: dict[str, Any] = super().completion_params(config, tools)
         extra, request_fields = params.get("extra_body") or {}, self.request_fields()
-        twice = sorted(set(extra) & set(FIELDS))
-        if twice:
+        misplaced = sorted(set(extra) & set(FIELDS))
+        if misplaced:
             raise ValueError(
-                f"extra_body: {twice[0]!r} is set by an argument of the model or the metadata "
-                "of a sample, which are checked"
+                f"extra_body: {misplaced[0]!r} is not valid here; set it as an argument of the "
+                "model or in the sample's metadata, which are checked"
             )
         return params | ({"extra_body": extra | request_fields} if extra or request_fields else {})
 
@@ -239,13 +238,13 @@ class MidstreamAPI(OpenAICompatibleAPI):
         return result
 
     def handle_bad_request(self, ex: APIStatusError) -> ModelOutput | Exception:
-        """A refused request fails the sample with the service's text: it is never an answer of the
-        model.
+        """Return the error, so that a rejected request fails the sample with the service's message
+        and never becomes an answer of the model.
         """
         return ex
 
     def should_retry(self, ex: BaseException) -> bool | RetryDecision:
-        """Return whether another attempt is asked for (`RETRIED`), or there was no connection."""
+        """Return whether to retry: the status is in `RETRIED`, or the connection failed."""
         if isinstance(ex, APIConnectionError) or (
             isinstance(ex, APIStatusError) and ex.status_code in RETRIED
         ):

@@ -13,13 +13,13 @@ RENDERER = "midstream.client.render.notebook"
 
 
 def in_notebook() -> bool:
-    """Return whether this program is a notebook's kernel."""
+    """Return whether this process is a notebook's kernel."""
     shell = ipython_shell()
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 def ipython_shell() -> Any:
-    """IPython's shell, when this program runs in one; otherwise None."""
+    """Return IPython's shell if this process runs in one; otherwise None."""
     ipython = sys.modules.get("IPython")
     return None if ipython is None else ipython.get_ipython()
 

@@ -1,5 +1,5 @@
-"""Linear probes from captured rows: `fit` trains one with scikit-learn, and measures it on rows
-that it has not seen.
+"""Linear probes from captured rows: `fit` trains one with scikit-learn, and evaluates it on
+held-out rows.
 """
 
 import importlib
@@ -21,7 +21,7 @@ _SHUFFLES = 5
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metrics on rows that the probe was not trained on.
+    """Metrics on the held-out rows.
 
     `baseline_…`: the mean over several probes trained in the same way on shuffled labels.
     """
@@ -45,7 +45,7 @@ class Fit:
 
     weight: np.ndarray  # float32 `[k, hidden]`
     bias: np.ndarray  # float32 `[k]`
-    labels: list[str]  # of each score
+    labels: list[str]  # the class of each score
     # with two classes, the threshold with the best accuracy on the training rows; otherwise 0
     thresholds: list[float]
     metrics: Metrics
@@ -65,13 +65,14 @@ def fit(
     strength: float = 1.0,
     seed: int = 0,
 ) -> Fit:
-    """Logistic regression of `labels` on `rows` `[n, hidden]`, standardised; the scaling is folded
-    into weight and bias.
+    """Fit a logistic regression of `labels` on standardised `rows` `[n, hidden]`; the scaling is
+    folded into weight and bias.
 
-    `held_out`: the share of rows, of each class alike, that is used for the metrics only. `groups`:
-    what each row belongs to, such as its prompt: rows of one group are never on both sides.
-    `strength`: scikit-learn's C. Raises MidstreamError for rows that are not finite, or classes
-    with fewer than two rows on a side; MissingExtraError without scikit-learn.
+    `held_out`: the share of rows, equal for all classes, that is used only for the metrics.
+    `groups`: the group of each row, such as its prompt; no group is split between training and
+    held-out rows. `strength`: scikit-learn's C. Raises MidstreamError for rows that are not finite,
+    and for a class with fewer than two training or held-out rows; MissingExtraError without
+    scikit-learn.
     """
     need("probes", "fitting a probe")
     rows, names = np.asarray(rows, dtype=np.float64), np.array([str(label) for label in labels])
@@ -99,18 +100,16 @@ def fit(
         if few := [name for name in classes if count[name] < 2]:
             raise invalid(
                 "labels",
-                f"class {few[0]!r} has {count[few[0]]} rows to {side}",
-                allowed="two or more on both sides",
+                f"class {few[0]!r} has {count[few[0]]} rows in {side}",
+                allowed="two or more in both train and held_out",
             )
-    weight, bias = _trained(rows[train], names[train], classes, strength)
-    accuracy, auroc = _measured(rows[test] @ weight.T + bias, names[test], classes)
+    weight, bias = _train(rows[train], names[train], classes, strength)
+    accuracy, auroc = _evaluate(rows[test] @ weight.T + bias, names[test], classes)
     generator = np.random.default_rng(seed)
     shuffled = []
     for _ in range(_SHUFFLES):
-        weight_, bias_ = _trained(
-            rows[train], generator.permutation(names[train]), classes, strength
-        )
-        shuffled.append(_measured(rows[test] @ weight_.T + bias_, names[test], classes))
+        weight_, bias_ = _train(rows[train], generator.permutation(names[train]), classes, strength)
+        shuffled.append(_evaluate(rows[test] @ weight_.T + bias_, names[test], classes))
     two = len(classes) == 2
     counts = Counter(names[test].tolist())
     metrics = Metrics(
@@ -146,9 +145,7 @@ def _classes(labels: Sequence[Any]) -> list[str]:
 def _split(
     names: np.ndarray, groups: Sequence[Any] | None, held_out: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of training and held-out rows, with each class in the same proportion on
-    both sides.
-    """
+    """Return the indices of training and held-out rows; each class has the same share of both."""
     selection = importlib.import_module("sklearn.model_selection")
     if groups is None:
         splitter = selection.StratifiedShuffleSplit(
@@ -171,7 +168,7 @@ def _split(
         raise invalid("groups", str(error), allowed=f"{parts} or more groups") from error
 
 
-def _trained(
+def _train(
     rows: np.ndarray, names: np.ndarray, classes: Sequence[str], strength: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Train a classifier; return weight `[k, hidden]` and bias `[k]` for rows that are not
@@ -188,7 +185,7 @@ def _trained(
     return weight, model.intercept_ - weight @ mean
 
 
-def _measured(scores: np.ndarray, names: np.ndarray, classes: Sequence[str]) -> tuple[float, float]:
+def _evaluate(scores: np.ndarray, names: np.ndarray, classes: Sequence[str]) -> tuple[float, float]:
     """Return accuracy and AUROC."""
     metrics = importlib.import_module("sklearn.metrics")
     numbers = np.array([classes.index(name) for name in names])
@@ -196,18 +193,18 @@ def _measured(scores: np.ndarray, names: np.ndarray, classes: Sequence[str]) -> 
         return float(((scores[:, 0] > 0) == (numbers == 1)).mean()), float(
             metrics.roc_auc_score(numbers == 1, scores[:, 0])
         )
-    item = [
+    aurocs = [
         float(metrics.roc_auc_score(numbers == number, scores[:, number]))
         for number in range(len(classes))
     ]
-    return float((scores.argmax(axis=1) == numbers).mean()), float(np.mean(item))
+    return float((scores.argmax(axis=1) == numbers).mean()), float(np.mean(aurocs))
 
 
 def _threshold(scores: np.ndarray, positive: np.ndarray) -> float:
     """Return the midpoint between two neighbouring scores that separates the classes best."""
     order = np.argsort(scores)
     sorted_scores, hits = scores[order], positive[order].astype(np.int64)
-    # below: negative
+    # right[i]: rows classified correctly if the i lowest scores are called negative
     right = (
         np.concatenate([[0], np.cumsum(1 - hits)])
         + hits.sum()

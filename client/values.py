@@ -1,8 +1,7 @@
-"""Converts what a Python program passes to a schema's plain values: numpy, torch, ranges, and one
-item where a list is meant.
+"""Converts Python arguments to a schema's plain values: numpy, torch, ranges, and a single item in
+place of a list.
 
-Every request body of both clients goes through `checked`, so that a new field needs no separate
-conversion.
+Every request body of both clients goes through `checked`, so a new field needs no conversion code.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +23,7 @@ from .durations import seconds
 
 T = TypeVar("T")
 
-#: msgspec's types, except lists and tuples → the Python classes that they take.
+#: msgspec's types, except lists and tuples → the Python classes that they accept.
 _TAKES: dict[type[inspect.Type], tuple[type, ...]] = {
     inspect.StrType: (str,),
     inspect.LiteralType: (str,),
@@ -38,20 +37,18 @@ _TAKES: dict[type[inspect.Type], tuple[type, ...]] = {
     inspect.StructType: (Mapping, msgspec.Struct),
     inspect.DictType: (Mapping,),
 }
-#: Fields in seconds that also take a text such as `90d`.
+#: Fields in seconds that also accept a text such as `90d`.
 _DURATIONS = frozenset({"expires_in", "keep_former_s"})
 _LISTS = (inspect.ListType, inspect.VarTupleType, inspect.TupleType)
 
 
 class UnknownArgument(MidstreamError, TypeError):
-    """A keyword argument that the call does not have; the message names the one that was probably
-    meant.
-    """
+    """The call has no such keyword argument; the message suggests the closest name."""
 
 
 def checked(value: Any, kind: type[T], prefix: str = "") -> T:
-    """`value` as `kind`; raises MidstreamError with the field's path, below `prefix`, before
-    anything is sent.
+    """Return `value` converted to `kind`. Raises MidstreamError with the path of the invalid field,
+    below `prefix`.
     """
     try:
         return msgspec.convert(plain(value, kind, prefix), kind)
@@ -60,10 +57,9 @@ def checked(value: Any, kind: type[T], prefix: str = "") -> T:
 
 
 def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
-    """A request body from a struct or from keyword arguments.
+    """Build a request body from a struct or from keyword arguments.
 
-    Raises UnknownArgument for a keyword that the body does not have, MidstreamError naming a field
-    that does not fit.
+    Raises UnknownArgument for an unknown keyword, MidstreamError naming an invalid field.
     """
     if given is not None:
         if fields:
@@ -76,9 +72,7 @@ def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
 
 
 def known_keywords(fields: Iterable[str], kind: Any) -> None:
-    """Raises UnknownArgument for the first that is neither a field of `kind` nor an alias of
-    one.
-    """
+    """Raise UnknownArgument for the first name that is neither a field of `kind` nor an alias."""
     names = [*kind.__struct_fields__, *(Sampling.__struct_fields__ if kind is JobRequest else ())]
     for name in fields:
         if name not in names and not (kind is JobRequest and name == "prompt"):
@@ -91,8 +85,8 @@ def known_keywords(fields: Iterable[str], kind: Any) -> None:
 
 
 def plain(value: Any, kind: Any, field: str = "") -> Any:
-    """Convert numpy, torch and other values inside `value` to what `kind` takes; leave anything
-    invalid for msgspec to reject.
+    """Convert numpy, torch and other values inside `value` to what `kind` accepts; leave invalid
+    values for msgspec to reject.
     """
     return _plain(value, _members(_info(kind)), field)
 
@@ -103,14 +97,14 @@ def _info(kind: Any) -> inspect.Type:
 
 
 def _members(info: Any) -> list[Any]:
-    """Return the types that a value may have."""
+    """Return the alternatives of a union, or the type itself, without metadata."""
     if isinstance(info, inspect.UnionType):
         return [member for item in info.types for member in _members(item)]
     return _members(info.type) if isinstance(info, inspect.Metadata) else [info]
 
 
 def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any:
-    """Convert one value. `listed`: a single item may stand for a list of one."""
+    """Convert one value. `listed`: a single item may replace a list of one."""
     structs = {kind.cls: kind for kind in kinds if isinstance(kind, inspect.StructType)}
     for cls, convert in _CONVERTERS.items():
         if cls in structs:
@@ -121,9 +115,8 @@ def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any
     lists = [kind for kind in kinds if isinstance(kind, _LISTS)]
     if isinstance(value, list):
         items = [item for kind in lists for item in _items(kind)]
-        if (
-            all(type(item) in (int, str) for item in value) or not items
-        ):  # a shortcut for lists of numbers and texts, which may be long
+        # a shortcut for lists of integers and strings, which may be long
+        if all(type(item) in (int, str) for item in value) or not items:
             return value
         return [
             _plain(item, items, f"{field}[{number}]", listed=False)
@@ -148,7 +141,7 @@ def _wants_list(value: Any, kinds: list[Any], listed: bool) -> bool:
 
 
 def _takes(value: Any, kinds: list[Any]) -> bool:
-    """Return whether one of the types may hold such a value, lists aside."""
+    """Return whether any of the types, lists excluded, accepts the value's class."""
     return any(isinstance(value, _TAKES.get(type(kind), ())) for kind in kinds)
 
 
@@ -175,9 +168,7 @@ def _mapping(
 
 
 def _builtin(value: Any) -> Any:
-    """Convert numbers, arrays, ranges and sets to Python's own types; return anything else as it
-    is.
-    """
+    """Convert numbers, arrays, ranges and sets to built-in types; return other values unchanged."""
     if type(value) in (str, int, float, bool, list, dict):
         return value
     if is_torch(value):
@@ -188,12 +179,11 @@ def _builtin(value: Any) -> Any:
         return list(value)
     if isinstance(value, set | frozenset):
         return sorted(value)
-    return (
-        str.__str__(value) if isinstance(value, str) else value
-    )  # the value of an enumeration's member, not its name
+    # str.__str__ returns the value of an enum's member, not its name
+    return str.__str__(value) if isinstance(value, str) else value
 
 
-# --- Fields that take more than their own shape ---------------------------------------------------
+# --- Fields that accept other forms than their schema's
 
 
 def is_array(values: Any) -> bool:
@@ -207,13 +197,12 @@ def is_torch(values: Any) -> bool:
 
 def _from_torch(values: Any) -> np.ndarray:
     values = values.detach().cpu()
-    return np.asarray(
-        values.float() if str(values.dtype) == "torch.bfloat16" else values
-    )  # numpy has no bfloat16
+    # numpy has no bfloat16
+    return np.asarray(values.float() if str(values.dtype) == "torch.bfloat16" else values)
 
 
 def packed(values: Any, field: str) -> Tensor:
-    """Pack an array for sending: float16 stays, everything else becomes float32. `values`: what
+    """Pack an array for sending: float16 stays, other dtypes become float32. `values`: what
     `is_array` accepts.
     """
     try:
@@ -230,14 +219,14 @@ def _tensor(value: Any, field: str) -> Any:
 
 
 def _source(value: Any, field: str) -> Any:
-    """Convert a run's name, or a vector, to a patch source."""
+    """Convert the name of a source run, or a vector, to a patch source."""
     if isinstance(value, str):
         return {"run": value}
     return {"vector": packed(value, f"{field}.vector")} if is_array(value) else value
 
 
 def _capture(value: Any, field: str) -> Any:
-    """Convert `hooks` given as a list of names (as in a sweep) to a mapping, each at `layers`."""
+    """Convert `hooks` given as a list of names (as in a sweep) to a mapping of name → `layers`."""
     if (
         not isinstance(value, Mapping)
         or "hooks" not in value
@@ -252,8 +241,8 @@ def _capture(value: Any, field: str) -> Any:
 
 
 def _job(value: Any, field: str) -> Any:
-    """Convert a job that uses the short forms: `prompt` for a single prompt, and fields of
-    `sampling` among the others.
+    """Convert a job's short forms: `prompt` for a single prompt, one conversation for a list, and
+    fields of `sampling` at the top level.
     """
     if not isinstance(value, Mapping):
         return value
@@ -273,21 +262,22 @@ def _job(value: Any, field: str) -> Any:
         isinstance(messages, list) and messages and isinstance(messages[0], Mapping)
     ):
         fields["messages"] = [messages]  # one conversation
-    own = {
+    top_level = {
         name: fields.pop(name)
         for name in Sampling.__struct_fields__
         if name in fields and name not in JobRequest.__struct_fields__
     }
-    if own:
+    if top_level:
         sampling = fields.get("sampling") or {}
         known = (
             {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
             if isinstance(sampling, Sampling)
             else dict(sampling)
         )
-        if twice := [name for name in own if not isinstance(sampling, Sampling) and name in known]:
-            raise invalid(twice[0], "is also in `sampling`: give it once")
-        fields["sampling"] = known | own
+        repeated = [] if isinstance(sampling, Sampling) else [n for n in top_level if n in known]
+        if repeated:
+            raise invalid(repeated[0], "is also in `sampling`: give it once")
+        fields["sampling"] = known | top_level
     return fields
 
 

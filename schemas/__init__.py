@@ -1,1 +1,1 @@
-"""The one vocabulary of HTTP, Redis, Celery and ZeroMQ. Imports nothing else of Midstream."""
+"""The types sent over HTTP, Redis, Celery and ZeroMQ. Imports no other package of Midstream."""

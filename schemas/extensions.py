@@ -1,5 +1,5 @@
-"""Extensions, which operators install next to Midstream: their declarations, and the list of those
-that are loaded.
+"""Extensions, which operators install next to Midstream: their declarations, and the records of
+loaded extensions.
 
 A package offers a reader or an op through an entry point, see `docs/extending.md`. Declarations are
 data, so that the API can check requests without installing the package.
@@ -28,7 +28,7 @@ class Option(Published):
     about: str = ""
 
     def checked(self, value: OptionValue) -> OptionValue:
-        """The value in the option's type. Raises ValueError with what is valid."""
+        """Return the value in the option's type. Raises ValueError with the valid values."""
         kind = type(self.default)
         if kind is float and type(value) is int:
             value = float(value)
@@ -73,15 +73,15 @@ def _most(high: float | None) -> float:
 
 
 class ReaderTerms(Published):
-    """Declaration of a reader: what requests may give it, what it returns, and how much at most."""
+    """The declaration of a reader: its options, its returned arrays, and their largest size."""
 
-    returns: dict[str, ArrayDType]  # array → dtype
-    row_bytes: int = 0  # bytes of all arrays for each captured row, at most
+    returns: dict[str, ArrayDType]  # name of a returned array → dtype
+    row_bytes: int = 0  # the most bytes of all arrays for each captured row
     fixed_bytes: int = 0  # bytes in addition to those of the rows
     # integer option → additional bytes per captured row and unit of the option
     grows: dict[str, int] = {}
     options: dict[str, Option] = {}
-    about: str = ""  # in a line
+    about: str = ""  # one line
 
     def size(self, options: dict[str, OptionValue]) -> int:
         """Return the most bytes for each captured row."""
@@ -93,7 +93,7 @@ MAX_OP_OPTIONS = 2
 
 
 class OpTerms(Published):
-    """Declaration of an op."""
+    """The declaration of an op."""
 
     vector: bool = False  # whether it takes a vector, `[hidden_size]`
     # at most `MAX_OP_OPTIONS`, all floats; the op gets them as numbers in this order
@@ -112,21 +112,21 @@ class Extension(Published):
     reader: ReaderTerms | None = None
     op: OpTerms | None = None
     code: int = 0  # of an op: its number in steering entries, derived from name and digest
-    refused: str = ""  # why requests cannot use it here
+    refused: str = ""  # why requests cannot use it with this model
     checked: list[str] = []  # properties that held at startup, tested with random rows
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A reader's rows of one request on one pipeline stage. Its own copy, read-only."""
+    """A reader's input: the rows of one request on one pipeline stage, a read-only copy."""
 
     # (hook, layer) → float32 `[positions, width]`; at least one site and one position
     sites: dict[tuple[str, int], np.ndarray]
     positions: np.ndarray  # int64 `[positions]`: absolute token positions, ascending
     token_ids: np.ndarray  # int64 `[positions]`: the token at each
-    prompt_tokens: int  # positions below are the prompt's
-    options: dict[str, Any]  # every declared option, with its default where the request gave none
+    prompt_tokens: int  # lower positions belong to the prompt
+    options: dict[str, Any]  # every declared option, with its default if the request omits it
     num_layers: int  # of the whole model
     stage: int = 0
-    # of the whole engine; `sites` has only this stage's, and each stage returns its own part
+    # number of stages; `sites` has only this stage's sites, and each stage returns its own part
     stages: int = 1

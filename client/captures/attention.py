@@ -1,4 +1,4 @@
-"""Attention patterns from captured queries and keys: numpy, a block of queries at a time."""
+"""Computes attention patterns from captured queries and keys in numpy, in blocks of queries."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,18 @@ from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.model.attention import AttentionKind
 from ...schemas.prompts.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
 
-#: Bytes of one answer, at most.
+#: The most bytes of one returned pattern array.
 MAX_BYTES = 2 << 30
-#: Bytes of the scores, in float64, that are worked on at a time.
+#: Bytes of float64 scores in one block of queries.
 _BLOCK_BYTES = 32 << 20
-#: Longer lists of positions are cut in errors.
+#: The most ranges of positions in an error message.
 _SHOWN_RANGES = 8
 
 
 def heads_of(kind: AttentionKind, heads: LayerSelector | None) -> list[int]:
-    """The heads that a selector names: a number, a list, `"0-3"`; None: all.
+    """Resolve a selector of heads: a number, a list, `"0-3"`; None: all.
 
-    Raises MidstreamError naming those that there are.
+    Raises MidstreamError with the valid heads.
     """
     try:
         return resolve_layers("all" if heads is None else heads, kind.heads, "head")
@@ -37,17 +37,16 @@ def pattern(
     heads: LayerSelector | None = None,
     rows: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """float32 `[heads, queries, keys]`: how much each query attends to the key of each of
-    `positions`.
+    """Return how much each query attends to the key at each of `positions`: float32 `[heads,
+    queries, keys]`.
 
     `queries` `[positions, heads * head_dim]` and `keys` `[positions, key heads * head_dim]`, as
-    attention uses them (after norms and rotary); `positions`: absolute, ascending. `rows`:
-    positions whose queries are wanted; None: all. A row sums to 1, less what the head's sink takes;
-    keys that a query does not see are 0. Computed in float64 from what was captured.
+    attention uses them (after norms and rotary); `positions`: absolute, ascending. `rows`: the
+    positions of the queries to compute; None: all. A row sums to 1 minus the share of the head's
+    sink; keys that a query does not see are 0. Computed in float64 from the captured rows.
 
-    Raises MidstreamError: `invalid_request` for heads that there are not or rows of another width,
-    or where the answer would exceed MAX_BYTES; `not_found` where a key that a query sees was not
-    captured.
+    Raises MidstreamError: `invalid_request` for heads that do not exist, rows of another width, or
+    a result over MAX_BYTES; `not_found` if a key that a query sees was not captured.
     """
     chosen, places = heads_of(kind, heads), np.asarray(positions, dtype=np.int64)
     key_heads = _key_heads(queries, keys, kind)
@@ -86,25 +85,26 @@ def _scores(
     kind: AttentionKind,
     head: int,
     places: np.ndarray,
-    of: np.ndarray,
+    query_places: np.ndarray,
     lows: np.ndarray,
 ) -> np.ndarray:
-    """float64 `[queries, keys]` of one head, -inf where a query does not see a key.
+    """Return the scores of one head, float64 `[queries, keys]`, -inf where a query does not see a
+    key.
 
-    `of`, `lows`: each query's place and lowest key.
+    `query_places`, `lows`: each query's position, and the first position that it sees.
     """
     scores: np.ndarray = queries @ keys.T
     scores *= kind.scale
     if kind.softcap:
         scores = kind.softcap * np.tanh(scores / kind.softcap)
     if kind.slopes:
-        scores += kind.slopes[head] * (places[None, :] - of[:, None])
-    scores[(places[None, :] > of[:, None]) | (places[None, :] < lows[:, None])] = -np.inf
+        scores += kind.slopes[head] * (places[None, :] - query_places[:, None])
+    scores[(places[None, :] > query_places[:, None]) | (places[None, :] < lows[:, None])] = -np.inf
     return scores
 
 
 def _softmax(scores: np.ndarray, kind: AttentionKind, head: int) -> np.ndarray:
-    """Over keys, in place; the head's sink takes its share and has no column."""
+    """Apply softmax over keys, in place; the head's sink takes a share but has no column."""
     most = scores.max(axis=1, keepdims=True)
     sink = kind.sinks[head] if kind.sinks else -np.inf
     most = np.maximum(most, sink)
@@ -115,7 +115,7 @@ def _softmax(scores: np.ndarray, kind: AttentionKind, head: int) -> np.ndarray:
 
 
 def _lowest(places: np.ndarray, kind: AttentionKind) -> np.ndarray:
-    """int64 `[queries]`: the first position that each query sees."""
+    """Return the first position that each query sees, int64 `[queries]`."""
     lows = np.zeros_like(places)
     if kind.window:
         lows = np.maximum(lows, places - kind.window + 1)
@@ -125,7 +125,7 @@ def _lowest(places: np.ndarray, kind: AttentionKind) -> np.ndarray:
 
 
 def _complete(places: np.ndarray, queries: np.ndarray, lows: np.ndarray) -> None:
-    """Raises MidstreamError unless every key that a query sees is among `places`."""
+    """Raise MidstreamError unless every key that a query sees is among `places`."""
     present = np.searchsorted(places, queries, side="right") - np.searchsorted(places, lows)
     lacking = np.flatnonzero(present < queries - lows + 1)
     if not len(lacking):
@@ -146,7 +146,7 @@ def _complete(places: np.ndarray, queries: np.ndarray, lows: np.ndarray) -> None
 
 
 def _rows_at(places: np.ndarray, rows: Sequence[int]) -> np.ndarray:
-    """int64 `[rows]`: where each position is among `places`."""
+    """Return the index of each position among `places`, int64 `[rows]`."""
     present = {place: row for row, place in enumerate(places.tolist())}
     missing = [row for row in rows if row not in present]
     if missing or not len(rows):
@@ -162,9 +162,9 @@ def _rows_at(places: np.ndarray, rows: Sequence[int]) -> np.ndarray:
 
 
 def _key_heads(queries: np.ndarray, keys: np.ndarray, kind: AttentionKind) -> int:
-    """Return how many key heads there are.
+    """Return the number of key heads.
 
-    Raises MidstreamError for rows of other widths than the kind's.
+    Raises MidstreamError if the widths of the rows do not fit `kind`.
     """
     count, rest = divmod(int(keys.shape[1]), kind.head_dim)
     if queries.shape[1] != kind.heads * kind.head_dim or rest or not count or kind.heads % count:
@@ -185,12 +185,13 @@ def _key_heads(queries: np.ndarray, keys: np.ndarray, kind: AttentionKind) -> in
 def mixed(
     values: np.ndarray, patterns: Mapping[int, np.ndarray], kind: AttentionKind
 ) -> np.ndarray:
-    """float32 `[positions, heads * head_dim]`: what heads give to the output projection if they
-    attend as `patterns` say; other heads 0.
+    """Return the heads' inputs to the output projection, float32 `[positions, heads * head_dim]`,
+    if their attention is `patterns`; 0 for other heads.
 
-    `values` `[positions, key heads * head_dim]`: of all positions from 0 on. `patterns`: head →
-    `[query, key]`, of all of them. Raises MidstreamError for a head that there is not, a pattern of
-    another shape, one that is not finite, or one in which a query attends to a key behind it.
+    `values` `[positions, key heads * head_dim]`: of all positions from 0. `patterns`: head →
+    `[query, key]`, over the same positions. Raises MidstreamError for a head that does not exist,
+    and for a pattern of another shape, with non-finite values, or in which a query attends to a
+    later key.
     """
     heads_of(kind, sorted(patterns))
     count, width = len(values), kind.head_dim
@@ -204,8 +205,8 @@ def mixed(
             ),
         )
     result = np.zeros((count, kind.heads * width), dtype=np.float32)
-    for head, given in patterns.items():
-        pattern = np.asarray(given, dtype=np.float64)
+    for head, weights in patterns.items():
+        pattern = np.asarray(weights, dtype=np.float64)
         if pattern.shape != (count, count):
             raise invalid(
                 "patterns",
@@ -218,10 +219,7 @@ def mixed(
             query, key = (int(place[0]) for place in np.nonzero(np.triu(pattern, 1)))
             raise invalid(
                 "patterns",
-                (
-                    f"of head {head}: the query at {query} attends to the key at {key}, which is "
-                    "behind it"
-                ),
+                (f"of head {head}: the query at {query} attends to the later key at {key}"),
             )
         shared = head * key_heads // kind.heads
         result[:, head * width : (head + 1) * width] = pattern @ values[

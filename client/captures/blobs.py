@@ -23,15 +23,13 @@ from ...storage.store import ArtifactStore, open_store
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a blob: an object of a store, or part of one; without a store, bytes in
-    memory.
-    """
+    """Location of a blob: an object of a store, or part of it; without a store, bytes in memory."""
 
     store: ArtifactStore | None
     key: str
     offset: int = 0
-    bytes: int | None = None  # null: up to the file's end
-    crc32: int | None = None  # as recorded at writing; null: read it from the file next to the blob
+    bytes: int | None = None  # None: up to the file's end
+    crc32: int | None = None  # as recorded at writing; None: read it from the file next to the blob
     skip_if_deleted: bool = False  # true where the owner of the blob is unknown
 
     @property
@@ -46,14 +44,14 @@ class Place:
 
 
 def at(path: Path, offset: int = 0, bytes: int | None = None, crc32: int | None = None) -> Place:
-    """The place of a local file, as an object of the capture root: `<root>/<tag>/<job>/<file>`,
-    `<root>/<tag>/segments/<file>`.
+    """Return the place of a local file as an object of the capture root:
+    `<root>/<tag>/<job>/<file>` or `<root>/<tag>/segments/<file>`.
     """
     return Place(*_within(path, 3), offset, bytes, crc32)
 
 
 def _within(path: Path, depth: int) -> tuple[ArtifactStore, str]:
-    """The store that is `depth` levels above `path`, and the key of `path` in it."""
+    """Return the store that is `depth` levels above `path`, and the key of `path` in it."""
     parts = (path.resolve() if ".." in path.parts else path.absolute()).parts
     cut = max(len(parts) - depth, 1)
     return open_store(Path(*parts[:cut])), "/".join(parts[cut:])
@@ -67,16 +65,16 @@ class _Recorded(msgspec.Struct):
 
 
 class Blob:
-    """One blob, opened.
+    """An open blob.
 
-    Raises MidstreamError: `gone` when it was deleted, `capture_damaged` when it is not what was
+    Raises MidstreamError: `gone` if it was deleted, `capture_damaged` if its bytes are not those
     written.
     """
 
     def __init__(self, place: Place, data: memoryview, checked: bool = False):
         """`data`: the bytes of the blob; read-only.
 
-        `checked`: no CRC32 of it is known, or it was compared already.
+        `checked`: its CRC32 is unknown or was already compared.
         """
         self.place = place
         self._data = data
@@ -96,14 +94,14 @@ class Blob:
             raise _damaged(place.path, f"it is not a complete blob: it has {more}")
 
     def raw(self, name: str) -> np.ndarray:
-        """The tensor as stored in the file, read-only and not copied; bfloat16 as uint16.
+        """Return the tensor as stored in the file, read-only and not copied; bfloat16 as uint16.
 
         The first call compares the whole blob with its CRC32, if that is known. Raises
         MidstreamError("capture_damaged").
         """
         if not self._checked:
-            promised = self.promised()
-            if promised not in (None, (self.size, self.crc32())):
+            recorded = self.recorded()
+            if recorded not in (None, (self.size, self.crc32())):
                 raise _damaged(
                     self.place.path,
                     f"{self.size} bytes with CRC32 {self.crc32():08x} are not the data written",
@@ -120,7 +118,7 @@ class Blob:
         ).reshape(tensor.shape)
 
     def array(self, name: str) -> np.ndarray:
-        """The tensor as its own float32 copy, bfloat16 widened exactly."""
+        """Return a float32 copy of the tensor, bfloat16 widened exactly."""
         raw = self.raw(name)
         return np.array(
             widened(raw, DTYPE_OF_FILE[self.header.tensors[name].dtype]), dtype=np.float32
@@ -133,8 +131,8 @@ class Blob:
     def crc32(self) -> int:
         return zlib_ng.crc32(self._data)
 
-    def promised(self) -> tuple[int, int] | None:
-        """(bytes, CRC32) recorded when the blob was written; None if unknown."""
+    def recorded(self) -> tuple[int, int] | None:
+        """Return (bytes, CRC32) as recorded when the blob was written; None if unknown."""
         place = self.place
         if place.bytes is not None and place.crc32 is not None:
             return place.bytes, place.crc32
@@ -147,7 +145,7 @@ class Blob:
             return None
         except msgspec.DecodeError as error:
             raise MidstreamError(
-                "capture_damaged", f"the manifest beside {place.path} cannot be read: {error}"
+                "capture_damaged", f"the manifest next to {place.path} cannot be read: {error}"
             ) from error
         return report.bytes, report.crc32
 
@@ -170,7 +168,7 @@ def find(source: ArtifactStore | Path, job: str | None, tag: str | None) -> list
     if isinstance(source, Path) and source.is_file():
         return expand([at(source)], job)
     if isinstance(source, Path) and job is None:
-        # the folder is missing if all blobs are in segments; it may also hold downloaded files
+        # the folder does not exist if all blobs are in segments; it may also hold downloads
         store, folder = _within(source, 2)
         above, _, name = folder.rpartition("/")
         return _loose(store, folder) + list(_in_segments(store, above, name))

@@ -1,4 +1,4 @@
-"""Export of captured rows as one `.npz` or one `.safetensors` file."""
+"""Exports captured rows to a `.npz` or a `.safetensors` file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,13 +30,13 @@ def export(
     layers: LayerSelector = "all",
     requests: Sequence[int] = (),
 ) -> list[str]:
-    """Write the chosen rows into one file; returns the names of its arrays.
+    """Write the chosen rows to one file, and return the names of its arrays.
 
-    `<hook>.<layer>` `[positions, hidden]`, `positions` and `token_ids`; of several requests
-    `<request>/<hook>.<layer>` and so on. `.npz` holds float32, `.safetensors` what was captured; of
-    one request it is a capture file that `CaptureReader` reads.
+    The arrays are `<hook>.<layer>` `[positions, hidden]`, `positions` and `token_ids`; for several
+    requests, each name begins with `<request>/`. `.npz` holds float32, `.safetensors` the captured
+    dtype; with one request, a `.safetensors` file is a capture file that `CaptureReader` can read.
     `hooks`: names, all at `layers`, or hook → layers. `hooks`, `requests`: empty for all.
-    Raises MidstreamError naming what was not captured.
+    Raises MidstreamError naming a hook or layer that was not captured.
     """
     if target.suffix not in FORMATS:
         raise invalid(
@@ -58,15 +58,15 @@ def _sites(
 ) -> dict[str, list[int]]:
     captured = {hook: reader.layers(request, hook) for hook in reader.hooks(request)}
     names = {ALIASES.get(hook, hook): hook for hook in hooks} or {hook: hook for hook in captured}
-    for name, given in names.items():
+    for name, alias in names.items():
         if name not in captured:
-            raise invalid("hooks", f"{given!r} was not captured", allowed=", ".join(captured))
+            raise invalid("hooks", f"{alias!r} was not captured", allowed=", ".join(captured))
     if isinstance(hooks, Mapping):
         sites = {
-            name: _layers(hooks[cast(HookName, given)], captured[name])
-            for name, given in names.items()
+            name: _layers(hooks[cast(HookName, alias)], captured[name])
+            for name, alias in names.items()
         }
-    else:  # at some hooks more layers may have been captured than at others
+    else:  # hooks may have been captured at different layers
         everywhere = _layers(layers, sorted({layer for name in names for layer in captured[name]}))
         sites = {name: [layer for layer in captured[name] if layer in everywhere] for name in names}
     return {name: kept for name, kept in sites.items() if kept}
@@ -108,7 +108,7 @@ def _write_npz(
 def _write_safetensors(
     reader: CaptureReader, target: Path, sites: dict[int, dict[str, list[int]]]
 ) -> list[str]:
-    described: list[tuple[str, str, Sequence[int], int]] = []
+    entries: list[tuple[str, str, Sequence[int], int]] = []
     arrays: list[np.ndarray] = []
     for request, of_request in sites.items():
         prefix, dtype = _prefix(request, sites), DTYPE_NAMES[reader.dtype(request)]
@@ -123,7 +123,7 @@ def _write_safetensors(
         ):
             tensors.append((name, "I64", np.array(values, dtype="<i8")))
         for name, kind, array in tensors:
-            described.append((prefix + name, kind, array.shape, array.nbytes))
+            entries.append((prefix + name, kind, array.shape, array.nbytes))
             arrays.append(array)
     manifest = None
     if len(sites) == 1:
@@ -149,10 +149,10 @@ def _write_safetensors(
             dropped=reader.dropped(request),
         )
     with _aside(target) as partial, partial.open("wb") as file:
-        file.write(encode_header(described, manifest))
+        file.write(encode_header(entries, manifest))
         for array in arrays:
             file.write(np.ascontiguousarray(array).data)
-    return [name for name, *_ in described]
+    return [name for name, *_ in entries]
 
 
 class _aside:

@@ -1,4 +1,4 @@
-"""Kinds of layers in a capture's manifest: how each attends and chooses experts."""
+"""Looks up in a capture's manifest how a layer attends and chooses experts."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,14 @@ from ...schemas.prompts.selectors import as_ranges
 
 
 def attention_at(kinds: Sequence[AttentionKind], layer: int) -> AttentionKind:
-    """Return how `layer` attends. Raises MidstreamError where that is not known."""
+    """Return how `layer` attends. Raises MidstreamError if that is unknown."""
     return _at(kinds, layer, "attends")
 
 
 def usable(kind: AttentionKind, layer: int) -> AttentionKind:
-    """`kind`, if patterns of it can be computed. Raises MidstreamError with the reason if not."""
+    """Return `kind` if its patterns can be computed; otherwise raise MidstreamError with the
+    reason.
+    """
     if kind.refused:
         raise MidstreamError(
             "not_found", f"layer {layer} has no attention pattern: {kind.refused}", field="layer"
@@ -26,41 +28,41 @@ def usable(kind: AttentionKind, layer: int) -> AttentionKind:
 
 
 def routing_at(kinds: Sequence[RoutingKind], layer: int) -> RoutingKind:
-    """Return how `layer` chooses experts. Raises MidstreamError where that is not known."""
+    """Return how `layer` chooses experts. Raises MidstreamError if that is unknown."""
     kind = _at(kinds, layer, "chooses experts")
     if kind.refused:
         raise MidstreamError(
             "not_found",
-            f"it is not known how layer {layer} chooses experts: {kind.refused}",
+            f"the experts that layer {layer} chooses cannot be computed: {kind.refused}",
             field="layer",
         )
     _readable(kind.version, routing.VERSION, f"layer {layer} chooses experts")
     return kind
 
 
-def _at(kinds: Sequence[Kind], layer: int, does: str) -> Kind:
+def _at(kinds: Sequence[Kind], layer: int, verb: str) -> Kind:
     result = [kind for kind in kinds if layer in kind.layers]
     if not result:
         known = as_ranges(number for kind in kinds for number in kind.layers)
         detail = (
-            f"it is not recorded how layer {layer} {does}: it does not, or an older version "
-            "of Midstream wrote this capture"
+            f"the capture does not record how layer {layer} {verb}: either the layer never does, "
+            "or an older version of Midstream wrote this capture"
         )
         raise MidstreamError(
             "not_found",
             detail,
             field="layer",
-            allowed=f"layers {known}" if known else "no layers here",
+            allowed=f"layers {known}" if known else "no layers of this capture",
         )
     if len(result) > 1:
-        raise MidstreamError("ranks_disagree", f"ranks disagree on how layer {layer} {does}")
+        raise MidstreamError("ranks_disagree", f"ranks disagree on how layer {layer} {verb}")
     return result[0]
 
 
-def _readable(version: int, own: int, does: str) -> None:
-    if version > own:
+def _readable(version: int, newest: int, what: str) -> None:
+    if version > newest:
         raise MidstreamError(
             "version_mismatch",
-            f"a newer version of Midstream recorded how {does}",
+            f"a newer version of Midstream recorded how {what}",
             allowed="read it with that version",
         )

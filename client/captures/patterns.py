@@ -1,6 +1,4 @@
-"""Attention patterns of a prompt, of many heads and layers, and scores of what a head attends
-to.
-"""
+"""Attention patterns of a prompt over heads and layers, and scores of what each head attends to."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,15 +15,15 @@ from .attention import MAX_BYTES, heads_of
 if TYPE_CHECKING:
     from .reader import CaptureReader
 
-#: What a head may attend to. For the query at position i: `previous`: key i-1; `current`: key i;
-#: `first`: key 0; `duplicate`: earlier occurrences of the same token; `induction`: the tokens that
-#: followed those.
+#: Which keys a head attends to. For the query at position i: `previous`: key i-1; `current`: key i;
+#: `first`: key 0; `duplicate`: earlier occurrences of the query's token; `induction`: the keys
+#: right after those occurrences.
 Behaviour = Literal["previous", "current", "first", "duplicate", "induction"]
 BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
 
 
 class HeadScore(NamedTuple):
-    """Mean share of attention, 0 to 1."""
+    """A head's mean share of attention, 0 to 1, to the keys of a behaviour."""
 
     layer: int
     head: int
@@ -34,16 +32,15 @@ class HeadScore(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Patterns of one prompt.
+    """The attention patterns of one prompt.
 
-    Both axes of every pattern are `positions`; a query's row holds the weights of the keys that it
-    sees.
+    Both axes of every pattern are `positions`; a query's row holds the weights of the keys.
     """
 
     job: str
-    positions: list[int]  # absolute, of the prompt's tokens and of captured generated ones
+    positions: list[int]  # absolute; of the prompt's tokens and of captured generated tokens
     token_ids: list[int]
-    # the text of each token, with its leading space; its id in digits if the text is not known
+    # the text of each token, with its leading space; its id in digits if the text is unknown
     tokens: list[str]
     patterns: dict[int, np.ndarray]  # layer → float32 `[heads, query, key]`
     heads: dict[int, list[int]]  # layer → number of each head in its pattern
@@ -59,8 +56,8 @@ class Attention:
         return [(layer, head) for layer, heads in self.heads.items() for head in heads]
 
     def __getitem__(self, layer: int) -> np.ndarray:
-        """`[heads, query, key]` of a layer. Raises MidstreamError that lists the layers with
-        patterns.
+        """Return a layer's patterns, `[heads, query, key]`. Raises MidstreamError that lists the
+        layers with patterns.
         """
         if layer not in self.patterns:
             detail = f"layer {layer} has no pattern here" + (
@@ -72,7 +69,7 @@ class Attention:
         return self.patterns[layer]
 
     def of(self, layer: int, head: int) -> np.ndarray:
-        """float32 `[query, key]` of one head, by its number in the model.
+        """Return the pattern of one head, float32 `[query, key]`. `head`: its number in the model.
 
         Raises MidstreamError that lists the heads with patterns.
         """
@@ -91,14 +88,14 @@ class Attention:
         """Return each head's attention to the keys of a behaviour: the mean over the queries that
         have such keys, strongest first.
 
-        Raises MidstreamError: `invalid_request` for another behaviour, `not_found` where no query
+        Raises MidstreamError: `invalid_request` for an unknown behaviour, `not_found` if no query
         has such a key.
         """
         if behaviour not in _KEYS:
             raise invalid("behaviour", f"{behaviour!r} is not known", allowed=", ".join(BEHAVIOURS))
         keys = self._keys(behaviour)
-        having = keys.any(axis=1)
-        if not having.any():
+        has_key = keys.any(axis=1)
+        if not has_key.any():
             raise MidstreamError(
                 "not_found",
                 f"no query has a key for {behaviour!r}",
@@ -106,7 +103,7 @@ class Attention:
             )
         result = []
         for layer, pattern in self.patterns.items():
-            shares = (pattern[:, having] * keys[having]).sum(axis=2).mean(axis=1)
+            shares = (pattern[:, has_key] * keys[has_key]).sum(axis=2).mean(axis=1)
             result += [
                 HeadScore(layer, head, float(share))
                 for head, share in zip(self.heads[layer], shares, strict=True)
@@ -118,13 +115,13 @@ class Attention:
         return [behaviour for behaviour in BEHAVIOURS if self._keys(behaviour).any()]
 
     def _keys(self, behaviour: Behaviour) -> np.ndarray:
-        """bool `[query, key]`: the keys that a head of this behaviour attends to."""
+        """Return the keys of a behaviour, bool `[query, key]`."""
         keys: np.ndarray = _KEYS[behaviour](np.array(self.positions), np.array(self.token_ids))
         return keys
 
     def figure(self, path: Path | str | None = None, **options: Any) -> Any:
-        """Draw with `client.render.figures.attention_figure`: return matplotlib's figure, saved
-        to `path` if given.
+        """Draw the patterns with `client.render.figures.attention_figure`; return matplotlib's
+        figure, also saved to `path` if given.
         """
         return rendered("attention_figure", self, path, options)
 
@@ -139,8 +136,8 @@ class Attention:
 
 
 def _back(positions: np.ndarray, by: int) -> np.ndarray:
-    separate: np.ndarray = positions[:, None] - positions[None, :] == by
-    return separate
+    keys: np.ndarray = positions[:, None] - positions[None, :] == by
+    return keys
 
 
 def _duplicates(positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -152,13 +149,13 @@ def _followers(positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Return the keys directly after an earlier occurrence of the query's token, and before the
     query.
     """
-    followed = np.zeros((len(ids), len(ids)), dtype=bool)
-    behind = np.flatnonzero(np.diff(positions) == 1)
-    followed[:, behind + 1] = _duplicates(positions, ids)[:, behind]
-    return followed & (positions[None, :] < positions[:, None])
+    keys = np.zeros((len(ids), len(ids)), dtype=bool)
+    adjacent = np.flatnonzero(np.diff(positions) == 1)
+    keys[:, adjacent + 1] = _duplicates(positions, ids)[:, adjacent]
+    return keys & (positions[None, :] < positions[:, None])
 
 
-#: (positions, token ids) → bool `[query, key]`.
+#: Behaviour → function of (positions, token ids) that returns its keys, bool `[query, key]`.
 _KEYS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "previous": lambda positions, ids: _back(positions, 1),
     "current": lambda positions, ids: _back(positions, 0),
@@ -177,8 +174,8 @@ def attention_of(
     """Compute the patterns of one request from a capture of `q` and `k`.
 
     `layers`: captured layers; "all" leaves out layers whose attention has no pattern, and lists
-    them in `absent`. Raises what `CaptureReader.attention` raises, and `invalid_request` where the
-    patterns would exceed MAX_BYTES in all.
+    them in `absent`. Raises what `CaptureReader.attention` raises, and `invalid_request` if the
+    patterns together exceed MAX_BYTES.
     """
     captured = [
         layer for layer in reader.layers(request, "q") if layer in reader.layers(request, "k")
@@ -221,9 +218,7 @@ def attention_of(
 def _chosen(
     layers: LayerSelector, reader: "CaptureReader", request: int, captured: Sequence[int]
 ) -> list[int]:
-    """Return the layers that a selector names. Raises MidstreamError that lists the captured
-    ones.
-    """
+    """Resolve a selector of layers. Raises MidstreamError that lists the captured layers."""
     try:
         chosen = resolve_layers(layers, reader.manifest(request).num_layers)
     except SelectorError as error:

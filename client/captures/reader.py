@@ -1,6 +1,4 @@
-"""Reader of captured activations as numpy arrays, on any machine, without torch, for every file
-layout.
-"""
+"""Reads captured activations as numpy arrays, from every file layout, without torch."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ _SHOWN_RANGES = 16
 
 @dataclass(frozen=True)
 class Check:
-    """Finding of `CaptureReader.verify` about one blob, or about something missing."""
+    """A finding of `CaptureReader.verify`: about one blob, or about missing requests or rows."""
 
     path: Path  # of the blob; the job's id if whole requests are missing
     bytes: int
@@ -61,11 +59,11 @@ class _Request:
         for blob in sorted(self.blobs, key=lambda blob: blob.header.manifest.columns):
             for tensor in blob.header.tensors.values():
                 if tensor.site is not None:
-                    held = self.sites.setdefault(tensor.site, [])
-                    if held and held[-1].header.manifest.columns == blob.header.manifest.columns:
-                        # the same rows, written twice
-                        held.pop()
-                    held.append(blob)
+                    of_site = self.sites.setdefault(tensor.site, [])
+                    columns = blob.header.manifest.columns
+                    if of_site and of_site[-1].header.manifest.columns == columns:
+                        of_site.pop()  # the same rows, written twice
+                    of_site.append(blob)
 
     @property
     def manifest(self) -> Manifest:
@@ -84,7 +82,7 @@ class _Request:
         ]
 
     def incomplete(self) -> str:
-        """Return what the request lacks, as an error message; empty if it is complete."""
+        """Return an error message that lists the missing tensors; empty if none is missing."""
         missing = self.missing
         if not missing:
             return ""
@@ -100,22 +98,22 @@ class _Request:
 
     @property
     def dropped(self) -> list[int]:
-        """Positions that some stage dropped under overload."""
+        """The positions that at least one stage dropped under overload."""
         return sorted(
             {position for blob in self.blobs for position in blob.header.manifest.dropped}
         )
 
     @cached_property
     def positions(self) -> dict[int, int]:
-        """Position → token id, ascending, of the positions that every stage holds. (Under overload,
+        """Position → token id of the positions that every stage holds, ascending. (Under overload,
         stages may drop different positions.)
         """
         first, *rest = self.blobs
-        request = _requested_positions(first)
+        requested = _requested_positions(first)
         shared = _tokens(first)
         for other in rest:
             tokens = _tokens(other)
-            if _requested_positions(other) != request or any(
+            if _requested_positions(other) != requested or any(
                 tokens[position] != shared[position] for position in tokens.keys() & shared.keys()
             ):
                 raise MidstreamError(
@@ -134,16 +132,16 @@ class _Request:
 
     def rows(self, blob: Blob) -> list[int] | None:
         """Return which rows of the blob's tensors belong to `positions`; None: all."""
-        own = blob.header.manifest.positions
+        stored = blob.header.manifest.positions
         return (
             None
-            if len(own) == len(self.positions)
-            else [row for row, position in enumerate(own) if position in self.positions]
+            if len(stored) == len(self.positions)
+            else [row for row, position in enumerate(stored) if position in self.positions]
         )
 
 
 def _all_columns(blobs: Sequence[Blob]) -> bool:
-    """Return whether these blobs of one site, in the order of their columns, hold whole rows."""
+    """Return whether the blobs of one site, in the order of their columns, hold complete rows."""
     end = 0
     for manifest in (blob.header.manifest for blob in blobs):
         if manifest.row is None or not manifest.columns:
@@ -174,22 +172,21 @@ class CaptureReader:
 
     `source`: the job's folder `<capture root>/<tag>/<job>`; or, if `job` is given, the tag's
     folder, the capture root or its store; or a list of files, which need not be all files of the
-    job. If there are several attempts at a request, the last complete one is read. All files are
-    opened immediately and stay readable, even if they are deleted meanwhile, until `close` or the
-    reader's end.
+    job. If a request was attempted several times, its last complete attempt is read. All files are
+    opened immediately and stay readable, even if they are deleted, until `close` or until the
+    reader is garbage-collected.
 
-    Raises MidstreamError: `not_found` when there is nothing, `gone` when it was deleted,
-    `capture_damaged` for damaged files, and `invalid_request` when the source holds several jobs or
-    tags and none is named. Without `partial`, listing the requests raises `capture_failed` if some
-    are missing, and so does reading a request that lacks a stage or a tensor.
+    Raises MidstreamError: `not_found` if the source has no captured rows, `gone` if they were
+    deleted, `capture_damaged` for damaged files, and `invalid_request` if the source holds several
+    jobs or tags and none is named. Without `partial`, listing the requests raises `capture_failed`
+    if some are missing, and so does reading a request that lacks a stage or a tensor.
     """
 
-    #: The API's status of the job's capture (`ok`, `partial`, …) and its reason; empty for a reader
-    #: that does not use the API.
+    #: The status of the job's capture (`ok`, `partial`, …) and its reason, from the API; empty for
+    #: a reader that does not use the API.
     status: str = ""
     detail: str = ""
-    #: Converts token ids to as many texts. Set by `Client.capture`, which gets them from the
-    #: server.
+    #: Returns one text for each token id. Set by `Client.capture`, which asks the server.
     read_tokens: Callable[[list[int]], list[str]] | None = None
 
     def __init__(
@@ -244,8 +241,8 @@ class CaptureReader:
         tag: str | None = None,
         partial: bool = False,
     ) -> "CaptureReader":
-        """Return a reader of all files that the API lists for a job whose capture has this
-        `status`.
+        """Return a reader of `files`: all those that the API lists for a job. `status`, `detail`:
+        of the job's capture.
         """
         reader = cls.__new__(cls)
         blobs = open_blobs(file if isinstance(file, Place) else at(file) for file in files)
@@ -272,7 +269,9 @@ class CaptureReader:
         first_tag: bool,
         whole: bool,
     ) -> None:
-        """Group the blobs by request. `whole`: the blobs should be all those of the job."""
+        """Group the blobs by request. `first_tag`: without `tag`, read the first blob's tag.
+        `whole`: the blobs should be all those of the job.
+        """
         self._partial = partial
         if job is not None:
             blobs = [blob for blob in blobs if blob.header.manifest.job == job]
@@ -282,7 +281,7 @@ class CaptureReader:
                 "job", "captures of several jobs found: pass job", allowed=", ".join(jobs)
             )
         self.job = jobs[0] if jobs else ""
-        #: The tags that the source holds rows of; this reader reads one of them.
+        #: The tags in the source; this reader reads one of them.
         self.tags = list(dict.fromkeys(blob.header.manifest.tag for blob in blobs))
         if tag is None and len(self.tags) > 1 and not first_tag:
             raise invalid(
@@ -326,15 +325,13 @@ class CaptureReader:
         self.close()
 
     def close(self) -> None:
-        """Release the files; arrays that `raw` returned stay valid. The reader is empty
-        afterwards.
-        """
+        """Release the files; the reader is empty afterwards. Arrays from `raw` stay valid."""
         self._requests.clear()
         self._expected = 0
 
     @property
     def files(self) -> list[Path]:
-        """The files of the reader, by request and stage; each segment once."""
+        """The files of the reader, ordered by request and stage; each segment once."""
         return list(
             dict.fromkeys(
                 blob.place.path for request in self._requests.values() for blob in request.blobs
@@ -342,27 +339,29 @@ class CaptureReader:
         )
 
     def requests(self) -> list[int]:
-        """Indices of the job's prompts that have rows."""
+        """Return the indices of the job's prompts that have rows."""
         if not self._partial and (why := self._missing_requests()):
             raise MidstreamError("capture_failed", why, allowed=_PARTIAL)
         return list(self._requests)
 
     def hooks(self, request: int = 0) -> list[str]:
-        """The hook points that were captured, in the order in which a forward meets them."""
+        """Return the captured hook points, in the order of the forward pass."""
         result = {hook for hook, _ in self._of(request).sites}
         return [hook for hook in FORWARD if hook in result] + sorted(result - set(FORWARD))
 
     def layers(self, request: int = 0, hook: str | None = None) -> list[int]:
-        """Ascending layers captured at `hook`, over all stages."""
+        """Return the layers captured at `hook`, over all stages, ascending."""
         chosen = self._hook(hook, request)
-        return sorted(layer for result, layer in self._of(request).sites if result == chosen)
+        return sorted(layer for name, layer in self._of(request).sites if name == chosen)
 
     def positions(self, request: int = 0) -> list[int]:
-        """Absolute token positions of the rows; row i of every array is `positions[i]`."""
+        """Return the absolute token positions of the rows: row i of every array is at position
+        `positions[i]`.
+        """
         return list(self._of(request).positions)
 
     def token_ids(self, request: int = 0) -> list[int]:
-        """The token at each of `positions`."""
+        """Return the token id at each of `positions`."""
         return list(self._of(request).positions.values())
 
     def images(self, request: int = 0) -> list[ImageSpan]:
@@ -389,9 +388,7 @@ class CaptureReader:
         return self.read_tokens(self.token_ids(request))
 
     def words(self, request: int = 0) -> list[str]:
-        """Return the texts of `tokens`; a reader that was opened from files alone returns ids in
-        digits.
-        """
+        """Return `tokens`; for a reader opened from files alone, the token ids in digits."""
         return (
             [str(token) for token in self.token_ids(request)]
             if self.read_tokens is None
@@ -399,43 +396,42 @@ class CaptureReader:
         )
 
     def dropped(self, request: int = 0) -> list[int]:
-        """Requested positions that some stage dropped under overload."""
+        """Return the requested positions that at least one stage dropped under overload."""
         return self._of(request).dropped
 
     def array(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
-        """`[positions, hidden]` float32, a copy.
+        """Return the rows of one site, `[positions, hidden]` float32, a copy.
 
-        `hook`: by default `post_block`, or the only one that was captured.
-
-        `hook` may be a TransformerLens name. `layer`: a negative number counts from the model's
-        last layer, -1. Raises MidstreamError that lists the captured layers.
+        `hook`: may be a TransformerLens name; by default `post_block`, or the only captured hook.
+        `layer`: a negative number counts from the model's last layer, -1. Raises MidstreamError
+        that lists the captured layers.
         """
         return self._joined(layer, hook, request, Blob.array)
 
     def raw(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
-        """`[positions, hidden]` as stored in the file: read-only and not copied; bfloat16 as uint16
-        bit patterns.
+        """Return `[positions, hidden]` as stored in the file: read-only and not copied; bfloat16 as
+        uint16 bit patterns.
 
-        (It is a copy only if each rank stored some columns of the rows, or if a pipeline stage
-        holds rows that another one dropped.)
+        (The array is a copy only if each rank stored some columns of the rows, or if another stage
+        dropped some of these rows.)
         """
         return self._joined(layer, hook, request, Blob.raw)
 
     def _joined(
         self, layer: int, hook: str | None, request: int, read: Callable[[Blob, str], np.ndarray]
     ) -> np.ndarray:
-        """The rows of one site, the columns of all ranks side by side."""
-        result, blobs, name = self._tensor(layer, hook, request)
+        """Return the rows of one site, with the columns of all ranks side by side."""
+        merged, blobs, name = self._tensor(layer, hook, request)
         parts = []
         for blob in blobs:
-            array, rows = read(blob, name), result.rows(blob)
+            array, rows = read(blob, name), merged.rows(blob)
             parts.append(array if rows is None else array[rows])
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def stack(
         self, layers: Sequence[int] | None = None, hook: str | None = None, request: int = 0
     ) -> np.ndarray:
-        """`[layers, positions, hidden]` float32; by default of every captured layer."""
+        """Return `[layers, positions, hidden]` float32, by default of all captured layers."""
         return np.stack(
             [
                 self.array(layer, hook, request)
@@ -446,25 +442,25 @@ class CaptureReader:
     def to_pandas(
         self, hook: str | None = None, requests: Sequence[int] | None = None
     ) -> "pandas.DataFrame":
-        """A line for each row: index request, layer and position; columns token, token_id, and 0 to
-        hidden − 1 (float32).
+        """Return one line per captured row: index request, layer and position; columns token,
+        token_id, and 0 to hidden − 1 (float32).
 
-        `hook`: by default `post_block`, or the only one. `requests`: by default all. Raises
-        MidstreamError without pandas.
+        `hook`: by default `post_block`, or the only captured hook. `requests`: by default all.
+        Raises MidstreamError without pandas.
         """
         return tables.data_frame(
             self, hook, list(self.requests() if requests is None else requests)
         )
 
     def to_xarray(self, hook: str | None = None, request: int = 0) -> "xarray.DataArray":
-        """float32 `[layer, position, dim]`, with token and token_id of each position.
+        """Return float32 `[layer, position, dim]`, with token and token_id of each position.
 
         Raises MidstreamError without xarray.
         """
         return tables.data_array(self, hook, request)
 
     def plotly(self, hook: str | None = None, request: int = 0) -> Any:
-        """An interactive heatmap of the rows' norms: `plotly.graph_objects.Figure`.
+        """Return an interactive heatmap of the rows' norms, a `plotly.graph_objects.Figure`.
 
         Raises MidstreamError without plotly.
         """
@@ -478,23 +474,23 @@ class CaptureReader:
         *,
         queries: Sequence[int] | None = None,
     ) -> np.ndarray:
-        """float32 `[heads, query, key]`: attention patterns, computed from the captured `q` and `k`
-        of `layer`.
+        """Return attention patterns, float32 `[heads, query, key]`, computed from the captured `q`
+        and `k` of `layer`.
 
         Both axes are `positions(request)`; keys that a query does not see are 0, and a row sums to
         1, or to less if the model has attention sinks. `head`: a number, a list or `"0-3"`; by
-        default all of the layer. `queries`: the absolute positions whose rows to return, by default
-        all; negative ones count from the prompt's end. The values are those of transformers' eager
-        attention, see `docs/attention.md`.
+        default all of the layer. `queries`: the absolute positions of the queries to return, by
+        default all; a negative position counts from the prompt's end. The values are those of
+        transformers' eager attention, see `docs/attention.md`.
 
         Raises MidstreamError: `not_found` if `q`, `k` or a key that a query sees was not captured,
-        or if the pattern of the layer's kind of attention cannot be computed; `invalid_request` for
+        or if patterns cannot be computed for the layer's kind of attention; `invalid_request` for
         an unknown head, or if the result would be too large.
         """
         kind, manifest = self.attention_kind(layer, request), self.manifest(request)
         if kind.text_only and manifest.images:
             detail = (
-                f"in layer {layer} tokens of an image see each other in both directions: a "
+                f"in layer {layer}, tokens of an image attend to each other in both directions: a "
                 "prompt with images has no causal pattern"
             )
             raise MidstreamError("not_found", detail, field="request")
@@ -503,8 +499,8 @@ class CaptureReader:
             if queries is None
             else [place if place >= 0 else manifest.prompt_tokens + place for place in queries]
         )
-        result = self.array(layer, "q", request), self.array(layer, "k", request)
-        return pattern(*result, usable(kind, layer), self.positions(request), heads=head, rows=rows)
+        qk = self.array(layer, "q", request), self.array(layer, "k", request)
+        return pattern(*qk, usable(kind, layer), self.positions(request), heads=head, rows=rows)
 
     def attention_kind(self, layer: int, request: int = 0) -> AttentionKind:
         """Return how a layer turns queries and keys into patterns.
@@ -516,7 +512,9 @@ class CaptureReader:
         return attention_at(blobs[0].header.manifest.attention, int(site.rpartition(".")[2]))
 
     def heads(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
-        """`[positions, heads, head size]` float32 of a hook that has heads: the captured heads."""
+        """Return the captured heads of a hook that has heads: `[positions, heads, head size]`
+        float32.
+        """
         _, blobs, name = self._tensor(layer, hook, request)
         shape = blobs[0].header.manifest.row
         bare = name.partition(".")[0]
@@ -525,7 +523,7 @@ class CaptureReader:
         ):
             raise MidstreamError(
                 "not_found",
-                f"{bare} has no heads, or the file does not say which",
+                f"{bare} has no heads, or the file does not record them",
                 field="hook",
             )
         rows = self.array(layer, hook, request)
@@ -535,9 +533,9 @@ class CaptureReader:
         """Return the experts that each token was routed to, largest weight first, and the weights:
         int64 and float32 `[positions, top]`.
 
-        From the captured logits `router`, by the model's own rule: softmax or sigmoid, groups,
-        correction bias, scale. Shared experts are not included. Raises MidstreamError if `router`
-        was not captured, or if the model's rule is not known.
+        Computed from the captured logits `router` by the model's own rule: softmax or sigmoid,
+        groups, correction bias, scale. Shared experts are not included. Raises MidstreamError if
+        `router` was not captured, or if the model's rule is unknown.
         """
         _, blobs, site = self._tensor(layer, "router", request)
         kind = routing_at(blobs[0].header.manifest.routing, int(site.rpartition(".")[2]))
@@ -546,7 +544,7 @@ class CaptureReader:
     def row(
         self, layer: int, position: int, hook: str | None = None, request: int = 0
     ) -> np.ndarray:
-        """`[hidden]` float32 at an absolute token position."""
+        """Return the row at an absolute token position, `[hidden]` float32."""
         positions = self.positions(request)
         if position not in positions:
             raise MidstreamError(
@@ -562,11 +560,11 @@ class CaptureReader:
         return self._of(request).manifest.dtype
 
     def manifest(self, request: int = 0) -> Manifest:
-        """The manifest of the request's first blob."""
+        """Return the manifest of the request's first blob."""
         return self._of(request).manifest
 
     def verify(self) -> list[Check]:
-        """Compare size, CRC32 and content of every blob with its manifests, and add `gaps`.
+        """Compare size, CRC32 and content of every blob with its manifests; also return `gaps`.
 
         The capture is complete and undamaged if every check is `ok`.
         """
@@ -575,8 +573,8 @@ class CaptureReader:
         ] + self.gaps()
 
     def gaps(self) -> list[Check]:
-        """Return what is missing: requests, stages, tensors, dropped positions; and the capture's
-        status from the API.
+        """Return a check for each missing part (requests, stages, tensors, dropped positions), and
+        for a capture status other than `ok` from the API.
         """
         result = []
         if self.status not in ("", "ok"):
@@ -600,9 +598,7 @@ class CaptureReader:
         return result
 
     def _missing_requests(self) -> str:
-        """Return an error message that lists the present requests if some are missing; otherwise an
-        empty text.
-        """
+        """Return an error message that lists the present requests; empty if none is missing."""
         present = list(self._requests)
         if len(present) >= self._expected:
             return ""
@@ -653,7 +649,7 @@ class CaptureReader:
 
 
 def _from_the_end(layer: int, manifest: Manifest) -> int:
-    """Return the layer that a negative number stands for, counted from the model's last."""
+    """Convert a negative layer number, counted from the model's last layer, -1."""
     if not manifest.num_layers:
         detail = (
             f"layer {layer} counts from the model's last layer, but this capture does not "
@@ -662,7 +658,7 @@ def _from_the_end(layer: int, manifest: Manifest) -> int:
         raise invalid(
             "layer",
             detail,
-            allowed="a layer from 0 on: an older version of Midstream wrote this capture",
+            allowed="a layer from 0: an older version of Midstream wrote this capture",
         )
     if layer < -manifest.num_layers:
         raise invalid(
@@ -685,16 +681,16 @@ def _status_message(status: str, detail: str) -> str:
 
 def _check(blob: Blob) -> Check:
     manifest, crc, wrong = blob.header.manifest, blob.crc32(), []
-    promised = blob.promised()
-    if promised is None:
+    recorded = blob.recorded()
+    if recorded is None:
         wrong.append(
             f"{PurePosixPath(index_of(blob.place.key)).name} is missing: without it the "
             "CRC32 cannot be checked"
         )
-    elif promised != (blob.size, crc):
+    elif recorded != (blob.size, crc):
         wrong.append(
-            f"{blob.size} bytes with CRC32 {crc:08x}, but the manifest lists {promised[0]} "
-            f"with {promised[1]:08x}"
+            f"{blob.size} bytes with CRC32 {crc:08x}, but the manifest lists {recorded[0]} "
+            f"with {recorded[1]:08x}"
         )
     rows = len(manifest.positions)
     for hook, layers in manifest.sites.items():

@@ -1,5 +1,5 @@
-"""Captured rows of many requests as one matrix: the X of a probe, a difference of means or an SAE's
-training batch.
+"""Joins captured rows of many requests into one matrix: for probes, differences of means, or an
+SAE's training batch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,8 +11,8 @@ from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.prompts.selectors import as_ranges
 from .reader import CaptureReader
 
-#: Rows taken from a request: its last or first captured row, the mean of its rows, all of them, or
-#: the row at a token position.
+#: The rows to take from a request: its last or first captured row, the mean of its rows, all rows,
+#: or the row at a token position.
 Named = Literal["last", "first", "mean", "all"]
 Rows = Named | int
 #: The most ranges of positions that an error message lists.
@@ -20,7 +20,7 @@ SHOWN_RANGES = 16
 
 
 class Sample(NamedTuple):
-    """Origin of a row of a matrix."""
+    """The origin of a row of a matrix."""
 
     job: str
     request: int
@@ -33,7 +33,7 @@ def matrix(
     hook: str | None = None,
     rows: Rows = "last",
 ) -> np.ndarray:
-    """float32 `[samples, hidden]` over all requests of one reader or of several, in the order of
+    """Return float32 `[samples, hidden]` over all requests of the readers, in the order of
     `samples`.
 
     `layer`, `hook`: as for `CaptureReader.array`. `rows`: "last" (one row per request: its last
@@ -41,9 +41,9 @@ def matrix(
     position), or a token position. A negative position counts from the prompt's end, as in a
     request's `positions`: -1 is the last token of the prompt.
 
-    Raises MidstreamError: `invalid_request` for other `rows` or for readers of models of different
-    width, `not_found` where a request lacks the layer or the position, and what
-    `CaptureReader.requests` raises when requests are missing.
+    Raises MidstreamError: `invalid_request` for invalid `rows` or for rows of different width,
+    `not_found` if a request lacks the layer or the position, and what `CaptureReader.requests`
+    raises if requests are missing.
     """
     parts = [
         _chosen(reader.array(layer, hook, request), reader, request, rows)
@@ -64,9 +64,7 @@ def matrix(
 def samples(
     readers: "CaptureReader | Iterable[CaptureReader]", rows: Rows = "last"
 ) -> list[Sample]:
-    """Return what each row of `matrix(readers, …, rows=rows)` is: its job, its request and its
-    token position.
-    """
+    """Return the job, request and token position of each row of `matrix(readers, …, rows=rows)`."""
     result = []
     for reader, request in _each(readers):
         positions = reader.positions(request)
@@ -89,7 +87,7 @@ def _each(
 
 
 def _chosen(array: np.ndarray, reader: CaptureReader, request: int, rows: Rows) -> np.ndarray:
-    """`[samples, hidden]` of one request's `[positions, hidden]`."""
+    """Select from one request's `[positions, hidden]`; return `[samples, hidden]`."""
     if rows == "mean":
         if not len(array):
             raise _no_rows(request)

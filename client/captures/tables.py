@@ -1,4 +1,4 @@
-"""Captured rows as a pandas data frame or an xarray array (extra `notebook`)."""
+"""Converts captured rows to a pandas data frame or an xarray array (extra `notebook`)."""
 
 from typing import Any, Protocol
 
@@ -25,8 +25,8 @@ class Rows(Protocol):
 
 
 def data_frame(reader: Rows, hook: str | None, requests: list[int]) -> Any:
-    """A line for each row, by request, layer and position; columns: token, token_id and the row's
-    elements.
+    """Return one line per captured row, indexed by request, layer and position; columns: token,
+    token_id and the row's elements.
     """
     module = pandas()
     parts = []
@@ -44,7 +44,7 @@ def data_frame(reader: Rows, hook: str | None, requests: list[int]) -> Any:
 
 
 def data_array(reader: Rows, hook: str | None, request: int) -> Any:
-    """`[layer, position, dim]` float32 with its coordinates."""
+    """Return `[layer, position, dim]` float32 with its coordinates."""
     module = xarray()
     layers, positions = reader.layers(request, hook), reader.positions(request)
     return module.DataArray(

@@ -1,6 +1,4 @@
-"""Captured rows on the command line: `capture show`, `verify`, `save`, `export`, `list`,
-`delete`.
-"""
+"""The commands `capture show`, `verify`, `save`, `export`, `list`, `delete`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +21,7 @@ Source = Annotated[
         help="A job's id, a folder or file of captures, or s3://bucket/prefix.",
     ),
 ]
-Job = Annotated[str | None, typer.Option(help="Which job, if a folder has captures of several.")]
+Job = Annotated[str | None, typer.Option(help="The job, if the source has captures of several.")]
 Tag = Annotated[str | None, typer.Option(help="Which capture of the job; default: the job's own.")]
 Partial = Annotated[bool, typer.Option("--partial", help="Accept incomplete captures.")]
 
@@ -119,11 +117,10 @@ def capture_export(
     """Write chosen rows into one file for other programs."""
     reader = open_capture(source, url, job, tag, partial)
     chosen = None if layers is None else options.parse_layers(layers)
-    needed = options.read_hooks(hooks, chosen) if hooks else ()
     names = export(
         reader,
         target,
-        hooks=needed,
+        hooks=options.read_hooks(hooks, chosen) if hooks else (),
         layers="all" if chosen is None else chosen,
         requests=request or (),
     )
@@ -164,15 +161,14 @@ def open_capture(
     tag: str | None = None,
     partial: bool = False,
 ) -> CaptureReader:
-    """A store, a folder or a file of captures when there is one of that name, else a job's captures
+    """Open a store, folder or file of captures if `source` names one; otherwise a job's captures
     through the API.
     """
     if "://" in source:
         return CaptureReader(source, job, tag=tag, partial=partial)
     path = Path(source)
-    if (
-        path.exists() or (path.parent / "segments").is_dir()
-    ):  # a job stored in segments only has no folder
+    # a job that is stored only in segments has no folder
+    if path.exists() or (path.parent / "segments").is_dir():
         return CaptureReader(path, job, tag=tag, partial=partial)
     if "/" in source:
         raise MidstreamError("not_found", f"no such folder: {source}")

@@ -1,5 +1,5 @@
-"""`midstream demo`: the real stack, a real model, a real capture, real steering and a real sweep,
-with a check of each.
+"""`midstream demo`: runs a capture, steering and a sweep on the real stack with a real model, and
+checks each result.
 """
 
 import os
@@ -45,7 +45,7 @@ from ..stack.processes import wait_for
 from ..stack.supervisor import LOCK_FILE, Supervisor, read_state
 from ..study.patch_study import PatchStudy
 
-#: Seconds that processes may take to end after they were killed: an engine frees gigabytes.
+#: Seconds that killed processes may take to end: an engine frees gigabytes.
 END_S = 5.0
 FACTS = (
     "The Eiffel Tower is located in the city of",
@@ -56,7 +56,7 @@ FACTS = (
     "The author of Romeo and Juliet is William",
 )
 FACT_TOKENS = 6
-#: The demo model's shape, with which every capture is compared.
+#: The demo model's shape; every capture must have it.
 NUM_LAYERS = 30
 HIDDEN_SIZE = 576
 
@@ -84,8 +84,8 @@ LAYER = 14
 SCALE = 1.0
 #: The direction's name.
 MODULE = "sea"
-#: Leading tokens to leave out: the first one is an attention sink, whose activation is a hundred
-#: times larger than the rest and does not depend on the text.
+#: Leading tokens to leave out: the first token is an attention sink, whose activation is a hundred
+#: times larger than the others and does not depend on the text.
 SINK_TOKENS = 1
 #: Two prompts of the same form; activations of the first are patched into the second.
 CLEAN, ANSWER = FACTS[0], " Paris"
@@ -95,10 +95,10 @@ HOOK = "resid_pre"
 #: 1, because the last layer itself also contributes.
 LEAST_AT_THE_END = 0.8
 #: Patching the subject's rows must recover at least the first share in an early layer, and at most
-#: the second in the last one: by then the last token has already read them.
+#: the second share in the last layer, where the last token has already read them.
 LEAST_AT_THE_SUBJECT, MOST_WHEN_READ = 0.3, 0.1
-#: The smallest share of the edit that must remain one layer later; that layer also adds to the
-#: stream.
+#: The smallest share of the edit that must remain one layer later; below 1, because that layer also
+#: adds to the stream.
 LEAST_SHIFT = 0.5
 
 
@@ -126,7 +126,7 @@ class Verdict:
 def run_demo(
     data: Path | None = None, console: Console | None = None, *, keep: bool = False
 ) -> int:
-    """Run the demo on a stack of its own; return the exit code.
+    """Start a separate stack, and run the demo on it; return the exit code.
 
     `data`: the data directory, by default `demo/` in the setting `data_dir`, re-created.
 
@@ -171,8 +171,8 @@ def run_demo_at(url: str, keep: Path | None = None, console: Console | None = No
 
     `keep`: the folder for the figure, by default the working directory.
 
-    Raises MidstreamError when the demo model is not served there. The module that the demo
-    registers is removed at the end.
+    Raises MidstreamError if the demo model is not served there, or if the demo's module already
+    exists. The module that the demo registers is removed at the end.
     """
     console = console or Console(highlight=False)
     began = time.monotonic()
@@ -220,7 +220,7 @@ def demonstrate(client: Client, folder: Path, console: Console, verdict: Verdict
 def _started(settings: Settings, console: Console) -> Iterator[Supervisor]:
     """Start the stack, and stop it at the end; a line counts the seconds while it starts.
 
-    The wait itself redraws the line: a thread must not run while the supervisor forks.
+    The line is redrawn by the supervisor's wait, because no thread may run while it forks.
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
@@ -244,7 +244,7 @@ def _started(settings: Settings, console: Console) -> Iterator[Supervisor]:
 
 
 def _settings(data: Path | None, console: Console) -> Settings:
-    """Free ports, the demo model and a separate data directory; other settings are the user's."""
+    """Return the user's settings with free ports, the demo model and a separate data directory."""
     base = load_settings()
     folder = Path(data or Path(base.data_dir) / "demo").expanduser().resolve()
     if data is None and (folder / LOCK_FILE).exists() and not _in_use(folder):
@@ -331,9 +331,7 @@ def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> 
 
 
 def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> None:
-    """Complete prompts plain and steered by a named module, side by side; show the ranks'
-    status.
-    """
+    """Complete prompts without and with steering by a module, show both, and check the ranks."""
     console.print()
     console.rule(
         (
@@ -477,8 +475,8 @@ def _ask_the_ranks(client: Client, console: Console, verdict: Verdict) -> None:
 
 
 def _shift(plain: CaptureReader, steered: CaptureReader, direction: np.ndarray) -> Shift:
-    """Mean projection of (steered − plain) on the direction, over the prompt tokens after the
-    sink.
+    """Return the mean projection of (steered − plain) on the direction, over the prompt tokens
+    after the sink.
     """
     unit = direction / np.linalg.norm(direction)
     moved = [
@@ -495,7 +493,7 @@ def _shift(plain: CaptureReader, steered: CaptureReader, direction: np.ndarray) 
 
 
 def _all(calls: list[Callable[[], Answer]], title: str, console: Console) -> list[Answer]:
-    """Results of concurrent calls, in their order, with a progress bar."""
+    """Make calls concurrently, with a progress bar; return their results in order."""
     columns = (
         TextColumn("  {task.description}"),
         BarColumn(),
@@ -529,14 +527,17 @@ def _draw_norms(console: Console, reader: CaptureReader, prompt: str) -> None:
 
 
 def _farewell(console: Console, settings: Settings, job: str, seconds: float) -> None:
-    store, shown = _kept_in(settings, job)
+    store, arguments = _store_of(settings, job)
     command = _command()
     console.print()
     console.rule(f"[bold]Done in {seconds:.0f} s[/]", align="left")
     _line(console, f"captures: {escape(store)}\n")
     _line(console, "Try next:")
     tries = (
-        (f"{command} capture show {shown} --values {LAYER}", "print the rows of the first prompt"),
+        (
+            f"{command} capture show {arguments} --values {LAYER}",
+            "print the rows of the first prompt",
+        ),
         (f"{command} up", "run the stack until Ctrl-C; then, in another terminal:"),
         (
             f'{command} submit "The sky is" --layers all --positions all_prompt',
@@ -555,7 +556,7 @@ def _farewell(console: Console, settings: Settings, job: str, seconds: float) ->
     console.print()
 
 
-def _kept_in(settings: Settings, job: str) -> tuple[str, str]:
+def _store_of(settings: Settings, job: str) -> tuple[str, str]:
     """Return the artifact store, and the arguments of `capture show` for the job."""
     store = settings.artifacts
     if "://" in store:
@@ -588,7 +589,7 @@ def _in_use(folder: Path) -> bool:
 
 @contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that the stack is stopped."""
+    """Let SIGTERM raise KeyboardInterrupt, like Ctrl-C, so that the stack is stopped."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

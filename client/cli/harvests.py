@@ -1,6 +1,4 @@
-"""Harvests on the command line: `harvest run`, `status`, `list`, `pause`, `resume`, `cancel`,
-`delete`, `verify`.
-"""
+"""The commands `harvest run`, `status`, `list`, `pause`, `resume`, `cancel`, `delete`, `verify`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +20,7 @@ ROWS: dict[str, Any] = {"rich_help_panel": "Rows"}
 RESULT: dict[str, Any] = {"rich_help_panel": "Result"}
 
 harvest_app = typer.Typer(
-    no_args_is_help=True, help="Rows of a whole corpus as shards: run, follow, verify."
+    no_args_is_help=True, help="Store rows of a whole corpus as shards: run, follow, verify."
 )
 
 
@@ -43,7 +41,7 @@ def harvest_run(
     ] = None,
     body: Annotated[
         Path | None,
-        typer.Option(help="A whole HarvestRequest as JSON instead of all options.", **SOURCE),
+        typer.Option(help="A whole HarvestRequest as JSON, instead of the options.", **SOURCE),
     ] = None,
     format_: Annotated[
         str | None,
@@ -54,14 +52,14 @@ def harvest_run(
     ] = None,
     field: Annotated[
         str | None,
-        typer.Option(help="Column or member with the document; default: text.", **SOURCE),
+        typer.Option(help="Column or JSON field with the document; default: text.", **SOURCE),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Default: the first model served.", **SOURCE)
     ] = None,
     max_length: Annotated[
         int | None,
-        typer.Option(help="Tokens of a sequence; default: what the model takes.", **SOURCE),
+        typer.Option(help="Tokens of a sequence; default: the model's maximum.", **SOURCE),
     ] = None,
     fit: Annotated[
         str | None, typer.Option(help="truncate (default), split or pack.", **SOURCE)
@@ -136,7 +134,7 @@ def harvest_run(
         chosen = {name: value for name, value in fields.items() if value}
         if body is not None and chosen:
             raise invalid(
-                "--body", "is the whole request: not valid with other options for source or rows"
+                "--body", "is the whole request: not valid with options for source or rows"
             )
         if body is None and not (source or lines):
             raise invalid("--source", "is required unless --lines or --body is given")
@@ -175,7 +173,7 @@ def harvest_list(
 
 @harvest_app.command("pause")
 def harvest_pause(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
-    """Pause a harvest: what is done stays."""
+    """Pause a harvest; finished shards are kept."""
     with connect(url) as client:
         _print(client.pause_harvest(harvest), json_)
 
@@ -189,7 +187,7 @@ def harvest_resume(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
 
 @harvest_app.command("cancel")
 def harvest_cancel(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
-    """End a harvest for good."""
+    """Cancel a harvest; it cannot be resumed."""
     with connect(url) as client:
         _print(client.cancel_harvest(harvest), json_)
 
@@ -214,7 +212,7 @@ def harvest_verify(
     ],
     json_: AsJson = False,
 ) -> None:
-    """Compute checksums, keys, order and counts again from the files.
+    """Recompute checksums, keys, order and counts from the files.
 
     Exits non-zero if anything differs.
     """

@@ -1,4 +1,4 @@
-"""Jobs on the command line: `submit`, `job …`."""
+"""The commands `submit` and `job …`, and what all commands share."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -32,13 +32,13 @@ Url = Annotated[
 ]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Model = Annotated[str | None, typer.Option(help="Its model; required only if several are served.")]
+Model = Annotated[str | None, typer.Option(help="The model; required only if several are served.")]
 
 DEFAULTS = SamplingRequest()
 #: Capture options are grouped in `--help`.
 CAPTURE: dict[str, Any] = {"rich_help_panel": "Capture"}
 
-#: Between two looks at a job while a progress bar is shown.
+#: Seconds between two polls of a job while a progress bar is shown.
 LOOK_S = 0.25
 
 job_app = typer.Typer(no_args_is_help=True, help="List, inspect, await and cancel jobs.")
@@ -54,15 +54,15 @@ def connect(given: str | None) -> Client:
     return Client(given, load_settings().api_key)
 
 
-def print_json(record: Any, needed: bool = True) -> bool:
-    """Print a record as JSON if that is needed; return whether it was."""
-    if needed:
+def print_json(record: Any, as_json: bool = True) -> bool:
+    """Print a record as JSON if `as_json`; return `as_json`."""
+    if as_json:
         print(to_json(record).decode(), flush=True)
-    return needed
+    return as_json
 
 
 def print_record(record: Any, as_json: bool) -> None:
-    """A record of a type that `render.records` shows, as JSON or for people."""
+    """Print a record of a type in `render.records`, as JSON or as tables."""
     if not print_json(record, as_json):
         out.print(*records.parts(record), sep="\n")
 
@@ -74,8 +74,8 @@ def print_list(
     things: str,
     as_json: bool,
 ) -> None:
-    """`answer`: what has the entries, as JSON. `shown`: the type of the entries, if
-    `render.records` shows it, or what shows them for people.
+    """Print a list as JSON or as a table. `answer`: the response, printed as JSON. `shown`: the
+    type of the entries, if it is in `render.records`, or a function that renders them.
     """
     if print_json(answer, as_json):
         return
@@ -88,7 +88,7 @@ def print_list(
 
 
 def delete(names: Sequence[str], call: Callable[[str], Any], done: str = "deleted") -> None:
-    """Call with each name, and say what was done."""
+    """Call `call` with each name, and print the name and `done`."""
     for name in names:
         call(name)
         out.print(f"{name} {done}", markup=False)
@@ -104,7 +104,7 @@ def submit(
         typer.Option(help="File with more prompts: one per line, or a JSON list of texts."),
     ] = None,
     body: Annotated[
-        Path | None, typer.Option(help="A whole JobRequest as JSON instead of all options.")
+        Path | None, typer.Option(help="A whole JobRequest as JSON, instead of the options.")
     ] = None,
     image: Annotated[
         list[Path] | None,
@@ -138,7 +138,7 @@ def submit(
         list[str] | None,
         typer.Option(
             metavar="TEXT[#N]",
-            help="The tokens of this part of the prompt; N: which occurrence, from 0, or all.",
+            help="The tokens of this part of the prompt; N: its occurrence from 0, or all.",
             **CAPTURE,
         ),
     ] = None,
@@ -332,8 +332,8 @@ def job_events(
 
 
 def follow(client: Client, view: JobView) -> None:
-    """A progress bar until the job is over; prompts cannot be counted from outside, so receipts
-    are, and the state is named.
+    """Show a progress bar with the job's state until the job ends. It counts receipts, because
+    polls do not report finished prompts.
     """
     columns = (
         SpinnerColumn(),
@@ -363,7 +363,7 @@ def follow(client: Client, view: JobView) -> None:
 
 
 def report_end(client: Client, view: JobView, as_json: bool) -> None:
-    """Show the result of a job that succeeded; raises the problem of one that did not."""
+    """Print the result of a job that succeeded; raise the error of one that did not."""
     if view.state is not State.SUCCEEDED:
         if view.error is not None:
             raise MidstreamError(
@@ -386,17 +386,18 @@ def print_result(client: Client, result: JobResult) -> None:
     if result.probes:
         out.print(readings.scores(result))
     captures = result.capture_results
-    if named := readings.tokens(result):
-        words = dict(zip(named, client.detokenize(result.model, named).token_strs, strict=True))
+    if tokens := readings.tokens(result):
+        words = dict(zip(tokens, client.detokenize(result.model, tokens).token_strs, strict=True))
         out.print(*readings.tables(result, words), sep="\n")
     if result.determinism is not None:
         out.print(jobs.receipts("Receipts", [(result.id, captures, result.determinism)]))
         out.print(jobs.determinism_line(result.determinism), soft_wrap=True)
+    # readings capture rows without keeping them
     read_only = (
         captures.status == "ok"
         and not captures.files
         and not captures.consumers
-        and bool(named or result.readers)
+        and bool(tokens or result.readers)
     )
     if captures.status != "not_requested" and not read_only:
         returned = sum(len(report.rows) for report in captures.consumers)

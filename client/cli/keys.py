@@ -1,6 +1,4 @@
-"""Access on the command line: `keys`, `tenants`, `curve` (workers and relay) and `acl`
-(users of Redis).
-"""
+"""The commands `keys`, `tenants`, `curve` (keys of workers and relay) and `acl` (Redis users)."""
 
 import asyncio
 from collections.abc import Sequence
@@ -33,7 +31,7 @@ RedisUrl = Annotated[
     str | None,
     typer.Option(
         help=(
-            "Write directly to this Redis, without the API: for the first key. `-`: the "
+            "Write directly to this Redis, without the API, to create the first key. `-`: the "
             "Redis of the settings."
         ),
         show_default=False,
@@ -49,12 +47,12 @@ curve_app = typer.Typer(
     no_args_is_help=True,
     help="CURVE keys that authenticate workers and relay to each other across machines.",
 )
-#: Where Redis' own files name these users.
+#: User of a Redis process → where Redis' own configuration names the user and its password.
 SERVER_SETTINGS = {
     "replica": "masteruser replica, masterauth: the content of",
     "sentinel": "sentinel auth-user NAME sentinel, sentinel auth-pass NAME: the content of",
 }
-#: The most databases that a Redis may be configured to have, less one.
+#: The highest database number that a Redis may be configured to have.
 MAX_DATABASE = (1 << 31) - 2
 
 
@@ -67,7 +65,6 @@ def register(app: typer.Typer) -> None:
 
 
 # --- Keys
-# --------------------------------------------------------------------------------------------------
 
 
 @keys_app.command("create")
@@ -88,32 +85,32 @@ def keys_create(
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Create a key. It is printed only here; the service stores a hash of its secret."""
+    """Create a key and print it. It is not shown again: the service stores only a hash."""
     request = key_request(
         name, tenant, scope or ["submit", "read"], seconds(expires_in, "--expires-in")
     )
     if redis_url is None:
         with connect(url) as client:
-            made = client.create_key(
+            created = client.create_key(
                 request.name,
                 tenant=request.tenant,
                 scopes=request.scopes,
                 expires_in=request.expires_in,
             )
     else:
-        made = asyncio.run(_create(redis_url, request))
-    if print_json(made, json_):
+        created = asyncio.run(_create(redis_url, request))
+    if print_json(created, json_):
         return
-    until = "" if made.expires is None else f"; expires: {minute(made.expires)}"
+    until = "" if created.expires is None else f"; expires: {minute(created.expires)}"
     err.print(
         (
-            f"key {made.id} ({made.name}) of tenant {made.tenant}; scopes: "
-            f"{', '.join(made.scopes)}{until}"
+            f"key {created.id} ({created.name}) of tenant {created.tenant}; scopes: "
+            f"{', '.join(created.scopes)}{until}"
         ),
         style="dim",
         markup=False,
     )
-    print(made.key)
+    print(created.key)
 
 
 async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
@@ -173,7 +170,6 @@ def keys_revoke(
 
 
 # --- Tenants
-# --------------------------------------------------------------------------------------------------
 
 
 @tenants_app.command("set")
@@ -194,7 +190,7 @@ def tenants_set(
     module_mib: Annotated[int | None, typer.Option(help="Named steering modules, in MiB.")] = None,
     harvests: Annotated[int | None, typer.Option(help="Harvests that have not ended.")] = None,
     harvest_source: Annotated[
-        list[str] | None, typer.Option(help="Folder or URI that it may harvest; repeatable.")
+        list[str] | None, typer.Option(help="Folder or URI that may be harvested; repeatable.")
     ] = None,
     weight: Annotated[int, typer.Option(help="Weight of the tenant's share of the engine.")] = 1,
     highest_priority: Annotated[
@@ -203,8 +199,8 @@ def tenants_set(
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Set all limits of a tenant; omitted ones follow the service's settings. 0: no limit."""
-    given = {
+    """Set all limits of a tenant; omitted limits follow the service's settings. 0: no limit."""
+    limits = {
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "jobs_in_flight": jobs_in_flight,
@@ -222,7 +218,7 @@ def tenants_set(
         ),
     }
     with connect(url) as client:
-        _show([client.set_tenant(name, wire.checked(given, Limits))], json_)
+        _show([client.set_tenant(name, wire.checked(limits, Limits))], json_)
 
 
 @tenants_app.command("show")
@@ -294,8 +290,7 @@ def _of(used: int, allowed: int | None) -> str:
     return f"{used:,} / {allowed:,}" if allowed else f"{used:,} / ∞"
 
 
-# --- Parts of Midstream
-# --------------------------------------------------------------------------------------------------
+# --- Credentials of Midstream's processes
 
 
 @curve_app.command("new")
@@ -329,8 +324,8 @@ def curve_new(
             (f"worker {name}", f"MIDSTREAM_WORKER_ID={name} MIDSTREAM_CURVE_SECRET_FILE={private}"),
             ("the relay", f"{public} in its MIDSTREAM_CURVE_CLIENTS_DIR"),
         ]
-    for whom, what in text:
-        print(f"{whom}: {what}")
+    for owner, settings in text:
+        print(f"{owner}: {settings}")
 
 
 def acl(

@@ -35,18 +35,18 @@ from .options import HOOKS_FORM, overrides
 
 
 class Commands(TyperGroup):
-    """The top-level commands; an unknown one that some group has is answered with its full name."""
+    """The top-level commands; for an unknown command that a group has, suggests its full name."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
-            result = [
+            similar = [
                 f"midstream {name} {args[0]}"
                 for name, group in self.commands.items()
                 if args[0] in getattr(group, "commands", ())
             ]
-            if result:
+            if similar:
                 ctx.fail(
-                    f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, result))}?"
+                    f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, similar))}?"
                 )
         return super().resolve_command(ctx, args)
 
@@ -62,8 +62,8 @@ model_app = typer.Typer(no_args_is_help=True, help="Checkpoints.")
 app.add_typer(model_app, name="model")
 
 
-def _print_version(needed: bool) -> None:
-    if needed:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"midstream {__version__}")
         raise typer.Exit
 
@@ -126,7 +126,7 @@ def up(
     from ...workers.engines import check_options
     from ..stack.supervisor import Supervisor
 
-    given = {
+    options = {
         "model": model,
         "data_dir": str(data_dir) if data_dir else None,
         "api_port": port,
@@ -135,8 +135,8 @@ def up(
         "engine_options": engine_options(engine or []) or None,
         "engine_unproven": engine_unproven or None,
     }
-    settings = load_settings({**os.environ, **overrides(set_ or [])}, **given)
-    from_settings(settings)  # what is wrong in itself is said before anything starts
+    settings = load_settings({**os.environ, **overrides(set_ or [])}, **options)
+    from_settings(settings)  # raises for an invalid global capture before anything starts
     check_options(settings)
     raise typer.Exit(Supervisor(settings, say=lambda line: print(line, flush=True)).run())
 
@@ -156,7 +156,7 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Start everything, capture, steer and patch a real model, check the results, stop.
+    """Start the stack; capture, steer and patch a real model; check the results; stop.
 
     Exits non-zero if a check fails.
     """
@@ -197,10 +197,10 @@ def version(url: Url = None) -> None:
     print(f"midstream {__version__}")
     address = discovery.find_url(url, sure=False)
     try:
-        headers = httpx.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
+        server = httpx.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
         print(
-            f"server {headers} at {address}"
-            if headers
+            f"server {server} at {address}"
+            if server
             else f"the server at {address} is not Midstream"
         )
     except httpx.TransportError:

@@ -1,4 +1,4 @@
-"""Parsing of `midstream submit` options into request fields; the server validates the rest."""
+"""Parses command-line options into request fields; the server validates their values."""
 
 import inspect
 import json
@@ -23,8 +23,8 @@ from ..durations import seconds
 from ..sdk.wire import Patch, Steering
 from ..vectors import numpy_file
 
-#: Capture option → the field of a capture that it sets. One of the first two requests a capture;
-#: the others are its options.
+#: Capture option → the field of a capture that it sets. `--layers` or `--hooks` requests a capture;
+#: the others require one of these.
 CAPTURE_OPTIONS = {
     "--layers": "layers",
     "--hooks": "hooks",
@@ -38,25 +38,25 @@ CAPTURE_OPTIONS = {
     "--tag": "tag",
     "--run": "run",
 }
-_ASKING = ("layers", "hooks")
-#: As `--help` shows it, wherever hooks are named.
+_REQUESTING = ("layers", "hooks")
+#: The metavar of every option that takes hooks.
 HOOKS_FORM = "HOOK[:LAYERS];…"
 
 
 def one_of(names: Sequence[str]) -> str:
-    """`a, b or c`."""
+    """Join names as `a, b or c`."""
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def parse_layers(text: str) -> str | int:
-    """One layer as a number; everything else as typed, for the server."""
+    """Convert a single layer to a number; return other text unchanged, for the server."""
     number = text.strip()
     return int(number) if number.removeprefix("-").isdecimal() else text
 
 
 def parse_positions(text: str) -> str | dict[str, int] | list[int | dict[str, int]]:
-    """`0,5,-1` as numbers, `5:` or `5:9` as a range; a name stays one, and so does what only the
-    server can complain about.
+    """Parse `0,5,-1` as numbers, `5:` or `5:9` as a range; return other text unchanged, for the
+    server.
     """
     try:
         return written_range(text) or [written_range(part) or int(part) for part in text.split(",")]
@@ -65,8 +65,8 @@ def parse_positions(text: str) -> str | dict[str, int] | list[int | dict[str, in
 
 
 def parse_span(text: str) -> dict[str, Any]:
-    """`TEXT`, or `TEXT#1` for its second occurrence, `TEXT#-1` for the last, `TEXT#all` for every
-    one.
+    """Parse `TEXT`, or `TEXT#1` for its second occurrence, `TEXT#-1` for the last, `TEXT#all` for
+    all occurrences.
     """
     part, mark, occurrence = text.rpartition("#")
     if mark and part and occurrence == "all":
@@ -77,29 +77,29 @@ def parse_span(text: str) -> dict[str, Any]:
 
 
 def parse_capture(**options: Any) -> dict[str, Any] | None:
-    """The capture that the options ask for, if any; `options`: the values of `CAPTURE_OPTIONS`, as
-    typed.
+    """Return the capture that the options request, or None. `options`: the values of
+    `CAPTURE_OPTIONS`, as typed.
 
-    Raises MidstreamError naming an option that would do nothing, or cannot be read.
+    Raises MidstreamError naming an option that has no effect or is invalid.
     """
-    given = {field: value for field, value in options.items() if value not in (None, [], "")}
-    if not any(field in given for field in _ASKING):
+    fields = {field: value for field, value in options.items() if value not in (None, [], "")}
+    if not any(field in fields for field in _REQUESTING):
         for option, field in CAPTURE_OPTIONS.items():
-            if field in given:
+            if field in fields:
                 raise invalid(
                     option, "requires --layers or --hooks", allowed="such as --layers all"
                 )
         return None
-    if "layers" in given:
-        given["layers"] = parse_layers(given["layers"])
-    if "hooks" in given:
-        given["hooks"] = read_hooks(given["hooks"], given.pop("layers", None))
-    positions = _positions(given.pop("positions", None), given.pop("spans", []))
-    return given if positions is None else {**given, "positions": positions}
+    if "layers" in fields:
+        fields["layers"] = parse_layers(fields["layers"])
+    if "hooks" in fields:
+        fields["hooks"] = read_hooks(fields["hooks"], fields.pop("layers", None))
+    positions = _positions(fields.pop("positions", None), fields.pop("spans", []))
+    return fields if positions is None else {**fields, "positions": positions}
 
 
 def read_hooks(text: str, layers: LayerSelector | None = None) -> dict[HookName, LayerSelector]:
-    """`--hooks`, where `--layers` are those of the hooks that name none.
+    """Parse `--hooks`; `layers` (of `--layers`) applies to hooks without layers of their own.
 
     Raises MidstreamError naming the option.
     """
@@ -112,7 +112,7 @@ def read_hooks(text: str, layers: LayerSelector | None = None) -> dict[HookName,
             allowed="such as post_block:all;pre_attn:0-3 or resid_pre,mlp_out",
         ) from error
     if layers is not None and layers not in hooks.values():
-        raise invalid("--layers", "does nothing: every hook in --hooks names its own layers")
+        raise invalid("--layers", "has no effect: every hook in --hooks names its own layers")
     return {
         hook: "all" if own == "" else parse_layers(own) if isinstance(own, str) else own
         for hook, own in hooks.items()
@@ -120,25 +120,25 @@ def read_hooks(text: str, layers: LayerSelector | None = None) -> dict[HookName,
 
 
 def sweep_sites(hooks: str | None, layers: str | None) -> dict[str, Any]:
-    """`--hooks` and `--layers` of a sweep, whose hooks all have the same layers.
+    """Parse `--hooks` and `--layers` of a sweep, in which all hooks have the same layers.
 
     Raises MidstreamError naming the option.
     """
     chosen = None if layers is None else parse_layers(layers)
     if hooks is None:
         return {"layers": chosen}
-    read = read_hooks(hooks, chosen)
-    if any(own != next(iter(read.values())) for own in read.values()):
+    parsed = read_hooks(hooks, chosen)
+    if any(own != next(iter(parsed.values())) for own in parsed.values()):
         raise invalid(
             "--hooks",
             "a sweep uses the same layers at every hook",
             allowed="hooks without layers, such as resid_pre,mlp_out, and --layers",
         )
-    return {"hooks": list(read), "layers": next(iter(read.values()))}
+    return {"hooks": list(parsed), "layers": next(iter(parsed.values()))}
 
 
 def parse_site(text: str, option: str) -> tuple[str | None, int]:
-    """`[HOOK:]LAYER` as hook and layer. Raises MidstreamError naming the option."""
+    """Parse `[HOOK:]LAYER` as hook and layer. Raises MidstreamError naming the option."""
     hook, colon, layer = text.rpartition(":")
     if (colon and hook not in HOOK_NAMES) or not re.fullmatch(r"[0-9]{1,6}", layer):
         raise invalid(option, f"{text!r} is not [HOOK:]LAYER", allowed="such as 12 or mlp_out:12")
@@ -155,11 +155,11 @@ def _positions(text: str | None, spans: Sequence[str]) -> Any:
             f"cannot be added to --positions {positions}",
             allowed="numbers in --positions, or no --positions",
         )
-    given = [positions] if isinstance(positions, dict) else positions or []
-    return [*given, *map(parse_span, spans)]
+    listed = [positions] if isinstance(positions, dict) else positions or []
+    return [*listed, *map(parse_span, spans)]
 
 
-#: As `--help` shows them.
+#: The metavars of `--steer`.
 STEER_FILE = "FILE:[HOOK:]LAYERS[:SCALE][:NAME=VALUE]…"
 STEER = f"{STEER_FILE} | @MODULE[:SCALE][:NAME=VALUE]… | %SAE:FEATURE[:VALUE][:op=OP] | FILE"
 _YES = {"true": True, "false": False}
@@ -167,17 +167,17 @@ _OPTIONS = tuple(
     dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.options)
 )
 _FLAGS = {family.flag for family in FAMILIES}
-#: What may be said by name → how it is read.
+#: Name in NAME=VALUE of `--steer` → the function that parses its value.
 STEER_NAMES: dict[str, Callable[[str], Any]] = {
     "op": str, "positions": parse_positions,
     **{name: lambda text: _YES[text] for name in _OPTIONS if name in _FLAGS},
     **{name: float for name in _OPTIONS if name not in _FLAGS},
 }  # fmt: skip
-#: Those of them that a named module takes.
+#: The names that a module accepts.
 MODULE_NAMES = ("scale", "positions")
 _READ: dict[str, Callable[[str], Any]] = STEER_NAMES | {"feature": int, "value": float}
-#: First character of what is not a file → (its field, what follows it, all that may be said by
-#: name, what it is called).
+#: First character of a reference (in place of a file) → (its field, the values after it in order,
+#: the valid names, and its description in errors).
 _REFERENCES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
     "@": ("module", ("scale",), MODULE_NAMES, "a module"),
     "%": ("sae", ("feature", "value"), ("feature", "value", "op", "positions"), "a feature"),
@@ -185,14 +185,14 @@ _REFERENCES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
 
 
 def parse_steering(texts: Sequence[str], option: str = "--steer") -> list[Steering]:
-    """The entries that each text stands for; raises MidstreamError naming `option`.
+    """Parse the entries in each text. Raises MidstreamError naming `option`.
 
     `joy.npy:15:4.0`, `joy.npy:mlp_out:15`, or with names: `joy.npy:10-15:op=clamp:low=-1:high=2`.
-    The file is in any format of `client.vectors`; where it names its layers, they may be left out,
-    and are otherwise those that are taken of it. `@joy:2.0` is the module `joy` at twice its
-    strength, `@joy:positions=all_generated` at other positions than its own. `%tiny:123:4.0` adds 4
-    times the decoder row of feature 123 of the sparse autoencoder `tiny`; `%tiny:123:0:op=clamp`
-    sets it to 0.
+    The file is in any format of `client.vectors`; if the file names its layers, LAYERS selects
+    among them, and may be omitted. `@joy:2.0` is the module `joy` at twice its strength,
+    `@joy:positions=all_generated` at other positions than its own. `%tiny:123:4.0` adds 4 times the
+    decoder row of feature 123 of the sparse autoencoder `tiny`; `%tiny:123:0:op=clamp` sets the
+    feature to 0.
     """
     entries: list[Steering] = []
     for text in texts:
@@ -213,31 +213,34 @@ def parse_steering(texts: Sequence[str], option: str = "--steer") -> list[Steeri
 
 
 def _parse_steer(text: str) -> tuple[str, dict[str, Any]]:
-    """Return what comes before the first colon, and the fields of an entry.
+    """Return the part before the first colon, and the fields of an entry.
 
     Raises MidstreamError naming `--steer`.
     """
     source, *parts = _parts(text)
-    refers = source[:1] in _REFERENCES
-    hook = parts.pop(0) if not refers and parts and parts[0] in HOOK_NAMES else None
-    field, places, names, called = _REFERENCES.get(
+    is_reference = source[:1] in _REFERENCES
+    hook = parts.pop(0) if not is_reference and parts and parts[0] in HOOK_NAMES else None
+    field, places, names, description = _REFERENCES.get(
         source[:1], ("", ("layers", "scale"), tuple(STEER_NAMES), "there")
     )
-    named = [part for part in parts if "=" in part]
-    placed = [part for part in parts if "=" not in part]
-    if len(placed) > len(places) or parts[: len(placed)] != placed or source in _REFERENCES:
+    by_name = [part for part in parts if "=" in part]
+    by_place = [part for part in parts if "=" not in part]
+    if len(by_place) > len(places) or parts[: len(by_place)] != by_place or source in _REFERENCES:
         raise _unreadable(text, "is not valid")
-    given = dict(zip(places, placed, strict=False)) | dict(part.split("=", 1) for part in named)
-    layers = given.pop("layers", "") if not refers else ""
+    fields = dict(zip(places, by_place, strict=False)) | dict(
+        part.split("=", 1) for part in by_name
+    )
+    layers = fields.pop("layers", "") if not is_reference else ""
     entry: dict[str, Any] = (
-        {field: source[1:]} if refers else {"layers": parse_layers(layers)} if layers else {}
+        {field: source[1:]} if is_reference else {"layers": parse_layers(layers)} if layers else {}
     )
     if hook is not None:
         entry["hook"] = hook
-    for name, value in given.items():
+    for name, value in fields.items():
         if name not in names:
             suggested = suggestion(name, names)
-            why = f"{called} {'takes' if refers else 'is'} no {name!r}: use {', '.join(names)}"
+            verb = "takes" if is_reference else "is"
+            why = f"{description} {verb} no {name!r}: use {', '.join(names)}"
             raise _unreadable(text, why + (f"; {suggested}" if suggested else ""))
         if value:
             try:
@@ -248,9 +251,7 @@ def _parse_steer(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _parts(text: str) -> list[str]:
-    """Return what colons part; those of a range belong to it: `positions=5:9`,
-    `positions=5::scale=2`.
-    """
+    """Split text at colons, except those of a range: `positions=5:9`, `positions=5::scale=2`."""
     parts: list[str] = []
     for part in text.split(":"):
         if parts and parts[-1].startswith("positions=") and "=" not in part:
@@ -261,7 +262,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _vector(path: str, text: str) -> dict[str, Tensor]:
-    """The vector of a `.npy` file, for a patch."""
+    """Read the vector of a `.npy` file, for a patch."""
     try:
         return {"vector": numpy_file.read_npy(vectors.content(path)).tensor()}
     except (OSError, ValueError) as error:
@@ -277,11 +278,10 @@ def _unreadable(text: str, why: str) -> MidstreamError:
 
 
 # --- Readings
-# --------------------------------------------------------------------------------------------------
 
 
 def parse_lens(text: str) -> dict[str, Any]:
-    """`0-5,9` or `all:3`: layers, and how many tokens of each.
+    """Parse `0-5,9` or `all:3`: layers, and the number of tokens for each.
 
     Raises MidstreamError naming `--lens`.
     """
@@ -290,7 +290,7 @@ def parse_lens(text: str) -> dict[str, Any]:
 
 
 def parse_features(text: str, option: str = "--features") -> dict[str, Any]:
-    """`words` or `words:3`: an autoencoder, and how many features of each token.
+    """Parse `words` or `words:3`: an autoencoder, and the number of features for each token.
 
     Raises MidstreamError naming the option.
     """
@@ -306,13 +306,12 @@ def _with_top_k(text: str, option: str, allowed: str) -> tuple[str, dict[str, in
 
 
 # --- Probes
-# --------------------------------------------------------------------------------------------------
 
 PROBE = "NAME[:ACTION] | NAME:steer:MODULE[:SCALE]"
 
 
 def parse_probes(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """`probes` of a request. Raises a problem for a text of another form."""
+    """Parse `probes` of a request from `PROBE` texts. Raises MidstreamError naming `--probe`."""
     result: list[dict[str, Any]] = []
     for text in texts:
         name, *rest = text.split(":")
@@ -334,37 +333,36 @@ def parse_probes(texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 # --- Patches
-# --------------------------------------------------------------------------------------------------
 
-#: As `--help` shows it.
+#: The metavar of `--patch`.
 PATCH = "[HOOK:]LAYERS@POSITIONS=SOURCE[:NAME=VALUE]…"
 _PATCH = re.compile(
     r"""(?:(?P<hook>[a-z_]+):)?(?P<layers>[^@:="]+)"""
     r"""@(?:"(?P<text>[^"]+)"(?:\#(?P<occurrence>all|-?[0-9]+))?|(?P<positions>[^="]+))"""
     r"""=(?P<source>.+)"""
 )
-#: What may follow by name → how it is read. The first are the patch's own; the others are its
-#: source's, of a run.
+#: Name in NAME=VALUE of `--patch` → the function that parses its value: fields of the patch, and of
+#: a source run.
 PATCH_NAMES: dict[str, Callable[[str], Any]] = {"alpha": float, "mask": str}
 RUN_NAMES: dict[str, Callable[[str], Any]] = {"prompt": int, "positions": parse_positions}
 
 
 def parse_patch(text: str) -> dict[str, Any]:
-    """`12@5=clean:5`: the row of run `clean` at position 5 in place of that at position 5, at
-    `post_block` of layer 12.
+    """Parse a patch. `12@5=clean:5` replaces the row at position 5, at `post_block` of layer 12, by
+    the row of run `clean` at position 5.
 
-    Before `=` stands what is written: `HOOK:` (if left out: `post_block`), layers, and positions as
-    elsewhere, or a part of the prompt's text in double quotes, with `#N` behind them for another
-    occurrence than the first. Behind it the source: a run (or a job's id) with a position or
-    several separated by commas, none for those that are written, or `mean`; a `.npy` file;
-    `@MODULE`; `zeros`. Then by name `alpha`, `mask`, and of a run `prompt` and (of a mean)
-    `positions`. Raises MidstreamError naming `--patch`.
+    The rows to replace are before `=`: `HOOK:` (default: `post_block`), layers, and positions as
+    elsewhere, or a part of the prompt's text in double quotes, with `#N` after them for another
+    occurrence than the first. The source is after `=`: a run (or a job's id) with one or several
+    positions separated by commas, without positions for the same positions, or with `mean`; a
+    `.npy` file; `@MODULE`; or `zeros`. Then follow by name `alpha`, `mask`, and for a run `prompt`
+    and (for a mean) `positions`. Raises MidstreamError naming `--patch`.
     """
     match = _PATCH.fullmatch(text)
     if match is None:
         raise _no_patch(text, "is not valid")
     name, *parts = _parts(match["source"])
-    entry: dict[str, Any] = {"layers": parse_layers(match["layers"]), "positions": _written(match)}
+    entry: dict[str, Any] = {"layers": parse_layers(match["layers"]), "positions": _target(match)}
     if match["hook"]:
         entry["hook"] = match["hook"]
     is_run = not (name == "zeros" or name.startswith("@") or name.endswith(".npy"))
@@ -385,8 +383,8 @@ def parse_patch(text: str) -> dict[str, Any]:
     return {**entry, "source": source}
 
 
-def _written(match: re.Match[str]) -> Any:
-    """The positions that are patched."""
+def _target(match: re.Match[str]) -> Any:
+    """Return the positions to patch."""
     if match["text"] is None:
         return parse_positions(match["positions"])
     occurrence = match["occurrence"]
@@ -423,12 +421,12 @@ def _no_patch(text: str, why: str) -> MidstreamError:
 
 
 def parse_patches(texts: Sequence[str]) -> list[Patch]:
-    """Return what `parse_patch` reads of each text."""
+    """Parse each text with `parse_patch`."""
     return [parse_patch(text) for text in texts]
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One prompt a line, or a JSON list of texts."""
+    """Read a file with one prompt per line, or with a JSON list of texts."""
     text = path.read_text()
     if text.lstrip().startswith("["):
         result = json.loads(text)
@@ -439,12 +437,12 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a file that are not blank."""
+    """Return the lines of a file that are not blank."""
     return [line for line in path.read_text().splitlines() if line.strip()]
 
 
 def read_json(path: Path, kind: Any, option: str) -> Any:
-    """A file's JSON as `kind`. Raises MidstreamError naming the option."""
+    """Read a file's JSON as `kind`. Raises MidstreamError naming the option."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except msgspec.ValidationError as error:
@@ -457,14 +455,13 @@ def read_json(path: Path, kind: Any, option: str) -> Any:
 
 
 # --- How a job is handled
-# ----------------------------------------------------------------------------------------------
 
 
 class HandlingOption(NamedTuple):
-    """An option of how a job is handled."""
+    """An option about the handling of a job."""
 
-    field: str  # of a submission
-    kind: Any  # as typer has it
+    field: str  # the field of a submission that it sets
+    kind: Any  # typer's annotation
     read: Callable[[Any], Any] = lambda value: value
 
 
@@ -472,8 +469,7 @@ def _option(kind: Any, **settings: Any) -> Any:
     return Annotated[kind, typer.Option(rich_help_panel="Handling", **settings)]
 
 
-#: Option as a parameter → what it sets. Every command that submits takes all of them, by
-#: `with_handling`.
+#: Parameter's name → its option. `with_handling` adds all of them to each command that submits.
 HANDLING: dict[str, HandlingOption] = {
     "lora": HandlingOption(
         "lora",
@@ -509,39 +505,37 @@ HANDLING: dict[str, HandlingOption] = {
 
 
 def with_handling(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options in `HANDLING` where it has the parameter `handling`, the fields
-    that they set.
+    """Decorate a command: replace its parameter `handling`, the fields to submit, by the options in
+    `HANDLING`.
     """
 
     @wraps(command)
-    def takes_options(**given: Any) -> None:
-        values = {name: given.pop(name) for name in HANDLING}
+    def takes_options(**arguments: Any) -> None:
+        values = {name: arguments.pop(name) for name in HANDLING}
         fields = {
             HANDLING[name].field: HANDLING[name].read(value)
             for name, value in values.items()
             if value not in (None, [])
         }
-        command(**given, handling=fields)
+        command(**arguments, handling=fields)
 
-    own = inspect.signature(command)
+    signature = inspect.signature(command)
     kind = inspect.Parameter.KEYWORD_ONLY
     options = [
         inspect.Parameter(name, kind, default=None, annotation=option.kind)
         for name, option in HANDLING.items()
     ]
-    result = [
+    parameters = [
         item
-        for name, parameter in own.parameters.items()
+        for name, parameter in signature.parameters.items()
         for item in (options if name == "handling" else [parameter])
     ]
-    takes_options.__signature__ = own.replace(parameters=result)  # type: ignore[attr-defined]
+    vars(takes_options)["__signature__"] = signature.replace(parameters=parameters)
     return takes_options
 
 
 def overrides(pairs: list[str]) -> dict[str, str]:
-    """`--set name=value` as if it stood in the environment: the same conversion, the same
-    complaints.
-    """
+    """Convert `--set name=value` to environment variables, for the same conversion and errors."""
     values = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -1,4 +1,4 @@
-"""Probes on the command line: `midstream probe …`."""
+"""The commands `midstream probe …`."""
 
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
@@ -17,7 +17,7 @@ from .jobs import AsJson, Model, Url, connect, only_model, out, print_record
 from .registered import Registry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A probe's name.")]
-#: Actions of a probe on all traffic. `steer` is for single requests, because it needs a module.
+#: Actions of a probe on all traffic. `steer` needs a module, so it is valid only in requests.
 _WATCHES = tuple(action for action in get_args(Action) if action != "steer")
 Acts = Annotated[str, typer.Option(help=f"At a threshold: {', '.join(_WATCHES)}.")]
 
@@ -53,11 +53,11 @@ def probe_train(
         str, typer.Option(help="Rows of a text: last, mean or all of its tokens.")
     ] = "last",
     aggregation: Annotated[
-        str, typer.Option(help=f"Of the scores of a request: {', '.join(get_args(Aggregation))}.")
+        str, typer.Option(help=f"Of a request's scores: {', '.join(get_args(Aggregation))}.")
     ] = "last",
-    decay: Annotated[float | None, typer.Option(help="Of `exponential`.")] = None,
+    decay: Annotated[float | None, typer.Option(help="Decay of `exponential`.")] = None,
     held_out: Annotated[
-        float, typer.Option(help="Share of the texts that is only measured on.")
+        float, typer.Option(help="Share of the texts that is used only for the metrics.")
     ] = 0.25,
     strength: Annotated[
         float, typer.Option(help="Inverse of the regularisation: scikit-learn's C.")
@@ -109,15 +109,15 @@ def probe_register(
     hook: Annotated[str, typer.Option(help="Hook point of the rows.")] = "post_block",
     at: Annotated[str, typer.Option(help="before or after steering at the same site.")] = "before",
     label: Annotated[
-        list[str] | None, typer.Option(help="Name of a row of `weight`; repeat it in their order.")
+        list[str] | None, typer.Option(help="Name of a row of `weight`; repeat it in row order.")
     ] = None,
     threshold: Annotated[
-        list[float] | None, typer.Option(help="Of a label; repeat it, or give one for all.")
+        list[float] | None, typer.Option(help="Threshold of each label, or one for all labels.")
     ] = None,
     aggregation: Annotated[
-        str, typer.Option(help=f"Of the scores of a request: {', '.join(get_args(Aggregation))}.")
+        str, typer.Option(help=f"Of a request's scores: {', '.join(get_args(Aggregation))}.")
     ] = "last",
-    decay: Annotated[float | None, typer.Option(help="Of `exponential`.")] = None,
+    decay: Annotated[float | None, typer.Option(help="Decay of `exponential`.")] = None,
     description: Annotated[str, typer.Option(help="A description.")] = "",
     model: Model = None,
     json_: AsJson = False,
@@ -125,8 +125,8 @@ def probe_register(
 ) -> None:
     """Register a probe, or replace it; running requests keep the previous one."""
     try:
-        with np.load(file, allow_pickle=False) as held:
-            tensors = {key: np.array(held[key]) for key in ("weight", "bias") if key in held}
+        with np.load(file, allow_pickle=False) as arrays:
+            tensors = {key: np.array(arrays[key]) for key in ("weight", "bias") if key in arrays}
     except Exception as error:
         # numpy parses a file's header as a Python literal, which can raise many kinds of errors
         raise invalid(
@@ -160,7 +160,7 @@ def probe_watch(
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Let a probe score all traffic of its model, or end that."""
+    """Let a probe score all traffic of its model; `--off` ends that."""
     if action not in _WATCHES:
         raise invalid(
             "action", f"{action!r} is not valid for all traffic", allowed=", ".join(_WATCHES)
@@ -198,7 +198,7 @@ def read_examples(file: Path) -> list[Example]:
 def _rows(
     client: Client, model: str, examples: list[Example], layer: int, hook: str, rows: str
 ) -> tuple[np.ndarray, list[int]]:
-    """Capture the rows of the examples: `[samples, hidden]`, and the index of each sample's
+    """Capture the rows of the examples; return `[samples, hidden]`, and the index of each sample's
     example.
     """
     capture = {

@@ -1,4 +1,4 @@
-"""Readings of a prompt on the command line: `lens`, `features` and `attention`."""
+"""The commands `lens`, `features` and `attention`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,9 +51,7 @@ def lens(
     top_k: Annotated[int, typer.Option(help="Most likely tokens of each row.")] = 5,
     token: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Token whose rank is wanted: its text, with its leading space, or its id."
-        ),
+        typer.Option(help="Token whose rank to show: its text, with its leading space, or its id."),
     ] = None,
     tuned: Annotated[
         str | None,
@@ -113,7 +111,7 @@ def features(
     ],
     positions: Positions = "all_prompt",
     top_k: Annotated[
-        int, typer.Option(help="Most active features of each token, where --sae names no number.")
+        int, typer.Option(help="Most active features of each token, if --sae has no number.")
     ] = 5,
     at: At = None,
     steer: Steer = None,
@@ -175,11 +173,11 @@ def attention(
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Show what tokens attend to: a map of tokens by tokens per head, and the heads that attend to
-    the previous token, and so on.
+    """Show what tokens attend to: a map of tokens by tokens for each head, and the strongest heads
+    of each behaviour, such as attention to the previous token.
     """
     if (source is None) == (prompt is None):
-        raise invalid("--prompt", "give either a prompt, or a capture's job or folder")
+        raise invalid("--prompt", "give either a prompt or a capture (job or folder)")
     if figure_ is not None:
         figures.check(figure_, "--figure")
     if behaviour is not None and behaviour not in get_args(Behaviour):
@@ -199,7 +197,7 @@ def attention(
         with open_capture(str(source), url) as reader:
             result = attention_of(reader, chosen_layers, chosen_heads, request)
     valid = cast(Behaviour | None, behaviour)
-    panels = named(result, show_) if show_ else show.panels_of(result, behaviour=valid)
+    panels = parse_panels(result, show_) if show_ else show.panels_of(result, behaviour=valid)
     if not print_json(_facts(result), json_):
         out.print(show.report(result, panels))
         out.print(f"job: {result.job}", style="dim", markup=False, soft_wrap=True)
@@ -224,7 +222,7 @@ def _facts(attention: Attention) -> dict[str, Any]:
     }
 
 
-def named(attention: Attention, texts: Sequence[str]) -> list[show.Panel]:
+def parse_panels(attention: Attention, texts: Sequence[str]) -> list[show.Panel]:
     """Parse texts such as `5.3` (layer and head).
 
     Raises MidstreamError that names `--show`, or lists the valid heads.

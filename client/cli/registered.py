@@ -1,5 +1,5 @@
-"""Named artifacts on the command line: `modules`, `loras`, `sae`, `tuned`, `runs`;
-and `global` and `dynamic`, the steering of every request.
+"""The commands `modules`, `loras`, `sae`, `tuned` and `runs` for named artifacts, `global` for
+global steering, and `dynamic` for the ranks' state.
 """
 
 from collections.abc import Callable
@@ -40,8 +40,8 @@ Steer = Annotated[
 class Registry(Generic[T]):
     """The commands `list`, `show` and `remove` of one kind of registered artifact.
 
-    `list_all`, `get` and `remove` are calls of the client. Their last argument is the model, or
-    None; `get` and `remove` take the artifact's name before it.
+    `list_all`, `get` and `remove` are calls of the client. Their last argument is the model or
+    None; `get` and `remove` also take the artifact's name, before the model.
     """
 
     noun: str  # with its article: "a module"
@@ -99,7 +99,7 @@ tuned_app = Registry(
     Client.tuned_lenses,
     Client.tuned_lens,
     Client.unregister_lens,
-).commands("Manage tuned lenses, whose maps rows go through before the logit lens.")
+).commands("Manage tuned lenses, which map rows before the logit lens.")
 runs_app = typer.Typer(
     no_args_is_help=True, help="List, inspect and delete source runs: rows for patching."
 )
@@ -147,12 +147,12 @@ def modules_export(
     file: Annotated[Path, typer.Argument(help="The file to write.")],
     format: Annotated[
         str | None,
-        typer.Option("--format", help=f"{', '.join(FORMATS)}; by default that of the suffix."),
+        typer.Option("--format", help=f"{', '.join(FORMATS)}; default: from the suffix."),
     ] = None,
     model: Model = None,
     url: Url = None,
 ) -> None:
-    """Write a module to a file that other tools read."""
+    """Write a module to a file for other tools."""
     with connect(url) as client:
         written = client.export_module(name, file, format, model)
     out.print(f"{name} written to {file} as {written}", markup=False, soft_wrap=True)
@@ -163,7 +163,7 @@ def loras_add(
     name: LorasName,
     path: Annotated[
         str,
-        typer.Argument(metavar="PATH", help="PEFT's folder, relative to the server's lora_dir."),
+        typer.Argument(metavar="PATH", help="PEFT folder, relative to the server's lora_dir."),
     ],
     description: Description = "",
     model: Model = None,
@@ -182,11 +182,11 @@ def sae_register(
         str,
         typer.Argument(
             metavar="PATH",
-            help="SAELens' or Gemma Scope's folder, relative to the server's sae_dir.",
+            help="SAELens or Gemma Scope folder, relative to the server's sae_dir.",
         ),
     ],
     reads: Annotated[
-        str, typer.Option(metavar="HOOK:LAYER", help="What it reads, if its files do not name it.")
+        str, typer.Option(metavar="HOOK:LAYER", help="Its site, if its files do not name it.")
     ] = "",
     description: Description = "",
     model: Model = None,
@@ -218,10 +218,10 @@ def tuned_register(
         ),
     ],
     reads: Annotated[
-        str, typer.Option(metavar="HOOK", help="Hook point whose rows the maps take.")
+        str, typer.Option(metavar="HOOK", help="Hook point whose rows the lens maps.")
     ] = "post_block",
     residual: Annotated[
-        bool, typer.Option("--residual", help="The maps give what is added to a row.")
+        bool, typer.Option("--residual", help="The maps' outputs are added to the rows.")
     ] = False,
     description: Description = "",
     model: Model = None,
@@ -248,7 +248,7 @@ def runs_list(
 
 @runs_app.command("show")
 def runs_show(name: Run, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """Show a run: its state, and layers and positions of each prompt."""
+    """Show a run: its state, and the layers and positions of each prompt."""
     with connect(url) as client:
         print_record(client.source_run(name, model), json_)
 
@@ -273,8 +273,8 @@ def global_show(model: Model = None, json_: AsJson = False, url: Url = None) -> 
 
 @global_app.command("set")
 def global_set(steer: Steer, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """Set global steering for new requests; exits non-zero, with nothing changed, if a rank rejects
-    it.
+    """Set global steering for new requests. If a rank rejects it, nothing changes, and the exit
+    status is non-zero.
     """
     entries = options.parse_steering(steer)
     with connect(url) as client:
@@ -289,9 +289,9 @@ def global_clear(model: Model = None, json_: AsJson = False, url: Url = None) ->
 
 
 def dynamic(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """Show each rank's checksums, table, versions and queues now.
+    """Show the current checksums, table, versions and queues of each rank.
 
-    Exits non-zero if they disagree.
+    Exits non-zero if the ranks disagree.
     """
     with connect(url) as client:
         result = client.dynamic(model)

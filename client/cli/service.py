@@ -21,7 +21,7 @@ from ..stack.doctor import Finding, examine
 from .jobs import AsJson, Url, connect, out
 from .options import overrides
 
-#: Default for the seconds between two updates.
+#: The default number of seconds between two updates.
 INTERVAL_S = 2.0
 
 
@@ -56,21 +56,21 @@ def top(
             ) as live:
                 while True:
                     time.sleep(interval)
-                    before, picture = _update(client.status, client.url, before)
-                    live.update(picture, refresh=True)
+                    before, rendering = _update(client.status, client.url, before)
+                    live.update(rendering, refresh=True)
         except KeyboardInterrupt:
             return
 
 
 def _update(ask: Callable[[], Status], url: str, before: Status) -> tuple[Status, RenderableType]:
-    """Return the new status and its picture; if the service does not answer, the last status and
+    """Return the new status and its rendering; if the service does not answer, the last status and
     the error.
     """
     try:
         status = ask()
     except MidstreamError as error:
-        visited = time.strftime("%H:%M:%S", time.localtime(before.at))
-        return before, Text.assemble((f"{error}\n", "bold red"), f"last update at {visited}")
+        moment = time.strftime("%H:%M:%S", time.localtime(before.at))
+        return before, Text.assemble((f"{error}\n", "bold red"), f"last update at {moment}")
     return status, show_status.status(status, url, before)
 
 
@@ -84,7 +84,8 @@ def doctor(
         typer.Option(
             metavar="CHECKPOINT",
             help=(
-                "Check nothing: print what serving this checkpoint takes. `-`: the settings' model."
+                "Instead of checks, print what serving this checkpoint needs. `-`: the settings' "
+                "model."
             ),
         ),
     ] = None,
@@ -116,14 +117,15 @@ def doctor(
     if plan is not None:
         from ..stack.plan import facts, lines, planned
 
-        made = planned(
+        result = planned(
             plan.removeprefix("-"),
             settings,
             gpu=not cpu,
             tokens_per_second=tokens_per_second,
             gpu_memory_gib=gpu_memory_gib,
         )
-        print(to_json(facts(made)).decode() if json_ else "\n".join(lines(made, tokens_per_second)))
+        text = "\n".join(lines(result, tokens_per_second))
+        print(to_json(facts(result)).decode() if json_ else text)
         return
     data = discovery.data_dir(settings)
     stack = discovery.running(data)

@@ -1,6 +1,4 @@
-"""The stack that `midstream up` runs on this machine, from another terminal: `status`, `logs`,
-`down`.
-"""
+"""The commands `status`, `logs` and `down`, for a `midstream up` that runs on this machine."""
 
 import os
 import shutil
@@ -29,10 +27,10 @@ DataDir = Annotated[
     typer.Option(help="Data directory of the `midstream up`; default: from the settings."),
 ]
 
-#: Exit codes of `status`, as of service managers: everything runs, some part does not, nothing
-#: does.
+#: Exit codes of `status`, like those of service managers: everything runs, a part is down, nothing
+#: runs.
 ALL_RUN, PART_RUNS, NOTHING_RUNS = 0, 1, 3
-#: Part of a data directory → what writes it.
+#: Folders of a data directory whose sizes `status` shows.
 PARTS = ("captures", "redis", "outbox", "logs")
 LOOK_S = 0.3
 
@@ -44,12 +42,11 @@ def register(app: typer.Typer) -> None:
     app.command()(down)
 
 
-def _folder(given: Path | None) -> Path:
-    return discovery.data_dir(load_settings(data_dir=str(given) if given else None))
+def _folder(data_dir: Path | None) -> Path:
+    return discovery.data_dir(load_settings(data_dir=str(data_dir) if data_dir else None))
 
 
 # --- status
-# --------------------------------------------------------------------------------------------------
 
 
 def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
@@ -139,7 +136,7 @@ def _answer(stack: discovery.Stack) -> str:
 
 
 def _sizes(data: Path) -> dict[str, int]:
-    """Part of the data directory → its bytes on disk; `other`: the rest."""
+    """Return the bytes on disk of each folder in `PARTS`; `other`: the rest."""
     sizes = dict.fromkeys((*PARTS, "other"), 0)
     for folder, _, files in os.walk(data):
         part = Path(folder).relative_to(data).parts[:1]
@@ -159,7 +156,6 @@ def _disk_line(data: Path) -> str:
 
 
 # --- logs
-# --------------------------------------------------------------------------------------------------
 
 
 def logs(
@@ -200,7 +196,7 @@ def logs(
             for name, path in chosen.items():
                 _print_lines(name, wide, opened[name])
                 if path.exists() and path.stat().st_ino != os.fstat(opened[name].fileno()).st_ino:
-                    # set aside, and begun again
+                    # the log was rotated
                     opened[name].close()
                     opened[name] = path.open(errors="replace")
     except KeyboardInterrupt:
@@ -210,13 +206,12 @@ def logs(
             handle.close()
 
 
-def _print_lines(name: str, wide: int, result: Iterable[str]) -> None:
-    for line in result:
+def _print_lines(name: str, wide: int, lines: Iterable[str]) -> None:
+    for line in lines:
         print(f"{name:<{wide}} | {line.rstrip()}" if wide else line.rstrip(), flush=True)
 
 
 # --- down
-# --------------------------------------------------------------------------------------------------
 
 
 def down(
@@ -234,7 +229,7 @@ def down(
 ) -> None:
     """Stop the stack running on this machine, as Ctrl-C in its terminal does.
 
-    No effect if none is running.
+    Does nothing if no stack is running.
     """
     data = _folder(data_dir)
     stack = discovery.running(data)
@@ -244,14 +239,14 @@ def down(
             for name, (pid, born) in discovery.processes_of(discovery.written(data)).items()
             if end_leftover(pid, born)
         ]
-        ended = (
+        leftovers = (
             f"; stopped leftovers of a killed `midstream up`: {', '.join(names)}" if names else ""
         )
-        out.print(f"no stack is running on {data}{ended}", markup=False, soft_wrap=True)
+        out.print(f"no stack is running on {data}{leftovers}", markup=False, soft_wrap=True)
         return
     _signal(stack)
     if now_:
-        time.sleep(LOOK_S)  # one signal stops in order; another one kills
+        time.sleep(LOOK_S)  # the first signal stops the stack in order; the second kills it
         _signal(stack)
     if not wait_for(lambda: instance_of(stack.pid) != stack.instance, timeout):
         detail = f"the stack on {data} (pid {stack.pid}) is still stopping after {timeout:.0f} s"
@@ -264,7 +259,7 @@ def down(
 
 
 def _signal(stack: discovery.Stack) -> None:
-    """Send SIGTERM to that process, and to no other that has got its pid since."""
+    """Send SIGTERM to the stack's process, but not to another process that has reused its pid."""
     try:
         handle = os.pidfd_open(stack.pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Sweeps on the command line: `midstream sweep` submits, follows, draws and saves."""
+"""The command `midstream sweep`: submits, follows, draws and saves a sweep."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from ..study.patch_study import PatchStudy
 from . import jobs, options
 from .jobs import AsJson, Url, connect, out, print_json
 
-#: The options that belong together in `--help`.
+#: The groups of options in `--help`.
 PAIR: dict[str, Any] = {"rich_help_panel": "Prompts"}
 CELLS: dict[str, Any] = {"rich_help_panel": "Cells"}
 RESULT: dict[str, Any] = {"rich_help_panel": "Result"}
@@ -53,7 +53,7 @@ def sweep(
     ] = None,
     body: Annotated[
         Path | None,
-        typer.Option(help="A whole SweepRequest as JSON instead of all options.", **PAIR),
+        typer.Option(help="A whole SweepRequest as JSON, instead of the options.", **PAIR),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Default: the first model served.", **PAIR)
@@ -85,14 +85,17 @@ def sweep(
     heads: Annotated[
         str | None,
         typer.Option(
-            help="Of axis head and head_position: all (default), 3, 0-5, or 0-5,-1.", **CELLS
+            help="For axis head and head_position: all (default), 3, 0-5, or 0-5,-1.", **CELLS
         ),
     ] = None,
     neurons: Annotated[
         str | None,
         typer.Option(
             metavar="top:1,4,16|each:8|0-3/7",
-            help="Of axis neuron: the first by difference, together or one by one; or sets.",
+            help=(
+                "For axis neuron: those that differ most, together or one by one; or sets of "
+                "dimensions."
+            ),
             **CELLS,
         ),
     ] = None,
@@ -100,7 +103,7 @@ def sweep(
         str | None,
         typer.Option(
             metavar="LAYER.HOOK[.HEAD]",
-            help="Path patching: the cells are what this place reaches.",
+            help="Path patching: the cells are receivers of this site.",
             **CELLS,
         ),
     ] = None,
@@ -108,14 +111,15 @@ def sweep(
         str | None,
         typer.Option(
             metavar="logits|LAYER.HOOK[.HEAD],…",
-            help="Path patching: the cells are what reaches these places.",
+            help="Path patching: the cells are senders to these sites.",
             **CELLS,
         ),
     ] = None,
     frozen: Annotated[
         str | None,
         typer.Option(
-            help="Of a path, branches held on the way: attn,mlp (default), or one.", **CELLS
+            help="Path patching: branches held fixed on the way: attn,mlp (default), or one.",
+            **CELLS,
         ),
     ] = None,
     span: Annotated[
@@ -191,7 +195,7 @@ def sweep(
     url: Url = None,
 ) -> None:
     """Causal tracing: patch rows of one prompt into another, cell by cell, and measure how far each
-    recovers the answer.
+    patch recovers the answer.
     """
     if job is not None and save is not None:
         raise invalid("--save", "also saves the request, so it is not valid with --job")
@@ -245,7 +249,7 @@ def sweep(
         draw(result, heatmap, pair)
         if not json_:
             out.print(f"drawn: {heatmap}", markup=False, soft_wrap=True)
-    if not result.summary.cells:  # nothing was learnt: a script should stop here
+    if not result.summary.cells:  # exit non-zero, so that a script stops
         raise MidstreamError(
             "intervention_failed",
             "; ".join(["no cell has a value", *show_sweeps.without_value(result)[:1]]),
@@ -260,33 +264,37 @@ def _request(
     fields: dict[str, Any],
     only_model: Any,
 ) -> SweepRequest:
-    """Raises MidstreamError naming the option or the field."""
-    given = {name: value for name, value in fields.items() if value is not None}
-    own = {name: value for name, value in pair.items() if value is not None}
+    """Build the request from the options. Raises MidstreamError naming the option or the field."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    prompts = {name: value for name, value in pair.items() if value is not None}
     if body is not None:
-        if given or own or spans or pairs:
+        if fields or prompts or spans or pairs:
             raise invalid(
-                "--body", "is the whole request: not valid with other options for prompts or cells"
+                "--body", "is the whole request: not valid with options for prompts or cells"
             )
         whole: SweepRequest = options.read_json(body, SweepRequest, "--body")
         return whole
-    if pairs is not None and own:
-        raise invalid(f"--{next(iter(own))}", "is not valid with --pairs, whose file contains it")
-    if pairs is None and "clean" not in own:
+    if pairs is not None and prompts:
+        raise invalid(
+            f"--{next(iter(prompts))}", "is not valid with --pairs, whose file contains it"
+        )
+    if pairs is None and "clean" not in prompts:
         raise invalid("--clean", "is required unless --pairs, --body or --job is given")
     request: list[dict[str, Any]] = (
-        options.read_json(pairs, list[dict[str, Any]], "--pairs") if pairs else [own]
+        options.read_json(pairs, list[dict[str, Any]], "--pairs") if pairs else [prompts]
     )
     if spans:
         columns = [parse_span(text) for text in spans]
         request = [{**item, "spans": columns} for item in request]
     return sweeps.sweep_request(
-        None, {"model": given.pop("model", None) or only_model(), "pairs": request, **given}
+        None, {"model": fields.pop("model", None) or only_model(), "pairs": request, **fields}
     )
 
 
 def parse_window(text: str) -> dict[str, int]:
-    """`3`: layers; `3x2`: layers and positions. Raises MidstreamError naming `--window`."""
+    """Parse `3` (layers) or `3x2` (layers and positions). Raises MidstreamError naming
+    `--window`.
+    """
     parts = text.lower().split("x")
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
         raise invalid(
@@ -298,7 +306,7 @@ def parse_window(text: str) -> dict[str, int]:
 
 
 def parse_neurons(text: str) -> dict[str, Any]:
-    """`top:1,4,16`, `each:8`, or sets such as `0-3/7`: the fields of `Neurons`.
+    """Parse `top:1,4,16`, `each:8`, or sets such as `0-3/7`; return the fields of `Neurons`.
 
     Raises MidstreamError naming `--neurons`.
     """
@@ -323,14 +331,14 @@ def parse_neurons(text: str) -> dict[str, Any]:
 def parse_path(
     sender: str | None, receivers: str | None, frozen: str | None
 ) -> dict[str, Any] | None:
-    """The fields of `SweepPath`; None without one. Raises MidstreamError naming the option."""
+    """Return the fields of `SweepPath`, or None. Raises MidstreamError naming the option."""
     if sender is None and receivers is None:
         if frozen is not None:
             raise invalid(
                 "--frozen", "is valid for path patching only: add --sender or --receivers"
             )
         return None
-    held = {} if frozen is None else {"frozen": frozen.split(",")}
+    branches = {} if frozen is None else {"frozen": frozen.split(",")}
     ends: dict[str, Any] = {} if sender is None else {"sender": _end("--sender", sender)}
     if receivers is not None:
         ends["receivers"] = (
@@ -338,7 +346,7 @@ def parse_path(
             if receivers == "logits"
             else [_end("--receivers", item) for item in receivers.split(",")]
         )
-    return ends | held
+    return ends | branches
 
 
 def _end(option: str, text: str) -> dict[str, Any]:
@@ -357,10 +365,10 @@ def _end(option: str, text: str) -> dict[str, Any]:
 
 
 def parse_span(text: str) -> dict[str, Any]:
-    """`subject=Eiffel Tower|Colosseum`: a column's name, the text in the clean prompt and, if it is
-    another, in the corrupt one.
+    """Parse `subject=Eiffel Tower|Colosseum`: a column's name, its text in the clean prompt and, if
+    that differs, in the corrupt prompt.
 
-    Each text as `--span` of `midstream submit` takes it, or positions such as `1:4`. Raises
+    Each text has the form of `--span` of `midstream submit`, or is positions such as `1:4`. Raises
     MidstreamError naming `--span`.
     """
     name, equals, places = text.partition("=")

@@ -1,4 +1,4 @@
-"""Commands for webhooks: `webhooks list`, `show`, `redeliver`, `secret`, `rotate`, `enable`."""
+"""The commands `webhooks list`, `show`, `redeliver`, `secret`, `rotate`, `enable`."""
 
 import time
 from typing import Annotated, cast
@@ -34,7 +34,7 @@ def webhooks_list(
     job: Annotated[str | None, typer.Option(help="Only webhooks about this job.")] = None,
     state: Annotated[
         str | None,
-        typer.Option(help="Only those that are pending, delivered, failed, disabled or refused."),
+        typer.Option(help="Only this state: pending, delivered, failed, disabled or refused."),
     ] = None,
     limit: Annotated[int, typer.Option(help="Number of webhooks.")] = 20,
     disabled: Annotated[
@@ -95,8 +95,8 @@ def webhooks_redeliver(
 
 @webhooks_app.command("secret")
 def webhooks_secret(json_: AsJson = False, url: Url = None) -> None:
-    """Show the secret that signs webhooks about this key's jobs, and the previous one while it also
-    signs.
+    """Show the secret that signs webhooks about this key's jobs, and the previous secret while it
+    also signs.
     """
     with connect(url) as client:
         _print_secrets(client.webhook_secrets(), json_)
@@ -127,13 +127,13 @@ def webhooks_rotate(
         )
 
 
-def _print_secrets(known: SecretList, json_: bool) -> None:
-    if print_json(known, json_):
+def _print_secrets(listed: SecretList, json_: bool) -> None:
+    if print_json(listed, json_):
         return
-    print(known.secrets[0].secret)
-    for former in known.secrets[1:]:
-        until = records.moment(former.until)
-        err.print(f"also valid until {until}: {former.secret}", style="dim")
+    print(listed.secrets[0].secret)
+    for previous in listed.secrets[1:]:
+        until = records.moment(previous.until)
+        err.print(f"also valid until {until}: {previous.secret}", style="dim")
 
 
 def _print_disabled(endpoints: list[DisabledEndpoint], as_json: bool) -> None:
@@ -161,7 +161,7 @@ def webhooks_enable(
 ) -> None:
     """Re-enable a receiver that responded with 410.
 
-    Use `redeliver` for webhooks disabled in the meantime.
+    Use `redeliver` for webhooks that were disabled in the meantime.
     """
     with connect(url) as client:
         client.enable_webhooks(receiver, tenant=tenant)

@@ -1,6 +1,4 @@
-"""Reading harvests: `midstream.harvest.open(uri)`, datasets for training, exports and
-verification.
-"""
+"""Reads harvests: `midstream.harvest.open(uri)`, datasets for training, exports, verification."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -43,8 +41,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when first asked for: only `RowDataset` and `activations` need torch, and only exports
-    pyarrow.
+    """Import a name on first use: only `RowDataset` and `activations` need torch, and only exports
+    need pyarrow.
     """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,5 @@
-"""Exports of a harvest: Parquet and Arrow files, and the files of vLLM's hidden-states connector,
-which speculator training reads.
+"""Exports a harvest to Parquet and Arrow files, and to files like those of vLLM's hidden-states
+connector, which speculator training reads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,26 +15,30 @@ from .reader import open as open_harvest
 
 
 def to_parquet(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) -> list[Path]:
-    """One Parquet file for each shard, with the columns of `table`; the files in order."""
+    """Write one Parquet file for each shard, with the columns of `table`; return the paths, in
+    order.
+    """
     import pyarrow.parquet as parquet
 
-    made = []
+    paths = []
     for path, rows in _tables(uri, folder, sites, "parquet"):
         parquet.write_table(rows, path)
-        made.append(path)
-    return made
+        paths.append(path)
+    return paths
 
 
 def to_arrow(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) -> list[Path]:
-    """One Arrow file (IPC) for each shard, with the columns of `table`; the files in order."""
+    """Write one Arrow file (IPC) for each shard, with the columns of `table`; return the paths, in
+    order.
+    """
     import pyarrow as pa
 
-    made = []
+    paths = []
     for path, rows in _tables(uri, folder, sites, "arrow"):
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, rows.schema) as writer:
             writer.write_table(rows)
-        made.append(path)
-    return made
+        paths.append(path)
+    return paths
 
 
 def _tables(
@@ -48,8 +52,8 @@ def _tables(
 
 
 def table(shard: Shard, sites: Sequence[Site]) -> Any:
-    """A pyarrow table: `document`, `position`, `token_id` int64, and of each site a list of `width`
-    floats, named `<hook>.<layer>`.
+    """Return a pyarrow table: `document`, `position`, `token_id` int64, and for each site a column
+    `<hook>.<layer>` of lists of `width` floats.
     """
     import pyarrow as pa
 
@@ -67,13 +71,13 @@ def table(shard: Shard, sites: Sequence[Site]) -> Any:
 def to_hidden_states(
     uri: str, folder: str | Path, hook: str | None = None, layers: Sequence[int] | None = None
 ) -> list[Path]:
-    """One safetensors file for each document, as vLLM's hidden-states connector writes it for a
-    request.
+    """Write one safetensors file for each document, as vLLM's hidden-states connector does for a
+    request; return the paths.
 
-    `hidden_states` `[tokens, layers, hidden]` in the harvest's dtype (float32 of one with scales),
+    `hidden_states` `[tokens, layers, hidden]` in the harvest's dtype (float32 if that has scales),
     `token_ids` int64 `[tokens]`, and `loss_mask` int64 `[tokens]`: 1 for generated tokens, or for
-    all where none were generated. Documents come with the positions that were harvested. Raises
-    MidstreamError for positions that leave gaps.
+    all tokens if the harvest generated none. A document's tokens are those at harvested positions.
+    Raises MidstreamError if the harvested positions leave gaps.
     """
     harvest, target = open_harvest(uri), Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -81,18 +85,18 @@ def to_hidden_states(
     if rule.every != 1 or rule.sample is not None:
         raise MidstreamError(
             "invalid_request",
-            "its positions leave gaps: training reads whole documents",
+            "the harvest's positions leave gaps: training reads whole documents",
             field="positions",
         )
     hook = hook or harvest.sites[0][0]
-    needed = list(layers) if layers is not None else harvest.manifest.sites.get(hook, [])
-    for layer in needed:
+    layers = list(layers) if layers is not None else harvest.manifest.sites.get(hook, [])
+    for layer in layers:
         harvest.site(hook, layer)
-    made: list[Path] = []
+    paths: list[Path] = []
     for unit in harvest.units:
         shards = [shard for shard in harvest.shards if shard.unit is unit]
-        made += _documents(harvest, shards, target, hook, needed)
-    return made
+        paths += _documents(harvest, shards, target, hook, layers)
+    return paths
 
 
 def _documents(
@@ -116,13 +120,13 @@ def _documents(
         shard.close()
     order = np.lexsort((positions, documents))
     for document in np.unique(documents):
-        own = order[documents[order] == document]
+        rows = order[documents[order] == document]
         path = target / f"{document:09d}.safetensors"
         _save(
             path,
-            np.ascontiguousarray(states[own]),
-            token_ids[own],
-            generated[own].astype(np.int64),
+            np.ascontiguousarray(states[rows]),
+            token_ids[rows],
+            generated[rows].astype(np.int64),
         )
         yield path
 

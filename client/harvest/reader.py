@@ -1,4 +1,4 @@
-"""Random access to a harvest's rows, as numpy, in any store."""
+"""Gives random access to a harvest's rows, as numpy arrays, from any store."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +24,16 @@ from ...storage.formats.capture_blobs import TensorPlace
 from ...storage.shards import KEYS, decoded_rows, dtype_of, shard_tensors, site_name, tensor_bits
 from ...storage.store import ArtifactStore, Handle, open_store
 
-#: The most shards whose files a reader keeps open.
+#: The most shards whose files a `Harvest` keeps open.
 OPEN = 16
 Site = tuple[str, int]
 
 
 class Keys(NamedTuple):
-    """int64 `[rows]` each: the document's number in the source, the token's position in it, and the
-    token.
-    """
+    """The origins of rows; each array is int64 `[rows]`."""
 
-    documents: np.ndarray
-    positions: np.ndarray
+    documents: np.ndarray  # number of the document in the source
+    positions: np.ndarray  # of the token in the document
     token_ids: np.ndarray
 
 
@@ -59,17 +57,17 @@ class Shard:
         return self.entry.rows
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_files": {}}  # a loader's worker opens its own
+        return {**self.__dict__, "_files": {}}  # a data loader's worker opens its own files
 
     def close(self) -> None:
-        """Close its files; a later read opens them again."""
+        """Close the shard's files; a later read opens them again."""
         for opened in self._files.values():
             opened.handle.close()
         self._files = {}
 
     @property
     def sites(self) -> list[Site]:
-        """(hook, layer) of all stages, in the order of the files."""
+        """The sites of all stages, in the order of the files."""
         return [
             (hook, layer)
             for file in self.entry.files
@@ -83,15 +81,15 @@ class Shard:
         return Keys(*[self._read(opened, name, start, stop) for name in KEYS])
 
     def generated(self) -> np.ndarray:
-        """bool `[rows]`: whether the row's token was generated."""
+        """Return whether each row's token was generated, bool `[rows]`."""
         opened = self._open(self.entry.files[0].key)
         if "generated" not in opened.tensors:
             return np.zeros(len(self), bool)
         return self._read(opened, "generated", 0, None).astype(bool)
 
     def rows(self, hook: str, layer: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows `[start, stop)` of a site, `[rows, width]`: float32, or float16 where they are
-        stored so. Raises `not_found`, OSError.
+        """Return rows `[start, stop)` of a site, `[rows, width]`: float16 if stored as float16,
+        otherwise float32. Raises `not_found`, OSError.
         """
         name = site_name(hook, layer)
         opened = self._open(self._key(hook, layer))
@@ -104,8 +102,8 @@ class Shard:
         return decoded_rows(bits, dtype_of(opened.tensors[name]), scale)
 
     def bits(self, hook: str, layer: int) -> tuple[np.ndarray, str]:
-        """All rows of a site as they are stored, and their dtype: bfloat16 as uint16, float8_e4m3fn
-        as uint8.
+        """Return all rows of a site as stored (bfloat16 as uint16, float8_e4m3fn as uint8), and
+        their dtype.
         """
         opened = self._open(self._key(hook, layer))
         return self._read(opened, site_name(hook, layer), 0, None), dtype_of(
@@ -138,13 +136,13 @@ class Shard:
 class Harvest:
     """A complete harvest.
 
-    Rows are numbered as they lie in the shards: the order of training, which mixes documents.
+    Rows are numbered in the order of the shards, which is that of training and mixes documents.
     """
 
     def __init__(
         self, store: ArtifactStore, manifest: HarvestManifest, units: Sequence[UnitEntry]
     ) -> None:
-        """See `open`."""
+        """Build a harvest from its manifests; `open` reads them."""
         self.store, self.manifest, self.units = store, manifest, list(units)
         self.shards: list[Shard] = []
         for unit in units:
@@ -171,7 +169,7 @@ class Harvest:
 
     @property
     def sites(self) -> list[Site]:
-        """(hook, layer), in the order in which a forward pass meets them."""
+        """The sites (hook, layer), in the order of the forward pass."""
         return [(hook, layer) for hook, layers in self.manifest.sites.items() for layer in layers]
 
     @cached_property
@@ -271,8 +269,8 @@ class Harvest:
         return result
 
     def _touch(self, shard: Shard) -> Shard:
-        """Return the shard, and record its use; closes the least recently used shards beyond
-        `OPEN`.
+        """Record a use of the shard, close the least recently used shards beyond `OPEN`, and return
+        the shard.
         """
         number = int(np.searchsorted(self._firsts, shard.first, side="right")) - 1
         self._used[number] = None
@@ -285,8 +283,8 @@ class Harvest:
 def open(uri: str) -> Harvest:
     """Open the complete harvest at a folder or URI.
 
-    Raises MidstreamError: `not_found` if it has no manifest, `capture_damaged` if a manifest is not
-    what was written.
+    Raises MidstreamError: `not_found` if it has no manifest, `capture_damaged` if a manifest is
+    damaged.
     """
     store = open_store(uri)
     manifest = read_manifest(store)
@@ -304,7 +302,7 @@ def read_manifest(store: ArtifactStore) -> HarvestManifest:
     except FileNotFoundError as error:
         raise MidstreamError(
             "not_found",
-            f"{store.uri} has no {MANIFEST}: it is no harvest, or one that is not complete",
+            f"{store.uri} has no {MANIFEST}: it is not a harvest, or the harvest is not complete",
         ) from error
     try:
         if (result := msgspec.json.decode(data).get("format")) != FORMAT:

@@ -1,4 +1,4 @@
-"""Harvests in PyTorch: an iterable dataset of rows, and the activations that SAE trainers take."""
+"""Reads harvests in PyTorch: a dataset of rows, and a stream of activations for SAE trainers."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from ...storage.shards import site_name
 from .reader import Harvest, Shard, Site
 from .reader import open as open_harvest
 
-#: Default for how many shards are shuffled together.
+#: The default number of shards that are shuffled together.
 MIXED = 4
 
 
 class RowDataset(IterableDataset[Any]):
-    """Batches of rows, in an order that depends on seed and epoch: shards in random order, and the
-    rows of every `mixed` consecutive shards shuffled together.
+    """Yields batches of rows in an order that depends on seed and epoch: shards in random order,
+    with the rows of every `mixed` consecutive shards shuffled together.
 
     An item is a tensor `[batch_size, width]`, or for several sites a dict `<hook>.<layer>` →
     tensor; with `keys=True`, always a dict that also has `document`, `position` and `token_id`. Use
@@ -58,15 +58,15 @@ class RowDataset(IterableDataset[Any]):
             dtype,
         )
         self.replica, self.replicas, self.start = replica, replicas, start
-        self._given = 0  # batches of this iteration, in this process
+        self._yielded = 0  # batches of this iteration, in this process
         self._resume: int | None = None
 
     def __len__(self) -> int:
-        """Number of this replica's batches when it is read without loader workers."""
+        """The number of this replica's batches if it is read without loader workers."""
         return sum(-(-sum(map(len, group)) // self.batch_size) for group in self._groups(0, 1))
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "given": self._given}
+        return {"epoch": self.epoch, "given": self._yielded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch, self._resume = state["epoch"], state["given"]
@@ -79,13 +79,13 @@ class RowDataset(IterableDataset[Any]):
             if self._resume is not None
             else max(0, -(-(self.start - worker) // workers))
         )
-        self._resume, self._given = None, 0
+        self._resume, self._yielded = None, 0
         for number, group in enumerate(self._groups(worker, workers)):
             rows = sum(map(len, group))
             batches = -(-rows // self.batch_size)
             if skip >= batches:
                 skip -= batches
-                self._given += batches
+                self._yielded += batches
                 continue
             yield from self._batches(group, number * workers + worker, skip)
             skip = 0
@@ -98,9 +98,9 @@ class RowDataset(IterableDataset[Any]):
                 len(shards)
             )
             shards = [shards[place] for place in order]
-        own = shards[self.replica :: self.replicas][worker::workers]
+        shards = shards[self.replica :: self.replicas][worker::workers]
         size = self.mixed if self.seed is not None else 1
-        return [own[at : at + size] for at in range(0, len(own), size)]
+        return [shards[at : at + size] for at in range(0, len(shards), size)]
 
     def _batches(self, group: Sequence[Shard], number: int, skip: int) -> Iterator[Any]:
         tensors = {site_name(*site): _rows(group, site) for site in self.sites}
@@ -117,12 +117,12 @@ class RowDataset(IterableDataset[Any]):
                 np.random.PCG64([self.seed, self.epoch, 1, self.replica, number])
             )
             order = torch.from_numpy(generator.permutation(count))
-        self._given += skip
+        self._yielded += skip
         for at in range(skip * self.batch_size, count, self.batch_size):
             chosen = order[at : at + self.batch_size]
             # Convert only now: the stored dtype usually takes half the memory of float32.
             batch = {name: self._converted(values[chosen]) for name, values in tensors.items()}
-            self._given += 1
+            self._yielded += 1
             yield batch if self.keys or len(batch) > 1 else next(iter(batch.values()))
 
     def _converted(self, values: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ class RowDataset(IterableDataset[Any]):
 
 
 def _rows(group: Sequence[Shard], site: Site) -> torch.Tensor:
-    """Return all rows of these shards in their stored dtype; float32 if that has scales."""
+    """Return all rows of these shards in their stored dtype, or float32 if that has scales."""
     parts = []
     for shard in group:
         bits, dtype = shard.bits(*site)
@@ -156,7 +156,7 @@ def activations(
     seed: int = 0,
     device: str = "cpu",
 ) -> Iterator[torch.Tensor]:
-    """Yield float32 `[batch_size, width]` of one site, epoch after epoch, without end: the data
+    """Yield float32 `[batch_size, width]` of one site, epoch after epoch, without end: a data
     provider for SAELens' `SAETrainer`.
     """
     epoch = 0

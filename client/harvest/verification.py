@@ -1,4 +1,4 @@
-"""Verification of a harvest: everything that its manifest says is computed again from the files."""
+"""Verifies a harvest: recomputes everything in its manifest from the files."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ from ...storage.shards import checksum, shard_tensors, site_name
 from .reader import Harvest, Shard
 from .reader import open as open_harvest
 
-#: Faults that are listed.
+#: The most faults that are listed.
 SHOWN = 100
 
 
 @dataclass
 class Verification:
-    """Result of a verification. `faults`: empty if the harvest is whole."""
+    """The result of a verification. `faults`: empty if the harvest is complete and undamaged."""
 
     shards: int = 0
     rows: int = 0
@@ -33,10 +33,10 @@ class Verification:
 
 
 def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Verification:
-    """Checksums of all files, keys (each once, in the order that the seed gives, in their unit's
-    documents), shapes, counts, and that no document is left out.
+    """Verify the checksums of all files, the keys (each once, in the order of the seed, among its
+    unit's documents), shapes and counts, and that no document is missing.
 
-    `progress(shards, of)` is called after each shard. Raises `not_found` where there is no
+    `progress(shards, total)` is called after each shard. Raises `not_found` if there is no
     manifest.
     """
     verification = Verification()
@@ -47,14 +47,14 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Veri
             raise
         verification.faults.append(error.detail)
         return verification
-    of: UnitEntry | None = None
+    unit: UnitEntry | None = None
     visited: list[np.ndarray] = []
     for number, shard in enumerate(harvest.shards):
         try:
             documents, positions = _shard(harvest, shard, verification)
-            if of is not shard.unit:
-                _once(of, visited, harvest, verification)
-                of, visited = shard.unit, []
+            if unit is not shard.unit:
+                _check_unit(unit, visited, harvest, verification)
+                unit, visited = shard.unit, []
             visited.append(np.stack([documents, positions]))
         except (OSError, DamagedBlob, MidstreamError, ValueError) as error:
             verification.faults.append(f"shard {number}: {error}")
@@ -62,29 +62,31 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Veri
         verification.shards += 1
         if progress is not None:
             progress(number + 1, len(harvest.shards))
-    _once(of, visited, harvest, verification)
+    _check_unit(unit, visited, harvest, verification)
     for empty in harvest.units:
         if not empty.shards:
-            _once(empty, [], harvest, verification)
-    made = harvest.manifest
-    in_units = sum(unit.documents for unit in harvest.units)
-    for name, text, counted in (
-        ("rows", made.rows, verification.rows),
-        ("shards", made.shards, verification.shards),
-        ("bytes", made.bytes, verification.bytes),
-        ("documents", made.documents, in_units),
+            _check_unit(empty, [], harvest, verification)
+    manifest = harvest.manifest
+    in_units = sum(item.documents for item in harvest.units)
+    for name, listed, counted in (
+        ("rows", manifest.rows, verification.rows),
+        ("shards", manifest.shards, verification.shards),
+        ("bytes", manifest.bytes, verification.bytes),
+        ("documents", manifest.documents, in_units),
     ):
-        if text != counted:
-            verification.faults.append(f"the manifest says {text} {name}; the files have {counted}")
-    spans = sorted((unit.first, unit.first + unit.documents, unit.unit) for unit in harvest.units)
-    for (_, stop, unit), (start, _, following) in pairwise([(0, 0, -1), *spans]):
+        if listed != counted:
+            verification.faults.append(
+                f"the manifest says {listed} {name}; the files have {counted}"
+            )
+    spans = sorted((item.first, item.first + item.documents, item.unit) for item in harvest.units)
+    for (_, stop, number), (start, _, following) in pairwise([(0, 0, -1), *spans]):
         if start < stop:
-            verification.faults.append(f"units {unit} and {following} have documents in common")
+            verification.faults.append(f"units {number} and {following} have documents in common")
         elif start > stop:
             verification.faults.append(f"documents {stop} to {start - 1} are in no unit")
-    numbers = [unit.unit for unit in harvest.units]
+    numbers = [item.unit for item in harvest.units]
     if sorted(numbers) != list(range(len(numbers))):
-        verification.faults.append("the units are not all there, each once")
+        verification.faults.append("a unit is missing or listed twice")
     verification.faults[:] = verification.faults[:SHOWN]
     return verification
 
@@ -98,7 +100,7 @@ def _shard(
             verification.bytes += handle.size
             if handle.size != file.bytes or checksum(handle) != file.crc32:
                 verification.faults.append(
-                    f"{file.key} is not what was written: its size or CRC32 differs"
+                    f"{file.key} is damaged: its size or CRC32 differs from the manifest's"
                 )
             tensors = shard_tensors(handle)
         for hook, layers in file.sites.items():
@@ -107,26 +109,26 @@ def _shard(
                 shape = [shard.entry.rows, harvest.manifest.widths[hook]]
                 if tensor is None or tensor.shape != shape:
                     verification.faults.append(
-                        f"{file.key}: {site_name(hook, layer)} is not {shape}"
+                        f"{file.key}: {site_name(hook, layer)} does not have shape {shape}"
                     )
-        own = Shard(
+        file_keys = Shard(
             harvest.store,
             type(shard.entry)(rows=shard.entry.rows, files=[file]),
             shard.unit,
             shard.first,
         ).keys()
         if keys is not None and not all(
-            np.array_equal(own_part, first) for own_part, first in zip(own, keys, strict=True)
+            np.array_equal(part, first) for part, first in zip(file_keys, keys, strict=True)
         ):
             verification.faults.append(
                 f"{file.key}: its keys differ from those of the shard's other stages"
             )
-        keys = keys or own
+        keys = keys or file_keys
     assert keys is not None, "a shard has a file"
     documents, positions, _ = keys
     name = shard.entry.files[0].key
     if set(shard.sites) != set(harvest.sites):
-        verification.faults.append(f"{name}: not all sites are there")
+        verification.faults.append(f"{name}: its sites are not those of the harvest")
     if not np.array_equal(
         row_order(harvest.manifest.shuffle, documents, positions), np.arange(len(documents))
     ):
@@ -135,28 +137,28 @@ def _shard(
         shard.unit.first <= documents.min()
         and documents.max() < shard.unit.first + shard.unit.documents
     ):
-        verification.faults.append(f"{name}: it has rows of documents of other units")
+        verification.faults.append(f"{name}: it has rows of another unit's documents")
     verification.rows += len(documents)
     return documents, positions
 
 
-def _once(
+def _check_unit(
     unit: UnitEntry | None,
     visited: Sequence[np.ndarray],
     harvest: Harvest,
     verification: Verification,
 ) -> None:
-    """Each row of a unit is there once, and each document has some but those that are said to have
-    none.
+    """Check that no row of a unit occurs twice, and that each document has rows, except the number
+    of documents that the manifest lists as skipped.
     """
     if unit is None:
         return
     keys = np.concatenate([np.zeros((2, 0), np.int64), *visited], axis=1)
     if np.unique(keys, axis=1).shape[1] != keys.shape[1]:
         verification.faults.append(f"unit {unit.unit} has a row twice")
-    made, present = harvest.manifest, np.unique(keys[0])
-    # Of a packed sequence, or one that tokens were generated for, a document may have no row.
-    whole = made.fit != "pack" and not made.generated
+    manifest, present = harvest.manifest, np.unique(keys[0])
+    # with packing or generation, other documents may have no row, too
+    whole = manifest.fit != "pack" and not manifest.generated
     if whole and len(present) != unit.documents - unit.skipped:
         absent = np.setdiff1d(np.arange(unit.first, unit.first + unit.documents), present)
         shown = ", ".join(map(str, absent[:5].tolist())) + (", …" if len(absent) > 5 else "")

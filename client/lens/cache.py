@@ -1,4 +1,4 @@
-"""Activations of one run under TransformerLens' names, as numpy arrays."""
+"""Gives a run's captured activations under TransformerLens' names, as numpy arrays."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ _LN = "norms are not applied: their scales are not served"
 
 
 class NotServed(MidstreamError, AttributeError):
-    """Something that TransformerLens has and a served model cannot give; the message says why."""
+    """A served model does not have this TransformerLens feature; the message says why."""
 
 
 def refused(table: Mapping[str, str], owner: str, name: str) -> AttributeError:
@@ -41,14 +41,14 @@ def refused(table: Mapping[str, str], owner: str, name: str) -> AttributeError:
 
 
 class ActivationCache(Mapping[str, np.ndarray]):
-    """`cache["blocks.3.hook_resid_post"]` or `cache["resid_post", 3]`: float32 arrays, read when
-    they are asked for.
+    """Maps `cache["blocks.3.hook_resid_post"]` or `cache["resid_post", 3]` to float32 arrays, read
+    on access.
 
-    Shapes are TransformerLens': `[batch, pos, d_model]`; `[batch, pos, head, d_head]` of `hook_q`,
+    Shapes are TransformerLens': `[batch, pos, d_model]`; `[batch, pos, head, d_head]` for `hook_q`,
     `hook_k`, `hook_v`, `hook_z`, `hook_rot_q` and `hook_rot_k` (keys and values have key heads);
-    `[batch, head, query, key]` of `hook_pattern`; `[batch, pos, d_mlp]` of `mlp.hook_post`. Rows
-    are taken after the run's own edits. For an activation that was not captured, raises
-    MidstreamError that lists the captured ones.
+    `[batch, head, query, key]` for `hook_pattern`; `[batch, pos, d_mlp]` for `mlp.hook_post`. Rows
+    include the run's own edits. An activation that was not captured raises MidstreamError that
+    lists the captured activations.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class ActivationCache(Mapping[str, np.ndarray]):
 
     @property
     def job(self) -> str:
-        """The id of the job whose captured rows these are.
+        """The id of the job that captured the activations.
 
-        They stay on the server: `Client.delete_capture(job)` removes them.
+        They stay on the server until `Client.delete_capture(job)`.
         """
         return self.reader.job
 
@@ -126,10 +126,9 @@ class ActivationCache(Mapping[str, np.ndarray]):
         return ActivationCache(self.reader, self.card, self.sites, self.prompts, batch=False)
 
     def _layers(self, layer: int | None, upto: int) -> int:
-        """Convert the argument `layer` of these methods: None and -1 stand for the number of
-        layers.
+        """Resolve a `layer` argument: None and -1 stand for the number of layers.
 
-        Raises MidstreamError.
+        Raises MidstreamError if it is not from 0 to `upto`.
         """
         count = self.card.num_layers if layer in (None, -1) else layer
         if not isinstance(count, int) or not 0 <= count <= upto:
@@ -141,7 +140,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
     def stack_activation(
         self, activation_name: str, layer: int | None = -1, sublayer_type: str | None = None
     ) -> np.ndarray:
-        """`[layers, …]`: one activation of all layers below `layer` (None or -1: of all)."""
+        """Return one activation of all layers below `layer`, `[layers, …]`. None or -1: all."""
         count = self._layers(layer, self.card.num_layers)
         if not count:
             raise invalid(
@@ -160,8 +159,8 @@ class ActivationCache(Mapping[str, np.ndarray]):
         mlp_input: bool = False,
         return_labels: bool = False,
     ) -> Any:
-        """`[components, batch, pos, d_model]`: the stream entering each layer up to `layer`; with
-        None, also the output of the last layer.
+        """Return `[components, batch, pos, d_model]`: the residual stream that enters each layer up
+        to `layer`; with None or -1, also the output of the last layer.
 
         Labels: `0_pre`, `0_mid`, …, `final_post`. Raises MidstreamError for `apply_ln`.
         """
@@ -187,13 +186,13 @@ class ActivationCache(Mapping[str, np.ndarray]):
         incl_embeds: bool = True,
         return_labels: bool = False,
     ) -> Any:
-        """`[components, batch, pos, d_model]`: what each part below `layer` adds to the stream. The
-        sum of these is the stream that enters `layer`.
+        """Return `[components, batch, pos, d_model]`: what each component below `layer` adds to the
+        residual stream. Their sum is the stream that enters `layer`.
 
-        `mode`: `all`, `attn` or `mlp`. Labels: `embed` (with the positions' embedding, where a
-        model has one: that is what enters layer 0), `0_attn_out`, `0_mlp_out`, …. Models that
-        multiply what they add are the exception to the sum, see `docs/architectures.md`. Raises
-        MidstreamError for `apply_ln`, and for another mode.
+        `mode`: `all`, `attn` or `mlp`. Labels: `embed` (the stream that enters layer 0, so with
+        position embeddings if the model has them), `0_attn_out`, `0_mlp_out`, …. The sum does not
+        hold for models that scale these outputs, see `docs/architectures.md`. Raises MidstreamError
+        for `apply_ln`, and for an unknown mode.
         """
         if apply_ln:
             raise invalid("apply_ln", _LN, allowed="False")
@@ -210,7 +209,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
 
     def _stacked(self, parts: Mapping[str, Key], pos_slice: Any, labels: bool) -> Any:
         if not parts:
-            raise invalid("layer", "nothing is below it", allowed="a higher layer")
+            raise invalid("layer", "no components are below it", allowed="a higher layer")
         chosen = (
             slice(*pos_slice)
             if isinstance(pos_slice, tuple)

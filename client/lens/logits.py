@@ -1,5 +1,5 @@
-"""Next-token predictions of a run, indexed as TransformerLens' logits and fetched from the server
-as they are asked for.
+"""Next-token predictions of a run, indexed like TransformerLens' logits and fetched from the server
+on access.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,10 +12,10 @@ from ...schemas.base.limits import MAX_LENS_TOKENS, MAX_LENS_TOP
 from ...schemas.readings.lens import LensReading
 from .cache import refused
 
-#: Query to the server: (index of the prompt, positions, number of top tokens, ids of named tokens)
-#: → predictions from the last layer's rows.
+#: Request to the server: (index of the prompt, positions, number of top tokens, ids of named
+#: tokens) → predictions from the last layer's rows.
 Ask = Callable[[int, list[int], int, list[int]], LensReading]
-#: Bytes of an answer for each row, and in addition for each of its tokens.
+#: Bytes of a response for each row, and for each token of a row.
 _ROW_BYTES, _TOKEN_BYTES = 14, 8
 REFUSED: dict[str, str] = dict.fromkeys(
     ("backward", "grad", "requires_grad", "retain_grad"),
@@ -24,7 +24,10 @@ REFUSED: dict[str, str] = dict.fromkeys(
 
 
 class Predictions:
-    """Predictions of the next token at each position, for all prompts of a run."""
+    """Stores and fetches predictions of the next token at each position of a run's prompts.
+
+    A place is (index of the prompt, position).
+    """
 
     def __init__(self, ask: Ask, prompts: Sequence[Sequence[int]], vocab: int, limit_kib: int):
         self.prompts, self.vocab = [list(prompt) for prompt in prompts], vocab
@@ -33,7 +36,7 @@ class Predictions:
         self._known: dict[tuple[int, int], dict[int, float]] = {}
 
     def learn(self, reading: LensReading, prompt: int) -> None:
-        """Store an answer of the server."""
+        """Store a response of the server."""
         for row, position in enumerate(reading.positions):
             place = prompt, position
             top = reading.top_tokens[0][row], reading.top_logprobs[0][row]
@@ -61,10 +64,9 @@ class Predictions:
         """Fetch the values of `tokens` at `places` that are not stored yet, in as few requests as
         possible.
         """
-        needed = dict.fromkeys(places)
         lacking = {
             place: [token for token in tokens if token not in self._known.get(place, {})]
-            for place in needed
+            for place in dict.fromkeys(places)
         }
         missing = list(dict.fromkeys(token for value in lacking.values() for token in value))
         for start in range(0, len(missing), MAX_LENS_TOKENS):
@@ -87,13 +89,13 @@ class Predictions:
 
 
 class Logits:
-    """`logits[0, -1, token]`: float32 log-probabilities of next tokens, in nats: the model's logits
-    minus a constant per position.
+    """Log-probabilities of next tokens, float32, in nats: `logits[0, -1, token]`.
 
-    Differences between tokens, softmax, argmax and ranks are therefore those of the logits. `shape`
-    is `[batch, pos, d_vocab]`. The first axes take numbers, slices and lists; the last one takes
-    token ids, since whole rows do not leave the server: `topk` gives the most likely ones. Values
-    that are not stored yet are fetched with further requests.
+    They are the model's logits minus a constant per position, so differences between tokens,
+    softmax, argmax and ranks are those of the logits. `shape` is `[batch, pos, d_vocab]`. The first
+    axes take numbers, slices and lists; the last axis takes token ids, since whole rows do not
+    leave the server, and `topk` returns the most likely tokens. Values that are not stored yet are
+    fetched with further requests.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class Logits:
             if len(tokens) > MAX_LENS_TOKENS:
                 raise invalid(
                     "tokens",
-                    f"{len(tokens)} tokens are asked for at once",
+                    f"the slice has {len(tokens)} tokens",
                     allowed=f"up to {MAX_LENS_TOKENS}; or topk",
                 )
         ids = np.asarray(tokens)
@@ -182,7 +184,9 @@ class Logits:
         return np.exp(logprobs) if self._probabilities else logprobs
 
     def topk(self, k: int, dim: int = -1) -> tuple[np.ndarray, np.ndarray]:
-        """(values float32 `[…, k]`, token ids int64 `[…, k]`), most likely first; `k` up to 100."""
+        """Return (values float32 `[…, k]`, token ids int64 `[…, k]`), most likely first. `k`: up to
+        100.
+        """
         self._of_tokens(dim)
         if not 1 <= k <= MAX_LENS_TOP:
             raise invalid("k", f"{k} is out of range", allowed=f"1 to {MAX_LENS_TOP}")
@@ -217,12 +221,12 @@ class Logits:
         """Return the mean cross-entropy of the prompts' next tokens, in nats; with `per_token`,
         float32 `[batch, pos - 1]`.
 
-        Raises MidstreamError for logits that were indexed before, and for prompts of one token.
+        Raises MidstreamError for indexed logits, and for prompts of one token.
         """
         prompts = self._known.prompts
         if self._places.shape != (len(prompts), len(prompts[0])):
             raise invalid(
-                "loss", "is of whole prompts", allowed="the logits as run_with_cache returned them"
+                "loss", "needs whole prompts", allowed="the logits that run_with_cache returned"
             )
         if len(prompts[0]) < 2:
             raise MidstreamError(

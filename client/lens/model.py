@@ -1,5 +1,5 @@
-"""A served model with the calls of TransformerLens' models: runs with cached activations and with
-edits, tokens, generation.
+"""Wraps a served model in the interface of TransformerLens' models: runs with cached activations
+and with edits, tokens, generation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from .ops import Op
 FIRST_TOP = 20
 _WEIGHTS = "weights are not served; captures, edits and Client.lens compute with them on the server"
 _GRADIENTS = "there are no gradients: the forward pass runs in a server"
-#: Attributes of TransformerLens' models that this one lacks → the reason.
+#: Attributes of TransformerLens' models that `HookedModel` lacks → the reason.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -51,7 +51,7 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(("backward", "train", "zero_grad", "add_caching_hooks"), _GRADIENTS),
     "enable_compatibility_mode": "weights are as in the checkpoint: nothing is folded or centred",
-    "tokenizer": "it is on the server: to_tokens, to_str_tokens and to_string use it",
+    "tokenizer": "it is on the server; to_tokens, to_str_tokens and to_string use it",
     "to": "the server decides the device",
 }
 
@@ -60,7 +60,7 @@ REFUSED: dict[str, str] = {
 class Config:
     """`HookedModel.cfg`, with TransformerLens' names.
 
-    None: unknown, because the server serves no hook from which it follows.
+    None: unknown, because the server serves no hook that reveals the value.
     """
 
     model_name: str
@@ -97,19 +97,19 @@ def _config(card: Card) -> Config:
     )
 
 
-#: (name of an activation, names, or a function of the name; the edit).
+#: (an activation's name, several names, or a function of the name; the edit).
 Hook = tuple[Any, Op]
-#: Text, texts of equal length in tokens, token ids `[pos]` or `[batch, pos]`.
+#: A text, several texts, or token ids `[pos]` or `[batch, pos]`.
 Input = Any
 
 
 class HookedModel:
-    """A model that Midstream serves, used as a TransformerLens model without weight processing; no
-    torch is needed.
+    """A model that Midstream serves, with the interface of a TransformerLens model without weight
+    processing; needs no torch.
 
-    `model`: its name; may be left out where one is served. `client`: by default a new `Client(url,
-    api_key)`. Raises MidstreamError: `not_found` for a model that is not served, `invalid_request`
-    naming the argument that does not fit.
+    `model`: its name; may be omitted if the server serves only one. `client`: by default a new
+    `Client(url, api_key)`. Raises MidstreamError: `not_found` for a model that is not served,
+    `invalid_request` naming an invalid argument.
     """
 
     def __init__(
@@ -141,13 +141,13 @@ class HookedModel:
 
     @property
     def hook_names(self) -> list[str]:
-        """The activations that can be cached, in the order of a forward."""
+        """The activations that can be cached, layer by layer in the order of the forward pass."""
         return [site.full for site in self.card.sites()]
 
-    # --- Runs -------------------------------------------------------------------------------------
+    # --- Runs
 
     def __call__(self, input: Input, return_type: str | None = "logits", **options: Any) -> Any:
-        """Run like `run_with_hooks`, with only the hooks of `hooks()` and `add_hook`."""
+        """Run as `run_with_hooks` does, with only the hooks of `hooks()` and `add_hook`."""
         return self.run_with_hooks(input, (), return_type, **options)
 
     def run_with_cache(
@@ -162,9 +162,9 @@ class HookedModel:
         **fields: Any,
     ) -> tuple[Any, ActivationCache]:
         """Run one job; return (logits, cache). The cache has the activations that `names_filter`
-        names, by default all served ones.
+        selects, by default all that are served.
 
-        `names_filter`: a name, a list of names or pairs such as `("resid_post", 3)`, or a function
+        `names_filter`: a name, a list of names or pairs such as `("resid_post", 3)`, or a predicate
         of a name. The rows stay on the server until they are deleted (`ActivationCache.job`).
         `fields`: other fields of the job, such as `lora`.
         """
@@ -186,11 +186,11 @@ class HookedModel:
         prepend_bos: bool | None = None,
         **fields: Any,
     ) -> Any:
-        """The logits of a run with edits: pairs of an activation's name and an op of
-        `midstream.lens.ops`.
+        """Run with edits, and return the logits.
 
-        `return_type`: `logits`, `loss`, `both` or None. Python functions are refused: the forward
-        pass takes no code from requests.
+        `fwd_hooks`: pairs of an activation's name and an op of `midstream.lens.ops`. Python
+        functions are rejected: the forward pass takes no code from requests. `return_type`:
+        `logits`, `loss`, `both` or None.
         """
         if bwd_hooks:
             raise invalid("bwd_hooks", _GRADIENTS, allowed="fwd_hooks")
@@ -202,7 +202,9 @@ class HookedModel:
     def hooks(
         self, fwd_hooks: Sequence[Hook] = (), bwd_hooks: Sequence[Any] = ()
     ) -> Iterator["HookedModel"]:
-        """Apply these edits to every run and generation within the block, before its own."""
+        """Apply these edits to every run and generation within the block, before the call's own
+        edits.
+        """
         if bwd_hooks:
             raise invalid("bwd_hooks", _GRADIENTS, allowed="fwd_hooks")
         edits_of(fwd_hooks, self.card)
@@ -237,26 +239,27 @@ class HookedModel:
         return_type: str = "input",
         **fields: Any,
     ) -> Any:
-        """Prompt and continuation, as text where `input` is text, otherwise as token ids `[batch,
-        pos]` (a list where lengths differ).
+        """Return prompt and continuation: as text if `input` is text, otherwise as token ids
+        `[batch, pos]` (a list if lengths differ).
 
-        `return_type`: `input`, `str` or `tokens`. `do_sample=False`: greedy. Hooks edit generated
-        tokens, too, unless their `pos` says otherwise.
+        `return_type`: `input` (like the input), `str` or `tokens`. `do_sample=False`: greedy. Hooks
+        also edit generated tokens, unless their `pos` excludes them.
         """
         if return_type not in ("input", "str", "tokens"):
             raise invalid(
                 "return_type", f"{return_type!r} is not known", allowed="input, str, tokens"
             )
         run = _Run(self, input, [*self._hooks, *fwd_hooks], prepend_bos, fields, together=False)
-        given = {"top_k": top_k, "top_p": top_p, "seed": seed}
+        optional = {"top_k": top_k, "top_p": top_p, "seed": seed}
         sampling = {
             "max_tokens": max_new_tokens,
             "temperature": temperature if do_sample else 0.0,
             "ignore_eos": not stop_at_eos,
         }
         result = run.send(
-            run.given,
-            sampling=sampling | {name: value for name, value in given.items() if value is not None},
+            run.inputs,
+            sampling=sampling
+            | {name: value for name, value in optional.items() if value is not None},
         )
         whole = [
             prompt + output.token_ids
@@ -267,12 +270,12 @@ class HookedModel:
             return texts[0] if run.is_single else texts
         return np.array(whole, dtype=np.int64) if len({len(item) for item in whole}) == 1 else whole
 
-    # --- Tokens -----------------------------------------------------------------------------------
+    # --- Tokens
 
     def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> np.ndarray:
         """Return the server's token ids of a text or texts: int64 `[batch, pos]`.
 
-        Texts must have equally many tokens: nothing is padded.
+        All texts must have the same number of tokens: nothing is padded.
 
         `prepend_bos`: False omits the tokens that the tokenizer adds around a text; None keeps
         them. True is an error if the tokenizer adds none: give token ids instead.
@@ -297,9 +300,8 @@ class HookedModel:
         return texts if many else texts[0]
 
     def to_single_token(self, string: str) -> int:
-        """The id of a text that is one token, without what the tokenizer adds.
-
-        Raises MidstreamError for others.
+        """Return the token id of a text that is a single token, apart from the special tokens that
+        the tokenizer adds. Raises MidstreamError for other texts.
         """
         ids = self._ids(string, prepend_bos=False)
         if len(ids) != 1:
@@ -351,7 +353,7 @@ def _texts(input: Any) -> list[Any]:
 
 
 def _token_ids(input: Any) -> list[list[int]]:
-    """Convert `[pos]` or `[batch, pos]` token ids. Raises MidstreamError."""
+    """Convert token ids `[pos]` or `[batch, pos]` to lists. Raises MidstreamError."""
     try:
         result = np.asarray(input.detach().cpu() if is_torch(input) else input)
     except ValueError:
@@ -375,10 +377,10 @@ def _one(prompts: list[list[int]], field: str) -> list[int]:
 
 
 def edits_of(hooks: Sequence[Hook], card: Card) -> dict[str, Any]:
-    """`steering`, `patch` and `patterns` of a request with these edits.
+    """Convert edits to a request's `steering` and `patch`, and to attention `patterns`.
 
-    Raises MidstreamError: for a Python function; for a name that is not an activation; and if edits
-    of one row are listed in a different order from that in which they are applied.
+    Raises MidstreamError for a Python function, for a name that is not an activation, and if edits
+    of one row are not listed in the order in which they are applied.
     """
     result: dict[str, Any] = {"steering": [], "patch": [], "patterns": {}}
     last: dict[Site, Op] = {}
@@ -403,8 +405,8 @@ def edits_of(hooks: Sequence[Hook], card: Card) -> dict[str, Any]:
             before = last.get(site)
             if before is not None and before.order > op.order:
                 detail = (
-                    f"at {site.full}, ops.{op.name} is applied before ops.{before.name}, whatever "
-                    "their order in the list"
+                    f"at {site.full}, ops.{op.name} is always applied before ops.{before.name}, "
+                    "but is listed after it"
                 )
                 raise invalid(
                     at,
@@ -426,7 +428,7 @@ def edits_of(hooks: Sequence[Hook], card: Card) -> dict[str, Any]:
 
 
 class _Run:
-    """One input with its edits: the first request, and those that fetch more of its predictions."""
+    """One input with its edits: sends the first request, and those that fetch more predictions."""
 
     def __init__(
         self,
@@ -450,18 +452,17 @@ class _Run:
         ):
             raise invalid(
                 reserved[0],
-                "is what this call sets",
+                "is set by this call",
                 allowed="other fields of a job; edits as hooks",
             )
         if self.is_text:
             texts = _texts(input)
             self.prompts = [model._ids(text, prepend_bos) for text in texts]
-            self.given: list[Any] = (
-                texts if prepend_bos is None else self.prompts
-            )  # text spans need the text
+            # texts where possible, because `pos` may name a text span
+            self.inputs: list[Any] = texts if prepend_bos is None else self.prompts
         else:
             self.prompts = _token_ids(input)
-            self.given = self.prompts
+            self.inputs = self.prompts
         if together:
             model._equal(self.prompts)
         self.edits = edits_of(hooks, model.card)
@@ -473,7 +474,7 @@ class _Run:
         self.refused = model.card.readings.get("lens", "the worker does not offer it")
 
     def send(self, prompts: list[Any], **request: Any) -> JobResult:
-        """One job with the edits."""
+        """Run one job with the edits."""
         edits = {name: self.edits[name] for name in ("steering", "patch") if self.edits[name]}
         call = partial(self.model.client.run, prompts=prompts)
         if self.edits["patterns"]:
@@ -481,11 +482,9 @@ class _Run:
         return call(model=self.model.card.id, progress=False, **self.fields, **edits, **request)
 
     def first(self, **request: Any) -> JobResult:
-        """The run itself, with the most likely tokens of the last position where a lens is
-        served.
-        """
+        """Run the job; if a lens is served, also fetch the top tokens at the last position."""
         lens = {"lens": self._lens("last_prompt", FIRST_TOP, [])} if not self.refused else {}
-        result = self.send(self.given, sampling={"max_tokens": 1}, **lens, **request)
+        result = self.send(self.inputs, sampling={"max_tokens": 1}, **lens, **request)
         for reading in result.lens or []:
             self.known.learn(reading, reading.request)
         return result
@@ -506,7 +505,7 @@ class _Run:
                 "not_found", f"this model's logits are not served: {self.refused}", field="logits"
             )
         result = self.send(
-            [self.given[prompt]],
+            [self.inputs[prompt]],
             sampling={"max_tokens": 1},
             lens=self._lens(positions, top, tokens),
         )

@@ -1,6 +1,4 @@
-"""TransformerLens' names of activations, the hook points that hold them, and what a served model
-has of them.
-"""
+"""Maps TransformerLens' names of activations to hook points, and says which a served model has."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,8 +10,8 @@ from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.model.banks import BANK, OF_HEADS, RowShape
 from ...schemas.prompts.selectors import FORWARD, INSIDE, Hook
 
-#: Names within a block, in the order in which a forward meets them → the hook points whose rows
-#: make the activation.
+#: Names within a block, in the order of the forward pass → the hook points whose rows give the
+#: activation.
 BLOCK: dict[str, tuple[Hook, ...]] = {
     "hook_resid_pre": ("pre_attn",),
     "attn.hook_q": ("q_proj",),
@@ -30,7 +28,7 @@ BLOCK: dict[str, tuple[Hook, ...]] = {
     "hook_resid_post": ("post_block",),
 }  # fmt: skip
 PATTERN = "attn.hook_pattern"
-#: TransformerLens' short names: the part behind `hook_`, and its own other words for some.
+#: TransformerLens' short names: the part after `hook_`, and its aliases.
 SHORT: dict[str, str] = {name.rpartition("hook_")[2]: name for name in BLOCK} | {
     "attn": PATTERN,
     "query": "attn.hook_q",
@@ -38,8 +36,8 @@ SHORT: dict[str, str] = {name.rpartition("hook_")[2]: name for name in BLOCK} | 
     "value": "attn.hook_v",
     "mlp_post": "mlp.hook_post",
 }
-#: Activations that TransformerLens has and Midstream does not: what their names end with → why, and
-#: what there is.
+#: The end of the name of an activation that Midstream does not have → the reason, and an
+#: alternative.
 ABSENT: dict[str, str] = {
     "hook_embed": (
         "embeddings are served with positions added: blocks.0.hook_resid_pre is their sum"
@@ -58,12 +56,12 @@ ABSENT: dict[str, str] = {
     "hook_pre": "MLPs are read where they enter the down projection: mlp.hook_post",
     "hook_pre_linear": "MLPs are read where they enter the down projection: mlp.hook_post",
     "hook_scale": "the scales of norms are not served",
-    "hook_normalized": "what norms give is not served",
+    "hook_normalized": "the outputs of norms are not served",
 }
 _FULL = re.compile(r"blocks\.(?P<layer>\d{1,6})\.(?P<name>.+)")
 
-#: As users name an activation: `blocks.3.hook_z`, or a short name with its layer, such as `("z",
-#: 3)`.
+#: An activation as users name it: `blocks.3.hook_z`, or a short name with its layer, such as
+#: `("z", 3)`.
 Key = str | tuple[Any, ...]
 
 
@@ -75,19 +73,19 @@ class Site(NamedTuple):
 
     @property
     def full(self) -> str:
-        """Return the name as TransformerLens writes it."""
+        """The name as TransformerLens writes it."""
         return f"blocks.{self.layer}.{self.name}"
 
 
 class Attending(msgspec.Struct):
-    """Attention of some layers, as far as it is needed here."""
+    """The kind of attention of some layers: the fields that this package reads."""
 
     heads: int = 0
     head_dim: int = 0
 
 
 class Card(msgspec.Struct):
-    """The answer of `GET /v1/models/{name}`, as far as it is needed here."""
+    """The response of `GET /v1/models/{name}`: the fields that this package reads."""
 
     id: str
     architecture: str
@@ -104,11 +102,11 @@ class Card(msgspec.Struct):
     attention: list[Attending] = []
 
     def has(self, name: str) -> bool:
-        """Return whether an activation of this name of `BLOCK` can be had."""
+        """Return whether the model serves the activation `name` of `BLOCK`."""
         return all(hook in self.hooks for hook in BLOCK[name])
 
     def why_not(self, name: str) -> str:
-        """Return why it cannot."""
+        """Return why the model does not serve the activation `name`."""
         missing = next(hook for hook in BLOCK[name] if hook not in self.hooks)
         start = f"{missing} is not served"
         if missing in self.absent:
@@ -129,17 +127,15 @@ class Card(msgspec.Struct):
         return (row.heads, row.width) if BANK[hook] in OF_HEADS else (row.size,)
 
     def sites(self) -> list[Site]:
-        """All activations that can be had, layer by layer in the order in which a forward meets
-        them.
-        """
+        """Return all served activations, layer by layer in the order of the forward pass."""
         names = [name for name in BLOCK if self.has(name)]
         return [Site(name, layer) for layer in range(self.num_layers) for name in names]
 
 
 def site_of(key: Key, card: Card, field: str = "name") -> Site:
-    """The activation that a key names.
+    """Return the activation that a key names.
 
-    Raises MidstreamError naming `field`: what is wrong with it, and what is valid.
+    Raises MidstreamError naming `field`, with the reason and the valid names.
     """
     if isinstance(key, str) and (match := _FULL.fullmatch(key)):
         name, layer = match["name"], int(match["layer"])
@@ -180,45 +176,43 @@ def _is_number(value: Any) -> bool:
 
 
 def _absent(name: str) -> str:
-    """Return why there is no such activation; empty for a name that TransformerLens does not have
-    either.
-    """
+    """Return why Midstream lacks an activation of TransformerLens; empty for an unknown name."""
     return ABSENT.get(name.rpartition(".")[2], "") or ABSENT.get(f"hook_{name}", "")
 
 
-#: As of `run_with_cache`: all, one, several, or a function that says which.
+#: The filter of `run_with_cache`: None for all activations, one, several, or a predicate of a name.
 Filter = None | str | Sequence[Key] | Callable[[str], bool]
 
 
-def chosen(needed: Filter, card: Card, field: str = "names_filter") -> list[Site]:
-    """The activations that a filter names, in the order of a forward.
+def chosen(names: Filter, card: Card, field: str = "names_filter") -> list[Site]:
+    """Return the activations that a filter selects, in the order of the forward pass.
 
-    Raises MidstreamError as `site_of` does, and where there is none.
+    Raises MidstreamError as `site_of` does, and if the filter selects none.
     """
-    if needed is None:
+    if names is None:
         return card.sites()
-    if callable(needed):
-        sites = [site for site in card.sites() if needed(site.full)]
+    if callable(names):
+        sites = [site for site in card.sites() if names(site.full)]
     else:
-        is_key = isinstance(needed, str) or _is_pair(needed)
-        keys: Iterable[Key] = [needed] if is_key else needed  # type: ignore[list-item]
+        is_key = isinstance(names, str) or _is_pair(names)
+        keys: Iterable[Key] = [names] if is_key else names  # type: ignore[list-item]
         named = {site_of(key, card, f"{field}[{number}]") for number, key in enumerate(keys)}
         sites = [site for site in card.sites() if site in named]
     if not sites:
         raise invalid(
             field,
-            "names no activation",
+            "selects no activation",
             allowed=", ".join(name for name in BLOCK if card.has(name)) + ", each of a block",
         )
     return sites
 
 
-def _is_pair(needed: Any) -> bool:
-    return isinstance(needed, tuple) and len(needed) in (2, 3) and _is_number(needed[1])
+def _is_pair(names: Any) -> bool:
+    return isinstance(names, tuple) and len(names) in (2, 3) and _is_number(names[1])
 
 
 def hooks_of(sites: Iterable[Site]) -> dict[Hook, list[int]]:
-    """The hook points and layers that must be captured for these."""
+    """Return the hook points, with their layers, that must be captured for these activations."""
     result: dict[Hook, set[int]] = {}
     for site in sites:
         for hook in BLOCK[site.name]:

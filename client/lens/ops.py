@@ -1,11 +1,10 @@
 """Edits that a served model can make at an activation; `run_with_hooks` takes them instead of
 Python functions.
 
-Each function here returns an `Op`. `pos` names the tokens: a position (negative ones count from the
-prompt's end), a list, a `slice`, a name such as `"all_prompt"`, or a span as in a request; None:
-all tokens, generated ones included, unless the function says otherwise.
-`heads`: only these heads, for activations that have heads. Formulas are those of
-`docs/steering.md`.
+Each function returns an `Op`. `pos` selects the tokens: a position (a negative position counts from
+the prompt's end), a list, a `slice`, a name such as `"all_prompt"`, or a span as in a request;
+None: all tokens, including generated tokens. `heads`: only these heads, for activations that have
+heads. The formulas are those of `docs/steering.md`.
 """
 
 import math
@@ -28,11 +27,11 @@ Kind = Literal["steering", "patch", "pattern"]
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """An edit, not yet at an activation."""
+    """An edit, not yet bound to an activation."""
 
     kind: Kind
-    name: str  # of the function that made it
-    order: int  # rank of its op in the order in which edits of a row are applied
+    name: str  # of the function in this module
+    order: int  # edits of a row are applied in ascending order
     fields: Mapping[str, Any] = field(default_factory=dict)
     # float32: the values to write, for one token or for several
     rows: np.ndarray | None = None
@@ -43,9 +42,9 @@ class Op:
         return f"ops.{self.name}(…)"
 
     def entries(self, site: Site, card: Card, at: str) -> list[dict[str, Any]]:
-        """Return the entries of the request for one activation.
+        """Return the request's entries for one activation.
 
-        Raises MidstreamError that names `at` if the op does not fit the activation.
+        Raises MidstreamError naming `at` if the op is not valid for the activation.
         """
         if (site.name == PATTERN) != (self.kind == "pattern"):
             allowed = (
@@ -61,7 +60,7 @@ class Op:
                 raise invalid(
                     at,
                     f"the cache has no {site.full} to patch from",
-                    allowed="a run_with_cache whose names_filter takes it in",
+                    allowed="a cache from run_with_cache whose names_filter selects it",
                 )
             return [base | {"source": {**self.fields["source"], "run": self.cache.job}}]
         if self.rows is None:
@@ -93,8 +92,8 @@ class Op:
 
 
 def _as_rows(values: np.ndarray, shape: tuple[int, ...], of_head: bool, at: str) -> np.ndarray:
-    """`[rows, width]`: the trailing axes that make up one row are joined, and so are those before
-    them.
+    """Reshape to `[rows, width]`: the trailing axes that make up one row are joined, and so are the
+    axes before them. `of_head`: a row may also be one head's.
     """
     widths = [math.prod(shape), *([shape[-1]] if of_head else [])]
     for axes in range(1, values.ndim + 1):
@@ -102,7 +101,7 @@ def _as_rows(values: np.ndarray, shape: tuple[int, ...], of_head: bool, at: str)
             return values.reshape(-1, math.prod(values.shape[-axes:]))
     raise invalid(
         at,
-        f"an array of shape {list(values.shape)} is not made of rows of this activation",
+        f"an array of shape {list(values.shape)} cannot be split into rows of this activation",
         allowed=f"rows of shape {list(shape)}",
     )
 
@@ -127,14 +126,14 @@ def _array(values: Any, name: str) -> np.ndarray:
 
 
 def positions_of(pos: Any) -> Any:
-    """Return the positions as a request writes them. Raises MidstreamError."""
+    """Convert `pos` to a request's `positions`. Raises MidstreamError."""
     if pos is None:
         return "all"
     if isinstance(pos, slice):
         if pos.step not in (None, 1):
             raise invalid(
                 "pos",
-                f"a slice with step {pos.step} names no range",
+                f"a slice with step {pos.step} is not a range",
                 allowed="a slice without a step, or a list",
             )
         return {
@@ -148,7 +147,7 @@ def positions_of(pos: Any) -> Any:
     if not all(hasattr(item, "__index__") for item in result):
         raise invalid(
             "pos",
-            f"{str(pos)[:80]!r} names no tokens",
+            f"{str(pos)[:80]!r} does not select tokens",
             allowed="a position, a list of them, a slice, or a name such as all_prompt",
         )
     return [int(item) for item in result]
@@ -157,21 +156,21 @@ def positions_of(pos: Any) -> Any:
 def _op(
     kind: Kind, name: str, family: str, pos: Any, heads: Any, rows: Any = None, **fields: Any
 ) -> Op:
-    given = {
+    fields = {
         "positions": positions_of(pos),
         **({} if heads is None else {"heads": heads}),
         **fields,
     }
     order = PLACE[family] if kind == "steering" else -1
-    return Op(kind, name, order, given, None if rows is None else _array(rows, f"ops.{name}"))
+    return Op(kind, name, order, fields, None if rows is None else _array(rows, f"ops.{name}"))
 
 
 def add(
     vector: Any, *, scale: float = 1.0, pos: Any = None, heads: Any = None, norm_match: bool = False
 ) -> Op:
-    """s + scale · v.
+    """Add a vector: s + scale · v.
 
-    `vector`: one row; `norm_match`: it is scaled to the norm of each token's stream first.
+    `vector`: one row. `norm_match`: v is first rescaled to the norm of each token's stream.
     """
     family = "add_matched" if norm_match else "add"
     return _op(
@@ -187,9 +186,9 @@ def add(
 
 
 def ablate(direction: Any, *, strength: float = 1.0, pos: Any = None, heads: Any = None) -> Op:
-    """s − strength · (s·v̂) v̂: removes the component along a direction.
+    """Remove the component along a direction: s − strength · (s·v̂) v̂.
 
-    `direction`: one row, of any length but 0.
+    `direction`: one row, not zero.
     """
     return _op(
         "steering", "ablate", "ablate", pos, heads, direction, op="ablate", strength=strength
@@ -204,8 +203,8 @@ def clamp(
     pos: Any = None,
     heads: Any = None,
 ) -> Op:
-    """The component along a direction is held between `low` and `high`, in units of the stream;
-    None: no bound.
+    """Clamp the component along a direction to `low` and `high`, in units of the stream; None: no
+    bound.
     """
     bounds = {name: value for name, value in (("low", low), ("high", high)) if value is not None}
     return _op("steering", "clamp", "clamp", pos, heads, direction, op="clamp", **bounds)
@@ -214,10 +213,10 @@ def clamp(
 def replace(
     values: Any, *, alpha: float = 1.0, pos: Any = None, heads: Any = None, dims: Any = None
 ) -> Op:
-    """(1 − alpha) · s + alpha · values; with alpha 1 bit for bit.
+    """Replace rows: (1 − alpha) · s + alpha · values; with alpha 1, exactly `values`.
 
-    `values`: one row for all of `pos`; or `[positions, …]` with a row for each (without `pos` from
-    the first token on). `dims`: only these dimensions are written, as `"0-63"` or a list; not
+    `values`: one row for all of `pos`; or `[positions, …]` with a row for each (without `pos`, from
+    the first token on). `dims`: write only these dimensions, as `"0-63"` or a list; not valid
     together with `heads`.
     """
     return _op("patch", "replace", "replace", pos, heads, values, alpha=alpha, **_mask(dims))
@@ -243,14 +242,14 @@ def patch(
     The rows are already on the server: nothing is uploaded.
 
     `source_pos`: positions in the cached prompt, one for all or one for each of `pos` in ascending
-    order; None: the same as in this one.
-    `prompt`: which of the cached prompts, required if there are several.
+    order; None: the positions of `pos`. `prompt`: index of the cached prompt, required if there are
+    several.
     """
     if not isinstance(cache, ActivationCache):
         raise invalid(
             "cache",
             f"is a {type(cache).__name__}",
-            allowed="what run_with_cache returned; for arrays: ops.replace",
+            allowed="a cache that run_with_cache returned; for arrays: ops.replace",
         )
     count = len(cache.prompts)
     if prompt is None and count > 1:
@@ -258,9 +257,7 @@ def patch(
             "prompt", f"the cache has {count} prompts: name one", allowed=f"0 to {count - 1}"
         )
     if not 0 <= (prompt or 0) < count:
-        raise invalid(
-            "prompt", f"{prompt} is not one of the cache's prompts", allowed=f"0 to {count - 1}"
-        )
+        raise invalid("prompt", f"the cache has no prompt {prompt}", allowed=f"0 to {count - 1}")
     places = (
         None
         if source_pos is None
@@ -276,7 +273,7 @@ def patch(
 def attend(patterns: Mapping[int, Any]) -> Op:
     """Replace attention patterns: z ← A′·v, with the prompt's own values.
 
-    Valid at `attn.hook_pattern` alone.
+    Valid only at `attn.hook_pattern`.
 
     `patterns`: head → `[query, key]` over the tokens of the prompt, see `Client.patch_attention`.
     """

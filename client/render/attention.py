@@ -1,5 +1,5 @@
-"""Shows attention patterns on a terminal: a small map of tokens by tokens per head, as many side by
-side as fit.
+"""Draws attention patterns on a terminal: for each head a small map of tokens by tokens, as many
+side by side as fit.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from rich.text import Text
 from ..captures.patterns import Attention, Behaviour
 from .jobs import count, table
 
-#: Stops of the colour scale, as red, green and blue: white, and darker with more attention
-#: (matplotlib's Blues, about).
+#: Stops of the colour scale as red, green and blue, from white to dark with more attention (close
+#: to matplotlib's Blues).
 _STOPS = np.array(
     ((247, 251, 255), (158, 202, 225), (66, 146, 198), (8, 81, 156), (8, 48, 107)), dtype=np.float64
 )
@@ -35,9 +35,9 @@ Panel = tuple[int, int]
 def panels_of(
     attention: Attention, most: int = _PANELS, behaviour: Behaviour | None = None
 ) -> list[Panel]:
-    """Choose the heads to draw: all, if there are at most `most`; otherwise those that show
-    `behaviour` most, or by default the strongest heads of every behaviour, in order of layer and
-    head.
+    """Choose the heads to draw: all, if there are at most `most`; otherwise the heads with the
+    highest scores for `behaviour`, or by default the strongest heads of every behaviour, ordered by
+    layer and head.
     """
     if len(attention.panels) <= most:
         return attention.panels
@@ -47,18 +47,18 @@ def panels_of(
         [(score.layer, score.head) for score in attention.scores(name)]
         for name in attention.behaviours()
     ]
-    mixed = dict.fromkeys(panel for of_rank in zip(*ranked, strict=True) for panel in of_rank)
-    return sorted(list(mixed)[:most])
+    by_rank = dict.fromkeys(panel for panels in zip(*ranked, strict=True) for panel in panels)
+    return sorted(list(by_rank)[:most])
 
 
 class Maps:
-    """The patterns of some heads, as wide as the terminal.
+    """A rich renderable of the patterns of some heads, as wide as the terminal.
 
     A row is a query, a column a key, both in the order of the tokens.
     """
 
     def __init__(self, attention: Attention, panels: Sequence[Panel] | None = None):
-        """Raises MidstreamError for a head that is not in `attention`."""
+        """`panels`: by default `panels_of`. Raises MidstreamError for a head not in `attention`."""
         self.attention = attention
         self.panels = panels_of(attention) if panels is None else list(panels)
         self._patterns = [attention.of(*panel) for panel in self.panels]
@@ -73,13 +73,13 @@ class Maps:
         merged = max(-(-len(names) // room), -(-len(names) // _LINES))  # tokens in one cell
         cells = -(-len(names) // merged)
         wide = 2 if 2 * cells <= room else 1
-        beside = max(1, (room + _GAP) // (cells * wide + _GAP))
+        per_row = max(1, (room + _GAP) // (cells * wide + _GAP))
         colour = console.color_system is not None
-        for first in range(0, len(self.panels), beside):
-            shown = self.panels[first : first + beside]
+        for first in range(0, len(self.panels), per_row):
+            shown = self.panels[first : first + per_row]
             titles = [set_cell_size(_title(panel, cells * wide), cells * wide) for panel in shown]
             yield Text(" " * (label + 1) + (" " * _GAP).join(titles), style="bold", no_wrap=True)
-            maps = [coarse(pattern, merged) for pattern in self._patterns[first : first + beside]]
+            maps = [coarse(pattern, merged) for pattern in self._patterns[first : first + per_row]]
             for line in range(cells):
                 rows = [
                     Text.assemble(*(self._cell(value, wide, colour) for value in item[line]))
@@ -91,7 +91,9 @@ class Maps:
         scale = [self._cell(value, 1, colour) for value in np.linspace(0, self._most, _LEGEND)]
         yield Text.assemble("0 ", *scale, f" {self._most:.3g} share of the query's attention")
         if merged > 1:
-            yield Text(f"a cell is {merged} × {merged} tokens: the strongest is shown", style="dim")
+            yield Text(
+                f"a cell is {merged} × {merged} tokens and shows the largest weight", style="dim"
+            )
         if len(self.panels) < len(self.attention.panels):
             yield Text(
                 f"{len(self.panels)} of {count(len(self.attention.panels), 'head')}", style="dim"
@@ -104,8 +106,8 @@ class Maps:
         if not colour:
             return Text(_SHADES[min(int(share * len(_SHADES)), len(_SHADES) - 1)] * width)
         at = share * (len(_STOPS) - 1)
-        mixed = [float(np.interp(at, range(len(_STOPS)), _STOPS[:, part])) for part in range(3)]
-        return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*mixed)))
+        rgb = [float(np.interp(at, range(len(_STOPS)), _STOPS[:, part])) for part in range(3)]
+        return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*rgb)))
 
 
 def _title(panel: Panel, width: int) -> str:
@@ -128,7 +130,7 @@ def coarse(pattern: np.ndarray, merged: int) -> np.ndarray:
 
 
 def strongest(attention: Attention, most: int = 3) -> Table:
-    """Return a table of the heads that show each behaviour most."""
+    """Return a table of the heads with the highest scores for each behaviour."""
     shown = table("What heads attend to", "keys", "heads", "share")
     for behaviour in attention.behaviours():
         scores = attention.scores(behaviour)[:most]
@@ -141,7 +143,7 @@ def strongest(attention: Attention, most: int = 3) -> Table:
 
 
 def report(attention: Attention, panels: Sequence[Panel] | None = None) -> RenderableType:
-    """Maps, strongest heads, and the layers without a pattern."""
+    """Return the maps, the strongest heads, and the layers without a pattern."""
     absent = [
         Text(f"layer {layer} has no pattern: {why}", style="yellow")
         for layer, why in attention.absent.items()
@@ -150,8 +152,8 @@ def report(attention: Attention, panels: Sequence[Panel] | None = None) -> Rende
 
 
 def written(token: str) -> str:
-    """The token on one line. If it begins with white space, symbols replace its line breaks, its
-    tabs and its first blank.
+    """Return the token on one line. If it begins with white space, symbols replace its line breaks,
+    its tabs and its first space.
     """
     return (
         token.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "⏎").replace(" ", "␣", 1)

@@ -1,5 +1,5 @@
-"""Figures of sweeps, attention patterns and logit lenses (matplotlib, extra `plots`), and what they
-share: style, formats, and display in notebooks.
+"""Draws sweeps, attention patterns and logit lenses with matplotlib (extra `plots`), in one style,
+for files and notebooks.
 """
 
 import io
@@ -24,7 +24,7 @@ from .readings import shown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Vector files contain text as text, and a `$` in a token is drawn as it is.
+#: Vector files contain text as text, and a `$` in a token is drawn literally.
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
@@ -33,7 +33,7 @@ _STYLE: dict[str, Any] = {
     "axes.linewidth": 0.6,
     "hatch.linewidth": 0.4,
 }
-#: Fonts for scripts that matplotlib's own font lacks; used where they are installed.
+#: Fonts for scripts that matplotlib's own font lacks; used if installed.
 _FONTS = (
     "Noto Sans CJK SC",
     "Noto Sans CJK JP",
@@ -43,11 +43,11 @@ _FONTS = (
     "Noto Sans",
     "Arial Unicode MS",
 )
-#: Resolution of a saved figure, and of one that a notebook shows.
+#: Dots per inch of a saved figure, and of a figure in a notebook.
 DPI, _DPI_SHOWN = 200, 110
 
 
-#: White: no change; red: above; blue: below. Readable with colour blindness.
+#: Colour map with white for no change, red above, blue below; readable with colour blindness.
 DIVERGING = "RdBu_r"
 #: Sizes in a heatmap, in inches: width and height of a cell, the margin around the panels, the
 #: smallest and largest width and height of a panel, and the colour bar's width.
@@ -85,7 +85,7 @@ def matplotlib() -> Any:
 
 @contextmanager
 def styled() -> Iterator[Any]:
-    """Yield matplotlib, with our style and fonts while the context lasts. Raises MidstreamError if
+    """Yield matplotlib, with our style and fonts within the context. Raises MidstreamError if
     matplotlib is missing.
     """
     module = matplotlib()
@@ -111,8 +111,7 @@ def figure_class() -> Any:
 
 
 def check(path: Path | str, field: str) -> None:
-    """Check that a figure can be written to `path`, so that an error comes before long work and not
-    after it.
+    """Check that a figure can be written to `path`, so that an error comes before long work.
 
     Raises MidstreamError that names `field`.
     """
@@ -147,7 +146,6 @@ def _bar(bar: Any, label: str) -> None:
 
 
 # --- Sweeps
-# --------------------------------------------------------------------------------------------------
 
 
 def heatmap(
@@ -155,9 +153,9 @@ def heatmap(
 ) -> "Figure":
     """Draw one pair, or the mean over all: tokens by layers, one panel per hook, one colour scale.
 
-    `path`: saved there, in the format that its ending names (`.png`, `.pdf`, `.svg`, …).
+    `path`: save the figure there, in the format of the extension (`.png`, `.pdf`, `.svg`, …).
 
-    Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
+    Raises MidstreamError if matplotlib is missing or cannot write that format, OSError.
     """
     return _saved(
         path, "heatmap", lambda: _draw_grid(grid_of(result, pair), described(result, pair))
@@ -165,9 +163,9 @@ def heatmap(
 
 
 def grid_figure(grid: Grid) -> "Figure":
-    """Draw a grid for which no sweep result is at hand.
+    """Draw a grid without its sweep result, and so without prompts in the title.
 
-    Raises MidstreamError when matplotlib is missing.
+    Raises MidstreamError if matplotlib is missing.
     """
     return _saved(None, "", lambda: _draw_grid(grid, [MEANING[grid.metric]]))
 
@@ -189,7 +187,7 @@ def _draw_grid(grid: Grid, title: list[str]) -> "Figure":
     low, high = grid.limits
     scale = {"vmin": low, "vmax": high, "cmap": DIVERGING}
     for axis, hook in zip(axes, grid.hooks, strict=True):
-        # visible in cells without a value
+        # the background, visible in cells without a value
         axis.patch.set(facecolor="0.93", edgecolor="0.6", hatch="/////", linewidth=0)
         mesh = axis.pcolormesh(grid.values[hook].T, edgecolors="face", linewidth=0.1, **scale)
         axis.set_title(titled(hook), fontsize=8)
@@ -216,7 +214,7 @@ def _draw_grid(grid: Grid, title: list[str]) -> "Figure":
 
 
 def _beyond(values: np.ndarray, low: float, high: float) -> str:
-    """Return which ends of the colour bar get an arrow: those beyond which values lie."""
+    """Return the ends of the colour bar beyond which values lie, as matplotlib's `extend`."""
     ends = (bool((values < low).any()), bool((values > high).any()))
     return {
         (False, False): "neither",
@@ -227,17 +225,16 @@ def _beyond(values: np.ndarray, low: float, high: float) -> str:
 
 
 # --- Attention patterns
-# --------------------------------------------------------------------------------------------------
 
 
 def attention_figure(
     attention: Attention, path: Path | str | None = None, panels: Sequence[Panel] | None = None
 ) -> "Figure":
-    """Draw the patterns of `panels`, (layer, head) each, tokens by tokens; by default of all heads,
-    or of the strongest if they are many.
+    """Draw the patterns of `panels`, tokens by tokens.
 
-    `path`: saved there, in the format that its ending names. Raises MidstreamError for a head that
-    is not there, too many panels, a missing matplotlib, or a format that it cannot write; OSError.
+    `panels`: (layer, head) each; by default `panels_of`. `path`: save the figure there, in the
+    format of the extension. Raises MidstreamError for a head not in `attention`, too many panels, a
+    missing matplotlib, or a format that matplotlib cannot write; OSError.
     """
     chosen = panels_of(attention) if panels is None else list(panels)
     return _saved(path, "figure", lambda: _draw_attention(attention, chosen))
@@ -245,9 +242,7 @@ def attention_figure(
 
 def _draw_attention(attention: Attention, panels: Sequence[Panel]) -> "Figure":
     if not 1 <= len(panels) <= MOST:
-        raise invalid(
-            "panels", f"{len(panels)} panels do not make a picture", allowed=f"1 to {MOST}"
-        )
+        raise invalid("panels", f"{len(panels)} panels cannot be drawn", allowed=f"1 to {MOST}")
     names = [written(token)[:_NAME] for token in attention.tokens]
     side = float(np.clip(_TOKEN * len(names), *_SIDE))
     columns = min(len(panels), _PANELS)
@@ -257,11 +252,11 @@ def _draw_attention(attention: Attention, panels: Sequence[Panel]) -> "Figure":
     axes = drawn.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
     patterns = [attention.of(*panel) for panel in panels]
     most = max(float(pattern.max(initial=0)) for pattern in patterns) or 1.0
-    unseen = np.triu(np.ones((len(names), len(names)), dtype=bool), 1)
+    later = np.triu(np.ones((len(names), len(names)), dtype=bool), 1)
     for axis, (layer, head), pattern in zip(axes, panels, patterns, strict=False):
-        seen = np.where(unseen, np.nan, pattern)
+        causal = np.where(later, np.nan, pattern)
         image = axis.imshow(
-            seen, cmap="Blues", vmin=0, vmax=most, interpolation="nearest", aspect="equal"
+            causal, cmap="Blues", vmin=0, vmax=most, interpolation="nearest", aspect="equal"
         )
         axis.set_title(f"layer {layer}, head {head}", fontsize=8)
         axis.tick_params(length=2, width=0.6)
@@ -279,7 +274,6 @@ def _draw_attention(attention: Attention, panels: Sequence[Panel]) -> "Figure":
 
 
 # --- Logit lenses
-# --------------------------------------------------------------------------------------------------
 
 
 def lens_figure(
@@ -287,10 +281,10 @@ def lens_figure(
 ) -> "Figure":
     """Draw the top token at each layer and position, coloured by its probability.
 
-    `path`: saved there, in the format that its ending names. `places`: indices into
+    `path`: save the figure there, in the format of the extension. `places`: indices into
     `lens.positions`; by default all.
 
-    Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
+    Raises MidstreamError if matplotlib is missing or cannot write that format, OSError.
     """
     chosen = range(len(lens.positions)) if places is None else places
     return _saved(path, "png", lambda: _draw_lens(lens, chosen))

@@ -1,5 +1,5 @@
-"""Interactive figures of grids, captured rows and logit lenses (plotly, extra `notebook`): values
-show under the pointer.
+"""Draws grids, captured rows and logit lenses with plotly (extra `notebook`), with values under the
+pointer.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from ..captures.reader import CaptureReader
     from ..sdk.readings import Lens
 
-#: Pixels: of a row of a heatmap, and around it.
+#: Pixels: the height of a heatmap's row, and the margin around the panels.
 _ROW, _AROUND = 18, 160
 _WIDTH = 420  # of a panel
 
 
 def grid_figure(grid: Grid) -> Any:
-    """Tokens by layers, one panel for each hook, one diverging scale with the unpatched value in
-    its middle; effects as text.
+    """Draw tokens by layers, one panel for each hook; one diverging scale with the unpatched value
+    in its middle; effects under the pointer.
     """
     module = plotly()
     drawn = module.subplots.make_subplots(
         1, len(grid.hooks), shared_yaxes=True, subplot_titles=[titled(hook) for hook in grid.hooks]
     )
     low, high = grid.limits
-    # numbered: plotly merges rows of one name
+    # numbered, because plotly merges rows of the same name
     names = [_text(f"{number} {name}") for number, name in enumerate(grid.names)]
     for place, hook in enumerate(grid.hooks):
         panel = module.graph_objects.Heatmap(
@@ -55,9 +55,9 @@ def grid_figure(grid: Grid) -> Any:
 
 
 def capture_figure(reader: "CaptureReader", hook: str | None, request: int) -> Any:
-    """Norms of captured rows: tokens by layers.
+    """Draw the norms of captured rows: tokens by layers.
 
-    Logarithmic colours: the first token's rows are often a hundred times as long.
+    Colours are logarithmic, because the first token's norms are often a hundred times larger.
     """
     module = plotly()
     layers = reader.layers(request, hook)
@@ -82,11 +82,11 @@ def capture_figure(reader: "CaptureReader", hook: str | None, request: int) -> A
 
 
 def lens_figure(lens: "Lens") -> Any:
-    """The probability of the most likely next token: layers by positions; all top tokens under the
-    pointer.
+    """Draw the probability of the most likely next token: layers by positions; all top tokens under
+    the pointer.
     """
     module = plotly()
-    result = [
+    texts = [
         [
             "<br>".join(
                 f"{_text(repr(lens.word(token)))} {np.exp(logprob):.1%}"
@@ -101,7 +101,7 @@ def lens_figure(lens: "Lens") -> Any:
         z=np.exp(lens.logprobs[:, :, 0]),
         x=names,
         y=lens.layers,
-        text=result,
+        text=texts,
         zmin=0,
         zmax=1,
         colorscale="Viridis",
@@ -125,11 +125,11 @@ def _tokens(positions: Sequence[int], words: Sequence[str]) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """Escape text so that plotly shows it letter by letter: it reads tags in labels."""
+    """Escape text, because plotly interprets HTML tags in labels."""
     return escape(repr(text)[1:-1])
 
 
-#: Name of the type → its figure.
+#: Name of a type → the function that draws it.
 FIGURES: dict[str, Callable[..., Any]] = {
     "Grid": grid_figure,
     "CaptureReader": capture_figure,

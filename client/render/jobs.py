@@ -38,13 +38,13 @@ _COLOURS = {
     "disabled": "yellow",
     "refused": "red",
 }
-#: Columns that are not folded: what is in them is copied.
+#: Columns that are never folded, because users copy their values.
 _WHOLE = frozenset(
     {"checksum", "crc32", "job", "state", "id", "run", "name", "digest", "process", "pid"}
 )
-#: Longer tables are cut, and say so.
+#: The most rows of a table; a caption counts the rest.
 TABLE_ROWS = 24
-#: This much is shown of a segment's name.
+#: The characters shown of a segment's name.
 _SEGMENT_NAME = 20
 
 
@@ -54,7 +54,7 @@ def coloured(state: str) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for people: `1.4 MiB`."""
+    """Return a number of bytes in a readable unit: `1.4 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -63,12 +63,12 @@ def size(count: float) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """`1 file`, `2 files`."""
+    """Return a count with its noun: `1 file`, `2 files`."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def minute(at: float) -> str:
-    """Seconds since the epoch, as local time."""
+    """Return seconds since the epoch as local time."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
@@ -77,12 +77,12 @@ def seconds(start: float | None, end: float | None) -> str:
 
 
 def table(title: str, *columns: str) -> Table:
-    made = Table(
+    result = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
     for column in columns:
         if column in _WHOLE:
-            made.add_column(column, no_wrap=True)
+            result.add_column(column, no_wrap=True)
             continue
         right = column in (
             "rank",
@@ -97,12 +97,12 @@ def table(title: str, *columns: str) -> Table:
             "positions",
             "tokens",
         )
-        made.add_column(column, justify="right" if right else "left", overflow="fold")
-    return made
+        result.add_column(column, justify="right" if right else "left", overflow="fold")
+    return result
 
 
 def facts(*facts: tuple[str, str]) -> Table:
-    """(name, value) one below the other; without those that are empty."""
+    """Return a table of (name, value) lines, without empty values."""
     shown = Table(show_header=False, box=None, pad_edge=False)
     shown.add_column(style="dim")
     shown.add_column(overflow="fold")
@@ -113,8 +113,8 @@ def facts(*facts: tuple[str, str]) -> Table:
 
 
 def jobs(views: Iterable[JobView]) -> Table:
-    """One line per job, its id whole, also on a terminal of 80 columns: the model's name gives way
-    first.
+    """Return a table with one line per job. Its id is never cut, even on 80 columns: the model's
+    name is cut first.
     """
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for column in ("job", "state", "prompts", "captures", "took"):
@@ -136,7 +136,7 @@ def jobs(views: Iterable[JobView]) -> Table:
 
 
 def run_prompts(prompts: Sequence[RunPrompt]) -> Table:
-    """Return which rows a run has of each prompt; of the first that many."""
+    """Return a table of a source run's rows, for its first `TABLE_ROWS` prompts."""
     shown = table("Rows", "request", "tokens", "hook", "layers", "positions", "dtype", "bytes")
     for prompt in prompts[:TABLE_ROWS]:
         begin, end = (
@@ -154,7 +154,7 @@ def run_prompts(prompts: Sequence[RunPrompt]) -> Table:
 def receipts(
     title: str, jobs: Iterable[tuple[str, CaptureResults | None, Determinism | None]]
 ) -> Table:
-    """Return what every rank said about every request: the proof behind `ok`.
+    """Return a table of what every rank reported about every request.
 
     `jobs`: (id, captures, determinism).
     """
@@ -170,9 +170,9 @@ def receipts(
             for report in stage.ranks
         ]
         for report in sorted(reports, key=lambda report: (report.request, report.rank)):
-            own = files.get((report.request, report.rank), [])
-            crc = f"{own[0].crc32:08x}" if len(own) == 1 else f"{len(own)} files"
-            written = (str(sum(file.rows for file in own)), crc) if own else ("", "")
+            of_rank = files.get((report.request, report.rank), [])
+            crc = f"{of_rank[0].crc32:08x}" if len(of_rank) == 1 else f"{len(of_rank)} files"
+            written = (str(sum(file.rows for file in of_rank)), crc) if of_rank else ("", "")
             numbers = (
                 str(number) for number in (report.request, report.rank, report.step, report.actions)
             )
@@ -197,7 +197,7 @@ def determinism_line(determinism: Determinism | None) -> str:
 
 
 def capture(reader: CaptureReader) -> Table:
-    """Return what rows there are, per request."""
+    """Return a table of the captured rows, by request and hook."""
     shown = table(
         "Captured rows",
         "request",
@@ -229,18 +229,18 @@ def capture(reader: CaptureReader) -> Table:
 
 
 def checks(result: Sequence[Check]) -> Table:
-    """Return what is wrong, and then what is right as far as there is room."""
+    """Return a table of checks, failed checks first."""
     shown = table(
         "Files compared with their manifests", "file", "request", "bytes", "crc32", "verdict"
     )
     for check in sorted(result, key=lambda check: check.ok)[:TABLE_ROWS]:
         verdict = "[green]correct[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
-        # of a long name, whose end distinguishes it from others
+        # segments have long names that differ at the end
         segment = check.path.suffix == ".seg"
         name = (
             f"…{check.path.name[-_SEGMENT_NAME:]} @{check.offset}" if segment else check.path.name
         )
-        # none where something is missing
+        # a check of something missing has no size and checksum
         numbers = (size(check.bytes), f"{check.crc32:08x}") if check.bytes else ("", "")
         shown.add_row(name, str(check.request), *numbers, verdict)
     right = sum(check.ok for check in result)
@@ -249,7 +249,7 @@ def checks(result: Sequence[Check]) -> Table:
 
 
 def captures(page: CapturePage) -> Table:
-    """One line per job, its id whole."""
+    """Return a table with one line per job, whose id is never cut."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for column in ("job", "status", "rows", "size"):
         shown.add_column(
@@ -274,7 +274,7 @@ def event(entry: Event) -> str:
 
 
 def side_by_side(console: Console, left: tuple[str, str], right: tuple[str, str]) -> None:
-    """Two texts in two panels, side by side."""
+    """Print two (title, text) panels side by side."""
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(ratio=1)
     grid.add_column(ratio=1)
@@ -304,7 +304,7 @@ def harvests(views: Sequence[HarvestView]) -> Table:
 
 
 def harvest(view: HarvestView) -> str:
-    """A few lines."""
+    """Return a few lines about a harvest."""
     lines = [f"{view.id}  {view.state}" + (f": {view.reason}" if view.reason else "")]
     counts = f"{view.documents:,} documents, {view.tokens:,} tokens, {view.rows:,} rows"
     lines.append(f"{counts}, {size(view.bytes)} in {view.shards:,} shards")

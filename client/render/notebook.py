@@ -1,6 +1,4 @@
-"""Renders results in notebooks, without any setting there: `_repr_html_` and `_repr_png_` of all
-that calls return.
-"""
+"""Renders the results of calls in notebooks: implements `_repr_html_` and `_repr_png_`."""
 
 import base64
 import io
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from ..sdk.readings import Features, Lens
     from ..sdk.wire import Answer
 
-#: Characters in a line of a table.
+#: Characters per line.
 _WIDTH = 110
 _PRE = (
     "<pre "
@@ -45,12 +43,12 @@ _PRE = (
 
 
 def register(shell: Any) -> None:
-    """Give IPython's shell the images of the schemas' types, which have no methods for it."""
+    """Register images of the schemas' types, which have no `_repr_png_`, with IPython's shell."""
     shell.display_formatter.formatters["image/png"].for_type(SweepResult, sweep_png)
 
 
 def record_html(record: Any) -> str | None:
-    """Render a record; None for a type that notebooks show as text."""
+    """Return a record as HTML; None for a type that notebooks show as text."""
     if type(record) in _RECORDS:
         from .records import parts
 
@@ -60,16 +58,18 @@ def record_html(record: Any) -> str | None:
 
 
 def listing_html(listing: "Listing[Any]") -> str | None:
-    """Render a list of records of one type as a table; None for an empty one."""
+    """Return a list of records of one type as an HTML table; None for an empty list or a type
+    without a table.
+    """
     if not listing or type(listing[0]) not in _LISTED:
         return None
     return _list_html(listing, type(listing[0]))
 
 
 def html(*parts: "RenderableType") -> str:
-    """The terminal's output as HTML, in its colours.
+    """Return terminal output as HTML, with its colours.
 
-    No text in it becomes markup, and none a link.
+    Text is escaped: it becomes neither markup nor links.
     """
     from rich.console import Console
     from rich.segment import Segment
@@ -93,7 +93,7 @@ def html(*parts: "RenderableType") -> str:
 
 
 def _png(draw: Callable[[], "Figure"]) -> bytes | None:
-    """The figure; None without matplotlib."""
+    """Return a figure as PNG; None without matplotlib."""
     from .figures import png
 
     try:
@@ -105,16 +105,14 @@ def _png(draw: Callable[[], "Figure"]) -> bytes | None:
 
 
 def sweep_png(result: SweepResult, pair: int | None = None) -> bytes | None:
-    """The heatmap; None without matplotlib."""
+    """Return the heatmap as PNG; None without matplotlib."""
     from .figures import heatmap
 
     return _png(lambda: heatmap(result, None, pair))
 
 
 def sweep_html(result: SweepResult, pair: int | None = None) -> str:
-    """The heatmap, as the terminal draws it where there is no matplotlib, and the strongest
-    cells.
-    """
+    """Return the heatmap (without matplotlib, as the terminal draws it) and the strongest cells."""
     from . import sweeps
 
     drawn = sweep_png(result, pair)
@@ -148,7 +146,7 @@ def _job_html(result: JobResult) -> str:
 
 
 def answer_html(answer: "Answer") -> str:
-    """Texts, captures, and whether the ranks agree on what they applied."""
+    """Return texts, captures, and whether the ranks agree on what they applied."""
     from rich.markup import escape
 
     from . import jobs
@@ -168,7 +166,7 @@ def answer_html(answer: "Answer") -> str:
 
 
 def reader_html(reader: "CaptureReader") -> str:
-    """The captured rows, and what is missing."""
+    """Return the captured rows, and what is missing."""
     from rich.markup import escape
 
     from . import jobs
@@ -180,15 +178,15 @@ def reader_html(reader: "CaptureReader") -> str:
 
 
 def attention_figure(attention: "Attention", path: Any, options: dict[str, Any]) -> Any:
-    """The maps as a picture."""
+    """Draw attention patterns with matplotlib."""
     from . import figures
 
     return figures.attention_figure(attention, path, **options)
 
 
 def attention_html(attention: "Attention") -> str:
-    """The maps as a picture, or as the terminal draws them where there is no matplotlib, and what
-    the heads attend to.
+    """Return the patterns (without matplotlib, as the terminal draws them), and what the heads
+    attend to.
     """
     from . import attention as maps
 
@@ -199,31 +197,31 @@ def attention_html(attention: "Attention") -> str:
 
 
 def lens_figure(lens: "Lens", path: Any, places: Any) -> Any:
-    """The heat map of a logit lens."""
+    """Draw the heatmap of a logit lens."""
     from . import figures
 
     return figures.lens_figure(lens, path, places)
 
 
 def lens_html(lens: "Lens") -> str:
-    """Top tokens by layer and position, and the ranks of those that were named."""
+    """Return the top tokens by layer and position, and the ranks of named tokens."""
     from .readings import lens_table, named_table
 
     return html(lens_table(lens), *([named_table(lens)] if lens.named else []))
 
 
 def _shown(module: str, name: str, value: Any) -> str:
-    """By a function of the modules that show things on terminals."""
+    """Return a value as HTML, rendered by a function of a terminal module."""
     return html(getattr(import_module(module, __package__), name)(value))
 
 
 def features_html(features: "Features") -> str:
-    """Each token with its most active features."""
+    """Return each token with its most active features."""
     return _shown(".readings", "features_table", features)
 
 
 def mapped_html(item: "Mapped") -> str:
-    """The prompt, and what a job of it alone would show."""
+    """Return the prompt, and the result as that of a job with this prompt only."""
     from rich.text import Text
 
     return html(
@@ -232,7 +230,7 @@ def mapped_html(item: "Mapped") -> str:
 
 
 def grid_html(grid: "Grid") -> str:
-    """The heatmap where matplotlib is installed, and the strongest cells."""
+    """Return the heatmap, if matplotlib is installed, and the strongest cells."""
     from . import sweeps
     from .figures import grid_figure
 
@@ -241,14 +239,14 @@ def grid_html(grid: "Grid") -> str:
 
 
 def plotly_figure(value: Any, *arguments: Any) -> Any:
-    """The interactive figure of a grid, a reader or a lens."""
+    """Return the interactive figure of a grid, a reader or a lens."""
     from . import interactive
 
     return interactive.FIGURES[type(value).__name__](value, *arguments)
 
 
 def _list_html(records: Sequence[Any], kind: type) -> str:
-    """A line for each record."""
+    """Return a table with a line for each record."""
     from .records import listed
 
     return html(listed(records, kind))
@@ -274,7 +272,7 @@ def _harvest_html(view: HarvestView) -> str:
     return html(Text(jobs.harvest(view)))
 
 
-#: Type of the schemas → its HTML.
+#: Record type → the function that renders it as HTML.
 _HTML: dict[type, Callable[[Any], str]] = {
     SweepResult: sweep_html,
     JobResult: _job_html,
@@ -286,6 +284,6 @@ _HTML: dict[type, Callable[[Any], str]] = {
     HarvestPage: lambda page: _shown(".jobs", "harvests", page.harvests),
     Status: _status_html,
 }
-#: Types that `records` shows alone, and those that it shows in a list.
+#: Types that `records` renders in a list, and those that it renders alone.
 _LISTED = frozenset({ModuleView, Probe, Sae, Lora, TunedLens})
 _RECORDS = _LISTED | {RunView, JobView}

@@ -1,4 +1,4 @@
-"""Readings for people: the logit lens, features of autoencoders and scores of probes, by token."""
+"""Terminal output of readings: logit lens, SAE features and probe scores, by token."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,13 +14,13 @@ from ..probes import Metrics
 from ..sdk.readings import Features, Lens, known_tokens, lens_of
 from .jobs import facts, table
 
-#: Of more prompts, only the first are shown.
+#: The most prompts whose readings are shown.
 PROMPTS = 4
-#: Runs of steered tokens that a result shows.
+#: The most ranges of steered tokens in a cell.
 _RUNS = 6
-#: Characters of a token that a cell shows.
+#: The most characters of a token in a cell.
 _CELL = 9
-#: Colours of the terminal from improbable to certain: (from this probability on, style).
+#: Terminal colours, most probable first: (smallest probability, style).
 _STEPS = (
     (0.8, "black on #fde725"),
     (0.5, "black on #5ec962"),
@@ -31,13 +31,15 @@ _STEPS = (
 
 
 def shown(word: str) -> str:
-    """A token in one cell: blanks seen, and cut."""
+    """Return a token for one cell: white space as symbols, long text cut."""
     text = word.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
     return text if len(text) <= _CELL else f"{text[: _CELL - 1]}…"
 
 
 def lens_table(lens: Lens, last: int = 12) -> Table:
-    """The top token by layer (the last layer first) and position, the `last` positions of it."""
+    """Return a table of top tokens: a row per layer, last layer first, and a column for each of the
+    `last` positions.
+    """
     places = range(max(0, len(lens.positions) - last), len(lens.positions))
     drawn = Table(
         box=None,
@@ -56,8 +58,8 @@ def lens_table(lens: Lens, last: int = 12) -> Table:
 
 
 def named_table(lens: Lens, place: int = -1) -> Table:
-    """Rank and probability of the named tokens by layer, at the position of this place in
-    `positions`.
+    """Return a table of the named tokens' ranks and probabilities by layer, at the position
+    `lens.positions[place]`.
     """
     drawn = Table(
         box=None,
@@ -85,8 +87,8 @@ def _cell(lens: Lens, row: int, place: int) -> Text:
 
 
 def features_table(features: Features, most: int = 5) -> Table:
-    """One line per token: how many features are active, how far the reconstruction is off, and the
-    `most` most active ones.
+    """Return a table with one line per token: the number of active features, the reconstruction
+    error, and the `most` most active features.
     """
     reading = features.reading
     title = f"features of {reading.sae} at {reading.hook} of layer {reading.layer}"
@@ -110,12 +112,12 @@ def features_table(features: Features, most: int = 5) -> Table:
 
 def tokens(result: JobResult) -> list[int]:
     """Return the tokens whose texts the tables need, ascending."""
-    results = set(known_tokens(result.lens or []))
-    return sorted(results.union(*(reading.token_ids for reading in result.features or [])))
+    lens_tokens = set(known_tokens(result.lens or []))
+    return sorted(lens_tokens.union(*(reading.token_ids for reading in result.features or [])))
 
 
 def tables(result: JobResult, words: Mapping[int, str]) -> Iterator[Table | str]:
-    """`words`: token id → its text."""
+    """Yield titles and tables of a result's lens and feature readings. `words`: token id → text."""
     many = len(result.outputs) > 1
     readings = [
         (item.request, lens_table(lens_of(item, result.id, words)))
@@ -129,7 +131,7 @@ def tables(result: JobResult, words: Mapping[int, str]) -> Iterator[Table | str]
     ]
     for request, drawn in sorted(readings, key=lambda reading: reading[0]):
         yield f"{drawn.title}, prompt {request}" if many else str(drawn.title)
-        drawn.title = None  # it would be folded to the width of the table
+        drawn.title = None  # rich would fold the title to the width of the table
         yield drawn
     if readings and len(result.outputs) > PROMPTS:
         yield (
@@ -138,7 +140,7 @@ def tables(result: JobResult, words: Mapping[int, str]) -> Iterator[Table | str]
 
 
 def measured(metrics: Metrics) -> Table:
-    """Return what a probe is worth on rows that it was not trained on."""
+    """Return a table of a probe's metrics on held-out rows."""
     return facts(
         (
             "AUROC",
@@ -151,7 +153,7 @@ def measured(metrics: Metrics) -> Table:
                 "shuffled labels"
             ),
         ),
-        ("majority", f"{metrics.majority:.3f} for always the same answer"),
+        ("majority", f"{metrics.majority:.3f} for always answering the most frequent class"),
         (
             "trained on",
             escape(", ".join(f"{name}: {count}" for name, count in metrics.train.items())),
@@ -164,7 +166,7 @@ def measured(metrics: Metrics) -> Table:
 
 
 def scores(result: JobResult) -> Table:
-    """One line per prompt, probe and label."""
+    """Return a table of probe scores, with one line per prompt, probe and label."""
     steered = any(probe.gate is not None for probe in result.probes)
     shown = table(
         "Scores",

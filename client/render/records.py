@@ -1,4 +1,4 @@
-"""Records as terminal tables: the columns and the facts of each type, in one place."""
+"""Renders records as terminal tables; `SHOWN` has the columns and facts of each type."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,61 +22,61 @@ from ...schemas.requests.steering import ModuleView
 from .jobs import coloured, count, facts, minute, run_prompts, seconds, size, table
 from .steering import DIGEST, entries, what
 
-#: What a cell says of a record, as rich's markup.
+#: Returns the text of a record's cell, as rich markup.
 Cell = Callable[[Any], str]
-#: Labels of a probe that a list shows.
+#: The most labels of a probe in a list.
 _LABELS = 4
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Columns and facts of one type of record."""
+    """The layout of one type of record: columns of a list, facts of a single record."""
 
     title: str = ""  # of a list
     columns: Mapping[str, Cell] = field(default_factory=dict)
-    # of one record; empty ones are left out
+    # empty facts are left out
     facts: Mapping[str, Cell] = field(default_factory=dict)
-    details: Callable[[Any], Sequence[Table]] = lambda record: ()  # below the facts
+    details: Callable[[Any], Sequence[Table]] = lambda record: ()  # tables below the facts
 
 
 def listed(records: Iterable[Any], kind: type) -> Table:
-    """One line per record."""
+    """Return a table with one line per record."""
     shown = SHOWN[kind]
-    made = table(shown.title, *shown.columns)
+    result = table(shown.title, *shown.columns)
     for record in records:
-        made.add_row(*(cell(record) for cell in shown.columns.values()))
-    return made
+        result.add_row(*(cell(record) for cell in shown.columns.values()))
+    return result
 
 
 def one(record: Any) -> Table:
-    """All about one record, but for its details."""
+    """Return a table of one record's facts, without its details."""
     return facts(*((name, cell(record)) for name, cell in SHOWN[type(record)].facts.items()))
 
 
 def parts(record: Any) -> list[Table]:
-    """All about one record, and its details."""
+    """Return the tables of one record: facts and details."""
     return [one(record), *SHOWN[type(record)].details(record)]
 
 
 def moment(at: float | None) -> str:
-    """Seconds since the epoch (None: now), as local time to the second."""
+    """Return seconds since the epoch (None: now) as local time, to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def outcome(attempt: DeliveryAttempt | None) -> str:
-    """The answer to a delivery, or why there is none."""
+    """Return the response's status and the error of a delivery attempt."""
     if attempt is None:
         return ""
     return " ".join(part for part in (str(attempt.status or ""), escape(attempt.error)) if part)
 
 
 def _text(name: str) -> Cell:
-    """The text of a field."""
+    """Return a cell with the text of a field."""
     return lambda record: escape(getattr(record, name))
 
 
 def _digest(record: Any) -> str:
-    """Its digest, and what it replaced."""
+    """Return the record's digest, and that of the record that it replaced."""
     before = f" (before: {record.replaced[:DIGEST]})" if record.replaced else ""
     return f"{record.digest}{before}"
 
@@ -100,7 +100,7 @@ def _extent(view: JobView) -> str:
 
 
 def _sae_kind(sae: Sae) -> str:
-    """Its architecture, with `k`."""
+    """Return an SAE's architecture, with k for top-k."""
     return escape(
         f"topk {sae.form.k}" if sae.form.architecture == "topk" else sae.form.architecture
     )
@@ -136,7 +136,7 @@ def _day(at: float) -> str:
     return time.strftime("%Y-%m-%d", time.localtime(at))
 
 
-#: Type of the schemas → how it is shown.
+#: Record type → how it is shown.
 SHOWN: dict[type, Shown] = {
     ModuleView: Shown(
         "Modules",
@@ -252,7 +252,7 @@ SHOWN: dict[type, Shown] = {
             "description": _text("description"),
         },
     ),
-    # a run with its job below it: both are long, and a terminal may have 80 columns
+    # the job is below the run's name, so that both fit 80 columns
     RunView: Shown(
         "Source runs",
         {
@@ -307,7 +307,7 @@ SHOWN: dict[type, Shown] = {
             "finish": lambda output: output.finish_reason,
         },
     ),
-    # a webhook with its receiver below it, likewise
+    # the receiver is below the webhook's id, for the same reason
     Delivery: Shown(
         "Webhooks",
         {
@@ -325,7 +325,7 @@ SHOWN: dict[type, Shown] = {
             "answer": outcome,
         },
     ),
-    # a key with its tenant below its name, likewise
+    # the tenant is below the key's name, for the same reason
     KeyView: Shown(
         "keys",
         {

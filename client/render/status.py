@@ -26,9 +26,9 @@ _STATES = {
 #: Width of the column with a finding's subject. It is fixed, because findings are printed one by
 #: one.
 _ABOUT = 14
-#: Longer names are cut, so that numbers have room on 80 columns.
+#: The most characters of a name, so that numbers fit 80 columns.
 _NAME = 22
-#: A disagreement of ranks is shown for this long, in seconds.
+#: Seconds for which a disagreement of ranks is shown.
 DESYNC_SHOWN_S = 24 * 3600.0
 
 

@@ -17,13 +17,13 @@ from ...schemas.requests.steering import (
 )
 from .jobs import TABLE_ROWS, count, size, table
 
-#: Shown characters of a digest or hash: enough to distinguish them.
+#: Characters shown of a digest, enough to distinguish digests.
 DIGEST = 12
 _STATES = {"serving": "green", "resyncing": "yellow", "quarantined": "red"}
 
 
 def what(entries: Sequence[EntryView]) -> str:
-    """`add at post_block 10-15; clamp at mlp_out 3`, however many entries they are."""
+    """Summarise entries by op and hook: `add at post_block 10-15; clamp at mlp_out 3`."""
     sites: dict[tuple[str, str], list[int]] = {}
     for entry in entries:
         sites.setdefault((entry.op, entry.hook), []).extend(entry.layers)
@@ -33,7 +33,7 @@ def what(entries: Sequence[EntryView]) -> str:
 
 
 def entries(views: Sequence[EntryView]) -> Table:
-    """Return what is done to which rows; the first that many."""
+    """Return a table of the first `TABLE_ROWS` entries."""
     shown = table("Entries", "op", "hook", "layers", "positions", "scale", "numbers", "tensors")
     for view in views[:TABLE_ROWS]:
         positions = (
@@ -61,7 +61,7 @@ def entries(views: Sequence[EntryView]) -> Table:
 
 
 def global_line(view: GlobalView) -> str:
-    """Global steering, and the workers that have not applied it yet."""
+    """Return a line about global steering, and the workers that have not applied it yet."""
     content = f"{what(view.entries)}, digest {view.digest[:DIGEST]}" if view.entries else "nothing"
     line = f"global steering of {escape(view.model)}, version {view.version}: {content}"
     if not view.workers:
@@ -82,7 +82,7 @@ def worker_line(worker: WorkerSteering) -> str:
     state = f"[{_STATES[worker.state]}]{worker.state}[/]" + (
         f" ({escape(worker.detail)})" if worker.detail else ""
     )
-    result = (
+    desyncs = (
         f", {count(worker.desyncs, 'desync')} found, {worker.resyncs} repaired"
         if worker.desyncs
         else ""
@@ -90,21 +90,21 @@ def worker_line(worker: WorkerSteering) -> str:
     waits = f"{count(worker.waiting, 'request')} wait{'s' if worker.waiting == 1 else ''} for rows"
     versions = f"desired state {worker.version}, global {worker.global_version}"
     return (
-        f"{escape(worker.worker)} of {escape(worker.model)}: {state}, {versions}, {waits}{result}"
+        f"{escape(worker.worker)} of {escape(worker.model)}: {state}, {versions}, {waits}{desyncs}"
     )
 
 
 def ranks(worker: WorkerSteering, agreement: Agreement) -> Table:
-    """Tabulate the status of one worker's ranks; the ranks of an inconsistent stage are red.
+    """Return a table of the status of one worker's ranks; ranks of an inconsistent stage are red.
 
-    In the queues are receipts, and bytes of rows.
+    `queues`: unsent receipts, and bytes of rows that wait for the disk.
     """
-    separate = {
+    inconsistent = {
         stage.pp
         for stage in agreement.stages
         if stage.worker == worker.worker and not stage.consistent
     }
-    # a line for each rank also on a terminal of 80 columns
+    # no padding, so that a rank fits on one line of 80 columns
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for column in (
         "rank",
@@ -132,12 +132,12 @@ def ranks(worker: WorkerSteering, agreement: Agreement) -> Table:
             str(rank.requests),
             queues,
         )
-        shown.add_row(*cells, style="red" if rank.pp in separate else None)
+        shown.add_row(*cells, style="red" if rank.pp in inconsistent else None)
     return shown
 
 
 def agreement_line(dynamic: Dynamic) -> str:
-    """The verdict over all ranks of all workers."""
+    """Return a line on whether all ranks of all workers agree."""
     agreement = dynamic.determinism
     if not agreement.consistent:
         return (

@@ -1,4 +1,4 @@
-"""Shows a sweep's result on a terminal."""
+"""Terminal output of a sweep's result."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -21,20 +21,20 @@ _STOPS = np.array(
     ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43)),
     dtype=np.float64,
 )
-#: Where there are no colours: from the middle up, and from the middle down.
+#: Characters for terminals without colours: from the middle up, and from the middle down.
 _ABOVE, _BELOW = "▁▂▃▄▅▆▇█", "░▒▓"
-#: Values below this share of half the scale are drawn as its middle.
+#: Values below the middle by less than this share of half the scale are drawn like the middle.
 _LEAST = 0.05
 #: A cell without a value.
 _NONE = "·"
-#: Widest name of a row, rows at most, cells of the legend's scale, and how many reasons for missing
-#: cells are shown.
+#: The most characters of a row's name, the most rows, the legend's width in characters, and the
+#: most reasons for missing cells.
 _LABEL, _ROWS, _LEGEND, _REASONS = 18, 48, 24, 5
 
 
 class Heatmap:
-    """One pair, or the mean over all, as wide as the terminal: a row for each token or span, a
-    column for each layer.
+    """A rich renderable of one pair, or the mean over all pairs, as wide as the terminal: a row for
+    each token or span, a column for each layer.
     """
 
     def __init__(self, result: SweepResult, pair: int | None = None):
@@ -50,7 +50,7 @@ class Heatmap:
 
 
 class _Paint:
-    """Turns numbers into coloured cells, or into blocks of some height."""
+    """Turns numbers into coloured cells; without colours, into block characters."""
 
     def __init__(self, grid: Grid, colour: bool):
         self.low, self.high = grid.limits
@@ -59,14 +59,14 @@ class _Paint:
     def cell(self, value: float, width: int) -> Text:
         if np.isnan(value):
             return Text(_NONE.ljust(width), style="dim")
-        # of the way from the middle to an end
+        # −1 to 1: the share of the way from the middle to an end of the scale
         share = float(np.clip(2 * (value - self.low) / (self.high - self.low) - 1, -1.0, 1.0))
         if not self._colour:
             signs = _BELOW if share < -_LEAST else _ABOVE
             return Text(signs[min(int(abs(share) * len(signs)), len(signs) - 1)] * width)
         at = (share + 1) / 2 * (len(_STOPS) - 1)
-        mixed = [float(np.interp(at, range(len(_STOPS)), _STOPS[:, part])) for part in range(3)]
-        return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*mixed)))
+        rgb = [float(np.interp(at, range(len(_STOPS)), _STOPS[:, part])) for part in range(3)]
+        return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*rgb)))
 
     def legend(self) -> Text:
         parts = [self.cell(value, 1) for value in np.linspace(self.low, self.high, _LEGEND)]
@@ -74,7 +74,7 @@ class _Paint:
 
 
 def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
-    """Lines of all hooks' panels, and then of what was left out to make them fit."""
+    """Yield the lines of all hooks' panels, the legend, and notes on what was left out to fit."""
     names = grid.names
     shown = _strongest_columns(grid)
     label = min(_LABEL, max(cell_len(names[column]) for column in shown))
@@ -106,7 +106,7 @@ def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
     )
     if merged > 1:
         yield Text(
-            f"one column is {merged} layers: the one with the strongest effect is shown",
+            f"a column is {merged} layers and shows the layer with the strongest effect",
             style="dim",
         )
     if len(shown) < len(names):
@@ -114,7 +114,7 @@ def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
 
 
 def _strongest_columns(grid: Grid) -> list[int]:
-    """All, in order; or that many as there is room for."""
+    """Return all columns, or the `_ROWS` columns with the strongest effects, in order."""
     if len(grid.labels) <= _ROWS:
         return list(range(len(grid.labels)))
     reach = np.max(
@@ -124,8 +124,8 @@ def _strongest_columns(grid: Grid) -> list[int]:
 
 
 def _merge(values: np.ndarray, effects: np.ndarray, merged: int) -> np.ndarray:
-    """Keep the strongest of every `merged` layers: `[layers, columns]` → `[layers / merged,
-    columns]`.
+    """Keep the layer with the strongest effect of every `merged` layers: `[layers, columns]` →
+    `[layers / merged, columns]`.
     """
     if merged == 1:
         return values
@@ -138,7 +138,7 @@ def _merge(values: np.ndarray, effects: np.ndarray, merged: int) -> np.ndarray:
 
 
 def _layer_numbers(layers: list[int], wide: int) -> str:
-    """Write as many layer numbers as fit, each under the beginning of its column."""
+    """Return a line with as many layer numbers as fit, each under the start of its column."""
     line = ""
     for place, layer in enumerate(layers):
         if place * wide >= len(line) + (2 if line else 0) and (place % 5 == 0 or wide >= 3):
@@ -147,12 +147,12 @@ def _layer_numbers(layers: list[int], wide: int) -> str:
 
 
 def strongest(result: SweepResult, pair: int | None = None, count: int = 5) -> Table:
-    """The cells that change most."""
+    """Return a table of the cells of a result with the strongest effects."""
     return strongest_of(grid_of(result, pair), count)
 
 
 def strongest_of(grid: Grid, count: int = 5) -> Table:
-    """The same of a grid."""
+    """Return a table of the cells of a grid with the strongest effects."""
     shown = table("Strongest cells", "at", "hook", "layer", "value", "effect")
     for name in ("layer", "value", "effect"):
         next(column for column in shown.columns if column.header == name).justify = "right"
@@ -168,12 +168,12 @@ def strongest_of(grid: Grid, count: int = 5) -> Table:
 
 
 def report(result: SweepResult, pair: int | None = None, count: int = 5) -> RenderableType:
-    """Heatmap and findings."""
+    """Return the heatmap and the findings."""
     return Group(Heatmap(result, pair), Text(""), findings(result, pair, count))
 
 
 def findings(result: SweepResult, pair: int | None = None, count: int = 5) -> RenderableType:
-    """Strongest cells, baselines, notes, and what has no value and why."""
+    """Return the strongest cells, baselines, notes, and why cells have no value."""
     parts: list[RenderableType] = [strongest(result, pair, count)]
     parts += [Text(line, style="dim") for line in _baselines(result)]
     for number, item in enumerate(result.pairs):
@@ -187,12 +187,12 @@ def _of(result: SweepResult, pair: int) -> str:
 
 
 def _baselines(result: SweepResult) -> Iterator[str]:
-    """Yield the two prompts' answers without a patch."""
+    """Yield lines with the unpatched prompts' log-probabilities."""
     for number, pair in enumerate(result.pairs):
         for name, baseline in (("patched prompt", pair.base), ("source prompt", pair.source)):
             if baseline is None:
                 continue
-            baselines = [
+            logprobs = [
                 f"log P({text.strip()}) = {logprob:.2f}"
                 for text, logprob in (
                     (pair.answer, baseline.logprob),
@@ -202,7 +202,7 @@ def _baselines(result: SweepResult) -> Iterator[str]:
             ]
             yield (
                 f"{name}{_of(result, number)}, without a patch: "
-                f"{', '.join(baselines) or f'{result.metric} {baseline.value:.3g}'}"
+                f"{', '.join(logprobs) or f'{result.metric} {baseline.value:.3g}'}"
             )
 
 

@@ -1,7 +1,7 @@
-"""Calls that are written once, as coroutines, for both clients.
+"""Lets each call be written once, as a coroutine, for both clients.
 
-`AsyncClient` awaits them. `Client` runs each to its end without an event loop: over the blocking
-transport no call ever suspends.
+`AsyncClient` awaits it. `Client` runs it to its end without an event loop: over the blocking
+transport, a call never suspends.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
@@ -25,7 +25,7 @@ REPEAT_S = 5.0
 
 
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return what a coroutine over the blocking transport returns, or raises."""
+    """Run a coroutine over the blocking transport; return its result, or raise its error."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -36,8 +36,8 @@ def finish(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def iterate(items: AsyncGenerator[T, None]) -> Iterator[T]:
-    """The items of an asynchronous generator over the blocking transport; closed with this
-    iterator.
+    """Yield the items of an asynchronous generator over the blocking transport; closing this
+    iterator closes the generator.
     """
     try:
         while True:
@@ -60,8 +60,8 @@ class Blocking:
 
 
 class call(Generic[P, T]):
-    """A method that is written as a coroutine: on a `Blocking` client it returns its result,
-    elsewhere a coroutine.
+    """A method written as a coroutine: on a `Blocking` client it returns the coroutine's result,
+    elsewhere the coroutine.
     """
 
     def __init__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]):
@@ -83,8 +83,8 @@ class call(Generic[P, T]):
 
 
 class stream(Generic[P, T]):
-    """A method that is written as an asynchronous generator: on a `Blocking` client it returns an
-    iterator of the same items.
+    """A method written as an asynchronous generator: on a `Blocking` client it returns an iterator
+    of the same items.
     """
 
     def __init__(self, function: Callable[Concatenate[Any, P], AsyncIterator[T]]):
@@ -119,7 +119,7 @@ def _bound(client: object, function: Any) -> Any:
 
 
 class Calls:
-    """Base of each group of calls: how they reach the server."""
+    """Base of each group of calls: sends them to the server."""
 
     _io: Transport
 
@@ -139,8 +139,8 @@ class Calls:
         wire.raise_problem(await self._send(call))
 
     async def _ask_patiently(self, call: Call, kind: type[T]) -> T:
-        """Request like `_ask`, repeated for a few seconds while the server does not answer: for
-        calls that are safe to repeat.
+        """Like `_ask`, but repeat the call for `REPEAT_S` while the server does not answer: only
+        for calls that are safe to repeat.
         """
         patience = wire.Patience(seconds=REPEAT_S)
         while True:

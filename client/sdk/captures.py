@@ -1,5 +1,5 @@
-"""Calls on stored captures, and attention patterns: jobs that capture queries, keys and values, and
-what follows from them.
+"""Calls on stored captures, and on attention patterns, computed from captured queries, keys and
+values.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,10 +29,10 @@ from .wire import Call, JobLike, ManifestFile
 def capture_fields(
     prompt: str | Sequence[int], layers: LayerSelector, fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fields of a job that captures the queries and keys of a prompt as attention uses them,
-    after any edit of them.
+    """Return the fields of a job that captures a prompt's queries and keys as attention uses them,
+    after any edits.
 
-    `fields`: others of the job, such as `model` and `steering`.
+    `fields`: the job's other fields, such as `model` and `steering`.
     """
     capture = {"hooks": {"q": layers, "k": layers}, "positions": "all_prompt", "at": "after"}
     return {
@@ -53,9 +53,9 @@ Patterns = Mapping[tuple[int, int], np.ndarray]
 
 
 def by_layer(patterns: Patterns, fields: Mapping[str, Any]) -> dict[int, Patterns]:
-    """The patterns of each layer, lowest first.
+    """Return the patterns of each layer, lowest layer first.
 
-    Raises MidstreamError for no layers or a negative one, and for probes that may edit values.
+    Raises MidstreamError for no layers or a negative layer, and for probes that may edit values.
     """
     layers = sorted({layer for layer, _ in patterns})
     if not layers or layers[0] < 0:
@@ -96,11 +96,11 @@ def values_fields(
 
 
 def attention_patches(reader: CaptureReader, patterns: Patterns) -> list[PatchSpec]:
-    """Return one patch of `z` per token of the prompt, z ← A′·v: the output of the heads in
-    `patterns`, if they attended to their own values as the patterns say.
+    """Return one patch of `z` per token of the prompt, z ← A′·v: the output that the heads in
+    `patterns` have if their attention is A′, the given pattern.
 
     `patterns`: those of one layer. `reader`: a capture of `q` and `v` of that layer at all
-    positions of the prompt. Raises MidstreamError as `mixed` does.
+    positions of the prompt. Raises what `mixed` raises.
     """
     ((layer, _), *_), heads = patterns, {head: pattern for (_, head), pattern in patterns.items()}
     kind = reader.attention_kind(layer)
@@ -123,7 +123,7 @@ def attention_patches(reader: CaptureReader, patterns: Patterns) -> list[PatchSp
 def patched_fields(
     prompt: str | Sequence[int], patches: list[PatchSpec], fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of the job with these patches after its own."""
+    """Return the job's fields with `patches` appended to its own patches."""
     own = fields.get("patch", [])
     prompts = [prompt if isinstance(prompt, str) else list(prompt)]
     patched = (
@@ -142,14 +142,14 @@ class CaptureCalls(JobCalls):
         *,
         partial: bool = False,
     ) -> CaptureReader:
-        """The captured rows of a job, given by id, result or answer: read in place on the server's
-        machine, else downloaded and checked.
+        """Return a reader of a job's captured rows: read in place on the server's machine,
+        otherwise downloaded and checked. The job is given by id, result or answer.
 
         `folder`: where to keep a download; by default a temporary folder, removed when the program
-        ends. `tag`: by default that of the job's own capture; a global capture of the operator has
-        another tag. `partial`: read the files that exist of a capture that is `pending`, `error` or
-        `timed_out`, which otherwise raises `conflict`, `capture_failed` or `receipts_timed_out`.
-        The reader's `status` and `detail` are the server's; `gaps()` lists what is missing;
+        ends. `tag`: by default that of the job's own capture; the operator's global capture has
+        another tag. `partial`: read the existing files of a capture that is `pending`, `error` or
+        `timed_out`; without it, they raise `conflict`, `capture_failed` or `receipts_timed_out`.
+        The reader's `status` and `detail` are the server's; `gaps()` lists what is missing.
         `tokens()` uses the server's tokenizer: with `Client`, each call queries the server;
         `AsyncClient` queries it here, so that `tokens()` need not be awaited.
         """
@@ -169,8 +169,8 @@ class CaptureCalls(JobCalls):
     async def matrix(
         self, jobs: Iterable[JobLike], layer: int, hook: str | None = None, rows: Rows = "last"
     ) -> np.ndarray:
-        """float32 `[samples, hidden]` over all requests of several jobs, as `midstream.matrix`
-        computes it from their captures.
+        """Return `midstream.matrix` of the captures of several jobs: float32 `[samples, hidden]`
+        over all their requests.
         """
         return matrix([await self.capture(job) for job in jobs], layer, hook, rows)
 
@@ -178,7 +178,7 @@ class CaptureCalls(JobCalls):
     async def captures(
         self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None
     ) -> CapturePage:
-        """One page of stored captures, newest first; `next` of the page is the next `cursor`."""
+        """Return one page of stored captures, newest first; its `next` is the next `cursor`."""
         return await self._ask(
             Call("GET", "/v1/captures", params=wire.given(tag=tag, limit=limit, cursor=cursor)),
             CapturePage,
@@ -188,7 +188,7 @@ class CaptureCalls(JobCalls):
     async def delete_capture(self, job_id: JobLike) -> None:
         """Delete a job's capture files.
 
-        Raises `gone` when they were deleted before, `conflict` while the job runs.
+        Raises `gone` if they were deleted before, `conflict` while the job runs.
         """
         await self._do(Call("DELETE", wire.capture_path(job_id)))
 
@@ -202,13 +202,12 @@ class CaptureCalls(JobCalls):
         heads: LayerSelector | None = None,
         **fields: Any,
     ) -> Attention:
-        """Return what each token of a prompt attends to: patterns `[heads, query, key]` of
-        `layers`.
+        """Return the attention patterns `[heads, query, key]` of a prompt in `layers`.
 
-        `prompt`: text or token ids. `heads`: by default all. `fields`: of the job that computes
-        them, such as `model`, `steering` or `lora`; edits at `q` and `k` are in the patterns. The
-        job's capture stays on the server, see `Attention.job`. Raises what the job raises, and what
-        `CaptureReader.attention` raises.
+        `prompt`: text or token ids. `heads`: by default all. `fields`: of the job that captures
+        queries and keys, such as `model`, `steering` or `lora`; edits at `q` and `k` affect the
+        patterns. The job's capture stays on the server, see `Attention.job`. Raises what the job
+        and `CaptureReader.attention` raise.
         """
         with await self.capture(
             await self.run(**({"progress": False} | capture_fields(prompt, layers, fields)))
@@ -219,13 +218,13 @@ class CaptureCalls(JobCalls):
     async def patch_attention(
         self, /, prompt: str | Sequence[int], patterns: Patterns, **fields: Any
     ) -> JobResult:
-        """Run a prompt in which some heads attend as `patterns` say: z ← A′·v, with the prompt's
-        own values, layer after layer.
+        """Run a prompt with the attention of some heads replaced by `patterns`: z ← A′·v, with the
+        prompt's own values, layer after layer.
 
-        `patterns`: (layer, head) → `[query, key]` over the tokens of the prompt, in which no query
-        attends to a later key; rows need not sum to 1. Generated tokens attend as usual. `fields`:
-        of the job, such as `model`, `capture` and `sampling`; probes may not steer. Runs one
-        request per layer, which captures that layer's values with the layers below patched, and
+        `patterns`: (layer, head) → A′ `[query, key]` over the tokens of the prompt, zero where the
+        key is later than the query; rows need not sum to 1. Generated tokens attend as usual.
+        `fields`: of the job, such as `model`, `capture` and `sampling`; probes may not steer. Runs
+        one job per layer, which captures that layer's values with the layers below patched, and
         then the job itself. Raises what `attention_patches` and the jobs raise.
         """
         patches: list[PatchSpec] = []

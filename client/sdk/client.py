@@ -29,8 +29,8 @@ class AllCalls(
 class Client(Blocking, AllCalls):
     """The blocking client.
 
-    `url`: the address of the API; by default that of the running stack, found as the commands find
-    it (`client.sdk.discovery`). `api_key`: by default the value of MIDSTREAM_API_KEY.
+    `url`: the address of the API; by default that of the running stack, as `client.sdk.discovery`
+    finds it. `api_key`: by default the value of MIDSTREAM_API_KEY.
 
     Every call raises MidstreamError if the server rejects it or cannot carry it out (with its
     `kind` and `field`), VersionMismatch when the versions of client and server are incompatible,

@@ -1,9 +1,9 @@
-"""Finds the stack of a client or a command, and verifies its identity.
+"""Finds the API's address for a client or a command, and verifies which stack answers there.
 
-In this order: an address that is given; the setting `public_url`; the `midstream up` that runs on
-the data directory; the settings `api_host` and `api_port`. The state file of the data directory is
-used only when the directory belongs to this user, its `midstream up` is alive, and the API reports
-the same instance.
+The first of these is used: an explicit address; the setting `public_url`; the `midstream up` that
+runs on the data directory; the settings `api_host` and `api_port`. The state file of the data
+directory is used only if it belongs to this user, its `midstream up` is alive, and the API
+reports the same instance.
 """
 
 import os
@@ -22,7 +22,7 @@ from .wire import ServerUnreachable
 
 #: State file of `midstream up` in its data directory.
 STATE_FILE = "up.json"
-#: Seconds within which a running API must report its instance.
+#: Timeout in seconds of the request for a running API's instance.
 ASK_S = 3.0
 
 
@@ -46,8 +46,8 @@ def data_dir(settings: Settings) -> Path:
 
 
 def running(data: Path) -> Stack | None:
-    """Return the stack that runs on a data directory; None if there is none, or if the directory
-    belongs to another user.
+    """Return the stack that runs on a data directory; None if there is none, or if its process or
+    state file belongs to another user.
     """
     try:
         state = written(data)
@@ -81,7 +81,7 @@ def written(data: Path) -> dict[str, Any]:
             else {}
         )
     except (OSError, AttributeError, msgspec.DecodeError):
-        # AttributeError: a system without users, and so without `midstream up`
+        # AttributeError: no os.getuid on this system, so no `midstream up` either
         return {}
 
 
@@ -90,7 +90,7 @@ def processes_of(state: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def address(url: str | None, api_key: str | None) -> tuple[str, str | None]:
-    """Return address and key for a client, with defaults from the settings. Raises what `find_url`
+    """Return address and key for a client; without `url`, from the settings. Raises what `find_url`
     raises.
     """
     if url:
@@ -140,7 +140,7 @@ def find_url(
 
 
 def _check_instance(stack: Stack) -> None:
-    """Check that this stack answers at its address. Raises ServerUnreachable if another one does.
+    """Check that this stack answers at its address. Raises ServerUnreachable if another stack does.
 
     No answer is not an error: the stack may be restarting.
     """
@@ -157,7 +157,9 @@ def _check_instance(stack: Stack) -> None:
 
 
 def reachable(host: str) -> str:
-    """An address that a client on this machine can call, as written in a URL."""
+    """Return the host under which a client on this machine reaches a server bound to `host`, as
+    written in a URL.
+    """
     if host in ("0.0.0.0", "::", ""):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
@@ -167,14 +169,13 @@ def is_local(host: str) -> bool:
     return host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::", "")
 
 
-# --- Who listens where (proc(5), tcp)
-# ----------------------------------------------------------------------------------
+# --- Listening sockets (proc(5), tcp)
 
 _LISTEN = "0A"
 
 
 def _listeners() -> list[tuple[int, int, int]]:
-    """(port, uid, inode) of every listening TCP socket of this machine."""
+    """Return (port, uid, inode) of every listening TCP socket of this machine."""
     listeners = []
     for name in ("tcp", "tcp6"):
         try:
@@ -190,14 +191,14 @@ def _listeners() -> list[tuple[int, int, int]]:
 
 
 def owner_of(port: int) -> int | None:
-    """The user whose process listens on a port; None when no process does, or when its owner is
+    """Return the uid of the process that listens on a port; None if none does, or if its owner is
     unknown.
     """
-    return next((uid for result, uid, _ in _listeners() if result == port), None)
+    return next((uid for listened, uid, _ in _listeners() if listened == port), None)
 
 
 def ports_of(pid: int) -> list[int]:
-    """The TCP ports on which a process of this user listens, ascending."""
+    """Return the TCP ports on which a process of this user listens, ascending."""
     inodes = set()
     try:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():

@@ -114,5 +114,5 @@ class HarvestCalls(Calls):
 
     @call
     async def delete_harvest(self, harvest: HarvestLike) -> None:
-        """Delete its files and its record. Raises `conflict` for one that has not ended."""
+        """Delete a harvest's files and record. Raises `conflict` for one that has not ended."""
         await self._do(Call("DELETE", _path(harvest)))

@@ -49,7 +49,7 @@ class JobCalls(Calls):
         steering=[…], patch=[…]`); returns immediately.
 
         Safe to retry: a unique key makes a repeated submission return the same job. `model` may be
-        omitted while one is served.
+        omitted if the server serves only one.
         """
         try:
             call = submission(request, idempotency_key, fields)
@@ -75,7 +75,7 @@ class JobCalls(Calls):
         limit: int | None = None,
         cursor: str | None = None,
     ) -> JobPage:
-        """One page of jobs, newest first; `next` of the page is the next `cursor`."""
+        """Return one page of jobs, newest first; its `next` is the `cursor` of the next page."""
         return await self._ask(
             Call(
                 "GET",
@@ -133,8 +133,8 @@ class JobCalls(Calls):
     ) -> JobResult:
         """Submit, wait, and return the result; by then, every requested capture is durable.
 
-        On a terminal and in a notebook a bar counts the prompts, once the job has run for a second;
-        `progress=False` leaves it out.
+        On a terminal and in a notebook, a progress bar counts prompts once the job has run for a
+        second; `progress=False` hides it.
         """
         view = await self.submit(request, **fields)
         with prompts_bar(view.prompts) if progress else nullcontext() as show:
@@ -169,9 +169,7 @@ class JobCalls(Calls):
                 ) as streamed:
                     if streamed.response.status_code >= 400:
                         wire.raise_problem(await streamed.read())
-                    if (
-                        streamed.response.status_code == 204
-                    ):  # the job has ended and has no further events
+                    if streamed.response.status_code == 204:  # the job has ended: no more events
                         return
                     async with aclosing(streamed.lines()) as lines:
                         async for line in lines:
@@ -260,7 +258,7 @@ class JobCalls(Calls):
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
-        """`POST /v1/completions` with OpenAI's and Midstream's fields."""
+        """Call `POST /v1/completions` with OpenAI's and Midstream's fields."""
         fields = {
             "model": model,
             "prompt": prompt,
@@ -286,10 +284,10 @@ class JobCalls(Calls):
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
-        """`POST /v1/chat/completions` with OpenAI's and Midstream's fields.
+        """Call `POST /v1/chat/completions` with OpenAI's and Midstream's fields.
 
-        `images`: paths of PNG or JPEG files, their bytes, or images of Pillow; they come before the
-        text of the last user message.
+        `images`: paths of PNG or JPEG files, their bytes, or Pillow images; they are placed before
+        the text of the last user message.
         """
         fields = {
             "model": model,

@@ -1,9 +1,9 @@
-"""Calls on what has a name on the server: modules, adapters, autoencoders, tuned lenses, probes and
+"""Calls on named objects of the server: modules, LoRA adapters, SAEs, tuned lenses, probes and
 source runs; also on global steering and rank agreement.
 
-Steering is given as a list of entries or as one, as a mapping from site to array
-(`{"post_block.12": vector}`), or as a file in one of the formats of `client.vectors`:
-`storage.formats.module_files` says how the mapping and safetensors files name their tensors.
+Steering is one entry, a list of entries, a mapping from site to array
+(`{"post_block.12": vector}`), or a file in one of the formats of `client.vectors`. The mapping and
+safetensors files name their tensors as `storage.formats.module_files` describes.
 """
 
 import dataclasses
@@ -41,29 +41,31 @@ if TYPE_CHECKING:
     from ..probes import Fit
 
 R = TypeVar("R")
-#: What a module or global steering may be given as.
-Wanted = Steering | Sequence[Steering] | Mapping[str, np.ndarray | list[Any]] | Path | str
+#: The forms in which a module or global steering may be given.
+SteeringInput = Steering | Sequence[Steering] | Mapping[str, np.ndarray | list[Any]] | Path | str
 
-#: A change to global steering is answered when every worker has validated and applied it, or one of
-#: them took too long.
+#: Timeout in seconds of a change to global steering: the server responds when every worker has
+#: validated and applied it, or when one has timed out.
 CHANGE_S = 120.0
 _GLOBAL, _DYNAMIC, _RUNS = "/v1/steering/global", "/v1/steering/dynamic", "/v1/runs"
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind(Generic[R]):
-    """A kind of thing that the server keeps under a name, for each model."""
+    """A kind of object that the server stores under a name, for each model."""
 
     path: str
     record: type[R]
     request: type  # the body that registers one
-    page: type  # the answer to a list, and its member with the records
-    member: str
+    page: type  # the body of a list
+    member: str  # the field of `page` with the records
     timeout_s: float = 60.0
     register_s: float = 60.0  # the server reads, hashes and checks files meanwhile
 
     def call(self, method: str, name: str, model: str | None = None, more: str = "") -> Call:
-        """Raises MidstreamError for what cannot be a name: it is a part of the path."""
+        """Build a call on one object. Raises MidstreamError for an invalid name: it becomes part of
+        the path.
+        """
         path = f"{self.path}/{wire.checked(name, PathName, 'name')}{more}"
         return Call(method, path, params=of_model(model), timeout=self.timeout_s)
 
@@ -77,43 +79,44 @@ LENSES = Kind("/v1/lenses", TunedLens, TunedLensRequest, TunedLensPage, "lenses"
 PROBES = Kind("/v1/probes", Probe, ProbeRequest, ProbePage, "probes")
 
 
-def entries_of(needed: Wanted) -> list[SteeringSpec]:
-    """The entries in whatever was given, tensors packed.
+def entries_of(steering: SteeringInput) -> list[SteeringSpec]:
+    """Return the entries of steering in any of its forms, with their tensors packed.
 
     Raises MidstreamError naming the field, FileNotFoundError.
     """
-    is_entry = isinstance(needed, Mapping) and needed.keys() <= set(SteeringSpec.__struct_fields__)
-    if is_entry or not isinstance(needed, str | Path | Mapping):
-        return wire.pack_steering(cast(Steering | Sequence[Steering], needed))
+    if not isinstance(steering, str | Path | Mapping) or (
+        isinstance(steering, Mapping) and steering.keys() <= set(SteeringSpec.__struct_fields__)
+    ):
+        return wire.pack_steering(cast(Steering | Sequence[Steering], steering))
     from ...storage.formats.module_files import of_sites
     from .. import vectors
 
     try:
-        if isinstance(needed, Mapping):
+        if isinstance(steering, Mapping):
             return of_sites(
-                {site: packed(values, f"steering.{site}") for site, values in needed.items()}
+                {site: packed(values, f"steering.{site}") for site, values in steering.items()}
             )
-        return vectors.read(needed)
+        return vectors.read(steering)
     except ValueError as error:
         raise invalid(
-            "steering", str(error) if isinstance(needed, Mapping) else f"{needed}: {error}"
+            "steering", str(error) if isinstance(steering, Mapping) else f"{steering}: {error}"
         ) from error
 
 
 def _run(method: str, name: str, model: str | None) -> Call:
-    """A run has a name, or the id of a job."""
+    """Build a call on a source run; `name` may also be the id of its job."""
     return Call(method, f"{_RUNS}/{quote(name, safe='')}", params=of_model(model))
 
 
 class RegisteredCalls(Calls):
-    """`model` may be left out where one is served.
+    """Calls on named objects. `model` may be omitted if the server serves only one.
 
-    Changes to modules and global steering apply to later requests: running ones keep
-    what they began with.
+    Changes to modules and global steering apply to later requests; running requests keep the
+    steering with which they began.
     """
 
     async def _register(self, kind: Kind[R], **fields: Any) -> R:
-        """Register a thing whose files are on the server."""
+        """Register an object whose files are on the server."""
         body: Any = wire.checked(fields, kind.request, "")
         return await self._ask(
             Call("POST", kind.path, body=body, timeout=kind.register_s), kind.record
@@ -138,11 +141,11 @@ class RegisteredCalls(Calls):
 
     @call
     async def register_module(
-        self, name: str, steering: Wanted, model: str | None = None, description: str = ""
+        self, name: str, steering: SteeringInput, model: str | None = None, description: str = ""
     ) -> ModuleView:
-        """Give steering a name: requests say `{"module": name, "scale": 2}`.
+        """Store steering under a name; requests use it as `{"module": name, "scale": 2}`.
 
-        A name that is taken is replaced (`replaced`).
+        An existing module of that name is replaced (`replaced` in the view).
         """
         call = MODULES.call("PUT", name)
         body = ModuleRequest(steering=entries_of(steering), model=model, description=description)
@@ -150,22 +153,23 @@ class RegisteredCalls(Calls):
 
     @call
     async def modules(self, model: str | None = None) -> list[ModuleView]:
-        """The modules of a model."""
+        """Return the modules of a model."""
         return await self._every(MODULES, model)
 
     @call
     async def module(self, name: str, model: str | None = None) -> ModuleView:
-        """One module, with its entries. Raises `not_found`."""
+        """Return one module, with its entries. Raises `not_found`."""
         return await self._named(MODULES, name, model)
 
     @call
     async def export_module(
         self, name: str, path: str | Path, format: str | None = None, model: str | None = None
     ) -> str:
-        """Write a module to a file; returns the format: `safetensors`, `gguf`, `npz`, `pt` or
-        `vllm-lens`, by default that of the suffix.
+        """Write a module to a file, and return the format: `safetensors`, `gguf`, `npz`, `pt` or
+        `vllm-lens`, by default the one of the file's suffix.
 
-        Raises MidstreamError for what the format cannot hold (see `docs/vectors.md`), OSError.
+        Raises MidstreamError for entries that the format cannot hold (see `docs/vectors.md`),
+        OSError.
         """
         from ...storage.formats.module_files import specs_of
         from .. import vectors
@@ -181,42 +185,43 @@ class RegisteredCalls(Calls):
 
     @call
     async def unregister_module(self, name: str, model: str | None = None) -> None:
-        """Forget the name. Requests that were accepted with it keep what it was."""
+        """Remove a module. Requests that were accepted with it keep its edits."""
         await self._forget(MODULES, name, model)
 
     @call
-    async def set_global(self, steering: Wanted, model: str | None = None) -> GlobalView:
-        """Steer every request to the model that begins from now on; instead of what was set before.
+    async def set_global(self, steering: SteeringInput, model: str | None = None) -> GlobalView:
+        """Steer every request to the model that begins from now on; replaces earlier global
+        steering.
 
-        Raises when a rank of any worker refuses it, with worker, rank and reason; nothing has
-        changed anywhere then.
+        If a rank of any worker rejects it, raises an error with worker, rank and reason; nothing
+        has changed on any worker then.
         """
         body = GlobalRequest(steering=entries_of(steering), model=model)
         return await self._about("PUT", _GLOBAL, GlobalView, None, body)
 
     @call
     async def clear_global(self, model: str | None = None) -> GlobalView:
-        """End global steering, for requests that begin from now on. Raises as `set_global`."""
+        """End global steering for requests that begin from now on. Raises as `set_global` does."""
         return await self._about("DELETE", _GLOBAL, GlobalView, model)
 
     @call
     async def global_steering(self, model: str | None = None) -> GlobalView:
-        """Global steering, and whether every worker has applied it."""
+        """Return global steering, and whether every worker has applied it."""
         return await self._about("GET", _GLOBAL, GlobalView, model)
 
     @call
     async def dynamic(self, model: str | None = None) -> Dynamic:
-        """Return what each rank of each worker says of itself now, and whether they agree."""
+        """Return the current state of each rank of each worker, and whether the ranks agree."""
         return await self._about("GET", _DYNAMIC, Dynamic, model)
 
     @call
     async def register_lora(
         self, name: str, path: str, model: str | None = None, description: str = ""
     ) -> Lora:
-        """Give the adapter in this folder below the server's `lora_dir` a name: requests say
-        `lora=name`.
+        """Register the adapter in the folder `path` below the server's `lora_dir`; requests use it
+        as `lora=name`.
 
-        A name that is taken is replaced (`replaced`).
+        An existing adapter of that name is replaced (`replaced` in the record).
         """
         return await self._register(
             LORAS, name=name, path=path, model=model, description=description
@@ -224,17 +229,17 @@ class RegisteredCalls(Calls):
 
     @call
     async def loras(self, model: str | None = None) -> list[Lora]:
-        """The adapters of a model."""
+        """Return the adapters of a model."""
         return await self._every(LORAS, model)
 
     @call
     async def lora(self, name: str, model: str | None = None) -> Lora:
-        """One adapter. Raises `not_found`."""
+        """Return one adapter. Raises `not_found`."""
         return await self._named(LORAS, name, model)
 
     @call
     async def unregister_lora(self, name: str, model: str | None = None) -> None:
-        """Forget the name. Requests that were accepted with it keep the adapter."""
+        """Remove an adapter's name. Requests that were accepted with it keep the adapter."""
         await self._forget(LORAS, name, model)
 
     @call
@@ -247,11 +252,11 @@ class RegisteredCalls(Calls):
         model: str | None = None,
         description: str = "",
     ) -> Sae:
-        """Give the sparse autoencoder in this folder below the server's `sae_dir` a name: requests
-        say `"sae": name`.
+        """Register the sparse autoencoder in the folder `path` below the server's `sae_dir`;
+        requests use it as `"sae": name`.
 
-        `hook` and `layer`: only for files that do not name them (Gemma Scope's). A name that is
-        taken is replaced (`replaced`).
+        `hook` and `layer`: only for files that do not name them (Gemma Scope's). An existing SAE of
+        that name is replaced (`replaced` in the record).
         """
         return await self._register(
             SAES,
@@ -265,17 +270,17 @@ class RegisteredCalls(Calls):
 
     @call
     async def saes(self, model: str | None = None) -> list[Sae]:
-        """The sparse autoencoders of a model."""
+        """Return the sparse autoencoders of a model."""
         return await self._every(SAES, model)
 
     @call
     async def sae(self, name: str, model: str | None = None) -> Sae:
-        """One sparse autoencoder. Raises `not_found`."""
+        """Return one sparse autoencoder. Raises `not_found`."""
         return await self._named(SAES, name, model)
 
     @call
     async def unregister_sae(self, name: str, model: str | None = None) -> None:
-        """Forget the name. Requests that were accepted with it keep the autoencoder."""
+        """Remove an SAE's name. Requests that were accepted with it keep the SAE."""
         await self._forget(SAES, name, model)
 
     @call
@@ -288,11 +293,11 @@ class RegisteredCalls(Calls):
         model: str | None = None,
         description: str = "",
     ) -> TunedLens:
-        """Give the tuned lens in this folder below the server's `lens_dir` a name: requests say
-        `"tuned": name`.
+        """Register the tuned lens in the folder `path` below the server's `lens_dir`; requests use
+        it as `"tuned": name`.
 
-        `hook`: whose rows its maps take. `residual`: h + W h + b instead of W h + b. A name that is
-        taken is replaced (`replaced`).
+        `hook`: the hook point whose rows h the lens maps. `residual`: the map is h + W h + b
+        instead of W h + b. An existing lens of that name is replaced (`replaced` in the record).
         """
         return await self._register(
             LENSES,
@@ -306,83 +311,81 @@ class RegisteredCalls(Calls):
 
     @call
     async def tuned_lenses(self, model: str | None = None) -> list[TunedLens]:
-        """The tuned lenses of a model."""
+        """Return the tuned lenses of a model."""
         return await self._every(LENSES, model)
 
     @call
     async def tuned_lens(self, name: str, model: str | None = None) -> TunedLens:
-        """One tuned lens. Raises `not_found`."""
+        """Return one tuned lens. Raises `not_found`."""
         return await self._named(LENSES, name, model)
 
     @call
     async def unregister_lens(self, name: str, model: str | None = None) -> None:
-        """Forget the name. Requests that were accepted with it keep the tuned lens."""
+        """Remove a tuned lens's name. Requests that were accepted with it keep the lens."""
         await self._forget(LENSES, name, model)
 
     @call
     async def register_probe(self, /, name: str, fit: "Fit | None" = None, **fields: Any) -> Probe:
-        """Give a probe a name: requests say `probes=[name]`.
+        """Store a probe under a name; requests use it as `probes=[name]`.
 
-        A name that is taken is replaced (`replaced`).
-
-        `fields`: of `PUT /v1/probes/{name}`, tensors as arrays; those of `fit` (see
-        `midstream.probes.fit`) are taken from it.
+        `fields`: of `PUT /v1/probes/{name}`, tensors as arrays. `fit`: what `midstream.probes.fit`
+        returned; sets `weight`, `bias`, `labels` and `thresholds`. An existing probe of that name
+        is replaced (`replaced` in the record).
         """
         if fit is not None:
-            taken = ("weight", "bias", "labels", "thresholds")
-            fields = {field: getattr(fit, field) for field in taken} | fields
+            names = ("weight", "bias", "labels", "thresholds")
+            fields = {field: getattr(fit, field) for field in names} | fields
         body = wire.checked(fields, ProbeRequest, "")
         return await self._ask(dataclasses.replace(PROBES.call("PUT", name), body=body), Probe)
 
     @call
     async def probes(self, model: str | None = None) -> list[Probe]:
-        """The probes of a model."""
+        """Return the probes of a model."""
         return await self._every(PROBES, model)
 
     @call
     async def probe(self, name: str, model: str | None = None) -> Probe:
-        """One probe. Raises `not_found`."""
+        """Return one probe. Raises `not_found`."""
         return await self._named(PROBES, name, model)
 
     @call
     async def watch_probe(
         self, name: str, action: Action = "flag", model: str | None = None
     ) -> Probe:
-        """Let it score every request to the model from now on."""
+        """Let the probe score every request to the model from now on."""
         call = PROBES.call("PUT", name, model, "/watch")
         return await self._ask(dataclasses.replace(call, body=WatchRequest(action=action)), Probe)
 
     @call
     async def unwatch_probe(self, name: str, model: str | None = None) -> Probe:
-        """Let it score only requests that name it. Raises `not_found`."""
+        """Let the probe score only requests that name it. Raises `not_found`."""
         return await self._ask(PROBES.call("DELETE", name, model, "/watch"), Probe)
 
     @call
     async def unregister_probe(self, name: str, model: str | None = None) -> None:
-        """Forget the name. Requests that were accepted with it keep the probe."""
+        """Remove a probe. Requests that were accepted with it keep it."""
         await self._forget(PROBES, name, model)
 
     @call
     async def source_runs(
         self, model: str | None = None, *, limit: int | None = None, cursor: str | None = None
     ) -> RunPage:
-        """One page of the runs that have a name, newest first; `next` of the page is the next
-        `cursor`.
-        """
+        """Return one page of named source runs, newest first; its `next` is the next `cursor`."""
         params = wire.given(model=model, limit=limit, cursor=cursor)
         return await self._ask(Call("GET", _RUNS, params=params), RunPage)
 
     @call
     async def source_run(self, name: str, model: str | None = None) -> RunView:
-        """A run's state, and the layers and positions of each prompt. Raises `not_found`.
+        """Return a source run's state, and the captured layers and positions of each prompt. Raises
+        `not_found`.
 
-        `name`: of the run, or the id of a job that captured.
+        `name`: the run's name, or the id of a job with a capture.
         """
         return await self._ask(_run("GET", name, model), RunView)
 
     @call
     async def delete_run(self, name: str, model: str | None = None) -> None:
-        """Delete its captures and its name.
+        """Delete a source run: its capture and its name.
 
         Raises `not_found`, and `conflict` while its job runs.
         """

@@ -1,4 +1,4 @@
-"""Calls on the service: status, keys, tenants; deliveries, secrets and receivers of webhooks."""
+"""Calls on status, keys and tenants, and on the deliveries, secrets and receivers of webhooks."""
 
 from collections.abc import Sequence
 from urllib.parse import quote
@@ -58,13 +58,13 @@ def _delivery(delivery_id: str) -> str:
 class ServiceCalls(Calls):
     """Calls on keys, tenants and webhooks.
 
-    Calls on keys and tenants require the scope `admin`, except `tenant`. In calls on webhooks, an
-    admin may name a `tenant`; without one, an admin sees all of them.
+    Calls on keys and tenants require the scope `admin`, except `tenant()`. In calls on webhooks, an
+    admin may name a `tenant`; without it, an admin sees those of all tenants.
     """
 
     @call
     async def status(self) -> Status:
-        """Queues, workers, relay, webhooks and Redis.
+        """Return the state of queues, workers, relay, webhooks and Redis.
 
         Raises `forbidden` without the scope `observe`.
         """
@@ -88,7 +88,7 @@ class ServiceCalls(Calls):
 
     @call
     async def api_keys(self) -> list[KeyView]:
-        """All keys, without their secrets."""
+        """Return all keys, without their secrets."""
         return (await self._ask(Call("GET", _KEYS), KeyList)).keys
 
     @call
@@ -110,7 +110,7 @@ class ServiceCalls(Calls):
 
     @call
     async def set_tenant(self, name: str, limits: Limits) -> TenantView:
-        """Set a tenant's limits. None: the service's setting; 0: no limit."""
+        """Set a tenant's limits. A limit of None: the service's setting; 0: no limit."""
         return await self._ask(_tenant("PUT", name, limits), TenantView)
 
     @call
@@ -123,7 +123,7 @@ class ServiceCalls(Calls):
         limit: int | None = None,
         cursor: str | None = None,
     ) -> DeliveryPage:
-        """One page of webhooks and their attempts, newest first; `next` of the page is the next
+        """Return one page of webhooks with their attempts, newest first; its `next` is the next
         `cursor`.
         """
         params = wire.given(job=job, state=state, tenant=tenant, limit=limit, cursor=cursor)
@@ -133,14 +133,14 @@ class ServiceCalls(Calls):
     async def delivery(self, delivery_id: str) -> Delivery:
         """Return one webhook and its attempts. `delivery_id`: its `webhook-id`.
 
-        Raises `not_found`, also after the record has expired.
+        Raises `not_found`, also if the record has expired.
         """
         return await self._ask(Call("GET", _delivery(delivery_id)), Delivery)
 
     @call
     async def redeliver(self, delivery_id: str) -> Delivery:
-        """Send a webhook again under the same id, or immediately if it is waiting for its next
-        attempt.
+        """Send a webhook again under the same id; if it is waiting for its next attempt, send it
+        immediately.
 
         Raises `conflict` while its receiver is disabled.
         """
@@ -160,7 +160,7 @@ class ServiceCalls(Calls):
         """Create a secret. The previous one also signs for `keep_former_s` more: seconds, or a text
         such as `12h`.
 
-        `own`: give this key a secret of its own.
+        `own`: the secret is for webhooks about this key's jobs only.
         """
         body = wire.checked({"keep_former_s": keep_former_s, "own": own}, RotateRequest)
         return await self._ask(Call("POST", _SECRETS, body=body), SecretList)

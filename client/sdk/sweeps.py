@@ -1,6 +1,6 @@
 """Calls on sweeps: submit, follow cell by cell, get the grid.
 
-A sweep is a job: `job`, `wait`, `cancel` and `events` of the clients hold for it, too.
+A sweep is a job, so the clients' `job`, `wait`, `cancel` and `events` also work on it.
 """
 
 import asyncio
@@ -35,16 +35,16 @@ _KINDS: dict[str, type[SweepStart] | type[SweepCell] | type[SweepSummary]] = {
 
 
 def sweep_request(request: SweepRequest | None, fields: dict[str, Any]) -> SweepRequest:
-    """The body of a sweep from a struct or from keyword arguments; raises MidstreamError naming the
-    field.
+    """Build the body of a sweep from a struct or from keyword arguments. Raises MidstreamError
+    naming the field.
 
-    An ablation without a metric asks for the metric that its pairs allow: `recovered` needs two
-    prompts.
+    An ablation has one prompt, but the default metric `recovered` needs two: without a metric, an
+    ablation gets the one that its pairs allow.
     """
-    made = values.request(request, fields, SweepRequest)
-    if request is not None or made.ablation is None or "metric" in fields:
-        return made
-    return msgspec.structs.replace(made, metric=_ablation_metric(made.pairs))
+    body = values.request(request, fields, SweepRequest)
+    if request is not None or body.ablation is None or "metric" in fields:
+        return body
+    return msgspec.structs.replace(body, metric=_ablation_metric(body.pairs))
 
 
 def _ablation_metric(pairs: Sequence[SweepPair]) -> Metric:
@@ -54,7 +54,7 @@ def _ablation_metric(pairs: Sequence[SweepPair]) -> Metric:
 
 
 def sweep_event(event: Event) -> SweepEvent | None:
-    """The event of a sweep; None for an event that all jobs have."""
+    """Convert an event to the sweep's type; None for an event that all jobs have."""
     if event.event not in _KINDS:
         return None
     try:
@@ -76,8 +76,8 @@ def _grid(result: JobResult) -> SweepResult:
     return result.sweep
 
 
-def _stopped(interrupt: BaseException, job_id: JobLike, error: MidstreamError | None) -> None:
-    """The message for a user who interrupts the wait for a sweep."""
+def _note_cancel(interrupt: BaseException, job_id: JobLike, error: MidstreamError | None) -> None:
+    """Add to an interrupt whether the sweep was cancelled."""
     sweep = f"sweep {wire.id_of(job_id)}"
     interrupt.add_note(
         f"{sweep} was cancelled" if error is None else f"{sweep} could not be cancelled: {error}"
@@ -94,8 +94,8 @@ class SweepCalls(JobCalls):
         idempotency_key: str | None = None,
         **fields: Any,
     ) -> JobView:
-        """Submit a sweep, by struct or by its fields (`model=…, pairs=[…], hooks=[…]`); returns at
-        once. Safe to repeat.
+        """Submit a sweep, by struct or by its fields (`model=…, pairs=[…], hooks=[…]`); returns
+        immediately. Safe to repeat.
         """
         return await self._ask_patiently(_submission(request, idempotency_key, fields), JobView)
 
@@ -120,10 +120,10 @@ class SweepCalls(JobCalls):
     async def sweep_result(
         self, job_id: JobLike, progress: Progress | None = None, *, cancel: bool = False
     ) -> SweepResult:
-        """The grids of a sweep once it is over; raises what went wrong of one that failed,
-        `not_found` of another job.
+        """Wait for a sweep, and return its grids. Raises the sweep's error if it failed, and
+        `not_found` for a job that is not a sweep.
 
-        `cancel`: who interrupts the wait cancels the sweep.
+        `cancel`: interrupting the wait cancels the sweep.
         """
         try:
             if progress is not None:
@@ -135,15 +135,15 @@ class SweepCalls(JobCalls):
             if cancel:
                 try:
                     await self.cancel(job_id)
-                    _stopped(interrupt, job_id, None)
+                    _note_cancel(interrupt, job_id, None)
                 except MidstreamError as error:
-                    _stopped(interrupt, job_id, error)
+                    _note_cancel(interrupt, job_id, error)
             raise
 
     @stream
     async def sweep_events(self, job_id: JobLike, after: str = "") -> AsyncIterator[SweepEvent]:
-        """The events of a sweep, from its beginning (or behind the event `after`) to its end;
-        outlives lost connections.
+        """Yield a sweep's events, from its start (or after the event `after`) to its end;
+        reconnects after a lost connection.
         """
         async with aclosing(self.events(job_id, after)) as events:
             async for event in events:

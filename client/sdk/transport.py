@@ -23,7 +23,7 @@ class Streamed(Protocol):
     response: httpx.Response
 
     async def read(self) -> httpx.Response:
-        """Read the whole body, and return the response: used for errors."""
+        """Read the whole body, and return the response. Used for error responses."""
 
     def lines(self) -> AsyncGenerator[str, None]: ...
 
@@ -52,7 +52,7 @@ class Transport(Protocol):
     async def sleep(self, seconds: float) -> None: ...
 
     async def work(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function that uses files or computes for long, without blocking an event loop."""
+        """Call a function that uses files or computes for long; with an event loop, in a thread."""
 
     def beside(self, coroutine: Coroutine[Any, Any, None]) -> AbstractAsyncContextManager[None]:
         """Run a coroutine for the duration of the context. Its errors are ignored."""

@@ -87,7 +87,7 @@ class Call:
     body: Any = None
     params: dict[str, str | int | float] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
-    timeout: float = 60.0  # seconds until the answer must have begun
+    timeout: float = 60.0  # seconds without data after which the call fails
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for `httpx.Client.request`."""
@@ -108,14 +108,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of a completion or a chat, with Midstream's additions to OpenAI's shape."""
+    """The response to a completion or a chat, with Midstream's additions to OpenAI's fields."""
 
     job: str
     texts: list[str]  # one per prompt
     finish_reasons: list[str]
     capture_results: CaptureResults | None
     determinism: Determinism | None
-    raw: dict[str, Any]  # the whole answer as it came
+    raw: dict[str, Any]  # the whole response, decoded
     # the scores, if the request named probes
     probes: list[ProbeResult] = field(default_factory=list)
 
@@ -129,16 +129,16 @@ class Answer:
 
     @property
     def rows(self) -> CaptureReader:
-        """The rows in the answer itself: see `returned_rows`."""
+        """The captured rows inside the response: see `returned_rows`."""
         return returned_rows(self.capture_results)
 
 
-#: A job as callers name it: its id, or anything that a call returned about it.
+#: A reference to a job: its id, or anything that a call returned about it.
 JobLike = str | JobView | JobResult | CaptureResults | Answer
 
 
 class ManifestFile(msgspec.Struct):
-    """A blob in the answer of `GET /v1/captures/{id}`, as far as a reader needs it."""
+    """A capture file in the response of `GET /v1/captures/{id}`: the fields that a reader needs."""
 
     name: str
     path: str
@@ -149,7 +149,7 @@ class ManifestFile(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct):
-    """The answer of `GET /v1/captures/{id}`, as far as a reader needs it."""
+    """The response of `GET /v1/captures/{id}`: the fields that a reader needs."""
 
     status: str
     files: list[ManifestFile] = []
@@ -158,29 +158,29 @@ class Manifest(msgspec.Struct):
 
 
 def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobRequest:
-    """The body of a submission from a struct or from keyword arguments; raises MidstreamError
-    naming the field.
+    """Build the body of a submission from a struct or from keyword arguments. Raises
+    MidstreamError naming the field.
     """
     return values.request(request, fields, JobRequest)
 
 
 def pack_steering(entries: Steering | Sequence[Steering]) -> list[SteeringSpec]:
-    """Steering entries with their tensors packed; raises MidstreamError naming the field."""
+    """Return steering entries with tensors packed. Raises MidstreamError naming the field."""
     return checked(entries, list[SteeringSpec], "steering")
 
 
 def pack_patch(entries: Patch | Sequence[Patch]) -> list[PatchSpec]:
-    """Patches with their vectors packed; raises MidstreamError naming the field."""
+    """Return patches with vectors packed. Raises MidstreamError naming the field."""
     return checked(entries, list[PatchSpec], "patch")
 
 
 def pack_capture(capture: Capture) -> CaptureSpec:
-    """A capture from a struct or its fields; raises MidstreamError naming the field."""
+    """Return a capture from a struct or its fields. Raises MidstreamError naming the field."""
     return checked(capture, CaptureSpec, "capture")
 
 
 def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, Any]:
-    """The body of an OpenAI-style call with Midstream's fields, which are left out when not used.
+    """Build the body of an OpenAI-style call; unused fields of Midstream are left out.
 
     Raises MidstreamError that names an invalid field, UnknownArgument for an unknown one.
     """
@@ -234,10 +234,7 @@ def headers(api_key: str | None) -> dict[str, str]:
 
 
 def id_of(job: JobLike) -> str:
-    """The id of a job that is given by its id, or by what a call returned about it.
-
-    Raises MidstreamError for anything else.
-    """
+    """Return the id of a job. Raises MidstreamError if `job` is no reference to a job."""
     result = next(
         (given for name in ("id", "job") if isinstance(given := getattr(job, name, None), str)), job
     )
@@ -245,13 +242,13 @@ def id_of(job: JobLike) -> str:
         raise invalid(
             "job",
             f"{type(job).__name__} does not identify a job",
-            allowed="a job's id, or what submit, run, completion or job returned",
+            allowed="a job's id, or a value that submit, run, completion or job returned",
         )
     return result
 
 
 def of_model(model: str | None) -> dict[str, str | int | float]:
-    """Parameters of a call about a model, which may be left out where one is served."""
+    """Return the query parameters for a model; none if the only served model is meant."""
     return {} if model is None else {"model": model}
 
 
@@ -285,7 +282,7 @@ def unreachable(url: str, error: Exception) -> ServerUnreachable:
 
 def decode(response: httpx.Response, kind: type[T]) -> T:
     """Return the body of a successful response as `kind`. Raises what `raise_problem` raises, and
-    what `not_understood` returns if the body is invalid.
+    the error from `not_understood` if the body is invalid.
     """
     raise_problem(response)
     try:
@@ -298,8 +295,8 @@ def decode(response: httpx.Response, kind: type[T]) -> T:
 
 
 def raise_problem(response: httpx.Response) -> None:
-    """Raise a response's error, if it is one: a MidstreamError with the kind, field and valid
-    values of the problem document.
+    """Raise MidstreamError for an error response, with the kind, field and valid values of its
+    problem document.
     """
     if response.status_code < 400:
         return
@@ -311,8 +308,8 @@ def raise_problem(response: httpx.Response) -> None:
     kind = problem.type.rpartition(":")[2]
     server = response.headers.get(VERSION_HEADER)
     if server != __version__ and (kind not in STATUS_OF_KIND or kind == "invalid_request"):
-        # The other version may have other fields. Without this hint, users would look for a mistake
-        # of their own.
+        # A server of another version may have other fields: without this hint, users would look for
+        # a mistake in their request.
         raise VersionMismatch(
             server or "of unknown version",
             f"{problem.field + ': ' if problem.field else ''}{problem.detail}",
@@ -335,7 +332,9 @@ def error_of(problem: Problem) -> MidstreamError:
 
 
 def _lenient(content: bytes | str) -> dict[str, Any]:
-    """A problem document without unknown extension members (RFC 9457: clients must ignore them)."""
+    """Decode a problem document, without unknown extension members (RFC 9457: clients must ignore
+    them).
+    """
     document = json.loads(content)
     if not isinstance(document, dict):
         raise ValueError("not a problem document")
@@ -357,7 +356,7 @@ def not_understood(response: httpx.Response, problem: str) -> MidstreamError:
 
 
 def answer(response: httpx.Response) -> Answer:
-    """An OpenAI-style answer with status 200."""
+    """Parse an OpenAI-style response. Raises what `decode` raises."""
     raw = decode(response, dict[str, Any])
     try:
         choices = sorted(raw["choices"], key=lambda choice: choice["index"])
@@ -385,9 +384,7 @@ def answer(response: httpx.Response) -> Answer:
 
 
 def answer_from_result(result: JobResult) -> Answer:
-    """Return an OpenAI-style answer from a job's result: for a request that the server stopped
-    holding.
-    """
+    """Build the answer to a request that the server stopped holding, from the job's result."""
     captures = result.capture_results if result.capture_results.status != "not_requested" else None
     return Answer(
         job=result.id,
@@ -429,9 +426,7 @@ def is_over(view: JobView) -> bool:
 
 
 class EventParser:
-    """Parses server-sent events, line by line, into `Event`s; remembers the last id, for
-    resuming.
-    """
+    """Parses server-sent events line by line into `Event`s; keeps the last id for resuming."""
 
     def __init__(self, after: str = ""):
         self.last_id = after

@@ -1,6 +1,6 @@
 """The checks of `midstream doctor`, each with advice.
 
-Redis is queried directly, all other parts through the API. The checks remove everything that they
+Redis is queried directly, all other parts through the API. The checks remove everything they
 create.
 """
 
@@ -31,7 +31,7 @@ Level = Literal["ok", "warn", "fail"]
 
 LEAST_REDIS = (6, 2)
 #: Milliseconds of a round trip to Redis: above the first, held responses and receipts are slow;
-#: above the second, everything is.
+#: above the second, everything is slow.
 PING_WARN_MS, PING_FAIL_MS = 5.0, 50.0
 #: Share of Redis' memory limit in use that causes a warning.
 MEMORY_WARN = 0.7
@@ -41,10 +41,9 @@ SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
 #: Allowed difference from the API's clock: HTTP's `Date` has whole seconds, and servers may repeat
 #: a value for another second.
 DATE_SKEW_S = 3.0
-#: Milliseconds of a write with fsync. Every group of capture files and receipts waits for several
-#: such writes.
+#: Milliseconds of a write with fsync; every group of capture files and receipts waits for several.
 FSYNC_WARN_MS, FSYNC_FAIL_MS = 20.0, 200.0
-#: Milliseconds of writing a small object to a bucket.
+#: Milliseconds to write a small object to a bucket.
 STORE_WARN_MS = 2000.0
 FSYNCS, PINGS = 20, 20
 DISK_WARN, DISK_FAIL = 10 << 30, 1 << 30
@@ -97,7 +96,6 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
 
 
 # --- Redis
-# --------------------------------------------------------------------------------------------------
 
 
 def _redis(url: str, settings: Settings) -> Iterator[Finding]:
@@ -120,8 +118,8 @@ def _redis(url: str, settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "fail",
             "redis",
-            f"it does not answer: {error}",
-            "start it, and check MIDSTREAM_REDIS_URL and the network",
+            f"does not answer: {error}",
+            "start Redis, and check MIDSTREAM_REDIS_URL and the network",
         )
         return
     version = str(info["redis_version"])
@@ -150,7 +148,7 @@ def _latency(client: Any) -> Iterator[Finding]:
     advice = (
         ""
         if level == "ok"
-        else "move it closer, and check for slow commands: `redis-cli slowlog get`"
+        else "move Redis closer, and check for slow commands: `redis-cli slowlog get`"
     )
     yield Finding(
         level,
@@ -167,7 +165,7 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
         int(info["maxmemory"]),
     )
     if policy != "noeviction":
-        advice = "`CONFIG SET maxmemory-policy noeviction`, and the same in its configuration"
+        advice = "`CONFIG SET maxmemory-policy noeviction`, and the same in Redis' configuration"
         yield Finding(
             "fail",
             "redis eviction",
@@ -180,7 +178,7 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "fail",
             "redis eviction",
-            f"keys evicted since its start: {removed}; jobs are lost",
+            f"keys evicted since Redis started: {removed}; jobs are lost",
             "resubmit the missing jobs",
         )
     if not limit:
@@ -216,7 +214,7 @@ def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Findi
         )
         return
     if not int(info["aof_enabled"]):
-        advice = "`CONFIG SET appendonly yes`, and the same in its configuration"
+        advice = "`CONFIG SET appendonly yes`, and the same in Redis' configuration"
         yield Finding(
             "fail",
             "redis AOF",
@@ -232,7 +230,7 @@ def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Findi
             "fail",
             "redis AOF",
             "the last write or rewrite failed",
-            "check its log and its free disk space",
+            "check Redis' log and its free disk space",
         )
     if appendfsync is None:
         yield Finding("ok", "redis AOF", "on; this user is not allowed to read appendfsync")
@@ -244,12 +242,12 @@ def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Findi
             "`CONFIG SET appendfsync everysec`",
         )
     else:
-        loses = (
+        loss = (
             "nothing"
             if appendfsync == "always"
             else "up to a second of accepted jobs if its machine fails"
         )
-        yield Finding("ok", "redis AOF", f"on, appendfsync {appendfsync}: may lose {loses}")
+        yield Finding("ok", "redis AOF", f"on, appendfsync {appendfsync}: may lose {loss}")
 
 
 def _config(client: Any, name: str) -> str | None:
@@ -275,7 +273,6 @@ def _clock(about: str, ahead: float, warn: float = SKEW_WARN_S) -> Finding:
 
 
 # --- API
-# --------------------------------------------------------------------------------------------------
 
 
 def _api(url: str, headers: dict[str, str]) -> Iterator[Finding]:
@@ -287,7 +284,7 @@ def _api(url: str, headers: dict[str, str]) -> Iterator[Finding]:
             "fail",
             "api",
             f"no answer from {url}: {error}",
-            "start it (`midstream up`, or `python -m midstream.api`), or give --url",
+            "start the API (`midstream up`, or `python -m midstream.api`), or give --url",
         )
         return
     version = answer.headers.get(wire.VERSION_HEADER)
@@ -323,17 +320,16 @@ def _version(about: str, version: str, more: str = "") -> Finding:
     return Finding(
         "warn",
         about,
-        f"{text}; this one is {__version__}",
+        f"{text}; this command's version is {__version__}",
         "run one version everywhere: see the notes on upgrades",
     )
 
 
 # --- Status of the service
-# --------------------------------------------------------------------------------------------------
 
 
 def _status(redis_url: str, url: str, api_key: str) -> Status | str:
-    """Return the status from the API, or else from Redis; the reason, if neither answers."""
+    """Return the status from the API, otherwise from Redis; an error message if both fail."""
     try:
         with Client(url, api_key) as client:
             return client.status()
@@ -438,7 +434,7 @@ def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
             yield _version(about, worker.version, more)
         if stats is None:
             continue
-        ahead = stats.at - status.at  # its heartbeat, a third of a lease old at most
+        ahead = stats.at - status.at  # a heartbeat is at most a third of a lease old
         if ahead > SKEW_WARN_S or ahead < -(settings.lease_s + SKEW_WARN_S):
             yield _clock(f"{about} clock", ahead)
         if stats.last_desync_at is not None and status.at - stats.last_desync_at < DESYNC_WARN_S:
@@ -462,13 +458,12 @@ def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
 
 
 # --- vLLM
-# --------------------------------------------------------------------------------------------------
 
 
 def _vllm(settings: Settings) -> Iterator[Finding]:
-    """Check the vLLM of this environment; yields nothing if it is not installed.
+    """Check this environment's vLLM; yield nothing if it is not installed.
 
-    Options are checked only if there are any, because the check imports vLLM.
+    Options are checked only if any are set, because the check imports vLLM.
     """
     from ...workers.engines import check_options
     from ...workers.runner.support.seams import WINDOW, SeamError, verify
@@ -515,7 +510,7 @@ def _extensions(settings: Settings) -> Iterator[Finding]:
             "fail",
             "extensions",
             str(error),
-            ("install the package where the worker runs, or take it out of the setting extensions"),
+            "install the package where the worker runs, or remove it from the setting extensions",
         )
     for offer in offered():
         about = f"{offer.package} {offer.version} offers the {offer.kind} {offer.name}"
@@ -533,11 +528,10 @@ def _extensions(settings: Settings) -> Iterator[Finding]:
 
 
 # --- This machine
-# --------------------------------------------------------------------------------------------------
 
 
 def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
-    """Yield which hook points of each model are proven, and which are not served."""
+    """Yield the proven hook points of each model, and those that are not served."""
     try:
         listed = httpx.get(f"{url}/v1/models", headers=headers, timeout=TIMEOUT_S)
         names = (
@@ -552,19 +546,20 @@ def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
     for card in cards:
         if why := card.get("dtype_reason"):
             yield Finding("ok", f"model {card.get('id')}", f"computes in {card['dtype']}: {why}")
-        for one in card.get("extensions") or []:
+        for entry in card.get("extensions") or []:
             code = (
-                f"{one['kind']} {one['name']} of {one['package']} {one['version']}, code "
-                f"{one['digest'][:12]}"
+                f"{entry['kind']} {entry['name']} of {entry['package']} {entry['version']}, code "
+                f"{entry['digest'][:12]}"
             )
-            yield Finding("ok", f"model {card.get('id')}", f"{code}: {', '.join(one['checked'])}")
-        about, made, absent = (
+            checks = ", ".join(entry["checked"])
+            yield Finding("ok", f"model {card.get('id')}", f"{code}: {checks}")
+        about, certificate, absent = (
             f"model {card.get('id')}",
             card.get("certificate"),
             card.get("absent") or {},
         )
         reasons = "; ".join(f"{hook}: {why}" for hook, why in absent.items())
-        if made is None:
+        if certificate is None:
             yield Finding(
                 "warn",
                 about,
@@ -572,10 +567,11 @@ def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
                 "start the worker with the setting certify=true",
             )
             continue
-        text = f"certified in {made['seconds']:.1f} s: {', '.join(made['proven']) or 'no hook'}"
-        if made.get("unproven"):
-            text += f"; served unproven: {', '.join(made['unproven'])}"
-        if made["absent"]:
+        proven = ", ".join(certificate["proven"]) or "no hook"
+        text = f"certified in {certificate['seconds']:.1f} s: {proven}"
+        if certificate.get("unproven"):
+            text += f"; served unproven: {', '.join(certificate['unproven'])}"
+        if certificate["absent"]:
             yield Finding(
                 "warn",
                 about,
@@ -649,15 +645,15 @@ def _store(settings: Settings) -> Iterator[Finding]:
     except (OSError, ValueError, MidstreamError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         yield Finding(
-            "fail", "artifact store", reason, "docs/object-storage.md says what each reason means"
+            "fail", "artifact store", reason, "docs/object-storage.md explains each reason"
         )
         return
     if read != b"midstream":
         yield Finding(
             "fail",
             "artifact store",
-            f"{settings.artifacts} gives back other bytes than were written",
-            "do not use it",
+            f"{settings.artifacts} returned other bytes than were written",
+            "use another store",
         )
         return
     if unfit:
@@ -665,7 +661,7 @@ def _store(settings: Settings) -> Iterator[Finding]:
             "fail",
             "artifact store",
             unfit,
-            "use another server: docs/object-storage.md names those that were tried",
+            "use another server: docs/object-storage.md lists tested servers",
         )
         return
     if settings.artifact_endpoint.startswith("http://") and not is_loopback(
@@ -678,11 +674,9 @@ def _store(settings: Settings) -> Iterator[Finding]:
             "use https:// outside a private network",
         )
     level: Level = "warn" if took > STORE_WARN_MS else "ok"
-    advice = (
-        "receipts of captures wait for it: use a store that is nearer" if level == "warn" else ""
-    )
+    advice = "receipts of captures wait for the store: use a nearer one" if level == "warn" else ""
     yield Finding(
-        level, "artifact store", f"{settings.artifacts} holds an object after {took:.0f} ms", advice
+        level, "artifact store", f"{settings.artifacts} stored an object in {took:.0f} ms", advice
     )
 
 
@@ -699,14 +693,13 @@ def _fsyncs(folder: Path) -> list[float]:
 
 
 # --- Keys
-# --------------------------------------------------------------------------------------------------
 
 
 def _keys(url: str, headers: dict[str, str]) -> Iterator[Finding]:
     try:
         without_key, with_key = (
-            httpx.get(f"{url}/v1/tenant", headers=given, timeout=TIMEOUT_S).status_code
-            for given in ({}, headers)
+            httpx.get(f"{url}/v1/tenant", headers=sent, timeout=TIMEOUT_S).status_code
+            for sent in ({}, headers)
         )
     except httpx.HTTPError:
         return  # reported by an earlier check

@@ -1,5 +1,5 @@
-"""`midstream doctor --plan`: what an engine of a checkpoint would take, before anything is
-started.
+"""`midstream doctor --plan`: memory and time that serving a checkpoint would need, without starting
+anything.
 """
 
 import os
@@ -26,7 +26,7 @@ def planned(
     tokens_per_second: float,
     gpu_memory_gib: float,
 ) -> "Plan":
-    """For a folder with a config.json, or the model that the settings name.
+    """Plan for a folder with a config.json, by default the settings' model.
 
     Raises MidstreamError.
     """
@@ -60,7 +60,7 @@ def _host_bytes() -> int:
 
 
 def facts(plan: "Plan") -> dict[str, Any]:
-    """For machines."""
+    """Return a plan for JSON output."""
     model = {
         name: value
         for name, value in plan.model._asdict().items()
@@ -80,7 +80,7 @@ def facts(plan: "Plan") -> dict[str, Any]:
 
 
 def lines(plan: "Plan", tokens_per_second: float) -> Iterator[str]:
-    """For people: tables in Markdown."""
+    """Yield a plan as text, with tables in Markdown."""
     model = plan.model
     weights = (
         f", {model.parameters * model.weight_bytes / (1 << 30):.1f} GiB quantised"
@@ -148,7 +148,7 @@ def _mib(count: int) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Aligned, so that it reads well without being rendered."""
+    """Yield the lines of a Markdown table, aligned so that they are readable as plain text."""
     wide = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, ["---"] * len(wide), *rows):
         yield (

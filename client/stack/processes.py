@@ -1,4 +1,4 @@
-"""A child process: started, watched, diagnosed from its log, and stopped with all its children."""
+"""Starts and watches a child process, diagnoses it from its log, and stops it with its children."""
 
 import contextlib
 import ctypes
@@ -15,13 +15,13 @@ from ...schemas.service.engine_errors import in_our_settings
 
 #: A log file above this size is renamed to `<name>.log.1` when its process restarts.
 LOG_LIMIT_BYTES = 32 << 20
-#: Pauses before a dead child is restarted: the first, which doubles with each death, and the
+#: Seconds before a dead child is restarted: the first pause, which doubles with each death, and the
 #: default for the longest. After a child has run for `HEALTHY_AFTER_S`, its next pause is the first
-#: again.
+#: pause again.
 BACKOFF_S = (1.0, 4.0)
 HEALTHY_AFTER_S = 10.0
-#: Environment variable of every child and its descendants: the data directory of the supervisor, by
-#: which the next supervisor finds processes that were left running.
+#: Environment variable of every child and its descendants. Its value is the supervisor's data
+#: directory, so that the next supervisor finds processes that were left running.
 MARK = "SUPERVISED_BY_MIDSTREAM"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -37,7 +37,7 @@ _NOISE = re.compile(
     re.IGNORECASE,
 )
 
-#: What vLLM's first process logs when another of its processes failed, and the patterns of that
+#: Text that vLLM's first process logs when another of its processes failed, and patterns of that
 #: process's logged error.
 _POINTS_ABOVE = "See root cause above"
 _LOGGED_ERROR = re.compile(r" ERROR \S+ \S+ \[[^]]*\] (.*)")
@@ -131,9 +131,9 @@ class Child:
             return ""
 
     def last_words(self) -> str:
-        """Return the log line that best explains the exit: the last error, else the last line.
+        """Return the log line that best explains the exit: the last error, otherwise the last line.
 
-        For a process that was killed, say that instead.
+        For a killed process, return a text that says so.
         """
         if self.exit_code == -signal.SIGKILL:
             return "it was killed, possibly by the kernel for lack of memory"
@@ -195,14 +195,14 @@ class Child:
         """
         assert self.process is not None
         try:
-            # its pid is its group's id: it leads its session
+            # the process leads its session, so its pid is its group's id
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
 
 
 def _root_cause(lines: Sequence[str]) -> str:
-    """Return the last line of the first traceback that vLLM logged: the exception; if that has no
+    """Return the exception at the end of the first traceback that vLLM logged; if it has no
     message, also the statement that raised it.
     """
     logged = [match[1] for line in lines if (match := _LOGGED_ERROR.search(line))]
@@ -236,7 +236,8 @@ def wait_for(
 
 
 def birth(pid: int) -> int:
-    """Return when the process was started, in clock ticks since boot; 0 if there is none.
+    """Return when the process was started, in clock ticks since boot; 0 if there is no such
+    process.
 
     Pid and start time together identify a process, even after the pid is reused.
     """
@@ -245,7 +246,7 @@ def birth(pid: int) -> int:
 
 
 def members(session: int) -> list[int]:
-    """Pids of the living processes of a session."""
+    """Return the pids of a session's living processes."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if (fields := _stat(pid)) and int(fields[_SESSION]) == session]
 
@@ -279,30 +280,30 @@ def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:
 
 
 def holders(path: Path) -> list[int]:
-    """Return the pids of other processes that have the file open. Only root sees those of other
-    accounts.
+    """Return the pids of other processes that have the file open; other accounts' processes only if
+    this one runs as root.
     """
     try:
-        needed = path.stat()
+        file = path.stat()
     except OSError:
         return []
-    return [pid for pid in _others() if _has_open(pid, needed)]
+    return [pid for pid in _other_pids() if _has_open(pid, file)]
 
 
 def marked(value: str) -> list[int]:
-    """Pids of other processes whose environment has `MARK` with this value."""
+    """Return the pids of other processes whose environment has `MARK` with this value."""
     line = f"{MARK}={value}".encode()
     result = []
-    for pid in _others():
+    for pid in _other_pids():
         try:
             if line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 result.append(pid)
-        except OSError:  # it is gone, or another account's
+        except OSError:  # the process has ended, or belongs to another account
             continue
     return result
 
 
-def _others() -> list[int]:
+def _other_pids() -> list[int]:
     return [
         int(entry.name)
         for entry in Path("/proc").iterdir()
@@ -310,14 +311,14 @@ def _others() -> list[int]:
     ]
 
 
-def _has_open(pid: int, needed: os.stat_result) -> bool:
+def _has_open(pid: int, file: os.stat_result) -> bool:
     try:
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                result = os.stat(entry.path)
-                if (result.st_dev, result.st_ino) == (needed.st_dev, needed.st_ino):
+                target = os.stat(entry.path)
+                if (target.st_dev, target.st_ino) == (file.st_dev, file.st_ino):
                     return True
-    except OSError:  # it is gone, or another account's
+    except OSError:  # the process has ended, or belongs to another account
         return False
     return False
 

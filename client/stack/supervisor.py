@@ -1,5 +1,5 @@
-"""The whole stack on one machine: Redis, relay, worker, API, callbacks and Flower as children of
-one process.
+"""Runs the whole stack on one machine: Redis, relay, worker, API, callbacks and Flower as children
+of one process.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class Part(NamedTuple):
     longest_pause_s: float = BACKOFF_S[1]  # the longest pause before a restart, in seconds
 
 
-#: Started in this order, after Redis.
+#: The children that are started after Redis, in this order.
 MODULES = {
     "relay": Part("midstream.broker.relay", 15.0),
     # finishes the jobs it holds; each start loads the model
@@ -73,17 +73,17 @@ MODULES = {
     "callbacks": Part("midstream.broker.callbacks", 15.0),
 }
 FLOWER = Part("midstream.broker.flower", 5.0, longest_pause_s=30.0)
-#: Secrets, and the children that get them. The worker gets none, because it may run code that came
-#: with its model.
+#: Secret → the children that get it. The worker gets none, because it may run code that comes with
+#: its model.
 SECRET_HOLDERS = {
     f"{PREFIX}ADMIN_KEY": {"api"},
     f"{PREFIX}OBSERVE_KEY": {"api", "flower"},
     f"{PREFIX}FLOWER_AUTH": {"flower"},
 }
-#: Each child's metrics port, counted from `metrics_port`; the API serves its own at /metrics.
+#: Child → offset of its metrics port from `metrics_port`; the API serves its metrics at /metrics.
 METRICS_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2}
-#: Processes that create work stop first, then the worker, then the relay, which carries its
-#: results; Redis stops last.
+#: Processes that create work stop first, then the worker, then the relay, which receives the
+#: worker's receipts; Redis stops last.
 STOP_ORDER = ("api", "callbacks", "flower", "worker", "relay")
 #: The worker prints this once its engine is up. `/readyz` alone is not enough: an old heartbeat in
 #: Redis could make it report a ready worker too early.
@@ -91,10 +91,10 @@ WORKER_READY = "worker ready"
 #: Prefix of the lines that the worker prints before `WORKER_READY`, one for each of
 #: `ModelInfo.caveats`.
 WORKER_CAVEAT = "worker caveat: "
-#: Loading a large model and compiling it take minutes.
+#: Long, because loading and compiling a large model takes minutes.
 READY_TIMEOUT_S = 1800.0
 TICK_S = 0.2
-#: Interval of the checks whether the data directory can be written.
+#: Seconds between checks that the data directory is writable.
 DISK_LOOK_S = 2.0
 LOCK_FILE = "up.lock"
 
@@ -102,12 +102,13 @@ LOCK_FILE = "up.lock"
 class Supervisor:
     """The stack on this machine.
 
-    `start()` returns when it is ready, `watch()` keeps it so, `stop()` ends it.
+    `start()` returns when the stack is ready, `watch()` restarts processes that die, `stop()` ends
+    the stack.
 
-    `settings` may leave out the model (the demo model is fetched), ports (0: free ones) and Redis
-    (a private one is started). Raises SettingsError for a setting that cannot work,
-    MidstreamError("conflict") when the data directory is in use, and MidstreamError with a child's
-    last error line when the stack does not come up.
+    `settings` may omit the model (the demo model is fetched), ports (0: free ports) and Redis (a
+    private Redis is started). Raises SettingsError for an invalid setting,
+    MidstreamError("conflict") if the data directory is in use, and MidstreamError with a child's
+    last error line if the stack does not start.
     """
 
     def __init__(
@@ -119,15 +120,15 @@ class Supervisor:
         self.settings = settings
         self._children: dict[str, Child] = {}
         self._redis: RedisServer | None = None
-        self._redis_due = 0.0  # monotonic time of its next start; below, the pause after that
-        self._redis_pause = BACKOFF_S[0]
-        self._redis_trouble = ""  # why its last start failed
+        self._redis_due = 0.0  # monotonic time of Redis' next start
+        self._redis_pause = BACKOFF_S[0]  # seconds to wait if that start fails
+        self._redis_trouble = ""  # why Redis' last start failed
         self._disk = ""  # why the data directory cannot be written
-        self._disk_due = 0.0
+        self._disk_due = 0.0  # monotonic time of the next check
         self._unwritten = False  # the state file is not up to date
         self._own_redis = not settings.redis_url
         self._lock: IO[str] | None = None
-        self._umask: int | None = None  # as it was before the start
+        self._umask: int | None = None  # the umask before the start
         self._stopping = threading.Event()
         self._hurry = False
         self._started = now()
@@ -187,7 +188,7 @@ class Supervisor:
                 self.start()
                 self.watch()
             except KeyboardInterrupt:
-                pass  # a signal during the start: everything is stopped already
+                pass  # a signal during the start: everything has already been stopped
             except MidstreamError:
                 if not self._stopping.is_set():
                     # Ctrl-C also interrupts a download of the model, which then raises this error
@@ -243,7 +244,7 @@ class Supervisor:
             if asyncio.run(any_key(self.settings)):
                 return
         except MidstreamError:
-            # Redis is unreachable: a missing hint is no reason to fail the start
+            # Redis is unreachable: a missing hint must not fail the start
             return
         local = f"MIDSTREAM_DATA_DIR={shlex.quote(str(self.data))} " if self._own_redis else ""
         redis_url = "-" if self._own_redis else shlex.quote(redacted(self.settings.redis_url))
@@ -258,7 +259,7 @@ class Supervisor:
             self.tend()
 
     def tend(self) -> None:
-        """Check every child and the disk once; restart what died, and report it.
+        """Check every child and the disk once; restart dead processes, and report them.
 
         A full disk does not stop the supervisor.
         """
@@ -283,7 +284,7 @@ class Supervisor:
             elif child.due:
                 try:
                     child.start()
-                except OSError as error:  # no process or no memory is left
+                except OSError as error:  # such as no free pid or memory
                     self._say(
                         f"{child.name} could not be started; retrying in "
                         f"{child.died():.0f} s: {error}"
@@ -295,9 +296,7 @@ class Supervisor:
             self._write_state()
 
     def _look_at_disk(self) -> None:
-        """Report once when the data directory becomes unwritable, and once when it is writable
-        again.
-        """
+        """Report once that the data directory is unwritable, and once that it is writable again."""
         if time.monotonic() < self._disk_due:
             return
         self._disk_due = time.monotonic() + DISK_LOOK_S
@@ -309,8 +308,8 @@ class Supervisor:
         self._disk = trouble
 
     def _restart_redis(self) -> None:
-        """Try once to restart Redis; if that fails, `tend` tries again after a growing pause.
-        Meanwhile the other processes wait, and lose nothing.
+        """Try once to restart Redis; if that fails, `tend` retries after a growing pause. The other
+        processes wait for Redis meanwhile, and lose nothing.
         """
         assert self._redis is not None
         if not self._redis_trouble:
@@ -334,7 +333,7 @@ class Supervisor:
             self._redis_trouble, self._redis_pause = "", BACKOFF_S[0]
 
     def _while_starting(self) -> None:
-        """Called while something starts; raises KeyboardInterrupt if the start is aborted."""
+        """Is called while the stack starts; raises KeyboardInterrupt if the start is aborted."""
         self._waiting()
         if self._stopping.is_set():
             raise KeyboardInterrupt
@@ -376,7 +375,7 @@ class Supervisor:
             self._lock = None
 
     def survivors(self) -> list[int]:
-        """Pids of processes that this stack started, directly or not, and that still run."""
+        """Return the pids of running processes that this stack started, directly or indirectly."""
         return sorted(pid for session in self._sessions for pid in members(session))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -387,9 +386,9 @@ class Supervisor:
         self._stopping.set()
 
     def _take_folder(self) -> None:
-        """Close the data directory to others and lock it.
+        """Close the data directory to other accounts, and lock it.
 
-        Raises MidstreamError("unavailable") where it cannot be written.
+        Raises MidstreamError("unavailable") if it cannot be written.
         """
         from ...broker.ops.install import close_folder
 
@@ -404,7 +403,7 @@ class Supervisor:
 
     def _take_lock(self) -> None:
         """Lock the data directory for this supervisor, and stop processes left over from a killed
-        one.
+        supervisor.
         """
         lock = (self.data / LOCK_FILE).open("a")
         try:
@@ -428,8 +427,9 @@ class Supervisor:
         """Yield (name, pid, birth) of processes left over from a previous supervisor of this data
         directory, in the order in which to stop them.
 
-        First those in its state file, then those that it had no time to record: children carry
-        `MARK`, and Redis, which clears its environment, has the lock file of its folder open.
+        First those in its state file, then those that it had no time to record: children have
+        `MARK` in their environment, and Redis, which clears its environment, has the lock file of
+        its folder open.
         """
         state = read_state(self.data).get("processes", {})
         for name in (*STOP_ORDER, "redis"):
@@ -511,8 +511,8 @@ class Supervisor:
                 self._stopping.wait(TICK_S)
 
     def _write_state(self) -> None:
-        """Write the running processes to the state file: for a second `up`, the CLI, and a
-        successor that has to clean up.
+        """Write the running processes to the state file, for a second `up`, the CLI, and a later
+        `up` that must clean up.
         """
         pids = {name: child.pid for name, child in self._children.items() if child.pid}
         if self._redis is not None:
@@ -538,7 +538,7 @@ class Supervisor:
 
 
 def prepare(settings: Settings, data: Path, say: Say) -> Settings:
-    """Return the settings with absolute folders, free ports and a model filled in.
+    """Return the settings with absolute folders, free ports and a model.
 
     Raises SettingsError that names the setting.
     """
@@ -554,8 +554,8 @@ def prepare(settings: Settings, data: Path, say: Say) -> Settings:
         changes["model"] = _checkpoint("model", settings.model)
     if settings.draft_model:
         changes["draft_model"] = _checkpoint("draft_model", settings.draft_model)
-    changes["api_port"] = _decided_port("api_port", settings.api_host, settings.api_port, say)
-    changes["flower_port"] = _decided_port(
+    changes["api_port"] = _available_port("api_port", settings.api_host, settings.api_port, say)
+    changes["flower_port"] = _available_port(
         "flower_port", settings.flower_host, settings.flower_port, say
     )
     if not settings.relay_url:
@@ -564,7 +564,7 @@ def prepare(settings: Settings, data: Path, say: Say) -> Settings:
 
 
 def _checkpoint(name: str, value: str) -> str:
-    """The folder that a setting names, absolute; a hub name stays as it is.
+    """Return a setting's folder as an absolute path; return a hub name unchanged.
 
     Raises SettingsError.
     """
@@ -577,8 +577,8 @@ def _checkpoint(name: str, value: str) -> str:
 
 
 def child_environment(settings: Settings) -> dict[str, str]:
-    """Return this process's environment with exactly these settings: a child reads no settings
-    file.
+    """Return this process's environment with exactly these settings, so that a child reads no
+    settings file.
     """
     environment = {
         name: value
@@ -624,18 +624,19 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _decided_port(name: str, host: str, needed: int, say: Say) -> int:
-    if not needed:
+def _available_port(name: str, host: str, port: int, say: Say) -> int:
+    """Return `port` if it can be bound; otherwise, and for 0, a free port."""
+    if not port:
         return free_port(host)
     with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, needed))
+            probe.bind((host, port))
         except OSError as error:
-            port = free_port(host)
-            say(f"{name} {needed} is not available ({error.strerror}): using {port}")
-            return port
-    return needed
+            free = free_port(host)
+            say(f"{name} {port} is not available ({error.strerror}): using {free}")
+            return free
+    return port
 
 
 def _port_of(redis_url: str) -> int:

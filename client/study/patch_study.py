@@ -1,8 +1,8 @@
 """Patch studies of two prompts: sweep, zoom in, draw, save.
 
-study = PatchStudy("The Eiffel Tower is in the city of", "The Colosseum is in the city of", "
-Paris", " Rome") study.sweep(hooks=["resid_pre", "attn_out", "mlp_out"]) study.heatmap("eiffel.png")
-study.top(5)
+study = PatchStudy("The Eiffel Tower is in", "The Colosseum is in", " Paris", " Rome")
+study.sweep(hooks=["resid_pre", "attn_out", "mlp_out"])
+study.heatmap("eiffel.png")
 """
 
 from collections.abc import (
@@ -50,14 +50,14 @@ B = TypeVar("B", bound=Blocking)
 C = TypeVar("C", Client, AsyncClient)
 P = ParamSpec("P")
 S = TypeVar("S")
-#: A pair as users write it; a tuple: clean, corrupt, answer, foil.
+#: A pair as users write it; as a tuple: clean, corrupt, answer, foil.
 Pair = SweepPair | Mapping[str, Any] | Sequence[str | list[int] | None]
-#: What a saved study is, and the shape of it that is written.
+#: The format and version of a saved study.
 _FORMAT, _VERSION = "midstream patch study", 1
 
 
 class Region(Record):
-    """A part of a grid to look closer at; None: all. `columns`: labels or numbers."""
+    """A part of a grid, for `zoom`; None: all. `columns`: labels or numbers."""
 
     hooks: list[HookName] | None = None
     layers: LayerSelector | None = None
@@ -67,14 +67,14 @@ class Region(Record):
 class _Saved(Record):
     format: str
     version: int
-    midstream: str  # that wrote it
+    midstream: str  # the version that wrote the file
     job: str
     request: SweepRequest
     result: SweepResult
 
 
 class _Header(msgspec.Struct):
-    """Header of a study file; other members are ignored."""
+    """The header of a study file; other fields are ignored."""
 
     format: str = ""
     version: int = 0
@@ -82,7 +82,7 @@ class _Header(msgspec.Struct):
 
 
 class _study_call(call[P, Any]):
-    """A call that returns a study of the kind that it is called on."""
+    """A call that returns a study of the class on which it is called."""
 
     if TYPE_CHECKING:
 
@@ -96,9 +96,9 @@ class _study_call(call[P, Any]):
 
 
 class _Study(Generic[C]):
-    """Base of both kinds of study: the request and its result.
+    """Base of both classes of study; holds the request and its result.
 
-    Its calls are written once, see `client.sdk.calls`.
+    Each call is written once for both, see `client.sdk.calls`.
     """
 
     def __init__(
@@ -113,20 +113,20 @@ class _Study(Generic[C]):
     ):
         self._client: C | None = client
         self._pairs = [_pair({"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil})]
-        # the pairs of the study of which this one is a part
+        # of a study that `zoom` returned: the pairs of the original study
         self._unzoomed: list[SweepPair] | None = None
         self._model = model
         self._request: SweepRequest | None = None
         self._result: SweepResult | None = None
-        #: The last sweep's job. Its captures under the tags `base` and `source` are the rows of the
-        #: prompts as they are.
+        #: The id of the last sweep's job. Its captures under the tags `base` and `source` hold the
+        #: rows of the unpatched prompts.
         self.job = ""
 
     @classmethod
     def pairs(
         cls, pairs: Sequence[Pair], *, client: C | None = None, model: str | None = None
     ) -> Self:
-        """A study of several pairs together: their grids must have the same number of columns (see
+        """Build a study of several pairs; their grids must have the same number of columns (see
         `spans`).
         """
         study = cls("", client=client, model=model)
@@ -137,16 +137,16 @@ class _Study(Generic[C]):
     def of(
         cls, job: str, request: SweepRequest, result: SweepResult, client: C | None = None
     ) -> Self:
-        """A study of a sweep that was submitted by other means."""
+        """Build a study of a sweep that was submitted without a study."""
         return cls.pairs(request.pairs, client=client, model=request.model)._keep(
             job, request, result
         )
 
     @classmethod
     def load(cls, path: Path | str, client: C | None = None) -> Self:
-        """Return what `save` wrote.
+        """Load a study from a file of `save`.
 
-        Raises MidstreamError for another file, or one of another version; OSError.
+        Raises MidstreamError if the file is not a study or has another version; OSError.
         """
         return cls("", client=client)._read(path)
 
@@ -173,37 +173,37 @@ class _Study(Generic[C]):
 
     @property
     def request(self) -> SweepRequest:
-        """Return what was asked last. Raises MidstreamError before the first sweep."""
+        """The request of the last sweep. Raises MidstreamError before the first sweep."""
         if self._request is None:
             raise _no_sweep()
         return self._request
 
     @property
     def result(self) -> SweepResult:
-        """The result of the last sweep. Raises MidstreamError before the first."""
+        """The result of the last sweep. Raises MidstreamError before the first sweep."""
         if self._result is None:
             raise _no_sweep()
         return self._result
 
     def grid(self, pair: int | None = None) -> Grid:
-        """Return numpy arrays, of one pair or of the mean over all."""
+        """Return the grids of one pair, or of the mean over all pairs, as numpy arrays."""
         return grids.grid_of(self.result, pair)
 
     def top(self, count: int = 10, pair: int | None = None) -> list[Effect]:
-        """The cells that change the metric most, the strongest first."""
+        """Return the cells that change the metric most, strongest first."""
         return self.grid(pair).top(count)
 
     def heatmap(self, path: Path | str | None = None, *, pair: int | None = None) -> "Figure":
-        """Tokens by layers, one panel for each hook; of one pair, or of the mean over all.
+        """Draw tokens by layers, one panel for each hook: one pair, or the mean over all pairs.
 
-        Saved at `path`, by its ending.
+        `path`: save the figure there, in the format of the extension.
 
-        Raises MidstreamError when matplotlib is missing.
+        Raises MidstreamError if matplotlib is not installed.
         """
         return figures.heatmap(self.result, path, pair)
 
     def show(self, pair: int | None = None) -> None:
-        """The same on the terminal, with the strongest cells, notes, and what was skipped."""
+        """Print the heatmap on the terminal, with the strongest cells, notes and skipped cells."""
         from rich.console import Console
 
         from ..render.sweeps import report
@@ -211,20 +211,20 @@ class _Study(Generic[C]):
         Console(highlight=False).print(report(self.result, pair))
 
     def to_records(self) -> list[dict[str, Any]]:
-        """One dict for each cell of each pair: pair, hook, layer, column, label, positions, value,
-        effect, reason.
+        """Return one dict for each cell of each pair: pair, hook, layer, column, label, positions,
+        value, effect, reason.
         """
         return grids.records(self.result)
 
     def to_dataframe(self) -> "pandas.DataFrame":
-        """The records as a table.
+        """Return the records as a data frame.
 
-        Raises MidstreamError when pandas is missing; `to_records` needs nothing.
+        Raises MidstreamError if pandas is not installed; `to_records` does not need it.
         """
         return frames.pandas().DataFrame(self.to_records())
 
     def save(self, path: Path | str) -> None:
-        """Request and result as JSON, for `load`."""
+        """Write request and result as JSON, for `load`."""
         saved = _Saved(
             format=_FORMAT,
             version=_VERSION,
@@ -263,13 +263,13 @@ class _Study(Generic[C]):
         self.job, self._request, self._result = job, request, result
         return self
 
-    def _asked(
+    def _build_request(
         self,
         model: str,
         spans: Sequence[PairSpan | Mapping[str, Any]] | None,
         fields: dict[str, Any],
     ) -> SweepRequest:
-        """The pairs with what is asked of them now."""
+        """Build the request of a sweep over the study's pairs."""
         pairs = self._pairs
         if spans is not None or "positions" in fields:
             # these replace the pair's own columns, such as those set by `zoom`
@@ -280,7 +280,7 @@ class _Study(Generic[C]):
             ]
         return sweeps.sweep_request(None, {"model": model, "pairs": pairs, **fields})
 
-    def _closer(
+    def _zoomed(
         self,
         region: "Region | Effect | None",
         hooks: Any,
@@ -288,12 +288,12 @@ class _Study(Generic[C]):
         columns: Any,
         fields: dict[str, Any],
     ) -> tuple[list[SweepPair], dict[str, Any]]:
-        """The pairs and the fields of a sweep over each token of a region on its own, each with the
-        counterpart that it had here.
+        """Return the pairs and the fields of a sweep over each token of a region separately; each
+        token keeps its counterpart in the other prompt.
         """
         last, result = self.request, self.result
-        # the other prompt is patched then
-        turned = fields.get("direction", result.direction) != result.direction
+        # the other direction patches the other prompt
+        reversed_ = fields.get("direction", result.direction) != result.direction
         if isinstance(region, Effect):
             region = _around(region, result)
         if region is not None:
@@ -312,18 +312,18 @@ class _Study(Generic[C]):
             )
             places = _places(results, numbers)
             if not places:
-                raise invalid("columns", f"none of them could be patched in pair {number}")
-            own: dict[str, Any] = {
+                raise invalid("columns", f"no column could be patched in pair {number}")
+            changes: dict[str, Any] = {
                 "spans": None,
-                "positions": sorted({other if turned else place for place, other in places}),
+                "positions": sorted({other if reversed_ else place for place, other in places}),
             }
             if any(results.sources) and "alignment" not in fields:
                 clean_first = result.direction == "noise"
-                own["alignment"] = [
+                changes["alignment"] = [
                     (place, other) if clean_first else (other, place) for place, other in places
                 ]
-            pairs.append(msgspec.structs.replace(pair, **own))
-        axis = _closer_axis(result, columns)
+            pairs.append(msgspec.structs.replace(pair, **changes))
+        axis = _zoomed_axis(result, columns)
         request = (
             _fields(last)
             | axis
@@ -348,14 +348,14 @@ class _Study(Generic[C]):
         progress: bool | sweeps.Progress = True,
         **fields: Any,
     ) -> Self:
-        """Ask, wait, and keep the result; returns the study.
+        """Submit a sweep, wait, and keep its result; return the study.
 
         `fields`: hooks, layers, positions, axis, heads, neurons, path, metric, window, direction,
         ablation, alignment, alpha, mask, noise, as in `POST /v1/sweeps`. `spans`: columns of
         several tokens, for all pairs.
 
-        `progress`: True: a bar on a terminal or in a notebook; or a callable that gets every event
-        of the sweep.
+        `progress`: True for a bar on a terminal or in a notebook; or a callable that gets every
+        event of the sweep.
         """
         return await self._swept(progress, spans, **fields)
 
@@ -371,13 +371,13 @@ class _Study(Generic[C]):
         progress: bool | sweeps.Progress = True,
         **fields: Any,
     ) -> Self:
-        """A study of a part of this one's grid: each token of these columns and each of these
-        layers separately (window 1).
+        """Sweep a part of this study's grid, each token of the columns and each layer separately
+        (window 1); return a new study of it.
 
-        `region`: a `Region`, or a cell of `top()`: its hook, its tokens, and the layers around it.
-        `fields`: what else should be otherwise than in this study's sweep.
+        `region`: a `Region`, or a cell of `top()`, which stands for its hook, its tokens, and the
+        layers around it. `fields`: other changes to this study's sweep.
         """
-        pairs, request = self._closer(region, hooks, layers, columns, fields)
+        pairs, request = self._zoomed(region, hooks, layers, columns, fields)
         study = type(self).pairs(pairs, client=self._client, model=self.request.model)
         study._unzoomed = self.request.pairs
         return await study._swept(progress, **request)
@@ -389,7 +389,7 @@ class _Study(Generic[C]):
         **fields: Any,
     ) -> Self:
         async with self._connected() as client:
-            request = self._asked(
+            request = self._build_request(
                 self._model or wire.only_model(await client.models()), spans, fields
             )
             with _shown(progress) as show:
@@ -402,11 +402,10 @@ class _Study(Generic[C]):
 
 
 class PatchStudy(Blocking, _Study[Client]):
-    """Two prompts that differ in what they ask, the answer after `clean` and the foil after
-    `corrupt`; without `corrupt`: an ablation.
+    """A patch study of two prompts that differ in what they ask: `answer` follows `clean`, `foil`
+    follows `corrupt`. Without `corrupt`: an ablation.
 
-    `client`: by default a new one for the default address. `model`: by default the one that is
-    served.
+    `client`: by default a new `Client()`. `model`: by default the only served model.
     """
 
     @property
@@ -420,7 +419,7 @@ class PatchStudy(Blocking, _Study[Client]):
 
 
 class AsyncPatchStudy(_Study[AsyncClient]):
-    """The same, awaited: `await study.sweep()`, `await study.zoom(…)`."""
+    """`PatchStudy` with an `AsyncClient`: `await study.sweep()`, `await study.zoom(…)`."""
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[AllCalls]:
@@ -435,7 +434,7 @@ def _pairs(pairs: Sequence[Pair]) -> list[SweepPair]:
 
 
 def _pair(pair: Pair, field: str = "") -> SweepPair:
-    """Raises MidstreamError naming the field."""
+    """Convert a pair in any form. Raises MidstreamError naming the field."""
     if isinstance(pair, SweepPair):
         return pair
     if not isinstance(pair, Mapping):
@@ -450,8 +449,8 @@ def _fields(record: Record) -> dict[str, Any]:
 
 
 def _around(cell: Effect, result: SweepResult) -> Region:
-    """A cell's hook and tokens, and the layers that were patched together with its own or lie
-    between it and the next ones asked.
+    """Return the region around a cell: its hook and tokens, and the layers between it and the next
+    swept layers or within the window.
     """
     place, reach = result.layers.index(cell.layer), result.window.layers
     first = min(result.layers[max(place - 1, 0)], cell.layer - reach)
@@ -460,14 +459,14 @@ def _around(cell: Effect, result: SweepResult) -> Region:
     return Region(hooks=[cell.hook], layers=list(layers), columns=[cell.column])
 
 
-def _closer_axis(result: SweepResult, columns: Sequence[str | int] | None) -> dict[str, Any]:
-    """The axis of a closer look at these columns, and its fields: positions one by one, of heads
-    those that the columns are of.
+def _zoomed_axis(result: SweepResult, columns: Sequence[str | int] | None) -> dict[str, Any]:
+    """Return the axis of a zoom on these columns: single positions; on an axis of heads, with the
+    columns' heads.
     """
     if result.axis == "neuron":
         raise invalid(
             "axis",
-            "a sweep over neurons has no closer look",
+            "a sweep over neurons cannot be zoomed",
             allowed="sweep(axis='neuron', neurons={'sets': …})",
         )
     if result.axis not in HEAD_AXES:
@@ -482,12 +481,12 @@ def _closer_axis(result: SweepResult, columns: Sequence[str | int] | None) -> di
 
 
 def _places(pair_result: PairResult, columns: Iterable[int]) -> list[tuple[int, int]]:
-    """Position in the patched prompt → whose row is written there, ascending.
+    """Return (position in the patched prompt, position of the source row) pairs, ascending.
 
-    Raises MidstreamError where that is not one.
+    Raises MidstreamError if a position gets rows of two source positions.
     """
     places: dict[int, int] = {}
-    # of an ablation there is no other prompt
+    # an ablation has no source prompt
     sources = pair_result.sources if any(pair_result.sources) else pair_result.positions
     for column in columns if pair_result.positions else ():
         for place, other in zip(pair_result.positions[column], sources[column], strict=True):
@@ -495,22 +494,22 @@ def _places(pair_result: PairResult, columns: Iterable[int]) -> list[tuple[int, 
                 raise invalid(
                     "columns",
                     f"position {place} gets rows of both positions {places[place]} and {other}",
-                    allowed="one of them",
+                    allowed="columns with one source position for each position",
                 )
     return sorted(places.items())
 
 
-def _column(labels: list[str], needed: str | int) -> int:
-    """The number of a column by its label or number."""
-    if isinstance(needed, int):
-        if -len(labels) <= needed < len(labels):
-            return needed % len(labels)
-        raise invalid("columns", f"no column {needed}", allowed=f"0 to {len(labels) - 1}")
+def _column(labels: list[str], column: str | int) -> int:
+    """Return the number of a column, given by its label or number."""
+    if isinstance(column, int):
+        if -len(labels) <= column < len(labels):
+            return column % len(labels)
+        raise invalid("columns", f"no column {column}", allowed=f"0 to {len(labels) - 1}")
     numbers = [
-        number for number, label in enumerate(labels) if needed in (label, grids.written(label))
+        number for number, label in enumerate(labels) if column in (label, grids.written(label))
     ]
     if len(numbers) != 1:
-        detail = f"{len(numbers)} columns are called {needed!r}" + (
+        detail = f"{len(numbers)} columns are called {column!r}" + (
             ": give the column's number" if numbers else ""
         )
         raise invalid("columns", detail, allowed=", ".join(map(repr, labels)))
@@ -519,7 +518,7 @@ def _column(labels: list[str], needed: str | int) -> int:
 
 @contextmanager
 def _shown(progress: bool | sweeps.Progress) -> Iterator[sweeps.Progress | None]:
-    """The callable that gets the sweep's events: none, a bar, or the user's own."""
+    """Yield the callable that gets the sweep's events: None, a bar, or the user's callable."""
     if progress is not True:
         yield progress or None
         return

@@ -1,7 +1,7 @@
-"""Steering vectors in files of other tools: read as entries, and written from entries.
+"""Reads files of steering vectors from other tools as steering entries, and writes entries to them.
 
-A format is recognised by a file's content. `docs/vectors.md` says what each holds and at which
-layers its vectors are applied.
+A file's format is recognised by its content. `docs/vectors.md` lists the formats, and the layers at
+which their vectors are applied.
 """
 
 from .files import FORMATS, content, read, to_bytes, write

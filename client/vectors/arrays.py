@@ -1,4 +1,4 @@
-"""Arrays as files hold them, and the members of zip archives: bounded before anything is read."""
+"""Arrays read from files, and members of zip archives, whose sizes are checked before reading."""
 
 import io
 import math
@@ -12,8 +12,8 @@ from ...schemas.base.dtypes import DTYPES, ITEM_BYTES, DType, widened
 from ...schemas.base.limits import MAX_FILE_TENSORS, MAX_TENSOR_BYTES, MAX_VECTOR_FILE
 from ...schemas.base.tensors import Tensor
 
-#: Members of an archive that are no tensors.
-_BESIDE = 64
+#: The most members of an archive that are not tensors.
+_MAX_OTHER_MEMBERS = 64
 
 
 class Array(NamedTuple):
@@ -24,7 +24,7 @@ class Array(NamedTuple):
     data: bytes
 
     def rows(self) -> "list[Array]":
-        """Along the first dimension."""
+        """Return the arrays along the first dimension."""
         size = ITEM_BYTES[self.dtype] * math.prod(self.shape[1:])
         return [
             Array(self.dtype, self.shape[1:], self.data[at : at + size])
@@ -32,13 +32,13 @@ class Array(NamedTuple):
         ]
 
     def numpy(self) -> np.ndarray:
-        """bfloat16 as float32, exactly."""
+        """Return a numpy array; bfloat16 becomes float32, exactly."""
         return widened(np.frombuffer(self.data, DTYPES[self.dtype].raw), self.dtype).reshape(
             self.shape
         )
 
     def tensor(self) -> Tensor:
-        """Raises ValueError for what a request cannot hold."""
+        """Convert to a `Tensor`. Raises ValueError for a size or shape that requests reject."""
         if len(self.data) > MAX_TENSOR_BYTES or not 1 <= len(self.shape) <= 2:
             raise ValueError(
                 f"it has a tensor of shape {list(self.shape)}; valid: one or two dimensions, at "
@@ -48,7 +48,9 @@ class Array(NamedTuple):
 
 
 def array_of(values: np.ndarray) -> Array:
-    """float16 and float32 as they are; other numbers are rounded to float32."""
+    """Convert a numpy array: float16 and float32 unchanged, other numbers rounded to float32.
+    Raises ValueError if it is not numeric.
+    """
     if values.dtype.kind not in "fiu":
         raise ValueError(f"it holds {values.dtype}; valid: numbers")
     dtype: DType = "float16" if values.dtype == np.float16 else "float32"
@@ -56,18 +58,19 @@ def array_of(values: np.ndarray) -> Array:
 
 
 class Archive(NamedTuple):
-    """A zip archive whose members have fitting sizes."""
+    """A zip archive whose number and sizes of members are within the limits."""
 
     zip: zipfile.ZipFile
     sizes: dict[str, int]  # member → bytes, unpacked
 
 
 def opened(raw: bytes, stored: bool) -> Archive:
-    """`stored`: its members must not be compressed.
+    """Open an archive. `stored`: its members must not be compressed.
 
-    Raises ValueError, also for one that holds more than MAX_VECTOR_FILE unpacked.
+    Raises ValueError if the archive is damaged or exceeds a limit, such as MAX_VECTOR_FILE bytes
+    unpacked.
     """
-    if raw.count(b"PK\x01\x02") > MAX_FILE_TENSORS + _BESIDE:
+    if raw.count(b"PK\x01\x02") > MAX_FILE_TENSORS + _MAX_OTHER_MEMBERS:
         raise ValueError(f"its archive has more than {MAX_FILE_TENSORS} members")
     try:
         archive = zipfile.ZipFile(io.BytesIO(raw))
@@ -77,7 +80,7 @@ def opened(raw: bytes, stored: bool) -> Archive:
     if len(sizes) != len(archive.infolist()):
         raise ValueError("its archive has a member twice")
     if stored and any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-        raise ValueError("its archive is compressed: torch.save does not do that")
+        raise ValueError("its archive is compressed; torch.save does not compress")
     most = len(raw) if stored else MAX_VECTOR_FILE
     if sum(sizes.values()) > most:
         raise ValueError(
@@ -87,9 +90,9 @@ def opened(raw: bytes, stored: bool) -> Archive:
 
 
 def member(archive: Archive, name: str) -> bytes:
-    """Its bytes.
+    """Return a member's bytes.
 
-    Raises ValueError for one that is missing or has another size than the archive says.
+    Raises ValueError if it is missing, damaged, or shorter than the archive declares.
     """
     if name not in archive.sizes:
         raise ValueError(f"its archive has no {name!r:.80}")
@@ -108,6 +111,6 @@ def member(archive: Archive, name: str) -> bytes:
         raise ValueError(f"its archive is damaged at {name!r:.80}: {error}") from error
     if len(raw) != archive.sizes[name]:
         raise ValueError(
-            f"its archive is damaged at {name!r:.80}: it is shorter than the archive says"
+            f"its archive is damaged at {name!r:.80}: it is shorter than the archive declares"
         )
     return raw

@@ -22,7 +22,7 @@ from ..values import checked
 from . import gguf, numpy_file, torch_file
 from .arrays import Array
 
-#: Name of a format on export → the suffixes that imply it.
+#: Export format → the file suffixes that imply it.
 FORMATS: dict[str, tuple[str, ...]] = {
     "safetensors": (".safetensors",),
     "gguf": (".gguf",),
@@ -31,29 +31,29 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "vllm-lens": (".json",),
 }
 _ZIP = b"PK\x03\x04"
-#: A key that is a layer.
+#: A key that names a layer.
 _LAYER = re.compile(r"(?:direction\.|layer[._]?)?(?P<layer>[0-9]{1,6})")
-#: Keys of pyreft's LoReFT, as EasySteer reads them too.
+#: Keys of pyreft's LoReFT files, which EasySteer also reads.
 _LOREFT = ("rotate_layer", "weight", "bias")
 
 
 def read(
     path: str | Path, layers: LayerSelector | None = None, **options: Any
 ) -> list[SteeringSpec]:
-    """The entries in a file.
+    """Read the entries in a file.
 
-    `layers`: of a file that names layers, those that are taken, counted from 0 (null: all); else
-    where its vector is applied, which is required: `[hidden_size]` at each of them, or `[layers,
-    hidden_size]` one row at each. `options`: fields of every entry, such as `scale` or `op`,
-    instead of the file's own.
+    `layers`: counted from 0. If the file names layers, selects among them (None: all). Otherwise
+    required: a vector `[hidden_size]` is applied at each of these layers, `[layers, hidden_size]`
+    with one row for each. `options`: fields of every entry, such as `scale` or `op`, which replace
+    the file's own.
 
-    Raises ValueError naming what is wrong, OSError.
+    Raises ValueError with the reason, OSError.
     """
     return from_bytes(content(path), layers, **options)
 
 
 def content(path: str | Path) -> bytes:
-    """A file's bytes. Raises ValueError for more than a file of vectors may have, OSError."""
+    """Return a file's bytes. Raises ValueError if it exceeds MAX_VECTOR_FILE, OSError."""
     with Path(path).open("rb") as file:
         raw = file.read(MAX_VECTOR_FILE + 1)
     if len(raw) > MAX_VECTOR_FILE:
@@ -86,30 +86,30 @@ def from_bytes(
 def write(
     path: str | Path, specs: Sequence[SteeringSpec], format: str | None = None, model: str = ""
 ) -> str:
-    """Write entries to a file; returns the format, which is by default that of the suffix.
+    """Write entries to a file, and return the format, by default the one of the file's suffix.
 
     Raises ValueError, OSError.
     """
     suffix = Path(path).suffix
-    needed = format or next(
+    format = format or next(
         (name for name, suffixes in FORMATS.items() if suffix in suffixes), None
     )
-    if needed is None:
+    if format is None:
         raise ValueError(
-            f"the suffix {suffix!r} is of no format; valid: {', '.join(FORMATS)}, given as "
-            "the format"
+            f"the suffix {suffix!r} implies no format; give the format: {', '.join(FORMATS)}"
         )
-    raw = to_bytes(specs, needed, model)
+    raw = to_bytes(specs, format, model)
     Path(path).write_bytes(raw)
-    return needed
+    return format
 
 
 def to_bytes(specs: Sequence[SteeringSpec], format: str, model: str = "") -> bytes:
-    """Entries as a file's content. `model`: the hint that a GGUF file carries.
+    """Return entries as a file's content. `model`: the model hint for a GGUF file.
 
-    `safetensors` holds anything. The others hold `add` at all positions: `gguf` and `vllm-lens` at
-    `post_block`; `gguf`, `npz` and `pt` with the scale multiplied into the vector (in float32),
-    `vllm-lens` with `norm_match` too. Raises ValueError naming what the format cannot hold.
+    `safetensors` holds any entry. The other formats hold `add` at all positions: `gguf` and
+    `vllm-lens` only at `post_block`; `gguf`, `npz` and `pt` with the scale multiplied into the
+    vector (in float32); `vllm-lens` also with `norm_match`. Raises ValueError naming what the
+    format cannot hold.
     """
     if format == "safetensors":
         return module_files.to_bytes(specs)
@@ -134,7 +134,6 @@ def to_bytes(specs: Sequence[SteeringSpec], format: str, model: str = "") -> byt
 
 
 # --- Reading
-# --------------------------------------------------------------------------------------------------
 
 
 class _Format(NamedTuple):
@@ -144,7 +143,7 @@ class _Format(NamedTuple):
 
 
 def _parsed(raw: bytes) -> list[SteeringSpec]:
-    """The entries as the file has them; without `layers` where it names none."""
+    """Return the file's entries; an entry's `layers` is None if the file names none."""
     if raw.startswith(torch_file.OLD_MAGIC):
         raise ValueError(
             "it is a pickle, or a file of torch before 1.6: save tensors with a newer "
@@ -153,9 +152,7 @@ def _parsed(raw: bytes) -> list[SteeringSpec]:
     for form in _READERS:
         if form.fits(raw):
             return form.read(raw)
-    raise ValueError(
-        f"it is in no format that is read here; valid: {', '.join(form.what for form in _READERS)}"
-    )
+    raise ValueError(f"its format is unknown; valid: {', '.join(form.what for form in _READERS)}")
 
 
 def _of_zip(raw: bytes) -> list[SteeringSpec]:
@@ -184,7 +181,7 @@ def _of_value(value: Any) -> list[SteeringSpec]:
     arrays: dict[str, Array] = {}
     for key, item in value.items():
         if not isinstance(item, Array):
-            raise ValueError(f"its {key!r:.80} is no tensor; valid: tensors by layer or site")
+            raise ValueError(f"its {key!r:.80} is not a tensor; valid: tensors by layer or site")
         if str(key) in arrays:
             raise ValueError(f"it names {key} twice: as a text and as a number")
         arrays[str(key)] = item
@@ -194,7 +191,7 @@ def _of_value(value: Any) -> list[SteeringSpec]:
 
 
 def _of_names(arrays: Mapping[str, Array]) -> list[SteeringSpec]:
-    """Return the vectors of arrays named by an entry's fields, by layer or by site."""
+    """Convert arrays whose names are an entry's fields, layers, or sites."""
     if arrays.keys() <= module_files.SHAPES.keys():
         return [_bare(arrays)]
     layers = {name: match for name in arrays if (match := _LAYER.fullmatch(name))}
@@ -207,7 +204,7 @@ def _of_names(arrays: Mapping[str, Array]) -> list[SteeringSpec]:
 
 
 def _bare(arrays: Mapping[str, Array]) -> SteeringSpec:
-    """An entry without layers."""
+    """Return an entry without layers."""
     fields: dict[str, Any] = {
         name: (_flat(array) if name == "vector" else array).tensor()
         for name, array in arrays.items()
@@ -216,7 +213,7 @@ def _bare(arrays: Mapping[str, Array]) -> SteeringSpec:
 
 
 def _flat(array: Array) -> Array:
-    """Without leading dimensions of one."""
+    """Remove leading dimensions of size 1."""
     shape = array.shape
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
@@ -224,7 +221,7 @@ def _flat(array: Array) -> Array:
 
 
 def _loreft(arrays: Mapping[str, Array]) -> SteeringSpec:
-    """pyreft keeps R as `[hidden_size, rank]`, W and b as a linear layer."""
+    """Convert a LoReFT: pyreft stores R as `[hidden_size, rank]`, and W and b as a linear layer."""
     if arrays.keys() != set(_LOREFT):
         raise ValueError(f"its LoReFT has {', '.join(sorted(arrays))}; valid: {', '.join(_LOREFT)}")
     rotation = arrays["rotate_layer"]
@@ -233,10 +230,10 @@ def _loreft(arrays: Mapping[str, Array]) -> SteeringSpec:
             f"its rotate_layer has shape {list(rotation.shape)}; valid: [hidden_size, rank]"
         )
     size = len(rotation.data) // math.prod(rotation.shape)
-    turned = np.frombuffer(rotation.data, f"<u{size}").reshape(rotation.shape).T
+    transposed = np.frombuffer(rotation.data, f"<u{size}").reshape(rotation.shape).T
     return _bare(
         {
-            "rotation": Array(rotation.dtype, turned.shape, turned.tobytes()),
+            "rotation": Array(rotation.dtype, transposed.shape, transposed.tobytes()),
             "weight": arrays["weight"],
             "bias": arrays["bias"],
         }
@@ -248,7 +245,7 @@ def _of_json(raw: bytes) -> list[SteeringSpec]:
         check_json(raw)
         result = msgspec.json.decode(raw)
     except (msgspec.DecodeError, TooManyValues, UnicodeDecodeError) as error:
-        raise ValueError(f"it is not JSON that is read here: {error}") from error
+        raise ValueError(f"it is not valid JSON of a SteeringVector: {error}") from error
     return _of_lens(result if isinstance(result, list) else [result])
 
 
@@ -263,7 +260,7 @@ def _of_lens(vectors: list[Any]) -> list[SteeringSpec]:
         raise ValueError(f"it is not a SteeringVector of vllm-lens: {error}") from error
 
 
-#: In the order in which they are tried.
+#: The formats, in the order in which they are tried.
 _READERS: tuple[_Format, ...] = (
     _Format("a GGUF control vector", lambda raw: raw.startswith(gguf.MAGIC), gguf.read),
     _Format(".npz or torch.save's .pt", lambda raw: raw.startswith(_ZIP), _of_zip),
@@ -280,10 +277,10 @@ _READERS: tuple[_Format, ...] = (
 
 
 def _placed(specs: list[SteeringSpec], layers: LayerSelector | None) -> list[SteeringSpec]:
-    """With `layers` chosen among those of the file, or given to its one entry that names none."""
+    """Select the entries of `layers`; if the file names no layers, apply its only entry at them."""
     try:
         if specs and specs[0].layers is None:
-            return _given(specs[0], layers)
+            return _at_layers(specs[0], layers)
         if layers is None or layers == "all":
             return specs
         present = {layer for spec in specs if isinstance(layer := spec.layers, int)}
@@ -309,11 +306,11 @@ def _placed(specs: list[SteeringSpec], layers: LayerSelector | None) -> list[Ste
 def _numbers(layers: LayerSelector) -> list[int]:
     result = resolve_layers(layers, 2 * MAX_LAYER)
     if result[-1] >= MAX_LAYER:
-        raise ValueError("layers: a file's are counted from 0")
+        raise ValueError("layers: must be counted from 0 for a file")
     return result
 
 
-def _given(spec: SteeringSpec, layers: LayerSelector | None) -> list[SteeringSpec]:
+def _at_layers(spec: SteeringSpec, layers: LayerSelector | None) -> list[SteeringSpec]:
     if layers is None:
         raise ValueError("it names no layer: write FILE:LAYERS, such as joy.pt:15")
     vector = spec.vector
@@ -332,11 +329,10 @@ def _given(spec: SteeringSpec, layers: LayerSelector | None) -> list[SteeringSpe
 
 
 # --- Writing
-# --------------------------------------------------------------------------------------------------
 
 
 def _check_plain(index: int, spec: SteeringSpec, format: str) -> None:
-    """Raises ValueError for an entry that only our own format holds."""
+    """Raise ValueError for an entry that only `safetensors` can hold."""
     lens = format == "vllm-lens"
     known = {
         "layers",
@@ -377,7 +373,7 @@ def _layers(spec: SteeringSpec) -> list[int] | None:
 
 
 def _scaled_sites(specs: Sequence[SteeringSpec]) -> dict[tuple[str, int], np.ndarray]:
-    """Hook and layer → float32 vector times its scale."""
+    """Return hook and layer → float32 vector, multiplied by its scale."""
     sites: dict[tuple[str, int], np.ndarray] = {}
     for spec in specs:
         assert spec.vector is not None

@@ -1,9 +1,9 @@
-"""Control vectors in GGUF files, as llama.cpp, repeng and EasySteer write them: tensors
+"""Reads and writes control vectors in GGUF files of llama.cpp, repeng and EasySteer: tensors
 `direction.{layer}`, `[hidden_size]`.
 
-llama.cpp adds `direction.N` to the output of layer N, counted from 0 (`l_out-N`), and has none for
-layer 0: it is `post_block` of layer N. repeng and EasySteer name their layers alike, and may write
-one for layer 0.
+llama.cpp adds `direction.N` to the output of layer N, counted from 0 (`l_out-N`), which is
+`post_block` of layer N. It has no direction for layer 0; repeng and EasySteer number layers in the
+same way, and may write one.
 """
 
 import re
@@ -22,9 +22,9 @@ MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ARCHITECTURE = "controlvector"
 _ALIGNMENT = 32
-#: ggml's number of a tensor's type → ours.
+#: ggml's tensor type → dtype.
 _DTYPES: dict[int, DType] = {0: "float32", 1: "float16", 30: "bfloat16"}
-#: GGUF's numbers of values → their struct codes; of texts and arrays the numbers themselves.
+#: GGUF's value type → struct code. Strings and arrays have the types `_TEXT` and `_ARRAY`.
 _SCALARS = {
     0: "B",
     1: "b",
@@ -44,7 +44,7 @@ _DIRECTION = re.compile(r"direction\.([0-9]{1,6})")
 
 
 class _Reader:
-    """A cursor; nothing is read or allocated beyond the bytes that are there."""
+    """A cursor over the file's bytes; never reads or allocates beyond their end."""
 
     def __init__(self, raw: bytes) -> None:
         self.raw, self.at = raw, 0
@@ -62,7 +62,7 @@ class _Reader:
         return self.take(self.number("Q")).decode(errors="replace")
 
     def value(self, kind: int) -> Any:
-        """Return the value; null for an array, since none is needed."""
+        """Read a value; return None for an array, since no array is needed."""
         if kind == _TEXT:
             return self.text()
         if kind in _SCALARS:
@@ -73,7 +73,7 @@ class _Reader:
         if inner in _SCALARS:
             self.take(struct.calcsize(f"<{_SCALARS[inner]}") * count)
         elif inner == _TEXT:
-            while count:  # each takes eight bytes at least
+            while count:  # bounded by the file: each text takes at least eight bytes
                 self.text()
                 count -= 1
         else:
@@ -82,9 +82,9 @@ class _Reader:
 
 
 def read(raw: bytes) -> list[SteeringSpec]:
-    """One entry per direction, ascending by layer, hook left open.
+    """Return one entry per direction, ascending by layer, without a hook.
 
-    Raises ValueError naming what is wrong.
+    Raises ValueError with the reason.
     """
     reader = _Reader(raw)
     reader.take(len(MAGIC))
@@ -126,7 +126,7 @@ def read(raw: bytes) -> list[SteeringSpec]:
 
 
 def _place(reader: _Reader) -> tuple[str, DType, int, int]:
-    """Name, dtype, elements and offset of the next tensor."""
+    """Read the name, dtype, number of elements and offset of the next tensor."""
     name, dimensions = reader.text(), reader.number("I")
     if dimensions != 1:
         raise ValueError(
@@ -143,15 +143,15 @@ def _place(reader: _Reader) -> tuple[str, DType, int, int]:
 
 
 def write(directions: Mapping[int, np.ndarray], model: str) -> bytes:
-    """A control vector that llama.cpp, repeng and EasySteer read.
+    """Return a control vector that llama.cpp, repeng and EasySteer can read.
 
     `directions`: layer → float32 `[hidden_size]`.
 
-    Raises ValueError for layer 0, which llama.cpp does not take.
+    Raises ValueError for layer 0, which llama.cpp rejects.
     """
     if 0 in directions:
         raise ValueError(
-            "layer 0 cannot be in a GGUF control vector: llama.cpp refuses direction.0; "
+            "layer 0 cannot be in a GGUF control vector: llama.cpp rejects direction.0; "
             "valid formats: safetensors, npz, pt"
         )
     names = [f"direction.{layer}" for layer in directions]

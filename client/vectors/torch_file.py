@@ -1,10 +1,10 @@
-"""Tensors in files of `torch.save`, read and written without torch, and without running anything
-that a file names.
+"""Reads and writes tensors in files of `torch.save`, without torch, and without running code that a
+file names.
 
 Such a file is a zip archive: `{name}/data.pkl`, a pickle that describes tensors, and one member
-`{name}/data/{key}` for the bytes of each storage. The pickle is interpreted here: containers,
-numbers, texts and torch's constructors of tensors, nothing else; as `torch.load(…,
-weights_only=True)` allows.
+`{name}/data/{key}` for the bytes of each storage. The pickle is interpreted here, and may contain
+only containers, numbers, texts and torch's tensor constructors, as with `torch.load(…,
+weights_only=True)`.
 """
 
 import io
@@ -22,9 +22,9 @@ from ...schemas.base.dtypes import ITEM_BYTES, DType
 from ...schemas.base.limits import MAX_FILE_HEADER, MAX_VECTOR_FILE
 from .arrays import Archive, Array, member, opened
 
-#: The pickle's own name in the archive.
+#: The pickle's name in the archive.
 PICKLE = "data.pkl"
-#: Files of torch before 1.6, and pickles of anything else.
+#: First byte of files of torch before 1.6, and of other pickles.
 OLD_MAGIC = b"\x80"
 _STORAGES: dict[str, DType | None] = {
     "FloatStorage": "float32",
@@ -40,7 +40,7 @@ _MARK = object()
 
 @dataclass(frozen=True)
 class _Global:
-    """A name that the pickle refers to; it is looked up nowhere."""
+    """A global name in the pickle; it is only compared, never imported."""
 
     module: str
     name: str
@@ -52,7 +52,7 @@ class _Global:
 
 @dataclass(frozen=True)
 class _Storage:
-    dtype: DType | None  # null: float64
+    dtype: DType | None  # None: float64
     key: str
     elements: int
 
@@ -68,10 +68,10 @@ class _View:
 
 
 def read(raw: bytes) -> Any:
-    """Return what was saved: an `Array`, or a dictionary or list with `Array`s, numbers and texts
-    in it; float64 is rounded to float32.
+    """Return the saved value: an `Array`, or a dictionary or list of `Array`s, numbers and texts;
+    float64 is rounded to float32.
 
-    Raises ValueError naming what is wrong.
+    Raises ValueError with the reason.
     """
     archive = opened(raw, stored=True)
     pickles = [name for name in archive.sizes if name.rpartition("/")[2] == PICKLE]
@@ -88,11 +88,10 @@ def read(raw: bytes) -> Any:
 
 
 # --- The pickle
-# --------------------------------------------------------------------------------------------------
 
 
 def _interpret(pickle: bytes) -> Any:
-    """The one value of a pickle, with `_View`s in place of tensors."""
+    """Return the value of a pickle, with `_View`s in place of tensors."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     try:
@@ -107,7 +106,9 @@ def _interpret(pickle: bytes) -> Any:
 
 
 def _apply(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
-    """One instruction. Raises ValueError for what a file of tensors does not need."""
+    """Run one instruction. Raises ValueError for an instruction that a file of tensors does not
+    need.
+    """
     match name:
         case "PROTO" | "FRAME":
             pass
@@ -142,7 +143,7 @@ def _apply(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> 
             if not all(isinstance(key, str | int) for key in pairs[::2]):
                 raise ValueError("its dictionaries have keys other than texts and numbers")
             _of(stack[-1], dict).update(zip(pairs[::2], pairs[1::2], strict=True))
-        case "BUILD":  # attributes of a state dict: nothing of them is needed
+        case "BUILD":  # attributes of a state dict: not needed
             stack.pop()
         case "GLOBAL":
             stack.append(_Global(*argument.split(" ", 1)))
@@ -162,7 +163,7 @@ def _apply(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> 
 
 
 def _marked(stack: list[Any]) -> list[Any]:
-    """Return what lies above the last mark, taken off with it."""
+    """Remove the last mark and the items above it from the stack; return the items."""
     at = len(stack) - 1
     while stack[at] is not _MARK:
         at -= 1
@@ -191,7 +192,7 @@ def _storage(reference: Any) -> _Storage:
             return _Storage(_STORAGES[name], key, elements)
         case ("storage", _Global(name=name), *_):
             raise ValueError(f"it has tensors of {name!r:.80}; valid: {', '.join(_STORAGES)}")
-    raise ValueError("its pickle is damaged: it names a storage in another way than torch.save")
+    raise ValueError("its pickle is damaged: a storage is not named as torch.save names it")
 
 
 def _reduced(called: Any, arguments: Any) -> Any:
@@ -215,7 +216,7 @@ def _reduced(called: Any, arguments: Any) -> Any:
             f"it holds a {called.module}.{called.name}".replace("\n", " ")[:200]
             + ": save tensors, or dictionaries of tensors"
         )
-    raise ValueError("its pickle is damaged: it calls what is no name")
+    raise ValueError("its pickle is damaged: it calls something that is not a name")
 
 
 def _are_counts(numbers: tuple[Any, ...]) -> bool:
@@ -223,11 +224,10 @@ def _are_counts(numbers: tuple[Any, ...]) -> bool:
 
 
 # --- The bytes
-# --------------------------------------------------------------------------------------------------
 
 
 class _Storages:
-    """The bytes of tensors; all arrays made of them together have a bound."""
+    """Reads tensors' bytes; the total size of the arrays is bounded."""
 
     def __init__(self, archive: Archive, folder: str) -> None:
         self._archive, self._folder = archive, folder
@@ -235,7 +235,7 @@ class _Storages:
         self._left = MAX_VECTOR_FILE
 
     def resolved(self, value: Any) -> Any:
-        """`value`, or what it holds directly, with arrays in place of views."""
+        """Replace views by arrays: `value` itself, or its items."""
         if isinstance(value, dict):
             return {key: self._one(item) for key, item in value.items()}
         return (
@@ -248,9 +248,9 @@ class _Storages:
         return self._array(value) if isinstance(value, _View) else value
 
     def _array(self, view: _View) -> Array:
-        """Contiguous.
+        """Return the view as a contiguous array.
 
-        Raises ValueError for one whose elements are not all there, or that repeats what is stored.
+        Raises ValueError if elements are missing, or if the view repeats stored elements.
         """
         key, dtype = view.storage.key, view.storage.dtype
         if key not in self._read:
@@ -259,14 +259,14 @@ class _Storages:
         needed = math.prod(view.shape) * size
         if len(view.strides) != len(view.shape) or not 0 < needed <= len(raw):
             raise ValueError(
-                f"it has a tensor of shape {list(view.shape)!r:.80} with {len(raw)} bytes: a "
-                "contiguous one is needed"
+                f"it has a tensor of shape {list(view.shape)!r:.80} with {len(raw)} bytes; valid: "
+                "a contiguous tensor"
             )
         last = view.offset + sum(
             (length - 1) * stride for length, stride in zip(view.shape, view.strides, strict=True)
         )
         if (last + 1) * size > len(raw):
-            raise ValueError("it has a tensor whose bytes are not all there")
+            raise ValueError("it has a tensor with missing bytes")
         self._left -= needed
         if self._left < 0:
             raise ValueError(f"its tensors have more than {MAX_VECTOR_FILE} bytes")
@@ -282,11 +282,12 @@ class _Storages:
 
 
 # --- Writing
-# --------------------------------------------------------------------------------------------------
 
 
 def write(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """A dictionary from name to float32 tensor, as `torch.load(…, weights_only=True)` reads it."""
+    """Return a file with a dictionary of name → float32 tensor, which `torch.load(…,
+    weights_only=True)` can read.
+    """
     out, members = io.BytesIO(), dict[str, bytes]()
     pickle = b"\x80\x02}("  # protocol 2, an empty dictionary, a mark
     for key, (name, values) in enumerate(arrays.items()):
@@ -309,7 +310,7 @@ def write(arrays: Mapping[str, np.ndarray]) -> bytes:
     members |= {PICKLE: pickle + b"u.", "byteorder": b"little", "version": b"3\n"}
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for name, content in members.items():
-            # without the time: the same vectors are the same bytes
+            # no timestamp, so that equal vectors give equal bytes
             archive.writestr(zipfile.ZipInfo(f"vectors/{name}"), content)
     return out.getvalue()
 

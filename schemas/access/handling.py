@@ -9,21 +9,21 @@ from ..base.limits import MAX_EVENTS, MAX_URL
 from ..base.records import Record
 from ..base.states import ENDS, CallbackEvent
 
-#: `normal` is the default priority of the kind of job: the OpenAI-style endpoints have a waiting
-#: client, batch jobs do not.
+#: `normal` stands for the default of the kind of job: the OpenAI-style endpoints, where a client
+#: waits, come before batch jobs.
 Priority = Literal["high", "normal", "low"]
 
 MAX_EXPIRES_S = 30 * 24 * 3600
 
 
 class Handling(Record, kw_only=True):
-    """Fields that the body of every submission has."""
+    """Fields in the body of every submission."""
 
     priority: Priority = "normal"
-    #: Seconds from its acceptance within which a worker must have begun it, or it is aborted.
+    #: Seconds after acceptance within which a worker must start the job; otherwise it is aborted.
     expires_in: Annotated[float, msgspec.Meta(gt=0, le=MAX_EXPIRES_S)] | None = None
-    #: Signed webhooks go here (Standard Webhooks 1.0): http or https, and no private address unless
-    #: the operator allows them.
+    #: URL that receives signed webhooks (Standard Webhooks 1.0): http or https, and no private
+    #: address unless the operator allows them.
     callback_url: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_URL)] | None = None
     callback_events: (
         Annotated[list[CallbackEvent], msgspec.Meta(min_length=1, max_length=MAX_EVENTS)] | None
@@ -39,14 +39,14 @@ class Callback(Record):
 
 
 def handling_of(body: Handling) -> Handling:
-    """The part of a body that says how to handle the job."""
+    """Return the handling fields of a body."""
     return Handling(**{name: getattr(body, name) for name in Handling.__struct_fields__})
 
 
 def callback_of(handling: Handling) -> Callback | None:
-    """The requested callback with defaults filled in; None for none.
+    """Return the requested callback with defaults filled in; None if none is requested.
 
-    Raises a 400 for events without a callback_url.
+    Raises MidstreamError (400) for events without a callback_url.
     """
     if handling.callback_url is None:
         if handling.callback_events is not None:

@@ -9,15 +9,14 @@ from ..base.limits import MAX_INT64, MAX_PATH, MAX_SCOPES, MAX_SOURCES, MAX_TAG
 from ..base.records import Record
 from .handling import Priority
 
-#: `submit`: jobs and sweeps, their cancel, modules, source runs, deletion of what is one's own.
-#: `read`: look at what is one's own.
-#: `steer-global`: change global steering, register adapters. `observe`: read service-wide status,
-#: metrics and workers.
-#: `admin`: everything, of every tenant, and the keys themselves.
+#: `submit`: submit and cancel jobs and sweeps, change modules and source runs, delete the tenant's
+#: own objects. `read`: read the tenant's own objects. `steer-global`: change global steering,
+#: register adapters. `observe`: read service-wide status, metrics and workers. `admin`: everything,
+#: for every tenant, and manage keys.
 Scope = Literal["submit", "read", "steer-global", "observe", "admin"]
 SCOPES: tuple[Scope, ...] = ("submit", "read", "steer-global", "observe", "admin")
 
-#: Owner of everything where authentication is off.
+#: Owner of everything if authentication is off.
 DEFAULT_TENANT = "default"
 TENANT_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}(?!\n)$"
 TenantName = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=TENANT_PATTERN)]
@@ -26,8 +25,8 @@ KeyName = Annotated[
 ]
 KeyId = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[0-9a-z]{12}(?!\n)$")]
 
-#: A key as its user has it: `ms_<id>_<secret>`; the secret has 256 bits, so its SHA-256 is as good
-#: as a slow hash.
+#: A key has the form `ms_<id>_<secret>`; the secret has 256 bits, so its SHA-256 is as good as a
+#: slow hash.
 KEY_PREFIX = "ms_"
 
 #: The longest lifetime of a key: dates beyond it may not be representable.
@@ -44,22 +43,22 @@ class Limits(Record, omit_defaults=True):
     """Limits of a tenant; null means the setting `limit_*` of the same name; 0 means no limit."""
 
     requests_per_minute: Natural | None = None  # submissions
-    # prompt tokens and `max_tokens` of what is submitted, of all its prompts
+    # prompt tokens plus `max_tokens`, summed over all submitted prompts
     tokens_per_minute: Natural | None = None
-    jobs_in_flight: Natural | None = None  # accepted and not over
-    capture_mib: Natural | None = None  # of capture files and harvests that are not deleted
-    sweep_cells: Natural | None = None  # of sweeps that are not over
+    jobs_in_flight: Natural | None = None  # jobs that have been accepted and have not ended
+    capture_mib: Natural | None = None  # capture files and harvests that are not deleted
+    sweep_cells: Natural | None = None  # cells of sweeps that have not ended
     modules: Natural | None = None  # named steering modules, of all models
-    module_mib: Natural | None = None  # of their vectors and entries
-    harvests: Natural | None = None  # that have not ended
-    # of the setting of this name, or folders below: what it may harvest; null: all
+    module_mib: Natural | None = None  # vectors and entries of those modules
+    harvests: Natural | None = None  # harvests that have not ended
+    # entries of the setting of this name, or folders below them, that may be harvested; null: all
     harvest_sources: Sources | None = None
     weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1  # weight of its share of the engine
-    highest_priority: Priority = "high"  # what asks for more gets this
+    highest_priority: Priority = "high"  # higher requested priorities become this
 
 
 class Tenant(Record):
-    """Stored per tenant; one that is not stored has the settings' limits."""
+    """A stored tenant. A tenant that is not stored has the settings' limits."""
 
     name: TenantName
     limits: Limits = Limits()
@@ -127,7 +126,7 @@ class TenantView(Record):
     """Answer of `GET /v1/tenants/{name}` (own tenant: `GET /v1/tenant`)."""
 
     name: str
-    limits: Limits  # as they hold: settings filled in
+    limits: Limits  # in effect: settings filled in
     usage: Usage
 
 
@@ -143,30 +142,29 @@ class Caller(NamedTuple):
     tenant: str = DEFAULT_TENANT
     key: str = ""  # id of the key
     scopes: frozenset[Scope] = frozenset(SCOPES)
-    # name of the page's session that it came with; empty: the key itself was shown
+    # name of the page's session that authenticated the request; empty: the key itself did
     session: str = ""
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes or "admin" in self.scopes
 
     def sees(self, tenant: str) -> bool:
-        """Return whether the caller may see what belongs to `tenant`."""
+        """Return whether the caller may read the objects of `tenant`."""
         return tenant == self.tenant or "admin" in self.scopes
 
 
-#: Every caller, where authentication is off.
+#: The caller of every request if authentication is off.
 EVERYBODY = Caller()
 
 
-#: Between tenant and name; in no tenant's name.
+#: Separates tenant and name; does not occur in tenants' names.
 SCOPE_SEPARATOR = "/"
 
 
 def scoped(tenant: str, name: str) -> str:
-    """The name that something of a tenant's own (module, source run, Idempotency-Key) is kept
-    under.
+    """Return the name under which a tenant's module, source run or Idempotency-Key is stored.
 
-    The default tenant's as it is, unless it could be taken for another tenant's.
+    The default tenant's names are unchanged, unless they could be read as another tenant's.
     """
     return (
         name
@@ -175,17 +173,17 @@ def scoped(tenant: str, name: str) -> str:
     )
 
 
-def unscoped(kept: str) -> tuple[str, str]:
-    """(tenant, name) of a `scoped` name."""
-    tenant, separator, name = kept.partition(SCOPE_SEPARATOR)
-    return (tenant, name) if separator else (DEFAULT_TENANT, kept)
+def unscoped(stored: str) -> tuple[str, str]:
+    """Return (tenant, name) of a `scoped` name."""
+    tenant, separator, name = stored.partition(SCOPE_SEPARATOR)
+    return (tenant, name) if separator else (DEFAULT_TENANT, stored)
 
 
-def shown(kept: str) -> str:
-    """The name as its tenant knows it."""
-    return unscoped(kept)[1]
+def shown(stored: str) -> str:
+    """Return a `scoped` name without its tenant."""
+    return unscoped(stored)[1]
 
 
-def own(tenant: str, kept: Iterable[str]) -> list[str]:
-    """Return the tenant's own names among these, without its prefix, in the same order."""
-    return [name for owner, name in map(unscoped, kept) if owner == tenant]
+def own(tenant: str, stored: Iterable[str]) -> list[str]:
+    """Return the tenant's names among `scoped` names, without the tenant, in the same order."""
+    return [name for owner, name in map(unscoped, stored) if owner == tenant]

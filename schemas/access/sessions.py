@@ -1,6 +1,4 @@
-"""Sessions of the page: the login with an API key, the stored record, and what the page gets
-back.
-"""
+"""Sessions of the page: login with an API key, the stored session, and the page's view of it."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +11,7 @@ from .keys import KeyId, Scope
 MAX_LOGIN_KEY = 512
 #: How long a session lasts, in seconds, unless its key is revoked or expires earlier.
 SESSION_S = 12 * 3600
-#: Sessions of one key at a time.
+#: The most concurrent sessions of one key.
 MAX_SESSIONS = 100
 
 
@@ -28,17 +26,13 @@ class Session(Record):
 
     key: KeyId
     sha256: str  # of the key's secret, so that a new key with the same id does not match
-    csrf: (
-        str  # must come back in the header `x-midstream-csrf` of every call that changes something
-    )
+    csrf: str  # every call that changes state must repeat it in the header `x-midstream-csrf`
     created: float
     expires: float  # seconds since the epoch
 
 
 class SessionView(Published, kw_only=True):
-    """Answer of `GET /session` and `POST /session`: who is logged in, and what the page may
-    offer.
-    """
+    """Answer of `GET /session` and `POST /session`: who is logged in, and with which scopes."""
 
     version: str
     auth: Literal["keys", "open"]  # `open`: no login is needed
@@ -49,4 +43,4 @@ class SessionView(Published, kw_only=True):
     key_name: str = ""
     scopes: list[Scope] = []
     expires: float | None = None  # of the session
-    links: dict[str, str] = {}  # name → address of related pages: docs, Flower, Grafana
+    links: dict[str, str] = {}  # name → URL of related pages: docs, Flower, Grafana

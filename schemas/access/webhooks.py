@@ -1,4 +1,4 @@
-"""Webhooks: payloads, deliveries and secrets. Standard Webhooks 1.0."""
+"""Webhooks (Standard Webhooks 1.0): payloads, deliveries and secrets."""
 
 from typing import Annotated, Literal
 
@@ -81,15 +81,15 @@ class Secret(Record):
 class SecretList(Record):
     """Answer of `GET /v1/webhooks/secrets`: newest first."""
 
-    of: Literal["tenant", "key"]  # whose they are: of all keys of the tenant, or of this key alone
+    of: Literal["tenant", "key"]  # whether all keys of the tenant or only this key use them
     secrets: list[Secret]
 
 
 class RotateRequest(Record):
     """Body of `POST /v1/webhooks/secrets`."""
 
-    # how long the previous one also signs
+    # how long the previous secret also signs, in seconds
     keep_former_s: Annotated[float, msgspec.Meta(ge=0, le=30 * 24 * 3600)] = 24 * 3600.0
-    # rotate a secret of this key's own instead of its tenant's; a key that has its own always
-    # rotates that
+    # rotate this key's own secret instead of its tenant's; a key with its own secret always rotates
+    # that secret
     own: bool = False

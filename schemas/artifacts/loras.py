@@ -1,5 +1,5 @@
-"""LoRA adapters: registration, the form that a job stores, and the modules of a model that they may
-change.
+"""LoRA adapters: registration, the form that a job stores, and the linear layers of a model that
+they may change.
 """
 
 from ..access.handling import Handling
@@ -27,8 +27,8 @@ class LoraSupport(Record):
 
 
 class StoredLora(Record):
-    """An adapter as a job stores it. The job uses this content, even if the name has since been
-    given another.
+    """An adapter as a job stores it. The job uses this content even if the name has been registered
+    again since.
     """
 
     name: str
@@ -38,8 +38,8 @@ class StoredLora(Record):
 
 
 class LoraUse(Record):
-    """The adapter that rows are computed with, as requests to ranks, results and manifests name
-    it.
+    """The adapter with which rows are computed, as named in requests to ranks, results and
+    manifests.
     """
 
     name: str
@@ -61,10 +61,10 @@ class LoraRequest(FolderRequest):
 
 
 class Lora(Registered):
-    """A registered adapter, as the ledger keeps it and as it is shown."""
+    """A registered adapter, as the ledger stores it and the API returns it."""
 
     path: str
-    rank: int  # the largest of its modules
+    rank: int  # the largest rank of its modules
     modules: list[str]  # names of the modules that it changes, with `*` for the layer's number
     bytes: int
     created: float

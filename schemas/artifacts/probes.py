@@ -25,13 +25,13 @@ from ..base.tensors import Tensor
 from ..prompts.selectors import Hook, HookName
 from .registered import Kind, Registered
 
-#: How the scores of a request's tokens become one: that of the last token, the largest, the mean,
-#: or the exponential moving average e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p.
+#: How the scores of a request's tokens are combined into one score: the last token's, the largest,
+#: the mean, or the exponential moving average e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p.
 Aggregation = Literal["last", "max", "mean", "exponential"]
 #: What happens when the aggregate of a label reaches its threshold. `steer`: a module edits the
 #: generated tokens for as long as the aggregate is at or above it.
 Action = Literal["none", "flag", "stop", "steer"]
-#: Float32, like the scores.
+#: In the range of float32, like the scores.
 Threshold = Annotated[float, msgspec.Meta(ge=-3e38, le=3e38)]
 ProbeLabel = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
 #: Before or after the interventions of the same site.
@@ -42,8 +42,7 @@ class ProbeRequest(Record):
     """Body of `PUT /v1/probes/{name}`.
 
     `weight`: `[k, hidden_size]`, or `[hidden_size]` for one label; `bias`: `[k]`, null: zeros. A
-    label's threshold is compared with the aggregate: the probe crosses where the aggregate is at or
-    above it; null: never.
+    label crosses its threshold where its aggregate is at or above the threshold; null: never.
     """
 
     weight: Tensor
@@ -61,12 +60,12 @@ class ProbeRequest(Record):
     ) = None
     aggregation: Aggregation = "last"
     decay: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None  # of `exponential`
-    model: Name | None = None  # null: the only one there is
+    model: Name | None = None  # null: the only served model
     description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
 
 
 class ProbeContent(Record):
-    """Computation of a probe, with its site."""
+    """The site and the computation of a probe."""
 
     hook: Hook
     layer: int
@@ -79,21 +78,21 @@ class ProbeContent(Record):
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hexadecimal, of everything that determines its scores and crossings."""
+        """SHA-256, in hexadecimal, of everything that determines the scores and crossings."""
         return hashlib.sha256(
             msgspec.msgpack.encode([getattr(self, name) for name in ProbeContent.__struct_fields__])
         ).hexdigest()
 
 
 class Probe(Registered):
-    """A registered probe, as the ledger keeps it and as it is shown; without its numbers."""
+    """A registered probe, as the ledger stores it and the API returns it; without its tensors."""
 
     content: ProbeContent
     hidden_size: int
     bytes: int  # of its tensors
     created: float
     description: str = ""
-    # its action on all traffic of the model; null: it does not watch all traffic
+    # the action on all traffic of the model; null: the probe does not watch all traffic
     watch: Action | None = None
     replaced: str = ""  # the previous digest of the name, if this request replaced it
 
@@ -131,16 +130,16 @@ class WatchRequest(Record):
 class ProbeUse(Record):
     """A probe that a request names.
 
-    With the action `steer` the module's edits are applied at each generated token before which an
-    aggregate was at or above its threshold.
+    With the action `steer`, the module's edits are applied at each generated token if, before it,
+    an aggregate was at or above its threshold.
     """
 
     probe: Reference
     action: Action = "none"
     tokens: bool = False  # return the score of each token, not only the aggregate
-    # a named steering module; required for `steer`, and valid for it alone
+    # a named steering module; required for `steer`, and valid only for it
     module: Reference | None = None
-    # of the module's whole effect; null: 1
+    # scale of the module's whole effect; null: 1
     scale: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = None
 
     def __post_init__(self) -> None:
@@ -154,7 +153,7 @@ ProbeList = Annotated[list[Reference | ProbeUse], msgspec.Meta(max_length=MAX_RE
 
 
 class StoredProbe(Record):
-    """A probe as a job keeps it: later changes of the name do not affect it."""
+    """A probe as a job stores it: registering the name again does not affect the job."""
 
     name: str
     digest: str
@@ -180,8 +179,8 @@ class ProbeScore(Wire):
     digest: str
     labels: list[str]
     score: list[float]  # aggregate of each label over all positions
-    positions: int  # tokens that were scored, from the first of the prompt on
-    # of each label the first position at which the aggregate reached its threshold
+    positions: int  # number of scored tokens, from the prompt's first
+    # for each label, the first position at which the aggregate reached its threshold
     crossed: list[int | None]
     action: str = "none"
     tokens: bytes = b""  # if requested: float32 `[positions, labels]`, C order, little-endian
@@ -204,7 +203,7 @@ class ProbeScore(Wire):
 
 
 class TokenScores(Record):
-    """The scores of one token of prompt `index`, as streams carry them: probe → label → value."""
+    """The scores of one token of prompt `index`, as streamed: probe → label → value."""
 
     index: int
     position: int
@@ -219,15 +218,15 @@ class ProbeResult(Record):
     probe: str
     digest: str
     scores: dict[str, float]  # label → aggregate over all tokens
-    # tokens scored: those of the prompt, and the generated ones that were fed back to the model
+    # number of scored tokens: those of the prompt, and generated tokens fed back to the model
     positions: int
     # label → first position at which its aggregate was at or above the threshold
     crossed: dict[str, int] = {}
-    action: str = "none"  # what was asked for
+    action: str = "none"  # the requested action
     flagged: bool = False
     stopped: bool = False  # it ended the request
     tokens: list[list[float]] | None = None  # for each position, the score of each label
-    #: With `steer`: where the module's edits were applied, as first and last position of each run
-    #: of tokens; at most `MAX_GATE_RUNS`.
+    #: With `steer`: the tokens at which the module's edits were applied, as first and last position
+    #: of each run of consecutive tokens; at most `MAX_GATE_RUNS` runs.
     gate: list[tuple[int, int]] | None = None
     gated: int = 0  # number of tokens in all runs

@@ -1,4 +1,4 @@
-"""Registered artifacts: what all kinds have in common, and the description of one kind."""
+"""Registered artifacts: the fields that all kinds share, and the description of a kind."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Self, TypeVar
@@ -10,30 +10,30 @@ from ..base.records import Record
 
 
 class FolderRequest(Record):
-    """Fields of every registration of a folder on the server. A kind adds its own, `kw_only`."""
+    """Fields of every registration of a folder on the server. A kind adds its own as `kw_only`."""
 
     name: PathName
-    # of the folder, relative to the setting of its kind
+    # the folder's path, relative to the setting of its kind
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
     model: Name | None = None  # required only if several are served
     description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
 
 
 class Registered(Record):
-    """Fields of every registered artifact, as the ledger keeps it and as it is shown.
+    """Fields of every registered artifact, as the ledger stores it and the API returns it.
 
-    Each kind adds `replaced`: the digest that the name had until this request.
+    Each kind adds `replaced`: the digest that the name had before this request.
     """
 
     name: str
     model: str
     digest: str  # of its content
 
-    def replacing(self, former: "Registered") -> Self:
-        """Return it with the digest that the name had, if that was another one."""
-        if former.digest == self.digest:
+    def replacing(self, previous: "Registered") -> Self:
+        """Return the artifact with `replaced` set, if the previous digest differs."""
+        if previous.digest == self.digest:
             return self
-        return msgspec.structs.replace(self, replaced=former.digest)
+        return msgspec.structs.replace(self, replaced=previous.digest)
 
 
 T = TypeVar("T", bound=Registered)
@@ -41,13 +41,13 @@ T = TypeVar("T", bound=Registered)
 
 @dataclass(frozen=True)
 class Kind(Generic[T]):
-    """A kind of registered artifact, as the ledger and the routes treat it."""
+    """A kind of registered artifact, for the ledger and the routes."""
 
     singular: str  # in the names of handlers
-    plural: str  # the last part of its path, and the field of its page
+    plural: str  # the last part of its URL path, and the field of its page
     noun: str  # in errors
     record: type[T]
     request: type[Any]
     page: type[Any]
-    key: str  # of its hash in Redis, before the model's name
-    limit: int  # registered artifacts of one model
+    key: str  # prefix, before the model's name, of its hash's key in Redis
+    limit: int  # the most registered artifacts of one model

@@ -12,12 +12,12 @@ from .registered import FolderRequest, Kind, Registered
 #: How a pre-activation becomes an activation, by SAELens' names.
 Architecture = Literal["standard", "jumprelu", "gated", "topk"]
 #: How a row is normalised before encoding, by SAELens' names (`interventions.NORMS`). SAELens'
-#: other kinds need statistics of a data set.
+#: other normalisations need statistics of a data set.
 Normalisation = Literal["none", "layer_norm", "constant_norm_rescale"]
 
 
 class SaeForm(Record):
-    """Everything about an SAE that decides its arithmetic, apart from its tensors."""
+    """Everything that determines an SAE's arithmetic, apart from its tensors."""
 
     architecture: Architecture
     d_in: Count  # width of the rows that it reads
@@ -30,8 +30,8 @@ class SaeForm(Record):
 
 
 class StoredSae(Record):
-    """An SAE as a job stores it. The job uses this content, even if the name has since been given
-    another.
+    """An SAE as a job stores it. The job uses this content even if the name has been registered
+    again since.
     """
 
     name: str
@@ -51,7 +51,7 @@ class SaeRequest(FolderRequest):
 
 
 class Sae(Registered):
-    """A registered SAE, as the ledger keeps it and as it is shown."""
+    """A registered SAE, as the ledger stores it and the API returns it."""
 
     path: str
     hook: Hook

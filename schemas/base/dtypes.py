@@ -1,4 +1,4 @@
-"""The table of dtypes: bytes, names in files, and how numpy reads what it has no dtype for.
+"""The table of dtypes: sizes, names in files, and conversions for dtypes that numpy lacks.
 
 Imports no numpy.
 """
@@ -10,38 +10,35 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-#: What a model runs in, and what tensors of a request may be.
+#: The dtypes of models, and of tensors in requests.
 DType = Literal["float32", "bfloat16", "float16"]
-#: What captured rows are stored as; `model`: as the model computes them.
+#: The dtypes of stored captured rows; `model`: that of the model.
 RowDType = Literal["model", DType]
 
 
 def bfloat16_to_float32(bits: "np.ndarray") -> "np.ndarray":
-    """`bits`: uint16 patterns of bfloat16, any shape; returns float32 of the same shape,
-    exactly.
-    """
+    """Convert uint16 bit patterns of bfloat16, of any shape, exactly to float32."""
     wide: np.ndarray = (bits.astype("<u4") << 16).view("<f4")
     return wide
 
 
 def float32_to_bfloat16(values: "np.ndarray") -> "np.ndarray":
-    """float32 as uint16 patterns of bfloat16, rounded to nearest, ties to even."""
+    """Convert float32 to uint16 bit patterns of bfloat16, rounded to nearest, ties to even."""
     bits = values.view("<u4").astype("<u8")
     narrow: np.ndarray = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
     return narrow
 
 
 class DTypeFacts(NamedTuple):
-    """A dtype; its name is torch's."""
+    """Facts about a dtype. `DTYPES` uses torch's names."""
 
     bytes: int  # of one element
     file: str  # its name in a safetensors header
-    raw: str  # numpy's name, little-endian; of what numpy lacks the type of its bit patterns
-    largest: float = math.inf  # finite value, where a model may run in it
-    widened: Callable[["np.ndarray"], "np.ndarray"] | None = (
-        None  # bit patterns → float32, for what numpy lacks
-    )
-    narrowed: Callable[["np.ndarray"], "np.ndarray"] | None = None  # float32 → bit patterns
+    raw: str  # numpy's little-endian dtype; for a dtype that numpy lacks, that of its bit patterns
+    largest: float = math.inf  # the largest finite value, if models run in this dtype
+    # conversions for a dtype that numpy lacks: bit patterns → float32, and float32 → bit patterns
+    widened: Callable[["np.ndarray"], "np.ndarray"] | None = None
+    narrowed: Callable[["np.ndarray"], "np.ndarray"] | None = None
 
 
 DTYPES: dict[str, DTypeFacts] = {
@@ -52,19 +49,21 @@ DTYPES: dict[str, DTypeFacts] = {
     "float16": DTypeFacts(2, "F16", "<f2", 65504.0),
     "int64": DTypeFacts(8, "I64", "<i8"),  # of positions and token ids
 }
-#: A safetensors header's name → ours.
+#: Name in a safetensors header → name in `DTYPES`.
 DTYPE_OF_FILE = {facts.file: name for name, facts in DTYPES.items()}
 #: Bytes of one element.
 ITEM_BYTES = {name: facts.bytes for name, facts in DTYPES.items()}
 
 
 def widened(raw: "np.ndarray", dtype: str) -> "np.ndarray":
-    """Return what `DTypeFacts.raw` holds as numbers: as it is, or float32 for what numpy lacks."""
+    """Convert an array of `DTypeFacts.raw` to numbers: float32 for a dtype that numpy lacks,
+    otherwise unchanged.
+    """
     convert = DTYPES[dtype].widened
     return raw if convert is None else convert(raw)
 
 
 def narrowed(values: "np.ndarray", dtype: str) -> "np.ndarray":
-    """float32 `values` in another dtype, as `DTypeFacts.raw` holds it."""
+    """Convert float32 `values` to `dtype`, as an array of `DTypeFacts.raw`."""
     convert = DTYPES[dtype].narrowed
     return values.astype(DTYPES[dtype].raw) if convert is None else convert(values)

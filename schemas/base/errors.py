@@ -8,15 +8,14 @@ import msgspec
 from .limits import MAX_DETAIL, MAX_SHOWN
 from .records import Record
 
-#: Problem types; the HTTP status each is answered with. `type` on the wire is
-#: `urn:midstream:<kind>`.
+#: Kind of error → HTTP status. A problem's `type` is `urn:midstream:<kind>`.
 STATUS_OF_KIND: dict[str, int] = {
     "invalid_request": 400,  # the body or a parameter is wrong; `field` says which
-    # the job was accepted for a larger `max_model_len` than that of the worker which took it
+    # the job was accepted for a larger `max_model_len` than that of the worker that runs it
     "prompt_too_long": 400,
     "unauthorized": 401,
-    "cross_site": 403,  # a page of another site sent it
-    "forbidden": 403,  # the key lacks the scope that is needed
+    "cross_site": 403,  # a page of another site sent the request
+    "forbidden": 403,  # the key lacks the required scope
     "not_found": 404,
     "method_not_allowed": 405,
     "request_timeout": 408,  # the head or the body of the request arrived too slowly
@@ -31,7 +30,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "idempotency_mismatch": 422,  # the Idempotency-Key was used with another body
     "internal": 500,
     "capture_failed": 500,  # a rank could not capture or persist the requested rows
-    "reading_failed": 500,  # a rank could not compute what was asked of captured rows
+    "reading_failed": 500,  # a rank could not compute a requested reading of captured rows
     "capture_damaged": 500,  # bytes of a capture file are not those that were written
     "intervention_failed": 500,  # a rank could not apply the requested steering or patches
     "probe_failed": 500,  # a rank could not score a token for a probe
@@ -40,23 +39,21 @@ STATUS_OF_KIND: dict[str, int] = {
     "worker_lost": 500,  # every attempt ended with the worker's death
     "version_mismatch": 500,  # two parts of Midstream run different versions; the detail names both
     "unavailable": 503,
-    # a sweep's two prompts differ too little to say what share of the difference was recovered
+    # a sweep's two prompts differ too little to compute the recovered share of the difference
     "useless_baseline": 422,
-    "too_many_cells": 429,  # the sweeps that wait or run have all the cells that they may
-    "rate_limited": 429,  # the tenant submits faster than it may: requests or tokens per minute
-    "too_many_jobs": 429,  # the tenant has as many jobs in flight as it may
-    "too_many_harvests": 429,  # the tenant has as many harvests that have not ended as it may
-    "too_many_connections": 429,  # the tenant has as many requests open as it may
-    # the tenant has as many event streams open as it may, or opens them too often
-    "too_many_streams": 429,
-    "too_many_sessions": 429,  # the key has as many sessions of the page as it may
-    "too_many_webhooks": 429,  # the tenant has as many webhooks that are not delivered as it may
-    "capture_limit": 429,  # the tenant's captures and harvests take all the space that it may use
-    # the tenant has as many named modules, or as large ones, as it may: it is to delete some
-    "module_limit": 429,
-    "overloaded": 503,  # the queue, or Redis, is nearly full: nothing was accepted
-    "not_started_in_time": 504,  # no worker started the job before its `expires_in` ran out
-    "quota_exceeded": 507,  # the captures take all the space that they may
+    "too_many_cells": 429,  # limit on the cells of waiting and running sweeps
+    "rate_limited": 429,  # the tenant's limit on requests or tokens per minute
+    "too_many_jobs": 429,  # the tenant's limit on jobs in flight
+    "too_many_harvests": 429,  # the tenant's limit on harvests that have not ended
+    "too_many_connections": 429,  # the tenant's limit on open requests
+    "too_many_streams": 429,  # the tenant's limit on open event streams, or on opening them
+    "too_many_sessions": 429,  # the key's limit on sessions of the page
+    "too_many_webhooks": 429,  # the tenant's limit on webhooks that are not delivered
+    "capture_limit": 429,  # the tenant's limit on the size of captures and harvests
+    "module_limit": 429,  # the tenant's limit on the number or size of named modules
+    "overloaded": 503,  # the queue or Redis is nearly full: nothing was accepted
+    "not_started_in_time": 504,  # no worker started the job within its `expires_in`
+    "quota_exceeded": 507,  # the quota of the artifact store is used up
     "receipts_timed_out": 504,  # not every rank reported in time
 }
 
@@ -74,7 +71,7 @@ class Problem(Record, omit_defaults=True):
 
 
 class MidstreamError(Exception):
-    """A failure with a kind from `STATUS_OF_KIND`; carries over HTTP and in a job's `error`."""
+    """A failure with a kind from `STATUS_OF_KIND`; sent over HTTP and in a job's `error`."""
 
     def __init__(
         self,
@@ -85,7 +82,7 @@ class MidstreamError(Exception):
         allowed: str | None = None,
         retry_after: float | None = None,
     ):
-        """`retry_after`: in how many seconds it would be accepted, where that is known."""
+        """`retry_after`: seconds after which a retry would be accepted; None: unknown."""
         super().__init__(detail if field is None else f"{field}: {detail}")
         self.kind = kind
         self.detail = detail
@@ -94,8 +91,8 @@ class MidstreamError(Exception):
         self.retry_after = retry_after
 
     def __str__(self) -> str:
-        """The field, what is wrong, and what is valid: the same line in Python, on the command line
-        and in logs.
+        """Return the field, the detail and the valid values: the same line in Python, on the
+        command line and in logs.
         """
         return super().__str__() + (f" (allowed: {self.allowed})" if self.allowed else "")
 
@@ -104,8 +101,8 @@ class MidstreamError(Exception):
         return STATUS_OF_KIND[self.kind]
 
     def problem(self, instance: str | None = None) -> Problem:
-        """Return the document; it can be encoded even where it quotes invalid text of a client, a
-        file or a folder.
+        """Return the problem document; it can be encoded even if it quotes invalid Unicode of a
+        client, a file or a folder.
         """
         return Problem(
             type=f"urn:midstream:{self.kind}",
@@ -119,12 +116,12 @@ class MidstreamError(Exception):
 
 
 def _encodable(text: str) -> str:
-    """With lone surrogates, which UTF-8 does not have, written as escapes."""
+    """Escape lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def invalid(field: str, detail: str, allowed: str | None = None) -> MidstreamError:
-    """Bad input: answered 400 with the field's name."""
+    """Return the error for invalid input: status 400, with the field's name."""
     return MidstreamError("invalid_request", detail, field=field, allowed=allowed)
 
 
@@ -137,7 +134,7 @@ def unknown(
     field: str = "name",
     kind: str = "not_found",
 ) -> MidstreamError:
-    """A name that a model does not have, with those that it has."""
+    """Return the error for a name that a model does not have; lists the names that it has."""
     return MidstreamError(
         kind,
         f"unknown {thing} {name!r} of model {model!r}",
@@ -147,7 +144,7 @@ def unknown(
 
 
 def shortened(text: str, most: int = MAX_SHOWN) -> str:
-    """`text`, or its beginning and an ellipsis: for what a client sent, in an error."""
+    """Shorten a client's text for an error: return at most `most` characters, with an ellipsis."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
@@ -164,11 +161,11 @@ _NAMED = re.compile(
 
 
 def misfit(error: msgspec.ValidationError) -> tuple[str, str]:
-    """Return what does not fit and where: `$.capture.layers` becomes `capture.layers`; the path is
-    empty for the whole object.
+    """Return (detail, field path) of a validation error: `$.capture.layers` becomes
+    `capture.layers`; the path is empty for the whole object.
     """
     text = str(error)
-    if len(text) > 2 * MAX_DETAIL:  # it quotes names of any length; the path comes last
+    if len(text) > 2 * MAX_DETAIL:  # msgspec quotes names of any length; the path comes last
         text = f"{text[:MAX_DETAIL]}…{text[-MAX_DETAIL:]}"
     match = _PATH.match(text)
     detail, path = (match["detail"], match["path"] or "") if match else (text, "")

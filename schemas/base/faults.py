@@ -1,10 +1,10 @@
 """Crash points for tests: named places, one at every durable boundary, where a process can be
 killed.
 
-`MIDSTREAM_FAULT=crash:at=relay.committed` kills the first process of the stack that reaches that
-point, with SIGKILL, once: a file in the data directory remembers it. For tests; without that
-setting a point costs one comparison. Each point is followed by what must hold for the job all the
-same: `tests/faults/test_crash_points.py` kills at every one of them.
+`MIDSTREAM_FAULT=crash:at=relay.committed` kills the first process of the stack that reaches this
+point, with SIGKILL, once: a file in the data directory records it. Without the setting, a point
+costs one comparison. `tests/faults/test_crash_points.py` kills at every point, and checks what must
+hold for the job.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .settings import SettingsError
 
-#: Name → what has been done by then, and what has not.
+#: Name → what has been done at this point; and what has not.
 CRASH_POINTS: dict[str, str] = {
     "api.committed": (
         "the job is in the ledger and its message in the queue; its client has no response"
@@ -50,7 +50,7 @@ CRASH_POINTS: dict[str, str] = {
     "webhook.sent": "its receiver has it; that is not recorded",
 }
 
-#: The directory in the data directory that remembers who died.
+#: Folder in the data directory with a file for each point that has killed a process.
 FOLDER = "faults"
 _FAULT = re.compile(r"(?:^|[;,])crash:at=([a-z.]+)")
 
@@ -59,10 +59,10 @@ _folder = Path()
 
 
 def arm(fault: str, data_dir: str | Path) -> None:
-    """Let this process die at the crash point that the setting `fault` names, if it names one;
-    called once, at its start.
+    """Let this process die at the crash point that the setting `fault` names, if any. Called once,
+    when the process starts.
 
-    Raises SettingsError for a point that there is not.
+    Raises SettingsError for an unknown point.
     """
     global _armed, _folder
     match = _FAULT.search(fault)
@@ -75,9 +75,9 @@ def arm(fault: str, data_dir: str | Path) -> None:
 
 
 def crash_point(name: str) -> None:
-    """Kill this process if this is the armed point and no process has died at it before.
+    """Kill this process if `name` is the armed point and has not killed a process before.
 
-    No effect for an empty name.
+    An empty name has no effect.
     """
     if _armed and name == _armed:
         _crash(name)

@@ -1,8 +1,8 @@
 """Bounds the number of values in a JSON document before it is decoded, while it arrives.
 
-Decoding holds the GIL and builds every value before a list's `max_length` is checked, so a body of
-a few MB of `{},` would stop the event loop for seconds. Counting takes a few milliseconds per MiB
-and is done piece by piece.
+Decoding holds the GIL and builds every value before a list's `max_length` is checked, so a few MB
+of `{},` would block the event loop for seconds. Counting takes a few milliseconds per MiB and is
+done piece by piece.
 """
 
 from .limits import MAX_JSON_CONTAINERS, MAX_JSON_VALUES
@@ -15,32 +15,32 @@ PIECE = 1 << 16
 
 
 class TooManyValues(ValueError):
-    """The document holds more values than are decoded; the message says which limit."""
+    """The document has too many values to be decoded; the message names the limit."""
 
 
 class JsonCounter:
     """Counts the values of a document that arrives in pieces. Contents of strings do not count.
 
-    Invalid JSON may pass: the decoder refuses it.
+    Invalid JSON may pass: the decoder rejects it.
     """
 
     def __init__(self) -> None:
-        self._commas = 0  # n of them separate n + 1 values
+        self._commas = 0  # n commas separate n + 1 values
         self._containers = 0
         self._in_string = 0
         # a backslash at the end of the previous piece, which escapes the next byte
         self._held = b""
 
     def feed(self, piece: bytes) -> None:
-        """Count the next piece. Raises TooManyValues once there are more values or containers than
-        `schemas.base.limits` allows.
+        """Count the next piece. Raises TooManyValues if the document now has more values or
+        containers than `schemas.base.limits` allows.
         """
         piece = self._held + piece
         self._held = b"\\" if (len(piece) - len(piece.rstrip(b"\\"))) % 2 else b""
         bare = piece[: len(piece) - len(self._held)]
         # remove escaped quotes: each remaining quote begins or ends a string
         bare = bare.replace(b"\\\\", b"").replace(b'\\"', b"")
-        # strings that are empty now can go: each takes two quotes, so the others stay paired
+        # drop strings that are empty now: each has two quotes, so the others stay paired
         bare = bare.translate(None, _PLAIN).replace(b'""', b"")
         parts = bare.split(b'"')
         outside = b"".join(parts[self._in_string :: 2])

@@ -1,24 +1,20 @@
-"""Limits on what one request may hold.
+"""Limits on the contents of one request, as constants.
 
-`docs/http.md` has them as a table, which a test compares with this module.
-
-What an operator may need to change is a setting (`max_body_mib`, `sweep_cells`, …); these are
-constants. Lengths of texts are in characters. msgspec checks a list's length only after building
-it, so `json_bounds` counts the values of a body before that.
+A test compares them with the table in `docs/http.md`. Limits that an operator may need to change
+are settings instead (`max_body_mib`, `sweep_cells`, …). Lengths of texts are in characters. msgspec
+checks a list's length only after building it, so `json_bounds` counts a body's values before that.
 """
 
 from typing import Annotated
 
 import msgspec
 
-# --- Any JSON document, counted in its bytes before anything is built
-# --------------------------------------------------
+# --- Any JSON document, counted in its bytes before decoding
 
 MAX_JSON_VALUES = 1 << 18  # elements and members
 MAX_JSON_CONTAINERS = 1 << 15  # objects and arrays
 
 # --- Numbers
-# --------------------------------------------------------------------------------------------------
 
 MAX_COUNT = (1 << 31) - 1  # indices, positions, numbers of tokens
 MAX_INT64 = (1 << 63) - 1  # seeds and limits of tenants
@@ -26,7 +22,6 @@ MAX_INT64 = (1 << 63) - 1  # seeds and limits of tenants
 MAX_WAIT_S = 1_000_000.0
 
 # --- Names
-# --------------------------------------------------------------------------------------------------
 
 # of models, modules, runs, jobs, spans of a sweep and consumers, cursors and file names
 MAX_NAME = 200
@@ -43,7 +38,6 @@ MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 
 # --- Prompts
-# --------------------------------------------------------------------------------------------------
 
 MAX_TEXT = 1 << 22  # a prompt, or a message of a conversation
 MAX_PROMPTS = 4096  # of one job
@@ -62,7 +56,6 @@ MAX_CHOICE_TOKENS = 1 << 20
 MAX_UNSERVED = 1024
 
 # --- Tools and formats
-# -------------------------------------------------------------------------------------------------
 
 MAX_TOOLS = 128  # of a chat, and calls in one message
 MAX_SCHEMA = 1 << 16  # bytes of a JSON schema, and characters of a grammar, in a request
@@ -73,17 +66,15 @@ MAX_FORMAT_CHOICES = 1024  # entries of `structured_outputs.choice`
 MAX_TEMPLATE_OPTIONS = 1 << 12  # bytes of `chat_template_kwargs`, as JSON
 
 # --- Images
-# --------------------------------------------------------------------------------------------------
 
 # characters of an image's `data:` URL; `max_body_mib` limits all of them together
 MAX_IMAGE_TEXT = 1 << 24
 MAX_IMAGE_PIXELS = 1 << 25  # width × height of an image
-MAX_IMAGE = 1023  # the largest number of an image of a prompt, counted from either end
+MAX_IMAGE = 1023  # the largest index of an image in a prompt, counted from either end
 
 # --- Layers, positions, dimensions
-# -------------------------------------------------------------------------------------
 
-MAX_LAYER = 10**6  # the largest number of a layer or dimension, counted from either end
+MAX_LAYER = 10**6  # the largest index of a layer or dimension, counted from either end
 MAX_LAYERS = 1024  # entries of a list of layers
 MAX_LAYER_TEXT = 1024  # `0-3,7,-1`
 MAX_HOOKS = 16  # entries of `hooks`
@@ -92,7 +83,6 @@ MAX_POSITIONS = 1 << 16  # entries of a list of positions
 MAX_SPAN_TEXT = 1 << 16
 
 # --- Captures, steering and patches
-# --------------------------------------------------------------------------------------
 
 MAX_CONSUMERS = 8
 # of `steering`, of `patch` and of a module; for one prompt, including the entries of its modules
@@ -114,7 +104,6 @@ MAX_FILE_HEADER = 4 << 20  # bytes of that file's header
 MAX_VECTOR_FILE = 64 << 20  # bytes of a file of vectors that the client reads, also unpacked
 
 # --- Readings of captured rows
-# ---------------------------------------------------------------------------------------------
 
 MAX_LENS_TOP = 100  # most likely tokens of a logit lens
 MAX_LENS_TOKENS = 64  # named tokens of a logit lens
@@ -127,14 +116,12 @@ MAX_OPTIONS = 16  # of a reader
 MAX_OPTION_TEXT = 256
 
 # --- Adapters
-# --------------------------------------------------------------------------------------------------
 
 MAX_LORAS = 1024  # registered, of one model
 MAX_LORA_CONFIG = 1 << 20  # bytes of adapter_config.json
 MAX_LORA_BYTES = 2 << 30  # of adapter_model.safetensors
 
 # --- Sparse autoencoders
-# -------------------------------------------------------------------------------------------------
 
 MAX_SAES = 1024  # registered, of one model
 MAX_SAE_CONFIG = 1 << 20  # bytes of cfg.json
@@ -145,18 +132,16 @@ MAX_FEATURE_SPECS = 64  # `features` of one request
 MAX_FEATURE_TOP = 256  # features returned for one token
 
 # --- Probes
-# --------------------------------------------------------------------------------------------------
 
 MAX_PROBES = 256  # registered, of one model
 MAX_WATCHING = 16  # probes that watch all traffic
-MAX_REQUEST_PROBES = 16  # that one request names
+MAX_REQUEST_PROBES = 16  # named by one request
 MAX_PROBE_LABELS = 64  # of one probe
-MAX_GATE_RUNS = 1024  # of tokens with gated edits, that a result names for each probe
-# scores of single tokens that are returned, over all prompts and probes of a job
+MAX_GATE_RUNS = 1024  # runs of tokens with gated edits, in a result for each probe
+# returned scores of single tokens, over all prompts and probes of a job
 MAX_PROBE_TOKENS = 1 << 18
 
 # --- Sweeps
-# --------------------------------------------------------------------------------------------------
 
 MAX_PAIRS = 256
 # of prompts, answers and foils of all pairs; token ids count as the text that they decode to
@@ -170,28 +155,25 @@ MAX_RECEIVERS = 256  # of a path
 MAX_NEURONS = 4096  # neurons of a column of the axis `neuron` that are chosen by rank
 
 # --- Harvests
-# --------------------------------------------------------------------------------------------------
 
 MAX_HARVEST_LINES = 4096  # documents in the request itself
-# of a tenant: records of harvests, until they are deleted with their files
+# records of a tenant's harvests, until they are deleted with their files
 MAX_HARVESTS_KEPT = 4096
 MAX_SHARD_MIB = 1024
 MAX_DOCUMENT_BYTES = 16 << 20  # of a document of a file: a line of JSONL, or a value of a table
 MAX_SOURCES = 64  # entries of a tenant's `harvest_sources`
 
 # --- Keys, webhooks, listings
-# ----------------------------------------------------------------------------------------------
 
 MAX_SCOPES = 16
 MAX_EVENTS = 16  # of `callback_events`
 MAX_PAGE = 200  # entries of a page
 
-#: Characters of a client's input that an error shows, and of a whole message.
+#: The most characters of a client's input in an error, and of an error's whole message.
 MAX_SHOWN = 200
 MAX_DETAIL = 1000
 
 # --- Types with these limits
-# ----------------------------------------------------------------------------------------------
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]

@@ -18,7 +18,7 @@ html_renderer: Callable[[Any], str | None] | None = None
 # Type checkers do not inherit `frozen` and `kw_only` from a base class; these declare them.
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """A JSON object of the public vocabulary: immutable, keyword-only, unknown fields refused."""
+    """A JSON object of the public schemas: immutable, keyword-only, unknown fields rejected."""
 
     def _repr_html_(self) -> str | None:
         """Return HTML for notebooks; None makes them show the plain text."""
@@ -32,14 +32,14 @@ class Published(Record, forbid_unknown_fields=False):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Wire(msgspec.Struct, array_like=True, frozen=True):
-    """A message between our own processes: a MessagePack array, fields in declared order.
+    """A message between Midstream's processes: a MessagePack array, fields in declared order.
 
-    New fields go at the end with a default, so that an older peer's messages still decode.
+    New fields are added at the end with a default, so that an older peer's messages still decode.
     """
 
 
 def _plain(value: Any) -> Any:
-    """An `array` as a list: the only type beyond msgspec's own that we encode."""
+    """Convert an `array` to a list: the only encoded type that msgspec does not support."""
     if isinstance(value, array):
         return value.tolist()
     raise NotImplementedError
@@ -50,7 +50,7 @@ _msgpack_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def to_json(value: Any) -> bytes:
-    """`value` as UTF-8 JSON; bytes become base64."""
+    """Encode `value` as UTF-8 JSON; bytes become base64."""
     return _json_encoder.encode(value)
 
 
@@ -60,7 +60,7 @@ def from_json(raw: bytes | str, kind: type[T]) -> T:
 
 
 def to_msgpack(value: Any) -> bytes:
-    """`value` as MessagePack."""
+    """Encode `value` as MessagePack."""
     return _msgpack_encoder.encode(value)
 
 

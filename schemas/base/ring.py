@@ -1,18 +1,18 @@
-"""Sizes of two buffers: the ring, which one step's captured rows are written to in compiled forward
-passes and on accelerators, and the queue of rows that wait for the writers.
+"""Sizes of two buffers: the ring, to which compiled forward passes and accelerators write a step's
+captured rows, and the queue of rows that wait for the writers.
 """
 
 from typing import NamedTuple
 
-#: The largest automatic size of the ring, in bytes, both halves together: on an accelerator, on the
-#: CPU. On an accelerator it is also at most 1 / `SHARE` of the memory.
+#: Whether on an accelerator → the largest automatic size of the ring in bytes, all halves together.
+#: On an accelerator the ring is also at most 1 / `SHARE` of the memory.
 MOST_BYTES = {True: 2 << 30, False: 512 << 20}
 SHARE = 32
 
 
 class Ring(NamedTuple):
-    rows: int  # that one step may capture, each of size `[hidden_size]`
-    halves: int  # one is filled while the other is copied from
+    rows: int  # the most rows `[hidden_size]` that one step may capture
+    halves: int  # with two, one is filled while the other is copied to the host
     size: int  # bytes of all halves, on every rank
 
 
@@ -30,10 +30,9 @@ def plan_ring(
 ) -> Ring:
     """Plan the ring of a rank that holds `layers` layers with `hooks` hook points each.
 
-    `row_bytes`: of one row. `step_tokens` and `requests`: of one step, at most. `drafts`:
-    speculative tokens of a request in a step.
-    `memory_bytes`: of the accelerator; 0: unknown. `size_mib`: the setting `capture_buffer_mib`; 0:
-    automatic.
+    `row_bytes`: of one row. `step_tokens` and `requests`: the most in one step. `drafts`:
+    speculative tokens of a request in a step. `memory_bytes`: of the accelerator; 0: unknown.
+    `size_mib`: the setting `capture_buffer_mib`; 0: automatic.
 
     The automatic size has room for every site of every request's next token, and for all layers at
     one hook for every token of a step, within the bounds above. It never has less room than every
@@ -63,7 +62,7 @@ QUEUE_BYTES, QUEUE_STEPS, QUEUE_SHARE = 512 << 20, 4, 16
 def plan_queue(
     ring: Ring | None, *, accelerator: bool, host_bytes: int = 0, ranks: int = 1, size_mib: int = 0
 ) -> int:
-    """Return how many bytes of a rank's captured rows may wait for the writers.
+    """Return the most bytes of a rank's captured rows that may wait for the writers.
 
     `host_bytes`: memory of the machine, shared by its `ranks`; 0: unknown. `size_mib`: the setting
     `capture_queue_mib`; 0: automatic.

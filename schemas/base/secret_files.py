@@ -1,5 +1,5 @@
-"""Files of secrets: read only where no other account could have read them, and no value that was
-ever published.
+"""Checks for secrets: whether other accounts can read a secret's file, and whether a secret was
+published.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ def is_burnt(secret: str) -> bool:
 
 
 def is_exposed(path: Path) -> bool:
-    """Return whether every account of this machine can read the file: its own mode and those of all
-    folders above allow it.
+    """Return whether every account of this machine can read the file, by its own mode and those of
+    all folders above.
 
-    A file on a file system mounted read-only is not: containers get their secrets so, and have no
-    other accounts.
+    A file on a read-only file system does not count: that is how containers get their secrets, and
+    they have no other accounts.
     """
-    if os.name != "posix":  # other systems' modes do not show who may read
+    if os.name != "posix":  # on other systems, modes do not show who may read
         return False
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) or not mode & stat.S_IROTH or os.statvfs(path).f_flag & os.ST_RDONLY:

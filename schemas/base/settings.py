@@ -1,4 +1,4 @@
-"""Settings: one object from environment and one TOML file, validated once at start."""
+"""Settings: one object, read from the environment and a TOML file, validated once at start."""
 
 import ipaddress
 import json
@@ -26,16 +26,15 @@ PREFIX = "MIDSTREAM_"
 FILE_VARIABLE = "MIDSTREAM_CONFIG"
 #: The table of a file that sets `engine_options`; text under the same name is the setting `engine`.
 ENGINE_TABLE = "engine"
-#: Of `engine_options` as JSON: they reach child processes in one variable of their environment.
+#: The most bytes of `engine_options` as JSON: child processes get them in one environment variable.
 ENGINE_OPTIONS_BYTES = 64 << 10
 
-#: What `artifact_store` and its endpoints may be, in addition to a folder.
+#: Patterns of `artifact_store`, if it is not a folder, and of its endpoints.
 _STORE = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_./-]*)?")
 _ENDPOINT = re.compile(r"https?://[^/?#@\s]+")
 
 
-#: Settings that are secrets. What comes from a file is accepted only from one that other accounts
-#: cannot read.
+#: Settings that are secrets. They are read from a file only if other accounts cannot read it.
 SECRETS = (
     "redis_password",
     "redis_sentinel_password",
@@ -46,72 +45,72 @@ SECRETS = (
     "api_key",
 )
 
-#: Of a `redis_url` that names sentinels, without and with TLS: see `broker.ops.redis_open`.
+#: Schemes of a `redis_url` that names sentinels, without and with TLS: see `broker.ops.redis_open`.
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 
 
 class SettingsError(ValueError):
-    """A setting is wrong; the message names it and where it came from."""
+    """A setting is invalid; the message names the setting and its source."""
 
 
 class Settings(Record):
     """Every setting.
 
-    `MIDSTREAM_<NAME>` in the environment wins over the file, the file over the default.
+    `MIDSTREAM_<NAME>` in the environment overrides the file, the file overrides the default.
     """
 
-    # Where things are
+    # Addresses and folders
     data_dir: str = ".midstream"  # Redis AOF, outboxes, captures, logs
     cache_dir: str = "~/.cache/midstream"  # demo model; shared by all data directories
-    redis_password: str = ""  # put into `redis_url`, so that a secret file can hold it
-    # file of the authorities that sign Redis' certificate; with it `redis_url` is rediss://…
+    redis_password: str = ""  # inserted into `redis_url`, so that a secret file can hold it
+    # file of the authorities that sign Redis' certificate; requires a `redis_url` of rediss://…
     redis_tls_ca: str = ""
-    redis_tls_cert: str = ""  # where Redis asks for a certificate of ours
+    redis_tls_cert: str = ""  # the client certificate, if Redis requires one
     redis_tls_key: str = ""
-    redis_appendfsync: Literal["everysec", "always"] = (
-        "everysec"  # of that Redis; `always` syncs before it answers: slower, and nothing is lost
-    )
-    # of the Redis that `midstream up` starts; 0: no limit but the machine's
+    # of the Redis that `midstream up` starts; `always` syncs before each response: slower, but
+    # nothing is lost
+    redis_appendfsync: Literal["everysec", "always"] = "everysec"
+    # of the Redis that `midstream up` starts; 0: no limit
     redis_maxmemory_mib: Natural = 0
     redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
     # accept a Redis without AOF, or one that evicts keys: accepted jobs may be lost
     redis_allow_lossy: bool = False
-    redis_sentinel_password: str = ""  # put into a `redis_url` of Sentinel, as `redis_password` is
-    # replicas, at least, that must have a write before it is acknowledged; 0: none
+    redis_sentinel_password: str = ""  # inserted into a `redis_url` of Sentinel
+    # the least number of replicas that must have a write before it is acknowledged
     redis_replicas: Natural = 0
-    # tcp://host:port of the relay's ROUTER; ranks: also several, by comma; empty: `midstream up`
-    # picks a free port
+    # tcp://host:port of the relay's ROUTER socket, for ranks also several, separated by commas;
+    # empty: `midstream up` picks a free port
     relay_url: str = ""
     # let the relay listen beyond loopback without CURVE keys: only on a trusted network
     relay_allow_remote: bool = False
     # folder where relay and workers of one account create and find their CURVE keys automatically
     curve_dir: str = ""
-    # this process's private CURVE key, of the relay or of a worker: `midstream curve new`
+    # file of this process's private CURVE key (relay or worker), from `midstream curve new`
     curve_secret_file: str = ""
     curve_server_key: str = ""  # worker: the relay's public key
-    # relay: folder of the workers' public keys, `<worker_id>.pub`; read again when it changes
+    # relay: folder of the workers' public keys, `<worker_id>.pub`; reloaded when it changes
     curve_clients_dir: str = ""
     api_host: str = "127.0.0.1"
     api_port: Port = 8321  # 0: a free port
     flower_host: str = "127.0.0.1"  # beyond loopback Flower requires `flower_auth`
     flower_port: Port = 5555  # 0: a free port
     flower_auth: str = ""  # user:password of Flower, several separated by commas; empty: no login
-    public_url: str = ""  # how users reach the API; empty: relative links
+    public_url: str = ""  # URL under which users reach the API; empty: relative links
 
     # The model
     model: str = ""  # a checkpoint folder or hub name
-    model_name: str = ""  # the name users ask for; empty: last part of `model`
+    model_name: str = ""  # the name in requests; empty: last part of `model`
     dtype: Literal["auto", DType] = "auto"
     max_model_len: Count | None = None  # tokens; default: the model's own
     tensor_parallel_size: Count = 1
     pipeline_parallel_size: Count = 1
-    # of vLLM's ranks: `ray` spreads them over the machines of a Ray cluster
+    # how vLLM's ranks are started; `ray` spreads them over the machines of a Ray cluster
     executor: Literal["auto", "ray"] = "auto"
     # machines that share one engine without Ray: `python -m midstream.workers.follower` on all but
     # the first
     nodes: Count = 1
-    node_rank: Natural = 0  # of this machine among them; 0: the one with the worker
-    node_master: str = ""  # host:port of the first, where the ranks of all machines meet
+    node_rank: Natural = 0  # index of this machine; 0: the machine with the worker
+    node_master: str = ""  # host:port of the first machine, where the ranks of all machines meet
     runner: Literal["auto", "v1", "v2"] = "auto"
     # false: torch.compile and graphs (slower start, faster steps); default: only on the CPU
     enforce_eager: bool | None = None
@@ -123,17 +122,17 @@ class Settings(Record):
     # 0: text only, and no image encoder is loaded
     images_per_prompt: Annotated[int, msgspec.Meta(ge=0, le=MAX_IMAGE + 1)] = 4
     speculative_tokens: Natural = 0  # draft tokens of a request in one engine step; 0: none
-    # who drafts: a look-up in the text, its own head, the model's own MTP layers
+    # source of draft tokens: a look-up in the text, an EAGLE-3 head, the model's own MTP layers
     drafter: Literal["ngram", "eagle3", "mtp"] = "ngram"
     draft_model: str = ""  # the EAGLE-3 head: a checkpoint folder or hub name
     kv_cache_gib: Positive = 1.0  # CPU only
-    # tokens in a block of the KV cache, of which only whole ones are shared; default: the
+    # tokens in a block of the KV cache, of which only whole blocks are shared; default: the
     # platform's
     block_size: Count | None = None
     num_gpu_blocks: Count | None = None  # override of the KV cache's size in blocks
-    # the engine's own: the table [engine] of the file, see `workers.engine.option_check`
+    # vLLM's own options: the table [engine] of the file, see `workers.engine.option_check`
     engine_options: dict[str, Any] = {}
-    engine_unproven: bool = False  # also those whose rows were not compared
+    engine_unproven: bool = False  # also accept options whose rows were not compared
 
     # LoRA adapters
     # folder below which adapters may be registered, at the same path on API and worker machines;
@@ -141,43 +140,43 @@ class Settings(Record):
     lora_dir: str = ""
     max_loras: Count = 4  # distinct adapters in one engine step
     max_cpu_loras: Count = 16  # adapters that each rank keeps loaded; jobs that need more wait
-    # of an adapter; memory for it is reserved `max_loras` times
+    # the highest rank of an adapter; memory for it is reserved `max_loras` times
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
 
     # Tuned lenses
     # folder below which tuned lenses may be registered, at the same path on API and worker
-    # machines; empty: none
+    # machines; empty: none are served
     lens_dir: str = ""
 
     # Sparse autoencoders
     # folder below which sparse autoencoders may be registered, at the same path on API and worker
-    # machines; empty: none
+    # machines; empty: none are served
     sae_dir: str = ""
     # weights of sparse autoencoders that each rank keeps loaded; jobs that need more wait
     sae_cache_mib: Count = 4096
 
-    # processor time to compile a format; one that takes more is a 400
+    # processor seconds to compile an output format; a format that takes longer is rejected (400)
     format_compile_s: Positive = 10.0
     # vLLM's parser of the model's tool calls, such as `hermes`; empty: chats take no tools
     tool_parser: str = ""
-    # installed packages whose readers and ops are loaded, separated by commas; others that are
-    # installed are not
+    # installed packages whose readers and ops are loaded, separated by commas; other packages are
+    # not loaded
     extensions: str = ""
-    # rows with transformers': `require`: what cannot be compared is refused
+    # compare rows with transformers' at start; `require`: reject a model that cannot be compared
     compare: Literal["auto", "require", "off"] = "auto"
-    # of the worker's memory that transformers' model may take for it, at the start; at most half
+    # memory of the worker that transformers' model may use for that comparison; at most half of it
     compare_memory_gib: Positive = 16.0
-    # prove the hook points on the loaded model before its first request; false: a caveat says that
-    # they are unproven
+    # prove the hook points on the loaded model before its first request; false: they are served
+    # with the caveat that they are unproven
     certify: bool = True
 
     # The data plane
-    # hook points that exist, separated by commas: fewer cost less in compiled forwards
+    # hook points to install, separated by commas: fewer cost less in compiled forward passes
     hooks: str = "all"
     # distinct steering configurations in the engine; more than `max_num_seqs`: waiting requests
     # prepare theirs
     steering_rows: Count = 256
-    # vectors of all those configurations; sites with the same entries share them
+    # vectors of all these configurations; sites with the same entries share vectors
     steering_entries: Count = 8192
     # vectors cached on the ranks, in addition to named modules and global steering
     vector_cache_mib: Count = 256
@@ -189,49 +188,48 @@ class Settings(Record):
     # timeout of each of the two phases of a change to global steering; a lost worker counts for
     # `lease_s`
     steering_wait_s: Positive = 20.0
-    # compiled and on accelerators: rows captured in one step; 0: by the model's shape, see
-    # `schemas.base.ring`
+    # compiled forward passes and accelerators: buffer for the rows captured in one step; 0: by the
+    # model's shape, see `schemas.base.ring`
     capture_buffer_mib: Natural = 0
     # captured rows waiting for the writers, per rank; 0: by the model's shape, see
     # `schemas.base.ring`
     capture_queue_mib: Natural = 0
-    # if that queue is full: steps wait, rows go to disk, or rows are dropped
+    # if that queue is full: steps wait, rows are spilled to disk, or rows are dropped
     capture_overload: Literal["block", "spill", "drop"] = "block"
-    # captured rows of the requests in the engine, per rank; beyond it requests wait
+    # captured rows of the requests in the engine, per rank; beyond it, requests wait
     capture_memory_mib: Count = 4096
-    # of one capture's rows, what stays in memory: longer ones are written while their request runs
+    # rows of one capture in memory; longer captures are written while their request runs
     capture_window_mib: Count = 64
-    # rows kept for captures whose prompt the prefix cache serves; 0: recomputed instead
+    # rows kept for captures of prompts that the prefix cache serves; 0: recomputed instead
     row_store_mib: Natural = 256
     writer_threads: Count = 2
 
     # Where captures are kept
     artifact_store: str = ""  # s3://bucket/prefix, or a folder; empty: `captures` in `data_dir`
-    artifact_endpoint: str = ""  # of a store that is not AWS', such as http://minio:9000
-    artifact_region: str = ""  # of the bucket; empty: what AWS_REGION names, or us-east-1
+    artifact_endpoint: str = ""  # of a store other than AWS, such as http://minio:9000
+    artifact_region: str = ""  # of the bucket; empty: AWS_REGION, or us-east-1
     artifact_access_key: str = ""  # empty: AWS' own variables, credentials file or role
     artifact_secret_key: str = ""
-    # downloads from the store itself, or through the API alone
+    # downloads directly from the store, or only through the API
     artifact_links: Literal["presigned", "api"] = "presigned"
-    # how long a presigned link works
+    # how long a presigned link is valid
     artifact_link_s: Annotated[int, msgspec.Meta(ge=1, le=7 * 24 * 3600)] = 900
-    # how long a job waits, in all, for a store that is unavailable; then it fails
+    # how long a job waits in total for an unavailable store before it fails
     artifact_wait_s: Positive = 3600.0
-    # in presigned links, where users reach the store by another name than the service does
+    # endpoint in presigned links, if users reach the store under another name than the service
     artifact_public_endpoint: str = ""
 
     # Captures
     segment_limit_kib: Natural = 64  # layout `auto`: captures up to this size share segment files
     segment_mib: Count = 256  # a segment file is closed at this size
-    memory_limit_kib: Annotated[int, msgspec.Meta(ge=1, le=32 * 1024)] = (
-        256  # consumer `memory`: the most that comes back in a response, per prompt
-    )
-    # rows in an answer to vllm-lens' clients; 0: refuse their fields
+    # consumer `memory`: the most that a response returns, per prompt
+    memory_limit_kib: Annotated[int, msgspec.Meta(ge=1, le=32 * 1024)] = 256
+    # rows in a response to vllm-lens' clients; 0: reject their fields
     vllm_lens_mib: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 32
-    # of the artifact store; beyond it captures are rejected; 0: no quota
+    # quota of the artifact store; beyond it, captures are rejected; 0: no quota
     capture_quota_mib: Natural = 0
     capture_ttl_s: Natural = 0  # captures are deleted this long after the end of their job; 0: kept
-    global_capture: str = ""  # taken of every request, such as `post_block:all;pre_attn:0-17`
+    global_capture: str = ""  # sites captured of every request: `post_block:all;pre_attn:0-17`
     # a name, positions separated by commas, or a range: 5:9, 5:
     global_capture_positions: str = "last_prompt"
     global_capture_tag: str = "global"
@@ -241,19 +239,19 @@ class Settings(Record):
     # needed
     run_cache_mib: Count = 1024
     sweep_cells: Count = 20_000  # cells of one sweep
-    # cells of all sweeps that have not ended; beyond it new sweeps are rejected
+    # cells of all sweeps that have not ended; beyond it, new sweeps are rejected
     sweep_cells_waiting: Count = 200_000
-    # cells of all sweeps in the engine at a time: those of a step, and those of the next
+    # cells of all sweeps in the engine at a time: those of one step and of the next
     sweep_cells_in_flight: Count = 64
     # start a cell's forward pass at the patched layer, where the engine can
     sweep_entry: bool = True
 
     # Harvests
-    # folders or bucket URIs that harvests may be made in, separated by commas; empty: below the
-    # data
+    # folders or bucket URIs in which harvests may be stored, separated by commas; empty: a folder
+    # in `data_dir`
     harvest_stores: str = ""
-    # folders or bucket URIs that corpora may be read from, separated by commas; empty: lines in the
-    # request only
+    # folders or bucket URIs from which corpora may be read, separated by commas; empty: only lines
+    # in the request
     harvest_sources: str = ""
     # sequences of all harvests in a worker's engine at a time; a sixteenth of it next to other jobs
     harvest_requests_in_flight: Count = 64
@@ -266,12 +264,12 @@ class Settings(Record):
     capture_timeout_s: Positive = 60.0  # from the last output to the last receipt
     lease_s: Positive = 15.0  # a running job's lease; renewed every third of it
     max_attempts: Count = 5
-    # jobs that were accepted for a model of another identity than the one served
+    # jobs that were accepted for another model identity than the served one
     on_model_change: Literal["fail", "wait"] = "fail"
     visibility_timeout_s: Count = 30
     sweep_interval_s: Positive = 2.0
 
-    # Who may do what
+    # Access
     # `auto`: keys are required beyond loopback; `open`: no authentication
     auth: Literal["auto", "keys", "open"] = "auto"
     # a key with scope `admin` that is always valid: ms_<12 letters or digits>_<secret>; for the
@@ -281,7 +279,7 @@ class Settings(Record):
     observe_key: str = ""
     # host names and addresses of the API, separated by commas, in addition to loopback
     allowed_hosts: str = ""
-    # addresses and networks, separated by commas, whose `X-Forwarded-…` headers are believed;
+    # addresses and networks, separated by commas, whose `X-Forwarded-…` headers are trusted;
     # empty: none
     trusted_proxies: str = ""
     api_key: str = ""  # sent by the Python client and the command line
@@ -305,38 +303,38 @@ class Settings(Record):
 
     # Webhooks
     webhook_allow_private: bool = False  # also call loopback, private and link-local addresses
-    # deliveries of a tenant that are not over; then jobs with a callback get 429; 0: no limit
+    # pending deliveries of a tenant; beyond it, jobs with a callback get 429; 0: no limit
     webhook_pending_limit: Natural = 10_000
     webhook_timeout_s: Positive = 20.0
     webhook_log_ttl_s: Count = 7 * 24 * 3600  # how long the record of a delivery is kept
 
-    # Seeing it
+    # Observability
     log_format: Literal["text", "json"] = "text"
-    # of this process's own Prometheus metrics (worker, relay, callbacks); 0: none
+    # port of this process's Prometheus metrics (worker, relay, callbacks); 0: none
     metrics_port: Port = 0
     metrics_host: str = "127.0.0.1"
-    grafana_url: str = ""  # of Grafana, as users reach it: a link on the page; empty: none
+    grafana_url: str = ""  # URL under which users reach Grafana: a link on the page; empty: none
     otel_endpoint: str = ""  # OTLP over HTTP, such as http://127.0.0.1:4318; empty: no traces
 
-    # The edge
-    max_body_mib: Count = 8  # of JSON
-    max_file_mib: Count = 64  # of a file in place of JSON: modules
-    # of clients; fewer where the process may not open that many files
+    # HTTP
+    max_body_mib: Count = 8  # of a JSON body
+    max_file_mib: Count = 64  # of a file in place of a JSON body: modules
+    # connections of clients; fewer if the process may not open that many files
     max_connections: Count = 10_000
-    # open requests of one tenant, held responses and streams among them, in one process
+    # open requests of one tenant in one process, including held responses and streams
     tenant_connections: Count = 5_000
-    # open event streams of one tenant, those of the page among them, in one process
+    # open event streams of one tenant in one process, including those of the page
     tenant_streams: Count = 250
     # event streams that one tenant may open, after a burst of `tenant_streams`
     tenant_streams_per_minute: Count = 1_200
-    # time for a new connection, or one that has begun a request, to send its headers
+    # time for a new connection, or for one that has begun a request, to send its headers
     head_timeout_s: Positive = 15.0
-    # time for a body to arrive; large ones get another second per 16 KiB
+    # time for a body to arrive; larger bodies get another second per 16 KiB
     body_timeout_s: Positive = 30.0
     tokenizer_processes: Count = 2  # processes that tokenise long texts for the API
     tokenizer_timeout_s: Positive = 20.0  # per long prompt or conversation
     max_wait_s: Positive = 600.0  # the longest a response is held
-    # after this a finished job's result is deleted and it reads `expired`
+    # after this time, a finished job's result is deleted, and its state reads `expired`
     result_ttl_s: Count = 7 * 24 * 3600
     event_limit: Count = 10_000  # events kept per job
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -348,12 +346,12 @@ class Settings(Record):
 
     @property
     def capture_root(self) -> Path:
-        """Return the local folder of captures where no setting names one."""
+        """The default folder of captures, if no setting names a store."""
         return Path(self.data_dir).resolve() / "captures"
 
     @property
     def artifacts(self) -> str:
-        """The URI of the artifact store, for `open_store`. It holds no credentials."""
+        """The URI of the artifact store for `open_store`, without credentials."""
         if not self.artifact_store.startswith("s3://"):
             return self.artifact_store or str(self.capture_root)
         options = urlencode(
@@ -371,8 +369,8 @@ class Settings(Record):
 
 
 def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Settings:
-    """Settings from defaults, the TOML file named by `MIDSTREAM_CONFIG`, the environment, and
-    `overrides`, in this order.
+    """Load settings from defaults, the TOML file named by `MIDSTREAM_CONFIG`, the environment, and
+    `overrides`, in increasing precedence.
 
     Raises SettingsError naming the setting and its source.
     """
@@ -403,12 +401,12 @@ def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Se
         for name, text in env.items()
         if name.startswith(PREFIX) and name != FILE_VARIABLE
     }
-    given = {name: value for name, value in overrides.items() if value is not None}
+    arguments = {name: value for name, value in overrides.items() if value is not None}
     for more in (
         _checked(_with_files(from_env, known), known, "environment"),
-        _checked(given, known, "arguments"),
+        _checked(arguments, known, "arguments"),
     ):
-        # Options of the engine are merged one by one, as settings are.
+        # engine options are merged one by one, like settings
         options = {**values.get("engine_options", {}), **more.get("engine_options", {})}
         values |= more | ({"engine_options": options} if options else {})
     for name in SECRETS:
@@ -432,7 +430,7 @@ def refuse_exposed(label: str, path: str, reason: str = "") -> None:
 
 
 def _with_store(settings: Settings) -> Settings:
-    """The settings; a store that cannot be opened is refused at the start."""
+    """Return the settings. Raises SettingsError for an invalid store or Grafana URL."""
     store = settings.artifact_store
     if "://" in store and not _STORE.fullmatch(store):
         raise SettingsError(f"artifact_store={store!r}: valid: s3://bucket/prefix, or a folder")
@@ -449,7 +447,7 @@ def _with_store(settings: Settings) -> Settings:
 
 
 def _with_engine_table(table: dict[str, Any]) -> dict[str, Any]:
-    """A file's contents with its table `[engine]` under the setting's own name."""
+    """Return a file's contents with its table `[engine]` renamed to `engine_options`."""
     if not isinstance(table.get(ENGINE_TABLE), dict):
         return table
     if "engine_options" in table:
@@ -460,8 +458,8 @@ def _with_engine_table(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_options(pairs: Iterable[str]) -> dict[str, Any]:
-    """`NAME=VALUE` as `--engine` takes it: JSON where it reads as JSON (numbers, true, lists,
-    objects), text elsewhere.
+    """Parse `NAME=VALUE` of `--engine`. A value that is valid JSON (number, true, list, object) is
+    decoded; any other value is text.
     """
     options: dict[str, Any] = {}
     for pair in pairs:
@@ -478,7 +476,7 @@ def engine_options(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, str]:
-    """`MIDSTREAM_<NAME>_FILE` names a file that holds the value of `<NAME>`, as secrets come in
+    """Read `<NAME>` from the file that `MIDSTREAM_<NAME>_FILE` names: the usual form of secrets in
     containers.
     """
     values = dict(from_env)
@@ -501,7 +499,7 @@ def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, st
 
 
 def _with_password(settings: Settings) -> Settings:
-    """The settings with the password inserted into the URL, where every client reads it."""
+    """Return the settings with the password inserted into the URL, where every client reads it."""
     if not settings.redis_password or not settings.redis_url:
         return settings
     parts = urlsplit(settings.redis_url)
@@ -515,7 +513,7 @@ def _with_password(settings: Settings) -> Settings:
 
 
 def _with_sentinel_password(settings: Settings) -> Settings:
-    """The settings with the sentinels' password inserted into the URL."""
+    """Return the settings with the sentinels' password inserted into the URL."""
     if not settings.redis_sentinel_password or not settings.redis_url:
         return settings
     parts = urlsplit(settings.redis_url)
@@ -534,7 +532,7 @@ def _with_sentinel_password(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, redis_url=url, redis_sentinel_password="")
 
 
-#: Setting → parameter of the URL, as redis-py and kombu both read them.
+#: Setting → URL parameter that redis-py and kombu both read.
 _TLS = {
     "redis_tls_ca": "ssl_ca_certs",
     "redis_tls_cert": "ssl_certfile",
@@ -543,8 +541,8 @@ _TLS = {
 
 
 def _with_tls(settings: Settings) -> Settings:
-    """The settings with the TLS files inserted into the URL, where every client of Redis reads
-    them.
+    """Return the settings with the TLS files inserted into the URL, where every client of Redis
+    reads them.
     """
     files = {name: path for name in _TLS if (path := getattr(settings, name))}
     if not files or not settings.redis_url:
@@ -566,9 +564,7 @@ def _with_tls(settings: Settings) -> Settings:
 
 
 def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[str, Any]:
-    """Each value converted to its setting's type; text is read as the type asks (`"false"` is
-    false).
-    """
+    """Convert each value to its setting's type; from the environment, `"false"` becomes false."""
     checked = {}
     for name, value in raw.items():
         label = f"{PREFIX}{name.upper()}" if source == "environment" else name
@@ -584,7 +580,9 @@ def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[st
 
 
 def relay_addresses(relay_url: str) -> list[str]:
-    """The relays that a rank tries in turn, as `relay_url` lists them. Raises SettingsError."""
+    """Return the relay addresses in `relay_url`, which a rank tries in turn. Raises
+    SettingsError.
+    """
     addresses = [address.strip() for address in relay_url.split(",")]
     for address in addresses:
         try:
@@ -596,15 +594,14 @@ def relay_addresses(relay_url: str) -> list[str]:
             valid = False
         if not valid:
             raise SettingsError(
-                f"relay_url={relay_url!r}: {address!r} is no address of a relay; valid: "
-                "tcp://HOST:PORT, or several of them, separated "
-                "by commas"
+                f"relay_url={relay_url!r}: {address!r} is not a relay's address; valid: "
+                "tcp://HOST:PORT, or several, separated by commas"
             )
     return addresses
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches what listens at `host`, a name or an address."""
+    """Return whether only this machine can reach a server at `host`, a name or an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -612,15 +609,15 @@ def is_loopback(host: str) -> bool:
 
 
 def asks_for_keys(settings: Settings) -> bool:
-    """Return whether the API lets in only callers with a key."""
+    """Return whether the API requires a key."""
     return settings.auth == "keys" or (
         settings.auth == "auto" and not is_loopback(settings.api_host)
     )
 
 
 def to_environment(settings: Settings) -> dict[str, str]:
-    """The settings as `MIDSTREAM_*` variables for a child process; `load_settings` reads them back
-    equal.
+    """Return the settings as `MIDSTREAM_*` variables for a child process, from which
+    `load_settings` returns equal settings.
     """
     env = {}
     for name, value in msgspec.structs.asdict(settings).items():

@@ -6,18 +6,18 @@ from typing import Literal, cast
 
 class State(StrEnum):
     QUEUED = "queued"  # accepted and durable; no worker has it
-    RUNNING = "running"  # a worker holds it under a lease
+    RUNNING = "running"  # a worker holds a lease on it
     CANCELLING = "cancelling"  # cancellation was requested while it ran
     SUCCEEDED = "succeeded"  # outputs stored, every capture durable, every rank agrees
-    FAILED = "failed"  # `error` says why
+    FAILED = "failed"  # `error` has the reason
     CANCELLED = "cancelled"  # stopped on request while it ran
     ABORTED = "aborted"  # ended while it was queued
-    # shown only, never stored: it ended longer than `result_ttl_s` ago, and its result was deleted
+    # reported, never stored: it ended more than `result_ttl_s` ago, and its result was deleted
     EXPIRED = "expired"
 
 
-#: Which state may follow which; the Lua transitions are generated from this table. Terminal states
-#: have no successor. No transition leads to `expired`: a reader sees it instead of the stored
+#: State → the states that may follow; the Lua transitions are generated from this table. Terminal
+#: states have no successor. No transition leads to `expired`: readers see it instead of the stored
 #: terminal state.
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RUNNING, State.ABORTED, State.FAILED}),
@@ -31,8 +31,8 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 TERMINAL = frozenset(state for state, following in TRANSITIONS.items() if not following)
 
-#: What a webhook may report: that an attempt began, that a probe flagged a prompt, and each way in
-#: which a job ends.
+#: The events that a webhook may report: an attempt began, a probe flagged a prompt, or the job
+#: ended.
 CallbackEvent = Literal[
     "job.running", "job.flagged", "job.succeeded", "job.failed", "job.cancelled", "job.aborted"
 ]

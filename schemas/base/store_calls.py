@@ -2,7 +2,7 @@
 
 from .records import Record
 
-#: Upper bounds of the histogram, in seconds; a last bucket is for slower requests.
+#: Upper bounds of the histogram's buckets, in seconds; one more bucket counts slower requests.
 BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -10,9 +10,9 @@ class StoreCalls(Record):
     """Counts of one operation: head | get | put | upload (in parts) | delete | list | probe."""
 
     outcomes: dict[str, int] = {}  # ok | missing | stale | refused | full | away | error → requests
-    # requests repeated for a passing reason; those of an upload's parts are not known
+    # requests repeated after a temporary error; repeats of an upload's parts are unknown
     retries: int = 0
     bytes: int = 0  # of bodies that were sent or received
-    seconds: float = 0.0  # in all
+    seconds: float = 0.0  # total duration
     # requests by duration, one number for each of `BOUNDS` and one for the rest
     buckets: list[int] = []

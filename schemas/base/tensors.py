@@ -1,6 +1,4 @@
-"""Tensors as they cross a wire: dtype, shape and raw little-endian bytes, never pickle or a list of
-floats.
-"""
+"""Tensors in messages: dtype, shape and little-endian bytes, never pickles or lists of floats."""
 
 import hashlib
 import math
@@ -31,21 +29,23 @@ class Tensor(Record):
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
-    """The tensor as numpy; what numpy lacks is widened exactly to float32."""
+    """Convert a tensor to numpy; bfloat16, which numpy lacks, becomes float32, exactly."""
     return widened(
         np.frombuffer(tensor.data, dtype=DTYPES[tensor.dtype].raw), tensor.dtype
     ).reshape(tensor.shape)
 
 
 def from_numpy(array: np.ndarray) -> Tensor:
-    """float16 stays, everything else is sent as float32; shape is kept."""
+    """Convert an array to a tensor: float16 stays, other dtypes become float32."""
     dtype: DType = "float16" if array.dtype == np.float16 else "float32"
     contiguous = np.ascontiguousarray(array, dtype=np.dtype(dtype).newbyteorder("<"))
     return Tensor(dtype=dtype, shape=list(array.shape), data=contiguous.tobytes())
 
 
 def content_hash(tensor: Tensor) -> str:
-    """SHA-256 hex of dtype, shape and bytes: the tensor's name everywhere inside Midstream."""
+    """Return the SHA-256, in hexadecimal, of dtype, shape and bytes: the tensor's name inside
+    Midstream.
+    """
     digest = hashlib.sha256(msgspec.msgpack.encode((tensor.dtype, tensor.shape)))
     digest.update(tensor.data)
     return digest.hexdigest()

@@ -1,3 +1,3 @@
-"""The version of this package. Imports nothing, so that every part can name it."""
+"""The version of this package. Imports nothing, so that every module can import it."""
 
 __version__ = "0.1.0"

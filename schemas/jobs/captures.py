@@ -23,8 +23,8 @@ SEGMENT_SUFFIX = ".seg"
 
 
 def index_of(key: str) -> str:
-    """The JSON Lines of `BlobEntry` next to a capture file: `.jsonl` next to a segment, `.json`
-    next to the file of one capture.
+    """Return the key of the JSON Lines file of `BlobEntry` next to a capture file: `.jsonl` next to
+    a segment, `.json` next to the file of one capture.
     """
     return (
         key.removesuffix(SEGMENT_SUFFIX) + ".jsonl"
@@ -34,8 +34,8 @@ def index_of(key: str) -> str:
 
 
 def path_fault(path: str, job: str) -> str | None:
-    """Return what is wrong with the path of a capture file as a receipt of `job` names it, relative
-    to the capture root; None for nothing.
+    """Return an error message for an invalid path of a capture file in a receipt of `job`, relative
+    to the capture root; None if the path is valid.
 
     A job's files are in `<tag>/<job>/` and in shared segments: any other path is invalid.
     """
@@ -54,8 +54,8 @@ def path_fault(path: str, job: str) -> str | None:
 
 
 class Manifest(msgspec.Struct):
-    """In every blob, as JSON under `manifest` of the safetensors `__metadata__`; writers may add
-    members.
+    """The manifest in every blob: JSON under `manifest` of the safetensors `__metadata__`; writers
+    may add fields.
 
     Tensors of the blob: `<hook>.<layer>` `[positions, hidden_size]` of `dtype`, and int64
     `positions` and `token_ids`.
@@ -69,7 +69,7 @@ class Manifest(msgspec.Struct):
     worker: str
     rank: int
     pp: int  # pipeline stage that wrote it
-    stages: int  # how many there are: that many parts make the whole
+    stages: int  # number of pipeline stages: the capture consists of the parts of all
     sites: dict[str, list[int]]  # hook → layers in this blob
     stage_sites: dict[str, list[int]]  # hook → layers of this stage, over all its blobs
     at: str  # before | after the site's interventions
@@ -81,40 +81,35 @@ class Manifest(msgspec.Struct):
     reused: int = 0
     dropped: list[int] = []
     tag: str = ""
-    all_sites: dict[
-        str, list[int]
-    ] = {}  # hook → layers over all stages: a capture is whole when its blobs hold these
+    # hook → layers over all stages: a capture is complete when its blobs hold all of these
+    all_sites: dict[str, list[int]] = {}
     requests: int = 0  # how many of the job's prompts have a capture under this tag; 0: unknown
     num_layers: int = 0  # of the whole model, for negative layers; 0: written by an older version
-    caveats: list[
-        str
-    ] = []  # in what rows of this model, as it was served, may differ from transformers'
+    # ways in which rows of this model, as it was served, may differ from transformers'
+    caveats: list[str] = []
     images: list[ImageSpan] = []  # of the prompt: positions `[start, stop)` of each, in order
-    # rows of this blob with values that are not finite: the model gave them, or `dtype` does not
-    # hold them
+    # rows of this blob with values that are not finite: the model computed them, or they overflow
+    # `dtype`
     non_finite: int = 0
-    lora: LoraUse | None = None  # adapter that the rows were computed with
-    attention: list[AttentionKind] = []  # of the layers of which `sites` has queries or keys
-    routing: list[RoutingKind] = []  # of the layers of which `sites` has the router's logits
-    row: RowShape | None = None  # of the whole row, where it is not of the model's hidden size
-    columns: list[
-        int
-    ] = []  # `[start, stop)` of the whole row that this blob holds; empty: all, or `heads`
-    widths: dict[
-        str, int
-        # hook → elements of a row, where files of several widths or ranks were joined; else
-        # `hidden_size`
-    ] = {}
-    heads: list[int] = []  # that were asked for, over all ranks, where those are not all
+    lora: LoraUse | None = None  # the adapter with which the rows were computed
+    attention: list[AttentionKind] = []  # of the layers whose queries or keys are in `sites`
+    routing: list[RoutingKind] = []  # of the layers whose router logits are in `sites`
+    row: RowShape | None = None  # of the whole row, if its size is not the model's hidden size
+    # `[start, stop)`: the columns of the whole row in this blob; empty: all, or those of `heads`
+    columns: list[int] = []
+    # hook → elements of a row, if files of several widths or ranks were joined; otherwise
+    # `hidden_size`
+    widths: dict[str, int] = {}
+    heads: list[int] = []  # the requested heads, over all ranks, if not all were requested
     identity: str = ""  # of the model, see `ModelInfo`; empty: written by an older version
 
 
 class BlobEntry(msgspec.Struct):
-    """A line of the JSON Lines file next to capture files: `<stem>.json` next to its own file,
-    `.jsonl` next to a segment.
+    """A line of the JSON Lines file next to a capture file: `<stem>.json` next to the file of one
+    capture, `.jsonl` next to a segment.
     """
 
-    file: str  # name of the file that this describes
+    file: str  # name of the described file
     offset: int  # of the blob in the file
     bytes: int  # of the blob
     crc32: int  # of the blob
@@ -124,8 +119,8 @@ class BlobEntry(msgspec.Struct):
 class ManifestFile(Record):
     """One durable blob: rows of `sites` × `positions`, `[hidden_size]` of `dtype` each."""
 
-    name: str  # names the blob within the job
-    url: str  # the blob's bytes
+    name: str  # of the blob within the job
+    url: str  # of the blob's bytes
     path: str  # of the file, relative to the capture root
     offset: int  # of the blob in the file
     request: int  # index of the prompt
@@ -144,11 +139,8 @@ class ManifestFile(Record):
     dropped: list[int] = []
     images: list[ImageSpan] = []  # of the prompt: positions `[start, stop)` of each, in order
     non_finite: int = 0  # rows with values that are not finite
-    link: str | None = (
-        # the blob's bytes from the store itself, for some minutes and any caller that has it; null:
-        # through the API alone
-        None
-    )
+    # a temporary link to the blob's bytes in the store, which needs no key; null: use the API
+    link: str | None = None
 
 
 class CaptureManifest(Record):
@@ -156,24 +148,22 @@ class CaptureManifest(Record):
 
     job: str
     status: CaptureStatus
-    root: (
-        str | None
-    )  # the artifact store: a folder, for readers on the same machine, or a URI without credentials
+    # the artifact store: a folder, for readers on the same machine, or a URI without credentials
+    root: str | None
     bytes: int
     rows: int
     files: list[ManifestFile]
     detail: str = ""
-    caveats: list[
-        str
-    ] = []  # in what rows of this model, as it was served, may differ from transformers'
-    lora: LoraUse | None = None  # adapter that the rows were computed with
-    identity: str = ""  # of the model that computed them; empty: written by an older version
+    # ways in which rows of this model, as it was served, may differ from transformers'
+    caveats: list[str] = []
+    lora: LoraUse | None = None  # the adapter with which the rows were computed
+    identity: str = ""  # of the model that computed the rows; empty: written by an older version
 
 
 class CaptureEntry(Record):
     """One job's captures in the listing.
 
-    `bytes` and `rows` count the receipts that have arrived.
+    `bytes` and `rows` are sums over the receipts that have arrived.
     """
 
     job: str
@@ -192,12 +182,12 @@ class CapturePage(Record):
 
 
 class CaptureNorms(Record):
-    """Answer of `GET /v1/captures/{id}/norms`: a number for each layer and row, computed in float32
-    from the stored rows.
+    """Answer of `GET /v1/captures/{id}/norms`: a number for each layer and position, computed in
+    float32 from the stored rows.
 
-    `norms[l][p]` is the Euclidean norm of the row of `layers[l]` and `positions[p]`;
-    `cosines[l][p]` its cosine to the module's vector. Null where there is no finite number: the row
-    is zero, or not finite, or its norm overflows float32.
+    `norms[l][p]` is the Euclidean norm of the row at `layers[l]` and `positions[p]`;
+    `cosines[l][p]` is its cosine to the module's vector. Null if the number is not finite: the row
+    is zero or not finite, or its norm overflows float32.
     """
 
     job: str
@@ -208,17 +198,16 @@ class CaptureNorms(Record):
     at: str
     dtype: str  # of the stored rows
     width: int  # elements of a row
-    hooks: list[str]  # that were captured
+    hooks: list[str]  # captured hooks
     requests: list[int]  # prompts with rows under this tag
     prompt_tokens: int
-    rows: int  # positions that were captured, of which `positions` lists a part
-    start: int  # place of the first listed position among them
+    rows: int  # number of captured positions, of which `positions` lists a part
+    start: int  # index of the first listed position among all captured positions
     positions: list[int]
     token_ids: list[int]
-    tokens: list[str] | None  # how each reads; null: the model is no longer served
+    tokens: list[str] | None  # the text of each token; null: the model is no longer served
     layers: list[int]
     norms: list[list[float | None]]
     module: str | None = None
-    cosines: list[list[float | None] | None] | None = (
-        None  # null for a layer of which the module has no vector
-    )
+    # null for a layer for which the module has no vector
+    cosines: list[list[float | None] | None] | None = None

@@ -1,5 +1,5 @@
-"""The certificate of a loaded model: which hook points were proven before the first request, by
-which laws, with which figures.
+"""The certificate of a loaded model: the hook points that were proven before the first request, the
+laws, and their figures.
 """
 
 from ..base.records import Published
@@ -7,21 +7,21 @@ from ..extensions import Extension
 
 
 class LawFigure(Published):
-    """The worst figure of one law over all layers, rows and requests that it was checked on."""
+    """The worst figure of one law over all checked layers, rows and requests."""
 
     law: str  # see docs/architectures.md
     figure: float  # in the unit of `tolerance`; -1: not finite
     tolerance: float
-    checked: int  # layers, or requests
+    checked: int  # number of layers or requests
     layer: int = -1  # of the worst figure; -1: the law has no layers
     hooks: list[str] = []  # hook points that the law concerns
     ok: bool = True
 
 
 class Certificate(Published):
-    """Made at the start of an engine, from real requests on the real weights.
+    """The result of certification at an engine's start, from real requests on the real weights.
 
-    Kept in the data folder.
+    Stored in the data folder.
     """
 
     model: str
@@ -34,22 +34,22 @@ class Certificate(Published):
     tp: int
     pp: int
     created: float  # seconds since the epoch
-    seconds: float  # that it took
+    seconds: float  # duration of the certification
     proven: list[str]  # hook points
     absent: dict[str, str] = {}  # hook point → why it is not served
-    # hook point that is served without proof → the reason: the hooks that would prove it are not
-    # installed
+    # hook point that is served without proof, because the hooks that would prove it are not
+    # installed → the reason
     unproven: dict[str, str] = {}
     readings: dict[str, str] = {}  # kind of reading (`lens`) → why the certification excluded it
     laws: list[LawFigure] = []
     not_compared: dict[str, str] = {}  # law → why it was not checked
-    extensions: list[Extension] = []  # loaded on every rank, with the properties that were tested
+    extensions: list[Extension] = []  # loaded on every rank, with the tested properties
     # also in every manifest: for example options and hooks that are not proven
     caveats: list[str] = []
 
     @property
     def served(self) -> list[str]:
-        """Served hook points: the proven ones, then the unproven ones."""
+        """The served hook points: first the proven, then the unproven ones."""
         return [*self.proven, *self.unproven]
 
     @property

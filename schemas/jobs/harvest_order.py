@@ -1,5 +1,5 @@
-"""Order and sampling of rows in harvests: functions of seed and keys alone, the same in every
-version of numpy.
+"""Order and sampling of rows in harvests: functions of only seed and keys, with the same results in
+every version of numpy.
 """
 
 import numpy as np

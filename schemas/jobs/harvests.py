@@ -1,8 +1,7 @@
-"""Harvests: the rows of a corpus as shards.
+"""Harvests, the rows of a corpus as shards: requests, their stored form, plans, records of units,
+and manifests.
 
-Requests, what is stored of them, plans, records of units and manifests.
-
-See docs/decisions/0035-harvests.md for why it is built so.
+docs/decisions/0035-harvests.md explains the design.
 """
 
 from typing import Annotated, Literal
@@ -35,28 +34,29 @@ MANIFEST = "manifest.json"
 
 Format = Literal["auto", "jsonl", "parquet", "arrow"]
 DocumentKind = Literal["text", "chat", "tokens"]
-#: Of a document longer than `max_length`: `truncate` leaves out the rest, `split` makes further
-#: sequences of it, `pack` also joins documents, the end-of-text token between them, so that every
-#: sequence of a unit but its last is full.
+#: Treatment of a document longer than `max_length`: `truncate` drops the rest; `split` makes
+#: further sequences of the rest; `pack` also joins documents, with the end-of-text token between
+#: them, so that every sequence of a unit except the last is full.
 Fit = Literal["truncate", "split", "pack"]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
-#: A document as it stands in the request.
+#: A document in the request itself.
 Line = Text | TokenIds
 
 
 class HarvestSource(Record, kw_only=True):
-    """Documents in order: `lines`, or the files at `path` (a file, or a folder whose files are read
-    by name) below `root`.
+    """The documents, in order: `lines`, or the files at `path` (a file, or a folder whose files are
+    read in order of their names).
     """
 
     lines: (
         Annotated[list[Line], msgspec.Meta(min_length=1, max_length=MAX_HARVEST_LINES)] | None
     ) = None
-    # relative to one of the setting `harvest_sources`
+    # relative to an entry of the setting `harvest_sources`
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)] | None = None
-    format: Format = "auto"  # by the names' endings; a Hugging Face datasets folder is `arrow`
-    kind: DocumentKind = "text"  # what the field holds: a text, a conversation, or token ids
-    field: Name = "text"  # column, or member of a line's object
+    # `auto`: by the names' extensions; a Hugging Face datasets folder is `arrow`
+    format: Format = "auto"
+    kind: DocumentKind = "text"  # the field's content: a text, a conversation, or token ids
+    field: Name = "text"  # column, or field of a line's JSON object
 
     def __post_init__(self) -> None:
         if (self.lines is None) == (self.path is None):
@@ -68,32 +68,32 @@ class HarvestSource(Record, kw_only=True):
 class HarvestCut(Record, kw_only=True):
     """Rules by which documents become sequences."""
 
-    # tokens; null: as long as the model takes
+    # tokens; null: the model's maximum
     max_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROMPT_TOKENS)] | None = None
     fit: Fit = "truncate"
-    # what the tokenizer adds around a text, such as BOS; conversations have their template's
+    # add the tokenizer's special tokens, such as BOS, to texts; conversations have their template's
     special_tokens: bool = True
 
 
 class HarvestPositions(Record, kw_only=True):
-    """Positions of a sequence that give rows."""
+    """The positions of a sequence whose rows are harvested."""
 
-    skip_bos: bool = True  # not those of the model's beginning-of-text token
-    # of each sequence: attention sinks
+    skip_bos: bool = True  # leave out the model's beginning-of-text token
+    # leave out the first positions of each sequence, which are attention sinks
     skip_first: Annotated[int, msgspec.Meta(ge=0, le=MAX_PROMPT_TOKENS)] = 0
     every: Count = 1  # every n-th position of a document, from its first
-    # that many of each document, chosen at random among those that the rest leaves
+    # the number of positions of each document, sampled from those that the other fields leave
     sample: Count | None = None
-    seed: Seed = 0  # of that choice
-    prompt: bool = True  # with `generate`: also the rows of the prompt
+    seed: Seed = 0  # of the sampling
+    prompt: bool = True  # with `generate`: also harvest the rows of the prompt
 
 
 class HarvestShards(Record, kw_only=True):
     """Rules by which rows become files."""
 
-    # of rows in a shard of all stages, about
+    # approximate size of the rows in a shard, over all stages
     mib: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARD_MIB)] = 64
-    # the seed of the order of rows in a shard; null: by document and position
+    # seed of the order of rows in a shard; null: ordered by document and position
     shuffle: Seed | None = 0
 
 
@@ -105,12 +105,12 @@ class HarvestRequest(SitesSpec, kw_only=True):
     cut: HarvestCut = HarvestCut()
     positions: HarvestPositions = HarvestPositions()
     at: At = "before"
-    generate: SamplingRequest | None = None  # rows also of the tokens generated after each document
+    generate: SamplingRequest | None = None  # also harvest tokens generated after each document
     dtype: ShardDType = "model"
     shards: HarvestShards = HarvestShards()
-    # one of the setting `harvest_stores`; null: the first
+    # an entry of the setting `harvest_stores`; null: the first
     store: Annotated[str, msgspec.Meta(max_length=MAX_PATH)] | None = None
-    # of all sequences; later documents are left out
+    # the most tokens of all sequences together; later documents are left out
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)] | None = None
     priority: Priority | None = None
     metadata: Metadata = {}
@@ -126,7 +126,7 @@ class HarvestRequest(SitesSpec, kw_only=True):
 
 
 class StoredHarvest(Record, omit_defaults=True, kw_only=True):
-    """A harvest after validation, as the ledger keeps it. Never changes."""
+    """A harvest after validation, as the ledger stores it. Never changes."""
 
     id: str
     model: str
@@ -134,7 +134,7 @@ class StoredHarvest(Record, omit_defaults=True, kw_only=True):
     uri: str  # of the harvest's store
     sites: dict[Hook, list[int]]
     source: HarvestSource
-    root: str = ""  # the store that `source.path` is in
+    root: str = ""  # the store that contains `source.path`
     cut: HarvestCut = HarvestCut()
     max_length: int
     positions: HarvestPositions = HarvestPositions()
@@ -148,25 +148,25 @@ class StoredHarvest(Record, omit_defaults=True, kw_only=True):
     key: str = ""
     priority: Priority = "normal"
     metadata: dict[str, str] = {}
-    steering: str = ""  # digest of the global steering that all rows are computed under
+    steering: str = ""  # digest of the global steering with which all rows are computed
     identity: str = ""  # of the model that computes all rows
 
 
 class PlannedUnit(Record, array_like=True, kw_only=True):
-    """A run of documents: rows `[start, stop)` of a file, or bytes of a JSONL file."""
+    """Consecutive documents: rows `[start, stop)` of a table, or those bytes of a JSONL file."""
 
     file: int
     start: int
     stop: int
-    document: int  # number of the first
+    document: int  # number of the first document
     documents: int
-    weight: int  # bytes, about: how much of the whole it is
-    crc32: int = 0  # of its bytes; of a table, of its values
-    tokens: int = -1  # that its sequences may have; -1: no limit
+    weight: int  # approximate bytes, for the share of the whole harvest
+    crc32: int = 0  # of its bytes; for a table, of its values
+    tokens: int = -1  # the most tokens of its sequences; -1: no limit
 
 
 class SourceFile(Record, array_like=True, kw_only=True):
-    """A file of a source as it was planned. One that differs is not read."""
+    """A file of a source at planning time. A file that has changed since is not read."""
 
     key: str  # in the source's store
     size: int
@@ -174,11 +174,11 @@ class SourceFile(Record, array_like=True, kw_only=True):
 
 
 class HarvestPlan(Record, kw_only=True):
-    """The units of a source, and the files that they are in."""
+    """The units of a source, and the files that contain them."""
 
     files: list[SourceFile]
     units: list[PlannedUnit]
-    parts: int  # that many runs of units, each the work of a job
+    parts: int  # number of parts: consecutive units that one job computes
 
     @property
     def weight(self) -> int:
@@ -186,14 +186,14 @@ class HarvestPlan(Record, kw_only=True):
 
 
 class PlanFile(Record, kw_only=True):
-    """The plan that counts: an object of the harvest's store."""
+    """A reference to the valid plan, an object in the harvest's store."""
 
     key: str
     crc32: int
 
 
 class ShardFile(Record, omit_defaults=True, kw_only=True):
-    """A file of a shard: of one pipeline stage."""
+    """A file of a shard, with the sites of one pipeline stage."""
 
     key: str
     bytes: int
@@ -204,19 +204,19 @@ class ShardFile(Record, omit_defaults=True, kw_only=True):
 
 
 class ShardEntry(Record, kw_only=True):
-    """Rows of all sites at the same keys, in the same order."""
+    """A shard: rows of all sites at the same keys, in the same order."""
 
-    rows: int  # positions: each site has that many
+    rows: int  # rows of each site
     files: list[ShardFile]
 
 
 class UnitEntry(Record, kw_only=True):
-    """Result of a unit."""
+    """The result of a unit."""
 
     unit: int
-    first: int  # document
+    first: int  # number of the first document
     documents: int
-    tokens: int  # of the sequences that were computed
+    tokens: int  # of the computed sequences
     generated: int = 0
     rows: int
     bytes: int
@@ -239,10 +239,7 @@ class PartFile(Record, kw_only=True):
 
 
 class HarvestManifest(Record, kw_only=True):
-    """The object `manifest.json`: what a complete harvest holds.
-
-    The last object that is written.
-    """
+    """The object `manifest.json`, which describes a complete harvest. It is written last."""
 
     format: str
     version: str
@@ -284,22 +281,22 @@ class HarvestView(Record, omit_defaults=True, kw_only=True):
     state: HarvestState
     version: int
     created: float
-    uri: str  # of its store: `midstream.harvest.open`
-    started: float | None = None  # the first part that computes
+    uri: str  # of its store, for `midstream.harvest.open`
+    started: float | None = None  # when its first part started
     finished: float | None = None
     reason: str = ""  # why it waits or is paused
     error: Problem | None = None
     units: int = 0
     units_done: int = 0
-    documents: int = 0  # of the units that are done, and the next
+    documents: int = 0  # of the finished units, like the following counts
     tokens: int = 0
     rows: int = 0
     bytes: int = 0
     shards: int = 0
     share: float = 0.0  # of the source, 0 to 1
-    tokens_s: float = 0.0  # over the time that it ran
-    left_s: float | None = None  # until the end, at this rate
-    jobs: list[str] = []  # of the parts that are out
+    tokens_s: float = 0.0  # tokens per second of its running time
+    left_s: float | None = None  # seconds until the end, at this rate
+    jobs: list[str] = []  # ids of the jobs of submitted parts
     tenant: str = DEFAULT_TENANT
     metadata: dict[str, str] = {}
     identity: str = ""  # of the model that computes all rows

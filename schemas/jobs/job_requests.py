@@ -1,18 +1,18 @@
-"""The request that a job came from, for those who look at it and want to send it again."""
+"""The request that created a job, for display and for sending it again."""
 
 from typing import Any
 
 from ..base.records import Record
 
-#: Bytes of a body that is kept next to its job; of a larger one (vectors, long prompts) only the
-#: prompts are.
+#: The most bytes of a body that is stored with its job; of a larger body (vectors, long prompts),
+#: only the prompts are stored.
 MAX_KEPT_BODY = 16 << 10
-#: Prompts that are shown, and characters of each.
+#: The most prompts that are shown, and the most characters of each.
 SHOWN_PROMPTS, SHOWN_PROMPT = 100, 4000
 
 
 class ShownPrompt(Record):
-    text: str | None  # null: it was sent as token ids; longer ones are cut
+    text: str | None  # cut if it is too long; null: the prompt was sent as token ids
     tokens: int
 
 
@@ -20,9 +20,9 @@ class JobRequestView(Record):
     """Answer of `GET /v1/jobs/{id}/request`."""
 
     id: str
-    path: str | None  # where it was sent; null: it is part of a harvest
-    #: As it was sent, with modules of its URL in `steering`; null: it was larger than 16 KiB, or an
-    #: older server accepted the job.
+    path: str | None  # the endpoint; null: the job is part of a harvest
+    #: The body as it was sent, with modules of its URL in `steering`; null: it was larger than 16
+    #: KiB, or an older server accepted the job.
     body: dict[str, Any] | None
     prompts: list[ShownPrompt]  # the first 100
     prompts_total: int

@@ -10,13 +10,13 @@ from ..model.banks import RowShape
 from ..requests.specs import CaptureSpec
 from .certificates import Certificate
 
-#: Digits of an identity in errors, tables and on the page.
+#: The digits of an identity shown in errors, in tables and on the page.
 SHOWN_IDENTITY = 12
 
 
 class ModelInfo(Published):
-    """Published in Redis when a worker's engine is up; kept when the worker stops, so that jobs are
-    still accepted.
+    """Facts about a served model. A worker publishes them in Redis when its engine is up; they stay
+    when the worker stops, so that jobs are still accepted.
     """
 
     name: str
@@ -27,29 +27,30 @@ class ModelInfo(Published):
     vocab_size: int
     max_model_len: int  # tokens, prompt and generated together
     dtype: str
-    hooks: list[str]  # that exist
+    hooks: list[str]  # served hook points
     tokenizer: str  # SHA-256 of the tokenizer bundle's bytes, the key of its blob
     tp: int = 1
     pp: int = 1
     runner: str = "v1"
     consumers: list[str] = []  # of captured rows, loaded on every rank
     memory_limit_kib: int = 0  # the largest capture that a response returns
-    step_tokens: int = 0  # token rows in one engine step, at most
-    speculative_tokens: int = 0  # drafts of a request in one engine step, at most
+    step_tokens: int = 0  # the most token rows in one engine step
+    speculative_tokens: int = 0  # the most drafts of a request in one engine step
     # rows that one engine step may capture: those of one token and its drafts must fit; 0: no limit
     capture_row_limit: int = 0
     steering_rows: int = 0  # distinct steering rows that the engine can hold; 0: not reported
     steering_entries: int = 0  # vectors of those rows, over all sites; 0: not reported
-    global_captures: list[CaptureSpec] = []  # taken of every request
-    grades: bool = False  # ranks answer `RankSpec.grade`: sweeps can run
-    # kind of reading (`lens`) → why there is none; empty: it is served
+    global_captures: list[CaptureSpec] = []  # captures of every request
+    grades: bool = False  # ranks support `RankSpec.grade`, so sweeps can run
+    # kind of reading (`lens`) → why it is not served; empty: it is served
     readings: dict[str, str] = {}
     extensions: list[Extension] = []  # loaded on every rank
-    absent: dict[str, str] = {}  # hook that does not exist → why
-    inside: dict[str, RowShape] = {}  # of `hooks`, those whose rows are not of the hidden size
-    multimodal: bool = False  # the model takes images, even if this worker does not
-    images: int = 0  # the most images of a prompt; 0: this worker takes none
-    images_refused: str = ""  # why this worker takes none
+    absent: dict[str, str] = {}  # hook point that is not served → the reason
+    # hook point whose rows do not have the hidden size → their shape
+    inside: dict[str, RowShape] = {}
+    multimodal: bool = False  # the model accepts images, even if this worker does not
+    images: int = 0  # the most images of a prompt; 0: this worker accepts none
+    images_refused: str = ""  # why this worker accepts none
     # token ids of an image in a prompt as its chat template writes it
     image_placeholder: list[int] = []
     tool_parser: str = ""  # vLLM's parser of tool calls; empty: chats take no tools
@@ -66,7 +67,7 @@ class ModelInfo(Published):
     oldest_wire: int = 0
 
     def row_size(self, hook: str) -> int:
-        """Elements of a row at `hook`."""
+        """Return the number of elements of a row at `hook`."""
         return self.inside[hook].size if hook in self.inside else self.hidden_size
 
     def step_holds(self, rows: int) -> bool:
@@ -77,19 +78,19 @@ class ModelInfo(Published):
 
 
 class TokenizerBundle(Record):
-    """The tokenizer exactly as the worker's engine uses it; `tokenizers` reads it without torch."""
+    """The tokenizer exactly as the worker's engine uses it; `tokenizers` loads it without torch."""
 
     tokenizer_json: str
     chat_template: str | None
     special_tokens: dict[str, str]  # bos_token, eos_token, … for the chat template
     eos_token_ids: list[int]
-    # the chat template reads a message's content as a list of parts, of which text is one
+    # the chat template reads a message's content as a list of parts, such as text
     parts: bool = False
 
 
 def encode_bundle(bundle: TokenizerBundle) -> tuple[str, bytes]:
-    """(SHA-256, MessagePack): the key of the bundle's blob, as in `ModelInfo.tokenizer`, and the
-    blob.
+    """Return the key of the bundle's blob (its SHA-256, as in `ModelInfo.tokenizer`), and the blob
+    (MessagePack).
     """
     raw = to_msgpack(bundle)
     return hashlib.sha256(raw).hexdigest(), raw
@@ -99,7 +100,7 @@ class WorkerStats(Published):
     """A worker's current activity. Figures of its ranks are a few seconds old."""
 
     at: float  # seconds since the epoch
-    jobs: int  # that it holds
+    jobs: int  # jobs that it holds
     running: int  # requests in the engine's steps
     waiting: int  # requests that wait for the engine, or for rows of the steering table
     prompt_tokens_s: float  # tokens per second since the last heartbeat
@@ -112,9 +113,9 @@ class WorkerStats(Published):
     rows: int
     entries_used: int
     entries: int
-    outbox: int  # receipts that the relay has not taken yet, of all ranks
+    outbox: int  # receipts that the relay has not acknowledged yet, of all ranks
     backlog: int  # bytes of captured rows that wait for the writers, of all ranks
-    captured_rows: int  # since the ranks started, of all of them
+    captured_rows: int  # of all ranks, since they started
     captured_bytes: int
     dropped_positions: int
     desyncs: int
@@ -124,7 +125,7 @@ class WorkerStats(Published):
 
 
 class WorkerInfo(Published):
-    """A live worker, renewed with its heartbeat."""
+    """A live worker's record, renewed with its heartbeat."""
 
     worker: str
     boot: str

@@ -7,7 +7,7 @@ from ..base.records import Wire
 
 #: Version of the frames between ranks and relay: `[PROTOCOL, kind, epoch, seq u64be, payload]`.
 PROTOCOL = 1
-#: `Receipt.kind` of captures that could not be stored because the artifact store is unavailable:
+#: `Receipt.kind` of captures that could not be stored because the artifact store is unavailable;
 #: the job waits for the store.
 STORE_AWAY = "store_away"
 #: `Receipt.kind` of a failure that concerns the request as a whole: the kind of the error follows
@@ -18,10 +18,10 @@ READ_LATER = "the artifact store cannot be read now"
 
 
 class CapturedFile(Wire):
-    """One safetensors blob that is durable: content and directory entry were fsynced before the
-    receipt was written.
+    """One durable safetensors blob: content and directory entry were fsynced before the receipt was
+    written.
 
-    Most are their own file; in a segment `offset` says where in the file it begins.
+    Most blobs are a file of their own; in a segment, the blob begins at `offset`.
     """
 
     path: str  # of the file, relative to the capture root
@@ -30,19 +30,19 @@ class CapturedFile(Wire):
     rows: int  # (hook, layer, position) triples in it
     # layers of `post_block`, in receipts of the first version, which had no `sites`
     layers: list[int] = []
-    positions: int = 0  # how many token positions
+    positions: int = 0  # number of token positions
     sites: dict[str, list[int]] = {}  # hook → ascending layers
     offset: int = 0
     layout: str = "packed"
     tag: str = ""
-    # rows that were kept from an earlier request's forward passes, not computed in this request's
+    # rows from an earlier request's forward passes, which this request did not compute
     reused: int = 0
     dropped: list[int] = []  # requested positions dropped under overload
-    non_finite: int = 0  # rows of it with values that are not finite
+    non_finite: int = 0  # rows with values that are not finite
 
 
 class Consumed(Wire):
-    """Result of one consumer (such as `filesystem`) of one request's captured rows."""
+    """The result of one consumer (such as `filesystem`) of one request's captured rows."""
 
     name: str
     ok: bool = True
@@ -52,20 +52,17 @@ class Consumed(Wire):
 
 
 class Receipt(Wire):
-    """One rank's account of one request.
-
-    Sent for every request with an intervention or a capture.
-    """
+    """A rank's report on one request, sent for every request with an intervention or a capture."""
 
     version: str  # Midstream's version on the rank
     worker: str
-    boot: str  # which start of the worker
+    boot: str  # identifies the start of the worker
     job: str
     request: int
     attempt: int
     rank: int  # global rank
     world: int  # number of ranks: this many receipts settle the request
-    tp: int  # place inside the pipeline stage
+    tp: int  # index of the rank in the pipeline stage
     pp: int  # pipeline stage
     step: int  # engine step in which the request finished here
     actions: int  # actions in this rank's ledger so far
@@ -77,22 +74,22 @@ class Receipt(Wire):
     # with `error`: capture_failed | reading_failed | intervention_failed | STORE_AWAY | BY_REQUEST
     kind: str = BY_REQUEST
     consumed: list[Consumed] = []
-    global_version: int = 0  # of the global steering that the request began under
+    global_version: int = 0  # of the global steering with which the request began
     # how often this rank's action ledger was reset: checksums are compared within one epoch
     epoch: int = 0
-    graded: list[float] = []  # answers to `RankSpec.grade`, from the last stage's first rank
-    trace: str = ""  # W3C traceparent of the attempt, as `RankSpec.trace`
-    scores: list[ProbeScore] = []  # of the probes whose layers the stage has, from its first rank
+    graded: list[float] = []  # results of `RankSpec.grade`, from the last stage's first rank
+    trace: str = ""  # W3C traceparent of the attempt, as in `RankSpec.trace`
+    scores: list[ProbeScore] = []  # of the probes in the stage's layers, from its first rank
     identity: str = ""  # of the model that the rank has loaded
 
     @property
     def attempt_id(self) -> str:
-        """`JOB.ATTEMPT`, by which an outbox names its receipts, even those that it has lost."""
+        """`JOB.ATTEMPT`, which an outbox records for each receipt to be able to name lost ones."""
         return f"{self.job}.{self.attempt}"
 
     @property
     def verdict(self) -> str:
-        """`status`, but never `ok` where rows were dropped or a consumer failed."""
+        """`status`, but `partial` instead of `ok` if rows were dropped or a consumer failed."""
         incomplete = any(file.dropped for file in self.files) or not all(
             consumed.ok for consumed in self.consumed
         )
@@ -104,7 +101,7 @@ class LostRange(Wire):
 
     first: int
     last: int
-    jobs: list[str] = []  # as `Receipt.attempt_id` names them
+    jobs: list[str] = []  # `Receipt.attempt_id` of the lost receipts
     message: str = ""
 
 

@@ -1,9 +1,9 @@
 """The requests of a sweep and their numbering, shared by planner, worker and reader.
 
-Each pair has the units base, source (not in an ablation), sender (of a path that has one) and
-`noise` patches that change nothing; then come all cells, pair by pair, hook by hook, layer by
-layer, column by column. A unit takes one request per node (see `Node`): an answer of several tokens
-is graded token by token, each after the previous ones. A cell of a path may take two passes.
+First come the control units of each pair: base, source (not in an ablation), sender (if the sweep's
+path has one) and `noise` no-op patches; then all cells, ordered by pair, hook, layer and column. A
+unit takes one request per node (see `Node`): an answer of several tokens is graded token by token,
+each after the previous ones. A cell of a path may take two passes.
 """
 
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ class Node(NamedTuple):
 
 
 def nodes_of(pair: StoredPair) -> list[Node]:
-    """Return the nodes that give the log-probabilities of answer and foil. The first has an empty
-    prefix: it is the prompt itself.
+    """Return the nodes that give the log-probabilities of answer and foil. The first node has an
+    empty prefix: it is the prompt itself.
     """
-    needed: dict[tuple[int, ...], set[int]] = {(): set()}
+    graded: dict[tuple[int, ...], set[int]] = {(): set()}  # prefix → next tokens
     for continuation in (pair.answer, pair.foil):
         for place, token in enumerate(continuation):
-            needed.setdefault(tuple(continuation[:place]), set()).add(token)
-    return [Node(prefix, tuple(sorted(token_ids))) for prefix, token_ids in needed.items()]
+            graded.setdefault(tuple(continuation[:place]), set()).add(token)
+    return [Node(prefix, tuple(sorted(token_ids))) for prefix, token_ids in graded.items()]
 
 
 class Units:
@@ -40,7 +40,7 @@ class Units:
         self._sweep = sweep
         self.nodes = [nodes_of(pair) for pair in sweep.pairs]
         self.passes = 1 if sweep.path is None else sweep.path.passes
-        # requests of one unit, at most
+        # the most requests of one unit
         self.width = max(len(nodes) for nodes in self.nodes) * self.passes
         self._sends = sweep.path is not None and sweep.path.sender is not None
         self._controls = 2 + self._sends + sweep.noise  # of each pair
@@ -48,15 +48,15 @@ class Units:
 
     @cached_property
     def requests(self) -> int:
-        """Upper bound of the request numbers. Not all numbers are in use."""
+        """The exclusive upper bound of request numbers. Not all numbers are in use."""
         return (self.first_cell + self._sweep.num_cells) * self.width
 
     @cached_property
     def tokens(self) -> int:
-        """The tokens of all requests: their prompts, and one graded token each.
+        """The number of tokens of all requests: their prompts, and one graded token each.
 
-        Skipped cells count nothing. Tokens that the engine computes once for several requests count
-        for each.
+        Skipped cells do not count. Tokens that the engine computes once for several requests count
+        for each request.
         """
         sweep, total = self._sweep, 0
         for stored, nodes in zip(sweep.pairs, self.nodes, strict=True):
@@ -80,7 +80,9 @@ class Units:
         return Unit(pair * self._controls + 1, "source", pair)
 
     def sender(self, pair: int) -> Unit | None:
-        """Return the first pass of a path whose sender is the same for all cells."""
+        """Return the unit of a path's fixed sender, the first pass of all cells; None if it has
+        none.
+        """
         return Unit(pair * self._controls + 2, "sender", pair) if self._sends else None
 
     def noise(self, pair: int) -> list[Unit]:
@@ -91,7 +93,7 @@ class Units:
         columns = [place for place, column in enumerate(sweep.pairs[pair].columns) if column.places]
         units = []
         for number in range(sweep.noise if columns else 0):
-            share = (2 * number + 1) / (2 * sweep.noise)  # the middles of equal parts
+            share = (2 * number + 1) / (2 * sweep.noise)  # the middle of the n-th of equal parts
             layer, column = int(share * len(sweep.layers)), columns[number * 7919 % len(columns)]
             units.append(
                 Unit(
@@ -116,7 +118,7 @@ class Units:
                     number += 1
 
     def cell(self, number: int) -> Unit | None:
-        """The unit of this number if it is a cell."""
+        """Return the unit with this number if it is a cell; otherwise None."""
         remaining = number - self.first_cell
         if remaining < 0:
             return None
@@ -127,9 +129,9 @@ class Units:
 
     def patched(self, unit: Unit) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the layers of the model and the places (as in `Column`) that a cell or a noise
-        unit patches: its own and its neighbours within the sweep's window; ascending.
+        unit patches: its own, and those within the sweep's window around it; ascending.
 
-        If the unit's column is skipped, there are no places.
+        There are no places if the unit's column is skipped.
         """
         sweep, columns = self._sweep, self._sweep.pairs[unit.pair].columns
         layers = sweep.layers[_around(unit.layer, sweep.window.layers)]
@@ -143,13 +145,11 @@ class Units:
         return layers, sorted(places.items())
 
     def request(self, unit: Unit, node: int) -> int:
-        """The number of the request that asks `unit` at this node."""
+        """Return the number of the request of `unit` at this node."""
         return unit.number * self.width + node
 
     def first_request(self, unit: Unit) -> int:
-        """Return the number of the request that is the first pass of a path's cell, or of its
-        sender.
-        """
+        """Return the number of the request that is the first pass of a path's cell or sender."""
         return unit.number * self.width + self.passes - 1
 
 

@@ -1,5 +1,5 @@
-"""Views of a sweep in addition to its result: the plan of a request, and a sweep in progress with
-its request.
+"""Views of a sweep other than its result: the plan of a request, and a sweep in progress with its
+request.
 """
 
 from ..base.records import Record
@@ -9,14 +9,14 @@ from .sweeps import Axis, SweepRequest, SweepResult
 
 
 class PlannedColumn(Record):
-    """A column of the grid to come."""
+    """A column of the planned grid."""
 
     label: str  # the token's text, or the span's name
-    positions: list[int]  # in the patched prompt; none: it is skipped
-    # positions in the other prompt whose rows are written to `positions`, in the same order; in an
-    # ablation: none
+    positions: list[int]  # in the patched prompt; empty: the column is skipped
+    # positions in the other prompt whose rows are written to `positions`, in the same order; empty
+    # in an ablation
     sources: list[int]
-    reason: str  # why it is skipped
+    reason: str  # why the column is skipped
     head: int  # number of the head; −1: the column is not a head's
 
 
@@ -24,11 +24,11 @@ class PlannedPair(Record):
     """A pair with its tokens, aligned."""
 
     clean_tokens: list[str]  # the text of each token
-    corrupt_tokens: list[str]  # in an ablation: none
+    corrupt_tokens: list[str]  # empty in an ablation
     columns: list[PlannedColumn]
     answer_tokens: list[int]  # ids, as a continuation of the prompts
     foil_tokens: list[int]
-    notes: list[str]  # remarks on the alignment, for people
+    notes: list[str]  # remarks on the alignment
 
 
 class SweepPlan(Record):
@@ -41,7 +41,7 @@ class SweepPlan(Record):
     patched: str  # `clean` or `corrupt`: the prompt to which `positions` refer
     cells: int  # of all pairs, including skipped ones
     skipped: int  # how many of the cells are skipped
-    tokens: int  # that the tenant is charged for
+    tokens: int  # charged to the tenant
     pairs: list[PlannedPair]
 
 
@@ -50,5 +50,5 @@ class SweepView(Record):
 
     job: JobView
     request: SweepRequest | None  # as it was sent; null: an older server accepted it
-    result: SweepResult  # what is known so far
-    last_event: str  # pass it as `Last-Event-ID` to receive the events since
+    result: SweepResult  # the results so far
+    last_event: str  # pass it as `Last-Event-ID` to receive later events

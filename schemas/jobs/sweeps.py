@@ -1,7 +1,7 @@
 """Sweeps: grids of patched forward passes that locate where a model computes an answer.
 
-A sweep is a job. The edge resolves what was asked to a `StoredSweep`; the worker runs its units;
-readers see a `SweepResult`.
+A sweep is a job. The API resolves a `SweepRequest` to a `StoredSweep`; the worker runs its units;
+readers get a `SweepResult`.
 """
 
 from typing import Annotated, Literal, NamedTuple
@@ -38,29 +38,29 @@ from ..prompts.selectors import (
 from ..requests.sweep_paths import StoredPath, SweepPath
 from .receipts import Receipt
 
-#: `logprob`: of the answer. `logit_diff`: log-probability of the answer less that of the foil (of
-#: one token each: the difference of their logits). `recovered`: (m − m_base) / (m_source − m_base)
-#: with m the logit_diff, or without a foil the logprob.
-#: `kl`: D(P_clean ‖ P_cell) over the next token. All in nats but `recovered`, which is a share.
+#: `logprob`: log-probability of the answer. `logit_diff`: log-probability of the answer minus that
+#: of the foil (for single tokens, the difference of their logits). `recovered`: (m − m_base) /
+#: (m_source − m_base), where m is the logit_diff, or the logprob if there is no foil. `kl`:
+#: D(P_clean ‖ P_cell) over the next token. All in nats, except `recovered`, which is a share.
 Metric = Literal["logprob", "logit_diff", "recovered", "kl"]
-#: `denoise`: rows of the clean prompt are written into the corrupt one. `noise`: rows of the
-#: corrupt one into the clean one.
+#: `denoise`: rows of the clean prompt are written into the corrupt prompt. `noise`: the reverse.
 Direction = Literal["denoise", "noise"]
-#: Replacement rows without a second prompt; `mean`: over all positions of the patched prompt
-#: itself, at that hook and layer.
+#: Replacement rows that need no second prompt; `mean`: the mean over all positions of the patched
+#: prompt itself, at the cell's hook and layer.
 Ablation = Literal["zeros", "mean"]
-#: `auto`: tokens without a counterpart are left out; `left`, `right`: counted from the beginning or
-#: the end.
+#: How positions of the two prompts correspond. `auto`: by their tokens, and tokens without a
+#: counterpart are left out; `left`, `right`: counted from the beginning or the end.
 Alignment = Literal["auto", "left", "right"]
 
 
-#: What the columns of a grid are. `position`: a token each, or a span. `together`: one, all
-#: positions immediately. `head`: a head each, at all positions together. `head_position`: a head at
-#: a position (or span) each. `neuron`: some dimensions each, at all positions together.
+#: The columns of a grid. `position`: one for each token or span. `together`: a single column, all
+#: positions together. `head`: one for each head, at all positions together. `head_position`: one
+#: for each head at each position or span. `neuron`: one for each set of dimensions, at all
+#: positions together.
 Axis = Literal["position", "together", "head", "head_position", "neuron"]
 HEAD_AXES: frozenset[Axis] = frozenset({"head", "head_position"})
 
-#: What is expected after a prompt.
+#: The expected continuation of a prompt.
 Answer = (
     Annotated[str, msgspec.Meta(max_length=MAX_ANSWER_TEXT)]
     | Annotated[list[Index], msgspec.Meta(max_length=MAX_ANSWER_TOKENS)]
@@ -74,7 +74,7 @@ Hooks = Annotated[list[HookName], msgspec.Meta(min_length=1, max_length=MAX_HOOK
 
 
 class PairSpan(Record):
-    """A column of the grid: these tokens are patched together."""
+    """A column of the grid whose tokens are patched together."""
 
     name: Name
     clean: RequestedPositions
@@ -84,24 +84,23 @@ class PairSpan(Record):
 class SweepPair(Record):
     """Two prompts and the continuations that are measured after them.
 
-    Without `corrupt`: an ablation.
+    Without `corrupt`, the pair is for an ablation.
     """
 
     clean: Text | TokenIds
     corrupt: Text | TokenIds | None = None
-    # the continuation that is right after `clean`; null only with metric `kl`
+    # the right continuation of `clean`; null only with metric `kl`
     answer: Answer | None = None
-    foil: Answer | None = None  # one that is right after `corrupt`
-    # of the prompt that is patched, instead of the sweep's
+    foil: Answer | None = None  # the right continuation of `corrupt`
+    # of the patched prompt, instead of the sweep's
     positions: RequestedPositions | None = None
-    spans: Annotated[list[PairSpan], msgspec.Meta(max_length=MAX_SPANS)] | None = (
-        None  # columns of several tokens, instead of positions; the same names in every pair
-    )
+    # columns of several tokens, instead of positions; the same names in every pair
+    spans: Annotated[list[PairSpan], msgspec.Meta(max_length=MAX_SPANS)] | None = None
     alignment: Alignment | Counterparts | None = None  # instead of the sweep's
 
 
 class PatchWindow(Record):
-    """Number of layers and columns of the sweep that are patched together: centred on the cell,
+    """The number of the sweep's layers and columns that are patched together: centred on the cell,
     and cut off at the edges.
     """
 
@@ -110,19 +109,19 @@ class PatchWindow(Record):
 
 
 class Neurons(Record):
-    """Columns of axis `neuron`: exactly one of these.
+    """Columns of axis `neuron`: exactly one of the fields.
 
-    With `top` and `each`, a pair's cell takes the dimensions in which the rows of its two prompts
-    differ most: by |clean − corrupt|, summed over the cell's positions, at its own hook and layer.
+    `top` and `each` rank a pair's dimensions by how much the rows of its two prompts differ:
+    |clean − corrupt|, summed over the cell's positions, at the cell's hook and layer.
     """
 
-    # that many together
+    # for each number n, a column with the first n dimensions together
     top: (
         Annotated[list[TopCount], msgspec.Meta(min_length=1, max_length=MAX_NEURON_COLUMNS)] | None
     ) = None
-    # the first that many, one by one
+    # a column for each of the first `each` dimensions
     each: Annotated[int, msgspec.Meta(ge=1, le=MAX_NEURON_COLUMNS)] | None = None
-    # these dimensions
+    # a column for each set of dimensions
     sets: (
         Annotated[
             list[DimensionSelector], msgspec.Meta(min_length=1, max_length=MAX_NEURON_COLUMNS)
@@ -131,7 +130,7 @@ class Neurons(Record):
     ) = None
 
     def __post_init__(self) -> None:
-        if sum(given is not None for given in (self.top, self.each, self.sets)) != 1:
+        if sum(field is not None for field in (self.top, self.each, self.sets)) != 1:
             raise ValueError("neurons must be exactly one of top, each and sets")
 
 
@@ -142,20 +141,20 @@ class SweepRequest(Adapted, kw_only=True):
     pairs: Annotated[list[SweepPair], msgspec.Meta(min_length=1, max_length=MAX_PAIRS)]
     hooks: Hooks = msgspec.field(default_factory=lambda: ["post_block"])
     layers: LayerSelector = "all"
-    positions: RequestedPositions = "all_prompt"  # of the prompt that is patched
+    positions: RequestedPositions = "all_prompt"  # of the patched prompt
     axis: Axis = "position"
-    heads: DimensionSelector | None = None  # of the axes `head` and `head_position`; null: all
-    neurons: Neurons | None = None  # of the axis `neuron`
+    heads: DimensionSelector | None = None  # for the axes `head` and `head_position`; null: all
+    neurons: Neurons | None = None  # for the axis `neuron`
     path: SweepPath | None = None  # the cells are one end of a path
     window: PatchWindow = PatchWindow()
     metric: Metric = "recovered"
     direction: Direction = "denoise"
-    # instead of rows of the other prompt; `corrupt` and `direction` are left out then
+    # instead of rows of the other prompt; omit `corrupt` and `direction`
     ablation: Ablation | None = None
     alignment: Alignment = "auto"
     alpha: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    mask: DimensionSelector | None = None  # dimensions that are written
-    # patches without effect per pair, which measure the scatter of values
+    mask: DimensionSelector | None = None  # dimensions to write; null: all
+    # number of no-op patches per pair, which measure the noise floor
     noise: Annotated[int, msgspec.Meta(ge=1, le=MAX_NOISE)] = 8
     metadata: Metadata = {}
 
@@ -168,15 +167,12 @@ class Column(Record):
     """
 
     label: str  # the token's text, or the span's name
-    places: list[tuple[int, int]]  # empty: it is skipped
-    reason: str = ""  # why it is skipped
-    head: int = -1  # −1: no column of a head
-    dims: str = ""  # that are written, such as `64-127`; empty: all, but for `ranks`
-    ranks: tuple[int, int] | None = (
-        # of the dimensions by how far the prompts differ, from 0 up to but not including: those are
-        # written
-        None
-    )
+    places: list[tuple[int, int]]  # empty: the column is skipped
+    reason: str = ""  # why the column is skipped
+    head: int = -1  # −1: the column is not a head's
+    dims: str = ""  # dimensions to write, such as `64-127`; empty: all, unless `ranks` is set
+    # write the dimensions with these ranks `[start, stop)`, by how much the prompts differ
+    ranks: tuple[int, int] | None = None
 
     @property
     def masked(self) -> bool:
@@ -186,7 +182,8 @@ class Column(Record):
 class StoredPair(Record):
     """A pair as the worker runs it.
 
-    `base`: the tokens of the prompt that is patched; `source`: of the other, empty in an ablation.
+    `base`: the tokens of the patched prompt; `source`: those of the other prompt, empty in an
+    ablation.
     """
 
     base: list[int]
@@ -194,23 +191,23 @@ class StoredPair(Record):
     columns: list[Column]
     answer: list[int] = []
     foil: list[int] = []
-    base_tokens: list[str] = []  # how they read
+    base_tokens: list[str] = []  # the text of each token
     source_tokens: list[str] = []
     answer_text: str = ""
     foil_text: str = ""
-    notes: list[str] = []  # what the alignment did that a reader should know
-    sender: list[tuple[int, int]] = []  # places of a path's sender, as `Column.places`
+    notes: list[str] = []  # remarks on the alignment
+    sender: list[tuple[int, int]] = []  # places of a path's sender, as in `Column.places`
 
     @property
     def longest(self) -> int:
-        """Tokens of its longest request: a prompt, and all but the last token of the longer
-        continuation.
+        """The number of tokens of its longest request: a prompt, and all but the last token of the
+        longer continuation.
         """
         return max(len(self.base), len(self.source)) + max(len(self.answer), len(self.foil), 1) - 1
 
 
 class StoredSweep(Record):
-    """Resolved request of a sweep. All pairs have the same number of columns."""
+    """The resolved request of a sweep. All pairs have the same number of columns."""
 
     pairs: list[StoredPair]
     hooks: list[Hook]
@@ -231,17 +228,17 @@ class StoredSweep(Record):
 
     @property
     def num_cells(self) -> int:
-        """Places in the grids of all pairs, those that are skipped included."""
+        """The number of cells in the grids of all pairs, including skipped cells."""
         return len(self.pairs) * len(self.hooks) * len(self.layers) * self.num_columns
 
 
-#: What a unit of a sweep is: the patched prompt as it is; the prompt that rows come from; the first
-#: pass of a path whose sender is not the cell; a patch that changes nothing; a cell.
+#: Kinds of units, in this order: the patched prompt without a patch; the prompt whose rows are
+#: written; the first pass of a path with a fixed sender; a no-op patch; a cell.
 UnitKind = Literal["base", "source", "sender", "noise", "cell"]
 
 
 class Unit(NamedTuple):
-    """A question that the model is asked: `StoredSweep` → units, see `schemas.jobs.sweep_units`."""
+    """A unit of a `StoredSweep`: `schemas.jobs.sweep_units` numbers them."""
 
     number: int
     kind: UnitKind
@@ -251,27 +248,27 @@ class Unit(NamedTuple):
     column: int = 0
 
 
-#: Of the dimensions that a cell wrote by their rank, results list that many.
+#: The most dimensions, chosen by rank for a cell, that results list.
 SHOWN_NEURONS = 16
 
 
 class UnitRecord(Record):
-    """Record of a unit: stored in the ledger once every rank has confirmed it."""
+    """A unit's record, stored in the ledger once every rank has confirmed the unit."""
 
     unit: int
-    # in the metric's units; of `base` and `source` under `recovered`: the metric that it is made of
+    # in the metric's units; for `base` and `source` with `recovered`, of the underlying metric
     value: float | None = None
     logprob: float | None = None  # of the answer, nats
     foil_logprob: float | None = None
     reason: str = ""  # why there is no value
     attempt: int = 0
-    neurons: list[int] = []  # that the worker chose, the first `SHOWN_NEURONS`
-    # of `base`, `source` and `sender`: where their captured rows are, and what the ranks said
+    neurons: list[int] = []  # the first `SHOWN_NEURONS` of the dimensions that the worker chose
+    # for `base`, `source` and `sender`: the ranks' receipts, which name the files of captured rows
     receipts: list[Receipt] = []
 
 
 class Baseline(Record):
-    """Result of one of the two prompts without a patch.
+    """The result of one of the two prompts without a patch.
 
     `value`: in the metric's units; for `recovered`, in the units of the underlying metric.
     """
@@ -282,7 +279,9 @@ class Baseline(Record):
 
 
 class PairResult(Record):
-    """`grids[hook]` `[layers][columns]` in the metric's units; null: skipped or failed, see
+    """The result of one pair.
+
+    `grids[hook]`: `[layers][columns]` in the metric's units; null: skipped or failed, see
     `SweepResult.skipped`.
     """
 
@@ -291,22 +290,22 @@ class PairResult(Record):
     source_tokens: list[str]
     answer: str
     foil: str
-    base: Baseline | None  # the prompt that is patched
-    source: Baseline | None  # the prompt that rows come from
-    # the largest change that a patch made which changes nothing, in the metric's units
+    base: Baseline | None  # the patched prompt
+    source: Baseline | None  # the prompt whose rows are written
+    # the largest change by a no-op patch, in the metric's units
     noise_floor: float | None
     grids: dict[Hook, list[list[float | None]]]
     notes: list[str] = []
-    # of the columns, in the patched prompt; of one that is skipped: none
+    # of each column, in the patched prompt; empty for a skipped column
     positions: list[list[int]] = []
-    # number of patches of which `noise_floor` is the largest change; 0: an older server
+    # number of no-op patches behind `noise_floor`; 0: an older server
     noise_probes: int = 0
-    # whose rows are written there, in the other prompt, in the same order; in an ablation: none
+    # positions in the other prompt whose rows are written to `positions`, in the same order; empty
+    # in an ablation
     sources: list[list[int]] = []
-    heads: list[int] = []  # of the columns, on the axes of heads
-    neurons: dict[
-        Hook, list[list[list[int]]]
-    ] = {}  # `[layers][columns]`: what was chosen by rank, at most `SHOWN_NEURONS`, strongest first
+    heads: list[int] = []  # of each column, on the axes of heads
+    # `[layers][columns]`: the dimensions chosen by rank, at most `SHOWN_NEURONS`, strongest first
+    neurons: dict[Hook, list[list[list[int]]]] = {}
 
 
 class Skipped(Record):
@@ -320,20 +319,20 @@ class Skipped(Record):
 
 
 class SweepSummary(Record):
-    """Progress of a sweep, without its grids: data of the event `summary`."""
+    """The progress of a sweep, without its grids: data of the event `summary`."""
 
     cells: int  # with a value
     skipped: int
     total: int
     seconds: float | None  # of the attempt that ended it, from its start to its last cell
     metric: Metric
-    base: list[float | None]  # of each pair, as `Baseline.value`
+    base: list[float | None]  # `Baseline.value` of each pair
     source: list[float | None]
     noise_floor: list[float | None]
 
 
 class SweepResult(Record):
-    """`JobResult.sweep`. Complete when the job succeeded; before that, what is known so far."""
+    """`JobResult.sweep`. Complete if the job has succeeded; before, the results so far."""
 
     metric: Metric
     direction: Direction
@@ -343,15 +342,15 @@ class SweepResult(Record):
     window: PatchWindow
     alpha: float
     pairs: list[PairResult]
-    #: Over the pairs that have a value there, `[layers][columns]`; null where none has. Of one
-    #: pair: that pair's.
+    #: Mean over the pairs with a value, `[layers][columns]`; null where no pair has one. With one
+    #: pair: that pair's values.
     mean: dict[Hook, list[list[float | None]]]
     #: Sample standard deviation over the pairs; null with fewer than two.
     spread: dict[Hook, list[list[float | None]]]
     skipped: list[Skipped]
     summary: SweepSummary
     axis: Axis = "position"
-    path: SweepPath | None = None  # `frozen`: what was held
+    path: SweepPath | None = None
 
 
 class SweepStart(Record):
@@ -364,14 +363,14 @@ class SweepStart(Record):
     layers: list[int]
     labels: list[list[str]]  # of each pair's columns
     total: int  # cells
-    skipped: list[Skipped]  # known beforehand
+    skipped: list[Skipped]  # cells that are known to be skipped
     notes: list[list[str]]  # of each pair
     axis: Axis = "position"
     path: SweepPath | None = None
 
 
 class SweepCell(Record):
-    """Data of the event `cell`. `layer`: of the model."""
+    """Data of the event `cell`. `layer`: its number in the model."""
 
     pair: int
     hook: Hook

@@ -1,9 +1,8 @@
-"""Banks: hook points whose rows have the same width.
+"""Banks: hook points whose rows have the same width. Everything that depends on the width exists
+once for each bank.
 
-Everything that depends on the width exists once for each bank.
-
-The residual bank has rows of the model's hidden size. Rows of the others hold all heads (neurons,
-experts) side by side.
+The residual bank has rows of the model's hidden size. A row of another bank holds all heads
+(neurons, experts) side by side.
 """
 
 from collections.abc import Mapping
@@ -24,26 +23,26 @@ BANKS: dict[str, tuple[Hook, ...]] = {
 BANK: dict[Hook, str] = {hook: bank for bank, hooks in BANKS.items() for hook in hooks}
 #: Banks whose rows are heads.
 OF_HEADS = ("query", "key")
-#: Value of the setting `hooks` that stands for all hooks inside attention and MLP.
+#: The value of the setting `hooks` for all hooks inside attention and MLP.
 ALL_INSIDE = "inside"
 
 
 class RowShape(Record):
-    """A row of a hook that is inside: `[heads, width]`, one head behind the other."""
+    """The shape of a row at a hook inside attention or MLP: `[heads, width]`, head after head."""
 
     heads: int
     width: int
 
     @property
     def size(self) -> int:
-        """Elements of a row."""
+        """The number of elements of a row."""
         return self.heads * self.width
 
 
 def row_widths(
     hidden: int, *, heads: int, key_heads: int, head_size: int, neurons: int, experts: int
 ) -> dict[str, int]:
-    """Bank → elements of a whole row. `experts`: 0 where there is no router."""
+    """Return bank → number of elements of a whole row. `experts`: 0 if there is no router."""
     return {
         RESIDUAL: hidden,
         "query": heads * head_size,
@@ -54,7 +53,7 @@ def row_widths(
 
 
 def banks_of(sites: Mapping[Hook, list[int]]) -> dict[str, dict[Hook, list[int]]]:
-    """Bank → its part of `sites`, in the order of `BANKS`."""
+    """Return bank → its part of `sites`, in the order of `BANKS`."""
     parts = {
         bank: {hook: sites[hook] for hook in FORWARD if hook in hooks and hook in sites}
         for bank, hooks in BANKS.items()
@@ -63,9 +62,10 @@ def banks_of(sites: Mapping[Hook, list[int]]) -> dict[str, dict[Hook, list[int]]
 
 
 def asked_hooks(setting: str) -> tuple[list[str], list[str]]:
-    """Parse the setting `hooks`: (residual hooks, empty for all; hooks inside). Raises ValueError.
+    """Parse the setting `hooks`; return (residual hooks, empty for all; hooks inside attention and
+    MLP). Raises ValueError.
 
-    `all`: those of the residual stream; `inside`: all others; or single names.
+    `all`: all hooks of the residual stream; `inside`: all others; or single names.
     """
     names = [name.strip() for name in setting.split(",")]
     valid = ("all", ALL_INSIDE, *HOOKS, *INSIDE)

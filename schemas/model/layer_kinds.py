@@ -1,4 +1,4 @@
-"""Facts that are the same for a group of layers, as a rank reads them from the loaded model."""
+"""Facts that a group of layers shares, as a rank reads them from the loaded model."""
 
 from collections.abc import Collection, Iterable
 from typing import TypeVar
@@ -31,7 +31,7 @@ def grouped(kinds: Iterable[Kind]) -> list[Kind]:
 
 
 def of_layers(kinds: Iterable[Kind], layers: Collection[int]) -> list[Kind]:
-    """Return the kinds restricted to `layers`, without kinds that have none of them."""
+    """Return the kinds restricted to `layers`, without kinds that have none of these layers."""
     cut = [
         msgspec.structs.replace(kind, layers=[layer for layer in kind.layers if layer in layers])
         for kind in kinds

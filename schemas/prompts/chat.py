@@ -1,4 +1,4 @@
-"""A conversation as OpenAI's chat API writes it, for `messages` wherever they are taken."""
+"""Conversations in the form of OpenAI's chat API, for every field `messages`."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
@@ -24,7 +24,7 @@ class TextPart(Record, tag_field="type", tag="text"):
 
 
 class ImageUrl(Record):
-    """An image itself, as a `data:` URL of a PNG or JPEG file: URLs are not fetched."""
+    """An image as a `data:` URL of a PNG or JPEG file. Other URLs are not fetched."""
 
     url: Annotated[str, msgspec.Meta(max_length=MAX_IMAGE_TEXT)]
     detail: Literal["auto"] | None = None
@@ -40,7 +40,7 @@ class FunctionCall(Record):
 
 
 class ToolCall(Record):
-    """A call of a tool, as an answer carries it and a later message repeats it."""
+    """A call of a tool, in a response and repeated in a later message."""
 
     id: Label
     function: FunctionCall
@@ -49,16 +49,16 @@ class ToolCall(Record):
 
 class ChatMessage(Record):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    #: Only an assistant's message may have none.
+    #: Only an assistant's message may have no content.
     content: (
         Text | Annotated[list[TextPart | ImagePart], msgspec.Meta(max_length=MAX_MESSAGES)] | None
     ) = None
     name: Label | None = None
-    # of the assistant
+    # of an assistant's message
     tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Label | None = None  # of a message with role `tool`: the call that it answers
-    reasoning: Text | None = None  # of the assistant, for templates that read it
-    # Members of an answer's message that OpenAI's clients send back
+    reasoning: Text | None = None  # of an assistant's message, for templates that read it
+    # fields of a response's message that OpenAI's clients send back
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -90,9 +90,7 @@ class NamedTool(Record):
 
 
 class ToolUse(Record):
-    """The tools of a job, for vLLM's parser: JSON in the form of OpenAI's API, as the API has
-    checked it.
-    """
+    """The tools of a job for vLLM's parser: JSON in the form of OpenAI's API, already validated."""
 
     tools: bytes
     choice: str  # auto | none | required, or the name of a tool: see `named`
@@ -101,22 +99,22 @@ class ToolUse(Record):
 
 
 class Rendering(Record):
-    """Inputs of a chat template in addition to the messages, and how the conversation ends."""
+    """Inputs of a chat template other than the messages, and how the conversation ends."""
 
     tools: list[dict[str, Any]] | None = None
     options: dict[str, Any] = {}  # further variables of the template
-    opened: bool = True  # for the assistant's turn
-    continued: bool = False  # the last message should be continued
+    opened: bool = True  # ends with the start of the assistant's turn
+    continued: bool = False  # the last message is left open, to be continued
 
 
-#: A conversation opened for the assistant's turn, and nothing else.
+#: A conversation that ends with the start of the assistant's turn, without tools and options.
 PLAIN = Rendering()
 
 
 #: A conversation has at least one message.
 Conversation = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 
-#: A message as chat templates know it: `role`, `content` and perhaps `name`; content with images is
+#: A message as chat templates get it: `role`, `content` and perhaps `name`; content with images is
 #: a list of parts.
 PlainMessage = dict[str, Any]
 
@@ -127,7 +125,7 @@ def characters_of(messages: Iterable[PlainMessage]) -> int:
 
 
 def _characters(value: Any) -> int:
-    """Return the number of characters of all texts in a JSON value, names of members aside."""
+    """Return the number of characters of all texts in a JSON value, without names of fields."""
     if isinstance(value, dict):
         return sum(map(_characters, value.values()))
     if isinstance(value, list):

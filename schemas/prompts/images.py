@@ -1,10 +1,11 @@
-"""Images of prompts: what a job keeps of them, and positions in a prompt whose images have not been
+"""Images of prompts: their stored form, and positions in a prompt whose images have not been
 expanded yet.
 
-A prompt is stored *as written*: its token ids have one placeholder for each image. How many tokens
-an image takes is known only to the model's processor, on the worker. So positions of such a prompt
-count its tokens as written: the place of a placeholder stands for all tokens of its image, and
-`inside` names a single one of those. The worker maps them when it has expanded the prompt.
+A prompt is stored *as written*: its token ids have one placeholder for each image. Only the model's
+processor, on the worker, knows how many tokens an image takes. So positions of such a prompt count
+its tokens as written: the place of a placeholder stands for all tokens of its image, and `inside`
+gives the place of a single token of an image. The worker maps places to positions when it expands
+the prompt.
 """
 
 import hashlib
@@ -14,17 +15,17 @@ from typing import Literal
 from ..base.limits import MAX_IMAGE_PIXELS
 from ..base.records import Record
 
-#: Places from `_INSIDE` on are tokens of images: `_INSIDE` + image · `_STRIDE` + token. No prompt
-#: is long enough to reach them.
+#: Places from `_INSIDE` are tokens of images: `_INSIDE` + image · `_STRIDE` + token. No prompt is
+#: long enough to reach them.
 _INSIDE, _STRIDE = 1 << 40, 1 << 20
-#: The most tokens of one image that can be named.
+#: The most tokens of one image that have places.
 MAX_IMAGE_TOKENS = _STRIDE
 
 Format = Literal["PNG", "JPEG"]
 
 
 class ImageRef(Record):
-    """An image of a stored prompt; its bytes are a blob of this name."""
+    """An image of a stored prompt; its bytes are a blob whose name is `digest`."""
 
     digest: str  # SHA-256 of the file, hexadecimal
     start: int  # of its placeholder among the prompt's tokens as written: `[start, stop)`
@@ -32,8 +33,8 @@ class ImageRef(Record):
 
 
 class ImageSpan(Record):
-    """Positions `[start, stop)` of an image in a prompt as the model gets it, including
-    separators between its rows.
+    """The positions `[start, stop)` of an image in the expanded prompt, including separators
+    between the image's rows.
     """
 
     digest: str
@@ -46,12 +47,12 @@ class ImageError(ValueError):
 
 
 def inside(image: int, token: int) -> int:
-    """The place of one token of an image, both counted from 0."""
+    """Return the place of one token of an image, both counted from 0."""
     return _INSIDE + image * _STRIDE + token
 
 
 def of_image(place: int) -> tuple[int, int] | None:
-    """(image, token) of a place made by `inside`; None for a place of the prompt as written."""
+    """Return (image, token) of a place from `inside`; None for a place of the prompt as written."""
     return divmod(place - _INSIDE, _STRIDE) if place >= _INSIDE else None
 
 
@@ -60,9 +61,9 @@ def digest_of(data: bytes) -> str:
 
 
 def check_image(data: bytes) -> Format:
-    """Return the format of an image file, from its header alone.
+    """Return the format of an image file, from only its header.
 
-    Raises ImageError for another format, or for more than `MAX_IMAGE_PIXELS`.
+    Raises ImageError for another format, or for more than `MAX_IMAGE_PIXELS` pixels.
     """
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR" and len(data) >= 24:
         name: Format = "PNG"

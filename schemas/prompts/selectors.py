@@ -1,5 +1,5 @@
-"""Selectors of layers, positions and hook points as users write them, and their resolution to plain
-names and numbers.
+"""Selectors of layers, positions and hook points as users write them, and their resolution to names
+and numbers.
 """
 
 import re
@@ -24,36 +24,35 @@ from .images import MAX_IMAGE_TOKENS, ImageRef, inside
 
 
 class SelectorError(ValueError):
-    """A selector that cannot be resolved; `at` is the place inside it, such as `[1].text`."""
+    """A selector cannot be resolved; `at` is the path of the cause in it, such as `[1].text`."""
 
     def __init__(self, detail: str, at: str = ""):
         super().__init__(detail)
         self.at = at
 
 
-#: The hook points in the order in which a layer's forward meets them. For layer L with residual
-#: stream s:
+#: The hook points. For layer L with residual stream s, in the order of the forward pass:
 #: `pre_attn`: s entering the layer, before its input norm (an edit reaches this layer's attention);
 #: `attn_out`: the attention branch just before it is added;
 #: `post_attn`: s after attention was added, before the MLP's norm (an edit reaches this layer's
 #: MLP);
 #: `mlp_in`: the normed MLP input;
 #: `mlp_out`: the MLP branch just before it is added, after any post-norm;
-#: `post_block`: s leaving the layer (HF `hidden_states[L+1]`). Inside attention and MLP, rows of
-#: other widths (see `schemas.model.banks`), served where the setting `hooks` names them:
-#: `q_proj`, `k_proj`: what the projections give, by head; `q`, `k`: as attention uses them, after
-#: any norm and rotary embedding; `v`; `z`: what enters the output projection, by head; `mlp_act`:
-#: what enters the down projection, by neuron;
-#: `router`: the router's logits, by expert.
+#: `post_block`: s leaving the layer (HF `hidden_states[L+1]`).
+#: Inside attention and MLP, with rows of other widths (see `schemas.model.banks`), served only if
+#: the setting `hooks` names them:
+#: `q_proj`, `k_proj`: outputs of the projections, by head; `q`, `k`: as attention uses them, after
+#: any norm and rotary embedding; `v`; `z`: input of the output projection, by head; `mlp_act`:
+#: input of the down projection, by neuron; `router`: the router's logits, by expert.
 Hook = Literal[
     "pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block",
     "q_proj", "k_proj", "q", "k", "v", "z", "mlp_act", "router",
 ]  # fmt: skip
-#: Those of the residual stream's width.
+#: Hook points with rows of the residual stream's width.
 HOOKS: tuple[Hook, ...] = get_args(Hook)[:6]
 INSIDE: tuple[Hook, ...] = get_args(Hook)[6:]
 EVERY: tuple[Hook, ...] = get_args(Hook)
-#: All, in the order in which a layer's forward meets them.
+#: All hook points, in the order of a layer's forward pass.
 FORWARD: tuple[Hook, ...] = (
     "pre_attn",
     "q_proj",
@@ -126,12 +125,12 @@ ALIASES: dict[str, Hook] = {
     "attn.hook_rot_k": "k",
     "mlp.hook_post": "mlp_act",
 }
-#: What a user may write for a hook.
+#: A hook point's name in requests.
 HookName = Hook | Alias
 
 
 def resolve_hook(name: HookName) -> Hook:
-    """Return Midstream's name for a hook point; `name` may be TransformerLens'."""
+    """Return Midstream's name of a hook point; `name` may be TransformerLens' name."""
     return ALIASES.get(name) or cast(Hook, name)
 
 
@@ -153,40 +152,36 @@ DimensionSelector = (
 HeadSelector = LayerSelector
 _LAYERS = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 
-#: Named position sets; anything else is a list of absolute token positions, negative from the
-#: prompt's end.
+#: Names of sets of positions.
 PositionName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
-#: As users name them; `image`: the tokens of all images of the prompt.
+#: Names in requests; `image`: the tokens of all images of the prompt.
 RequestedName = Literal["last_prompt", "all_prompt", "all_generated", "all", "image"]
 #: The range of valid positions.
 Place = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)]
 
 
 class Window(Record):
-    """Absolute positions from `start` up to but not including `stop`; null: to the end of what is
-    generated.
-    """
+    """Absolute positions `[start, stop)`; without `stop`, to the last generated token."""
 
     start: int
     stop: int | None = None
 
 
-#: As stored and as the ranks read it: a name, ascending absolute positions, or a window.
+#: The resolved form, stored and sent to ranks: a name, ascending absolute positions, or a window.
 PositionSelector = PositionName | list[int] | Window
 
 
-class Span(
-    Record, omit_defaults=True
-):  # so that servers without the newer fields accept the others
+# `omit_defaults`: servers without the newer fields accept spans that do not use them
+class Span(Record, omit_defaults=True):
     """Consecutive tokens: by their text, by their positions, or those of an image.
 
-    By `text`: every prompt token that overlaps an occurrence of it in the prompt's text.
-    `occurrence`: 0 the first, 1 the second, …, negative from the last; null: all of them. By
-    position: from `start` (null: the first) up to but not including `stop` (null: to the end, with
-    all that is generated). Negative positions count from the prompt's end; positions of generated
-    tokens follow those of the prompt. By `image`: the tokens of an image of the prompt, by its
-    number (negative from the last), or of `all`; of each only those from `start` up to `stop` where
-    both are given, counted from its first.
+    By `text`: every prompt token that overlaps an occurrence of the text in the prompt.
+    `occurrence`: 0 for the first, 1 for the second, …, negative from the last; null: all. By
+    position: from `start` (null: the first) up to but not including `stop` (null: to the last
+    generated token). Negative positions count from the prompt's end; positions of generated tokens
+    follow those of the prompt. By `image`: the tokens of an image of the prompt, by its number
+    (negative from the last), or of `all` images; with both `start` and `stop`, only the tokens
+    `[start, stop)` of each image, counted from the image's first token.
     """
 
     text: Annotated[str, msgspec.Meta(max_length=MAX_SPAN_TEXT)] | None = None
@@ -236,7 +231,7 @@ class Span(
         return self.image is None and (self.start is not None or self.stop is not None)
 
 
-#: As users write it: a name, positions and spans in any mixture, or one span.
+#: Positions in requests: a name, a list of positions and spans, or one span.
 RequestedPositions = (
     RequestedName | Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)] | Span
 )
@@ -244,7 +239,7 @@ _RANGE = re.compile(r"(-?[0-9]{1,9})?:(-?[0-9]{1,9})?")
 
 
 def written_range(text: str) -> dict[str, int] | None:
-    """`5:`, `5:9`, `-4:` or `:9` as the fields of a `Span`; None if it is not a range."""
+    """Parse `5:`, `5:9`, `-4:` or `:9` as the fields of a `Span`; None if it is not a range."""
     match = _RANGE.fullmatch(text.strip())
     if match is None or not any(match.groups()):
         return None
@@ -258,23 +253,23 @@ def written_range(text: str) -> dict[str, int] | None:
 def resolve_layers(
     selector: LayerSelector | DimensionSelector, num_layers: int, thing: str = "layer"
 ) -> list[int]:
-    """Return sorted unique layer numbers in `[0, num_layers)`. `thing`: what else is numbered, such
-    as a dimension; `num_layers` is then the number of these.
+    """Return sorted unique layer numbers in `[0, num_layers)`. `thing`: the noun in errors, for
+    selectors of dimensions or heads; `num_layers` is then the number of these.
 
-    Raises SelectorError that says what is wrong and what is valid.
+    Raises SelectorError with the reason and the valid values.
     """
     if selector == "all":
         return list(range(num_layers))
     if isinstance(selector, str):
         return joined(_layer_range(part.strip(), num_layers, thing) for part in selector.split(","))
-    needed = [selector] if isinstance(selector, int) else selector
-    if not needed:
+    layers = [selector] if isinstance(selector, int) else selector
+    if not layers:
         raise SelectorError(f"no {thing} given: give at least one")
-    return sorted({_layer(layer, num_layers, thing) for layer in needed})
+    return sorted({_layer(layer, num_layers, thing) for layer in layers})
 
 
 def parts_of(selector: LayerSelector | DimensionSelector | None) -> int:
-    """Return the number of parts of a selector as written: numbers and ranges."""
+    """Return the number of a selector's parts: numbers and ranges."""
     if isinstance(selector, str):
         return selector.count(",") + 1
     return len(selector) if isinstance(selector, list) else 1
@@ -288,9 +283,9 @@ def joined(ranges: Iterable[range]) -> list[int]:
     """
     numbers: list[int] = []
     reached = -sys.maxsize
-    for result in sorted(ranges, key=lambda result: result.start):
-        numbers += range(max(result.start, reached), result.stop)
-        reached = max(reached, result.stop)
+    for part in sorted(ranges, key=lambda part: part.start):
+        numbers += range(max(part.start, reached), part.stop)
+        reached = max(reached, part.stop)
     return numbers
 
 
@@ -322,9 +317,9 @@ def resolve_sites(
     hooks: Sequence[str] = HOOKS,
     absent: Mapping[str, str] | None = None,
 ) -> dict[Hook, list[int]]:
-    """Hook → ascending layers, in the order in which a forward meets the hooks.
+    """Return hook → ascending layers, with hooks in the order of the forward pass.
 
-    `hooks`: those that the model has. `absent`: others → why.
+    `hooks`: the served hooks. `absent`: hook that is not served → the reason.
 
     Raises SelectorError, whose `at` is the hook as the user named it.
     """
@@ -355,9 +350,8 @@ class SpanFinder(Protocol):
     """Finds spans in the text of one prompt."""
 
     def __call__(self, span: Span) -> list[int]:
-        """Return the positions of the prompt tokens that overlap a text span.
-
-        Raises SelectorError.
+        """Return the positions of the prompt tokens that overlap a text span. Raises
+        SelectorError.
         """
 
 
@@ -375,9 +369,9 @@ def resolve_positions(
     """Resolve positions in one prompt. A name is kept, a single range becomes a window, and
     anything else becomes sorted unique positions in the prompt.
 
-    With `images` these are places in the prompt as written, see `schemas.prompts.images`. Raises
-    SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that does not
-    occur, an empty list or range, or a range in a list that extends beyond the prompt.
+    With `images`, positions are places in the prompt as written, see `schemas.prompts.images`.
+    Raises SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that does
+    not occur, an empty list or range, or a range in a list that extends beyond the prompt.
     """
     if requested_positions == "image":
         return _of_images(Span(image="all"), images, "")
@@ -414,14 +408,14 @@ def resolve_positions(
                 f"{prompt_tokens - 1}"
             )
             raise SelectorError(detail, f"[{index}]")
-        # counted here: the same requested numbers may apply to prompts of different lengths
+        # resolved for each prompt, because requested numbers may apply to prompts of any length
         positions.add(item if item >= 0 else item + prompt_tokens)
     positions.update(joined(ranges))
     return sorted(positions)
 
 
 def _of_images(span: Span, images: Sequence[ImageRef], at: str) -> list[int]:
-    """The places of images' tokens, ascending. Raises SelectorError."""
+    """Return the places of images' tokens, ascending. Raises SelectorError."""
     if not images:
         raise SelectorError("the prompt has no image", at)
     number = span.image
@@ -438,7 +432,7 @@ def _of_images(span: Span, images: Sequence[ImageRef], at: str) -> list[int]:
 
 
 def _window(span: Span, prompt_tokens: int, at: str) -> Window:
-    """A range with its negative places counted from the prompt's end. Raises SelectorError."""
+    """Resolve a range's negative positions from the prompt's end. Raises SelectorError."""
     for name, place in (("start", span.start), ("stop", span.stop)):
         if place is not None and place < -prompt_tokens:
             raise SelectorError(
@@ -463,7 +457,7 @@ def _counted(place: int, prompt_tokens: int) -> int:
 
 
 def _inside(window: Window, prompt_tokens: int, at: str) -> range:
-    """A range in a list of positions: it must lie in the prompt. Raises SelectorError."""
+    """Return a range in a list of positions. Raises SelectorError if it is not in the prompt."""
     if window.stop is None:
         raise SelectorError(
             "a range in a list needs a `stop`; only a single range may be open-ended", at
@@ -485,10 +479,10 @@ def _span(span: Span, find: SpanFinder, at: str) -> list[int]:
 
 
 def cut_positions(selector: RequestedPositions, prompt_tokens: int) -> RequestedPositions:
-    """Drop positions beyond the prompt from a selection that applies to prompts of every length.
+    """Drop positions beyond the prompt from a selector that applies to prompts of every length.
 
-    Returns an empty list if nothing is left. A single range, not in a list, keeps its positions of
-    generated tokens.
+    Returns an empty list if no position is left. A single range (not in a list) keeps its positions
+    of generated tokens.
     """
     if isinstance(selector, Span):
         return _cut(selector, prompt_tokens, None) or []
@@ -508,7 +502,7 @@ def cut_positions(selector: RequestedPositions, prompt_tokens: int) -> Requested
 def _cut(span: Span, prompt_tokens: int, end: int | None) -> Span | None:
     """Return the part of a range from 0 up to `end` (None: no upper bound), or None if it is empty.
 
-    A span that is not a range stays as it is.
+    A span that is not a range is returned unchanged.
     """
     if not span.is_range:
         return span
@@ -519,7 +513,7 @@ def _cut(span: Span, prompt_tokens: int, end: int | None) -> Span | None:
 
 
 def lowest_position(selector: PositionSelector, prompt_tokens: int) -> int:
-    """Return the first absolute position that a resolved selector names."""
+    """Return the first absolute position that a resolved selector selects."""
     if isinstance(selector, str):
         return {
             "last_prompt": prompt_tokens - 1,
@@ -531,8 +525,8 @@ def lowest_position(selector: PositionSelector, prompt_tokens: int) -> int:
 
 
 def end_position(selector: PositionSelector, prompt_tokens: int) -> int:
-    """Return the first absolute position after all those that a resolved selector names;
-    `sys.maxsize` if the selector has no upper bound.
+    """Return the position after the last one that a resolved selector selects; `sys.maxsize` if the
+    selector has no upper bound.
     """
     if isinstance(selector, str):
         return prompt_tokens if selector in ("last_prompt", "all_prompt") else sys.maxsize
@@ -551,9 +545,7 @@ def depends_on_prompt(selector: PositionSelector) -> bool:
 def select(
     selector: PositionSelector, start: int, stop: int, prompt_tokens: int
 ) -> list[int] | range:
-    """The absolute positions in the window `[start, stop)` that a resolved selector names,
-    ascending.
-    """
+    """Return the absolute positions in `[start, stop)` that a resolved selector has, ascending."""
     if isinstance(selector, Window):
         return range(
             max(start, selector.start), stop if selector.stop is None else min(stop, selector.stop)
@@ -572,7 +564,7 @@ def select(
 
 
 def as_ranges(numbers: Iterable[int], most: int | None = None) -> str:
-    """`[0, 1, 2, 5]` as `0-2, 5`; of more than `most` ranges the rest is only counted."""
+    """Write `[0, 1, 2, 5]` as `0-2, 5`; ranges beyond `most` are only counted."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:

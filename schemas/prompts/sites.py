@@ -14,8 +14,8 @@ LAYERS_AND_HOOKS = "give either `hooks` or `hook` with `layers`, not both"
 
 
 class SitesSpec(Record):
-    """Selection of sites: `hooks` gives each hook point its own layers, and replaces `hook` and
-    `layers`.
+    """A selection of sites: `hook` with `layers`, or `hooks`, which gives each hook point its own
+    layers.
     """
 
     layers: LayerSelector | None = None  # null: all

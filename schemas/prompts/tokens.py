@@ -1,4 +1,4 @@
-"""Text to token ids and back, in the shapes of vLLM's own `/tokenize` and `/detokenize`."""
+"""Requests and responses for tokens, in the shapes of vLLM's own `/tokenize` and `/detokenize`."""
 
 from ..base.limits import Name, Text, TokenIds
 from ..base.records import Record
@@ -11,8 +11,8 @@ class TokenizeRequest(Record):
     model: Name
     prompt: Text | None = None
     messages: Conversation | None = None
-    #: Adds what the model's tokenizer adds around plain text, such as BOS. A chat template writes
-    #: its own.
+    #: Add the special tokens that the model's tokenizer adds around plain text, such as BOS. A chat
+    #: template writes its own.
     add_special_tokens: bool = True
 
 

@@ -1,6 +1,5 @@
-"""A harvest's work as sent to jobs (a range of units) and to ranks (where a sequence's rows go).
-
-See `schemas.jobs.harvests`.
+"""A harvest's work as sent to jobs (a range of units) and to ranks (the destination of a sequence's
+rows). See `schemas.jobs.harvests`.
 """
 
 from typing import Literal
@@ -22,8 +21,8 @@ SCALED: dict[str, float] = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 class HarvestPart(Record, omit_defaults=True):
-    """Work of a job of kind `harvest`. `run`: compute units `[first, first + count)`; `plan`:
-    divide the harvest into units; `seal`: complete it.
+    """The work of a job of kind `harvest`. `run`: compute units `[first, first + count)`; `plan`:
+    divide the harvest into units; `seal`: complete the harvest.
     """
 
     harvest: str
@@ -36,17 +35,17 @@ class HarvestPart(Record, omit_defaults=True):
 
 
 class HarvestPlace(Record, omit_defaults=True):
-    """Destination of one sequence's rows: travels to the ranks with its capture."""
+    """The destination of one sequence's rows, sent to the ranks with its capture."""
 
     uri: str  # of the harvest's store
     key: str  # of the shard, in the folder of its job, without the suffix of a stage
     index: int  # of the sequence in the shard
-    sequences: int  # of the shard
+    sequences: int  # number of sequences in the shard
     # (document, position in it, first token in the sequence, tokens), ascending
     spans: list[tuple[int, int, int, int]]
     dtype: ShardDType = "model"
     shuffle: int | None = None
-    every: int = 1  # of generated tokens
-    # if generated tokens are harvested: the prompt positions to keep; null: all captured ones
+    every: int = 1  # keep every n-th generated token
+    # if generated tokens are harvested: the prompt positions to keep; null: all that are captured
     prompt: list[int] | None = None
     metadata: dict[str, str] = {}  # of the file

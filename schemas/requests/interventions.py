@@ -1,18 +1,18 @@
 """The table of interventions: the fields, limits and defaults of each op, and the form in which the
 kernels store it.
 
-API rules, client options, modules, the ranks' rows and the kernels' families are read from
+API rules, client options, modules, the ranks' rows and the kernels' families are derived from
 `FAMILIES`; only the arithmetic is elsewhere (`kernels/reference.py`, `kernels/triton_site.py`).
-`docs/kernels.md` says how to add a row.
+`docs/kernels.md` describes how to add a row.
 """
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-#: What a steering entry does to a row s at its hook, as users write it.
+#: The op of a steering entry, which edits a row s at its hook, as users write it.
 SteeringOp = Literal["replace", "lowrank", "add", "ablate", "clamp"]
-#: The ranks' families of interventions: an op may have several, such as `add_matched`, which is
-#: `add` with `norm_match`.
+#: The ranks' families of interventions. An op may map to several: `add_matched` is `add` with
+#: `norm_match`.
 Family = Literal[
     "replace",
     "replace_masked",
@@ -24,13 +24,13 @@ Family = Literal[
     "feature",
     "installed",
 ]
-#: `rewrite`: reads the row s and gives a new one. `shift`: gives something to be added that does
-#: not depend on s. A token that a rewrite changes is computed in float32 from the stream to the
-#: last family, and rounded once. A token that is only shifted never leaves the model's dtype if
-#: there is one shift; several are summed in float32 and added in one operation.
+#: `rewrite`: computes a new row from the row s. `shift`: adds a value that does not depend on s. A
+#: token that a rewrite changes is computed in float32 from the stream through the last family, and
+#: rounded once. A token with a single shift and no rewrite stays in the model's dtype; several
+#: shifts are summed in float32 and added in one operation.
 Effect = Literal["rewrite", "shift"]
 
-#: Numbers of one pool entry: columns of the ranks' `scalars`.
+#: Number of scalars of one pool entry: columns of the ranks' `scalars`.
 SCALARS = 5
 #: The largest rank of one `lowrank`.
 MAX_RANK = 64
@@ -41,7 +41,7 @@ NO_LIMIT = float.fromhex("0x1.fffffep127")
 #: A feature's target and activation count as equal if they differ by at most this share of the sum
 #: of the absolute terms of its dot product. Float32 sums in a different order differ by less.
 NEAR = 2.0**-20
-#: A feature's `norm`: how its autoencoder normalises a row before it reads it, by SAELens' names.
+#: A feature's `norm`: how its autoencoder normalises a row before encoding, by SAELens' names.
 NORMS = ("none", "layer_norm", "constant_norm_rescale")
 #: SAELens' constant of `layer_norm`.
 LAYER_NORM_EPS = 1e-5
@@ -51,8 +51,8 @@ class TensorField(NamedTuple):
     """A tensor of an entry."""
 
     symbol: str  # in the formulas
-    ranked: bool  # whether each term has its own vector or number
-    wide: bool = True  # whether it has `hidden_size` numbers (per term) instead of one
+    ranked: bool  # each term has its own vector or number
+    wide: bool = True  # it has `hidden_size` numbers (per term) instead of a single number
 
 
 TENSORS: dict[str, TensorField] = {
@@ -61,8 +61,8 @@ TENSORS: dict[str, TensorField] = {
     "rotation": TensorField("R", ranked=True),
     "weight": TensorField("W", ranked=True),
     "bias": TensorField("bias", ranked=True, wide=False),
-    # An encoder in float32 is stored as the sum of three parts in the model's dtype. In bfloat16,
-    # the sum is exact.
+    # a float32 encoder is stored as the sum of three parts in the model's dtype, which is exact in
+    # bfloat16
     "encoder": TensorField("e0", ranked=False),
     "encoder_middle": TensorField("e1", ranked=False),
     "encoder_last": TensorField("e2", ranked=False),
@@ -71,15 +71,15 @@ TENSORS: dict[str, TensorField] = {
 
 
 class Number(NamedTuple):
-    """A number that users give."""
+    """A numeric parameter that users set."""
 
     name: str
     limit: float = NO_LIMIT  # its largest absolute value
     default: float = 1.0
 
 
-#: A multiple of the row or of a component of it. At a factor of 100, it already dominates the rest
-#: of the row.
+#: A multiple of the row or of its component. At a factor of 100, it already dominates the rest of
+#: the row.
 _STRENGTH = Number("strength", 100.0)
 #: In units of the stream, which may be large.
 _STREAM = 1e6
@@ -90,11 +90,11 @@ _ALPHA = Number("alpha")  # 0 to 1 by schema
 class Intervention:
     """One kind of intervention.
 
-    s is the row of the stream as the family finds it, a float32 row of the hidden size.
+    s is the family's input, a float32 row of the hidden size.
 
-    An application is `terms` terms; each takes `len(vectors)` consecutive entries of the ranks'
-    pool, one term after the other. Its numbers (`scalars`) are in its first entry, those named in
-    `of_each_term` in the first entry of each term.
+    An application consists of `terms` terms; each takes `len(vectors)` consecutive entries of the
+    ranks' pool, term after term. Its numbers (`scalars`) are in its first entry, except those in
+    `of_each_term`, which are in the first entry of each term.
     """
 
     name: Family
@@ -103,15 +103,15 @@ class Intervention:
     result: str  # in users' terms; v̂ = v/‖v‖
     formula: str  # in the kernels' terms, with what the pool holds
     source: str
-    flag: str = ""  # the field that turns `op` into this variant: of a spec's, or `mask` of a patch
+    flag: str = ""  # the field that selects this variant of `op`: a spec's, or a patch's `mask`
     tensors: tuple[str, ...] = ("vector",)  # all are required
     scale: Number | None = None  # a factor of the vector, applied when it is written to the pool
-    numbers: tuple[Number, ...] = ()  # the first is its strength: at 0 the row keeps its bits
+    numbers: tuple[Number, ...] = ()  # the first is its strength: at 0, the row keeps its bits
     # names of two numbers: lower and upper limit, of which at least one is required
     limits: tuple[str, str] | None = None
-    unit: bool = False  # its vector is a direction: written with length 1
-    # sums over the row, in an order of the device's own: devices agree to float32's rounding, not
-    # to the bit
+    unit: bool = False  # its vector is a direction, stored with length 1
+    # it sums over the row, in a device-specific order: devices agree to float32's rounding, not to
+    # the bit
     sums: bool = False
     joined: bool = False  # several at one site with the same positions are combined into one
     # fields of a steering entry from which tensors and numbers are computed, if these are not
@@ -120,12 +120,12 @@ class Intervention:
 
     @property
     def written(self) -> str:
-        """Return the name as users write it."""
+        """The name as users write it."""
         return self.op if self.flag in ("", "mask") else f"{self.op} with {self.flag}"
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The fields of a steering entry apart from its tensors."""
+        """The fields of a steering entry other than its tensors."""
         if self.fields:
             return self.fields
         flags = (self.flag,) if self.flag not in ("", "mask") else ()
@@ -147,7 +147,7 @@ class Intervention:
 
     @property
     def of_each_term(self) -> tuple[str, ...]:
-        """The scalars that each term has."""
+        """The scalars that each term has separately."""
         return tuple(name for name in self.tensors if not TENSORS[name].wide)
 
     @property
@@ -161,7 +161,7 @@ class Intervention:
 
     @property
     def graded(self) -> bool:
-        """Return whether the first scalar is a strength: where it is 0 the row keeps its bits."""
+        """Return whether the first scalar is a strength: if it is 0, the row keeps its bits."""
         return bool(self.numbers)
 
     @property
@@ -172,28 +172,28 @@ class Intervention:
         return self.tensors == ("vector",) and not self.unit
 
     def entries(self, terms: int = 1) -> int:
-        """Consecutive pool entries of one application."""
+        """Return the number of consecutive pool entries of one application."""
         return len(self.vectors) * terms
 
     def column(self, scalar: str) -> int:
-        """Index of a number in `scalars`.
+        """Return the index of a number in `scalars`.
 
-        Raises ValueError for one that the family does not have.
+        Raises ValueError for a number that the family does not have.
         """
         return self.scalars.index(scalar)
 
     def shapes(self, rank: int, hidden_size: int) -> list[list[int]]:
-        """The shapes of its tensors, in their order."""
-        result = map(TENSORS.__getitem__, self.tensors)
-        return [[rank] * field.ranked + [hidden_size] * field.wide for field in result]
+        """Return the shapes of its tensors, in their order."""
+        fields = map(TENSORS.__getitem__, self.tensors)
+        return [[rank] * field.ranked + [hidden_size] * field.wide for field in fields]
 
 
 _REPLACE_SOURCE = (
     "activation patching: Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262"
 )
 
-#: In the order in which they are applied; within a family the configuration rows of a token in the
-#: order of their columns.
+#: The families, in the order in which they are applied; within a family, the configuration rows of
+#: a token are applied in the order of their columns.
 FAMILIES: tuple[Intervention, ...] = (
     Intervention(
         "replace",
@@ -332,7 +332,7 @@ INSTALLED = Intervention(
 EVERY: tuple[Intervention, ...] = (*FAMILIES, INSTALLED)
 #: Families whose tensors and numbers are fields of a steering entry or of a patch.
 PLAIN: tuple[Intervention, ...] = tuple(family for family in FAMILIES if not family.fields)
-#: Name → place in `EVERY`, which is also its row of the ranks' `site_rows`.
+#: Name → index in `EVERY`, which is also its row in the ranks' `site_rows`.
 PLACE: dict[str, int] = {family.name: place for place, family in enumerate(EVERY)}
 FAMILY: dict[Family, Intervention] = {family.name: family for family in EVERY}
 #: Op → its family, followed by variants.
@@ -342,7 +342,7 @@ VARIANTS: dict[SteeringOp, tuple[Intervention, ...]] = {
 
 
 class OpFields(NamedTuple):
-    """Fields of an op apart from its sites and positions; other fields must be omitted."""
+    """The fields of an op other than sites and positions; fields of other ops must be omitted."""
 
     tensors: tuple[str, ...]  # all of them, in the order of `StoredSteering.tensors`
     options: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Request fields of vllm-lens 1.3, and the rows in its answers. Its tensors are in
+"""Request fields of vllm-lens 1.3, and the rows in responses to its clients. Its tensors are in
 `lens_vectors`.
 """
 
@@ -23,7 +23,7 @@ REFUSED = {
 class LensArgs(Record):
     """vllm-lens' `vllm_xargs`.
 
-    Its client writes lists as JSON in a string; lists are accepted as well.
+    Its client writes lists as JSON in a string; lists are also accepted.
     """
 
     #: Layers whose rows of the residual stream, after all steering, are returned in `activations`;
@@ -37,9 +37,9 @@ class LensArgs(Record):
     apply_steering_vectors: (
         Annotated[str, msgspec.Meta(max_length=MAX_LENS_TEXT)] | LensVectors | None
     ) = None
-    # only `base64`
+    # only `base64` is valid
     activations_transport: Annotated[str, msgspec.Meta(max_length=16)] | None = None
-    skip_reading_prefix_cache: bool | None = None  # without effect: rows are complete either way
+    skip_reading_prefix_cache: bool | None = None  # no effect: rows are always complete
     apply_hooks: msgspec.Raw | UnsetType = UNSET
     output_qk: msgspec.Raw | UnsetType = UNSET
 
@@ -50,6 +50,6 @@ class LensRows(Record):
     """
 
     data: str  # base64
-    dtype: str  # numpy's, of the bytes
+    dtype: str  # numpy's dtype of the bytes
     original_dtype: str
     shape: list[int]

@@ -1,8 +1,9 @@
-"""vllm-lens' wire format: tensors in JSON, and its `SteeringVector` as our steering entries.
+"""The wire format of vllm-lens 1.3 (`vllm_lens/_helpers`): tensors in JSON, and its
+`SteeringVector`, converted to steering entries.
 
-Of version 1.3 (`vllm_lens/_helpers`). A tensor is `{"data", "dtype", "original_dtype", "shape",
-"compression"}`: base64 of the bytes, compressed with zstandard where `compression` says so;
-bfloat16 has `dtype` int16, and its name in `original_dtype`.
+A tensor is `{"data", "dtype", "original_dtype", "shape", "compression"}`: base64 of the bytes,
+compressed with zstandard if `compression` is `zstd`; bfloat16 has `dtype` int16, and its name in
+`original_dtype`.
 """
 
 import base64
@@ -18,7 +19,7 @@ from ..base.limits import MAX_ENTRIES, MAX_LAYERS, MAX_POSITIONS, MAX_TENSOR_BYT
 from ..base.tensors import Tensor
 from .specs import SteeringSpec
 
-#: `original_dtype` → ours; of old clients, who do not send it, `dtype` counts.
+#: `original_dtype` → Midstream's dtype; old clients do not send it, and `dtype` is used.
 _DTYPES: dict[str, DType] = {
     "torch.float32": "float32",
     "torch.float16": "float16",
@@ -26,13 +27,13 @@ _DTYPES: dict[str, DType] = {
     "float32": "float32",
     "float16": "float16",
 }
-#: Ours → numpy's dtype that its clients read the bytes as.
+#: Midstream's dtype → numpy's dtype as which vllm-lens' clients read the bytes.
 STORED: dict[DType, str] = {"float32": "float32", "float16": "float16", "bfloat16": "int16"}
-#: Bytes that a frame may look back; what zstandard writes at its lowest level needs less.
+#: The largest window of a zstandard frame, in bytes; no compression level of vllm-lens needs more.
 _WINDOW = 1 << 27
-#: Characters of tensors in JSON.
+#: The most characters of a tensor in JSON.
 MAX_LENS_TEXT = 2 * MAX_TENSOR_BYTES
-#: Bytes of the tensors of one request together: compressed, they may be small.
+#: The most bytes of a request's tensors together, uncompressed.
 MAX_LENS_BYTES = 4 * MAX_TENSOR_BYTES
 
 
@@ -47,10 +48,10 @@ class LensTensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LensVector(msgspec.Struct, forbid_unknown_fields=True):
-    """A `SteeringVector`: `activations` `[layers, hidden_size]`, at every position, or `[layers,
-    positions, hidden_size]`.
+    """A `SteeringVector`: `activations` `[layers, hidden_size]`, applied at every position, or
+    `[layers, positions, hidden_size]`.
 
-    At each of `layer_indices`, h → h + scale · v, or with `norm_match` h + scale · ‖h‖ · v̂.
+    At each of `layer_indices`: h → h + scale · v, or with `norm_match`, h + scale · ‖h‖ · v̂.
     """
 
     activations: LensTensor
@@ -66,7 +67,7 @@ LensVectors = Annotated[list[LensVector], msgspec.Meta(min_length=1, max_length=
 
 
 class LensVectorError(ValueError):
-    """A vector that is invalid or cannot be expressed; `field` is its place, below the vector."""
+    """A vector is invalid, or cannot be converted; `field` is the path of the cause inside it."""
 
     def __init__(self, field: str, detail: str, allowed: str = "") -> None:
         super().__init__(f"{field}: {detail}" + (f"; valid: {allowed}" if allowed else ""))
@@ -74,9 +75,9 @@ class LensVectorError(ValueError):
 
 
 def unpacked(tensor: LensTensor) -> tuple[DType, list[int], bytes]:
-    """Dtype, shape and little-endian bytes.
+    """Return dtype, shape and little-endian bytes.
 
-    Raises LensVectorError; takes no more memory than the shape says, and at most 8 MiB.
+    Raises LensVectorError. Allocates no more memory than the shape needs, and at most 8 MiB.
     """
     name = tensor.original_dtype or tensor.dtype
     if name not in _DTYPES or tensor.dtype != STORED[_DTYPES[name]]:
@@ -115,8 +116,8 @@ def unpacked(tensor: LensTensor) -> tuple[DType, list[int], bytes]:
 
 
 def specs_of(vector: LensVector) -> list[SteeringSpec]:
-    """The entries that do the same at `post_block`: one per layer, and per position where each has
-    its own row.
+    """Convert a vector to equivalent entries at `post_block`: one for each layer, and for each
+    position if positions have separate rows.
 
     Raises LensVectorError.
     """
@@ -174,7 +175,7 @@ def specs_of(vector: LensVector) -> list[SteeringSpec]:
 
 
 def packed(dtype: DType, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
-    """A tensor as its clients read it, not compressed."""
+    """Encode a tensor for vllm-lens' clients, without compression."""
     return {
         "data": base64.b64encode(raw).decode(),
         "dtype": STORED[dtype],

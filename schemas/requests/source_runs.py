@@ -1,5 +1,5 @@
-"""Source runs: stored captures of a job, with whose rows other requests are patched; and the names
-of these rows.
+"""Source runs (stored captures of a job whose rows can be patched into other requests), and the
+names of these rows.
 """
 
 from typing import Literal, NamedTuple
@@ -15,7 +15,7 @@ RunState = Literal["pending", "ready", "failed", "deleted"]
 
 
 class Run(Record, omit_defaults=True):
-    """Record of a named run in the ledger.
+    """The record of a named run in the ledger.
 
     A job's captures never change, so the rows that a run refers to do not change either.
     """
@@ -25,8 +25,8 @@ class Run(Record, omit_defaults=True):
     job: str
     tag: str  # of the captures
     created: float
-    lora: LoraUse | None = None  # adapter that its rows were computed with
-    # identity of the model that computed them; empty: accepted by a version without identities
+    lora: LoraUse | None = None  # the adapter with which its rows were computed
+    # identity of the model that computed the rows; empty: from a version without identities
     identity: str = ""
 
 
@@ -37,14 +37,14 @@ class RunPrompt(Record):
     tokens: int  # of the prompt
     sites: dict[Hook, list[int]]  # hook → ascending layers
     positions: list[int]  # absolute, ascending
-    token_ids: list[int]  # the token at each of them
+    token_ids: list[int]  # the token at each position
     dtype: str
-    hidden_size: int  # 0: it has no rows of the residual stream
+    hidden_size: int  # 0: the run has no rows of the residual stream
     bytes: int  # of the rows
 
 
 class RunView(Record):
-    """Answer of `GET /v1/runs/{name}`; in the listing `prompts` is left out."""
+    """Answer of `GET /v1/runs/{name}`; the listing omits `prompts`."""
 
     name: str
     model: str
@@ -56,8 +56,8 @@ class RunView(Record):
     bytes: int = 0
     in_use: int = 0  # jobs that hold it now, on any worker
     held_by: list[str] = []  # workers that have it in memory now
-    lora: LoraUse | None = None  # adapter that its rows were computed with
-    identity: str = ""  # of the model that computed them
+    lora: LoraUse | None = None  # the adapter with which its rows were computed
+    identity: str = ""  # of the model that computed its rows
     prompts: list[RunPrompt] | None = None
 
 
@@ -78,15 +78,12 @@ class RunFile(Record):
 
 
 class RunFiles(Record):
-    """Files that a rank loads: the rows of one prompt of a run.
-
-    It reads the blobs that contain its own sites.
-    """
+    """The files of one prompt of a run. A rank reads the blobs that contain its own sites."""
 
     key: str  # `run_key`
     sites: dict[Hook, list[int]]
     positions: list[int]
-    hidden_size: int  # 0: it has no rows of the residual stream
+    hidden_size: int  # 0: the run has no rows of the residual stream
     bytes: int  # of all rows, over all ranks
     files: list[RunFile]
 
@@ -99,7 +96,7 @@ def run_key(job: str, request: int, tag: Tag) -> str:
 
 
 def parse_key(key: str) -> tuple[str, int, Tag]:
-    """The inverse of `run_key`. Raises ValueError for an invalid key."""
+    """Invert `run_key`. Raises ValueError for an invalid key."""
     try:
         job, request, tag = key.split(".")
         return job, int(request), tag
@@ -113,13 +110,13 @@ ZEROS = "zeros"
 
 
 class RunRow(NamedTuple):
-    """A vector from a run: its row at a position, or the mean over several."""
+    """A vector from a run: its row at a position, or the mean over several positions."""
 
     key: str  # `run_key`
     hook: Hook
     layer: int
     position: int | None  # None: the mean over `mean`
-    mean: tuple[int, ...] = ()  # ascending; empty: of all positions
+    mean: tuple[int, ...] = ()  # ascending positions; empty: all
 
 
 def row_name(row: RunRow) -> str:
@@ -137,7 +134,7 @@ def is_row(name: str) -> bool:
 
 
 def parse_row(name: str) -> RunRow:
-    """The inverse of `row_name`. Raises ValueError for an invalid name."""
+    """Invert `row_name`. Raises ValueError for an invalid name."""
     try:
         _, key, hook, layer, where = name.split(":")
         if not where.startswith("mean"):
@@ -152,5 +149,5 @@ def parse_row(name: str) -> RunRow:
 
 
 def runs_named(names: "list[str] | set[str]") -> list[str]:
-    """The keys of the runs that tensors' names need, each once, sorted."""
+    """Return the sorted, unique keys of the runs that names of tensors refer to."""
     return sorted({parse_row(name).key for name in names if is_row(name)})

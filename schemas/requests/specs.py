@@ -1,4 +1,4 @@
-"""Specs of captures, steering and patches as users write them, and the compact form for ranks."""
+"""Specs of captures, steering and patches: the form in requests, and the compact form for ranks."""
 
 import hashlib
 import math
@@ -44,38 +44,36 @@ from ..readings.readings import Reading
 from .harvest_work import HarvestPlace
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
 
-#: A tag is a folder name: one path segment, so it cannot leave the capture root.
-#: (`(?!\n)`: Python's `$` would let one line break follow.)
+#: A tag is a folder name: one path segment, so it cannot leave the capture root. (`(?!\n)`, because
+#: Python's `$` also matches before a final line break.)
 Tag = Annotated[
     str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")
 ]
 
-#: Name of a source run. A run may also be given as a job id, so a name may not begin like one.
+#: Name of a source run. A run may also be given by a job's id, so a name may not begin with `job_`.
 RunName = Annotated[
     str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^(?!job_)[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")
 ]
 
-#: How captured rows become files, see `docs/capture.md`; `auto`: `segment` for small captures,
+#: Layout of captured rows in files, see `docs/capture.md`; `auto`: `segment` for small captures,
 #: `packed` for others.
 Layout = Literal["auto", "packed", "per_file", "segment"]
-#: Consumers of the rows, by name: `filesystem`, `memory`, `logging`, and any installed ones.
+#: Names of consumers of the rows: `filesystem`, `memory`, `logging`, and installed consumers.
 Consumers = Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MAX_CONSUMERS)]
 DEFAULT_CONSUMERS = ("filesystem",)
 #: Value of an installed op's option.
 OpNumber = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
-#: The consumer of rows that probes score: users cannot name it.
+#: The consumer of rows that probes score; users cannot name it.
 PROBED = "probes"
 
 
 class CaptureSpec(SitesSpec):
-    """Record rows of the residual stream or its branches.
-
-    One row per (hook, layer, position): `[hidden_size]`.
+    """Capture rows, one for each (hook, layer, position): `[hidden_size]`.
 
     `hooks` gives each hook point its own layers (`{"post_block": "all", "pre_attn": "0-17"}`) and
-    replaces `hook` and `layers`. `all_generated` names the generated tokens that were fed back to
-    the model: the last sampled token never is, so n generated tokens give n − 1 rows; with
-    `every_n` only every n-th generated token, from the first.
+    replaces `hook` and `layers`. `all_generated` selects the generated tokens that were fed back to
+    the model: the last sampled token never is, so n generated tokens give n − 1 rows. `every_n`
+    keeps only every n-th generated token, from the first.
     """
 
     positions: RequestedPositions = "last_prompt"
@@ -85,24 +83,21 @@ class CaptureSpec(SitesSpec):
     tag: Tag = "default"
     layout: Layout = "auto"
     consumers: Consumers = msgspec.field(default_factory=lambda: list(DEFAULT_CONSUMERS))
-    heads: HeadSelector | None = (
-        None  # of hooks that have heads: only these are stored, one behind the other; null: all
-    )
-    run: RunName | None = (
-        # keep the rows as a source run of this name, that others are patched with; needs
-        # `filesystem`
-        None
-    )
+    # at hooks with heads: store only these heads, one after the other; null: all
+    heads: HeadSelector | None = None
+    # keep the rows as a source run of this name, for patches; requires the consumer `filesystem`
+    run: RunName | None = None
 
 
 class SteeringSpec(Record):
     """Edit the rows at `hook` of each of `layers`, at `positions`, as `op` defines.
 
-    Null: the field's default, or not valid for this op.
+    A null field has its default, or is not valid for the op.
 
-    Or apply a named `module`, with `scale` (of its whole effect) and `positions` (instead of the
-    module's own). Or set the `feature` of a sparse autoencoder `sae`, at its hook and layer, to
-    `value` (`op` is `clamp`), to 0 (`ablate`), or add `value` times its decoder row (`add`).
+    Alternatively, apply a named `module`, with `scale` (of its whole effect) and `positions`
+    (instead of the module's own). Or set the `feature` of a sparse autoencoder `sae`, at its hook
+    and layer, to `value` (`op` is `clamp`) or to 0 (`ablate`), or add `value` times its decoder row
+    (`add`).
 
     `vector` v: `[hidden_size]`, finite; its norm does not matter for `ablate` and `clamp`, or with
     `norm_match`. `rotation` R and `weight` W: `[rank, hidden_size]`, `bias` b: `[rank]`.
@@ -110,39 +105,33 @@ class SteeringSpec(Record):
 
     layers: LayerSelector | None = None  # required without `module`
     vector: Tensor | None = None
-    hook: HookName | None = None  # post_block
-    positions: RequestedPositions | None = None  # all; of a module: its own
-    op: Annotated[SteeringOp, msgspec.Meta(description=MEANINGS)] | None = None  # add
+    hook: HookName | None = None  # default: post_block
+    positions: RequestedPositions | None = None  # default: all; for a module, its own
+    op: Annotated[SteeringOp, msgspec.Meta(description=MEANINGS)] | None = None  # default: add
     module: Reference | None = None
-    scale: float | None = None  # 1
-    norm_match: bool | None = None  # false
-    alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # 1: all of it
-    strength: float | None = None  # 1: all of it
-    low: float | None = None  # of the component along v, in units of the stream; no lower limit
-    high: float | None = None  # no upper limit
+    scale: float | None = None  # default: 1
+    norm_match: bool | None = None  # default: false
+    alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # default: 1
+    strength: float | None = None  # default: 1
+    # limits of the component along v, in units of the stream; default: no limit
+    low: float | None = None
+    high: float | None = None
     rotation: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
-    heads: HeadSelector | None = (
-        # of a hook that has heads: only these are edited, and tensors may be as wide as one head
-        None
-    )
+    # at a hook with heads: edit only these heads; tensors may be as wide as one head
+    heads: HeadSelector | None = None
     sae: Reference | None = None  # the name of a sparse autoencoder
-    feature: Index | None = None  # its number; required with `sae`
-    extension: Reference | None = (
-        # an installed op; with `layers`, `hook`, `positions`, `strength`, its `options` and its
-        # `vector`
-        None
-    )
-    options: Annotated[dict[Name, OpNumber], msgspec.Meta(max_length=MAX_OPTIONS)] | None = (
-        None  # of that op
-    )
-    value: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = (
-        None  # in units of its activation; required with `sae` for `clamp` and `add`
-    )
+    feature: Index | None = None  # the feature's number; required with `sae`
+    # an installed op; valid with `layers`, `hook`, `positions`, `strength`, `options`, `vector`
+    extension: Reference | None = None
+    # options of the installed op
+    options: Annotated[dict[Name, OpNumber], msgspec.Meta(max_length=MAX_OPTIONS)] | None = None
+    # in units of the feature's activation; required with `sae` for `clamp` and `add`
+    value: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = None
 
     def __post_init__(self) -> None:
-        # JSON writes these as null, and null has a meaning.
+        # JSON would encode such numbers as null, which has a meaning
         for name in ("scale", "alpha", "strength", "low", "high", "value"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
@@ -150,23 +139,22 @@ class SteeringSpec(Record):
 
 
 class PatchSource(Record):
-    """Source of a patch: exactly one of `run`, `vector`, `module` and `zeros`.
+    """The source of a patch: exactly one of `run`, `vector`, `module` and `zeros`.
 
-    `run`: a name, or the id of a job that captured. The source is its row at `position` of its
-    prompt number `prompt`, at the patch's own hook and layer; a null `position` is the position
-    that is patched. With `mean`, the source is the mean over `positions` of the run (null: all its
-    positions), in float32.
+    `run`: the name of a source run, or the id of a job with a capture. The source is its row at
+    `position` of its prompt number `prompt`, at the patch's own hook and layer; a null `position`
+    is the patched position. With `mean`, the source is the mean over `positions` of the run (null:
+    all its positions), in float32.
     """
 
     run: Name | None = None
     prompt: Index = 0
-    position: Place | Annotated[list[Place], msgspec.Meta(max_length=MAX_POSITIONS)] | None = (
-        None  # a list: one for each position that is patched, in ascending order of those
-    )
+    # a list: one for each patched position, in ascending order of the patched positions
+    position: Place | Annotated[list[Place], msgspec.Meta(max_length=MAX_POSITIONS)] | None = None
     mean: bool = False
     positions: RequestedPositions | None = None  # of the mean
     vector: Tensor | None = None  # `[hidden_size]`
-    module: Reference | None = None  # a named module that is one vector
+    module: Reference | None = None  # a named module with a single vector
     zeros: bool = False
 
     def __post_init__(self) -> None:
@@ -188,12 +176,12 @@ class PatchSource(Record):
 
 
 class PatchSpec(Record):
-    """Activation patching: write rows at `hook` of each of `layers`, at `positions`: s → (1 −
-    alpha) · s + alpha · t, in `mask`.
+    """Activation patching: replace rows s at `hook` of each of `layers`, at `positions`, by (1 −
+    alpha) · s + alpha · t, in the dimensions of `mask`, where t is the source's row.
 
-    With alpha = 1 the result is bit for bit the source's row t (Vig et al. 2020, arXiv:2004.12265;
-    Meng et al. 2022, arXiv:2202.05262). At the same site, patches are applied after global
-    steering's replacements and before the request's own; see `docs/steering.md`.
+    With alpha = 1 the result is t, bit for bit (Vig et al. 2020, arXiv:2004.12265; Meng et al.
+    2022, arXiv:2202.05262). At the same site, patches are applied after the replacements of global
+    steering and before the request's own; see `docs/steering.md`.
     """
 
     layers: LayerSelector
@@ -201,12 +189,10 @@ class PatchSpec(Record):
     source: PatchSource
     hook: HookName = "post_block"
     alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    heads: HeadSelector | None = (
-        None  # of a hook that has heads: only these are written; not together with `mask`
-    )
-    mask: DimensionSelector | None = (
-        None  # dimensions that are written, as layers are named: "0-63,100", a list; null: all
-    )
+    # at a hook with heads: write only these heads; not valid together with `mask`
+    heads: HeadSelector | None = None
+    # dimensions to write, in the syntax of layers: "0-63,100" or a list; null: all
+    mask: DimensionSelector | None = None
 
 
 #: Lists of these in requests.
@@ -223,16 +209,16 @@ class StoredSteering(Record):
     hook: Hook
     positions: PositionSelector
     family: Family
-    tensors: list[str]  # in the order of its family; in a mask, 1: written, 0: not written
+    tensors: list[str]  # in the family's order; in a mask, 1: written, 0: not written
     scale: float = 1.0  # factor of the vector, if the family has a scale
-    numbers: list[float] = []  # in the order of its family
-    rank: int = 0  # if the tensors of its family have one
-    # digest of the probe that decides at which of `positions` it is applied; empty: at all of them
+    numbers: list[float] = []  # in the family's order
+    rank: int = 0  # of the tensors, if the family has ranked tensors
+    # digest of the probe that decides at which of `positions` the entry is applied; empty: at all
     gate: str = ""
 
     @property
     def num_vectors(self) -> int:
-        """Entries of the ranks' pool for each site."""
+        """The number of entries of the ranks' pool for each site."""
         return FAMILY[self.family].entries(self.rank or 1)
 
     def shapes(self, hidden_size: int) -> list[list[int]]:
@@ -252,9 +238,8 @@ def at_scale(entry: StoredSteering, factor: float) -> StoredSteering:
 
 
 class StoredCapture(Record, omit_defaults=True):
-    """The hooks of one bank of a `CaptureSpec`, after validation, for one prompt.
-
-    Or the rows from which a reading is computed (`reading`).
+    """A validated capture for one prompt: the hooks of a `CaptureSpec` in one bank, or the rows for
+    a reading (`reading`).
     """
 
     sites: dict[Hook, list[int]]  # hook → ascending layers, at least one
@@ -265,25 +250,22 @@ class StoredCapture(Record, omit_defaults=True):
     dtype: RowDType = "model"
     layout: Layout = "auto"
     consumers: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_CONSUMERS))
-    reading: Reading | None = (
-        # what its rows are for; they are not stored then, and `consumers` is `readings.READER`
-        # alone
-        None
-    )
+    # the reading for which the rows are captured; they are not stored, and `consumers` has only
+    # `readings.READER`
+    reading: Reading | None = None
     row: RowShape | None = None  # null: the model's hidden size
     beside: dict[Hook, list[int]] = {}  # sites of the same `CaptureSpec` in other banks
-    heads: list[int] = []  # that are stored, ascending; empty: whole rows
-    harvest: HarvestPlace | None = (
-        None  # where its rows go; `consumers` is `harvest_work.HARVEST` alone
-    )
+    heads: list[int] = []  # stored heads, ascending; empty: whole rows
+    # destination of a harvest's rows; `consumers` has only `harvest_work.HARVEST`
+    harvest: HarvestPlace | None = None
 
     @property
     def bank(self) -> str:
-        """See `schemas.model.banks`."""
+        """The bank of its hooks, see `schemas.model.banks`."""
         return BANK[next(iter(self.sites))]
 
     def split(self, inside: Mapping[str, RowShape]) -> "list[StoredCapture]":
-        """One capture for each bank that its hooks are in. `inside`: as `ModelInfo.inside`."""
+        """Return one capture for each bank of its hooks. `inside`: as in `ModelInfo.inside`."""
         result = []
         for bank, sites in banks_of(self.sites).items():
             row = None if bank == RESIDUAL else inside[next(iter(sites))]
@@ -292,30 +274,30 @@ class StoredCapture(Record, omit_defaults=True):
         return result
 
     def stored_size(self, hidden_size: int) -> int:
-        """Elements of a row as it is stored, of all ranks together."""
+        """Return the number of stored elements of a row, over all ranks."""
         if self.row is None:
             return hidden_size
         return len(self.heads) * self.row.width if self.heads else self.row.size
 
     @property
     def everywhere(self) -> bool:
-        """Return whether every rank of a tensor-parallel stage records it, and not only the
+        """Return whether every rank of a tensor-parallel stage records the rows, not only the
         first.
         """
         return self.scored or (self.reading is not None and self.reading.everywhere)
 
     @property
     def scored(self) -> bool:
-        """Return whether its rows are for probes: they are not stored."""
+        """Return whether its rows are for probes, and so not stored."""
         return self.consumers == [PROBED]
 
     @property
     def num_sites(self) -> int:
-        """Rows per captured position."""
+        """The number of rows per captured position."""
         return sum(len(layers) for layers in self.sites.values())
 
     def select(self, start: int, stop: int, prompt_tokens: int) -> "list[int] | range":
-        """The absolute positions in the window `[start, stop)` that are captured, ascending."""
+        """Return the captured absolute positions in `[start, stop)`, ascending."""
         chosen = select(self.positions, start, stop, prompt_tokens)
         if self.every_n == 1:
             return chosen
@@ -332,12 +314,10 @@ class StoredCapture(Record, omit_defaults=True):
         """
         chosen = select(self.positions, 0, prompt_tokens + max_tokens - 1, prompt_tokens)
         if self.every_n == 1 or not isinstance(chosen, range):
-            return len(chosen)  # a list names prompt positions, and those are all taken
+            return len(chosen)  # a list has only prompt positions, which `every_n` keeps
         of_prompt = range(chosen.start, min(chosen.stop, prompt_tokens))
-        passed = max(
-            chosen.start - prompt_tokens, 0
-        )  # generated tokens before the first that is named
-        first = prompt_tokens + -(-passed // self.every_n) * self.every_n
+        skipped = max(chosen.start - prompt_tokens, 0)  # generated tokens before the range
+        first = prompt_tokens + -(-skipped // self.every_n) * self.every_n
         return len(of_prompt) + len(range(first, chosen.stop, self.every_n))
 
 
@@ -360,7 +340,7 @@ def probe_captures(probes: Sequence[StoredProbe]) -> list[StoredCapture]:
     ]
 
 
-#: Bytes of a captured position apart from its rows: its number and its token id, int64 each.
+#: Bytes of a captured position without its rows: its number and its token id, int64 each.
 POSITION_BYTES = 16
 
 
@@ -375,13 +355,12 @@ def memory_bytes(positions: int, sites: int, hidden_size: int, dtype: str, stage
 
 
 class Entry(Record):
-    """Entry point of a request's forward pass: at `layer`, with the rows of `pre_attn` that a run
-    kept of the same tokens.
+    """The entry point of a request's forward pass (re-entry): at `layer`, with the rows of
+    `pre_attn` that a run saved for the same tokens.
 
     All interventions of the request are at `layer` or above. A rank may begin there or at the first
-    layer: the result is the same. A step that contains several entries begins at the lowest of
-    their layers. Therefore, each run that the entries of a job name has rows at all of these
-    layers.
+    layer: the result is the same. A step with several entries begins at the lowest of their layers,
+    so each run named by the entries of a job has rows at all of these layers.
     """
 
     run: str  # `run_key`: rows of `pre_attn` at `layer` for every prompt position
@@ -389,14 +368,14 @@ class Entry(Record):
 
 
 class Grade(Record):
-    """Question about the next token after a request's prompt; answered in the last stage's
+    """Values to compute for the next token after a request's prompt, returned in the last stage's
     receipt (`Receipt.graded`).
     """
 
-    token_ids: list[int]  # log-probability of each, nats, log-softmax in float32
+    # return the log-probability of each, in nats, log-softmax in float32
+    token_ids: list[int]
     keep: str = ""  # keep the distribution on the rank under this name
-    # Kullback–Leibler divergence D(kept distribution of this name ‖ this one), nats; follows the
-    # token ids'
+    # then return the Kullback–Leibler divergence D(kept distribution of this name ‖ this one), nats
     against: str = ""
 
 
@@ -406,7 +385,7 @@ class RankSpec(Record):
     Positions are resolved against this request's prompt.
     """
 
-    version: str  # Midstream's version; a rank of another version refuses
+    version: str  # Midstream's version; a rank of another version rejects the request
     job: str
     request: int  # index of the prompt in its job
     attempt: int  # fencing token
@@ -414,8 +393,8 @@ class RankSpec(Record):
     steering: list[StoredSteering] = []
     captures: list[StoredCapture] = []  # the user's captures and global capture
     digest: str = ""  # content hash of the interventions; empty if there are none
-    first_affected: int = -1  # lowest absolute position an intervention touches; -1: none
-    # the edited positions depend on where the prompt ends: `all_prompt`, `last_prompt`,
+    first_affected: int = -1  # lowest absolute position that an intervention edits; -1: none
+    # the edited positions depend on the prompt's length: `all_prompt`, `last_prompt`,
     # `all_generated`
     by_prompt: bool = False
     lowest_captured: int = -1  # lowest captured prompt position; -1: none
@@ -423,33 +402,32 @@ class RankSpec(Record):
     # the worker reports where the output ends, because it detects stop strings after the ranks have
     # computed the tokens
     told_when_over: bool = False
-    # the operator's, applied before `steering`; included in `digest` and in all that depends on it
+    # applied before `steering`; included in `digest` and in everything derived from it
     global_steering: list[StoredSteering] = []
-    global_version: int = 0  # of the global steering that the request began under
-    entry: Entry | None = None  # only of requests that generate one token; their `digest` is unique
+    global_version: int = 0  # of the global steering with which the request began
+    entry: Entry | None = None  # only in requests for one token; their `digest` is unique
     grade: Grade | None = None
     # key of a run of the same tokens without interventions, whose kept KV blocks are used for
     # positions before `first_affected`
     base: str = ""
-    # keep the KV cache of its prompt, where there is room, for requests whose `base` names this run
+    # keep the KV cache of the prompt, if there is room, for requests whose `base` names this run
     keep_blocks: str = ""
-    trace: str = ""  # W3C traceparent of the attempt: goes into the receipts
-    lora: LoraUse | None = None  # adapter that its rows are computed with
-    chunk: int = (
-        0  # tokens in one step, at most, where the engine can split a prefill; 0: as many as fit
-    )
+    trace: str = ""  # W3C traceparent of the attempt, copied into the receipts
+    lora: LoraUse | None = None  # the adapter with which its rows are computed
+    # the most tokens in one step, if the engine can split a prefill; 0: no limit
+    chunk: int = 0
     images: list[ImageSpan] = []  # of the prompt
-    probes: list[StoredProbe] = []  # that score its tokens; their rows are among `captures`
-    stream_scores: bool = False  # their scores travel with the tokens
+    probes: list[StoredProbe] = []  # score its tokens; their rows are among `captures`
+    stream_scores: bool = False  # the probes' scores are sent with the tokens
 
     @property
     def ids(self) -> tuple[str, int, int]:
-        """Job, prompt and attempt."""
+        """Job, index of the prompt, and attempt."""
         return self.job, self.request, self.attempt
 
     @property
     def key(self) -> str:
-        """Name of this request in calls to the ranks."""
+        """The name of this request in calls to the ranks."""
         return f"{self.job}.{self.request}.{self.attempt}"
 
 
@@ -457,14 +435,14 @@ CaptureStatus = Literal["not_requested", "pending", "ok", "partial", "error", "t
 
 
 def touched(spec: RankSpec) -> tuple[int, int]:
-    """The window `[first, stop)` of positions that the request's steering and captures name; `(0,
-    0)`: none.
+    """Return the window `[first, stop)` of positions that the request's steering and captures
+    select; `(0, 0)` if they select none.
     """
-    named = [entry.positions for entry in (*spec.global_steering, *spec.steering)] + [
+    selectors = [entry.positions for entry in (*spec.global_steering, *spec.steering)] + [
         capture.positions for capture in spec.captures
     ]
-    first = min((lowest_position(item, spec.prompt_tokens) for item in named), default=0)
-    return first, max((end_position(item, spec.prompt_tokens) for item in named), default=0)
+    first = min((lowest_position(item, spec.prompt_tokens) for item in selectors), default=0)
+    return first, max((end_position(item, spec.prompt_tokens) for item in selectors), default=0)
 
 
 #: The most rows of the ranks' steering table that may edit *one token* for its own request; global
@@ -473,10 +451,10 @@ MAX_STEERING_ROWS = 4
 
 
 class SteeringRow(Record):
-    """Entries of one request that share their positions: one row of the rank's steering table.
+    """Entries of one request with the same positions: one row of the rank's steering table.
 
-    `key` names the row's content (layers, tensors, numbers), not where it is applied, so that equal
-    configurations share a row.
+    `key` identifies the row's content (layers, tensors, numbers) but not its positions, so that
+    equal configurations share a row.
     """
 
     key: str
@@ -485,20 +463,20 @@ class SteeringRow(Record):
 
     @property
     def gate(self) -> str:
-        """See `StoredSteering.gate`."""
+        """The entries' gate, see `StoredSteering.gate`."""
         return self.entries[0].gate if self.entries else ""
 
     @property
     def bank(self) -> str:
-        """See `schemas.model.banks`."""
+        """The bank of the entries' hooks, see `schemas.model.banks`."""
         return BANK[self.entries[0].hook] if self.entries else RESIDUAL
 
     @property
     def num_vectors(self) -> int:
-        """The most entries of the ranks' pool that the row needs. Sites to which the same entries
-        apply share theirs.
+        """The most entries of the ranks' pool that the row needs. Sites with the same steering
+        entries share pool entries.
         """
-        # (hook, layer, family) → numbers of the entries that apply there
+        # (hook, layer, family) → indices of the entries that apply there
         applied: dict[tuple[Hook, int, Family], tuple[int, ...]] = {}
         for number, entry in enumerate(self.entries):
             for layer in entry.layers:
@@ -509,8 +487,8 @@ class SteeringRow(Record):
 
 #: Name of a mask of all dimensions, for which no bytes are stored.
 ONES = "ones"
-#: Prefix of the name of a mask that lists its dimensions, such as `dims:0-63,100`; no bytes are
-#: stored for it either.
+#: Prefix of a mask's name that lists its dimensions, such as `dims:0-63,100`; no bytes are stored
+#: for this mask either.
 DIMS_PREFIX = "dims:"
 
 
@@ -522,7 +500,7 @@ def dims_name(dims: str) -> str:
 
 
 def dims_named(name: str) -> list[range]:
-    """The inverse of `dims_name`. Raises ValueError for an invalid name."""
+    """Invert `dims_name`. Raises ValueError for an invalid name."""
     result = []
     for part in name.removeprefix(DIMS_PREFIX).split(","):
         first, _, last = part.partition("-")
@@ -531,25 +509,25 @@ def dims_named(name: str) -> list[range]:
 
 
 def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
-    """Group a request's steering by bank, by its positions and by its gate, in the order first
-    named.
+    """Group a request's steering into rows by bank, positions and gate, in the order of first
+    occurrence.
 
     Entries of one family at one site are applied in the order of the rows; within a row, `joined`
-    entries are combined in the order written. To keep the order of the request, an entry may
-    therefore not go into a row before one that already has its family at one of its sites; if the
-    family is not `joined`, it must go into a later row. The order of additions does not matter.
+    entries are combined in their order. To keep the request's order, an entry must not be put into
+    a row before a row that already has its family at one of its sites; if the family is not
+    `joined`, it must be put into a later row. The order of additions does not matter.
 
-    The ranks apply masked replacements after full ones, but users see a single op. A full
-    replacement that follows a masked one at the same site therefore becomes a masked one with a
-    mask of all dimensions.
+    The ranks apply masked replacements after full replacements, but users see a single op.
+    Therefore, a full replacement that follows a masked one at the same site becomes a masked one
+    with a mask of all dimensions.
     """
     groups: list[list[StoredSteering]] = []
-    named: dict[object, int] = {}  # bank, positions and gate → the last group that has them
-    # (hook, layer, family) → the last group that has it
-    met: dict[tuple[Hook, int, Family], int] = {}
+    last_group: dict[object, int] = {}  # bank, positions and gate → the last group with these
+    # (hook, layer, family) → the last group that applies the family there
+    last_applied: dict[tuple[Hook, int, Family], int] = {}
     for entry in steering:
         if entry.family == "replace" and any(
-            (entry.hook, layer, "replace_masked") in met for layer in entry.layers
+            (entry.hook, layer, "replace_masked") in last_applied for layer in entry.layers
         ):
             entry = msgspec.structs.replace(
                 entry, family="replace_masked", tensors=[*entry.tensors, ONES]
@@ -557,15 +535,17 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
         positions = BANK[entry.hook], hashable(entry.positions), entry.gate
         sites = [(entry.hook, layer, entry.family) for layer in entry.layers]
         before = (
-            -1 if entry.family == "add" else max((met.get(site, -1) for site in sites), default=-1)
+            -1
+            if entry.family == "add"
+            else max((last_applied.get(site, -1) for site in sites), default=-1)
         )
-        number = named.get(positions, -1)
+        number = last_group.get(positions, -1)
         if number < max(0, before if FAMILY[entry.family].joined else before + 1):
             number = len(groups)
             groups.append([])
         groups[number].append(entry)
-        named[positions] = number
-        met.update((site, max(number, met.get(site, -1))) for site in sites)
+        last_group[positions] = number
+        last_applied.update((site, max(number, last_applied.get(site, -1))) for site in sites)
     rows = []
     for group in groups:
         content = [(e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers) for e in group]
@@ -576,30 +556,30 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
 
 
 def columns_of(rows: list[SteeringRow]) -> list[int]:
-    """The slot of each row among a token's rows in its bank: after all earlier rows that may share
-    a token with it.
+    """Return the slot of each row among a token's rows in its bank: after all earlier rows that may
+    share a token with it.
 
-    Rows with disjoint lists of positions share a slot, so a request may have many of them.
+    Rows with disjoint lists of positions share a slot, so a request may have many such rows.
     """
     columns: list[int] = []
-    places: dict[str, tuple[list[set[int]], list[bool]]] = {}
+    slots: dict[str, tuple[list[set[int]], list[bool]]] = {}
     for row in rows:
-        # For each slot of the bank: the listed positions of its rows, and whether it has a row
-        # whose positions are not a list.
-        listed, open_ended = places.setdefault(row.bank, ([], []))
-        own = set(row.positions) if isinstance(row.positions, list) else None
-        meets = [
-            place
-            for place in range(len(listed))
-            if own is None or open_ended[place] or own & listed[place]
+        # for each slot of the bank: the listed positions of its rows, and whether it has a row
+        # whose positions are not a list
+        listed, open_ended = slots.setdefault(row.bank, ([], []))
+        positions = set(row.positions) if isinstance(row.positions, list) else None
+        overlapping = [
+            slot
+            for slot in range(len(listed))
+            if positions is None or open_ended[slot] or positions & listed[slot]
         ]
-        place = meets[-1] + 1 if meets else 0
-        if place == len(listed):
+        slot = overlapping[-1] + 1 if overlapping else 0
+        if slot == len(listed):
             listed.append(set())
             open_ended.append(False)
-        listed[place] |= own or set()
-        open_ended[place] = open_ended[place] or own is None
-        columns.append(place)
+        listed[slot] |= positions or set()
+        open_ended[slot] = open_ended[slot] or positions is None
+        columns.append(slot)
     return columns
 
 

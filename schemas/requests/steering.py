@@ -1,7 +1,8 @@
 """Global steering, named modules, and the ranks' reports on them.
 
-All of it is desired state in Redis: workers reconcile to it and report. A name points at content:
-changing what it means never touches a request that was accepted before.
+Global steering and modules are desired state in Redis: workers reconcile to it and report. A
+module's name refers to its content: registering the name again does not affect requests that were
+accepted before.
 """
 
 from typing import Annotated, Literal
@@ -25,8 +26,8 @@ Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=MA
 
 
 class SteeringTemplate(Record):
-    """A `SteeringSpec` after validation against a model, but not yet for a prompt: positions are
-    not resolved.
+    """A `SteeringSpec` after validation against a model, but not for a prompt: positions are not
+    resolved yet.
     """
 
     layers: list[int]
@@ -72,16 +73,16 @@ def content_digest(entries: list[SteeringTemplate]) -> str:
 MODEL_HEADER = "x-midstream-model"
 
 
-# --- Named modules --------------------------------------------------------------------------------
+# --- Named modules
 
 
 class ModuleRequest(Record):
-    """Body of `PUT /v1/steering/modules/{name}`: entries as in a request's `steering`, without
-    modules among them.
+    """Body of `PUT /v1/steering/modules/{name}`: entries as in a request's `steering`, except
+    entries that name modules.
     """
 
     steering: Entries
-    model: Name | None = None  # null: the only one there is
+    model: Name | None = None  # null: the only served model
     description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
 
 
@@ -90,7 +91,7 @@ class Module(Record):
 
     name: str
     model: str
-    digest: str  # `content_digest(entries)`: what the name points at
+    digest: str  # `content_digest(entries)`: the content to which the name refers
     entries: list[SteeringTemplate]
     bytes: int  # of its distinct tensors
     created: float
@@ -101,12 +102,12 @@ class Module(Record):
 
     @property
     def tensors(self) -> list[str]:
-        """Content hashes, each once."""
+        """The unique content hashes of its tensors."""
         return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
 
 
 class EntryView(Record):
-    """One entry of a module or of global steering; tensors by content hash."""
+    """One entry of a module or of global steering, with content hashes of its tensors."""
 
     op: str
     hook: str
@@ -139,27 +140,27 @@ class ModulePage(Record):
     modules: list[ModuleView]
 
 
-# --- Global steering ------------------------------------------------------------------------------
+# --- Global steering
 
 
 class GlobalRequest(Record):
-    """Body of `PUT /v1/steering/global`: applied to every request to the model that starts after
+    """Body of `PUT /v1/steering/global`: steering for every request to the model that starts after
     the change.
 
     Positions apply to prompts of every length, so they are names, ranges that begin at a position,
-    or positions counted from the beginning; those beyond the end of a prompt or request are
+    or positions counted from the beginning; positions beyond the end of a prompt or request are
     ignored.
     """
 
     steering: Entries
-    model: Name | None = None  # null: the only one there is
+    model: Name | None = None  # null: the only served model
 
 
 class GlobalSteering(Record):
     """Steering applied to every request to a model."""
 
     version: int = 0  # grows with every set and clear, never reused; 0: never set
-    entries: list[SteeringTemplate] = []  # empty: nothing
+    entries: list[SteeringTemplate] = []  # empty: no global steering
     changed: float = 0.0
 
     @property
@@ -168,12 +169,12 @@ class GlobalSteering(Record):
 
     @property
     def tensors(self) -> list[str]:
-        """Content hashes, each once."""
+        """The unique content hashes of its tensors."""
         return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
 
     def at(self, prompt_tokens: int) -> list[StoredSteering]:
-        """Return its entries for a prompt of this length, without entries that have no position in
-        it.
+        """Return the entries for a prompt of this length, without entries that have no position in
+        the prompt.
         """
         cut = [(entry, cut_positions(entry.positions, prompt_tokens)) for entry in self.entries]
         return [
@@ -186,7 +187,7 @@ class GlobalSteering(Record):
         """Return the rows that ranks keep in their tables even while unused: those of entries whose
         positions are a name or a range.
 
-        A list of positions is cut to each prompt, so its row differs by prompt.
+        (A list of positions is cut to each prompt, so its row differs between prompts.)
         """
         same = [entry for entry in self.entries if not isinstance(entry.positions, list)]
         return steering_rows(
@@ -195,30 +196,30 @@ class GlobalSteering(Record):
 
 
 class Proposal(Record):
-    """Phase one of a change of global steering: workers validate it on all their ranks and report
-    the outcome; nothing is applied yet.
+    """Phase one of a change to global steering: workers validate the change on all their ranks and
+    report the outcome; nothing is applied yet.
     """
 
     id: str
-    steering: GlobalSteering  # with the version that it will have
-    deadline: float  # workers drop the proposal after this
+    steering: GlobalSteering  # with its future version
+    deadline: float  # workers drop the proposal after this time
 
 
 class Desired(Record):
-    """State that every worker of a model converges to."""
+    """The state to which every worker of a model converges."""
 
-    version: int = 0  # grows with every change of anything below
+    version: int = 0  # grows with every change to a field below
     current: GlobalSteering = GlobalSteering()
     proposal: Proposal | None = None
     modules: dict[str, Module] = {}
 
 
-# --- Status reported by the ranks -----------------------------------------------------------------
+# --- Status reported by the ranks
 
 
 class RankSteering(Record):
-    """One rank, as `midstream_status` reports it; the numbers of rows and entries are those of its
-    steering table.
+    """The report of one rank from `midstream_status`; rows and entries are those of its steering
+    table.
     """
 
     rank: int
@@ -237,14 +238,14 @@ class RankSteering(Record):
     entries: int
     vectors: int
     requests: int
-    outbox: int  # receipts that the relay has not taken yet
+    outbox: int  # receipts that the relay has not acknowledged yet
     backlog: int  # bytes of captured rows that wait for the writers
-    captured_rows: int = 0  # since the rank started: one hook of one layer at one position
+    captured_rows: int = 0  # since the rank started; a row is one hook of one layer at one position
     captured_bytes: int = 0
     dropped_positions: int = 0  # requested positions dropped under overload
     running: int = 0  # requests in the engine's last step, with or without interventions
     queued: int = 0  # requests that waited in that step
-    kv_cache: float = 0.0  # share of the KV cache in use then, 0 to 1
+    kv_cache: float = 0.0  # share of the KV cache in use in that step, 0 to 1
     # operation → the rank's requests to object storage since it started
     store: dict[str, StoreCalls] = {}
 
@@ -253,7 +254,7 @@ WorkerState = Literal["serving", "resyncing", "quarantined"]
 
 
 class RankApplied(Record):
-    """One rank's answer when a change is applied."""
+    """One rank's response when a change is prepared or applied."""
 
     rank: int
     ok: bool
@@ -261,7 +262,7 @@ class RankApplied(Record):
 
 
 class WorkerSteering(Record):
-    """A worker's report: published at every change and on request."""
+    """A worker's report, published at every change and on request."""
 
     worker: str
     boot: str
@@ -272,8 +273,8 @@ class WorkerSteering(Record):
     global_version: int  # applied on all ranks
     at: float
     ask: str = ""  # the last query (`Steering.ask`) that this report answers
-    proposal: str = ""  # id of the proposal that was prepared or refused
-    prepared: bool = False  # all ranks could apply it
+    proposal: str = ""  # id of the proposal that was prepared or rejected
+    prepared: bool = False  # whether all ranks can apply the proposal
     refusal: str = ""  # why not
     applied: list[RankApplied] = []  # of the last prepare or commit
     waiting: int = 0  # requests that wait for rows of the table
@@ -293,8 +294,8 @@ class StageAgreement(Record):
 
 
 class Agreement(Record):
-    """Over all workers asked; a worker that did not answer, or a rank without a checksum, counts as
-    inconsistent.
+    """The agreement of all queried workers; a worker that did not respond, or a rank without a
+    checksum, counts as inconsistent.
     """
 
     consistent: bool
@@ -316,7 +317,7 @@ class GlobalView(Record):
 
     model: str
     version: int
-    digest: str  # empty: nothing is steered
+    digest: str  # empty: no global steering
     entries: list[EntryView]
     changed: float
     applied: bool  # every live worker has this version on every rank

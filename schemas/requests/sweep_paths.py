@@ -1,10 +1,10 @@
-"""Path patching: what one place of a model passes to another, with the branches between them held
-as they are without a patch.
+"""Path patching: measures the effect of one site of a model on another, with the branches between
+them frozen at their unpatched values.
 
-Wang et al. 2022 (arXiv:2211.00593). Two passes: in the first, the sender has the rows of the other
-prompt, the frozen branches above it those of the patched prompt itself, and what the receivers
-compute is kept; in the second, the receivers have that. The values of a path to the logits are the
-first pass' own.
+Wang et al. 2022 (arXiv:2211.00593). A cell takes two passes. In the first, the sender has the rows
+of the other prompt, the frozen branches above it have the rows of the patched prompt itself, and
+the receivers' rows are kept; in the second, the receivers are patched with these rows. A path to
+the logits needs only the first pass.
 """
 
 from typing import Annotated, Literal
@@ -15,15 +15,15 @@ from ..base.limits import MAX_RECEIVERS
 from ..base.records import Record
 from ..prompts.selectors import FORWARD, Hook, HookName, LayerNumber
 
-#: A branch of every layer, and the hook at which its output is held.
+#: A branch of every layer, and the hook at which its output is frozen.
 Branch = Literal["attn", "mlp"]
 BRANCH_HOOK: dict[Branch, Hook] = {"attn": "attn_out", "mlp": "mlp_out"}
-#: The hook from which on a layer's branch does not read what a hook changes.
+#: Branch → the first hook of a layer whose changes do not reach this layer's branch.
 _PAST: dict[Branch, Hook] = {"attn": "attn_out", "mlp": "mlp_in"}
 
 
 class PathEnd(Record):
-    """End of a path: a hook of a layer, all of its row or one head's part."""
+    """An end of a path: a hook of a layer, with the whole row or the part of one head."""
 
     layer: LayerNumber
     hook: HookName
@@ -31,13 +31,12 @@ class PathEnd(Record):
 
 
 class SweepPath(Record):
-    """Path of a sweep whose cells are one of its ends.
+    """A path with one fixed end: exactly one of `sender` and `receivers`. The sweep's cells are the
+    other end.
 
-    Exactly one of `sender` and `receivers`; the cells are the other end.
-
-    `sender`: has the other prompt's rows at all positions that have a counterpart. `receivers`: all
-    immediately; `logits`: the end of the model. `frozen`: the branches that are held in all layers
-    between the two, receivers excepted.
+    `sender`: gets the other prompt's rows at all positions with a counterpart. `receivers`: all
+    together; `logits`: the end of the model. `frozen`: the branches that are frozen in all layers
+    between the two ends, except receivers.
     """
 
     sender: PathEnd | None = None
@@ -62,14 +61,13 @@ class StoredEnd(Record):
 
     layer: int
     hook: Hook
-    dims: str = ""  # of the row; empty: all
+    dims: str = ""  # dimensions of the row; empty: all
     head: int = -1
 
 
 class StoredPath(Record):
-    """A `SweepPath` after validation.
-
-    Without sender and receivers: from the cells to the logits.
+    """A `SweepPath` after validation. Without sender and receivers, the path goes from the cells to
+    the logits.
     """
 
     frozen: list[Branch]
@@ -78,12 +76,12 @@ class StoredPath(Record):
 
     @property
     def passes(self) -> int:
-        """Requests of a cell."""
+        """The number of passes of a cell."""
         return 2 if self.receivers else 1
 
     def frozen_sites(self, layer: int, hook: Hook, top: int) -> dict[Hook, list[int]]:
-        """Return what is held when the sender is at `hook` of `layer`, up to layer `top`: branches
-        that read what it changes.
+        """Return the sites to freeze, up to layer `top`, if the sender is at `hook` of `layer`: the
+        frozen branches that its change reaches.
         """
         sites = {}
         for branch in self.frozen:
@@ -96,7 +94,7 @@ class StoredPath(Record):
         return sites
 
     def shown(self) -> SweepPath:
-        """Return the path as results name it."""
+        """Return the path as it is reported in results."""
         if self.sender is not None:
             return SweepPath(sender=_end(self.sender), frozen=self.frozen)
         return SweepPath(
@@ -106,12 +104,12 @@ class StoredPath(Record):
 
 
 def place_of(hook: Hook) -> int:
-    """When a layer's forward meets the hook."""
+    """Return the hook's index in the order of a layer's forward pass."""
     return FORWARD.index(hook)
 
 
 def reaches(sender: tuple[int, Hook], receiver: tuple[int, Hook]) -> bool:
-    """Return whether what is at one (layer, hook) is computed before the other."""
+    """Return whether one (layer, hook) comes before another in the forward pass."""
     return (sender[0], place_of(sender[1])) < (receiver[0], place_of(receiver[1]))
 
 

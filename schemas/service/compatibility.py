@@ -13,15 +13,15 @@ from ..base.errors import MidstreamError
 from ..base.version import __version__
 from ..jobs.models import ModelInfo, WorkerInfo
 
-#: 0: versions that did not report one.
-#: 2: jobs carry the identity of their model; workers do not take a job without one.
+#: 0: versions that did not report a number.
+#: 2: jobs carry the identity of their model; workers reject a job without one.
 WIRE = 2
 OLDEST_WIRE = 2
 
 
 def disagreement(who: str, version: str, wire: int, oldest: int) -> MidstreamError | None:
-    """Return why `who`, which runs Midstream `version`, and this process cannot work together; None
-    if they can.
+    """Return the error if `who`, which runs Midstream `version`, and this process are incompatible;
+    otherwise None.
     """
     if wire >= OLDEST_WIRE and oldest <= WIRE:
         return None
@@ -35,7 +35,9 @@ def disagreement(who: str, version: str, wire: int, oldest: int) -> MidstreamErr
 
 
 def misfit_of(info: ModelInfo | WorkerInfo) -> MidstreamError | None:
-    """Return why this process cannot work with the worker that reported `info`; None if it can."""
+    """Return the error if this process is incompatible with the worker that reported `info`;
+    otherwise None.
+    """
     who = (
         f"the worker of {info.name!r}"
         if isinstance(info, ModelInfo)

@@ -1,10 +1,10 @@
-"""Translates vLLM's start-up errors, which name vLLM's options, to messages that name Midstream's
+"""Translates vLLM's start-up errors, which name vLLM's options, into messages that name Midstream's
 settings.
 """
 
 import re
 
-#: Pattern of a vLLM error (0.32), and Midstream's message; groups of the match fill the braces.
+#: Pattern of an error of vLLM 0.32, and Midstream's message; groups of the match fill the braces.
 REASONS: tuple[tuple[str, str], ...] = (
     (
         r"(?<!--engine )(?:trust_remote_code|trust-remote-code)",

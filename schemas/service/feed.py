@@ -1,4 +1,4 @@
-"""The page's feed: jobs as its table shows them, and what its top bar shows of the service."""
+"""The page's feed: jobs for its table, and the service's state for its top bar."""
 
 from ..access.keys import TenantView
 from ..base.records import Published
@@ -38,7 +38,7 @@ class FeedModel(Published):
 class FeedService(Published, omit_defaults=True):
     """Event `service`, every few seconds.
 
-    Null: the key lacks the scope `observe`, or the figure is not known.
+    Null: the key lacks the scope `observe`, or the figure is unknown.
     """
 
     at: float
@@ -46,9 +46,9 @@ class FeedService(Published, omit_defaults=True):
     tenant: TenantView
     tokens_s: float | None = None  # generated per second, by all workers
     queued: int | None = None  # jobs that no worker has begun
-    live: int | None = None  # jobs that are not over
-    # bytes where captures are kept, if that is a folder of this machine
+    live: int | None = None  # jobs that have not ended
+    # bytes on the disk with captures, if that is on this machine
     disk_free: int | None = None
     disk_total: int | None = None
     quota_left: int | None = None  # bytes of the captures' quota
-    troubles: list[str] = []  # what keeps the service from working
+    troubles: list[str] = []  # problems that keep the service from working

@@ -1,8 +1,8 @@
-"""Global capture: the settings `global_capture…` as capture specs.
+"""Global capture: converts the settings `global_capture…` to capture specs.
 
-`post_block:all;pre_attn:0-17` names hooks (ours, or TransformerLens' names) with their layers; a
-hook without layers means all layers. Options of the command line have the same syntax, which
-`parse_hooks` implements.
+`post_block:all;pre_attn:0-17` names hooks (by Midstream's or TransformerLens' names) with their
+layers; a hook without layers means all layers. Options of the command line have the same syntax,
+which `parse_hooks` implements.
 """
 
 import re
@@ -46,12 +46,12 @@ def from_settings(
     hooks: Sequence[str] = HOOKS,
     row_limit: int = 0,
 ) -> list[CaptureSpec]:
-    """Return the captures that the settings ask for; if `num_layers` is given, check them against
-    the model's layers and hooks.
+    """Return the captures in the settings; if `num_layers` is given, check them against the model's
+    layers and hooks.
 
     `row_limit`: rows that one engine step may capture; 0: any number. A capture with more sites is
-    rejected, because even a single position would not fit. Raises SettingsError that says what is
-    wrong and what is valid.
+    rejected, because even a single position would not fit. Raises SettingsError with the reason and
+    the valid values.
     """
     try:
         specs = parse(
@@ -62,9 +62,8 @@ def from_settings(
                 sites = sum(map(len, resolve_sites(spec.wanted, num_layers, hooks).values()))
                 if row_limit and sites > row_limit:
                     raise ValueError(
-                        f"it has {sites} sites, but one step has room for "
-                        f"{row_limit} rows (setting "
-                        "capture_buffer_mib)"
+                        f"it has {sites} sites, but one step has room for {row_limit} rows "
+                        "(setting capture_buffer_mib)"
                     )
     except ValueError as error:
         raise SettingsError(f"global_capture: {error}") from error
@@ -74,8 +73,8 @@ def from_settings(
 def captures_of(
     spec: CaptureSpec, model: ModelInfo, lengths: Sequence[int]
 ) -> list[StoredCapture | None]:
-    """Return the global capture of each prompt, given the prompts' lengths; None for a prompt that
-    has none of the positions.
+    """Return the global capture of each prompt, given the prompts' lengths; None for a prompt
+    without any of the positions.
 
     Raises MidstreamError("internal") for a spec that does not fit the model: the worker checked it
     when it started.
@@ -109,8 +108,8 @@ def captures_of(
 def step_rows(
     captures: Sequence[StoredCapture], model: ModelInfo, prompt_tokens: int, max_tokens: int
 ) -> int:
-    """Return the fewest rows that a request can capture in one engine step: those of one token and
-    its drafts. The engine can divide a prompt, but not these.
+    """Return the fewest rows that a request must capture in one engine step: those of one token and
+    its drafts, which the engine cannot split over steps.
     """
     tokens = 1 + model.speculative_tokens
     return sum(
@@ -120,11 +119,11 @@ def step_rows(
 
 
 def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> list[CaptureSpec]:
-    """The captures that the settings ask for: none when `text` is empty, else one.
+    """Return the captures in the settings: none if `text` is empty, otherwise one.
 
-    `positions`: a name, or `0,5,-1`.
+    `positions`: in the syntax of `parse_positions`.
 
-    Raises ValueError that says what is wrong and what is valid.
+    Raises ValueError with the reason and the valid values.
     """
     if not text.strip():
         return []
@@ -141,9 +140,10 @@ def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> lis
 
 
 def parse_hooks(text: str, layers: LayerSelector = "all") -> dict[HookName, LayerSelector]:
-    """`post_block:all;pre_attn:0-3,7` or `resid_pre,mlp_out` as hook → layers. Raises ValueError.
+    """Parse `post_block:all;pre_attn:0-3,7` or `resid_pre,mlp_out` as hook → layers. Raises
+    ValueError.
 
-    Hooks are separated by `;` or `,`. `layers`: for hooks without their own.
+    Hooks are separated by `;` or `,`. `layers`: for hooks without layers of their own.
     """
     hooks: dict[HookName, LayerSelector] = {}
     for part in _BEFORE_HOOK.split(text.strip()):
@@ -163,14 +163,14 @@ def parse_hooks(text: str, layers: LayerSelector = "all") -> dict[HookName, Laye
 
 
 def parse_positions(text: str) -> RequestedName | dict[str, int] | list[int | dict[str, int]]:
-    """A name, `image:0`, `0,5,-1`, or a range: `5:9`, `5:` to the end. Raises ValueError."""
+    """Parse a name, `image:0`, `0,5,-1`, or a range such as `5:9` or `5:`. Raises ValueError."""
     text = text.strip()
     if text in get_args(RequestedName):
         return cast(RequestedName, text)
     if image := _IMAGE.fullmatch(text):
         return {"image": int(image[1])}
-    if alone := written_range(text):
-        return alone
+    if single_range := written_range(text):
+        return single_range
     parts = [part.strip() for part in text.split(",")]
     if not all(written_range(part) or _NUMBER.fullmatch(part) for part in parts):
         names = ", ".join(get_args(RequestedName))

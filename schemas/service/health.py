@@ -9,13 +9,12 @@ class Health(Published):
 
     status: str
     version: str
-    # of the `midstream up` that started it; of an API that was started otherwise: that of its
-    # parent, or empty
+    # of the `midstream up` that started the API; otherwise that of its parent process, or empty
     instance: str = ""
 
 
 class Readiness(Record):
-    """Answer of `GET /readyz`: 200 when a job would run now, 503 otherwise; `missing` gives the
+    """Answer of `GET /readyz`: 200 if a job would run now, otherwise 503; `missing` lists the
     reasons.
     """
 
@@ -23,4 +22,4 @@ class Readiness(Record):
     missing: list[str]
     models: list[str]  # with a live worker
     workers: list[WorkerInfo]
-    relay: bool  # seen lately: without it captures and interventions are not settled
+    relay: bool  # seen recently; without it, captures and interventions are not settled

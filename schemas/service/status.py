@@ -8,10 +8,10 @@ class QueueStatus(Published):
     """The jobs of one model and priority that no worker has begun."""
 
     model: str
-    # high | interactive (someone holds a response) | batch | low: served in this order
+    # high | interactive (a client waits for a held response) | batch | low: served in this order
     priority: str
-    sent: int  # their message is with Celery
-    waiting: dict[str, int]  # tenant → jobs whose turn has not come
+    sent: int  # jobs whose message is in Celery's queue
+    waiting: dict[str, int]  # tenant → jobs that wait in the ledger
 
 
 class RedisStatus(Published):
@@ -22,7 +22,7 @@ class RedisStatus(Published):
     policy: str  # maxmemory-policy
     aof: bool
     clients: int
-    milliseconds: float  # that it took to answer
+    milliseconds: float  # response time
 
 
 class RelayStatus(Published):
@@ -36,7 +36,7 @@ class CallbacksStatus(Published):
     alive: bool
     last_sweep: float | None = None  # seconds since the epoch
     webhooks_pending: int = 0
-    webhooks_overdue_s: float = 0.0  # for how long the most overdue one has been due
+    webhooks_overdue_s: float = 0.0  # how long the most overdue webhook has been due
 
 
 class DesyncStatus(Published):
@@ -51,11 +51,11 @@ class Status(Published):
     version: str  # of this API
     at: float
     held: int  # responses that this API holds
-    live: int  # jobs that are not over
-    queued: int  # of those, jobs that no worker has begun
-    counts: dict[str, dict[str, int]]  # model → state → how often a job came into it, ever
+    live: int  # jobs that have not ended
+    queued: int  # live jobs that no worker has begun
+    counts: dict[str, dict[str, int]]  # model → state → how many jobs have ever entered it
     queues: list[QueueStatus]
-    # one whose version this API cannot work with is not healthy, and its `detail` names both
+    # a worker of an incompatible version is not healthy, and its `detail` names both versions
     workers: list[WorkerInfo]
     relay: RelayStatus
     callbacks: CallbacksStatus

@@ -261,7 +261,7 @@ def test_an_export_that_cannot_be_made_is_refused(client: Client, tmp_path: Path
     client.register_module("joy", {"mlp_out.2": JOY})
     for name, path, says in (
         ("joy", "joy.gguf", "cannot hold mlp_out"),
-        ("joy", "joy.bin", "of no format"),
+        ("joy", "joy.bin", "implies no format"),
         ("no", "no.pt", "unknown module"),
     ):
         with pytest.raises(MidstreamError, match=says):

@@ -1,4 +1,4 @@
-"""Capture files of a job: found on this machine, or downloaded over HTTP."""
+"""Opens a job's capture files on this machine, or downloads them over HTTP."""
 
 import atexit
 import json
@@ -24,10 +24,10 @@ FILE_NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]*\.p(?P<request>\d+)\.pp\d+(\.[a-z_]+\.\d+)?\.safetensors"
 )
 
-#: Seconds without data after which a link is given up.
+#: Seconds without data after which a download from a link is abandoned.
 LINK_S = 20.0
-#: Status of an incomplete capture → kind of the error. (`partial` is not listed: such a capture has
-#: all its files, and lacks only what its detail names.)
+#: Status of an incomplete capture → kind of the error. (A `partial` capture has all its files: only
+#: what its detail names is missing.)
 _REFUSED = {"pending": "conflict", "error": "capture_failed", "timed_out": "receipts_timed_out"}
 
 
@@ -49,15 +49,13 @@ def in_place(manifest: Manifest, job_id: str) -> list[Place]:
     """Return the blobs below the server's capture root if all of them are complete on this machine;
     otherwise an empty list.
     """
-    if (
-        manifest.root is None or "://" in manifest.root
-    ):  # a bucket: the server gives links, or the bytes
+    if manifest.root is None or "://" in manifest.root:  # a bucket: download
         return []
     if any(path_fault(file.path, job_id) for file in manifest.files):
         return []  # downloading raises the server's error
     try:
         store = open_store(manifest.root)
-        # A folder of another account may not be readable: its files are then downloaded.
+        # raises for an unreadable folder of another account: its files are then downloaded
         sizes = {key: store.stat(key) for key in {file.path for file in manifest.files}}
     except (OSError, ValueError):
         return []
@@ -111,7 +109,7 @@ def from_link(folder: Path, job_id: str, file: ManifestFile) -> Path | None:
 
 
 def downloaded(folder: Path, request: int) -> list[Path]:
-    """The capture files of one request in a folder of downloads."""
+    """Return the capture files of one request in a folder of downloads."""
     named = ((path, FILE_NAME.fullmatch(path.name)) for path in sorted(folder.iterdir()))
     return [path for path, match in named if match and int(match["request"]) == request]
 
@@ -166,7 +164,7 @@ class Saved:
 
 
 def save(folder: Path, job_id: str, file: ManifestFile, chunks: Iterable[bytes]) -> Path:
-    """Write a whole download; raises as `Saved`."""
+    """Write a whole download. Raises what `Saved` raises."""
     with Saved(folder, job_id, file) as saved:
         for chunk in chunks:
             saved.write(chunk)

@@ -1,4 +1,4 @@
-"""Grids of a sweep: a `SweepResult` as arrays, strongest cells, and plain records."""
+"""Converts a `SweepResult` to grids (arrays), its strongest cells, and plain records."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-#: What the numbers of a grid are.
+#: Metric → what a grid's values are, with the unit.
 MEANING: dict[Metric, str] = {
     "logprob": "log P(answer), nats",
     "logit_diff": "log P(answer) − log P(foil), nats",
@@ -30,7 +30,7 @@ _ALIAS = {
     for name, hook in reversed(ALIASES.items())
     if "." not in name and not (hook in HOOKS and name.startswith("hook_"))
 }
-#: Of pairs whose columns are called otherwise, that many names are shown.
+#: The most names in a column's label where its label differs between pairs.
 _NAMES = 2
 #: Characters of a prompt in a title.
 _PROMPT = 120
@@ -40,16 +40,14 @@ class Effect(NamedTuple):
     """One cell of a grid."""
 
     hook: Hook
-    layer: int  # of the model
+    layer: int  # its index in the model
     column: int
     label: str  # the token, or the span's name
-    positions: list[int]  # in the patched prompt; of a mean over pairs: in the first one
+    positions: list[int]  # in the patched prompt; for a mean over pairs, in the first pair's
     value: float  # in the metric's units
-    effect: float  # value less that of the prompt as it is
+    effect: float  # value minus that of the unpatched prompt
     head: int = -1  # −1: on an axis without heads
-    neurons: tuple[
-        int, ...
-    ] = ()  # that were chosen by their rank, the strongest first; of one pair
+    neurons: tuple[int, ...] = ()  # those chosen by rank, strongest first; only for one pair
 
 
 @dataclass(frozen=True)
@@ -63,34 +61,33 @@ class Grid:
     hooks: list[Hook]
     layers: list[int]
     labels: list[str]
-    names: list[str]  # the same for people, tokens with their position
+    names: list[str]  # labels for display: tokens with their position
     positions: list[list[int]]
     values: dict[Hook, np.ndarray]
-    effects: dict[Hook, np.ndarray]  # value less that of the patched prompt as it is
-    base: float  # the patched prompt as it is, in the metric's units
-    noise_floor: float | None
-    noise_probes: (
-        int  # patches that change nothing, of which it is the largest change; 0: not known
-    )
+    effects: dict[Hook, np.ndarray]  # value minus that of the unpatched prompt
+    base: float  # the unpatched prompt's value, in the metric's units
+    noise_floor: float | None  # the largest change by a no-op patch
+    noise_probes: int  # how many no-op patches were run; 0: unknown
     axis: Axis
-    heads: list[int]  # of the columns; empty on an axis without
-    neurons: dict[Hook, list[list[list[int]]]]  # of one pair's cells, what was chosen by rank
+    heads: list[int]  # of each column; empty on an axis without heads
+    # neurons chosen by rank for each layer and column; empty for a mean over pairs
+    neurons: dict[Hook, list[list[list[int]]]]
     resolution: float  # the least change that the metric's float32 log-probabilities can show
 
     @property
     def missing(self) -> int:
-        """Cells without a value."""
+        """The number of cells without a value."""
         return sum(int(np.isnan(values).sum()) for values in self.values.values())
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The ends of a colour scale that serves all hooks, as far on both sides of `base` as any
-        cell lies; −1 to 1 of shares.
+        """The ends of one colour scale for all hooks: `base` ± the largest effect; −1 to 1 for
+        `recovered`; the range of the values if `base` is unknown.
         """
         if self.metric == "recovered":
             return -1.0, 1.0
         if math.isnan(self.base):
-            known = np.concatenate([effect[~np.isnan(effect)] for effect in self.values.values()])
+            known = np.concatenate([value[~np.isnan(value)] for value in self.values.values()])
             low, high = (float(known.min()), float(known.max())) if known.size else (-1.0, 1.0)
             return (low, high) if low < high else (low - 1.0, low + 1.0)
         reach = max(
@@ -104,7 +101,7 @@ class Grid:
         return self.base - (reach or 1.0), self.base + (reach or 1.0)
 
     def cells(self) -> Iterator[Effect]:
-        """Yield those whose effect is known, by hook, layer and column."""
+        """Yield the cells whose effect is known, ordered by hook, layer and column."""
         for hook in self.hooks:
             for row, column in np.argwhere(~np.isnan(self.effects[hook])).tolist():
                 yield Effect(
@@ -115,9 +112,9 @@ class Grid:
                 )  # fmt: skip
 
     def by_head(self, hook: Hook | None = None) -> np.ndarray:
-        """Values by head: `[layers, heads]` on axis `head`, `[layers, heads, positions]` on axis
-        `head_position`, NaN where a cell has none. `hook`: the only one, unless there are several.
-        Raises MidstreamError for other axes.
+        """Return the values by head: `[layers, heads]` on axis `head`, `[layers, heads, positions]`
+        on axis `head_position`, NaN where a cell has none. `hook`: by default the first. Raises
+        MidstreamError for other axes.
         """
         if not self.heads:
             raise invalid(
@@ -129,14 +126,14 @@ class Grid:
         return values if self.axis == "head" else values.reshape(len(self.layers), heads, -1)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A line for each cell that has a value, with the fields of `Effect`.
+        """Return one line for each cell whose effect is known, with the fields of `Effect`.
 
         Raises MidstreamError without pandas.
         """
         return frames.pandas().DataFrame(self.cells(), columns=list(Effect._fields))
 
     def to_xarray(self) -> "xarray.Dataset":
-        """`value` and `effect` `[hook, layer, column]`, NaN where a cell has none.
+        """Return `value` and `effect` `[hook, layer, column]`, NaN where a cell has none.
 
         Raises MidstreamError without xarray.
         """
@@ -164,7 +161,7 @@ class Grid:
         )
 
     def plotly(self) -> Any:
-        """An interactive heatmap: `plotly.graph_objects.Figure`.
+        """Return an interactive heatmap, a `plotly.graph_objects.Figure`.
 
         Raises MidstreamError without plotly.
         """
@@ -174,14 +171,14 @@ class Grid:
         return str(notebook.rendered("grid_html", self))
 
     def top(self, count: int) -> list[Effect]:
-        """The cells that change most, the strongest first."""
+        """Return the cells with the largest effects, strongest first."""
         return sorted(self.cells(), key=lambda cell: -abs(cell.effect))[:count]
 
 
 def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
-    """The grids of one pair, or with None those of their mean.
+    """Return the grids of one pair, or with None the mean over all pairs.
 
-    Raises MidstreamError for a pair that there is not.
+    Raises MidstreamError if there is no such pair.
     """
     if pair is not None and not 0 <= pair < len(result.pairs):
         raise invalid(
@@ -203,9 +200,7 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
         positions=_positions(chosen[0]),
         values={hook: _mean(value) for hook, value in values.items()},
         effects={hook: _mean(value - bases[:, None, None]) for hook, value in values.items()},
-        base=float(np.mean(known))
-        if (known := bases[~np.isnan(bases)]).size
-        else float("nan"),  # without one there are no values
+        base=float(np.mean(known)) if (known := bases[~np.isnan(bases)]).size else float("nan"),
         noise_floor=max(floors, default=None),
         noise_probes=sum(value.noise_probes for value in chosen),
         axis=result.axis,
@@ -216,8 +211,8 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
 
 
 def records(result: SweepResult) -> list[dict[str, Any]]:
-    """One record for each cell of each pair; `value` and `effect` are None where `reason` says
-    why.
+    """Return one record for each cell of each pair; for a cell without a value, `value` and
+    `effect` are None, and `reason` says why.
     """
     reasons = {
         (skipped.pair, skipped.hook, layer, skipped.column): skipped.reason
@@ -255,18 +250,18 @@ def records(result: SweepResult) -> list[dict[str, Any]]:
 
 
 def titled(hook: Hook) -> str:
-    """A hook's name with TransformerLens' name behind it."""
+    """Return a hook's name, followed by TransformerLens' name in parentheses."""
     return f"{hook} ({_ALIAS[hook]})" if hook in _ALIAS else hook
 
 
 def written(label: str) -> str:
-    """A token as a label: its spaces at the ends go, what cannot be seen is spelled out."""
+    """Return a token as a label: outer spaces removed, unprintable characters escaped."""
     return label.strip() if label.strip().isprintable() and label.strip() else repr(label)[1:-1]
 
 
 def described(result: SweepResult, pair: int | None = None) -> list[str]:
-    """Return what was patched into what, what was asked, and how far values scatter: the lines of a
-    title.
+    """Return the lines of a title: the prompts, the answer and foil, and the conditions, such as
+    the metric and the noise floor.
     """
     number = 0 if pair is None and len(result.pairs) == 1 else pair
     lines = []
@@ -291,7 +286,9 @@ def described(result: SweepResult, pair: int | None = None) -> list[str]:
 
 
 def _shortened(prompt: str) -> str:
-    """One line, without the middle of a long one: the ends say what differs and what is asked."""
+    """Return the prompt on one line, without its middle if it is long: the ends show what differs
+    and what is asked.
+    """
     line = " ".join(prompt.split())
     return line if len(line) <= _PROMPT else f"{line[: _PROMPT // 2]} … {line[-_PROMPT // 2 :]}"
 
@@ -325,7 +322,7 @@ def _conditions(result: SweepResult, grid: Grid) -> Iterator[str]:
 
 
 def described_path(path: SweepPath) -> str:
-    """The end of a path that is not the cells', and what was held between the two."""
+    """Return a path's fixed end (the other end is the cells), and the components held between."""
     held = f" ({' and '.join(path.frozen)} held)"
     if path.sender is not None:
         return f"path from {_end(path.sender)}{held}"
@@ -347,9 +344,8 @@ def _array(pair: PairResult, hook: Hook, result: SweepResult) -> np.ndarray:
 
 
 def _base(metric: Metric, base: Baseline | None) -> float:
-    """In the metric's units, NaN if unknown.
-
-    Nothing of the difference is recovered where nothing is patched.
+    """Return the unpatched prompt's value in the metric's units, NaN if unknown; `recovered` is 0
+    where nothing is patched.
     """
     if metric == "recovered":
         return 0.0
@@ -357,8 +353,8 @@ def _base(metric: Metric, base: Baseline | None) -> float:
 
 
 def _resolution(metric: Metric, pair: PairResult) -> float:
-    """The step from one float32 to the next at the largest log-probability that the metric is made
-    of, in the metric's units.
+    """Return the spacing of float32 at the largest log-probability that the metric uses, in the
+    metric's units.
     """
     known = [item for item in (pair.base, pair.source) if item is not None]
     logprobs = [
@@ -373,7 +369,7 @@ def _resolution(metric: Metric, pair: PairResult) -> float:
 
 
 def _mean(stack: np.ndarray) -> np.ndarray:
-    """Over the pairs that have a value: `[pairs, layers, columns]` → `[layers, columns]`."""
+    """Average over the pairs with a value: `[pairs, layers, columns]` → `[layers, columns]`."""
     present = ~np.isnan(stack)
     sums = np.where(present, stack, 0.0).sum(axis=0)
     return np.where(present.any(axis=0), sums / np.maximum(present.sum(axis=0), 1), np.nan)
@@ -384,7 +380,7 @@ def _positions(pair: PairResult) -> list[list[int]]:
 
 
 def _name(pairs: list[PairResult], label: str, column: int) -> str:
-    """With its position if it is a token, at the same one in all pairs."""
+    """Return the label, with its position if it is a token at the same position in all pairs."""
     places = {tuple(_positions(pair)[column]) for pair in pairs}
     (first, *rest) = places
     alone = len(first) == 1 and not rest
@@ -393,7 +389,7 @@ def _name(pairs: list[PairResult], label: str, column: int) -> str:
 
 
 def _labels(pairs: list[PairResult]) -> list[str]:
-    """Return the labels of the columns; the first pair's, where pairs differ."""
+    """Return each column's label; where pairs differ, their first `_NAMES` labels."""
     labels = []
     for names in zip(*(pair.labels for pair in pairs), strict=True):
         different = list(dict.fromkeys(map(written, names)))

@@ -1,6 +1,4 @@
-"""Shows how far a sweep or a job is: a tqdm bar on a terminal or in a notebook, nothing
-elsewhere.
-"""
+"""Progress bars (tqdm) of jobs, sweeps and harvests, on a terminal or in a notebook."""
 
 import sys
 import warnings
@@ -13,18 +11,18 @@ from ....schemas.jobs.jobs import Event
 from ....schemas.jobs.sweeps import SweepCell, SweepStart, SweepSummary
 from ...notebook import in_notebook
 
-#: An event that only sweeps have.
+#: The events that only sweeps have.
 SweepEvent = SweepStart | SweepCell | SweepSummary
 Progress = Callable[[SweepEvent], None]
 
-#: A job that is over sooner shows no bar.
+#: Seconds before a bar appears: jobs that end sooner show none.
 DELAY_S = 1.0
 
 
 @contextmanager
 def bar(title: str = "sweep") -> Iterator[Progress | None]:
-    """A bar to call with a sweep's events; None, and nothing is drawn, outside of terminals
-    (standard error) and notebooks.
+    """Yield a bar to call with a sweep's events; None if standard error is not a terminal and this
+    is not a notebook.
     """
     with _drawn(desc=title, unit="cell") as drawn:
         yield None if drawn is None else _Cells(drawn)
@@ -32,9 +30,8 @@ def bar(title: str = "sweep") -> Iterator[Progress | None]:
 
 @contextmanager
 def prompts_bar(total: int) -> Iterator[Callable[[Event], None] | None]:
-    """A bar to call with a job's events: counts finished prompts, and appears after `DELAY_S`.
-
-    None as for `bar`.
+    """Yield a bar to call with a job's events, or None as `bar` does. It counts finished prompts,
+    and appears after `DELAY_S`.
     """
     with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
         yield None if drawn is None else _Prompts(drawn)
@@ -42,9 +39,9 @@ def prompts_bar(total: int) -> Iterator[Callable[[Event], None] | None]:
 
 @contextmanager
 def mapped_bar(total: int | None) -> Iterator[Callable[[], None] | None]:
-    """A bar to call with each prompt of a dataset.
+    """Yield a bar to call once for each finished prompt of a dataset, or None as `bar` does.
 
-    `total`: None where it is not known. None as for `bar`.
+    `total`: the number of prompts; None if unknown.
     """
     with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
         yield None if drawn is None else lambda: drawn.update(1)
@@ -52,9 +49,8 @@ def mapped_bar(total: int | None) -> Iterator[Callable[[], None] | None]:
 
 @contextmanager
 def harvest_bar() -> Iterator[Callable[[HarvestView], None] | None]:
-    """A bar to call with looks at a harvest: the share of the source, tokens/s and time left.
-
-    None as for `bar`.
+    """Yield a bar to call with each poll of a harvest, or None as `bar` does. It shows the share of
+    the source, tokens/s and time left.
     """
     with _drawn(total=1.0, bar_format="{desc} {percentage:5.1f}%|{bar}| {postfix}") as drawn:
 
@@ -77,7 +73,7 @@ def _drawn(**options: Any) -> Iterator[Any]:
         yield None
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a notebook without ipywidgets: the bar is text there
+        warnings.simplefilter("ignore")  # without ipywidgets, tqdm warns and draws a text bar
         from tqdm.auto import tqdm
     with tqdm(leave=in_notebook(), **options) as drawn:
         yield drawn

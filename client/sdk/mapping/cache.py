@@ -1,7 +1,7 @@
-"""The cache of `map` on disk: results by content in one SQLite file, and folders of captured rows
-next to it.
+"""The on-disk cache of `map`: results in one SQLite file, keyed by a digest of the request, and
+folders of captured rows next to it.
 
-Every name in it is a digest that the client computed; nothing that a server says becomes a path.
+Every name is a digest that the client computed; no text from a server becomes a path.
 """
 
 import os
@@ -20,21 +20,21 @@ from ....schemas.base.errors import invalid
 from ....schemas.base.records import from_json, to_json
 from ....schemas.jobs.jobs import JobResult
 
-#: Of the file's tables (SQLite's `user_version`).
+#: Version of the SQLite file's tables (its `user_version`).
 _VERSION = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-#: Keys in one query.
+#: The most keys in one query.
 _QUERY = 500
-#: What a killed process left of a download is removed after that many seconds.
+#: Seconds after which the unfinished download of a killed process is removed.
 _STALE_S = 24 * 3600.0
 
 
 class MapCache:
-    """In `folder`, which is made if it is not there. Processes may share it.
+    """A cache in `folder`, which is created if missing. Processes may share it.
 
-    A result is in it whole or not at all, whenever the process is killed: a job's results are one
-    transaction, and its rows are a folder that is renamed into place before. Raises MidstreamError
-    for a folder that is something else.
+    A killed process leaves no partial result: a job's rows are a folder that is renamed into place,
+    and then its results are stored in one transaction. Raises MidstreamError for a folder that is
+    not such a cache.
     """
 
     def __init__(self, folder: Path | str):
@@ -74,7 +74,7 @@ class MapCache:
     def load(self, keys: Sequence[str], rows: bool) -> dict[str, tuple[JobResult, Path | None]]:
         """Return the cached results among these keys, with the folders of their captured rows.
 
-        `rows`: only those that have one.
+        `rows`: return only results that have such a folder.
         """
         paths: dict[str, tuple[JobResult, Path | None]] = {}
         for start in range(0, len(keys), _QUERY):
@@ -94,11 +94,11 @@ class MapCache:
                     if folder is not None or not rows:
                         paths[key] = from_json(value, JobResult), folder
                 except (msgspec.ValidationError, msgspec.DecodeError):
-                    continue  # of another version: computed again
+                    continue  # written by another version: computed again
         return paths
 
     def store(self, results: Mapping[str, JobResult], rows: Path | None) -> None:
-        """The results of one job, by key. `rows`: what `keep` returned."""
+        """Store the results of one job, by key. `rows`: the folder that `keep` returned."""
         name = rows.name if rows else ""
         with self._readable(), self._db:
             self._db.executemany(
@@ -108,7 +108,9 @@ class MapCache:
 
     @contextmanager
     def downloads(self) -> Iterator[Path]:
-        """A folder for files on their way; what is not kept of it is removed."""
+        """Yield a temporary folder for downloads; it is removed at the end, unless `keep` moved
+        it.
+        """
         folder = Path(tempfile.mkdtemp(prefix=".part-", dir=self._rows))
         try:
             yield folder
@@ -116,9 +118,9 @@ class MapCache:
             shutil.rmtree(folder, ignore_errors=True)
 
     def keep(self, folder: Path, digest: str) -> Path:
-        """Give the folder of downloads its name: the digest of what was asked.
+        """Rename the folder of downloads to `digest`, the digest of its request; return its path.
 
-        What has that name already is the same, and stays.
+        An existing folder of that name has the same content, and stays.
         """
         target = self._rows / digest
         if not _DIGEST.fullmatch(digest):
@@ -146,5 +148,5 @@ class MapCache:
             raise invalid(
                 "cache",
                 f"{self._folder / 'results.sqlite'}: {error}",
-                allowed="a folder that `map` made, or a new one",
+                allowed="a folder that `map` created, or a new one",
             ) from error

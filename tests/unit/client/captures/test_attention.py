@@ -238,8 +238,8 @@ def test_what_is_not_known_or_too_large_is_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(MidstreamError, match="4 heads × 24 queries × 24 keys"):
         pattern(queries, keys, kind(), range(TOKENS))
     for kinds, why in (
-        ([], "not recorded how layer 2 attends"),
-        ([kind([0, 1])], "not recorded"),
+        ([], "does not record how layer 2 attends"),
+        ([kind([0, 1])], "does not record how"),
         ([kind([2]), kind([2, 3], window=3)], "ranks disagree on how layer 2"),
         ([kind([2], version=99)], "a newer version"),
         (

@@ -164,7 +164,7 @@ def refused(router: Any, *, twice: bool = False) -> str:
 
 def test_a_layer_without_experts_has_no_rule() -> None:
     assert kind_of(0, nn.Linear(2, 2)) is None
-    with pytest.raises(MidstreamError, match="not recorded how layer 3 chooses experts"):
+    with pytest.raises(MidstreamError, match="does not record how layer 3 chooses experts"):
         routing_at([RoutingKind(layers=[1])], 3)
     with pytest.raises(MidstreamError, match="newer version"):
         routing_at([RoutingKind(layers=[1], version=VERSION + 1)], 1)

@@ -250,9 +250,7 @@ def test_invalid_names_cannot_change_the_request_path(name: str) -> None:
 
 def test_a_wrong_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "joy.safetensors").write_bytes(b"PK")
-    with pytest.raises(
-        MidstreamError, match=r"joy\.safetensors: it is in no format that is read here"
-    ):
+    with pytest.raises(MidstreamError, match=r"joy\.safetensors: its format is unknown"):
         registered.entries_of(tmp_path / "joy.safetensors")
 
 

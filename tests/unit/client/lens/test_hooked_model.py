@@ -125,7 +125,7 @@ def test_a_filter_is_a_name_several_or_a_function() -> None:
         "k": [1, 2],
     }
     for nothing in ([], lambda name: False):
-        with pytest.raises(MidstreamError, match="names_filter: names no activation"):
+        with pytest.raises(MidstreamError, match="names_filter: selects no activation"):
             chosen(nothing, CARD)
 
 
@@ -247,7 +247,7 @@ def test_rows_by_head_are_joined() -> None:
         ([POST], "is not a pair"),
         (
             [(POST, ops.add(np.ones(7)))],
-            "shape [7] is not made of rows of this activation (allowed: rows of shape [8])",
+            "shape [7] cannot be split into rows of this activation (allowed: rows of shape [8])",
         ),
         ([(POST, ops.add(np.ones((2, 8))))], "takes one vector, not 2"),
         ([(POST, ops.replace(np.ones((2, 8)), pos=[1]))], "2 rows need as many positions"),
@@ -257,9 +257,12 @@ def test_rows_by_head_are_joined() -> None:
         ),
         (
             [(POST, ops.ablate(np.ones(8))), (POST, ops.add(np.ones(8)))],
-            "ops.add is applied before ops.ablate",
+            "ops.add is always applied before ops.ablate",
         ),
-        ([(POST, ops.add(np.ones(8))), (POST, ops.zero())], "ops.zero is applied before ops.add"),
+        (
+            [(POST, ops.add(np.ones(8))), (POST, ops.zero())],
+            "ops.zero is always applied before ops.add",
+        ),
         ([(POST, ops.attend({0: np.eye(3)}))], "ops.attend cannot edit hook_resid_post"),
         (
             [(("pattern", 0), ops.zero())],
@@ -425,7 +428,7 @@ def test_the_loss_is_that_of_each_next_token() -> None:
     )
     assert np.array_equal(found.loss(per_token=True), wanted)
     assert found.loss() == pytest.approx(wanted.mean())
-    with pytest.raises(MidstreamError, match="loss: is of whole prompts"):
+    with pytest.raises(MidstreamError, match="loss: needs whole prompts"):
         found[0].loss()
 
 
@@ -436,7 +439,7 @@ def test_the_loss_is_that_of_each_next_token() -> None:
         (lambda each: each[0, 0, 1000], "a token id is out of range"),
         (lambda each: each[0, 0, " Paris"], "are not token ids"),
         (lambda each: each[0, 0, 1.5], "are not token ids"),
-        (lambda each: each[0, 0, 0:500], "500 tokens are asked for at once"),
+        (lambda each: each[0, 0, 0:500], "the slice has 500 tokens"),
         (lambda each: each.topk(101), "k: 101 is out of range (allowed: 1 to 100)"),
         (lambda each: each.softmax(0), "dim: 0 is not the axis of tokens"),
         (lambda each: each.backward(), "there are no gradients"),

@@ -136,7 +136,7 @@ def test_one_activation_of_the_layers_below_is_stacked(layer: Any, count: int) -
         (lambda c: c.accumulated_resid(apply_ln=True), "apply_ln"),
         (lambda c: c.decompose_resid(apply_ln=True), "apply_ln"),
         (lambda c: c.decompose_resid(mode="both"), "mode"),
-        (lambda c: c.decompose_resid(0, incl_embeds=False), "nothing is below"),
+        (lambda c: c.decompose_resid(0, incl_embeds=False), "no components are below"),
         (lambda c: c.remove_batch_dim(), "2 prompts"),
         (
             lambda c: c.decompose_resid(),

@@ -180,10 +180,10 @@ def test_layers_that_do_not_fit_are_merged_to_the_strongest_and_it_is_said() -> 
     layers = list(range(120))
     deep = pair(grids={"pre_attn": grid(0.95, len(layers)), "mlp_out": grid(-0.2, len(layers))})
     text = printed(result(deep, layers=layers, skipped=[]))
-    assert "one column is 2 layers: the one with the strongest effect is shown" in text
+    assert "a column is 2 layers and shows the layer with the strongest effect" in text
     row = next(line for line in text.splitlines() if line.startswith("um 3"))
     assert row.removeprefix("um 3   ")[PEAK[0] // 2] == "█"
-    assert "one column is" not in printed(result())
+    assert "a column is" not in printed(result())
 
 
 def test_of_very_many_tokens_the_rows_with_the_strongest_effects_are_shown() -> None:

@@ -66,7 +66,7 @@ def test_a_reader_without_what_a_pattern_takes_says_so() -> None:
     for made, words in (
         (reader(hooks=("q",)), "layer 0 was not captured at k"),
         (reader(hooks=("k",)), "layer 0 was not captured at q"),
-        (reader(kinds=()), "not recorded how layer 0 attends"),
+        (reader(kinds=()), "does not record how layer 0 attends"),
         (
             reader(kinds=[replaced(KIND, refused="it is MLA")]),
             "layer 0 has no attention pattern: it is MLA",
@@ -269,8 +269,8 @@ def test_the_command_draws_a_capture_and_gives_its_scores(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "give either a prompt, or a capture"),
-        (["job_x", "--prompt", "a"], "give either a prompt, or a capture"),
+        ([], "give either a prompt or a capture"),
+        (["job_x", "--prompt", "a"], "give either a prompt or a capture"),
         (["job_x", "--behaviour", "sideways"], "'sideways' is not known"),
         (["job_x", "--figure", "out.xyz"], "not a figure format"),
     ],
@@ -321,7 +321,7 @@ def test_a_patch_is_what_the_pattern_makes_of_the_values_in_the_heads_columns() 
     [
         (np.eye(3), r"head 0 has shape \[3, 3\]"),
         (np.full((13, 13), np.nan), "not finite"),
-        (np.eye(13, k=2), "the query at 0 attends to the key at 2, which is behind it"),
+        (np.eye(13, k=2), "the query at 0 attends to the later key at 2"),
     ],
 )
 def test_a_pattern_that_no_request_could_have_is_refused(pattern: np.ndarray, words: str) -> None:

@@ -234,7 +234,7 @@ class Evil:
         ("joy", "it holds no tensors by name"),
         ({}, "it holds no tensors by name"),
         ([torch.zeros(4)], "it holds no tensors by name"),
-        ({3: torch.zeros(4), "note": "joy"}, "'note' is no tensor"),
+        ({3: torch.zeros(4), "note": "joy"}, "'note' is not a tensor"),
         ({3: torch.zeros(4), "3": torch.zeros(4)}, "it names 3 twice"),
         ({(3,): torch.zeros(4)}, "keys other than texts and numbers"),
         (torch.zeros(4, dtype=torch.int8), "CharStorage"),
@@ -370,7 +370,7 @@ def repeated(name: str) -> bytes:
         ),
         (
             lambda: zipped({"a/data.pkl": b"\x80\x02}."}, zipfile.ZIP_DEFLATED),
-            "torch.save does not do that",
+            "torch.save does not compress",
         ),
         (lambda: zipped({"3.npy": declaring((8,), JOY.tobytes()[:-4])}), "its|it is"),
         (lambda: zipped({"3.npy": declaring((8,), JOY.tobytes())})[:-30], "its archive is damaged"),
