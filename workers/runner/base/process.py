@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 import torch
 
 _PR_SET_PDEATHSIG = 1
-#: Added to the niceness of helper threads: where they compete with a thread of the model, each gets an
-#: eighth of the time that the model's thread gets.
+#: Added to the niceness of helper threads: each gets an eighth of the time of a model's thread that
+#: it competes with.
 _NICE = 10
 
 
