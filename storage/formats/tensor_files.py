@@ -54,7 +54,9 @@ class TensorFile:
         if self.bytes > most:
             raise TensorFileError(f"{name} has {self.bytes} bytes; the limit is {most}")
         self._zip: zipfile.ZipFile | None = None
-        self._places = self._of_npz(most) if name.endswith(".npz") else self._of_safetensors()
+        self._places = (
+            self._of_npz(most, tensors) if name.endswith(".npz") else self._of_safetensors()
+        )
         if len(self._places) > tensors:
             raise TensorFileError(
                 f"{name} has {len(self._places)} tensors; valid: at most {tensors}"
@@ -119,7 +121,7 @@ class TensorFile:
         self._file.seek(start)
         return self._file.read(count)
 
-    def _of_npz(self, most: int) -> dict[str, Place]:
+    def _of_npz(self, most: int, tensors: int) -> dict[str, Place]:
         places: dict[str, Place] = {}
         try:
             self._zip = zipfile.ZipFile(self._file)
@@ -127,7 +129,7 @@ class TensorFile:
                 raise TensorFileError(
                     f"{self._name} has more than {most} bytes unpacked, which is the limit"
                 )
-            for member in self._zip.infolist()[: _TENSORS + 1]:
+            for member in self._zip.infolist()[: tensors + 1]:
                 name = member.filename.removesuffix(".npy")
                 with self._zip.open(member) as stream:
                     shape, fortran, dtype = self._header(member.filename, stream)

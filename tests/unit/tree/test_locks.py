@@ -20,13 +20,13 @@ REQUIREMENTS = ROOT / "requirements"
 
 #: Lock → the extras it serves; the CPU stack's torch is in a lock of its own.
 EXTRAS_OF = {
-    "cpu.lock": ("cpu", "demo", "dev", "notebook", "plots", "probes"),
-    "demo.lock": ("cpu", "demo"),
+    "cpu.lock": ("cpu", "dev", "notebook", "plots", "probes"),
+    "demo.lock": ("cpu",),
     "api.lock": ("api", "s3"),
     "client.lock": ("client",),
     "service.lock": ("api", "client", "flower", "otel", "s3"),
-    "worker.lock": ("cpu", "model", "otel", "s3"),
-    "gpu.lock": ("gpu", "model", "otel", "s3"),
+    "worker.lock": ("engine-cpu", "model", "otel", "s3"),
+    "gpu.lock": ("engine-gpu", "model", "otel", "s3"),
     "docs.lock": ("docs",),
     "inspect.lock": ("inspect",),
     "lm-eval.lock": ("lm-eval",),

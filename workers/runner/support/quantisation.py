@@ -32,7 +32,7 @@ MEASURED = frozenset(
     }
 )
 #: Environment variable: unless it is 0, 4-bit weights run with 8-bit activations on CPUs with AMX,
-#: see `engine.options.option_check`.
+#: see `engine.options.engine_arguments`.
 W4A8 = "VLLM_CPU_INT4_W4A8"
 #: `repository:QUANTISATION`, as the GGUF plugin of vLLM takes it.
 _GGUF_NAME = re.compile(r":(I?Q\d\w*|BF16|F16|F32)$")

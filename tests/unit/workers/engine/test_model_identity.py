@@ -152,7 +152,7 @@ def test_a_damaged_file_of_digests_is_ignored(bench: Bench, content: bytes) -> N
 
 
 def test_a_name_on_the_hub_needs_a_commit(bench: Bench) -> None:
-    with pytest.raises(MidstreamError, match="the identity of some/model is not known"):
+    with pytest.raises(MidstreamError, match="the identity of some/model is unknown"):
         bench.identity("some/model")
 
 
