@@ -25,7 +25,7 @@ class FeatureSpec(Record):
     at: At = "after"  # before or after steering at the same site
 
     @property
-    def artifacts(self) -> list[tuple[str, str]]:
+    def references(self) -> list[tuple[str, str]]:
         """(Kind, name) of the registered artifacts that it names."""
         return [("sae", self.sae)]
 

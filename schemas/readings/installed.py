@@ -37,7 +37,7 @@ class ReaderSpec(SitesSpec, kw_only=True):
     options: Options = {}
 
     @property
-    def artifacts(self) -> list[tuple[str, str]]:
+    def references(self) -> list[tuple[str, str]]:
         """(Kind, name) of the registered artifacts that it names: none."""
         return []
 

@@ -34,7 +34,7 @@ class LensSpec(Record):
     at: At = "after"
 
     @property
-    def artifacts(self) -> list[tuple[str, str]]:
+    def references(self) -> list[tuple[str, str]]:
         """(Kind, name) of the registered artifacts that it names."""
         return [("tuned", self.tuned)] if self.tuned else []
 

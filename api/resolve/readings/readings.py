@@ -79,7 +79,7 @@ async def with_artifacts(
         if reading.find is None:
             return spec
         named, digest = await reading.find(spec, at, model, ledger)
-        contents.update({f"{kind}/{name}": digest for kind, name in spec.artifacts})
+        contents.update({f"{kind}/{name}": digest for kind, name in spec.references})
         return named
 
     return replace(await _changed(parsed, find), contents=contents)

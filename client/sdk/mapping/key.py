@@ -43,7 +43,7 @@ def named(request: Request) -> Iterator[Named]:
     for field in FIELDS:
         specs = getattr(request, field) or []
         for spec in specs if isinstance(specs, list) else [specs]:
-            yield from spec.artifacts
+            yield from spec.references
     if request.lora:
         yield "lora", request.lora
 

@@ -64,6 +64,7 @@ OPENS: dict[str, str] = {
     "workers/engine/model_identity.py": (
         "a checkpoint's files, and their digests in the data directory"
     ),
+    "workers/engine/dtype.py": "/proc",
     "workers/engine/proof/reference.py": "/proc and the container's memory",
     "workers/engine/options/engine_arguments.py": "vLLM's logging options",
     "workers/runner/support/build_errors.py": "the note of why a rank could not build the model",

@@ -94,7 +94,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "vllm",
         "proof vllm_output model_identity",
         "plan options ranks requests prompts",
-        "plan_inside no_torchvision admission checkpoint nodes identity protocol",
+        "plan_inside dtype no_torchvision admission checkpoint nodes identity protocol",
     ),
     "workers/runner": (
         "vllm",
@@ -137,6 +137,9 @@ CODE_CARRIERS = {
 }
 
 TOP_LEVEL = {
+    ".github",
+    "CITATION.cff",
+    "SECURITY.md",
     *PACKAGES,
     "tests",
     "benchmarks",
