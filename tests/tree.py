@@ -4,7 +4,9 @@ For tests that hold the shape of the tree.
 """
 
 import ast
+import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -79,7 +81,29 @@ def summary(path: Path) -> str:
     return " ".join(document.partition("\n\n")[0].split())
 
 
+def rooms() -> dict[str, list[str]]:
+    """Folder of product code → the names of its files, without their endings."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(tracked()):
+        if path.parts[0] in PACKAGES and path.suffix in (".py", ".lua"):
+            names = found.setdefault(f"{path.parent}/", [])
+            names += [] if path.name == "__init__.py" else [path.stem]
+    return found
+
+
+def with_rooms(page: str) -> str:
+    """CONTRIBUTING.md with the present files in the last column of its table of rooms."""
+    for room, names in rooms().items():
+        row = re.compile(rf"^(\| `{room}` \| [^|]* \|)[^|\n]*\|$", re.MULTILINE)
+        page = row.sub(rf"\g<1> {', '.join(names)} |", page)
+    return page
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--rooms"]:
+        contributing = ROOT / "CONTRIBUTING.md"
+        contributing.write_text(with_rooms(contributing.read_text()))
+        sys.exit()
     for module in sorted(path for path in tracked() if path.parts[0] in PACKAGES):
         if module.suffix == ".py" and module.name != "__init__.py":
             print(f"{module}: {summary(module)}")

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tree import PACKAGES, ROOT, sources
+from tree import PACKAGES, ROOT, rooms, sources, with_rooms
 
 from midstream.schemas.access.handling import Handling
 from midstream.schemas.base.states import TERMINAL
@@ -37,13 +37,12 @@ def changes() -> dict[str, str]:
 
 
 def test_the_map_lists_every_room() -> None:
-    listed = set(re.findall(r"^\| `([\w/]+/)` \|", TEXT, re.MULTILINE))
-    rooms = {
-        f"{path.parent.relative_to(ROOT)}/"
-        for path in sources(*PACKAGES)
-        if path.name == "__init__.py"
-    }
-    assert listed == rooms
+    assert set(re.findall(r"^\| `([\w/]+/)` \|", TEXT, re.MULTILINE)) == rooms().keys()
+
+
+def test_the_map_lists_every_file() -> None:
+    """If not: `python tests/tree.py --rooms`."""
+    assert with_rooms(TEXT) == TEXT
 
 
 def test_every_path_of_the_page_exists() -> None:
