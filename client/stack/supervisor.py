@@ -232,6 +232,7 @@ class Supervisor:
                     f"caveat for {self.settings.served_model}: {line.removeprefix(WORKER_CAVEAT)}"
                 )
         self._say(self.ready_line())
+        self._say(f"Open {self.url}/ in a browser. Ctrl-C stops everything.")
 
     def _say_how_to_make_a_key(self) -> None:
         """Print the command that creates the first key, if keys are required and none exists."""
