@@ -1,5 +1,6 @@
 """Shards of harvests in any store: safetensors files of the rows of several sites at the same
-tokens; written whole, read by ranges.
+tokens; written whole, read by ranges. Rows become the shard's dtype here, with a scale each if it
+needs one.
 
 Tensors: `documents`, `positions` and `token_ids` int64 `[rows]`; `<hook>.<layer>` `[rows, width]`,
 and for a dtype with a scale per row `<hook>.<layer>.scale` float32 `[rows]`.

@@ -76,33 +76,58 @@ def sources(*folders: str) -> list[Path]:
 
 
 def summary(path: Path) -> str:
-    """The first paragraph of a module's docstring, on one line."""
-    document = ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
+    """The first paragraph of a module's docstring, or of a script's comment, on one line."""
+    text = (ROOT / path).read_text()
+    if path.suffix == ".lua":
+        lines = re.match(r"(?:--.*\n)*", text)[0].splitlines()  # type: ignore[index]
+        lines = [line.removeprefix("--").strip() for line in lines]
+        lines = lines[
+            : next(
+                (
+                    n
+                    for n, line in enumerate(lines)
+                    if ": " in line[:9] or line.startswith("returns")
+                ),
+                len(lines),
+            )
+        ]
+        return " ".join(lines)
+    document = ast.get_docstring(ast.parse(text)) or ""
     return " ".join(document.partition("\n\n")[0].split())
 
 
-def rooms() -> dict[str, list[str]]:
-    """Folder of product code → the names of its files, without their endings."""
-    found: dict[str, list[str]] = {}
+def rooms() -> dict[str, list[Path]]:
+    """Folder of product code → its files."""
+    found: dict[str, list[Path]] = {}
     for path in sorted(tracked()):
         if path.parts[0] in PACKAGES and path.suffix in (".py", ".lua"):
-            names = found.setdefault(f"{path.parent}/", [])
-            names += [] if path.name == "__init__.py" else [path.stem]
+            files = found.setdefault(f"{path.parent}/", [])
+            files += [] if path.name == "__init__.py" else [path]
     return found
 
 
-def with_rooms(page: str) -> str:
-    """CONTRIBUTING.md with the present files in the last column of its table of rooms."""
-    for room, names in rooms().items():
-        row = re.compile(rf"^(\| `{room}` \| [^|]* \|)[^|\n]*\|$", re.MULTILINE)
-        page = row.sub(rf"\g<1> {', '.join(names)} |", page)
-    return page
+#: Heading of CONTRIBUTING.md's index.
+EVERY_FILE = "## Every file\n"
+
+
+def with_index(page: str) -> str:
+    """CONTRIBUTING.md with a line for each product file below its heading `EVERY_FILE`."""
+    head = page.partition(EVERY_FILE)[0]
+    parts = [
+        head + EVERY_FILE,
+        "From the files' own first lines, by `python tests/tree.py --index`.\n",
+    ]
+    for room, files in rooms().items():
+        if files:
+            parts.append(f"**{room}**\n")
+            parts.append("".join(f"- `{path.name}` {summary(path)}\n" for path in files))
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--rooms"]:
+    if sys.argv[1:] == ["--index"]:
         contributing = ROOT / "CONTRIBUTING.md"
-        contributing.write_text(with_rooms(contributing.read_text()))
+        contributing.write_text(with_index(contributing.read_text()))
         sys.exit()
     for module in sorted(path for path in tracked() if path.parts[0] in PACKAGES):
         if module.suffix == ".py" and module.name != "__init__.py":

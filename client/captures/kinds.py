@@ -1,4 +1,6 @@
-"""Looks up in a capture's manifest how a layer attends and chooses experts."""
+"""Looks up in a capture's manifest how a layer attends and chooses experts; refuses what a newer
+version recorded.
+"""
 
 from collections.abc import Sequence
 

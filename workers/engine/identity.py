@@ -1,4 +1,4 @@
-"""Identity of a worker and of its current start."""
+"""Identity of a worker, whose name is chosen here unless it is set, and of its current start."""
 
 import fcntl
 import os

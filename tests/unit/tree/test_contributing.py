@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tree import PACKAGES, ROOT, rooms, sources, with_rooms
+from tree import PACKAGES, ROOT, rooms, sources, summary, with_index
 
 from midstream.schemas.access.handling import Handling
 from midstream.schemas.base.states import TERMINAL
@@ -40,9 +40,15 @@ def test_the_map_lists_every_room() -> None:
     assert set(re.findall(r"^\| `([\w/]+/)` \|", TEXT, re.MULTILINE)) == rooms().keys()
 
 
-def test_the_map_lists_every_file() -> None:
-    """If not: `python tests/tree.py --rooms`."""
-    assert with_rooms(TEXT) == TEXT
+def test_the_index_is_that_of_the_present_files() -> None:
+    """If not: `python tests/tree.py --index`."""
+    assert with_index(TEXT) == TEXT
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_every_file_says_what_it_is(room: str) -> None:
+    silent = [str(path) for path in rooms()[room] if len(summary(path).split()) < 2]
+    assert silent == []
 
 
 def test_every_path_of_the_page_exists() -> None:

@@ -1,4 +1,4 @@
--- Delete a job's captures: they are hidden from here on; the files are removed later.
+-- Delete a job's captures: they are hidden from here on, and reported as deleted for a while; the files are removed later.
 -- args: id, spare (true: keep captures that running jobs are patched with)
 -- returns 'unknown' | 'running' (the job is not over) | 'gone' (they were deleted before) | 'leased' | 'forgotten'
 local id = args.id
