@@ -1,5 +1,5 @@
-"""Index of captured rows of cached prompts: which rows are kept for which block of a prompt, and how
-many choices of sites. Kept by the scheduler, which alone decides what ranks store.
+"""Index of captured rows of cached prompts: which rows are kept for which block of a prompt, and
+for how many choices of sites. Kept by the scheduler, which alone decides what ranks store.
 
 A prefix cache hit skips tokens whose rows a capture needs. The ranks therefore keep captured rows
 of full prompt blocks, up to a limit of bytes, under the hash of the block (which covers everything
