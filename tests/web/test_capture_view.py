@@ -121,7 +121,7 @@ def test_tokens_are_coloured_by_cosine_to_a_module(site: Site, visit: Visit, sho
     own = site.alice.get(f"/v1/captures/{shown}/norms", module="sea")["cosines"]
     assert [cosines is None for cosines in own] == [True, False, False, True]
     expect(said(visit)).to_contain_text(f"layer 2: cosine {rounded(own[2][0])}")
-    visit.page.get_by_label("Its vector of").select_option("layer 1")
+    visit.page.get_by_label("Module vector").select_option("layer 1")
     visit.page.get_by_role("slider").fill("0")
     every = site.alice.get(f"/v1/captures/{shown}/norms", module="sea", module_layer=1)["cosines"]
     expect(said(visit)).to_contain_text(f"layer 0: cosine {rounded(every[0][0])}")
@@ -142,7 +142,7 @@ def test_prompts_and_hooks_are_chosen_and_downloaded(
     begun.value.save_as(tmp_path / "rows.safetensors")
     rows = load((tmp_path / "rows.safetensors").read_bytes())
     with page.expect_download() as begun:
-        page.get_by_role("link", name="These numbers").click()
+        page.get_by_role("link", name="The values shown").click()
     begun.value.save_as(tmp_path / "norms.json")
     numbers: dict[str, Any] = json.loads((tmp_path / "norms.json").read_text())
     np.testing.assert_array_equal(
@@ -182,7 +182,7 @@ def test_captures_of_another_tenant_are_not_shown(site: Site, visit: Visit, show
     expect(visit.page.get_by_role("alert")).to_contain_text("job")
     expect(visit.page.locator(".chip")).to_have_count(0)
     visit.open("capture")
-    expect(visit.page.get_by_text("There are none yet.")).to_be_visible()
+    expect(visit.page.get_by_text("No captures yet.")).to_be_visible()
 
 
 def test_a_deleted_capture_says_so(site: Site, visit: Visit) -> None:

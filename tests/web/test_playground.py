@@ -55,7 +55,7 @@ def _registered(site: Site) -> None:
 def opened(site: Site, visit: Visit, user: User | None = None) -> Page:
     visit.log_in(user or site.alice, "playground")
     visit.page.get_by_label("Prompt").fill(PROMPT)
-    visit.page.get_by_label("Tokens", exact=True).fill(str(TOKENS))
+    visit.page.get_by_label("Max tokens", exact=True).fill(str(TOKENS))
     return visit.page
 
 
@@ -176,7 +176,11 @@ def test_a_chat_has_the_systems_message_and_the_users(site: Site, visit: Visit) 
 
 def test_numbers_are_typed_a_key_at_a_time(site: Site, visit: Visit) -> None:
     page = opened(site, visit)
-    for label, typed in (("Tokens", "64"), ("Temperature", "0.75"), ("Seed", "9007199254740991")):
+    for label, typed in (
+        ("Max tokens", "64"),
+        ("Temperature", "0.75"),
+        ("Seed", "9007199254740991"),
+    ):
         page.get_by_label(label, exact=True).fill("")
         if label != "Seed":
             expect(page.get_by_role("button", name="Run")).to_be_disabled()
@@ -360,7 +364,7 @@ def test_another_models_late_answer_is_not_shown(site: Site, visit: Visit) -> No
 @pytest.mark.parametrize(
     ("label", "text", "said"),
     [
-        ("Tokens", "100000", "exceeds the model's limit of 4096"),
+        ("Max tokens", "100000", "exceeds the model's limit of 4096"),
         ("Temperature", "3", "2"),
         ("Seed", "1.5", "int"),
     ],
@@ -375,7 +379,7 @@ def test_an_error_of_the_playground_is_at_its_field(
     field = page.locator(".field").filter(has=page.get_by_label(label, exact=True))
     expect(field.get_by_role("alert")).to_contain_text(said)
     expect(page.get_by_role("alert")).to_have_count(1)
-    page.get_by_label(label, exact=True).fill({"Tokens": str(TOKENS)}.get(label, "1"))
+    page.get_by_label(label, exact=True).fill({"Max tokens": str(TOKENS)}.get(label, "1"))
     run(page)
     expect(page.get_by_role("alert")).to_have_count(0)
 

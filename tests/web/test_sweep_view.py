@@ -245,7 +245,7 @@ def test_an_error_of_the_server_is_shown_at_its_field(
     expect(control).not_to_have_attribute("aria-invalid", "true")
 
 
-def test_another_like_it_keeps_names_of_hooks_positions_and_other_fields(
+def test_a_duplicate_keeps_names_of_hooks_positions_and_other_fields(
     site: Site, visit: Visit
 ) -> None:
     pairs = [{**PAIR, "alignment": [[-1, -1], [-2, -2]]}]
@@ -263,7 +263,7 @@ def test_another_like_it_keeps_names_of_hooks_positions_and_other_fields(
     with visit.page.expect_request(
         lambda request: request.url.endswith("/v1/sweeps/plan")
     ) as planned:
-        visit.page.get_by_role("link", name="Another like it").click()
+        visit.page.get_by_role("link", name="Duplicate").click()
     assert from_json(planned.value.post_data or "", SweepRequest) == view.request
     expect(visit.page.locator(".planned")).to_contain_text("2 hook points, 2 layers, 2 columns")
     expect(visit.page.get_by_label("Hook points")).to_have_count(0)

@@ -222,9 +222,7 @@ def test_ops_shows_every_rank_to_those_who_may_see_it(site: Site, visit: Visit) 
         job = site.alice.submit()  # it soon is among the ten that ran the longest
         expect(visit.page.get_by_role("region", name="Slowest jobs")).to_contain_text(job)
     expect(visit.page.get_by_role("region", name="Ranks of w1")).to_contain_text("yes")
-    expect(visit.page.get_by_role("region", name="Parts of the service")).to_contain_text(
-        "receipts"
-    )
+    expect(visit.page.get_by_role("region", name="Service components")).to_contain_text("received")
     expect(visit.page.get_by_role("main").get_by_role("link", name="Flower")).to_have_attribute(
         "href", f"http://127.0.0.1:{site.stack.settings.flower_port}"
     )

@@ -79,7 +79,7 @@ export class SweepGrid {
     this.known += 1;
     this.cached.delete("limits");
     states[index] = value === null ? NONE : VALUE;
-    if (value === null) this.reasons.set(`${pair}/${hook}/${index}`, reason || "no reason is known");
+    if (value === null) this.reasons.set(`${pair}/${hook}/${index}`, reason || "reason unknown");
     else this.values[pair][hook][index] = value;
   }
 
@@ -223,7 +223,7 @@ export class SweepGrid {
   words(pair, hook, row, column) {
     const cell = this.at(pair, hook, row, column);
     const where = `${hookTitle(hook)}, layer ${this.layers[row]}, ${this.names(pair)[column]}`;
-    if (cell.state === "waiting") return `${where}: not there yet`;
+    if (cell.state === "waiting") return `${where}: pending`;
     if (cell.state === "none") return `${where}: no value, ${cell.reason}`;
     const noise = this.noise(pair);
     const spread = cell.spread === null ? "" : `, standard deviation ${cell.spread.toPrecision(2)} over ${cell.count} pairs`;

@@ -84,8 +84,8 @@ export function requestOf(form) {
     } catch {
       // said below
     }
-    if (!value || typeof value !== "object" || Array.isArray(value)) errors[field] = 'is not a JSON object, such as {"alpha": 0.5}';
-    else if (own.some((name) => name in value)) errors[field] = `${own.join(", ")} have controls of their own`;
+    if (!value || typeof value !== "object" || Array.isArray(value)) errors[field] = 'Not a JSON object; example: {"alpha": 0.5}';
+    else if (own.some((name) => name in value)) errors[field] = `Use the controls above for ${own.join(", ")}`;
     else return value;
     return {};
   };
@@ -107,12 +107,12 @@ export function requestOf(form) {
 /** What is still to be filled in before it is worth asking the server; empty: nothing. */
 export function lacking({ request }) {
   if (!request) return "";
-  if (!request.model) return "No model is served yet: it appears here once a worker has loaded it.";
+  if (!request.model) return "No model is served yet; it appears here once a worker has loaded it.";
   if (!request.hooks.length) return "Choose at least one hook point.";
   const without = request.ablation ? ["clean"] : ["clean", "corrupt"];
   for (const [n, pair] of request.pairs.entries()) {
     const names = [...without, ...(request.metric === "kl" ? [] : ["answer"])].filter((name) => pair[name] === undefined || pair[name].length === 0);
-    if (names.length) return `Fill in ${names.join(" and ")}${request.pairs.length > 1 ? ` of pair ${n + 1}` : ""}: the tokens are shown here, aligned, before the sweep runs.`;
+    if (names.length) return `Fill in ${names.join(" and ")}${request.pairs.length > 1 ? ` of pair ${n + 1}` : ""} to preview the aligned tokens.`;
   }
   return "";
 }
@@ -133,11 +133,11 @@ export function closer(request, result, part, byHead = false) {
     for (const column of numbers) {
       const sources = found.sources.some((each) => each.length) ? found.sources[column] : found.positions[column];
       found.positions[column].forEach((place, index) => {
-        if (places.has(place) && places.get(place) !== sources[index]) throw new Error(`position ${place} gets rows of two positions: choose one of the columns`);
+        if (places.has(place) && places.get(place) !== sources[index]) throw new Error(`position ${place} would get rows of two positions: select only one of the columns`);
         places.set(place, sources[index]);
       });
     }
-    if (!places.size) throw new Error(`nothing there could be patched${result.pairs.length > 1 ? ` in pair ${n + 1}` : ""}`);
+    if (!places.size) throw new Error(`nothing in this selection can be patched${result.pairs.length > 1 ? ` in pair ${n + 1}` : ""}`);
     const links = [...places].sort((a, b) => a[0] - b[0]);
     const alignment = found.sources.some((each) => each.length) ? links.map(([place, other]) => (result.direction === "noise" ? [place, other] : [other, place])) : null;
     return { ...pair, spans: null, positions: links.map(([place]) => place), alignment };

@@ -6,7 +6,7 @@ import { useModels } from "../lib/models.js";
 import { age, bytes, number } from "../lib/format.js";
 import { Shown } from "./captured.js";
 
-const POSITIONS = { all_prompt: "every prompt token", all: "every token, generated ones too", last_prompt: "the last prompt token" };
+const POSITIONS = { all_prompt: "every prompt token", all: "every token, including generated ones", last_prompt: "the last prompt token" };
 const PAGE = 20;
 
 /** Beginning of a field of the API's errors → field of the form. */
@@ -44,7 +44,7 @@ function Form() {
       (hook) => html`<label key=${hook}><input type="checkbox" checked=${form.hooks.includes(hook)} onChange=${toggle(hook)} /> ${hook}</label>`,
     )}</div></fieldset>
     <div class="inline">
-      <${Field} label="Layers" hint=${model ? `all, 3, 0-5 or 0-5,-1; the model has ${model.num_layers}` : null} error=${wrong("layers")}>${(id) => html`<input id=${id} maxlength="1024" value=${form.layers} onInput=${set("layers")} />`}<//>
+      <${Field} label="Layers" hint=${model ? `all, 3, 0-5 or 0-5,-1; the model has ${model.num_layers} layers` : null} error=${wrong("layers")}>${(id) => html`<input id=${id} maxlength="1024" value=${form.layers} onInput=${set("layers")} />`}<//>
       <${Field} label="Positions" error=${wrong("positions")}>${(id) => html`<select id=${id} value=${form.positions} onChange=${set("positions")}>${Object.entries(POSITIONS).map(([name, text]) => html`<option value=${name}>${text}</option>`)}</select>`}<//>
       <${Field} label="Tokens to generate" error=${wrong("max_tokens")}>${(id) => html`<input id=${id} type="number" min="1" value=${form.max_tokens} onInput=${set("max_tokens")} />`}<//>
       <${Field} label="Tag" error=${wrong("tag")}>${(id) => html`<input id=${id} maxlength="64" value=${form.tag} onInput=${set("tag")} />`}<//>
@@ -76,7 +76,7 @@ function Recent() {
   };
   return html`<h2>Captures</h2>
     <${Problem} error=${error} />
-    ${page && !page.captures.length && html`<${Empty}>There are none yet.<//>`}
+    ${page && !page.captures.length && html`<${Empty}>No captures yet.<//>`}
     ${page && page.captures.length > 0 && html`<div class="scroll-x"><table class="plain"><thead><tr><th>Job</th><th>Tags</th><th>Age</th><th>Status</th><th>Rows</th><th>Size</th><th><span class="visually-hidden">Delete</span></th></tr></thead>
       <tbody>${page.captures.map(
         (entry) => html`<tr key=${entry.job}><td><a class="mono" href=${`#/capture/${entry.job}`}>${entry.job}</a></td><td>${entry.tags.join(", ")}</td><td>${age(entry.created)}</td><td>${entry.status}</td><td>${number(entry.rows)}</td><td>${bytes(entry.bytes)}</td>

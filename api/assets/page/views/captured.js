@@ -106,7 +106,7 @@ function Files({ job }) {
     <${Problem} error=${error} />
     ${manifest && html`<p>${number(manifest.files.length)} files, ${bytes(manifest.bytes)}${manifest.detail && `: ${manifest.detail}`}. <a href=${`/v1/captures/${job}`} download=${`${job}.json`}>Manifest</a></p>
     <ul class="files">${manifest.files.slice(0, FILES).map(({ name, bytes: size }) => html`<li key=${name}><a href=${`/v1/captures/${job}/files/${encodeURIComponent(name)}`} download=${name}>${name}</a> ${bytes(size)}</li>`)}</ul>
-    ${manifest.files.length > FILES && html`<p>The manifest lists all of them.</p>`}`}
+    ${manifest.files.length > FILES && html`<p>The manifest lists all files.</p>`}`}
   </details>`;
 }
 
@@ -164,7 +164,7 @@ function Norms({ job, model, quiet }) {
   const by = found && found.cosines ? "cosine" : "norm";
   const scale = useMemo(() => found && scaled(found, by, each), [found, by, each]);
   const words = useMemo(() => found && (found.tokens || found.token_ids.map(String)), [found]);
-  if (!found) return quiet && error && error.code === "not_found" ? null : html`<${Problem} error=${error} />${!error && html`<p class="loading" role="status">Reading …</p>`}`;
+  if (!found) return quiet && error && error.code === "not_found" ? null : html`<${Problem} error=${error} />${!error && html`<p class="loading" role="status">Loading …</p>`}`;
 
   const values = by === "cosine" ? found.cosines : found.norms;
   const layer = found.layers[at.layer];
@@ -191,15 +191,15 @@ function Norms({ job, model, quiet }) {
       ${found.requests.length > 1 && html`<label>Prompt ${found.requests.length <= 50 ? html`<select value=${asked.request} onChange=${change("request")}>${found.requests.map((index) => html`<option value=${index}>${index}</option>`)}</select>` : html`<input type="number" min="0" max=${found.requests.at(-1)} value=${asked.request} onChange=${change("request")} />`}</label>`}
       <label>Hook point <select value=${found.hook} onChange=${change("hook")}>${found.hooks.map((hook) => html`<option value=${hook}>${hook}</option>`)}</select></label>
       <label>Colour by <select value=${asked.module} onChange=${change("module", { from: "", start: asked.start })}><option value="">norm</option>
-        ${modules.length > 0 && html`<optgroup label="cosine to the module">${modules.map(({ name }) => html`<option value=${name}>${name}</option>`)}</optgroup>`}</select></label>
-      ${chosen && html`<label>Its vector of <select value=${asked.from} onChange=${change("from", { start: asked.start })}><option value="">each layer</option>${layersOf.map((number) => html`<option value=${number}>layer ${number}</option>`)}</select></label>`}
-      ${by === "norm" && html`<label><input type="checkbox" checked=${each} onChange=${(event) => setEach(event.target.checked)} /> each layer its own scale</label>`}
+        ${modules.length > 0 && html`<optgroup label="cosine to module">${modules.map(({ name }) => html`<option value=${name}>${name}</option>`)}</optgroup>`}</select></label>
+      ${chosen && html`<label>Module vector <select value=${asked.from} onChange=${change("from", { start: asked.start })}><option value="">each layer</option>${layersOf.map((number) => html`<option value=${number}>layer ${number}</option>`)}</select></label>`}
+      ${by === "norm" && html`<label><input type="checkbox" checked=${each} onChange=${(event) => setEach(event.target.checked)} /> scale each layer separately</label>`}
       <label><input type="checkbox" checked=${table} onChange=${(event) => setTable(event.target.checked)} /> as a table</label>
     </form>
     <${Problem} error=${error} />
-    ${found.rows > ROWS && html`<p class="inline"><${Button} kind="small" disabled=${!found.start} onClick=${() => ask({ ...asked, start: Math.max(0, found.start - ROWS) })}>Earlier<//>
+    ${found.rows > ROWS && html`<p class="inline"><${Button} kind="small" disabled=${!found.start} onClick=${() => ask({ ...asked, start: Math.max(0, found.start - ROWS) })}>Previous<//>
       <span role="status">rows ${found.start + 1} to ${found.start + found.positions.length} of ${number(found.rows)}</span>
-      <${Button} kind="small" disabled=${found.start + ROWS >= found.rows} onClick=${() => ask({ ...asked, start: found.start + ROWS })}>Later<//></p>`}
+      <${Button} kind="small" disabled=${found.start + ROWS >= found.rows} onClick=${() => ask({ ...asked, start: found.start + ROWS })}>Next<//></p>`}
     ${
       table
         ? html`<${Numbers} found=${found} values=${values} words=${words} />`
@@ -214,11 +214,11 @@ function Norms({ job, model, quiet }) {
               <p id="norms-keys" class="soft">Arrow keys move over tokens (left, right) and layers (up, down).</p>
             </div>`
     }
-    <p>${found.dtype} rows of ${number(found.width)} elements, ${found.at} the interventions at ${found.hook}. Tokens in italics were generated.</p>
+    <p>${found.dtype} rows of ${number(found.width)} elements, captured ${found.at} the interventions at ${found.hook}. Tokens in italics were generated.</p>
     <h2>Download</h2>
     <ul class="files">
       <li><a href=${`/v1/captures/${job}/safetensors?request=${found.request}&tag=${encodeURIComponent(found.tag)}`} download=${`${job}.${found.request}.safetensors`}>All rows of this prompt</a> (safetensors)</li>
-      <li><a href=${`/v1/captures/${job}/norms?${queryOf(asked)}`} download=${`${job}.norms.json`}>These numbers</a> (JSON)</li>
+      <li><a href=${`/v1/captures/${job}/norms?${queryOf(asked)}`} download=${`${job}.norms.json`}>The values shown</a> (JSON)</li>
     </ul>
     <${Files} job=${job} />`;
 }

@@ -14,7 +14,7 @@ function List({ items, total, more, children }) {
 }
 
 function Receipts({ determinism }) {
-  if (!determinism) return html`<p class="soft">Nothing of this job was captured, steered or probed: ranks report nothing.</p>`;
+  if (!determinism) return html`<p class="soft">Nothing was captured, steered or probed, so the ranks sent no receipts.</p>`;
   const rows = determinism.stages.flatMap((stage) => stage.ranks.map((rank) => ({ ...rank, pp: stage.pp })));
   return html`<p class=${determinism.consistent ? "" : "bad"}>${determinism.consistent ? "All ranks agree" : "Ranks disagree"}${determinism.worker ? `; worker ${determinism.worker}` : ""}.</p>
     <table><thead><tr><th scope="col">Rank</th><th scope="col">Prompt</th><th scope="col">Status</th><th scope="col">Applied</th><th scope="col">Checksum</th></tr></thead>
@@ -23,8 +23,8 @@ function Receipts({ determinism }) {
 }
 
 function Files({ id, captured }) {
-  if (!captured || captured.status === "not_requested") return html`<p class="soft">No capture was asked for.</p>`;
-  return html`<p>${captured.status}: ${number(captured.rows)} rows, ${bytes(captured.bytes)}. <a href=${`#/capture/${id}`}>Look at the rows</a>${captured.detail && html`<br /><small>${captured.detail}</small>`}</p>
+  if (!captured || captured.status === "not_requested") return html`<p class="soft">No capture was requested.</p>`;
+  return html`<p>${captured.status}: ${number(captured.rows)} rows, ${bytes(captured.bytes)}. <a href=${`#/capture/${id}`}>View the rows</a>${captured.detail && html`<br /><small>${captured.detail}</small>`}</p>
     <${List} items=${captured.files} more="files">${(file) => html`<div class="mono">${file.path} <span class="soft">${bytes(file.bytes)}, rank ${file.rank}</span></div>`}<//>`;
 }
 
@@ -75,15 +75,15 @@ export function JobDetails({ id, job, session, onClose }) {
       result
         ? result.outputs.length
           ? html`<${List} items=${result.outputs} more="outputs">${(output) => html`<pre data-part="output">${output.text}</pre><small>${count(output.token_ids.length, "token")}, ${output.finish_reason}</small>`}<//>`
-          : html`<p class="soft">None of its own.</p>`
-        : html`<p class="soft">${over ? "Loading …" : at && at.finished ? `There is none: the job is ${at.state}.` : "Not ready yet."}</p>`
+          : html`<p class="soft">None.</p>`
+        : html`<p class="soft">${over ? "Loading …" : at && at.finished ? `No output (job ${at.state}).` : "Not ready yet."}</p>`
     }
     <h3>Receipts by rank</h3>
-    ${result ? html`<${Receipts} determinism=${result.determinism} />` : html`<p class="soft">${at ? `${at.receipts || 0} of ${at.receipts_expected || 0} have arrived.` : ""}</p>`}
+    ${result ? html`<${Receipts} determinism=${result.determinism} />` : html`<p class="soft">${at ? `${at.receipts || 0} of ${at.receipts_expected || 0} received.` : ""}</p>`}
     <h3>Files</h3>
     ${result ? html`<${Files} id=${id} captured=${result.capture_results} />` : html`<p class="soft">${at ? `Captures: ${at.capture_status || "not_requested"}.` : ""}</p>`}
-    <h3>The same request</h3>
-    ${code ? html`<${Copy} tabs=${code} label="Request" />` : html`<p class="soft">${asked ? (asked.path ? "The request was larger than 16 KiB, or an older server accepted it: it is not kept." : "It is part of a harvest.") : ""}</p>`}
+    <h3>Request as code</h3>
+    ${code ? html`<${Copy} tabs=${code} label="Request" />` : html`<p class="soft">${asked ? (asked.path ? "The request was not kept: it is larger than 16 KiB, or an older server accepted it." : "This job is part of a harvest.") : ""}</p>`}
     <h3>Times</h3>
     ${at && html`<table><tbody>${steps(at).map(([name, text]) => html`<tr><th scope="row">${name}</th><td>${text}</td></tr>`)}</tbody></table>`}
   </section>`;

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useState, Button, Empty, Problem, useNow } from "../lib/ui.js";
 import { get } from "../lib/api.js";
-import { age, bytes, duration, identity, number, percent } from "../lib/format.js";
+import { age, bytes, count, duration, identity, number, percent } from "../lib/format.js";
 
 const EVERY_S = 5;
 const SLOWEST = 10;
@@ -38,12 +38,12 @@ const Table = ({ label, heads, rows }) => html`<div class="wide" tabindex="0" ro
 function Ranks({ dynamic }) {
   const agree = new Map(dynamic.determinism.stages.map((stage) => [`${stage.worker} ${stage.pp}`, stage.consistent]));
   return html`<p class=${dynamic.determinism.consistent ? "" : "bad"}>${dynamic.determinism.consistent ? "All ranks agree." : `Ranks or workers disagree: ${dynamic.determinism.detail}`}</p>
-    ${!dynamic.workers.length && html`<${Empty}>No worker runs.<//>`}
+    ${!dynamic.workers.length && html`<${Empty}>No worker is running.<//>`}
     ${dynamic.workers.map(
       (worker) => html`<h3>${worker.worker} · ${worker.model}</h3>
-      <p>${worker.state}${worker.detail ? `: ${worker.detail}` : ""} · global steering version ${worker.global_version} · ${number(worker.waiting)} requests wait for rows · ${number(worker.desyncs)} disagreements, ${number(worker.resyncs)} resynchronised</p>
+      <p>${worker.state}${worker.detail ? `: ${worker.detail}` : ""} · global steering version ${worker.global_version} · ${count(worker.waiting, "request")} waiting for rows · ${number(worker.desyncs)} disagreements, ${number(worker.resyncs)} resynchronised</p>
       <${Table} label=${`Ranks of ${worker.worker}`}
-        heads=${["Rank", "Stage", "Agrees", "Checksum", "Actions", "Steering", "Modules", "Rows", "Requests", "Outbox", "Writers wait", "KV cache"]}
+        heads=${["Rank", "Stage", "Agrees", "Checksum", "Actions", "Steering", "Modules", "Rows", "Requests", "Outbox", "Write backlog", "KV cache"]}
         rows=${worker.ranks.map((rank) => [
           rank.rank,
           rank.pp,
@@ -53,7 +53,7 @@ function Ranks({ dynamic }) {
           rank.global_version ? `version ${rank.global_version}` : "none",
           Object.keys(rank.modules).length,
           `${number(rank.rows_used)} of ${number(rank.rows)}`,
-          `${number(rank.running)} run, ${number(rank.queued)} wait`,
+          `${number(rank.running)} running, ${number(rank.queued)} waiting`,
           html`<span class=${rank.outbox > 1000 ? "bad" : ""}>${number(rank.outbox)}</span>`,
           bytes(rank.backlog),
           percent(rank.kv_cache),
@@ -62,14 +62,14 @@ function Ranks({ dynamic }) {
 }
 
 function Service({ status }) {
-  return html`<${Table} label="Parts of the service" heads=${["Part", "State"]} rows=${[
-      ["Relay", status.relay.alive ? `has taken ${number(status.relay.received)} receipts` : html`<strong class="bad">has not reported</strong>`],
-      ["Webhooks", status.callbacks.alive ? `${number(status.callbacks.webhooks_pending)} pending${status.callbacks.webhooks_pending ? `, the most overdue by ${duration(status.callbacks.webhooks_overdue_s)}` : ""}` : html`<strong class="bad">has not reported</strong>`],
+  return html`<${Table} label="Service components" heads=${["Component", "State"]} rows=${[
+      ["Relay", status.relay.alive ? `${count(status.relay.received, "receipt")} received` : html`<strong class="bad">has not reported</strong>`],
+      ["Webhooks", status.callbacks.alive ? `${number(status.callbacks.webhooks_pending)} pending${status.callbacks.webhooks_pending ? `, up to ${duration(status.callbacks.webhooks_overdue_s)} overdue` : ""}` : html`<strong class="bad">has not reported</strong>`],
       ["Redis", `${bytes(status.redis.used_bytes)}${status.redis.limit_bytes ? ` of ${bytes(status.redis.limit_bytes)}` : ""}, answered in ${number(status.redis.milliseconds, 1)} ms`],
-      ["Jobs", `${number(status.live)} not over, ${number(status.queued)} of them queued; ${number(status.held)} responses held`],
+      ["Jobs", `${number(status.live)} active (${number(status.queued)} queued); ${count(status.held, "response")} held`],
     ]} />
     <h2>Workers</h2>
-    <${Table} label="Workers" heads=${["Worker", "Model", "Identity", "Health", "Jobs", "Tokens/s", "Outbox", "Up for"]} rows=${status.workers.map((worker) => [
+    <${Table} label="Workers" heads=${["Worker", "Model", "Identity", "Health", "Jobs", "Tokens/s", "Outbox", "Uptime"]} rows=${status.workers.map((worker) => [
       worker.worker,
       worker.model,
       html`<span class="mono">${identity(worker.identity)}</span>`,
@@ -79,7 +79,7 @@ function Service({ status }) {
       worker.stats ? number(worker.stats.outbox) : "–",
       age(worker.started),
     ])} />
-    ${status.queues.length > 0 && html`<h2>Queues</h2><${Table} label="Queues" heads=${["Model", "Priority", "Sent", "Waiting"]} rows=${status.queues.map((queue) => [queue.model, queue.priority, number(queue.sent), Object.entries(queue.waiting).map(([tenant, count]) => `${tenant}: ${number(count)}`).join(", ")])} />`}`;
+    ${status.queues.length > 0 && html`<h2>Queues</h2><${Table} label="Queues" heads=${["Model", "Priority", "Sent", "Waiting"]} rows=${status.queues.map((queue) => [queue.model, queue.priority, number(queue.sent), Object.entries(queue.waiting).map(([tenant, jobs]) => `${tenant}: ${number(jobs)}`).join(", ")])} />`}`;
 }
 
 function Slow({ jobs }) {
@@ -88,8 +88,8 @@ function Slow({ jobs }) {
   useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
   const end = (job) => job.finished || now;
   const slow = jobs.list.filter((job) => job.started && end(job) > now - RECENT_S).sort((a, b) => end(b) - b.started - (end(a) - a.started)).slice(0, SLOWEST);
-  if (!slow.length) return html`<${Empty}>Nothing has run.<//>`;
-  return html`<${Table} label="Slowest jobs" heads=${["Job", "Kind", "Owner", "State", "Ran for", "Waited before", "Attempt"]} rows=${slow.map((job) => [
+  if (!slow.length) return html`<${Empty}>No job has run in the last hour.<//>`;
+  return html`<${Table} label="Slowest jobs" heads=${["Job", "Kind", "Owner", "State", "Ran for", "Queued for", "Attempt"]} rows=${slow.map((job) => [
     html`<a href=${`#/jobs/${job.id}`}>${job.id}</a>`, job.kind, job.tenant || "default", html`<span class=${`state ${job.state}`}>${job.state}</span>`,
     duration(end(job) - job.started), duration(job.started - job.created), job.attempt,
   ])} />`;
@@ -106,11 +106,11 @@ export default function View({ session, jobs }) {
   return html`<h1>Ops</h1>
     <p>${links.map((name) => html`<a href=${session.links[name]}>${name[0].toUpperCase() + name.slice(1)}</a> `)}</p>
     <h2>Service</h2>
-    ${has("observe") ? html`<${Problem} error=${status.error} />${status.data && html`<${Service} status=${status.data} />`}` : html`<p>The figures of the whole service need a key with the scope <code>observe</code>; this one has ${session.scopes.join(", ")}.</p>`}
-    ${computed.length > 0 && html`<h2>Models</h2><${Table} label="Models" heads=${["Model", "Computes in", "Because"]} rows=${computed} />`}
-    ${caveats.length > 0 && html`<h2>Caveats</h2><${Table} label="Caveats" heads=${["Model", "In what its rows may differ from transformers'"]} rows=${caveats} />`}
-    <h2>What the ranks say</h2>
-    ${has("read") ? html`<${Problem} error=${dynamic.error} />${dynamic.data ? html`<${Ranks} dynamic=${dynamic.data} />` : html`<p class="soft">Asking …</p>`}<${Button} kind="small" onClick=${again}>Ask again<//>` : html`<p>This needs a key with the scope <code>read</code>.</p>`}
+    ${has("observe") ? html`<${Problem} error=${status.error} />${status.data && html`<${Service} status=${status.data} />`}` : html`<p>Service-wide figures need a key with the scope <code>observe</code>; this key has ${session.scopes.join(", ")}.</p>`}
+    ${computed.length > 0 && html`<h2>Models</h2><${Table} label="Models" heads=${["Model", "Dtype", "Reason"]} rows=${computed} />`}
+    ${caveats.length > 0 && html`<h2>Caveats</h2><${Table} label="Caveats" heads=${["Model", "How its rows may differ from transformers'"]} rows=${caveats} />`}
+    <h2>Rank status</h2>
+    ${has("read") ? html`<${Problem} error=${dynamic.error} />${dynamic.data ? html`<${Ranks} dynamic=${dynamic.data} />` : html`<p class="soft">Loading …</p>`}<${Button} kind="small" onClick=${again}>Refresh<//>` : html`<p>This needs a key with the scope <code>read</code>.</p>`}
     <h2>Slowest jobs of the last hour</h2>
     <${Slow} jobs=${jobs} />`;
 }

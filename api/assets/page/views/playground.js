@@ -24,9 +24,9 @@ function Adding({ modules, used, add }) {
   return html`<div class="adding">
     ${modules.length > FOUND && html`<${Field} label="Find a module">${(id) => html`<input id=${id} type="search" maxlength="128" value=${text} onInput=${(event) => (setText(event.target.value), setCount(FOUND))} />`}<//>`}
     <ul class="offers">${shown.map(({ name, description }) => html`<li key=${name}><${Button} kind="small" title=${description || null} disabled=${used.size >= MOST} onClick=${() => add(name)}>${`Add ${name}`}<//></li>`)}</ul>
-    <p class="soft" role="status">${matching.length ? `${shown.length} of ${matching.length} modules` : modules.length ? "no other module" : ""}${used.size >= MOST ? `; at most ${MOST} at a time` : ""}</p>
+    <p class="soft" role="status">${matching.length ? `${shown.length} of ${matching.length} modules` : modules.length ? "no other modules" : ""}${used.size >= MOST ? `; at most ${MOST} at a time` : ""}</p>
     ${matching.length > count && html`<${Button} kind="small" onClick=${() => setCount(count + FOUND)}>More modules<//>`}
-    ${!modules.length && html`<${Empty}>There are no modules yet: <code>midstream modules register</code> makes one.<//>`}
+    ${!modules.length && html`<${Empty}>There are no modules yet. Register one with <code>midstream modules register</code>.<//>`}
   </div>`;
 }
 
@@ -47,7 +47,7 @@ function choices(probes, modules, used) {
   for (const { name, content } of probes) content.labels.forEach((label, column) => found.push({ group: "probes", text: `${name}: ${label}`, colour: { probe: name, label, column } }));
   for (const { name, entries } of modules) {
     if (!used.has(name)) continue;
-    for (const entry of entries.filter(({ tensors }) => tensors.length === 1)) for (const layer of entry.layers) found.push({ group: "projection on a module", text: `${name}, layer ${layer} (${entry.hook})`, colour: { module: name, hook: entry.hook, layer } });
+    for (const entry of entries.filter(({ tensors }) => tensors.length === 1)) for (const layer of entry.layers) found.push({ group: "projection onto a module", text: `${name}, layer ${layer} (${entry.hook})`, colour: { module: name, hook: entry.hook, layer } });
   }
   return found.map((choice) => ({ ...choice, id: JSON.stringify(choice.colour) }));
 }
@@ -143,7 +143,7 @@ export default function View({ session }) {
       <div class="inline">
         ${models && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
         <${Field} label="Kind">${(id) => html`<select id=${id} value=${form.mode} onChange=${set("mode")}><option value="plain">plain text</option><option value="chat">chat</option></select>`}<//>
-        <${Field} label="Tokens" error=${wrong("max_tokens")}>${(id) => html`<input id=${id} type="number" min="1" value=${form.max_tokens} onInput=${set("max_tokens")} />`}<//>
+        <${Field} label="Max tokens" error=${wrong("max_tokens")}>${(id) => html`<input id=${id} type="number" min="1" value=${form.max_tokens} onInput=${set("max_tokens")} />`}<//>
         <${Field} label="Temperature" error=${wrong("temperature")}>${(id) => html`<input id=${id} type="number" min="0" max="2" step="0.1" value=${form.temperature} onInput=${set("temperature")} />`}<//>
         <${Field} label="Seed" error=${wrong("seed")}>${(id) => html`<input id=${id} type="number" step="1" placeholder="none" value=${form.seed} onInput=${set("seed")} />`}<//>
       </div>
@@ -167,7 +167,7 @@ export default function View({ session }) {
         ${!steeringOf(form).length && html`<span class="soft">No module is set: both sides are the baseline.</span>`}
       </div>
     </form>
-    ${colour && limit > 0 && html`<${Legend} what=${colour.probe ? `${colour.probe}: ${colour.label}` : `projection on ${colour.module}, layer ${colour.layer}`} from=${-limit} to=${limit} />`}
+    ${colour && limit > 0 && html`<${Legend} what=${colour.probe ? `${colour.probe}: ${colour.label}` : `projection onto ${colour.module}, layer ${colour.layer}`} from=${-limit} to=${limit} />`}
     <div class="panes">${both.map((side) => html`<${Pane} key=${side.name} title=${side.title} side=${side} limit=${limit} values=${values} colour=${colour} />`)}</div>
     <h2>The steered request as code</h2>
     <${Copy} label="Code" tabs=${codeOf(PATHS[form.mode], bodyOf(form, true), session.auth !== "open")} />`;

@@ -13,7 +13,7 @@ export function Closer({ grid, request, part, pair, close }) {
   const [error, setError] = useState(null);
   const area = useRef(null);
   const asked = useMemo(() => {
-    if (!request) return { failure: new Error("the server that accepted this sweep did not keep its request, so there is no closer look") };
+    if (!request) return { failure: new Error("the server did not keep the request of this sweep, so a closer look is not possible") };
     try {
       return { body: closer(request, grid.result, part, byHead) };
     } catch (failure) {
@@ -44,9 +44,9 @@ export function Closer({ grid, request, part, pair, close }) {
   return html`<section class="closer" aria-label="Closer look" ref=${area} onKeyDown=${(event) => event.key === "Escape" && close()}>
     <h2 tabindex="-1">Closer look</h2>
     <p>${hookTitle(part.hook)}, layers ${span(part.rows, grid.layers)}, ${span(part.columns, names)}</p>
-    ${heads && html`<p><label><input type="radio" name="closer" checked=${!byHead} onChange=${() => setByHead(false)} /> each token and layer by itself</label>
+    ${heads && html`<p><label><input type="radio" name="closer" checked=${!byHead} onChange=${() => setByHead(false)} /> each token and layer separately</label>
       <label><input type="radio" name="closer" checked=${byHead} onChange=${() => setByHead(true)} /> the heads of these layers</label></p>`}
-    <p role="status">${plan ? `${count(plan.cells, "cell")}: ${plan.layers.length > 1 ? `layers ${plan.layers[0]} to` : "layer"} ${plan.layers[plan.layers.length - 1]}, ${count(plan.pairs[0].columns.length, "column")}.` : asked.body && !error ? "Asking the server …" : ""}</p>
+    <p role="status">${plan ? `${count(plan.cells, "cell")}: ${plan.layers.length > 1 ? `layers ${plan.layers[0]} to` : "layer"} ${plan.layers[plan.layers.length - 1]}, ${count(plan.pairs[0].columns.length, "column")}.` : asked.body && !error ? "Planning …" : ""}</p>
     <${Problem} error=${asked.failure || error} />
     <p><${Button} kind="main" disabled=${!plan} onClick=${start} onError=${setError}>Run the closer look<//> <${Button} onClick=${close}>Close<//></p>
   </section>`;

@@ -12,11 +12,11 @@ import { EXAMPLE, TEXTS, blankForm, emptyPair, formOf, lacking, requestOf } from
 const PAUSE = 300;
 const MOST_PAIRS = 256;
 const CHOICES = {
-  metric: { recovered: "recovered: share of the way", logit_diff: "logit_diff: log P(answer) − log P(foil)", logprob: "logprob: log P(answer)", kl: "kl: any change of the next token" },
-  direction: { denoise: "denoise: clean into corrupt", noise: "noise: corrupt into clean" },
-  ablation: { "": "none: rows of the other prompt", zeros: "zeros, without a second prompt", mean: "mean of the prompt's own rows, without a second prompt" },
-  axis: { position: "position: a token each", together: "together: all positions at once", head: "head: a head each", head_position: "head_position: a head at a position each", neuron: "neuron (name them below)" },
-  alignment: { auto: "auto: only tokens that correspond", left: "left: counted from the beginning", right: "right: counted from the end" },
+  metric: { recovered: "recovered (0–1)", logit_diff: "logit_diff: log P(answer) − log P(foil)", logprob: "logprob: log P(answer)", kl: "kl: change of the next-token distribution" },
+  direction: { denoise: "denoise: patch clean into corrupt", noise: "noise: patch corrupt into clean" },
+  ablation: { "": "none: patch rows of the other prompt", zeros: "zeros (no second prompt)", mean: "mean of the prompt's own rows (no second prompt)" },
+  axis: { position: "position: one token per column", together: "together: all positions in one column", head: "head: one head per column", head_position: "head_position: one head at one position per column", neuron: "neuron (list them below)" },
+  alignment: { auto: "auto: corresponding tokens only", left: "left: count from the start", right: "right: count from the end" },
 };
 /** Our name of a hook point that a request calls by TransformerLens' name. */
 const OURS = { resid_pre: "pre_attn", resid_mid: "post_attn", resid_post: "post_block", rot_q: "q", rot_k: "k", mlp_post: "mlp_act", "mlp.hook_post": "mlp_act", hook_q: "q_proj", hook_k: "k_proj" };
@@ -37,7 +37,7 @@ export default function Form({ like }) {
     if (!like) return undefined;
     const stop = new AbortController();
     get(`/v1/sweeps/${encodeURIComponent(like)}`, { signal: stop.signal }).then(
-      ({ request }) => (request ? setForm(formOf(request)) : setProblem(new Error("the server that accepted this sweep did not keep its request"))),
+      ({ request }) => (request ? setForm(formOf(request)) : setProblem(new Error("the server did not keep the request of this sweep"))),
       (error) => stop.signal.aborted || (setProblem(error), setForm(blankForm())),
     );
     return () => stop.abort();
@@ -131,11 +131,11 @@ export default function Form({ like }) {
           <${Choice} name="ablation" label="Ablation" form=${form} told=${told} change=${change} />
           <${Text} name="windowLayers" label="Layers patched together" told=${{ windowLayers: told["window.layers"] }} form=${form} change=${change} />
           <${Text} name="windowPositions" label="Columns patched together" told=${{ windowPositions: told["window.positions"] }} form=${form} change=${change} />
-          <${Text} name="noise" label="Patches that measure the noise" form=${form} told=${told} change=${change} />
-          <${Text} name="more" label="Other fields of the request, as JSON" hint="heads, neurons, path, mask, alpha, lora, priority, metadata …" form=${form} told=${told} change=${change} />
+          <${Text} name="noise" label="No-op patches that measure the noise" form=${form} told=${told} change=${change} />
+          <${Text} name="more" label="Other request fields, as JSON" hint="heads, neurons, path, mask, alpha, lora, priority, metadata …" form=${form} told=${told} change=${change} />
         </div>
       </details>
-      <${Planned} plan=${plan} wanting=${wanting || (asked.errors ? "Correct the field that is marked." : "")} request=${asked.request} waits=${Boolean(body)} />
+      <${Planned} plan=${plan} wanting=${wanting || (asked.errors ? "Correct the marked field." : "")} request=${asked.request} waits=${Boolean(body)} />
       ${error && !place && html`<${Problem} error=${error} />`}
       <p><${Button} id="sweep-start" kind="main" disabled=${!body} onClick=${submit}>Run the sweep<//></p>
     </form>`;
@@ -167,7 +167,7 @@ function Choice({ name, label, form, told, change }) {
 }
 
 const LABELS = { clean: "Clean prompt", corrupt: "Corrupt prompt", answer: "Answer", foil: "Foil" };
-const HINTS = { clean: "whose answer is right", corrupt: "that differs in one thing", answer: "after the clean prompt, usually with a leading space", foil: "after the corrupt prompt; optional" };
+const HINTS = { clean: "the prompt that the answer completes", corrupt: "the same prompt with one difference", answer: "completes the clean prompt, usually with a leading space", foil: "completes the corrupt prompt; optional" };
 
 function Pair({ n, pair, many, ablation, told, change, remove }) {
   const control = (name) => {
@@ -207,7 +207,7 @@ function Planned({ plan, wanting, request, waits }) {
   const { found, error, stale } = plan;
   const state = found && !stale
     ? `${number(found.cells)} cells: ${found.pairs.length > 1 ? `${found.pairs.length} pairs, ` : ""}${count(found.hooks.length, "hook point")}, ${count(found.layers.length, "layer")}, ${count(found.pairs[0].columns.length, "column")}${found.skipped ? `; ${number(found.skipped)} cannot be patched` : ""}. ${number(found.tokens)} tokens.`
-    : wanting || (error ? "This sweep cannot run as it is: see the error." : waits ? "Asking the server for the tokens …" : "");
+    : wanting || (error ? "This sweep cannot run as it is; see the error." : waits ? "Aligning the tokens …" : "");
   return html`<section aria-label="What will run" class=${`planned ${stale ? "stale" : ""}`} aria-busy=${stale ? "true" : "false"}>
     <p role="status" class=${error ? "bad" : ""}>${state}</p>
     ${found && found.pairs.slice(0, 8).map((pair, n) => html`<${Aligned} key=${n} pair=${pair} patched=${found.patched} title=${found.pairs.length > 1 ? `Pair ${n + 1}` : ""} />`)}
@@ -230,13 +230,13 @@ function Aligned({ pair, patched, title }) {
     const token = pair[`${which}_tokens`][place];
     const other = column.linked ? pair[`${which === "clean" ? "corrupt" : "clean"}_tokens`][column[which === "clean" ? "corrupt" : "clean"]] : null;
     const is = ablated ? (inGrid.has(place) ? "same" : "alone") : !column.linked ? "alone" : other === token ? "same" : "swapped";
-    const why = is === "alone" ? (ablated ? "not patched" : (which === patched && reasonOf(place, token)) || "not patched: without a counterpart, or not among the positions") : `${place}`;
+    const why = is === "alone" ? (ablated ? "not patched" : (which === patched && reasonOf(place, token)) || "not patched: no counterpart, or not among the positions") : `${place}`;
     return html`<td class=${is} title=${why}>${written(token)}${is === "alone" && html`<span class="visually-hidden"> (not patched)</span>`}</td>`;
   };
   const rows = ablated ? ["clean"] : ["clean", "corrupt"];
   return html`<div class="aligned" role="region" tabindex="0" aria-label=${`Tokens of both prompts, aligned${title ? `, ${title}` : ""}`}>
       <table>
-        <caption>${title && `${title}: `}${ablated ? "the prompt's tokens" : `${links.length} of the ${pair[`${patched}_tokens`].length} tokens of the ${patched} prompt get rows of the other`}</caption>
+        <caption>${title && `${title}: `}${ablated ? "the prompt's tokens" : `${links.length} of ${pair[`${patched}_tokens`].length} tokens of the ${patched} prompt are aligned`}</caption>
         <tbody>${rows.map((which) => html`<tr><th scope="row">${which}</th>${columns.slice(0, MOST_SHOWN).map((column) => cell(which, column))}</tr>`)}</tbody>
       </table>
     </div>

@@ -112,7 +112,7 @@ export default function Grid({ id, session }) {
       <${Button} onClick=${() => save(`${id}.png`, picture(grid, chosen, titleOf(grid, chosen)))} onError=${setError}>PNG<//>
       <${Button} onClick=${() => save(`${id}.csv`, new Blob([csv(grid.records())], { type: "text/csv" }))} onError=${setError}>CSV<//>
       <${Button} onClick=${() => save(`${id}.json`, exported(id, session))} onError=${setError}>JSON<//>
-      ${request && html`<a class="button" href=${`#/sweep?like=${encodeURIComponent(id)}`}>Another like it</a>`}
+      ${request && html`<a class="button" href=${`#/sweep?like=${encodeURIComponent(id)}`}>Duplicate</a>`}
       <a class="button" href="#/sweep">New sweep</a>
     </div>
     ${asTable
@@ -164,7 +164,7 @@ function State({ job, grid, over, lost, onError }) {
   return html`<div class="sweep-state" data-state=${job.state}>
     <${Progress} value=${grid.known} total=${grid.total} label=${label} />
     <span class="visually-hidden" role="status">The sweep is ${job.state}.</span>
-    ${lost && !over && html`<span class="bad" role="status">The connection is lost; connecting again …</span>`}
+    ${lost && !over && html`<span class="bad" role="status">Connection lost; reconnecting …</span>`}
     ${!over && html`<${Button} disabled=${job.state === "cancelling"} onClick=${cancel}>Cancel<//>`}
   </div>`;
 }
@@ -180,7 +180,7 @@ function Maps({ grid, pair, listeners, cursor, setCursor, part, look, select }) 
   }, []);
   const across = Math.max(1, Math.min(grid.hooks.length, Math.floor(width / PANEL)));
   const panel = Math.floor(width / across) - 12;
-  const told = cursor ? grid.words(pair, cursor.hook, cursor.row, cursor.column) : "Arrow keys move over the cells, Shift+arrows select several, Enter looks closer.";
+  const told = cursor ? grid.words(pair, cursor.hook, cursor.row, cursor.column) : "Arrow keys move between cells, Shift+arrows select several, Enter opens a closer look.";
   return html`<div class="maps" ref=${area}>
       ${width > 0 && grid.hooks.map((hook) => html`<${Map_} key=${hook} hook=${hook} grid=${grid} pair=${pair} width=${panel} listeners=${listeners} cursor=${cursor} setCursor=${setCursor} part=${part} look=${look} select=${select} />`)}
     </div>
@@ -275,7 +275,7 @@ function Map_({ hook, grid, pair, width, listeners, cursor, setCursor, part, loo
     event.preventDefault();
   };
   const placed = ({ left, top, width: w, height: h }) => ({ left: `${left}px`, top: `${top}px`, width: `${w}px`, height: `${h}px` });
-  const label = `${hookTitle(hook)}: ${grid.columns} tokens by ${grid.layers.length} layers. Arrow keys move, Shift+arrows select, Enter looks closer.`;
+  const label = `${hookTitle(hook)}: ${grid.columns} tokens by ${grid.layers.length} layers. Arrow keys move, Shift+arrows select, Enter opens a closer look.`;
   return html`<figure class="map">
     <figcaption>${hookTitle(hook)}</figcaption>
     <div class="cells" data-hook=${hook} role="application" aria-roledescription="heatmap" aria-label=${label} tabindex="0" onKeyDown=${key} onFocus=${() => here || setCursor({ hook, row: 0, column: 0 })}>
@@ -300,7 +300,7 @@ function Scale({ grid, pair, listeners }) {
   const noise = grid.noise(pair);
   const base = grid.base(pair);
   return html`<div class="scale">
-    <span>${shown(limits[0])}</span><canvas ref=${canvas} width="220" height="12" role="img" aria-label=${`Colours from ${shown(limits[0])}, blue, over white to ${shown(limits[1])}, red`}></canvas><span>${shown(limits[1])}</span>
+    <span>${shown(limits[0])}</span><canvas ref=${canvas} width="220" height="12" role="img" aria-label=${`Colours from ${shown(limits[0])} (blue) through white to ${shown(limits[1])} (red)`}></canvas><span>${shown(limits[1])}</span>
     <span>${MEANING[grid.metric]}; white: unpatched${Number.isNaN(base) ? "" : ` (${shown(base)})`}; hatched: no value${noise ? `; noise ${noise.text}` : ""}</span>
   </div>`;
 }
@@ -321,7 +321,7 @@ function Table({ grid, pair, over }) {
   return html`${grid.hooks.length > 1 && html`<p><label>Hook point <select data-field="table-hook" value=${hook} onChange=${(event) => setHook(event.target.value)}>${grid.hooks.map((name) => html`<option value=${name}>${hookTitle(name)}</option>`)}</select></label></p>`}
     <div class="grid-table" role="region" tabindex="0" aria-label=${`Values at ${hookTitle(hook)}`}>
       <table data-hook=${hook}>
-        <caption>${MEANING[grid.metric]} at ${hookTitle(hook)}, tokens by layers; “…”: not there yet</caption>
+        <caption>${MEANING[grid.metric]} at ${hookTitle(hook)}, tokens by layers; “…”: pending</caption>
         <thead><tr><th scope="col">token</th>${grid.layers.map((layer) => html`<th scope="col">${layer}</th>`)}</tr></thead>
         <tbody>${body}</tbody>
       </table>
