@@ -97,11 +97,11 @@ function Figures({ service, connected }) {
         ${!service.models.length && figure("models", "none", true)}
         ${service.tokens_s !== undefined && figure("tokens/s", number(service.tokens_s))}
         ${service.queued !== undefined ? figure("queue", number(service.queued)) : figure("your jobs", number(usage.jobs_in_flight))}
-        ${service.disk_free !== undefined && figure("disk left", bytes(service.disk_free), service.disk_free < 2 ** 30)}
+        ${service.disk_free !== undefined && figure("disk free", bytes(service.disk_free), service.disk_free < 2 ** 30)}
         ${figure("quota left", quota === null ? "no quota" : bytes(Math.max(0, quota)), quota !== null && quota <= 0)}
       </dl>`
     }
-    ${service && service.troubles && html`<details class="bad"><summary>${service.troubles.length} trouble(s)</summary><ul>${service.troubles.map((text) => html`<li>${text}</li>`)}</ul></details>`}
+    ${service && service.troubles && html`<details class="bad"><summary>${service.troubles.length === 1 ? "1 problem" : `${service.troubles.length} problems`}</summary><ul>${service.troubles.map((text) => html`<li>${text}</li>`)}</ul></details>`}
     <span role="status" class="connection">${connected ? "" : "Connecting …"}</span>
   </div>`;
 }
@@ -159,7 +159,7 @@ function Shell({ session, onEnd }) {
     onEnd("You are logged out.");
   };
   const models = service ? service.models : [];
-  return html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), main.current.focus())}>Skip to the content</a>
+  return html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), main.current.focus())}>Skip to content</a>
     <header>
       <a class="name" href="#/jobs">Midstream</a>
       <nav aria-label="Views">${Object.entries(VIEWS).map(
