@@ -16,14 +16,17 @@ from stack import Stack
 from tenant_kit import ADMIN, bearer
 
 #: A body may fit the document and not the model that is served (another vocabulary, no such layer,
-#: a job that is over): that is told with these, and is no fault. Everything else about them is
-#: checked.
+#: a job that is over): that is told with these, and is no fault. A list that is too long may make a
+#: body that is too large (413). Everything else about them is checked.
 CONFIG = """
 [checks]
 max_response_time = 100
 
 [checks.positive_data_acceptance]
 expected-statuses = ["2xx", 304, 400, 404, 409, 410, 422, 429, 503, 504, 507]
+
+[checks.negative_data_rejection]
+expected-statuses = ["4xx", "5xx"]
 """
 #: Seconds of trying every edge of every parameter and field, and then of fuzzing. All of it would
 #: take minutes: it is cut off, and where a busy machine did not come to all operations meanwhile,

@@ -152,6 +152,8 @@ def test_the_text_of_the_page_says_what_the_simulator_says(
     split = {part.name: part for part in quarter}["one Redis, its core"]
     harvest = parts["the bucket, bytes from one machine"].used
     for said in (
+        f"carries {capacity.FULL / costs.redis.at(1):.0f} to "
+        f"{capacity.FULL / costs.redis.at(0):.0f} jobs/s",
         f"{load.jobs / capacity.DAY_S:.0f}/s on average",
         f"{load.rate:.0f}/s in an hour three times as busy",
         f"a worker has {load.depth:.1f} jobs at a time",
