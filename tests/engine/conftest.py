@@ -1,4 +1,4 @@
-"""Engines that tests share: each starts once, and an idle one costs memory only.
+"""Engines that tests share: each starts once.
 
 Others are forked from a process that imported all.
 """
@@ -55,6 +55,10 @@ SHARING = tuple(
 )
 
 
+#: Engines of one rank that are running.
+RUNNING: list[Host] = []
+
+
 class FilesTogether(LoadFileScheduling):
     """Whole files go to one process, and those that share engines to the same one."""
 
@@ -65,6 +69,14 @@ class FilesTogether(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether:
     return FilesTogether(config, log)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends the shared engines when a process goes on to other files: idle ones hold 10 GB."""
+    last = nextitem is None or nextitem.path.name not in SHARING
+    if hasattr(item.config, "workerinput") and item.path.name in SHARING and last:
+        while RUNNING:
+            RUNNING.pop().close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -157,6 +169,7 @@ def v1(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         hooks="all,inside",
         extensions=EXTENSIONS,
     )
+    RUNNING.append(host)
     yield host
     host.close()
 
@@ -174,6 +187,7 @@ def cached(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ho
         hooks="all,inside",
         extensions=EXTENSIONS,
     )
+    RUNNING.append(host)
     yield host
     host.close()
 
@@ -205,6 +219,7 @@ def v2(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         hooks="all,inside",
         extensions=EXTENSIONS,
     )
+    RUNNING.append(host)
     yield host
     host.close()
 
@@ -249,6 +264,7 @@ def compiled(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         hooks="all,inside",
         extensions=EXTENSIONS,
     )
+    RUNNING.append(host)
     yield host
     host.close()
 
