@@ -1,8 +1,7 @@
-"""The `midstream` command: `up`, `demo`, `model`, `version`, and the commands that the other
-modules register.
+"""The `midstream` command: `demo`, `model`, `version`, and the commands that the other modules
+register.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +11,8 @@ from typer.core import TyperGroup
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import to_json
-from ...schemas.base.settings import SettingsError, engine_options, load_settings
+from ...schemas.base.settings import SettingsError
 from ...schemas.base.version import __version__
-from ...schemas.service.global_capture import from_settings
 from ..extras import MissingExtraError, explained, need
 from ..sdk import discovery
 from . import (
@@ -27,15 +25,50 @@ from . import (
     registered,
     service,
     stack,
+    start,
     sweeps,
     webhooks,
 )
 from .jobs import AsJson, Url, connect, err, out
-from .options import HOOKS_FORM, overrides
+
+#: Section of `midstream --help` → its commands and groups, in this order.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Start and stop": ("up", "serve", "demo", "status", "logs", "down", "model"),
+    "Requests": ("submit", "sweep", "lens", "features", "attention", "job", "capture", "harvest"),
+    "Named artifacts": ("modules", "global", "runs", "probe", "sae", "tuned", "loras"),
+    "Operations": (
+        "top",
+        "doctor",
+        "dynamic",
+        "keys",
+        "tenants",
+        "webhooks",
+        "acl",
+        "curve",
+        "version",
+    ),
+}
 
 
 class Commands(TyperGroup):
-    """The top-level commands; for an unknown command that a group has, suggests its full name."""
+    """The top-level commands, in sections; for an unknown command that a group has, suggests its
+    full name.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the commands in the order of their sections."""
+        known = super().list_commands(ctx)
+        listed = [name for names in SECTIONS.values() for name in names if name in known]
+        return [*listed, *(name for name in known if name not in listed)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, which knows its section."""
+        command: Any = super().get_command(ctx, cmd_name)
+        if command is not None:
+            command.rich_help_panel = next(
+                (title for title, names in SECTIONS.items() if command.name in names), None
+            )
+        return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
@@ -54,7 +87,6 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -78,67 +110,6 @@ def root(
     ] = False,
 ) -> None:
     """Activation steering, capture and patching on stock vLLM, as a job service."""
-
-
-@app.command()
-def up(
-    model: Annotated[
-        str | None, typer.Option(help="Checkpoint folder or hub name; default: the demo model.")
-    ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder for Redis data, captures and logs.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the API; 0: any free port.")] = None,
-    flower_port: Annotated[
-        int | None, typer.Option(help="Port of Flower; 0: any free port.")
-    ] = None,
-    global_capture: Annotated[
-        str | None,
-        typer.Option(
-            metavar=HOOKS_FORM,
-            help="Capture these sites for every request, such as post_block:all;pre_attn:0-17.",
-        ),
-    ] = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--engine", metavar="NAME=VALUE", help="An option of vLLM, such as seed=1; repeatable."
-        ),
-    ] = None,
-    engine_unproven: Annotated[
-        bool,
-        typer.Option(
-            "--engine-unproven",
-            help="Also pass options that are not proven; /v1/models and manifests name them.",
-        ),
-    ] = False,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable."),
-    ] = None,
-) -> None:
-    """Run the whole stack on this machine until Ctrl-C.
-
-    Settings come from the file named by MIDSTREAM_CONFIG, MIDSTREAM_* in the environment, and these
-    options, in increasing precedence.
-    """
-    need("up", "`midstream up`")
-    from ...workers.engines import check_options
-    from ..stack.supervisor import Supervisor
-
-    options = {
-        "model": model,
-        "data_dir": str(data_dir) if data_dir else None,
-        "api_port": port,
-        "flower_port": flower_port,
-        "global_capture": global_capture,
-        "engine_options": engine_options(engine or []) or None,
-        "engine_unproven": engine_unproven or None,
-    }
-    settings = load_settings({**os.environ, **overrides(set_ or [])}, **options)
-    from_settings(settings)  # raises for an invalid global capture before anything starts
-    check_options(settings)
-    raise typer.Exit(Supervisor(settings, say=lambda line: print(line, flush=True)).run())
 
 
 @app.command()
@@ -208,6 +179,7 @@ def version(url: Url = None) -> None:
 
 
 for _module in (
+    start,
     jobs,
     captures,
     readings,

@@ -22,6 +22,8 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
+#: The value of `tool_parser` with which chats take no tools.
+NO_TOOLS = "none"
 PREFIX = "MIDSTREAM_"
 FILE_VARIABLE = "MIDSTREAM_CONFIG"
 #: The table of a file that sets `engine_options`; text under the same name is the setting `engine`.
@@ -157,7 +159,8 @@ class Settings(Record):
 
     # processor seconds to compile an output format; a format that takes longer is rejected (400)
     format_compile_s: Positive = 10.0
-    # vLLM's parser of the model's tool calls, such as `hermes`; empty: chats take no tools
+    # vLLM's parser of the model's tool calls, such as `hermes`; empty: by the model's chat
+    # template, where that is unambiguous; `none`: chats take no tools
     tool_parser: str = ""
     # installed packages whose readers and ops are loaded, separated by commas; other packages are
     # not loaded

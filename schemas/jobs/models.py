@@ -54,6 +54,8 @@ class ModelInfo(Published):
     # token ids of an image in a prompt as its chat template writes it
     image_placeholder: list[int] = []
     tool_parser: str = ""  # vLLM's parser of tool calls; empty: chats take no tools
+    # without a parser: those that may fit the chat template, for the setting `tool_parser`
+    tool_parsers: list[str] = []
     caveats: list[str] = []  # how its rows differ from transformers' for the same checkpoint
     dtype_reason: str = ""  # why it computes in `dtype`
     # SHA-256 of everything that determines the model's results, see `workers.engine.model_identity`

@@ -11,6 +11,7 @@ from tree import ROOT
 
 from midstream.schemas.base.settings import Settings
 from midstream.workers.demo_model import fetch_demo_model
+from midstream.workers.engine.dtype import choose
 from midstream.workers.engine.plan import model_of, plan
 
 #: Starts an engine in this process, and prints the bytes of its rank's buffers by name.
@@ -56,7 +57,9 @@ def test_the_ranks_buffers_are_as_large_as_planned(name: str, llama: Path, tmp_p
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"ring"')]
-    found = plan(model_of(json.loads((folder / "config.json").read_text())), settings, gpu=False)
+    config = json.loads((folder / "config.json").read_text())
+    dtype = choose(settings.dtype, config, gpu=False).dtype
+    found = plan(model_of(config, dtype), settings, gpu=False)
     assert json.loads(line) == {
         part.name: part.bytes for part in found.memory if part.name in json.loads(line)
     }

@@ -26,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from ...schemas.artifacts.loras import LoraModule, LoraSupport, LoraUse
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.base.ring import Ring, plan_queue, plan_ring
-from ...schemas.base.settings import Settings, SettingsError
+from ...schemas.base.settings import NO_TOOLS, Settings, SettingsError
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import Prompted
 from ...schemas.jobs.models import ModelInfo, TokenizerBundle
@@ -67,6 +67,7 @@ from .prompts.format_check import FormatChecker
 from .prompts.images import Images, expanded, fitted, images_of, prompt_with_images
 from .prompts.tokenizer import bundle_of
 from .prompts.tool_calls import ToolParsers, ToolReader
+from .prompts.tool_families import candidates
 from .proof.certificate import Access, certify, keep
 from .proof.comparison import source_of, suspects
 from .protocol import EngineRequest, Progress
@@ -170,7 +171,7 @@ class VllmEngine(RankControl):
                 caveats=[*adapter.caveats, *quantisation.caveats, *caveats],
                 identity=identity,
             )
-            if settings.tool_parser:
+            if settings.tool_parser not in ("", NO_TOOLS):
                 self._tools = await asyncio.to_thread(ToolParsers, settings.tool_parser, config)
             self._formats = FormatChecker(
                 config.tokenizer,
@@ -188,6 +189,9 @@ class VllmEngine(RankControl):
                 AsyncLLM.from_vllm_config, vllm_config, disable_log_stats=True
             )
             self.tokenizer = await asyncio.to_thread(bundle_of, config)
+            template = self.tokenizer.chat_template
+            if not settings.tool_parser:
+                self._tools = await asyncio.to_thread(ToolParsers.fitting, template, config)
             if await asyncio.to_thread(identity_of, settings, config) != identity:
                 await asyncio.to_thread(self._llm.shutdown)
                 raise MidstreamError(
@@ -265,11 +269,13 @@ class VllmEngine(RankControl):
             lora=await self._lora_support(),
             images=images.number,
             images_refused=images.refused,
-            tool_parser=settings.tool_parser,
+            tool_parser=self._tools.name if self._tools else "",
+            tool_parsers=[] if self._tools or settings.tool_parser else candidates(template),
             image_placeholder=images.placeholder,
         )
         await self._certify(trusted=adapter.variant.known and bool(residual))
-        if self._tools is not None:
+        if self._tools is not None and settings.tool_parser:
+            # where the template chose the parser, the process starts when it is needed
             await self._formats.begin()
 
     async def _certify(self, *, trusted: bool) -> None:

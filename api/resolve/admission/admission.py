@@ -265,9 +265,14 @@ def check_tools(parsed: ParsedRequest, model: ModelInfo) -> None:
     if parsed.tools is not None and not model.tool_parser:
         raise invalid(
             "tools",
-            f"{model.name!r} is served without a parser of tool calls (setting tool_parser)",
+            f"{model.name!r} is served without a parser of tool calls: the operator names one of "
+            f"vLLM's in the setting tool_parser{_likely(model.tool_parsers)}",
             allowed="no tools",
         )
+
+
+def _likely(parsers: Sequence[str]) -> str:
+    return f"; its chat template suggests {' or '.join(parsers)}" if parsers else ""
 
 
 # --- Captures and steering ------------------------------------------------------------------------

@@ -186,6 +186,9 @@ def _known(words: list[str]) -> bool:
             return False
         command, rest = command.commands[rest[0]], rest[1:]
     options = {"--help"}.union(
-        *(set(parameter.opts) | set(parameter.secondary_opts) for parameter in command.params)
+        *(
+            set(parameter.opts) | set(parameter.secondary_opts)
+            for parameter in command.get_params(typer.Context(command))
+        )
     )
     return {word.partition("=")[0] for word in rest if word.startswith("--")} <= options

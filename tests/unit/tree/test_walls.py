@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
 #: further, inside functions only.
 STARTERS = {
     "client/stack/supervisor.py", "client/stack/doctor.py", "client/stack/plan.py",
-    "client/cli/main.py", "client/cli/keys.py",
+    "client/cli/main.py", "client/cli/start.py", "client/cli/keys.py",
 }  # fmt: skip
 #: Imported inside functions only, so it may reach further at its top.
 LOADED_LATE = {"client/cli/demo.py", "client/harvest/training.py", "client/inspect_provider.py"}

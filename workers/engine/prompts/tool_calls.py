@@ -24,12 +24,13 @@ from ....schemas.base.settings import SettingsError
 from ....schemas.jobs.jobs import CallDelta, Message, Said
 from ....schemas.prompts.chat import FunctionCall, ToolCall
 from ..protocol import EngineRequest
+from .tool_families import parser_for
 
 logger = logging.getLogger(__name__)
 
 
 class ToolParsers:
-    """The parser that the setting `tool_parser` names, for one model."""
+    """One of vLLM's parsers, for one model."""
 
     def __init__(self, name: str, config: ModelConfig):
         """Raises SettingsError when vLLM has no such parser, or it does not fit the tokenizer."""
@@ -38,6 +39,7 @@ class ToolParsers:
             raise SettingsError(
                 f"tool_parser={name!r}: vLLM has no such parser; valid: {', '.join(known)}"
             )
+        self.name = name
         self._config, self._tokenizer = config, cached_tokenizer_from_config(config)
         try:
             self._parser = ParserManager.get_parser(
@@ -49,6 +51,19 @@ class ToolParsers:
             )
         except (TypeError, ValueError) as error:
             raise SettingsError(f"tool_parser={name!r}: {error}") from error
+
+    @classmethod
+    def fitting(cls, template: str | None, config: ModelConfig) -> "ToolParsers | None":
+        """Return the parser that a chat template calls for; None if that is ambiguous, or the
+        parser does not fit the tokenizer.
+        """
+        if not (name := parser_for(template)):
+            return None
+        try:
+            return cls(name, config)
+        except SettingsError as error:
+            logger.warning("no parser of tool calls: the chat template calls for %s", error)
+            return None
 
     def begin(self, ask: EngineRequest, params: SamplingParams) -> "ToolReader":
         """Return a reader of one output, and change `params` for it.

@@ -8,12 +8,18 @@ import threading
 import tracemalloc
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from midstream import __version__
 from midstream.api.resolve.admission import admission
-from midstream.api.resolve.admission.admission import RESOLVE_LIMIT, check_cost, resolve
+from midstream.api.resolve.admission.admission import (
+    RESOLVE_LIMIT,
+    check_cost,
+    check_tools,
+    resolve,
+)
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import MAX_ENTRIES
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
@@ -21,6 +27,7 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import Sampling, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.prompts.chat import ToolUse
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.requests.specs import CaptureSpec, SteeringSpec
 from midstream.schemas.requests.steering import Module, SteeringTemplate
@@ -170,3 +177,16 @@ def test_a_range_costs_its_expanded_positions() -> None:
         for asked in (wish(None, steered("all")), alone, short, open_end)
     ]
     assert costs == [800, 900, 5900, 1_000_900]
+
+
+@pytest.mark.parametrize(
+    ("parsers", "told"),
+    [([], "in the setting tool_parser"), (["a", "b"], "; its chat template suggests a or b")],
+)
+def test_tools_without_a_parser_name_the_setting(parsers: list[str], told: str) -> None:
+    asked = dataclasses.replace(wish(), tools=ToolUse(tools=b"[]", choice="auto"))
+    model = msgspec.structs.replace(MODEL, tool_parsers=parsers)
+    with pytest.raises(MidstreamError, match=f"{told}") as refused:
+        check_tools(asked, model)
+    assert refused.value.field == "tools"
+    check_tools(asked, msgspec.structs.replace(model, tool_parser="hermes"))

@@ -277,7 +277,7 @@ def test_every_documented_command_and_option_exists() -> None:
             command = known[rest.pop(0)]
         there = {
             option
-            for parameter in command.params
+            for parameter in command.get_params(typer.Context(command))
             for option in (*parameter.opts, *parameter.secondary_opts)
         } | {"--help"}
         used = {word.partition("=")[0] for word in rest if re.match(r"--[a-z]", word)}

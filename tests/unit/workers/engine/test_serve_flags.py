@@ -1,0 +1,127 @@
+"""Flags of `vllm serve`: the same as vLLM's own, each with one meaning, and the page lists them."""
+
+import argparse
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from tree import ROOT
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from midstream.schemas.base.settings import Settings, SettingsError, load_settings
+from midstream.workers.engine.options.option_lists import PROVEN, UNKNOWN
+from midstream.workers.engine.options.serve_flags import (
+    ALSO,
+    ARGUMENTS,
+    COMMON,
+    NO_EFFECT,
+    REFUSED,
+    SETTINGS,
+    SPELLINGS,
+    flag,
+    is_switch,
+    tables,
+    translated,
+)
+
+PAGE = ROOT / "docs" / "coming-from-vllm-serve.md"
+#: Fields of vLLM's arguments that its command line does not have.
+NO_FLAGS = {"enable_mm_processor_stats", "mamba_config", "model_weights"}
+
+
+@pytest.fixture(scope="module")
+def of_vllm() -> dict[str, argparse.Action]:
+    actions = make_arg_parser(FlexibleArgumentParser())._actions
+    return {action.dest: action for action in actions if action.dest not in ("help", "model_tag")}
+
+
+def test_every_flag_of_vllm_serve_is_known(of_vllm: dict[str, argparse.Action]) -> None:
+    assert set(ARGUMENTS) - NO_FLAGS == set(of_vllm)
+
+
+def test_every_spelling_of_vllm_serve_is_taken(of_vllm: dict[str, argparse.Action]) -> None:
+    others = {
+        name: [text for text in action.option_strings if text not in _own(name)]
+        for name, action in of_vllm.items()
+    }
+    assert {name: texts for name, texts in others.items() if texts} == {
+        name: [text] for name, text in SPELLINGS.items()
+    }
+
+
+def _own(name: str) -> tuple[str, str]:
+    return flag(name), f"--no-{flag(name)[2:]}"
+
+
+def test_switches_are_those_of_vllm_serve(of_vllm: dict[str, argparse.Action]) -> None:
+    known = {name for name, action in of_vllm.items() if action.nargs == 0}
+    assert {name for name in ARGUMENTS if is_switch(name)} - NO_FLAGS == known
+
+
+def test_every_flag_has_one_meaning() -> None:
+    meanings: dict[str, Any] = {
+        "setting": SETTINGS,
+        "no effect": NO_EFFECT,
+        "refused": REFUSED,
+        "engine": {*PROVEN, *UNKNOWN},
+    }
+    found = {
+        name: [kind for kind, names in meanings.items() if name in names] for name in ARGUMENTS
+    }
+    assert {name: kinds for name, kinds in found.items() if len(kinds) != 1} == {}
+    assert set(COMMON) <= set(ARGUMENTS) - set(REFUSED)
+    known = {field.name for field in msgspec.structs.fields(Settings)}
+    assert {*SETTINGS.values(), *(name for more in ALSO.values() for name in more)} <= known
+    told = {name for text in REFUSED.values() for name in re.findall(r"--set (\w+)=", text)}
+    assert told <= known
+
+
+def test_flags_become_settings_and_engine_options() -> None:
+    given: dict[str, str | bool] = {
+        "host": "0.0.0.0",
+        "port": "8000",
+        "served_model_name": "m",
+        "max_model_len": "16k",
+        "max_num_batched_tokens": "8K",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "tool_call_parser": "hermes",
+        "enable_auto_tool_choice": True,
+        "seed": "7",
+        "hf_overrides": '{"rope_theta": 1.0}',
+        "trust_remote_code": True,
+        "revision": "main",
+    }
+    made = load_settings({}, **translated(given))
+    assert (made.api_host, made.api_port, made.model_name) == ("0.0.0.0", 8000, "m")
+    assert (made.max_model_len, made.max_num_batched_tokens) == (16_000, 8_192)
+    assert (made.enforce_eager, made.enable_prefix_caching) == (True, False)
+    assert made.tool_parser == "hermes"
+    assert made.engine_options == {
+        "seed": 7,
+        "hf_overrides": {"rope_theta": 1.0},
+        "trust_remote_code": True,
+        "revision": "main",
+    }
+
+
+def test_a_key_makes_the_api_require_keys() -> None:
+    key = f"ms_{'a' * 12}_{'b' * 32}"
+    assert translated({"api_key": key}) == {"admin_key": key, "auth": "keys"}
+
+
+def test_refused_flags_say_why_all_at_once() -> None:
+    with pytest.raises(SettingsError) as refused:
+        translated({"enable_dbo": True, "ssl_keyfile": "k", "lora_modules": "a=b", "port": "http"})
+    assert str(refused.value) == (
+        "--enable-dbo: it divides a batch's rows between passes or ranks, and edits would reach "
+        "the wrong rows; --ssl-keyfile: TLS ends at a proxy in front of the API; "
+        "--lora-modules: adapters are registered while the server runs: `--set lora_dir=FOLDER`, "
+        "then `midstream loras register`; --port 'http': Expected `int`, got `str`"
+    )
+
+
+def test_the_page_has_the_tables() -> None:
+    assert "\n".join(tables()) in PAGE.read_text()

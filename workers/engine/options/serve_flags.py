@@ -1,0 +1,310 @@
+"""Flags of `vllm serve`: what each becomes in Midstream. `midstream serve` reads these tables.
+
+A flag has the name of vLLM's argument, with dashes. One that is an engine option passes
+`option_check` like those of `--engine`. Imports no vLLM: a test compares names, spellings and
+switches with vLLM's own parser. `python -m midstream.workers.engine.options.serve_flags` prints the
+tables of `docs/coming-from-vllm-serve.md`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from ....schemas.base.settings import Settings, SettingsError, engine_options
+from .option_lists import OURS, PROVEN, UNKNOWN, WRONG
+
+#: Argument → the setting that takes its value.
+SETTINGS: dict[str, str] = {
+    "host": "api_host",
+    "port": "api_port",
+    "api_key": "admin_key",
+    "served_model_name": "model_name",
+    "tool_call_parser": "tool_parser",
+    "distributed_executor_backend": "executor",
+    "nnodes": "nodes",
+    "num_gpu_blocks_override": "num_gpu_blocks",
+    "otlp_traces_endpoint": "otel_endpoint",
+    "spec_method": "drafter",
+    "spec_model": "draft_model",
+    "spec_tokens": "speculative_tokens",
+    **{name: name for name in OURS if OURS[name] == name and name not in ("log_level", "model")},
+}
+#: Argument → the settings that it changes besides.
+ALSO: dict[str, dict[str, str]] = {"api_key": {"auth": "keys"}}
+#: Argument → why it is accepted and changes nothing.
+NO_EFFECT: dict[str, str] = {
+    "enable_auto_tool_choice": "`tool_choice` is `auto` wherever the parser is known"
+}
+#: Why arguments that are no engine options are refused → the arguments.
+_REFUSED: dict[str, tuple[str, ...]] = {
+    "the model is the first argument: `midstream serve MODEL`": ("model",),
+    "use `--set log_level=…`": ("uvicorn_log_level",),
+    "settings are read from the TOML file that MIDSTREAM_CONFIG names": ("config",),
+    "chats are rendered with the checkpoint's own template; send `chat_template_kwargs` with a "
+    "request": (
+        "chat_template",
+        "chat_template_content_format",
+        "default_chat_template_kwargs",
+        "trust_request_chat_template",
+        "trust_request_mm_kwargs",
+    ),
+    "adapters are registered while the server runs: `--set lora_dir=FOLDER`, then "
+    "`midstream loras register`": ("lora_modules",),
+    "the parsers are vLLM's own: `--tool-call-parser`": ("tool_parser_plugin",),
+    "TLS ends at a proxy in front of the API": (
+        "enable_ssl_refresh",
+        "ssl_ca_certs",
+        "ssl_cert_reqs",
+        "ssl_certfile",
+        "ssl_ciphers",
+        "ssl_keyfile",
+    ),
+    "behind a proxy, use `--set public_url=URL`": ("root_path",),
+    "start one worker for each engine instead": (
+        "api_server_count",
+        "data_parallel_supervisor_port",
+        "dp_supervisor_probe_failure_threshold",
+        "dp_supervisor_probe_interval_s",
+        "dp_supervisor_probe_timeout_s",
+        "headless",
+    ),
+    "it belongs to vLLM's own HTTP server, which does not run here": (
+        "allow_credentials",
+        "allowed_headers",
+        "allowed_methods",
+        "allowed_origins",
+        "anthropic_disabled_thinking_effort",
+        "cohere_format",
+        "cohere_is_reasoning_model",
+        "disable_access_log_for_endpoints",
+        "disable_fastapi_docs",
+        "disable_uvicorn_access_log",
+        "enable_flash_late_interaction",
+        "enable_force_include_usage",
+        "enable_log_deltas",
+        "enable_log_outputs",
+        "enable_offline_docs",
+        "enable_per_request_metrics",
+        "enable_prompt_tokens_details",
+        "enable_request_id_headers",
+        "enable_scale_out",
+        "enable_server_load_tracking",
+        "enable_tokenizer_info_endpoint",
+        "exclude_tools_when_tool_choice_none",
+        "fingerprint_mode",
+        "fingerprint_value",
+        "grpc",
+        "grpc_port",
+        "h11_max_header_count",
+        "h11_max_incomplete_event_size",
+        "log_error_stack",
+        "max_log_len",
+        "middleware",
+        "response_role",
+        "return_tokens_as_token_ids",
+        "sse_keep_alive_interval",
+        "tool_server",
+        "tool_strict_level",
+        "uds",
+    ),
+}
+#: Argument → why it is refused.
+REFUSED: dict[str, str] = (
+    WRONG
+    | {
+        name: f"use `--set {setting.partition(' ')[0]}=…`"
+        for name, setting in OURS.items()
+        if name not in SETTINGS
+    }
+    | {name: reason for reason, names in _REFUSED.items() for name in names}
+)
+#: Every argument of `vllm serve`, in the order of their names.
+ARGUMENTS: tuple[str, ...] = tuple(
+    sorted(
+        name
+        for name in {*SETTINGS, *NO_EFFECT, *REFUSED, *PROVEN, *UNKNOWN}
+        if not name.startswith("_")
+    )
+)
+#: The flags that `midstream serve --help` lists.
+COMMON: tuple[str, ...] = (
+    "host",
+    "port",
+    "api_key",
+    "served_model_name",
+    "dtype",
+    "max_model_len",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "gpu_memory_utilization",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enforce_eager",
+    "enable_prefix_caching",
+    "kv_cache_dtype",
+    "quantization",
+    "load_format",
+    "revision",
+    "tokenizer",
+    "trust_remote_code",
+    "seed",
+    "tool_call_parser",
+    "enable_auto_tool_choice",
+    "max_loras",
+    "max_lora_rank",
+)
+#: Argument → its other spellings.
+SPELLINGS: dict[str, str] = {
+    "api_server_count": "-asc",
+    "attention_config": "-ac",
+    "compilation_config": "-cc",
+    "data_parallel_address": "-dpa",
+    "data_parallel_backend": "-dpb",
+    "data_parallel_external_lb": "-dpe",
+    "data_parallel_hybrid_lb": "-dph",
+    "data_parallel_multi_port_external_lb": "-dpm",
+    "data_parallel_rank": "-dpn",
+    "data_parallel_rpc_port": "-dpp",
+    "data_parallel_size": "-dp",
+    "data_parallel_size_local": "-dpl",
+    "data_parallel_start_rank": "-dpr",
+    "decode_context_parallel_size": "-dcp",
+    "diffusion_config": "-dc",
+    "enable_expert_parallel": "-ep",
+    "gpu_memory_utilization": "--device-memory-utilization",
+    "nnodes": "-n",
+    "node_rank": "-r",
+    "pipeline_parallel_size": "-pp",
+    "prefill_context_parallel_size": "-pcp",
+    "quantization": "-q",
+    "speculative_config": "-sc",
+    "tensor_parallel_size": "-tp",
+}
+#: Switches whose names do not begin with `enable_` or `disable_`: `--NAME` or `--no-NAME`, without
+#: a value.
+_SWITCHES = frozenset(
+    (
+        "aggregate_engine_logging",
+        "allow_credentials",
+        "allow_deprecated_quantization",
+        "async_scheduling",
+        "cohere_is_reasoning_model",
+        "cudagraph_metrics",
+        "data_parallel_external_lb",
+        "data_parallel_hybrid_lb",
+        "data_parallel_multi_port_external_lb",
+        "dcp_q_replicate",
+        "enforce_eager",
+        "exclude_tools_when_tool_choice_none",
+        "fail_on_environ_validation",
+        "fully_sharded_loras",
+        "grpc",
+        "headless",
+        "interleave_mm_strings",
+        "jit_monitor_verbose",
+        "kv_cache_metrics",
+        "kv_sharing_fast_prefill",
+        "language_model_only",
+        "log_error_stack",
+        "long_prefill_token_threshold_adaptive",
+        "mm_device_do_normalize",
+        "mm_encoder_only",
+        "numa_bind",
+        "ray_workers_use_nsight",
+        "return_sampling_mask",
+        "return_tokens_as_token_ids",
+        "scheduler_reserve_full_isl",
+        "skip_mm_profiling",
+        "skip_tokenizer_init",
+        "sleep_mode_offload_cudagraph",
+        "specialize_active_lora",
+        "swa_bounded_replay",
+        "tokens_only",
+        "trust_remote_code",
+        "trust_request_chat_template",
+        "trust_request_mm_kwargs",
+        "use_fp64_gumbel",
+        "use_replayssm",
+        "use_tqdm_on_load",
+    )
+)
+#: Arguments with `able_` that take a value.
+_NO_SWITCHES = frozenset(("disable_access_log_for_endpoints",))
+
+#: Settings that count tokens: vLLM reads `16k` as 16,000 and `16K` as 16,384.
+_TOKENS = frozenset(("max_model_len", "max_num_batched_tokens", "max_num_scheduled_tokens"))
+_SUFFIXED = re.compile(r"(\d{1,9})([kKmM])")
+_TIMES = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20}
+
+
+def flag(name: str) -> str:
+    """Return the flag of an argument: `--max-model-len`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def is_switch(name: str) -> bool:
+    """Return whether an argument takes no value."""
+    named = name.startswith(("enable_", "disable_")) and name not in _NO_SWITCHES
+    return named or name in _SWITCHES
+
+
+def becomes(name: str) -> str:
+    """Return what an argument becomes, as Markdown."""
+    if name in SETTINGS:
+        also = "".join(f", with `{key}={value}`" for key, value in ALSO.get(name, {}).items())
+        return f"the setting `{SETTINGS[name]}`{also}"
+    if name in NO_EFFECT:
+        return f"nothing: {NO_EFFECT[name]}"
+    if name in REFUSED:
+        return f"refused: {REFUSED[name]}"
+    return f"the engine option `{name}`" + ("" if name in PROVEN else ", not proven")
+
+
+def translated(given: Mapping[str, str | bool]) -> dict[str, Any]:
+    """Return the settings that flags of `vllm serve` stand for, by name.
+
+    Raises SettingsError that names every refused flag, with the reason, and every invalid value.
+    """
+    wrong = [f"{flag(name)}: {REFUSED[name]}" for name in given if name in REFUSED]
+    settings: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    types = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+    for name, value in given.items():
+        if isinstance(value, str) and name in _TOKENS and (number := _SUFFIXED.fullmatch(value)):
+            value = str(int(number[1]) * _TIMES[number[2]])
+        if setting := SETTINGS.get(name):
+            try:
+                settings[setting] = msgspec.convert(value, types[setting], strict=False)
+            except msgspec.ValidationError as error:
+                wrong.append(f"{flag(name)} {value!r}: {error}")
+            settings |= ALSO.get(name, {})
+        elif name in PROVEN or name in UNKNOWN:
+            options |= (
+                {name: value} if isinstance(value, bool) else engine_options([f"{name}={value}"])
+            )
+    if wrong:
+        raise SettingsError("; ".join(wrong))
+    return settings | ({"engine_options": options} if options else {})
+
+
+def tables() -> Iterator[str]:
+    """Yields the tables of `docs/coming-from-vllm-serve.md` as lines of Markdown."""
+    shown = (*COMMON, *(name for name in (*SETTINGS, *NO_EFFECT) if name not in COMMON))
+    yield "| flag | becomes |"
+    yield "|---|---|"
+    for name in shown:
+        short = f", `{SPELLINGS[name]}`" if name in SPELLINGS else ""
+        yield f"| `{flag(name)}`{short} | {becomes(name)} |"
+    yield ""
+    yield "| refused | why |"
+    yield "|---|---|"
+    refused = [name for name in ARGUMENTS if name in REFUSED and name not in WRONG]
+    for reason in dict.fromkeys(map(REFUSED.__getitem__, refused)):
+        names = (f"`{flag(name)}`" for name in refused if REFUSED[name] == reason)
+        yield f"| {', '.join(names)} | {reason} |"
+
+
+if __name__ == "__main__":
+    print("\n".join(tables()))
