@@ -270,7 +270,7 @@ class VllmEngine(RankControl):
             images=images.number,
             images_refused=images.refused,
             tool_parser=self._tools.name if self._tools else "",
-            tool_parsers=[] if self._tools or settings.tool_parser else candidates(template),
+            tool_parsers=[] if self._tools or settings.tool_parser else [*candidates(template)],
             image_placeholder=images.placeholder,
         )
         await self._certify(trusted=adapter.variant.known and bool(residual))
