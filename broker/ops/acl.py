@@ -50,6 +50,12 @@ EVERY_ROLE = (
 )
 
 
+#: Switched off, so that nobody can log in as it, and with all rights: from version 7 on, Redis
+#: loads its append-only file as this user, and drops what scripts and transactions wrote if it may
+#: not run their commands.
+DEFAULT_USER = "user default reset off ~* &* +@all"
+
+
 class Role(NamedTuple):
     """A part of Midstream, and what it needs of Redis."""
 
@@ -117,7 +123,7 @@ def write_users(folder: Path, database: int = 0) -> list[Path]:
     a file exists already.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lines, written = ["user default reset off"], []
+    lines, written = [DEFAULT_USER], []
     for role in (*ROLES, *SERVERS, OPERATOR):
         password = secrets.token_hex(PASSWORD_BYTES)
         written.append(_write(folder / f"{role}.password", password))

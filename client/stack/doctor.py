@@ -133,6 +133,7 @@ def _redis(url: str, settings: Settings) -> Iterator[Finding]:
     yield from _latency(client)
     yield from _memory(info, settings)
     yield from _durability(info, _config(client, "appendfsync"))
+    yield from _default_user(client, known)
     seconds, micros = client.time()
     yield _clock("redis clock", seconds + micros / 1e6 - time.time())
 
@@ -202,6 +203,25 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", "redis memory", text)
+
+
+def _default_user(client: Any, version: tuple[int, ...]) -> Iterator[Finding]:
+    """Yield whether a restart would drop data for want of the default user's rights, see
+    `broker.ops.acl`. Nothing if this user may not ask.
+    """
+    import redis
+
+    try:
+        user = client.acl_getuser("default")
+    except redis.RedisError:
+        return
+    if version >= (7, 0) and "+@all" not in user["commands"]:
+        yield Finding(
+            "fail",
+            "redis users",
+            "the user default lacks rights with which Redis loads its AOF: a restart drops jobs",
+            "`ACL SETUSER default off ~* &* +@all`, and the same in its aclfile, before a restart",
+        )
 
 
 def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 needs?
 """
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import httpx
 import pytest
 import redis
 from machines_rig import Machines, make_certificates
+from ports import free_port
 from receipt_rig import wait_until
 
-from midstream.broker.ops.acl import jobs_url
+from midstream.broker.ops.acl import OPERATOR, jobs_url, write_users
+from midstream.broker.ops.redis_server import executable
 from midstream.broker.queue.celery_app import UNACKED, make_app
 from midstream.schemas.base.settings import SettingsError, load_settings
 
@@ -225,6 +228,35 @@ def test_a_redis_with_a_wrong_certificate_is_refused(machines: Machines, tmp_pat
             app.connection_for_write().ensure_connection(max_retries=1, timeout=3, interval_start=0)
     finally:
         app.close()
+
+
+def test_a_restart_keeps_what_scripts_and_transactions_wrote(tmp_path: Path) -> None:
+    """From version 7 on, Redis loads its append-only file with the rights of the user `default`."""
+    users, *_ = write_users(tmp_path / "acl")
+    port = free_port()
+    command = [executable(), "--port", str(port), "--dir", str(tmp_path), "--save", ""]
+    command += ["--appendonly", "yes", "--aclfile", str(users)]
+    password = (tmp_path / "acl" / f"{OPERATOR}.password").read_text().strip()
+    for expected in (0, 4):
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            client = redis.Redis(port=port, username=OPERATOR, password=password)
+            wait_until(lambda client=client: answers(client))  # type: ignore[misc]
+            assert client.dbsize() == expected
+            client.eval("redis.call('SET', 'a', 1) redis.call('SET', 'b', 2)", 0)
+            client.pipeline(transaction=True).set("c", 3).set("d", 4).execute()
+            client.config_set("appendfsync", "always")
+            client.set("a", 5)
+        finally:
+            server.kill()
+            server.wait()
+
+
+def answers(client: "redis.Redis") -> bool:
+    try:
+        return bool(client.ping())
+    except redis.RedisError:
+        return False
 
 
 def test_files_for_tls_without_tls_are_refused(tmp_path: Path) -> None:
