@@ -2,7 +2,6 @@
 modules register.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -135,7 +134,7 @@ def up(
         "engine_options": engine_options(engine or []) or None,
         "engine_unproven": engine_unproven or None,
     }
-    settings = load_settings({**os.environ, **overrides(set_ or [])}, **options)
+    settings = load_settings(given=overrides(set_ or []), **options)
     from_settings(settings)  # raises for an invalid global capture before anything starts
     check_options(settings)
     raise typer.Exit(Supervisor(settings, say=lambda line: print(line, flush=True)).run())
