@@ -125,7 +125,7 @@ def up(
     from ...workers.engines import check_options
     from ..stack.supervisor import Supervisor
 
-    options = {
+    options: dict[str, Any] = {
         "model": model,
         "data_dir": str(data_dir) if data_dir else None,
         "api_port": port,
