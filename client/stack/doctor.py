@@ -133,7 +133,7 @@ def _redis(url: str, settings: Settings) -> Iterator[Finding]:
     yield from _latency(client)
     yield from _memory(info, settings)
     yield from _durability(info, _config(client, "appendfsync"))
-    yield from _default_user(client, known)
+    yield from default_user(client, known)
     seconds, micros = client.time()
     yield _clock("redis clock", seconds + micros / 1e6 - time.time())
 
@@ -205,7 +205,7 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
         yield Finding("ok", "redis memory", text)
 
 
-def _default_user(client: Any, version: tuple[int, ...]) -> Iterator[Finding]:
+def default_user(client: Any, version: tuple[int, ...]) -> Iterator[Finding]:
     """Yield whether a restart would drop data for want of the default user's rights, see
     `broker.ops.acl`. Nothing if this user may not ask.
     """
@@ -215,7 +215,7 @@ def _default_user(client: Any, version: tuple[int, ...]) -> Iterator[Finding]:
         user = client.acl_getuser("default")
     except redis.RedisError:
         return
-    if version >= (7, 0) and "+@all" not in user["commands"]:
+    if version >= (7, 0) and "+@all" not in user["categories"]:
         yield Finding(
             "fail",
             "redis users",

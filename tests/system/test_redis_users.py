@@ -16,6 +16,7 @@ from receipt_rig import wait_until
 from midstream.broker.ops.acl import OPERATOR, jobs_url, write_users
 from midstream.broker.ops.redis_server import executable
 from midstream.broker.queue.celery_app import UNACKED, make_app
+from midstream.client.stack.doctor import default_user
 from midstream.schemas.base.settings import SettingsError, load_settings
 
 ALL = ("relay", "callbacks", "worker", "api", "flower")
@@ -247,6 +248,10 @@ def test_a_restart_keeps_what_scripts_and_transactions_wrote(tmp_path: Path) -> 
             client.pipeline(transaction=True).set("c", 3).set("d", 4).execute()
             client.config_set("appendfsync", "always")
             client.set("a", 5)
+            assert list(default_user(client, (7, 0))) == []
+            client.execute_command("ACL", "SETUSER", "default", "reset")
+            (found,) = default_user(client, (7, 0))
+            assert (found.level, found.about) == ("fail", "redis users")
         finally:
             server.kill()
             server.wait()
