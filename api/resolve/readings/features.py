@@ -10,9 +10,9 @@ from ....schemas.artifacts.saes import Sae
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import SelectorError
 from ....schemas.readings.features import FeatureSpec, StoredFeatures
-from ....schemas.readings.stored import READER
 from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import Bounds, apply_rules, positions_of_each
+from .reading_captures import reading_captures
 from .saes import named_sae
 
 
@@ -48,17 +48,8 @@ FEATURE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 
 
 def resolve_features(spec: FeaturesOfSae, bounds: Bounds, at: str) -> list[StoredCapture]:
+    """Return one capture per prompt. Raises a 400 naming the field below `at`."""
     made = apply_rules(FEATURE_RULES, spec, bounds, at)
     sae = spec.found
     reading = StoredFeatures(sae=sae.stored(), top_k=made["top_k"])
-    return [
-        StoredCapture(
-            sites={sae.hook: [sae.layer]},
-            positions=chosen,
-            tag="",
-            at=spec.at,
-            consumers=[READER],
-            reading=reading,
-        )
-        for chosen in made["positions"]
-    ]
+    return reading_captures(reading, {sae.hook: [sae.layer]}, made["positions"], spec.at)

@@ -12,10 +12,10 @@ from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import SelectorError, as_ranges, resolve_hook, resolve_layers
 from ....schemas.readings.lens import LensSpec, NamedToken, StoredLens
-from ....schemas.readings.stored import READER
 from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
 from ..prompts.tokenizer import Codec, TooLong
+from .reading_captures import reading_captures
 
 
 class FittedLens(LensSpec, kw_only=True):
@@ -130,6 +130,7 @@ LENS_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 
 
 def resolve_lens(spec: LensSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
+    """Return one capture per prompt. Raises a 400 naming the field below `at`."""
     tuned = spec.found if isinstance(spec, FittedLens) else None
     if tuned is not None:
         spec = _fitted(spec, tuned, at)
@@ -145,17 +146,7 @@ def resolve_lens(spec: LensSpec, bounds: Bounds, at: str) -> list[StoredCapture]
         tokens=made["tokens"],
         tuned=tuned.stored() if tuned is not None else None,
     )
-    return [
-        StoredCapture(
-            sites={made["hook"]: made["layers"]},
-            positions=chosen,
-            tag="",
-            at=spec.at,
-            consumers=[READER],
-            reading=reading,
-        )
-        for chosen in made["positions"]
-    ]
+    return reading_captures(reading, {made["hook"]: made["layers"]}, made["positions"], spec.at)
 
 
 def _fitted(spec: LensSpec, tuned: TunedLens, at: str) -> LensSpec:

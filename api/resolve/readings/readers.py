@@ -9,9 +9,9 @@ from ....schemas.extensions import Extension, ReaderTerms
 from ....schemas.model.banks import RESIDUAL, banks_of
 from ....schemas.prompts.selectors import Hook, SelectorError, resolve_sites
 from ....schemas.readings.installed import OptionValue, ReaderSpec, StoredReader
-from ....schemas.readings.stored import READER
 from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import SITE_RULES, Bounds, apply_rules, positions_of_each
+from .reading_captures import reading_captures
 
 
 def _installed(bounds: Bounds) -> dict[str, tuple[Extension, ReaderTerms]]:
@@ -94,14 +94,4 @@ def resolve_reader(spec: ReaderSpec, bounds: Bounds, at: str) -> list[StoredCapt
         fixed_bytes=terms.fixed_bytes,
         options=made["options"],
     )
-    return [
-        StoredCapture(
-            sites=made["hooks"],
-            positions=chosen,
-            tag="",
-            at=spec.at,
-            consumers=[READER],
-            reading=reading,
-        )
-        for chosen in made["positions"]
-    ]
+    return reading_captures(reading, made["hooks"], made["positions"], spec.at)
