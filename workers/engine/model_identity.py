@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 #: Engine options that change what the same files compute. (`dtype` is a setting.)
 DEFINING = (
+    "code_revision",
     "disable_sliding_window",
     "hf_config_path",
     "hf_overrides",
@@ -37,6 +38,7 @@ DEFINING = (
     "quantization",
     "quantization_config",
     "tokenizer_mode",
+    "tokenizer_revision",
 )
 #: Prefixes of files in a checkpoint's folder that do not affect its numbers.
 _TEXTS = ("LICENSE", "NOTICE", "README", "USE_POLICY")

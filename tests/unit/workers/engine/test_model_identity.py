@@ -80,10 +80,15 @@ def test_a_changed_or_further_file_is_another_identity(bench: Bench, file: str) 
 
 
 def test_dtype_and_options_that_change_numbers_belong_to_the_identity(bench: Bench) -> None:
-    quantized, overridden = {"quantization": "fp8"}, {"hf_overrides": {"rope_theta": 2.0}}
+    changed: list[dict[str, Any]] = [
+        {"quantization": "fp8"},
+        {"hf_overrides": {"rope_theta": 2.0}},
+        {"code_revision": "0123abc"},
+        {"tokenizer_revision": "0123abc"},
+    ]
     identities = [bench.identity(), bench.identity(dtype="float32")]
-    identities += [bench.identity(engine_options=options) for options in (quantized, overridden)]
-    assert len(set(identities)) == 4
+    identities += [bench.identity(engine_options=options) for options in changed]
+    assert len(set(identities)) == 6
 
 
 @pytest.mark.parametrize(
