@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 from msgspec import inspect
 
-from ..schemas.base.errors import MidstreamError, invalid
+from ..schemas.base.errors import NO_FIELD, MidstreamError, invalid, suggestion
 from ..schemas.base.records import Record
 from ..schemas.base.tensors import Tensor, from_numpy
 from ..schemas.jobs.jobs import JobRequest, Sampling
 from ..schemas.prompts.selectors import HookName
 from ..schemas.requests.specs import CaptureSpec, PatchSource
-from ..schemas.service.choices import refusal, unknown
+from ..schemas.service.choices import refusal
 from .durations import seconds
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def checked(value: Any, kind: type[T], prefix: str = "") -> T:
     try:
         return msgspec.convert(plain(value, kind, prefix), kind)
     except msgspec.ValidationError as error:
-        raise refusal(error, prefix, getattr(kind, "__name__", "value"), kind) from None
+        raise refusal(error, kind, prefix, getattr(kind, "__name__", "value")) from None
 
 
 def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
@@ -78,9 +78,10 @@ def known_keywords(fields: Iterable[str], kind: Any) -> None:
         if name not in names and not (kind is JobRequest and name == "prompt"):
             raise UnknownArgument(
                 "invalid_request",
-                unknown(name, names),
+                NO_FIELD,
                 field=name,
                 allowed=", ".join(kind.__struct_fields__),
+                hint=suggestion(name, names),
             )
 
 

@@ -11,7 +11,13 @@ from litestar.exceptions import HTTPException, ValidationException
 from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 
 from ...broker.ops import metrics
-from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, shortened
+from ...schemas.base.errors import (
+    STATUS_OF_KIND,
+    MidstreamError,
+    Problem,
+    in_one_line,
+    shortened,
+)
 from ...schemas.base.json_bounds import TooManyValues
 from ...schemas.base.limits import MAX_DETAIL
 from ...schemas.base.records import to_json
@@ -69,17 +75,17 @@ class ClientGone(Exception):
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TooManyValues)
 
 
-def malformed(error: Exception) -> MidstreamError:
+def malformed(error: Exception, kind: Any = Any) -> MidstreamError:
     """Turn an exception of `UNREADABLE` into a 400 with the field's path: `$.capture.layers`
-    becomes `capture.layers`.
+    becomes `capture.layers`. `kind`: the type that the body does not fit.
     """
     if isinstance(error, msgspec.ValidationError):
-        return refusal(error)
+        return refusal(error, kind)
     if isinstance(error, TooManyValues):
         return MidstreamError(
             "invalid_request",
             f"the body: {error}",
-            allowed="fewer values; send large vectors as a safetensors file",
+            hint="send fewer values, and large vectors as a safetensors file",
         )
     if isinstance(error, UnicodeDecodeError):
         return MidstreamError(
@@ -106,11 +112,7 @@ def bounded(problem: Problem) -> Problem:
 def openai_error(problem: Problem) -> OpenAIError:
     """Return the problem in OpenAI's format."""
     kind = problem.type.rpartition(":")[2]
-    where = f"{problem.field}: " if problem.field else ""
-    allowed = f" (allowed: {problem.allowed})" if problem.allowed else ""
-    return OpenAIError(
-        message=f"{where}{problem.detail}{allowed}", type=kind, code=kind, param=problem.field
-    )
+    return OpenAIError(message=in_one_line(problem), type=kind, code=kind, param=problem.field)
 
 
 def answer(
@@ -208,18 +210,13 @@ def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> M
     if name == "data" or "`data`" in message:
         return MidstreamError("invalid_request", "the body is empty: a JSON object is expected")
     message = shortened(message)
-    return (
-        invalid(_public_name(request, name), message)
-        if name
-        else MidstreamError("invalid_request", message)
-    )
-
-
-def _public_name(request: Request[Any, Any, Any], name: str) -> str:
-    """Return the public name of the handler's parameter `name`; Litestar reserves some names."""
+    if not name:
+        return MidstreamError("invalid_request", message)
     parameter = request.route_handler.parsed_fn_signature.parameters.get(name)
-    public: str | None = getattr(parameter.kwarg_definition, "name", None) if parameter else None
-    return public or name
+    # Litestar reserves some names, so the handler's may not be the public one
+    public = getattr(parameter.kwarg_definition, "name", None) if parameter else None
+    kind = parameter.annotation if parameter else Any
+    return refusal(msgspec.ValidationError(message), kind, public or name)
 
 
 def on_client_gone(request: Request[Any, Any, Any], error: ClientGone) -> Response[bytes]:

@@ -340,7 +340,7 @@ class HookedModel:
             raise invalid(
                 "input",
                 f"prompts have {lengths[:20]} tokens: nothing is padded",
-                allowed="prompts of one length, or one at a time",
+                hint="run prompts of one length, or one at a time",
             )
         return prompts
 
@@ -360,7 +360,7 @@ def _token_ids(input: Any) -> list[list[int]]:
         raise invalid(
             "input",
             "prompts differ in length: nothing is padded",
-            allowed="prompts of one length, or one at a time",
+            hint="run prompts of one length, or one at a time",
         ) from None
     if result.dtype.kind not in "iu" or result.ndim not in (1, 2) or not result.size:
         allowed = "text, a list of texts, or token ids [pos] or [batch, pos]"
@@ -467,7 +467,7 @@ class _Run:
             model._equal(self.prompts)
         self.edits = edits_of(hooks, model.card)
         if self.edits["patterns"] and len(self.prompts) != 1:
-            raise invalid("fwd_hooks", "ops.attend takes one prompt", allowed="a prompt at a time")
+            raise invalid("fwd_hooks", "ops.attend takes one prompt", hint="run a prompt at a time")
         self.known = Predictions(
             self._ask, self.prompts, model.card.vocab_size, model.card.memory_limit_kib
         )

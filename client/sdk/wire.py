@@ -14,7 +14,13 @@ import httpx
 import msgspec
 
 from ...schemas.artifacts.probes import ProbeResult
-from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
+from ...schemas.base.errors import (
+    STATUS_OF_KIND,
+    MidstreamError,
+    Problem,
+    error_of,
+    invalid,
+)
 from ...schemas.base.records import to_json
 from ...schemas.base.secret_files import is_exposed
 from ...schemas.base.version import __version__
@@ -219,7 +225,7 @@ def headers(api_key: str | None) -> dict[str, str]:
                 raise invalid(
                     "MIDSTREAM_API_KEY_FILE",
                     f"every account of this machine can read {file}",
-                    allowed="run chmod o-r on it",
+                    hint="run chmod o-r on it",
                 )
             api_key = Path(file).read_text().strip()
     if not (api_key.isascii() and api_key.isprintable()):
@@ -318,17 +324,6 @@ def raise_problem(response: httpx.Response) -> None:
     if (seconds := response.headers.get("retry-after", "")).isdecimal():
         refused.retry_after = float(seconds)
     raise refused
-
-
-def error_of(problem: Problem) -> MidstreamError:
-    """Return the error that a problem document describes."""
-    kind = problem.type.rpartition(":")[2]
-    return MidstreamError(
-        kind if kind in STATUS_OF_KIND else "internal",
-        problem.detail,
-        field=problem.field,
-        allowed=problem.allowed,
-    )
 
 
 def _lenient(content: bytes | str) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def test_requests_too_costly_to_resolve_are_refused_by_field(
     with pytest.raises(MidstreamError) as refused:
         check_cost(asked, prompts, characters)
     assert (refused.value.status, refused.value.field) == (400, field)
-    assert "at most" in str(refused.value.allowed) or "fewer prompts" in str(refused.value.allowed)
+    assert "at most" in str(refused.value.allowed) or "fewer prompts" in str(refused.value.hint)
     assert (
         check_cost(asked, prompts // 2, characters // 2) <= RESOLVE_LIMIT if prompts > 1 else True
     )
