@@ -3,6 +3,7 @@
 import logging
 import math
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from ...schemas.base.errors import (
     Problem,
     in_one_line,
     shortened,
+    suggestion,
 )
 from ...schemas.base.json_bounds import TooManyValues
 from ...schemas.base.limits import MAX_DETAIL
@@ -32,6 +34,10 @@ MEDIA_TYPE = "application/problem+json"
 JOB_HEADER = "x-midstream-job"
 
 OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
+#: Paths of OpenAI's API that are not served → what to do.
+UNSERVED = {"/v1/responses": "use /v1/chat/completions or /v1/completions"}
+#: Kinds of errors of requests that reach no handler: the client may be OpenAI's.
+UNROUTED = frozenset({"not_found", "method_not_allowed"})
 
 #: Kind → after how many seconds a client may try again.
 RETRY_AFTER_S = {
@@ -116,10 +122,13 @@ def openai_error(problem: Problem) -> OpenAIError:
 
 
 def answer(
-    request: Request[Any, Any, Any], problem: Problem, headers: dict[str, str] | None = None
+    request: Request[Any, Any, Any],
+    problem: Problem,
+    headers: dict[str, str] | None = None,
+    openai: bool = False,
 ) -> Response[Any]:
-    """Answer with the problem and its status; at the OpenAI-style endpoints also in OpenAI's
-    format, as the member `error`.
+    """Answer with the problem and its status; with `openai`, and at the OpenAI-style endpoints,
+    also in OpenAI's format, as the member `error`.
     """
     if problem.status < HTTP_500_INTERNAL_SERVER_ERROR:
         problem = bounded(problem)
@@ -130,16 +139,16 @@ def answer(
     if seconds := RETRY_AFTER_S.get(kind):
         headers.setdefault("Retry-After", str(seconds))
     return Response(
-        body_of(problem, request.url.path),
+        body_of(problem, request.url.path, openai),
         status_code=problem.status,
         media_type=MEDIA_TYPE,
         headers=headers,
     )
 
 
-def body_of(problem: Problem, path: str) -> bytes:
+def body_of(problem: Problem, path: str, openai: bool = False) -> bytes:
     """Return the body that answers with the problem at `path`."""
-    if path in OPENAI_PATHS:
+    if openai or path in OPENAI_PATHS:
         return to_json(
             OpenAIProblem(**msgspec.structs.asdict(problem), error=openai_error(problem))
         )
@@ -187,11 +196,10 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
     kind = _KIND_OF_STATUS.get(error.status_code, "invalid_request")
     problem = MidstreamError(kind, error.detail or kind.replace("_", " "))
     if kind == "not_found":
-        problem = MidstreamError(
-            kind,
-            f"no such path: {shortened(request.url.path)}",
-            allowed="the paths listed at /schema",
-        )
+        path = shortened(request.url.path)
+        served = (route.path_format for route in request.app.routes)
+        hint = UNSERVED.get(path) or nearest(path, served)
+        problem = MidstreamError(kind, f"no such path: {path}", hint=hint)
     elif kind == "method_not_allowed":
         problem = MidstreamError(
             kind,
@@ -200,7 +208,24 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
         )
     elif isinstance(error, ValidationException):
         problem = _parameter(request, error)
-    return answer(request, problem.problem(instance=request.url.path), dict(error.headers or {}))
+    document = problem.problem(instance=request.url.path)
+    return answer(request, document, dict(error.headers or {}), openai=kind in UNROUTED)
+
+
+def nearest(path: str, served: Iterable[str]) -> str:
+    """Return a hint with the served path that is closest to `path`: parameters such as `{name}`
+    stand for any segment of it.
+    """
+    parts = path.split("/")
+
+    def filled(known: str) -> str:
+        steps = known.split("/")
+        if len(steps) != len(parts):
+            return known
+        pairs = zip(steps, parts, strict=True)
+        return "/".join(part if step.startswith("{") else step for step, part in pairs)
+
+    return suggestion(path, map(filled, served)) or "the paths are listed at /schema"
 
 
 def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> MidstreamError:
