@@ -532,11 +532,11 @@ def with_handling(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def overrides(pairs: list[str]) -> dict[str, str]:
-    """Convert `--set name=value` to environment variables, for the same conversion and errors."""
+    """Parse `--set name=value`, repeatedly. Raises SettingsError."""
     values = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
             raise SettingsError(f"--set {pair!r}: write it as NAME=VALUE, such as kv_cache_gib=2")
-        values[f"MIDSTREAM_{name.strip().upper()}"] = value
+        values[name.strip().lower()] = value
     return values

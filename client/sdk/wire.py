@@ -65,12 +65,16 @@ Capture = CaptureSpec | Mapping[str, Any]
 class ServerUnreachable(MidstreamError):
     """No Midstream answers at the address: the server is down, or the address is wrong."""
 
-    def __init__(self, detail: str):
-        super().__init__("unavailable", detail)
+    def __init__(self, detail: str, hint: str | None = None):
+        super().__init__("unavailable", detail, hint=hint)
 
     def _render_traceback_(self) -> list[str]:
         """One line in a notebook: a traceback does not help when the server is down."""
         return [f"{type(self).__name__}: {self}"]
+
+
+class ServerTimeout(ServerUnreachable):
+    """The server did not answer in time: it runs, but is busy or stopped."""
 
 
 class VersionMismatch(MidstreamError):
@@ -280,9 +284,15 @@ def idempotency_key() -> str:
 
 
 def unreachable(url: str, error: Exception) -> ServerUnreachable:
+    """Return the error of a request that got no answer: the server is slow, or there is none."""
+    if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+        return ServerTimeout(
+            f"the server at {url} did not answer in time ({type(error).__name__})",
+            "it may be busy: try again, or see `midstream status`",
+        )
     return ServerUnreachable(
-        f"no Midstream server answers at {url} ({error or type(error).__name__}); "
-        "`midstream up` starts one"
+        f"no Midstream server answers at {url} ({error or type(error).__name__})",
+        "`midstream up` starts one",
     )
 
 
