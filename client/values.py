@@ -66,7 +66,8 @@ def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
             raise invalid(
                 next(iter(fields)), f"give either a {kind.__name__} or keyword arguments, not both"
             )
-        return given
+        converted: T = plain(given, kind)
+        return converted
     known_keywords(fields, kind)
     return checked({name: value for name, value in fields.items() if value is not None}, kind)
 
@@ -111,7 +112,9 @@ def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any
         if cls in structs:
             value = convert(value, field)
     if isinstance(value, msgspec.Struct):
-        return value if type(value) in structs or not _wants_list(value, kinds, listed) else [value]
+        if type(value) in structs:
+            return _struct(value, structs[type(value)], field)
+        return _plain([value], kinds, field) if _wants_list(value, kinds, listed) else value
     value = _builtin(value)
     lists = [kind for kind in kinds if isinstance(kind, _LISTS)]
     if isinstance(value, list):
@@ -128,6 +131,17 @@ def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any
     if isinstance(value, Mapping):
         return _mapping(value, kinds, structs, field)
     return value
+
+
+def _struct(value: Any, kind: inspect.StructType, field: str) -> Any:
+    """Convert arrays inside a struct: its constructor takes any value."""
+    changed = {}
+    for item in kind.fields:
+        given = getattr(value, item.name)
+        path = f"{field}.{item.name}" if field else item.name
+        if (converted := _plain(given, _members(item.type), path)) is not given:
+            changed[item.name] = converted
+    return msgspec.structs.replace(value, **changed) if changed else value
 
 
 def _wants_list(value: Any, kinds: list[Any], listed: bool) -> bool:

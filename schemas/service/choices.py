@@ -35,7 +35,8 @@ def refusal(
         detail = f"does not match the pattern {match['form']}"
     if field is None:
         return MidstreamError("invalid_request", f"the body: {detail}")
-    word, names = "", ()
+    word = ""
+    names: tuple[str, ...] = ()
     if match := _INVALID_NAME.match(detail):
         word, names = match["name"], tuple(names_at(kind, path))
     elif detail == NO_FIELD:

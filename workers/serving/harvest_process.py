@@ -282,7 +282,8 @@ class Server:
             raise
         except Exception as error:
             traceback.print_exc()
-            return Reply(problem=("internal", f"{type(error).__name__}: {error}", None, None))
+            failed = MidstreamError("internal", f"{type(error).__name__}: {error}")
+            return Reply(problem=failed.problem())
 
     def _execute(self, source: HarvestSource, request: Request) -> Reply:
         if request.special:
