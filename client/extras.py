@@ -8,7 +8,7 @@ from importlib.util import find_spec
 #: Extra → the modules that it installs, by import name. For a module of several extras, an error
 #: names the first.
 MODULES: dict[str, tuple[str, ...]] = {
-    "client": ("httpx", "rich", "tqdm", "typer"),
+    "client": ("httpx2", "rich", "tqdm", "typer"),
     "plots": ("matplotlib", "pandas"),
     "notebook": ("xarray", "plotly"),
     "probes": ("sklearn",),
@@ -20,7 +20,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "hiredis",
         "zmq",
         "prometheus_client",
-        "httpcore",
+        "httpcore2",
         "litestar",
         "uvicorn",
         "tokenizers",

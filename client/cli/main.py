@@ -161,20 +161,20 @@ def model_list(json_: AsJson = False, url: Url = None) -> None:
 @app.command()
 def version(url: Url = None) -> None:
     """Print this version, and the server's if one answers."""
-    import httpx
+    import httpx2
 
     from ..sdk.wire import VERSION_HEADER
 
     print(f"midstream {__version__}")
     address = discovery.find_url(url, sure=False)
     try:
-        server = httpx.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
+        server = httpx2.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
         print(
             f"server {server} at {address}"
             if server
             else f"the server at {address} is not Midstream"
         )
-    except httpx.TransportError:
+    except httpx2.TransportError:
         print(f"no server at {address}")
 
 

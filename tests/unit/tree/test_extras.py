@@ -42,7 +42,7 @@ def python(missing: list[str], program: str, cwd: Path) -> subprocess.CompletedP
         (["litestar", "celery"], CLI.format(arguments=["up"]), "up"),
         (["typer"], CLI.format(arguments=["up"]), "up"),
         (["gguf"], CLI.format(arguments=["demo"]), "demo"),
-        (["httpx"], "from midstream import Client", "client"),
+        (["httpx2"], "from midstream import Client", "client"),
     ],
 )
 def test_a_missing_extra_is_named_with_its_command(
