@@ -307,8 +307,8 @@ class WebhookOutbox:
         if outcome == b"off":
             raise MidstreamError(
                 "conflict",
-                "its receiver responded with 410 and is disabled: re-enable it first",
-                allowed="DELETE /v1/webhooks/disabled",
+                "its receiver responded with 410 and is disabled",
+                hint="re-enable it with DELETE /v1/webhooks/disabled",
             )
         return await self.delivery(delivery_id)
 

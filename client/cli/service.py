@@ -1,6 +1,5 @@
 """`midstream top` and `midstream doctor`: live status of the service, and checks with advice."""
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +111,7 @@ def doctor(
     from ..stack.supervisor import own_redis_url
 
     settings = load_settings(
-        {**os.environ, **overrides(set_ or [])}, data_dir=str(data_dir) if data_dir else None
+        given=overrides(set_ or []), data_dir=str(data_dir) if data_dir else None
     )
     if plan is not None:
         from ..stack.plan import facts, lines, planned

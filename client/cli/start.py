@@ -1,7 +1,6 @@
 """The commands `up` and `serve`, which start the stack on this machine."""
 
 import inspect
-import os
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -166,7 +165,7 @@ def _run(command: str, set_: list[str] | None, options: dict[str, Any]) -> None:
     from ...workers.engines import check_options
     from ..stack.supervisor import Supervisor
 
-    settings = load_settings({**os.environ, **overrides(set_ or [])}, **options)
+    settings = load_settings(given=overrides(set_ or []), **options)
     from_settings(settings)  # raises for an invalid global capture before anything starts
     of_settings(settings)  # likewise, for an invalid key
     check_options(settings)

@@ -45,6 +45,8 @@ def iterate(items: AsyncGenerator[T, None]) -> Iterator[T]:
                 item = finish(anext(items))
             except StopAsyncIteration:
                 return
+            except MidstreamError as error:
+                raise error.with_traceback(None) from None
             yield item
     finally:
         finish(items.aclose())
@@ -67,7 +69,10 @@ class call(Generic[P, T]):
     def __init__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]):
         @wraps(function)
         def blocking(client: Any, /, *args: P.args, **options: P.kwargs) -> T:
-            return finish(function(client._awaited, *args, **options))
+            try:
+                return finish(function(client._awaited, *args, **options))
+            except MidstreamError as error:  # its traceback ends here, below the caller's line
+                raise error.with_traceback(None) from None
 
         self._awaiting, self._blocking = function, blocking
         self.__doc__ = function.__doc__

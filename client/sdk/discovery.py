@@ -92,9 +92,11 @@ def processes_of(state: dict[str, Any]) -> dict[str, tuple[int, int]]:
 def address(url: str | None, api_key: str | None) -> tuple[str, str | None]:
     """Return address and key for a client; without `url`, from the settings. Raises what `find_url`
     raises.
+
+    `url`: may omit `http://`.
     """
     if url:
-        return url.rstrip("/"), api_key
+        return (url if "://" in url else f"http://{url}").rstrip("/"), api_key
     settings = load_settings()
     return find_url(None, settings).rstrip(
         "/"

@@ -14,7 +14,13 @@ import httpx2
 import msgspec
 
 from ...schemas.artifacts.probes import ProbeResult
-from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
+from ...schemas.base.errors import (
+    STATUS_OF_KIND,
+    MidstreamError,
+    Problem,
+    error_of,
+    invalid,
+)
 from ...schemas.base.records import to_json
 from ...schemas.base.secret_files import is_exposed
 from ...schemas.base.version import __version__
@@ -59,12 +65,16 @@ Capture = CaptureSpec | Mapping[str, Any]
 class ServerUnreachable(MidstreamError):
     """No Midstream answers at the address: the server is down, or the address is wrong."""
 
-    def __init__(self, detail: str):
-        super().__init__("unavailable", detail)
+    def __init__(self, detail: str, hint: str | None = None):
+        super().__init__("unavailable", detail, hint=hint)
 
     def _render_traceback_(self) -> list[str]:
         """One line in a notebook: a traceback does not help when the server is down."""
         return [f"{type(self).__name__}: {self}"]
+
+
+class ServerTimeout(ServerUnreachable):
+    """The server did not answer in time: it runs, but is busy or stopped."""
 
 
 class VersionMismatch(MidstreamError):
@@ -219,7 +229,7 @@ def headers(api_key: str | None) -> dict[str, str]:
                 raise invalid(
                     "MIDSTREAM_API_KEY_FILE",
                     f"every account of this machine can read {file}",
-                    allowed="run chmod o-r on it",
+                    hint="run chmod o-r on it",
                 )
             api_key = Path(file).read_text().strip()
     if not (api_key.isascii() and api_key.isprintable()):
@@ -274,9 +284,15 @@ def idempotency_key() -> str:
 
 
 def unreachable(url: str, error: Exception) -> ServerUnreachable:
+    """Return the error of a request that got no answer: the server is slow, or there is none."""
+    if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+        return ServerTimeout(
+            f"the server at {url} did not answer in time ({type(error).__name__})",
+            "it may be busy: try again, or see `midstream status`",
+        )
     return ServerUnreachable(
-        f"no Midstream server answers at {url} ({error or type(error).__name__}); "
-        "`midstream up` starts one"
+        f"no Midstream server answers at {url} ({error or type(error).__name__})",
+        "`midstream up` starts one",
     )
 
 
@@ -318,17 +334,6 @@ def raise_problem(response: httpx2.Response) -> None:
     if (seconds := response.headers.get("retry-after", "")).isdecimal():
         refused.retry_after = float(seconds)
     raise refused
-
-
-def error_of(problem: Problem) -> MidstreamError:
-    """Return the error that a problem document describes."""
-    kind = problem.type.rpartition(":")[2]
-    return MidstreamError(
-        kind if kind in STATUS_OF_KIND else "internal",
-        problem.detail,
-        field=problem.field,
-        allowed=problem.allowed,
-    )
 
 
 def _lenient(content: bytes | str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def folder_below(
         raise invalid(
             "path",
             f"no {things} are served: the setting {setting} is empty",
-            allowed=f"midstream up --set {setting}=FOLDER",
+            hint=f"start with `midstream up --set {setting}=FOLDER`",
         )
     top = Path(root).expanduser().resolve()
     if "\0" in path or Path(path).is_absolute() or ".." in Path(path).parts:

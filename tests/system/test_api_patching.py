@@ -319,7 +319,7 @@ def test_a_source_run_is_pending_until_its_job_succeeds(http: httpx2.Client, sta
         "patch[0].source.run",
         True,
     )
-    assert f"GET /v1/jobs/{job}?wait=30" in problem["allowed"]
+    assert f"GET /v1/jobs/{job}?wait=30" in problem["hint"]
     assert from_json(http.get("/v1/runs/slow").content, RunView).state == "pending"
     refused(http.delete("/v1/runs/slow"), 409)
     stack.wait_running(job)

@@ -71,7 +71,7 @@ def test_without_a_key_every_call_is_refused_and_told_how_to_get_one(api: Api, h
     assert answer.headers["www-authenticate"] == 'Bearer realm="midstream"'
     problem = answer.json()
     assert (problem["type"], problem["field"]) == ("urn:midstream:unauthorized", "Authorization")
-    assert "midstream keys create" in problem["allowed"]
+    assert "midstream keys create" in problem["hint"]
 
 
 def test_a_refusal_at_the_openai_style_endpoints_is_in_openais_words(api: Api, hand: Hand) -> None:

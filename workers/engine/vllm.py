@@ -29,7 +29,7 @@ from ...schemas.base.ring import Ring, plan_queue, plan_ring
 from ...schemas.base.settings import NO_TOOLS, Settings, SettingsError
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import Prompted
-from ...schemas.jobs.models import ModelInfo, TokenizerBundle
+from ...schemas.jobs.models import NO_TOOL_PARSER, ModelInfo, TokenizerBundle
 from ...schemas.model.banks import BANK, RESIDUAL, RowShape, asked_hooks, row_widths
 from ...schemas.model.layer_kinds import grouped
 from ...schemas.prompts.selectors import INSIDE
@@ -412,8 +412,8 @@ class VllmEngine(RankControl):
         if self._tools is None:
             raise invalid(
                 "tools",
-                "this worker has no parser of tool calls (setting tool_parser)",
-                allowed="no tools",
+                "this worker has no parser of tool calls",
+                hint=NO_TOOL_PARSER,
             )
         return self._tools.begin(ask, params)
 

@@ -42,7 +42,7 @@ def check(manifest: Manifest, job_id: str, partial: bool) -> None:
         )
     if not partial and (kind := _REFUSED.get(manifest.status)):
         detail = f"the capture of job {job_id} is incomplete: status {manifest.status}{because}"
-        raise MidstreamError(kind, detail, allowed="partial=True reads the available rows")
+        raise MidstreamError(kind, detail, hint="partial=True reads the available rows")
 
 
 def in_place(manifest: Manifest, job_id: str) -> list[Place]:
