@@ -13,7 +13,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import SettingsError
 from ...schemas.base.version import __version__
-from ..extras import MissingExtraError, explained, need
+from ..extras import COMMANDS, MissingExtraError, explained, need
 from ..sdk import discovery
 from . import (
     captures,
@@ -131,7 +131,8 @@ def demo(
 
     Exits non-zero if a check fails.
     """
-    need("demo" if url is None else "client", "`midstream demo`")
+    if url is None:
+        need("cpu", "`midstream demo`", *COMMANDS["demo"])
     from .demo import run_demo, run_demo_at
 
     raise typer.Exit(run_demo(data, keep=keep) if url is None else run_demo_at(url, data))
