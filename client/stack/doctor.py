@@ -90,6 +90,7 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
     yield from _models(url, headers)
     yield from _vllm(settings)
     yield from _extensions(settings)
+    yield from _folders(settings)
     yield from _disk(Path(settings.data_dir).expanduser().resolve())
     yield from _store(settings)
     yield from _keys(url, headers)
@@ -600,6 +601,18 @@ def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
             )
         else:
             yield Finding("ok", about, f"{text}; absent: {reasons}" if reasons else text)
+
+
+def _folders(settings: Settings) -> Iterator[Finding]:
+    """Yield the folders that artifacts are registered from, where the data directory is on this
+    machine.
+    """
+    if Path(settings.data_dir).is_dir():
+        text = (
+            f"autoencoders are registered from {settings.sae_root}, tuned lenses from "
+            f"{settings.lens_root}, adapters from {settings.lora_dir or 'nowhere (set lora_dir)'}"
+        )
+        yield Finding("ok", "folders", text)
 
 
 def _disk(data: Path) -> Iterator[Finding]:

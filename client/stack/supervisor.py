@@ -211,6 +211,8 @@ class Supervisor:
                 prepare(self.settings, self.data, self._say), self.data, self._say
             )
             logs = private_folder(self.data / "logs")
+            for root in (self.settings.sae_root, self.settings.lens_root):
+                Path(root).expanduser().mkdir(parents=True, exist_ok=True)
             self._say(
                 f"midstream {__version__} starting with {self.settings.served_model}; loading a "
                 f"model takes about a minute (logs: {logs})"

@@ -330,11 +330,16 @@ def test_an_autoencoder_that_a_rank_cannot_load_fails_the_job_with_rank_and_reas
         )
 
 
-def test_without_a_folder_no_features_are_read(tmp_path: Path) -> None:
+def test_the_folder_defaults_to_one_in_the_data_directory(tmp_path: Path) -> None:
     with (
         Stack(tmp_path / "stack", api=True, callbacks=False, **TIMES) as stack,
         httpx2.Client(base_url=stack.url, timeout=60) as http,
     ):
-        answer = http.post("/v1/saes", json={"name": "a", "path": "a"})
+        assert not stack.settings.sae_dir
+        answer = http.post("/v1/saes", json={"name": "tiny", "path": "gated"})
         assert (answer.status_code, answer.json()["field"]) == (400, "path")
-        assert "sae_dir is empty" in answer.json()["detail"]
+        assert answer.json()["detail"] == "there is no folder 'gated' in sae_dir"
+        shutil.copytree(FORMS / "gated", Path(stack.settings.data_dir, "saes", "gated"))
+        assert http.post("/v1/saes", json={"name": "tiny", "path": "gated"}).is_success
+        body = {"model": "fake-model", "prompt": "hello", "features": [{"sae": "tiny"}]}
+        assert http.post("/v1/completions", json=body).json()["features"][0]["sae"] == "tiny"
