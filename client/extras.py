@@ -30,7 +30,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "model": ("accelerate", "gguf"),
     "cpu": ("vllm", "torch", "transformers"),
 }
-#: Command → the extras whose modules it imports, in its processes too. The extra `cpu` includes all.
+#: Command → the extras whose modules it and its processes import. The extra `cpu` includes all.
 COMMANDS = {
     "up": ("client", "up", "model", "cpu"),
     "serve": ("client", "up", "cpu"),

@@ -285,7 +285,7 @@ def idempotency_key() -> str:
 
 def unreachable(url: str, error: Exception) -> ServerUnreachable:
     """Return the error of a request that got no answer: the server is slow, or there is none."""
-    if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+    if isinstance(error, httpx2.TimeoutException) and not isinstance(error, httpx2.ConnectTimeout):
         return ServerTimeout(
             f"the server at {url} did not answer in time ({type(error).__name__})",
             "it may be busy: try again, or see `midstream status`",
