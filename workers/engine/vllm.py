@@ -108,7 +108,7 @@ class VllmEngine(RankControl):
         caveats = await asyncio.to_thread(_caveats, settings)
         prepare_environment(settings)
         use_all_cores(settings.tensor_parallel_size * settings.pipeline_parallel_size)
-        residual, inside = _hooks(settings)
+        residual, inside = asked_hooks(settings.hooks)
         plane = PlaneConfig(
             version=__version__,
             worker=settings.worker_id,
@@ -620,14 +620,6 @@ def configured(settings: Settings) -> tuple[Any, Images]:
         logger.warning("the model takes text only: %s", images.refused)
         return configured(msgspec.structs.replace(settings, images_per_prompt=0))[0], images
     return config, images
-
-
-def _hooks(settings: Settings) -> tuple[list[str], list[str]]:
-    """Return the hooks that the settings name, see `asked_hooks`. Raises SettingsError."""
-    try:
-        return asked_hooks(settings.hooks)
-    except ValueError as error:
-        raise SettingsError(f"hooks: {error}") from error
 
 
 def _shapes(reports: Sequence[Found], absent: dict[str, str]) -> dict[str, RowShape]:
