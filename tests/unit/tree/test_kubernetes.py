@@ -379,8 +379,10 @@ def test_prometheus_finds_every_process_that_needs_no_key(documents: tuple[Docum
 
 def test_images_have_the_version_of_the_package(documents: tuple[Document, ...]) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    images = {container["image"] for _, _, container in containers(documents)} - {
-        "redis:7.4-bookworm"
+    images = {
+        container["image"]
+        for name, _, container in containers(documents)
+        if name != "redis"  # its version is its own
     }
     assert {image.rpartition(":")[2] for image in images} == {version}
     assert {image.partition(":")[0] for image in images} <= {

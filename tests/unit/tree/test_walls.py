@@ -163,7 +163,7 @@ TOP_LEVEL = {
     "deploy",
     "Dockerfile",
     ".dockerignore",
-    ".env",
+    ".env.example",
     "mkdocs.yml",
 }
 
