@@ -44,7 +44,7 @@ PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 SHARED = --dist loadfile --no-loadscope-reorder --numprocesses
 NOT_LONG := $(if $(LONG),,and not long)
 
-.PHONY: help setup model demo up test lint files format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-redis test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu lock clean
+.PHONY: help setup model demo up test lint files format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-redis test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu pin-images lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -158,7 +158,7 @@ test-redis: $(READY) model .cache/redis/.ready ## system tests over other versio
 	exit $$failed
 
 # Each extra in an environment of its own outside of the repository. TORCH_INDEX as for the setup.
-test-packages: $(READY) ## the wheel with each extra in a clean environment; gigabytes of downloads, half an hour
+test-packages: $(READY) ## the wheel alone and complete on Python 3.11, 3.12 and 3.13, and with each extra; gigabytes of downloads, an hour
 	@echo "== packages"
 	@$(PYTEST) -m packages tests
 
@@ -243,6 +243,9 @@ bench: $(READY) model ## run the benchmarks of benchmarks/RESULTS.md one after t
 
 bench-gpu: ## on a GPU machine: run benchmarks/gpu and write its RESULTS.md, 25 minutes (GPU_PYTHON: a Python with vLLM)
 	@$(GPU_PYTHON) benchmarks/gpu/all.py $(GPU_ARGS)
+
+pin-images: ## pin the images of others in Dockerfile, compose files and deploy/ to their present digests (needs Docker and the registries)
+	@compose/pin.sh
 
 lock: ## resolve the dependencies again (UPGRADE=1: to their newest versions)
 	@requirements/compile.sh $(if $(UPGRADE),--upgrade)

@@ -43,6 +43,7 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
     yield from service_checks.models(url, headers)
     yield from engine_checks.vllm(settings)
     yield from engine_checks.extensions(settings)
+    yield from disk_checks.folders(settings)
     yield from disk_checks.disk(Path(settings.data_dir).expanduser().resolve())
     yield from disk_checks.store(settings)
     yield from service_checks.keys(url, headers)

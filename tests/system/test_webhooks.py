@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpcore
+import httpcore2
 import pytest
 from hook_kit import OK, Receiver, receiving
 from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, claimed, make_job, open_ledger, outputs
@@ -615,17 +615,17 @@ def test_webhooks_connect_to_the_checked_address(receiver: Receiver) -> None:  #
         asked.append(host)
         return ["93.184.215.14"] if len(asked) == 1 else ["127.0.0.1"]
 
-    class Network(httpcore.AsyncNetworkBackend):
+    class Network(httpcore2.AsyncNetworkBackend):
         async def connect_tcp(
             self, host: str, *rest: Any, **named: Any
-        ) -> httpcore.AsyncNetworkStream:
+        ) -> httpcore2.AsyncNetworkStream:
             reached.append(host)
-            raise httpcore.ConnectError("there is no network here")
+            raise httpcore2.ConnectError("there is no network here")
 
     async def main() -> None:
         backend = CheckedBackend(allow_private=False, resolve=rebind)
         backend._backend = Network()  # type: ignore[assignment]
-        with pytest.raises(httpcore.ConnectError):
+        with pytest.raises(httpcore2.ConnectError):
             await backend.connect_tcp("hooks.example", 80)
         with pytest.raises(TargetRefused):  # the next attempt looks again, and checks again
             await backend.connect_tcp("hooks.example", 80)

@@ -23,6 +23,18 @@ DISK_WARN, DISK_FAIL = 10 << 30, 1 << 30
 FSYNCS = 20
 
 
+def folders(settings: Settings) -> Iterator[Finding]:
+    """Yield the folders that artifacts are registered from, where the data directory is on this
+    machine.
+    """
+    if Path(settings.data_dir).is_dir():
+        text = (
+            f"autoencoders are registered from {settings.sae_root}, tuned lenses from "
+            f"{settings.lens_root}, adapters from {settings.lora_dir or 'nowhere (set lora_dir)'}"
+        )
+        yield Finding("ok", "folders", text)
+
+
 def disk(data: Path) -> Iterator[Finding]:
     """Check the disk's free space, and how long it takes to write with fsync."""
     if not data.is_dir():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError
 from ....schemas.base.settings import Settings, is_loopback
@@ -27,9 +27,9 @@ MISDIRECTED = STATUS_OF_KIND["misdirected"]
 def api(url: str, headers: dict[str, str]) -> Iterator[Finding]:
     """Check that the API answers, its version and clock, and whether a job would run."""
     try:
-        answer = httpx.get(f"{url}/healthz", timeout=TIMEOUT_S)
-        ready = httpx.get(f"{url}/readyz", headers=headers, timeout=TIMEOUT_S)
-    except httpx.HTTPError as error:
+        answer = httpx2.get(f"{url}/healthz", timeout=TIMEOUT_S)
+        ready = httpx2.get(f"{url}/readyz", headers=headers, timeout=TIMEOUT_S)
+    except httpx2.HTTPError as error:
         yield Finding(
             "fail",
             "api",
@@ -196,15 +196,15 @@ def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
 def models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
     """Yield the proven hook points of each model, and those that are not served."""
     try:
-        listed = httpx.get(f"{url}/v1/models", headers=headers, timeout=TIMEOUT_S)
+        listed = httpx2.get(f"{url}/v1/models", headers=headers, timeout=TIMEOUT_S)
         names = (
             [entry["id"] for entry in listed.json()["data"]] if listed.status_code == 200 else []
         )
         cards = [
-            httpx.get(f"{url}/v1/models/{name}", headers=headers, timeout=TIMEOUT_S).json()
+            httpx2.get(f"{url}/v1/models/{name}", headers=headers, timeout=TIMEOUT_S).json()
             for name in names
         ]
-    except (httpx.HTTPError, ValueError, KeyError):
+    except (httpx2.HTTPError, ValueError, KeyError):
         return  # reported by an earlier check
     for card in cards:
         if why := card.get("dtype_reason"):
@@ -249,10 +249,10 @@ def keys(url: str, headers: dict[str, str]) -> Iterator[Finding]:
     """Check whether the API requires keys, and accepts the configured one."""
     try:
         without_key, with_key = (
-            httpx.get(f"{url}/v1/tenant", headers=sent, timeout=TIMEOUT_S).status_code
+            httpx2.get(f"{url}/v1/tenant", headers=sent, timeout=TIMEOUT_S).status_code
             for sent in ({}, headers)
         )
-    except httpx.HTTPError:
+    except httpx2.HTTPError:
         return  # reported by an earlier check
     if without_key == MISDIRECTED:
         return  # reported by an earlier check

@@ -165,7 +165,7 @@ TOP_LEVEL = {
     "deploy",
     "Dockerfile",
     ".dockerignore",
-    ".env",
+    ".env.example",
     "mkdocs.yml",
 }
 
