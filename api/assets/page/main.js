@@ -4,16 +4,18 @@ import { get, post, del, sse, useSession } from "./lib/api.js";
 import { html, render, useState, useEffect, useRef, useCallback, Problem, Button, Field, Guard } from "./lib/ui.js";
 import { bytes, number } from "./lib/format.js";
 import { JobStore } from "./lib/jobs.js";
+import { Logo } from "./lib/parts.js";
 import Jobs from "./views/jobs.js";
 
-/** Path → view. `#/sweep/ID` opens `sweep` with params ["ID"]; views other than the first are loaded when they are opened. */
+/** Path → view. `#/sweep/ID` opens `sweep` with params ["ID"]; views other than the first are loaded when they are opened. `group`: heading in the list of views. */
 const VIEWS = {
-  jobs: { title: "Jobs", load: async () => Jobs },
-  sweep: { title: "Sweep", load: async () => (await import("./views/sweeps.js")).default },
-  capture: { title: "Capture", load: async () => (await import("./views/capture.js")).default },
-  playground: { title: "Playground", load: async () => (await import("./views/playground.js")).default },
-  ops: { title: "Ops", load: async () => (await import("./views/ops.js")).default },
+  jobs: { title: "Jobs", group: "Runs", load: async () => Jobs },
+  sweep: { title: "Sweep", group: "Study", load: async () => (await import("./views/sweeps.js")).default },
+  capture: { title: "Capture", group: "Study", load: async () => (await import("./views/capture.js")).default },
+  playground: { title: "Playground", group: "Steer", load: async () => (await import("./views/playground.js")).default },
+  ops: { title: "Ops", group: "Service", load: async () => (await import("./views/ops.js")).default },
 };
+const GROUPS = ["Runs", "Study", "Steer", "Service"];
 
 /** A part of an address as text; what is no encoding of one stays as it is. */
 function decoded(part) {
@@ -66,7 +68,7 @@ function Login({ onSession, reason }) {
     }
   };
   return html`<main class="login">
-    <h1>Midstream</h1>
+    <p><${Logo} /></p><h1>Midstream</h1>
     ${reason && !error && html`<div class="problem" role="alert">${reason}</div>`}
     <form onSubmit=${submit}>
       <${Field} label="API key" hint="It is exchanged for a session of this browser, and not stored.">
@@ -160,18 +162,19 @@ function Shell({ session, onEnd }) {
   };
   const models = service ? service.models : [];
   return html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), main.current.focus())}>Skip to content</a>
-    <header>
-      <a class="name" href="#/jobs">Midstream</a>
-      <nav aria-label="Views">${Object.entries(VIEWS).map(
-        ([name, { title }]) => html`<a href=${`#/${name}`} aria-current=${name === at.name ? "page" : null}>${title}</a>`,
-      )}</nav>
+    <div class="frame"><header>
+      <a class="name" href="#/jobs"><${Logo} />Midstream</a>
+      <${Figures} service=${service} connected=${connected} />
       <div class="who">
         <span>${session.key_name ? `${session.tenant} · ${session.key_name}` : session.auth === "open" ? "no login needed" : session.tenant}</span>
         <${Theme} />
         ${session.csrf && html`<${Button} kind="small" onClick=${logOut} onError=${setError}>Log out<//>`}
       </div>
-      <${Figures} service=${service} connected=${connected} />
     </header>
+    <nav class="views" aria-label="Views">${GROUPS.map((group) => html`<div>
+      <h2>${group}</h2>${Object.entries(VIEWS).filter(([, view]) => view.group === group).map(
+        ([name, { title }]) => html`<a href=${`#/${name}`} aria-current=${name === at.name ? "page" : null}>${title}</a>`,
+      )}</div>`)}</nav>
     <main id="main" tabindex="-1" ref=${main}>
       <${Problem} error=${error} />
       ${
@@ -180,7 +183,7 @@ function Shell({ session, onEnd }) {
           : View && html`<${Guard} place=${location.hash}><${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} /><//>`
       }
     </main>
-    <footer>Midstream ${session.version} · ${["docs", "swagger", "flower", "grafana"].filter((name) => session.links[name]).map((name) => html` <a href=${session.links[name]}>${name}</a>`)}</footer>`;
+    <footer>Midstream ${session.version} · ${["docs", "swagger", "flower", "grafana"].filter((name) => session.links[name]).map((name) => html` <a href=${session.links[name]}>${name}</a>`)}</footer></div>`;
 }
 
 function App() {

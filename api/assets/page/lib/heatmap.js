@@ -1,16 +1,22 @@
 // A heatmap on a canvas: rows of tokens, columns of layers. Whatever the rate of updates, it is drawn once per animation frame.
 
-/** ColorBrewer's RdBu, reversed: blue below, white in the middle, red above; told apart by people who are blind to some colours. */
-const STOPS = [
-  [5, 48, 97], [33, 102, 172], [67, 147, 195], [146, 197, 222], [209, 229, 240], [247, 247, 247],
-  [253, 219, 199], [244, 165, 130], [214, 96, 77], [178, 24, 43], [103, 0, 31],
-];
+import { isDark, onTheme } from "./theme.js";
+
+/**
+ * ColorBrewer's RdBu, reversed: blue below, neutral in the middle, red above; told apart by people who are blind to some colours.
+ * On a dark page the middle is dark and the ends are bright, so that a map in which little happens does not glare.
+ */
+const STOPS = {
+  light: [[5, 48, 97], [33, 102, 172], [67, 147, 195], [146, 197, 222], [209, 229, 240], [247, 247, 247], [253, 219, 199], [244, 165, 130], [214, 96, 77], [178, 24, 43], [103, 0, 31]],
+  dark: [[176, 216, 255], [112, 180, 246], [66, 138, 212], [43, 99, 157], [36, 66, 97], [37, 47, 52], [88, 50, 48], [143, 60, 54], [205, 81, 68], [244, 134, 110], [255, 200, 180]],
+};
 
 /** `share` from −1 to 1, cut off there. */
-export function colour(share) {
-  const at = (Math.min(1, Math.max(-1, share)) + 1) * ((STOPS.length - 1) / 2);
-  const below = Math.min(Math.floor(at), STOPS.length - 2);
-  return `rgb(${STOPS[below].map((part, n) => Math.round(part + (STOPS[below + 1][n] - part) * (at - below))).join(",")})`;
+export function colour(share, dark = isDark()) {
+  const stops = STOPS[dark ? "dark" : "light"];
+  const at = (Math.min(1, Math.max(-1, share)) + 1) * ((stops.length - 1) / 2);
+  const below = Math.min(Math.floor(at), stops.length - 2);
+  return `rgb(${stops[below].map((part, n) => Math.round(part + (stops[below + 1][n] - part) * (at - below))).join(",")})`;
 }
 
 const LABELS = 88; // CSS pixels for the tokens
@@ -24,9 +30,9 @@ const MOST = 16000; // device pixels of a canvas that browsers draw
 export class Heatmap {
   /**
    * `source`: {rows: names of tokens, columns: names of layers, at(row, column) → share from −1 to 1, NaN: no value, null: not there yet,
-   * scale() → text that changes when all shares do}.
+   * scale() → text that changes when all shares do}. `dark`: colours that do not follow the page's.
    */
-  constructor(canvas, source, width, { ratio = globalThis.devicePixelRatio || 1, schedule = (draw) => requestAnimationFrame(draw) } = {}) {
+  constructor(canvas, source, width, { ratio = globalThis.devicePixelRatio || 1, schedule = (draw) => requestAnimationFrame(draw), dark = null } = {}) {
     this.canvas = canvas;
     this.schedule = schedule;
     this.frames = 0; // drawn
@@ -36,6 +42,8 @@ export class Heatmap {
     this.pending = false;
     this.closed = false;
     this.ratio = ratio;
+    this.fixed = dark; // null: as the page is
+    this.unwatch = onTheme(() => this.markAll());
     this.show(source, width);
   }
 
@@ -116,13 +124,13 @@ export class Heatmap {
       context.fillStyle = this.ink(0.35); // a dot, unlike the white of a cell in which nothing changes
       if (w > 5 && h > 5) context.fillRect(x + w / 2 - 1, y + h / 2 - 1, 2, 2);
     } else if (Number.isNaN(share)) {
-      context.fillStyle = "#d4d4d4";
+      context.fillStyle = this.style("--cell-none");
       context.fillRect(x, y, w, h);
       context.save();
       context.beginPath();
       context.rect(x, y, w, h);
       context.clip();
-      context.strokeStyle = "#777";
+      context.strokeStyle = this.style("--cell-hatch");
       context.lineWidth = 1;
       context.beginPath();
       for (let from = -h; from < w; from += 5) {
@@ -132,7 +140,7 @@ export class Heatmap {
       context.stroke();
       context.restore();
     } else {
-      context.fillStyle = colour(share);
+      context.fillStyle = colour(share, this.fixed ?? isDark());
       context.fillRect(x, y, w, h);
     }
   }
@@ -164,15 +172,22 @@ export class Heatmap {
     }
   }
 
+  /** A colour of the page's palette, which is `light-dark(one, other)`. */
+  style(name) {
+    const parts = getComputedStyle(document.documentElement).getPropertyValue(name).match(/#[0-9a-f]+/gi);
+    return parts[(this.fixed ?? isDark()) ? 1 : 0];
+  }
+
   close() {
     this.closed = true;
+    this.unwatch();
   }
 }
 
 /** A colour bar from −1 to 1 at (x, y) of a context. */
-export function drawScale(context, x, y, width, height) {
+export function drawScale(context, x, y, width, height, dark = isDark()) {
   for (let at = 0; at < width; at += 1) {
-    context.fillStyle = colour((at / (width - 1)) * 2 - 1);
+    context.fillStyle = colour((at / (width - 1)) * 2 - 1, dark);
     context.fillRect(x + at, y, 1, height);
   }
 }

@@ -60,15 +60,8 @@ function Grid({ found, shares, words, at, move }) {
       setBox(map.current.box(now.current.row, now.current.layer));
     });
     watch.observe(frame.current);
-    const colours = matchMedia("(prefers-color-scheme: dark)");
-    const again = () => map.current.markAll();
-    colours.addEventListener("change", again);
-    const theme = new MutationObserver(again);
-    theme.observe(document.documentElement, { attributes: true });
     return () => {
       watch.disconnect();
-      theme.disconnect();
-      colours.removeEventListener("change", again);
       map.current.close();
     };
   }, [found, shares, words]);

@@ -5,6 +5,7 @@ import { Button, Copy, Problem, Progress, html, useCallback, useEffect, useLayou
 import { count, duration, number } from "../lib/format.js";
 import { MEANING, SweepGrid, csv, hookTitle, shareOf, shown } from "../lib/grid.js";
 import { Heatmap, drawScale } from "../lib/heatmap.js";
+import { useDark } from "../lib/theme.js";
 import { codeOf } from "../lib/code.js";
 import { lean } from "../lib/sweep_request.js";
 import { Closer } from "./sweep_closer.js";
@@ -210,17 +211,10 @@ function Map_({ hook, grid, pair, width, listeners, cursor, setCursor, part, loo
     canvas.current.heatmap = map.current; // for tests and for curious readers
   }, [source, width]);
   useEffect(() => {
-    const dark = matchMedia("(prefers-color-scheme: dark)");
-    const again = () => map.current.markAll();
-    const theme = new MutationObserver(again);
-    theme.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
-    dark.addEventListener("change", again);
     const news = (place) => (place === null ? map.current.markAll() : place.hook === hook && map.current.mark(place.column, place.row));
     listeners.add(news);
     return () => {
       listeners.delete(news);
-      theme.disconnect();
-      dark.removeEventListener("change", again);
       map.current.close();
     };
   }, []);
@@ -290,7 +284,8 @@ function Map_({ hook, grid, pair, width, listeners, cursor, setCursor, part, loo
 function Scale({ grid, pair, listeners }) {
   const canvas = useRef(null);
   const [limits, setLimits] = useState(grid.limits(pair));
-  useEffect(() => drawScale(canvas.current.getContext("2d"), 0, 0, canvas.current.width, canvas.current.height), []);
+  const dark = useDark();
+  useEffect(() => drawScale(canvas.current.getContext("2d"), 0, 0, canvas.current.width, canvas.current.height), [dark]);
   useEffect(() => {
     setLimits(grid.limits(pair));
     const news = () => setLimits((known) => (known.join() === grid.limits(pair).join() ? known : grid.limits(pair)));
@@ -300,8 +295,8 @@ function Scale({ grid, pair, listeners }) {
   const noise = grid.noise(pair);
   const base = grid.base(pair);
   return html`<div class="scale">
-    <span>${shown(limits[0])}</span><canvas ref=${canvas} width="220" height="12" role="img" aria-label=${`Colours from ${shown(limits[0])} (blue) through white to ${shown(limits[1])} (red)`}></canvas><span>${shown(limits[1])}</span>
-    <span>${MEANING[grid.metric]}; white: unpatched${Number.isNaN(base) ? "" : ` (${shown(base)})`}; hatched: no value${noise ? `; noise ${noise.text}` : ""}</span>
+    <span>${shown(limits[0])}</span><canvas ref=${canvas} width="220" height="12" role="img" aria-label=${`Colours from ${shown(limits[0])} (blue) through neutral to ${shown(limits[1])} (red)`}></canvas><span>${shown(limits[1])}</span>
+    <span>${MEANING[grid.metric]}; neutral: unpatched${Number.isNaN(base) ? "" : ` (${shown(base)})`}; hatched: no value${noise ? `; noise ${noise.text}` : ""}</span>
   </div>`;
 }
 
