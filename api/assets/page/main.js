@@ -5,17 +5,18 @@ import { html, render, useState, useEffect, useRef, useCallback, Problem, Button
 import { bytes, number } from "./lib/format.js";
 import { JobStore } from "./lib/jobs.js";
 import { Logo } from "./lib/parts.js";
-import Jobs from "./views/jobs.js";
+import Start from "./views/start.js";
 
 /** Path → view. `#/sweep/ID` opens `sweep` with params ["ID"]; views other than the first are loaded when they are opened. `group`: heading in the list of views. */
 const VIEWS = {
-  jobs: { title: "Jobs", group: "Runs", load: async () => Jobs },
+  start: { title: "Start", group: "", load: async () => Start },
+  jobs: { title: "Jobs", group: "Runs", load: async () => (await import("./views/jobs.js")).default },
   sweep: { title: "Sweep", group: "Study", load: async () => (await import("./views/sweeps.js")).default },
   capture: { title: "Capture", group: "Study", load: async () => (await import("./views/capture.js")).default },
   playground: { title: "Playground", group: "Steer", load: async () => (await import("./views/playground.js")).default },
   ops: { title: "Ops", group: "Service", load: async () => (await import("./views/ops.js")).default },
 };
-const GROUPS = ["Runs", "Study", "Steer", "Service"];
+const GROUPS = ["", "Runs", "Study", "Steer", "Service"];
 
 /** A part of an address as text; what is no encoding of one stays as it is. */
 function decoded(part) {
@@ -29,7 +30,7 @@ function decoded(part) {
 function route() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, ...params] = path.split("/").filter(Boolean).map(decoded);
-  return { name: name || "jobs", params, query: new URLSearchParams(query) };
+  return { name: name || "start", params, query: new URLSearchParams(query) };
 }
 
 function Theme() {
@@ -87,7 +88,8 @@ function Figures({ service, connected }) {
   const usage = service && service.tenant.usage;
   const limits = service && service.tenant.limits;
   const quota = limits && limits.capture_mib ? limits.capture_mib * 2 ** 20 - usage.capture_bytes : service ? service.quota_left ?? null : null;
-  const figure = (name, value, bad = false) => html`<div class=${bad ? "bad" : ""}><dt>${name}</dt><dd>${value}</dd></div>`;
+  const models = service ? service.models.map((model) => model.name) : [];
+  const figure = (name, value, bad = false) => html`<div class=${bad ? "bad" : models.includes(name) ? "" : "minor"}><dt>${name}</dt><dd>${value}</dd></div>`;
   return html`<div class="figures">
     <div role="status" class="global">${
       steered.length ? html`<strong class="steered">Global steering is on: ${steered.map((model) => `${model.name} (${model.steering_entries})`).join(", ")}</strong>` : ""
@@ -163,7 +165,7 @@ function Shell({ session, onEnd }) {
   const models = service ? service.models : [];
   return html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), main.current.focus())}>Skip to content</a>
     <div class="frame"><header>
-      <a class="name" href="#/jobs"><${Logo} />Midstream</a>
+      <a class="name" href="#/start"><${Logo} />Midstream</a>
       <${Figures} service=${service} connected=${connected} />
       <div class="who">
         <span>${session.key_name ? `${session.tenant} · ${session.key_name}` : session.auth === "open" ? "no login needed" : session.tenant}</span>
@@ -172,14 +174,14 @@ function Shell({ session, onEnd }) {
       </div>
     </header>
     <nav class="views" aria-label="Views">${GROUPS.map((group) => html`<div>
-      <h2>${group}</h2>${Object.entries(VIEWS).filter(([, view]) => view.group === group).map(
+      ${group && html`<h2>${group}</h2>`}${Object.entries(VIEWS).filter(([, view]) => view.group === group).map(
         ([name, { title }]) => html`<a href=${`#/${name}`} aria-current=${name === at.name ? "page" : null}>${title}</a>`,
       )}</div>`)}</nav>
     <main id="main" tabindex="-1" ref=${main}>
       <${Problem} error=${error} />
       ${
         !view
-          ? html`<h1>Not found</h1><p>There is no view <code>${at.name}</code>. <a href="#/jobs">Jobs</a></p>`
+          ? html`<h1>Not found</h1><p>There is no view <code>${at.name}</code>. <a href="#/start">Start</a></p>`
           : View && html`<${Guard} place=${location.hash}><${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} /><//>`
       }
     </main>

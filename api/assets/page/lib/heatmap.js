@@ -19,18 +19,19 @@ export function colour(share, dark = isDark()) {
   return `rgb(${stops[below].map((part, n) => Math.round(part + (stops[below + 1][n] - part) * (at - below))).join(",")})`;
 }
 
-const LABELS = 88; // CSS pixels for the tokens
-const AXIS = 22; // and for the layers' numbers
-const ROW = [0.25, 18]; // least and greatest height of a row
+const LABELS = 100; // CSS pixels for the tokens
+const TITLE = 16; // and for the title of each axis
+const AXIS = 20 + TITLE; // and for the layers' numbers
+const ROW = [0.25, 20]; // least and greatest height of a row
 const HEIGHT = 640; // of all rows, where that leaves them ROW[1]
 const CELL = [0.25, 26];
-const FONT = 10;
+const FONT = 12;
 const MOST = 16000; // device pixels of a canvas that browsers draw
 
 export class Heatmap {
   /**
    * `source`: {rows: names of tokens, columns: names of layers, at(row, column) → share from −1 to 1, NaN: no value, null: not there yet,
-   * scale() → text that changes when all shares do}. `dark`: colours that do not follow the page's.
+   * scale() → text that changes when all shares do, titles: of the rows' axis and of the columns'}. `dark`: colours that do not follow the page's.
    */
   constructor(canvas, source, width, { ratio = globalThis.devicePixelRatio || 1, schedule = (draw) => requestAnimationFrame(draw), dark = null } = {}) {
     this.canvas = canvas;
@@ -51,7 +52,7 @@ export class Heatmap {
   show(source, width) {
     this.source = source;
     const [rows, columns] = [source.rows.length, source.columns.length];
-    this.left = Math.min(LABELS, Math.max(24, width / 3));
+    this.left = TITLE + Math.min(LABELS, Math.max(24, width / 3 - TITLE));
     this.cell = Math.min(CELL[1], Math.max(CELL[0], (width - this.left - 2) / columns));
     this.row = Math.min(ROW[1], Math.max(ROW[0], HEIGHT / rows));
     this.width = Math.ceil(this.left + this.cell * columns + 2);
@@ -161,15 +162,23 @@ export class Heatmap {
     const every = Math.max(1, Math.ceil((FONT + 1) / this.row));
     for (let row = 0; row < source.rows.length; row += every) {
       let text = source.rows[row];
-      while (text.length > 3 && context.measureText(text).width > this.left - 6) text = `${text.slice(0, -2)}…`;
+      while (text.length > 3 && context.measureText(text).width > this.left - TITLE - 6) text = `${text.slice(0, -2)}…`;
       context.fillText(text, this.left - 5, (row + 0.5) * this.row);
     }
     context.textAlign = "center";
-    const widest = Math.max(...source.columns.map((name) => String(name).length)) * 7 + 6;
+    const widest = Math.max(...source.columns.map((name) => String(name).length)) * 8 + 6;
     const step = Math.max(1, Math.ceil(widest / this.cell));
     for (let column = 0; column < source.columns.length; column += step) {
-      context.fillText(String(source.columns[column]), this.left + (column + 0.5) * this.cell, source.rows.length * this.row + AXIS / 2 + 2);
+      context.fillText(String(source.columns[column]), this.left + (column + 0.5) * this.cell, source.rows.length * this.row + 11);
     }
+    const [rows, columns] = source.titles || ["token", "layer"];
+    context.fillStyle = this.ink(0.75);
+    context.fillText(columns, (this.left + this.width) / 2, this.height - TITLE / 2);
+    context.save();
+    context.translate(TITLE / 2 - 1, (source.rows.length * this.row) / 2);
+    context.rotate(-Math.PI / 2);
+    if (source.rows.length * this.row > context.measureText(rows).width) context.fillText(rows, 0, 0);
+    context.restore();
   }
 
   /** A colour of the page's palette, which is `light-dark(one, other)`. */

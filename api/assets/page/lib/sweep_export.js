@@ -1,6 +1,7 @@
 // Files that the browser makes of a grid.
 
-import { MEANING, hookTitle, shareOf, shown } from "./grid.js";
+import { MEANING, shareOf, shown } from "./grid.js";
+import { hookTitle } from "./hooks.js";
 import { Heatmap, drawScale } from "./heatmap.js";
 
 const [PANEL, GAP, HEAD, FOOT, LINE, RATIO] = [420, 16, 46, 44, 14, 2];
@@ -19,7 +20,7 @@ export async function save(name, blob) {
 export function picture(grid, pair, title) {
   const ink = () => "rgb(20,20,20)";
   const panels = grid.hooks.map((hook) => {
-    const source = { rows: grid.names(pair), columns: grid.layers, scale: () => "", at: (row, column) => shareOf(grid, pair, hook, column, row), ink };
+    const source = { rows: grid.names(pair), columns: grid.layers, titles: grid.titles, scale: () => "", at: (row, column) => shareOf(grid, pair, hook, column, row), ink };
     const map = new Heatmap(document.createElement("canvas"), source, PANEL, { ratio: RATIO, schedule: (draw) => draw(), dark: false });
     return { hook, map };
   });

@@ -2,6 +2,7 @@
 
 import { del, get, post } from "../lib/api.js";
 import { Button, Empty, Field, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
+import { HookBoxes } from "../lib/hooks.js";
 import { useModels } from "../lib/models.js";
 import { age, bytes, number } from "../lib/format.js";
 import { Shown } from "./captured.js";
@@ -35,14 +36,12 @@ function Form() {
     });
     location.hash = `#/capture/${id}`;
   };
-  const toggle = (hook) => () => setForm({ ...form, hooks: form.hooks.includes(hook) ? form.hooks.filter((name) => name !== hook) : [...form.hooks, hook] });
+  const toggle = (hook, on) => setForm({ ...form, hooks: on ? [...form.hooks, hook] : form.hooks.filter((name) => name !== hook) });
   if (models && !models.length) return html`<${Empty}>No model is served.<//>`;
   return html`<form class="capture-form" onSubmit=${(event) => event.preventDefault()}>
     ${models && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
     <${Field} label="Prompt" error=${wrong("prompt")}>${(id) => html`<textarea id=${id} rows="3" value=${form.prompt} onInput=${set("prompt")}></textarea>`}<//>
-    <fieldset><legend>Hook points</legend><div class="checks">${((model && model.hooks) || []).map(
-      (hook) => html`<label key=${hook}><input type="checkbox" checked=${form.hooks.includes(hook)} onChange=${toggle(hook)} /> ${hook}</label>`,
-    )}</div></fieldset>
+    <fieldset><legend>Hook points</legend><${HookBoxes} hooks=${(model && model.hooks) || []} chosen=${(hook) => form.hooks.includes(hook)} toggle=${toggle} /></fieldset>
     <div class="inline">
       <${Field} label="Layers" hint=${model ? `all, 3, 0-5 or 0-5,-1; the model has ${model.num_layers} layers` : null} error=${wrong("layers")}>${(id) => html`<input id=${id} maxlength="1024" value=${form.layers} onInput=${set("layers")} />`}<//>
       <${Field} label="Positions" error=${wrong("positions")}>${(id) => html`<select id=${id} value=${form.positions} onChange=${set("positions")}>${Object.entries(POSITIONS).map(([name, text]) => html`<option value=${name}>${text}</option>`)}</select>`}<//>

@@ -3,6 +3,8 @@
 import { html, useEffect, useLayoutEffect, useRef, useState, Button, Copy, Problem } from "../lib/ui.js";
 import { ApiError, get } from "../lib/api.js";
 import { bytes, count, identity, number, time } from "../lib/format.js";
+import { titleOf } from "../lib/jobs.js";
+import { Id, State } from "../lib/parts.js";
 import { codeOf } from "../lib/code.js";
 
 const MOST = 200; // rows of a list that are shown
@@ -57,9 +59,9 @@ export function JobDetails({ id, job, session, onClose }) {
 
   const code = asked && asked.body && asked.path ? codeOf(asked.path, asked.body, session.auth !== "open") : null;
   return html`<section class="details" aria-labelledby="job-title" onKeyDown=${(event) => event.key === "Escape" && onClose()}>
-    <div class="details-head"><h2 id="job-title" tabindex="-1" ref=${head}>${id}</h2><${Button} kind="small" onClick=${onClose}>Close<//></div>
+    <div class="details-head"><div><h2 id="job-title" tabindex="-1" ref=${head}>${at ? titleOf(at) : "Job"}</h2><${Id} id=${id} /></div><${Button} kind="small" onClick=${onClose}>Close<//></div>
     <${Problem} error=${error} />
-    ${at && html`<p><span class=${`state ${at.state}`}>${at.state}</span> · ${at.kind} · ${at.model} <span class="mono">${identity(at.identity)}</span>${at.attempt > 1 ? ` · attempt ${at.attempt}` : ""}${at.worker ? ` · worker ${at.worker}` : ""}</p>`}
+    ${at && html`<p><${State} state=${at.state} /> ${at.kind} · ${at.model} <span class="mono">${identity(at.identity)}</span>${at.attempt > 1 ? ` · attempt ${at.attempt}` : ""}${at.retry_reason ? ` (the one before ended: ${at.retry_reason})` : ""}${at.worker ? ` · worker ${at.worker}` : ""}</p>`}
     ${at && at.error && html`<${Problem} error=${new ApiError(at.error.status, at.error)} />`}
     ${at && at.kind === "sweep" && html`<p><a href=${`#/sweep/${id}`}>Open the heatmap</a></p>`}
     <h3>Prompt</h3>

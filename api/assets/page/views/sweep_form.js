@@ -4,7 +4,8 @@ import { get, post } from "../lib/api.js";
 import { Button, Field, Problem, html, useCallback, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
 import { useModels } from "../lib/models.js";
 import { count, number } from "../lib/format.js";
-import { hookTitle, written } from "../lib/grid.js";
+import { written } from "../lib/grid.js";
+import { HookBoxes, ours } from "../lib/hooks.js";
 import { layout, linksOf } from "../lib/align.js";
 import { EXAMPLE, TEXTS, blankForm, emptyPair, formOf, lacking, requestOf } from "../lib/sweep_request.js";
 
@@ -18,14 +19,6 @@ const CHOICES = {
   axis: { position: "position: one token per column", together: "together: all positions in one column", head: "head: one head per column", head_position: "head_position: one head at one position per column", neuron: "neuron (list them below)" },
   alignment: { auto: "auto: corresponding tokens only", left: "left: count from the start", right: "right: count from the end" },
 };
-/** Our name of a hook point that a request calls by TransformerLens' name. */
-const OURS = { resid_pre: "pre_attn", resid_mid: "post_attn", resid_post: "post_block", rot_q: "q", rot_k: "k", mlp_post: "mlp_act", "mlp.hook_post": "mlp_act", hook_q: "q_proj", hook_k: "k_proj" };
-function ours(name) {
-  const part = name.replace(/^attn\./, "");
-  const bare = part.replace(/^hook_/, "");
-  return OURS[part] || OURS[bare] || bare;
-}
-
 export default function Form({ like }) {
   const [form, setForm] = useState(null);
   const [problem, setProblem] = useState(null);
@@ -197,7 +190,7 @@ function Hooks({ model, chosen, error, change }) {
   const toggle = (hook, on) => change(on ? [...chosen, hook] : chosen.filter((name) => ours(name) !== hook));
   return html`<fieldset class="hooks" aria-describedby=${error ? "hooks-error" : null}>
     <legend>Hook points</legend>
-    ${all.map((hook) => html`<label><input type="checkbox" data-hook=${hook} checked=${named.has(hook)} onChange=${(event) => toggle(hook, event.target.checked)} /> ${hookTitle(hook)}${served.includes(hook) || !model ? "" : " (not served)"}</label> `)}
+    <${HookBoxes} hooks=${all} chosen=${(hook) => named.has(hook)} toggle=${toggle} note=${(hook) => (served.includes(hook) || !model ? "" : " (not served)")} />
     ${error && html`<small id="hooks-error" class="bad" role="alert">${error}</small>`}
   </fieldset>`;
 }
