@@ -3,6 +3,7 @@
 import { get, post, del, sse, useSession } from "./lib/api.js";
 import { html, render, useState, useEffect, useRef, useCallback, Problem, Button, Field, Guard } from "./lib/ui.js";
 import { bytes, number } from "./lib/format.js";
+import { History } from "./lib/history.js";
 import { JobStore } from "./lib/jobs.js";
 import { Logo } from "./lib/parts.js";
 import Start from "./views/start.js";
@@ -118,6 +119,8 @@ function Shell({ session, onEnd }) {
   const [View, setView] = useState(null);
   const jobs = useRef(null);
   if (jobs.current === null) jobs.current = new JobStore();
+  const history = useRef(null);
+  if (history.current === null) history.current = new History();
   const main = useRef(null);
   const shown = useRef("");
 
@@ -135,7 +138,10 @@ function Shell({ session, onEnd }) {
       onState: setConnected,
       onEvent: ({ event, data }) => {
         if (event === "jobs") jobs.current.take(data);
-        else if (event === "service") setService(data);
+        else if (event === "service") {
+          history.current.take(data);
+          setService(data);
+        }
       },
     }).catch((failure) => failure.status === 401 || setError(failure));
     return () => stop.abort();
@@ -150,6 +156,8 @@ function Shell({ session, onEnd }) {
       (loaded) => current && setView(() => loaded),
       (failure) => current && setError(failure),
     );
+    const here = document.querySelector("nav.views [aria-current]");
+    if (here) here.scrollIntoView({ block: "nearest", inline: "nearest" }); // on a phone the views are a strip
     if (shown.current && shown.current !== at.name && main.current) main.current.focus(); // a screen reader goes on in the new view
     shown.current = at.name;
     return () => {
@@ -182,7 +190,7 @@ function Shell({ session, onEnd }) {
       ${
         !view
           ? html`<h1>Not found</h1><p>There is no view <code>${at.name}</code>. <a href="#/start">Start</a></p>`
-          : View && html`<${Guard} place=${location.hash}><${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} /><//>`
+          : View && html`<${Guard} place=${location.hash}><${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} history=${history.current} /><//>`
       }
     </main>
     <footer>Midstream ${session.version} · ${["docs", "swagger", "flower", "grafana"].filter((name) => session.links[name]).map((name) => html` <a href=${session.links[name]}>${name}</a>`)}</footer></div>`;

@@ -5,7 +5,7 @@ import { hookName } from "./hooks.js";
 export const MEANING = {
   logprob: "log P(answer), nats",
   logit_diff: "log P(answer) − log P(foil), nats",
-  recovered: "share recovered",
+  recovered: "recovered (0–1)",
   kl: "KL from the clean prompt, nats",
 };
 

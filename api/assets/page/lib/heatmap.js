@@ -26,6 +26,7 @@ const ROW = [0.25, 20]; // least and greatest height of a row
 const HEIGHT = 640; // of all rows, where that leaves them ROW[1]
 const CELL = [0.25, 26];
 const FONT = 12;
+const MEASURED = 1000; // names
 const MOST = 16000; // device pixels of a canvas that browsers draw
 
 export class Heatmap {
@@ -52,7 +53,10 @@ export class Heatmap {
   show(source, width) {
     this.source = source;
     const [rows, columns] = [source.rows.length, source.columns.length];
-    this.left = TITLE + Math.min(LABELS, Math.max(24, width / 3 - TITLE));
+    this.context = this.canvas.getContext("2d");
+    this.context.font = `${FONT}px system-ui, sans-serif`;
+    const widest = source.rows.slice(0, MEASURED).reduce((most, name) => Math.max(most, this.context.measureText(name).width), 16);
+    this.left = TITLE + Math.min(LABELS, widest + 8, Math.max(24, width / 3 - TITLE));
     this.cell = Math.min(CELL[1], Math.max(CELL[0], (width - this.left - 2) / columns));
     this.row = Math.min(ROW[1], Math.max(ROW[0], HEIGHT / rows));
     this.width = Math.ceil(this.left + this.cell * columns + 2);
@@ -62,7 +66,6 @@ export class Heatmap {
     this.canvas.height = Math.round(this.height * ratio);
     this.canvas.style.width = `${this.width}px`;
     this.canvas.style.height = `${this.height}px`;
-    this.context = this.canvas.getContext("2d");
     this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
     this.markAll();
   }

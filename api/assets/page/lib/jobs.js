@@ -45,7 +45,7 @@ export class JobStore {
 
 export const owner = (job) => job.tenant || "default";
 export const over = (job) => ENDED.has(job.state) || job.state === "cancelled";
-export const tagOf = (job) => (job.tags && job.tags.length ? job.tags.join(", ") : (job.metadata && job.metadata.tag) || job.run || "");
+export const tagOf = (job) => (job.kind !== "sweep" && job.tags && job.tags.length ? job.tags.join(", ") : (job.metadata && job.metadata.tag) || job.run || "");
 
 /** What people call it: its `name` in the metadata, else what was asked. */
 export const titleOf = (job) => (job.metadata && job.metadata.name) || (job.prompt || "").trim() || tagOf(job) || `${job.kind} of token ids`;

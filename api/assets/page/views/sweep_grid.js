@@ -139,12 +139,12 @@ const short = (text) => (text.length > 60 ? `${text.slice(0, 30)} … ${text.sli
 function titleOf(grid, pair) {
   const { result } = grid;
   const ablated = { zeros: ", rows set to zero", mean: ", rows set to their mean" }[result.ablation] || "";
-  if (pair === null) return `Mean over ${grid.pairs.length} pairs of prompts${ablated} · ${MEANING[grid.metric]}`;
+  if (pair === null) return `Mean over ${grid.pairs.length} pairs of prompts${ablated}`;
   const found = grid.pairs[pair];
   const [base, source] = [found.base_tokens, found.source_tokens].map((tokens) => short(tokens.join("")));
   const what = result.ablation ? `“${base}”${ablated}` : `“${source}” patched into “${base}”`;
   const answers = found.answer ? ` · answer “${found.answer.trim()}”${found.foil ? `, foil “${found.foil.trim()}”` : ""}` : "";
-  return `${what}${answers} · ${MEANING[grid.metric]}`;
+  return `${what}${answers}`;
 }
 
 const notesOf = (grid) => [...new Set(grid.pairs.flatMap((pair) => pair.notes))].slice(0, 20);
