@@ -354,6 +354,11 @@ class CaptureReader:
         chosen = self._hook(hook, request)
         return sorted(layer for name, layer in self._of(request).sites if name == chosen)
 
+    def site(self, layer: int, hook: str | None = None, request: int = 0) -> tuple[str, int]:
+        """Return the hook point and the layer of `array(layer, hook, request)`."""
+        name, _, number = self._tensor(layer, hook, request)[2].rpartition(".")
+        return name, int(number)
+
     def positions(self, request: int = 0) -> list[int]:
         """Return the absolute token positions of the rows: row i of every array is at position
         `positions[i]`.

@@ -436,7 +436,7 @@ def test_a_result_of_another_job_kind_is_refused() -> None:
         Client(url) as client,
         pytest.raises(MidstreamError, match="job_1 is not a sweep"),
     ):
-        client.sweep_result("job_1")
+        client.sweeps.result("job_1")
 
 
 def test_interrupting_the_wait_cancels_the_sweep() -> None:
