@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..schemas.base.errors import invalid
+from ..schemas.base.records import Plotted
 from .extras import need
 
 #: The most iterations of the solver; on standardised rows it converges long before.
@@ -36,7 +37,7 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(Plotted):
     """A trained probe.
 
     Scores are log-odds. Two classes have a single score, that of the second; several classes have a

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.records import Plotted
 from ...schemas.jobs.captures import Manifest, index_of
 from ...schemas.model.attention import AttentionKind
 from ...schemas.model.banks import BANK, OF_HEADS
@@ -167,7 +168,7 @@ def _tokens(blob: Blob) -> dict[int, int]:
     return dict(zip(blob.raw("positions").tolist(), blob.raw("token_ids").tolist(), strict=True))
 
 
-class CaptureReader:
+class CaptureReader(Plotted):
     """The captured rows of one job under one tag, merged over files and pipeline stages.
 
     `source`: the job's folder `<capture root>/<tag>/<job>`; or, if `job` is given, the tag's

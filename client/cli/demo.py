@@ -431,7 +431,7 @@ def _patch(client: Client, model: str, folder: Path, console: Console, verdict: 
     console.print(Padding(sweeps.report(result, count=3), (0, 0, 0, 2)))
     summary, grid = result.summary, study.grid()
     path = folder / "sweep.png"
-    study.heatmap(path)
+    study.plot(path)
     _line(console, f"[bold]{escape(_short(path))}[/]: the same heatmap as a figure")
     took = f" in {summary.seconds:.1f} s" if summary.seconds else ""
     verdict.check(

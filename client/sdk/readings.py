@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import Plotted
 from ...schemas.jobs.jobs import JobResult
 from ...schemas.prompts.selectors import LayerSelector
 from ...schemas.readings.features import FeaturesReading
@@ -40,7 +41,7 @@ TOP_K = 10
 
 
 @dataclass(frozen=True)
-class Lens:
+class Lens(Plotted):
     """Logit lens of one prompt.
 
     `tokens[i, j, k]`: the k-th most likely next token, of layer `layers[i]` at `positions[j]`.
@@ -61,15 +62,6 @@ class Lens:
     def word(self, token: int) -> str:
         """Return the token's text, or its number if the text is not known."""
         return self.words.get(int(token), f"#{int(token)}")
-
-    def figure(self, path: Any = None, places: Sequence[int] | None = None) -> Any:
-        """The heat map of top tokens (matplotlib, extra `plots`).
-
-        `path`: save the figure there. `places`: indices into `positions`; by default all.
-
-        Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
-        """
-        return notebook.rendered("lens_figure", self, path, places)
 
     def plotly(self) -> Any:
         """An interactive heatmap: `plotly.graph_objects.Figure`.
@@ -117,7 +109,7 @@ def known_tokens(readings: Sequence[LensReading]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Features:
+class Features(Plotted):
     """The most active features of each token of one prompt, and of generated tokens if the
     positions include them.
     """

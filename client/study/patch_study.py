@@ -2,7 +2,7 @@
 
 study = PatchStudy("The Eiffel Tower is in", "The Colosseum is in", " Paris", " Rome")
 study.sweep(hooks=["resid_pre", "attn_out", "mlp_out"])
-study.heatmap("eiffel.png")
+study.plot("eiffel.png")
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from ..sdk.fields import StudyFields
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
-
 B = TypeVar("B", bound=Blocking)
 C = TypeVar("C", Client, AsyncClient)
 P = ParamSpec("P")
@@ -196,12 +195,11 @@ class _Study(Generic[C]):
         """Return the cells that change the metric most, strongest first."""
         return self.grid(pair).top(count)
 
-    def heatmap(self, path: Path | str | None = None, *, pair: int | None = None) -> Figure:
+    def plot(self, path: Path | str | None = None, *, pair: int | None = None) -> Figure:
         """Draw tokens by layers, one panel for each hook: one pair, or the mean over all pairs.
 
-        `path`: save the figure there, in the format of the extension.
-
-        Raises MidstreamError if matplotlib is not installed.
+        `path`: save the figure there, in the format of the extension. Raises MidstreamError if
+        matplotlib is not installed.
         """
         return figures.heatmap(self.result, path, pair)
 

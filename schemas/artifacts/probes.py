@@ -20,7 +20,7 @@ from ..base.limits import (
     Name,
     Reference,
 )
-from ..base.records import Record, Wire
+from ..base.records import Plotted, Record, Wire
 from ..base.tensors import Tensor
 from ..prompts.selectors import Hook, HookName
 from .registered import Kind, Registered
@@ -211,7 +211,7 @@ class TokenScores(Record):
     aggregates: dict[str, dict[str, float]]  # over the positions up to this one
 
 
-class ProbeResult(Record):
+class ProbeResult(Plotted, Record):
     """The scores of one probe on one prompt."""
 
     request: int  # index of the prompt

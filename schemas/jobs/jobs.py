@@ -32,7 +32,7 @@ from ..base.limits import (
     Text,
     TokenIds,
 )
-from ..base.records import Record
+from ..base.records import Plotted, Record
 from ..base.states import TERMINAL as TERMINAL
 from ..base.states import TRANSITIONS as TRANSITIONS
 from ..base.states import State as State
@@ -411,7 +411,7 @@ class JobView(Record, omit_defaults=True):
     global_version: int | None = None
 
 
-class JobResult(ReadingResults):
+class JobResult(Plotted, ReadingResults):
     """Answer of `GET /v1/jobs/{id}/result`."""
 
     id: str

@@ -208,7 +208,7 @@ def test_of_many_heads_the_strongest_are_drawn() -> None:
 
 def test_the_picture_has_a_panel_per_head_with_the_values_in_place(tmp_path: Path) -> None:
     found = attention_of(reader())
-    drawn = found.figure(tmp_path / "out.png", panels=[(0, 1), (1, 3)])
+    drawn = found.plot(tmp_path / "out.png", panels=[(0, 1), (1, 3)])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     panels = drawn.axes[:2]
     assert [axis.get_title() for axis in panels] == ["layer 0, head 1", "layer 1, head 3"]
