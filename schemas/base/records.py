@@ -44,7 +44,13 @@ class Plotted:
 
 # Type checkers do not inherit `frozen` and `kw_only` from a base class; these declare them.
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
-class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class Record(
+    msgspec.Struct,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    frozen=True,
+    repr_omit_defaults=True,
+):
     """A JSON object of the public schemas: immutable, keyword-only, unknown fields rejected."""
 
     def _repr_html_(self) -> str | None:

@@ -498,7 +498,7 @@ def test_a_reader_shows_its_tokens_and_rows_of_several_jobs_are_one_matrix(
 
     async def same() -> tuple[list[str], np.ndarray]:
         async with AsyncClient(up.ready()) as other:
-            return (await other.capture(ids[0])).tokens(0), await other.matrix(ids, -1)
+            return (await other.capture(ids[0])).tokens(0), await other.captures.matrix(ids, -1)
 
     words, theirs = asyncio.run(same())
     assert words == reader.tokens(0)
