@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 from capture_kit import finished, write
-from sweep_kit import grid, result
+from sweep_kit import result
 
 from midstream import CaptureReader, MidstreamError, PatchStudy, harvest, matrix, probes
 from midstream.client.render.figures import PLOTS
+from midstream.client.sdk.answers.grid import grid_of
 from midstream.client.sdk.readings import Features, lens_of
 from midstream.schemas.artifacts.probes import ProbeResult
 from midstream.schemas.base.states import State
@@ -59,7 +60,7 @@ def fitted(**site: Any) -> probes.Fit:
 
 RESULTS = {
     "sweep": result,
-    "grid": grid,
+    "grid": lambda: grid_of(result()),
     "lens": lambda: lens_of(LENS),
     "features": lambda: Features("job_x", FEATURES),
     "probe": lambda: SCORED,
@@ -105,9 +106,9 @@ def test_every_kind_with_the_verb_has_a_figure() -> None:
 
 
 def test_rows_of_a_matrix_know_their_site_and_a_fit_keeps_it(tmp_path: Path) -> None:
-    rows = matrix(reader(tmp_path), 1)
-    assert (rows.layer, rows.hook) == (1, "post_block")
-    assert (rows[:1].layer, rows[:1].hook) == (1, "post_block")
+    rows = matrix(reader(tmp_path), 2)
+    assert (rows.layer, rows.hook) == (2, "post_block")
+    assert (rows[:1].layer, rows[:1].hook) == (2, "post_block")
     fit = fitted(layer=15, hook="mlp_out")
     assert {**fit.fields(), "weight": 0, "bias": 0, "thresholds": 0} == {
         "weight": 0, "bias": 0, "thresholds": 0, "labels": ["1"], "layer": 15, "hook": "mlp_out",
