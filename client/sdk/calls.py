@@ -13,7 +13,7 @@ from inspect import Parameter, Signature, signature
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
-import httpx
+import httpx2
 
 from ...schemas.base.errors import MidstreamError
 from . import fields, wire
@@ -91,11 +91,11 @@ class Calls(Generic[M]):
         """The same calls as coroutines, over the same transport."""
         return type(self)(self._io)
 
-    async def _send(self, call: Call) -> httpx.Response:
+    async def _send(self, call: Call) -> httpx2.Response:
         """Return the response, regardless of its status. Raises ServerUnreachable."""
         try:
             return await self._io.send(call)
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise wire.unreachable(self._io.url, error) from None
 
     async def _ask(self, call: Call, kind: type[T]) -> T:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, nullcontext
 from typing import Any, Unpack
 
-import httpx
+import httpx2
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import Event, JobPage, JobRequest, JobResult, JobView
@@ -158,7 +158,7 @@ class Jobs(Calls[M]):
         # The server sends a comment every 15 s: silence for longer means that the connection is
         # dead.
         parser, patience = wire.EventParser(after), wire.Patience()
-        timeout = httpx.Timeout(10.0, read=45.0)
+        timeout = httpx2.Timeout(10.0, read=45.0)
         while True:
             try:
                 seen = {"last-event-id": parser.last_id} if parser.last_id else {}
@@ -180,7 +180,7 @@ class Jobs(Calls[M]):
                                 yield event
                                 if event.event == "done":
                                     return
-            except httpx.TransportError as error:
+            except httpx2.TransportError as error:
                 patience.check(wire.unreachable(self._io.url, error))
             except MidstreamError as error:
                 patience.check(error)
