@@ -164,7 +164,6 @@ TOP_LEVEL = {
     "Dockerfile",
     ".dockerignore",
     ".env",
-    "mkdocs.yml",
 }
 
 
