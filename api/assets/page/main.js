@@ -180,7 +180,7 @@ function Shell({ session, onEnd }) {
           : View && html`<${Guard} place=${location.hash}><${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} /><//>`
       }
     </main>
-    <footer>Midstream ${session.version} · ${["docs", "swagger", "flower", "grafana"].filter((name) => session.links[name]).map((name) => html` <a href=${session.links[name]}>${name}</a>`)}</footer>`;
+    <footer>Midstream ${session.version} · ${["docs", "schema", "swagger", "flower", "grafana"].filter((name) => session.links[name]).map((name) => html` <a href=${session.links[name]}>${name}</a>`)}</footer>`;
 }
 
 function App() {
