@@ -10,7 +10,6 @@ import pytest
 from http_kit import reply, server
 
 from midstream import Client, MidstreamError, ServerTimeout, ServerUnreachable
-from midstream.api.resolve.admission.admission import check_tools
 from midstream.api.resolve.readings.readings import _check_served
 from midstream.client.cli.options import overrides
 from midstream.client.sdk import wire
@@ -46,13 +45,6 @@ def test_an_unknown_name_with_none_to_choose_from_lists_no_value() -> None:
     assert str(error) == "name: unknown module 'joy' of model 'tiny'; no module exists yet"
 
 
-def test_tools_without_a_parser_name_the_setting() -> None:
-    parsed: Any = SimpleNamespace(tools=[{}])
-    model: Any = SimpleNamespace(name="tiny", tool_parser="")
-    error = refusal(lambda: check_tools(parsed, model))
-    assert (error.allowed, "--set tool_parser=" in str(error.hint)) == (None, True)
-
-
 def test_a_nested_field_is_suggested() -> None:
     error = refusal(lambda: wire.pack_capture({"hooks": {"mlp_aut": 1}}))
     assert (error.field, error.hint) == ("capture.hooks", "did you mean 'mlp_out'?")
@@ -79,7 +71,9 @@ def test_an_address_may_omit_its_scheme() -> None:
     assert seen == ["GET /v1/models"]
 
 
-@pytest.mark.parametrize("given", [CLOSED, f"http://{CLOSED}/", Client(CLOSED)], ids=str)
+@pytest.mark.parametrize(
+    "given", [CLOSED, f"http://{CLOSED}/", Client(CLOSED)], ids=["host", "url", "client"]
+)
 def test_a_hooked_model_takes_an_address_or_a_client(given: Any) -> None:
     error = refusal(lambda: HookedModel(given))
     assert "no Midstream server answers at http://127.0.0.1:1 " in str(error)
