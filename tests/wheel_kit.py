@@ -52,9 +52,7 @@ EXTRAS: dict[str, Extra] = {
         "import lm_eval.tasks, lm_eval.models.openai_completions, transformers, aiohttp, tenacity",
         ("lm-eval.lock",),
     ),
-    "docs": Extra(
-        "import mkdocs, material, mkdocstrings, midstream.client.cli.main", ("docs.lock",)
-    ),
+    "docs": Extra("import zensical, mkdocstrings, midstream.client.cli.main", ("docs.lock",)),
     "broker": Extra(
         "import midstream.broker.relay, "
         "midstream.broker.callbacks, "
