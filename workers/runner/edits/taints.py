@@ -32,7 +32,7 @@ class Taints:
         if digest in self._failed:
             self._failed[digest] = step
 
-    def spoil(self, spec: RankSpec, cached_tokens: int) -> bool:
+    def affects(self, spec: RankSpec, cached_tokens: int) -> bool:
         """Return whether the cached blocks served to this request may lack its edit."""
         return spec.digest in self._failed and cached_tokens > spec.first_affected
 

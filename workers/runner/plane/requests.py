@@ -59,7 +59,7 @@ class Requests:
     def resume(self, tracked: Tracked, cached_tokens: int) -> None:
         """Check a resumed request, which may use cache blocks that another request computed."""
         tracked.admitted, tracked.cached_tokens = self.step, cached_tokens
-        if self.taints.spoil(tracked.spec, cached_tokens):
+        if self.taints.affects(tracked.spec, cached_tokens):
             self.fail(tracked, TAINTED, "intervention_failed")
 
     def finish(self, tracked: Tracked, finish: Finish) -> None:
@@ -134,11 +134,11 @@ class Requests:
         waiting = [tracked for tracked, _ in self.finished.values()]
         for tracked in [*waiting, *self.tracked.values()]:
             self.fail(tracked, message, BY_REQUEST)
-            tracked.holds([])
+            tracked.set_rows([])
             tracked.recordings = {}
         self.finished.clear()
 
-    def cleanse(self, step: int) -> None:
+    def forget_failures(self, step: int) -> None:
         """Forget failures up to `step`, except those of requests that are still tracked."""
         self.taints.forget(
             step, {tracked.spec.digest for tracked in self.tracked.values() if tracked.failure}
