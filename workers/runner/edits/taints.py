@@ -1,7 +1,7 @@
 """Steering digests whose cached prefix blocks may have been computed without the edit.
 
-A request whose intervention failed continues in the engine, and fills cache blocks under a digest
-that claims the edit.
+A request whose intervention failed continues in the engine, and its blocks enter the prefix cache
+under a digest that includes the edit.
 """
 
 from collections.abc import Collection
@@ -13,7 +13,7 @@ class Taints:
     """Digests of failed requests; one instance per rank."""
 
     def __init__(self) -> None:
-        # digest → the last step in which a failed request with it filled blocks
+        # digest → the last step in which a failed request with this digest filled cache blocks
         self._failed: dict[str, int] = {}
 
     def __len__(self) -> int:

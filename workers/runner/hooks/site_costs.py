@@ -18,7 +18,7 @@ class Machine:
     """Assumptions about a GPU. The defaults are for an H200."""
 
     idle_launch_us: float = 2.1  # time that an idle launch adds to a replayed graph
-    busy_launch_us: float = 3.2  # time of a busy launch: the same, and the latency of one row
+    busy_launch_us: float = 3.2  # time of a busy launch: an idle one plus the latency of one row
     bytes_per_s: float = 4.8e12  # memory bandwidth
     share: float = 0.85  # share of the bandwidth that a site with many rows reaches
     weights_share: float = 0.7  # share of the bandwidth at which a step reads the weights
