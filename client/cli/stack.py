@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Annotated
 
-import httpx
+import httpx2
 import typer
 
 from ...schemas.base.errors import MidstreamError, suggestion
@@ -127,9 +127,10 @@ def _answer(stack: discovery.Stack) -> str:
         return "starting"
     try:
         ready = (
-            httpx.get(f"{stack.url}/readyz", timeout=discovery.ASK_S).status_code == httpx.codes.OK
+            httpx2.get(f"{stack.url}/readyz", timeout=discovery.ASK_S).status_code
+            == httpx2.codes.OK
         )
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
         return f"no answer at {stack.url} ({error or type(error).__name__})"
     return f"{stack.url} {'is ready' if ready else 'is not ready yet'}"
 

@@ -10,7 +10,7 @@ from inspect import signature
 from types import GenericAlias, MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, get_args, overload
 
-import httpx
+import httpx2
 
 from ...schemas.base.errors import MidstreamError
 from . import wire
@@ -128,11 +128,11 @@ class Calls:
 
     _io: Transport
 
-    async def _send(self, call: Call) -> httpx.Response:
+    async def _send(self, call: Call) -> httpx2.Response:
         """Return the response, regardless of its status. Raises ServerUnreachable."""
         try:
             return await self._io.send(call)
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise wire.unreachable(self._io.url, error) from None
 
     async def _ask(self, call: Call, kind: type[T]) -> T:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import httpx
+import httpx2
 import msgspec
 
 from ...schemas.artifacts.probes import ProbeResult
@@ -100,12 +100,12 @@ class Call:
     timeout: float = 60.0  # seconds without data after which the call fails
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `httpx.Client.request`."""
+        """Keyword arguments for `httpx2.Client.request`."""
         headers = dict(self.headers)
         content = None
         if self.body is not None:
             content, headers["content-type"] = to_json(self.body), "application/json"
-        timeout = httpx.Timeout(10.0, read=self.timeout)
+        timeout = httpx2.Timeout(10.0, read=self.timeout)
         return {
             "method": self.method,
             "url": self.path,
@@ -285,7 +285,7 @@ def idempotency_key() -> str:
 
 def unreachable(url: str, error: Exception) -> ServerUnreachable:
     """Return the error of a request that got no answer: the server is slow, or there is none."""
-    if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+    if isinstance(error, httpx2.TimeoutException) and not isinstance(error, httpx2.ConnectTimeout):
         return ServerTimeout(
             f"the server at {url} did not answer in time ({type(error).__name__})",
             "it may be busy: try again, or see `midstream status`",
@@ -296,7 +296,7 @@ def unreachable(url: str, error: Exception) -> ServerUnreachable:
     )
 
 
-def decode(response: httpx.Response, kind: type[T]) -> T:
+def decode(response: httpx2.Response, kind: type[T]) -> T:
     """Return the body of a successful response as `kind`. Raises what `raise_problem` raises, and
     the error from `not_understood` if the body is invalid.
     """
@@ -310,7 +310,7 @@ def decode(response: httpx.Response, kind: type[T]) -> T:
         ) from error
 
 
-def raise_problem(response: httpx.Response) -> None:
+def raise_problem(response: httpx2.Response) -> None:
     """Raise MidstreamError for an error response, with the kind, field and valid values of its
     problem document.
     """
@@ -346,7 +346,7 @@ def _lenient(content: bytes | str) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name in Problem.__struct_fields__}
 
 
-def not_understood(response: httpx.Response, problem: str) -> MidstreamError:
+def not_understood(response: httpx2.Response, problem: str) -> MidstreamError:
     """Return the error for a response that cannot be read; it names both versions if they
     differ.
     """
@@ -360,7 +360,7 @@ def not_understood(response: httpx.Response, problem: str) -> MidstreamError:
     return MidstreamError("internal", problem)
 
 
-def answer(response: httpx.Response) -> Answer:
+def answer(response: httpx2.Response) -> Answer:
     """Parse an OpenAI-style response. Raises what `decode` raises."""
     raw = decode(response, dict[str, Any])
     try:

@@ -150,12 +150,12 @@ class Settings(Record):
 
     # Tuned lenses
     # folder below which tuned lenses may be registered, at the same path on API and worker
-    # machines; empty: none are served
+    # machines; empty: `lenses` in `data_dir`
     lens_dir: str = ""
 
     # Sparse autoencoders
     # folder below which sparse autoencoders may be registered, at the same path on API and worker
-    # machines; empty: none are served
+    # machines; empty: `saes` in `data_dir`
     sae_dir: str = ""
     # weights of sparse autoencoders that each rank keeps loaded; jobs that need more wait
     sae_cache_mib: Count = 4096
@@ -372,6 +372,16 @@ class Settings(Record):
     @property
     def harvest_root(self) -> Path:
         return Path(self.data_dir).resolve() / "harvests"
+
+    @property
+    def sae_root(self) -> str:
+        """The folder below which sparse autoencoders may be registered."""
+        return self.sae_dir or str(Path(self.data_dir).resolve() / "saes")
+
+    @property
+    def lens_root(self) -> str:
+        """The folder below which tuned lenses may be registered."""
+        return self.lens_dir or str(Path(self.data_dir).resolve() / "lenses")
 
 
 def load_settings(

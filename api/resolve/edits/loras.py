@@ -61,6 +61,6 @@ def _support(model: ModelInfo) -> LoraSupport:
         raise invalid(
             "lora",
             (f"{model.name!r} is served without adapters: the worker's setting lora_dir is empty"),
-            hint="omit it",
+            hint="omit it, or have the operator start with `--set lora_dir=FOLDER`",
         )
     return model.lora

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-import httpx
+import httpx2
 from zlib_ng import zlib_ng
 
 from ....schemas.base.errors import MidstreamError
@@ -98,13 +98,13 @@ def from_link(folder: Path, job_id: str, file: ManifestFile) -> Path | None:
     if file.link is None:
         return None
     try:
-        with httpx.stream("GET", file.link, timeout=LINK_S) as response:
+        with httpx2.stream("GET", file.link, timeout=LINK_S) as response:
             return (
                 save(folder, job_id, file, response.iter_bytes())
                 if response.status_code == 200
                 else None
             )
-    except (httpx.HTTPError, httpx.InvalidURL, MidstreamError):
+    except (httpx2.HTTPError, httpx2.InvalidURL, MidstreamError):
         return None
 
 

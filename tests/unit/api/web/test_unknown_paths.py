@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from midstream.api.app import make_app
@@ -16,10 +16,10 @@ def app() -> Any:
     return make_app(Settings(redis_url="redis://127.0.0.1:1/0"))
 
 
-def ask(app: Any, method: str, path: str) -> httpx.Response:
-    async def call() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+def ask(app: Any, method: str, path: str) -> httpx2.Response:
+    async def call() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await client.request(method, path)
 
     return asyncio.run(call())
