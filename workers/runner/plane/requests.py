@@ -106,7 +106,8 @@ class Requests:
         """Report the failure of a request now, without waiting for the request to end.
 
         The request continues in the engine, and its blocks enter the prefix cache under a digest
-        that includes its interventions: this digest is tainted. `since`: the step of the failure, if not this one.
+        that includes its interventions: this digest is tainted. `since`: the step of the failure,
+        if not this one.
         """
         self.reports.failed(self.step, tracked, message, kind)
         digest = tracked.spec.digest
