@@ -21,7 +21,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.settings import SettingsError
-from ....schemas.jobs.jobs import CallDelta, Message, Said
+from ....schemas.jobs.jobs import CallDelta, Message, MessageDelta
 from ....schemas.prompts.chat import FunctionCall, ToolCall
 from ..protocol import EngineRequest
 from .tool_families import parser_for
@@ -111,7 +111,7 @@ class ToolReader:
         self._content: str | None = None
         self._calls: list[CallDelta] = []
 
-    def read(self, text: str, token_ids: Sequence[int], finished: bool) -> Said:
+    def read(self, text: str, token_ids: Sequence[int], finished: bool) -> MessageDelta:
         """Parse the next part of the text; return the new content and parts of calls."""
         parsed = self._checked(
             lambda: self._parser.parse_delta(
@@ -119,7 +119,7 @@ class ToolReader:
             )
         )
         if parsed is None:
-            return Said()
+            return MessageDelta()
         assert self._ask.tools is not None
         calls = [
             self._call_delta(call)
@@ -130,7 +130,7 @@ class ToolReader:
             self._content = (self._content or "") + parsed.content
         for call in calls:
             self._note(call)
-        return Said(content=parsed.content or "", calls=calls)
+        return MessageDelta(content=parsed.content or "", calls=calls)
 
     def streamed(self) -> Message:
         """Return the message that all parts given to `read` make up."""
