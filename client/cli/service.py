@@ -16,7 +16,8 @@ from ...schemas.base.settings import load_settings
 from ...schemas.service.status import Status
 from ..render import status as show_status
 from ..sdk import discovery
-from ..stack.doctor import Finding, examine
+from ..stack.checks.finding import Finding
+from ..stack.doctor import examine
 from .jobs import AsJson, Url, connect, out
 from .options import overrides
 

@@ -409,6 +409,7 @@ class JobView(Record, omit_defaults=True):
     contents: dict[str, str] = {}
     # of the global steering that its attempt began under; null: it has not begun
     global_version: int | None = None
+    retry_reason: str = ""  # why its previous attempt ended; empty: there was none
 
 
 class JobResult(ReadingResults):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import httpx2
@@ -21,8 +22,9 @@ from stack import Stack, free_port
 
 from midstream.client.cli import main as cli
 from midstream.client.sdk.discovery import STATE_FILE
-from midstream.client.stack import doctor
-from midstream.client.stack.doctor import Finding, examine
+from midstream.client.stack.checks import disk_checks, redis_checks
+from midstream.client.stack.checks.finding import Finding
+from midstream.client.stack.doctor import examine
 from midstream.schemas.base.records import from_json
 from midstream.schemas.requests.specs import StoredSteering
 from midstream.schemas.service.status import Status
@@ -375,8 +377,9 @@ def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     """No round trip and no fsync is too slow: how busy the machine that runs the tests is, is not
     what they are about.
     """
-    for limit in ("PING_WARN_MS", "PING_FAIL_MS", "FSYNC_WARN_MS", "FSYNC_FAIL_MS"):
-        monkeypatch.setattr(doctor, limit, math.inf)
+    for level in ("WARN", "FAIL"):
+        monkeypatch.setattr(redis_checks, f"PING_{level}_MS", math.inf)
+        monkeypatch.setattr(disk_checks, f"FSYNC_{level}_MS", math.inf)
 
 
 def bad(stack: Seen) -> dict[str, Finding]:
@@ -429,18 +432,23 @@ def test_the_doctor_finds_a_healthy_stack_by_its_data_directory(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("limit", "about"), [("PING_{}_MS", "redis latency"), ("FSYNC_{}_MS", "disk fsync")]
+    ("checks", "limit", "about"),
+    [
+        (redis_checks, "PING_{}_MS", "redis latency"),
+        (disk_checks, "FSYNC_{}_MS", "disk fsync"),
+    ],
 )
 @pytest.mark.parametrize("level", ["warn", "fail"])
 def test_the_doctor_reports_a_slow_redis_and_a_slow_disk(
     stack: Seen,
     patient_doctor: None,
     monkeypatch: pytest.MonkeyPatch,
+    checks: ModuleType,
     limit: str,
     about: str,
     level: str,
 ) -> None:
-    monkeypatch.setattr(doctor, limit.format(level.upper()), 0.0)
+    monkeypatch.setattr(checks, limit.format(level.upper()), 0.0)
     found = bad(stack)
     assert found[about].level == level
     assert found[about].advice

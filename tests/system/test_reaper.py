@@ -173,6 +173,7 @@ def test_an_expired_lease_requeues_with_the_attempt_unchanged_and_the_claim_adds
             assert report.requeued == [job.id]
             view = await ledger.view(job.id)
             assert (view.state, view.attempt, view.worker) == (State.QUEUED, 1, None)
+            assert view.retry_reason == f"worker {WORKER} did not renew its lease"
             assert (await sent(ledger))[-1][:2] == (job.id, 1)
             claim = await ledger.claim(job.id, "w2", "b2", 1, IDENTITY)
             assert claim is not None

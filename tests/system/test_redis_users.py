@@ -16,7 +16,7 @@ from receipt_rig import wait_until
 from midstream.broker.ops.acl import OPERATOR, jobs_url, write_users
 from midstream.broker.ops.redis_server import executable
 from midstream.broker.queue.celery_app import UNACKED, make_app
-from midstream.client.stack.doctor import default_user
+from midstream.client.stack.checks.redis_checks import default_user
 from midstream.schemas.base.settings import SettingsError, load_settings
 
 ALL = ("relay", "callbacks", "worker", "api", "flower")

@@ -416,6 +416,25 @@ def test_the_pending_webhooks_of_a_tenant_are_limited(redis_url: str, receiver: 
     asyncio.run(main())
 
 
+def test_redeliveries_count_as_pending_webhooks(redis_url: str, receiver: Receiver) -> None:
+    async def main() -> None:
+        async with service(redis_url, webhook_pending_limit=2) as made:
+            for _ in range(3):
+                await made.job(receiver.url())
+                await made.run_out()
+            first, second, third = (await made.outbox.deliveries("default")).deliveries
+            for delivery in (first, second, second):  # a pending one is sent now, and counts once
+                assert (await made.outbox.redeliver(delivery.id)).state == "pending"
+            with pytest.raises(MidstreamError) as refused:
+                await made.outbox.redeliver(third.id)
+            assert (refused.value.kind, refused.value.status) == ("too_many_webhooks", 429)
+            assert (await made.outbox.delivery(third.id)).state == "delivered"
+            await made.run_out()
+            assert (await made.outbox.redeliver(third.id)).state == "pending"
+
+    asyncio.run(main())
+
+
 def test_any_delivery_can_be_resent_manually(redis_url: str, receiver: Receiver) -> None:
     receiver.replies["/bad"] = [(500, {}, b"")]
 

@@ -3,17 +3,21 @@
 import { get, post, del, sse, useSession } from "./lib/api.js";
 import { html, render, useState, useEffect, useRef, useCallback, Problem, Button, Field, Guard } from "./lib/ui.js";
 import { bytes, number } from "./lib/format.js";
+import { History } from "./lib/history.js";
 import { JobStore } from "./lib/jobs.js";
-import Jobs from "./views/jobs.js";
+import { Logo } from "./lib/parts.js";
+import Start from "./views/start.js";
 
-/** Path → view. `#/sweep/ID` opens `sweep` with params ["ID"]; views other than the first are loaded when they are opened. */
+/** Path → view. `#/sweep/ID` opens `sweep` with params ["ID"]; views other than the first are loaded when they are opened. `group`: heading in the list of views. */
 const VIEWS = {
-  jobs: { title: "Jobs", load: async () => Jobs },
-  sweep: { title: "Sweep", load: async () => (await import("./views/sweeps.js")).default },
-  capture: { title: "Capture", load: async () => (await import("./views/capture.js")).default },
-  playground: { title: "Playground", load: async () => (await import("./views/playground.js")).default },
-  ops: { title: "Ops", load: async () => (await import("./views/ops.js")).default },
+  start: { title: "Start", group: "", load: async () => Start },
+  jobs: { title: "Jobs", group: "Runs", load: async () => (await import("./views/jobs.js")).default },
+  sweep: { title: "Sweep", group: "Study", load: async () => (await import("./views/sweeps.js")).default },
+  capture: { title: "Capture", group: "Study", load: async () => (await import("./views/capture.js")).default },
+  playground: { title: "Playground", group: "Steer", load: async () => (await import("./views/playground.js")).default },
+  ops: { title: "Ops", group: "Service", load: async () => (await import("./views/ops.js")).default },
 };
+const GROUPS = ["", "Runs", "Study", "Steer", "Service"];
 
 /** A part of an address as text; what is no encoding of one stays as it is. */
 function decoded(part) {
@@ -27,7 +31,7 @@ function decoded(part) {
 function route() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, ...params] = path.split("/").filter(Boolean).map(decoded);
-  return { name: name || "jobs", params, query: new URLSearchParams(query) };
+  return { name: name || "start", params, query: new URLSearchParams(query) };
 }
 
 function Theme() {
@@ -66,7 +70,7 @@ function Login({ onSession, reason }) {
     }
   };
   return html`<main class="login">
-    <h1>Midstream</h1>
+    <p><${Logo} /></p><h1>Midstream</h1>
     ${reason && !error && html`<div class="problem" role="alert">${reason}</div>`}
     <form onSubmit=${submit}>
       <${Field} label="API key" hint="It is exchanged for a session of this browser, and not stored.">
@@ -85,7 +89,8 @@ function Figures({ service, connected }) {
   const usage = service && service.tenant.usage;
   const limits = service && service.tenant.limits;
   const quota = limits && limits.capture_mib ? limits.capture_mib * 2 ** 20 - usage.capture_bytes : service ? service.quota_left ?? null : null;
-  const figure = (name, value, bad = false) => html`<div class=${bad ? "bad" : ""}><dt>${name}</dt><dd>${value}</dd></div>`;
+  const models = service ? service.models.map((model) => model.name) : [];
+  const figure = (name, value, bad = false) => html`<div class=${bad ? "bad" : models.includes(name) ? "" : "minor"}><dt>${name}</dt><dd>${value}</dd></div>`;
   return html`<div class="figures">
     <div role="status" class="global">${
       steered.length ? html`<strong class="steered">Global steering is on: ${steered.map((model) => `${model.name} (${model.steering_entries})`).join(", ")}</strong>` : ""
@@ -114,6 +119,8 @@ function Shell({ session, onEnd }) {
   const [View, setView] = useState(null);
   const jobs = useRef(null);
   if (jobs.current === null) jobs.current = new JobStore();
+  const history = useRef(null);
+  if (history.current === null) history.current = new History();
   const main = useRef(null);
   const shown = useRef("");
 
@@ -131,7 +138,10 @@ function Shell({ session, onEnd }) {
       onState: setConnected,
       onEvent: ({ event, data }) => {
         if (event === "jobs") jobs.current.take(data);
-        else if (event === "service") setService(data);
+        else if (event === "service") {
+          history.current.take(data);
+          setService(data);
+        }
       },
     }).catch((failure) => failure.status === 401 || setError(failure));
     return () => stop.abort();
@@ -146,6 +156,8 @@ function Shell({ session, onEnd }) {
       (loaded) => current && setView(() => loaded),
       (failure) => current && setError(failure),
     );
+    const here = document.querySelector("nav.views [aria-current]");
+    if (here) here.scrollIntoView({ block: "nearest", inline: "nearest" }); // on a phone the views are a strip
     if (shown.current && shown.current !== at.name && main.current) main.current.focus(); // a screen reader goes on in the new view
     shown.current = at.name;
     return () => {
@@ -160,27 +172,28 @@ function Shell({ session, onEnd }) {
   };
   const models = service ? service.models : [];
   return html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), main.current.focus())}>Skip to content</a>
-    <header>
-      <a class="name" href="#/jobs">Midstream</a>
-      <nav aria-label="Views">${Object.entries(VIEWS).map(
-        ([name, { title }]) => html`<a href=${`#/${name}`} aria-current=${name === at.name ? "page" : null}>${title}</a>`,
-      )}</nav>
+    <div class="frame"><header>
+      <a class="name" href="#/start"><${Logo} />Midstream</a>
+      <${Figures} service=${service} connected=${connected} />
       <div class="who">
         <span>${session.key_name ? `${session.tenant} · ${session.key_name}` : session.auth === "open" ? "no login needed" : session.tenant}</span>
         <${Theme} />
         ${session.csrf && html`<${Button} kind="small" onClick=${logOut} onError=${setError}>Log out<//>`}
       </div>
-      <${Figures} service=${service} connected=${connected} />
     </header>
+    <nav class="views" aria-label="Views">${GROUPS.map((group) => html`<div>
+      ${group && html`<h2>${group}</h2>`}${Object.entries(VIEWS).filter(([, view]) => view.group === group).map(
+        ([name, { title }]) => html`<a href=${`#/${name}`} aria-current=${name === at.name ? "page" : null}>${title}</a>`,
+      )}</div>`)}</nav>
     <main id="main" tabindex="-1" ref=${main}>
       <${Problem} error=${error} />
       ${
         !view
-          ? html`<h1>Not found</h1><p>There is no view <code>${at.name}</code>. <a href="#/jobs">Jobs</a></p>`
-          : View && html`<${Guard} place=${location.hash}><${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} /><//>`
+          ? html`<h1>Not found</h1><p>There is no view <code>${at.name}</code>. <a href="#/start">Start</a></p>`
+          : View && html`<${Guard} place=${location.hash}><${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} history=${history.current} /><//>`
       }
     </main>
-    <footer>Midstream ${session.version} · ${["docs", "swagger", "flower", "grafana"].filter((name) => session.links[name]).map((name) => html` <a href=${session.links[name]}>${name}</a>`)}</footer>`;
+    <footer>Midstream ${session.version} · ${["docs", "swagger", "flower", "grafana"].filter((name) => session.links[name]).map((name) => html` <a href=${session.links[name]}>${name}</a>`)}</footer></div>`;
 }
 
 function App() {

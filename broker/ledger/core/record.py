@@ -13,6 +13,7 @@ import msgspec
 
 from ....schemas.access.handling import Callback, Priority
 from ....schemas.artifacts.loras import use_of
+from ....schemas.base.errors import shortened
 from ....schemas.base.limits import MAX_COUNT
 from ....schemas.base.records import from_json, to_json
 from ....schemas.base.version import __version__
@@ -35,6 +36,9 @@ class JobRecord(JobView):
     callback: Callback | None = None
     retried: str | None = None  # what ranks of an earlier attempt disagreed on
 
+
+#: Characters of a prompt, and of an output, that the page's table shows.
+SHOWN = 160
 
 #: Fields of a view that are not stored (`views.view` derives them).
 DERIVED = {"id", "steered", "receipts_expected", "callback_url"}
@@ -94,6 +98,7 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
         "callback": job.callback and msgspec.structs.replace(job.callback, key=job.key),
         "cost": cost_of(job),
         "request": msgspec.Raw(request) if request else None,
+        "prompt": shortened(_prompt(job, request), SHOWN),
         "written_by": __version__,
     }
     return {
@@ -101,6 +106,21 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
         for name, value in fields.items()
         if value is not None
     }
+
+
+def _prompt(job: Job, request: bytes) -> str:
+    """Return the text by which people recognise the job: the last message of a chat, both prompts
+    of a sweep's first pair, else the first prompt.
+    """
+    if job.sweep is not None:
+        pair = job.sweep.pairs[0]
+        texts = ["".join(tokens) for tokens in (pair.source_tokens, pair.base_tokens) if tokens]
+        return " → ".join(texts)
+    if job.kind == "chat" and request:
+        content = from_json(request, dict[str, Any])["messages"][-1].get("content")
+        if isinstance(content, str):
+            return content
+    return (job.prompts[0].text or "") if job.prompts else ""
 
 
 def _requests(job: Job) -> int:

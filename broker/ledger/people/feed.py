@@ -8,13 +8,26 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ....schemas.base.errors import shortened
 from ....schemas.base.records import from_json
 from ....schemas.service.feed import FeedJob
-from ..core.record import FIELDS, decode
+from ..core.record import FIELDS, SHOWN, decode
 from ..jobs.ledger import Ledger, reachable
 from ..results import views
 
 log = logging.getLogger(__name__)
+
+#: Bytes of a job's outputs that are read for its row: the head of the list and of the first output,
+#: and `SHOWN` characters of its text.
+OUTPUT_BYTES = 64 + 4 * SHOWN
+
+
+def _output(head: bytes) -> str:
+    """Return the beginning of the first output's text; `head`: of a packed `list[Output]`."""
+    rest = head.partition(b"\xa4text")[2] or b"\xa0"
+    wide = {0xD9: 1, 0xDA: 2, 0xDB: 4}.get(rest[0], 0)  # bytes of the text's length
+    length = int.from_bytes(rest[1 : 1 + wide]) if wide else rest[0] & 0x1F
+    return shortened(rest[1 + wide :][:length].decode(errors="ignore"), SHOWN)
 
 
 @reachable
@@ -33,21 +46,28 @@ async def read_jobs(ledger: Ledger, names: Sequence[str]) -> list[FeedJob]:
         return []
     async with ledger.redis.pipeline(transaction=False) as pipe:
         for name in names:
-            pipe.hmget(f"ms:job:{name}", FIELDS).hget(f"ms:capture:{name}", "tags")
+            pipe.hmget(f"ms:job:{name}", ["prompt", *FIELDS])
+            pipe.hget(f"ms:capture:{name}", "tags").getrange(f"ms:out:{name}", 0, OUTPUT_BYTES - 1)
         raw = await pipe.execute(raise_on_error=False)
     result = []
-    for name, values, tags in zip(names, raw[::2], raw[1::2], strict=True):
+    for name, values, tags, out in zip(names, raw[::3], raw[1::3], raw[2::3], strict=True):
         try:
-            if isinstance(values, Exception) or isinstance(tags, Exception):
-                raise ValueError(
-                    "its record has another type: "
-                    f"{values if isinstance(values, Exception) else tags}"
-                )
+            for part in (values, tags, out):
+                if isinstance(part, Exception):
+                    raise ValueError(f"its record has another type: {part}")
+            prompt, *values = values
             record = decode(name, values)
             if record is not None:
                 view = views.view(record, ledger.settings)
                 listed = from_json(tags, list[str]) if tags else []
-                result.append(FeedJob(**msgspec.structs.asdict(view), tags=listed))
+                result.append(
+                    FeedJob(
+                        **msgspec.structs.asdict(view),
+                        tags=listed,
+                        prompt=(prompt or b"").decode(),
+                        output=_output(out),
+                    )
+                )
         except (TypeError, ValueError, msgspec.DecodeError) as error:
             log.warning(
                 "job %s is left out of the page's table: its record cannot be read: %r", name, error

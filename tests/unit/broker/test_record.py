@@ -11,9 +11,10 @@ from midstream.schemas.artifacts.loras import LoraUse, StoredLora
 from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Job, JobView, Sampling, State, StoredPrompt
+from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
 
-#: Read by scripts and by the API, not by views.
-SCRIPTED = {"asked", "cost", "request", "written_by"}
+#: Read by scripts, the API and the feed, not by views.
+SCRIPTED = {"asked", "cost", "prompt", "request", "written_by"}
 #: Stored by 0.1 for a running job.
 STORED = {
     "asked": b"2",
@@ -166,3 +167,25 @@ def test_every_written_field_is_described() -> None:
     )
     assert written(full, b"{}").keys() <= {*record.FIELDS} | SCRIPTED
     assert {*JobView.__struct_fields__} >= record.DERIVED
+
+
+def test_a_record_says_what_was_asked() -> None:
+    def shown(request: bytes = b"", **changes: Any) -> str:
+        return written(make_job(**changes), request)["prompt"].decode()
+
+    long = StoredPrompt(token_ids=[1], text="é" * 500)
+    assert shown(prompts=[long]) == "é" * (record.SHOWN - 1) + "…"
+    assert shown() == "", "token ids are not text"
+    templated = StoredPrompt(token_ids=[1], text="<|user|>Hi<|end|>")
+    chat = b'{"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "Hi"}]}'
+    assert shown(chat, kind="chat", prompts=[templated]) == "Hi"
+    assert shown(kind="chat", prompts=[templated]) == "<|user|>Hi<|end|>", "the body was too large"
+    parts = b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}'
+    assert shown(parts, kind="chat", prompts=[templated]) == "<|user|>Hi<|end|>"
+    pair = StoredPair(
+        base=[1], source=[2], columns=[], base_tokens=["A ", "dog"], source_tokens=["A ", "cat"]
+    )
+    sweep = StoredSweep(
+        pairs=[pair], hooks=["post_block"], layers=[0], metric="kl", direction="denoise"
+    )
+    assert shown(kind="sweep", prompts=[], sweep=sweep) == "A cat → A dog"

@@ -2,6 +2,7 @@
 
 import { html } from "./ui.js";
 import { colour } from "./heatmap.js";
+import { useDark } from "./theme.js";
 
 const channel = (part) => (part / 255 <= 0.03928 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4);
 
@@ -22,9 +23,10 @@ export const short = (value) => (value === null || value === undefined ? "none" 
  * chip's title and, with `values`, below the word. `active`: the key of the chip under the cursor.
  */
 export function Chips({ items, label, values = false, active = null, onPick = null }) {
+  const dark = useDark();
   return html`<div class="chips" role="group" aria-label=${label}>${items.map(({ key, word, value, share, generated }) => {
     const filled = share !== null && share !== undefined;
-    const back = filled ? colour(share) : null;
+    const back = filled ? colour(share, dark) : null;
     return html`<span
       key=${key}
       data-position=${key}
@@ -36,11 +38,12 @@ export function Chips({ items, label, values = false, active = null, onPick = nu
   })}</div>`;
 }
 
-/** A colour bar with what its ends and middle stand for. `low` −1: from blue over white to red; 0: from white to red. */
+/** A colour bar with what its ends and middle stand for. `low` −1: from blue over neutral to red; 0: from neutral to red. */
 export function Legend({ from, to, low = -1, what }) {
+  const dark = useDark();
   const steps = Array.from({ length: 24 }, (_, n) => low + ((1 - low) * n) / 23);
   return html`<div class="legend"><span>${short(from)}</span>
-    <span class="legend-bar" role="img" aria-label=${`${what}: ${low < 0 ? "blue" : "white"} is ${short(from)}, red is ${short(to)}`}>${steps.map(
-      (share) => html`<i style=${{ backgroundColor: colour(share) }}></i>`,
+    <span class="legend-bar" role="img" aria-label=${`${what}: ${low < 0 ? "blue" : "neutral"} is ${short(from)}, red is ${short(to)}`}>${steps.map(
+      (share) => html`<i style=${{ backgroundColor: colour(share, dark) }}></i>`,
     )}</span><span>${short(to)}</span> <span class="soft">${what}</span></div>`;
 }

@@ -19,11 +19,33 @@ const shell = (text) => (/^[A-Za-z0-9_./:=,@%+-]+$/.test(text) ? text : `'${text
 const curl = (path, body, url, keyed) =>
   `curl -s ${shell(url + path)} -H 'content-type: application/json' \\\n${keyed ? `  -H "authorization: Bearer $MIDSTREAM_API_KEY" \\\n` : ""}  -d ${shell(JSON.stringify(body))}`;
 
-const CALLS = { "/v1/jobs": "run", "/v1/completions": "completion", "/v1/chat/completions": "chat", "/v1/sweeps": "sweep" };
+const TEXTS = ["clean", "corrupt", "answer", "foil"];
+
+/** A sweep as the documentation teaches it: a study of the pairs, swept. */
+function study({ model, pairs, ...fields }, url, keyed) {
+  const single = pairs.length === 1 && Object.keys(pairs[0]).every((name) => TEXTS.includes(name));
+  const given = (of, indent) => Object.entries(of).map(([name, value]) => `${indent}${name}=${python(value, indent)},\n`).join("");
+  const what = single ? given(pairs[0], "        ") : `        ${python(pairs, "        ")},\n`;
+  return `from midstream import Client, PatchStudy
+
+with Client(${python(url)}) as client:${keyed ? "  # the key is in MIDSTREAM_API_KEY" : ""}
+    study = PatchStudy${single ? "" : ".pairs"}(
+${what}        client=client,
+        model=${python(model)},
+    )
+    study.sweep(
+${given(fields, "        ")}    )
+    for cell in study.top(3):
+        print(cell.hook, cell.layer, cell.label, f"{cell.value:.2f}")
+`;
+}
+
+const CALLS = { "/v1/jobs": "run", "/v1/completions": "completion", "/v1/chat/completions": "chat", };
 const IS_NAME = /^[A-Za-z_][A-Za-z0-9_]*$/;
 const KEYWORDS = new Set("False None True and as assert async await break class continue def del elif else except finally for from global if import in is lambda nonlocal not or pass raise return try while with yield".split(" "));
 
 function inPython(path, body, url, keyed) {
+  if (path === "/v1/sweeps") return study(body, url, keyed);
   const { stream, stream_options, ...fields } = body; // the client waits for the whole answer
   const names = Object.keys(fields);
   const plain = names.every((name) => IS_NAME.test(name) && !KEYWORDS.has(name));
@@ -31,7 +53,7 @@ function inPython(path, body, url, keyed) {
     ? names.map((name) => `        ${name}=${python(fields[name], "        ")},\n`).join("")
     : `        **${python(fields, "        ")},\n`;
   const call = CALLS[path];
-  const show = { run: ["for output in answer.outputs:", "    print(output.text)"], sweep: ["print(answer.summary)"] }[call] || ["print(answer.text)"];
+  const show = { run: ["for output in answer.outputs:", "    print(output.text)"] }[call] || ["print(answer.text)"];
   if (fields.probes && call !== "run") show.push("print(answer.probes)");
   return `from midstream import Client
 

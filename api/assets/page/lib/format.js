@@ -7,6 +7,7 @@ export const number = (value, digits = 0) =>
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
   const s = Math.max(0, seconds);
+  if (s < 0.1) return `${Math.round(s * 1000)} ms`;
   if (s < 10) return `${s.toFixed(1)} s`;
   if (s < 100) return `${Math.round(s)} s`;
   const minutes = Math.round(s / 60);

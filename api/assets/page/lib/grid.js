@@ -1,14 +1,13 @@
 // A sweep's grids as arrays, filled from the server's view of it and from `cell` events; of one pair, or the mean over all.
 
+import { hookName } from "./hooks.js";
+
 export const MEANING = {
   logprob: "log P(answer), nats",
   logit_diff: "log P(answer) − log P(foil), nats",
-  recovered: "share recovered",
+  recovered: "recovered (0–1)",
   kl: "KL from the clean prompt, nats",
 };
-/** TransformerLens' names of hook points. */
-const ALIAS = { pre_attn: "resid_pre", post_attn: "resid_mid", post_block: "resid_post", mlp_act: "mlp_post", q: "rot_q", k: "rot_k" };
-export const hookTitle = (hook) => (ALIAS[hook] ? `${hook} (${ALIAS[hook]})` : hook);
 
 const WAITING = 0;
 const VALUE = 1;
@@ -36,6 +35,7 @@ export class SweepGrid {
     this.hooks = result.hooks;
     this.layers = result.layers;
     this.metric = result.metric;
+    this.titles = [{ head: "head", head_position: "head and token", neuron: "neurons by rank", together: "tokens" }[result.axis] || "token", "layer"];
     this.columns = result.pairs[0].labels.length;
     this.size = this.layers.length * this.columns;
     const each = (make) => result.pairs.map(() => Object.fromEntries(this.hooks.map((hook) => [hook, make()])));
@@ -222,7 +222,7 @@ export class SweepGrid {
   /** The cell in words. */
   words(pair, hook, row, column) {
     const cell = this.at(pair, hook, row, column);
-    const where = `${hookTitle(hook)}, layer ${this.layers[row]}, ${this.names(pair)[column]}`;
+    const where = `${hookName(hook)}, layer ${this.layers[row]}, ${this.names(pair)[column]}`;
     if (cell.state === "waiting") return `${where}: pending`;
     if (cell.state === "none") return `${where}: no value, ${cell.reason}`;
     const noise = this.noise(pair);

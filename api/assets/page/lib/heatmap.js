@@ -1,32 +1,40 @@
 // A heatmap on a canvas: rows of tokens, columns of layers. Whatever the rate of updates, it is drawn once per animation frame.
 
-/** ColorBrewer's RdBu, reversed: blue below, white in the middle, red above; told apart by people who are blind to some colours. */
-const STOPS = [
-  [5, 48, 97], [33, 102, 172], [67, 147, 195], [146, 197, 222], [209, 229, 240], [247, 247, 247],
-  [253, 219, 199], [244, 165, 130], [214, 96, 77], [178, 24, 43], [103, 0, 31],
-];
+import { isDark, onTheme } from "./theme.js";
+
+/**
+ * ColorBrewer's RdBu, reversed: blue below, neutral in the middle, red above; told apart by people who are blind to some colours.
+ * On a dark page the middle is dark and the ends are bright, so that a map in which little happens does not glare.
+ */
+const STOPS = {
+  light: [[5, 48, 97], [33, 102, 172], [67, 147, 195], [146, 197, 222], [209, 229, 240], [247, 247, 247], [253, 219, 199], [244, 165, 130], [214, 96, 77], [178, 24, 43], [103, 0, 31]],
+  dark: [[176, 216, 255], [112, 180, 246], [66, 138, 212], [43, 99, 157], [36, 66, 97], [37, 47, 52], [88, 50, 48], [143, 60, 54], [205, 81, 68], [244, 134, 110], [255, 200, 180]],
+};
 
 /** `share` from −1 to 1, cut off there. */
-export function colour(share) {
-  const at = (Math.min(1, Math.max(-1, share)) + 1) * ((STOPS.length - 1) / 2);
-  const below = Math.min(Math.floor(at), STOPS.length - 2);
-  return `rgb(${STOPS[below].map((part, n) => Math.round(part + (STOPS[below + 1][n] - part) * (at - below))).join(",")})`;
+export function colour(share, dark = isDark()) {
+  const stops = STOPS[dark ? "dark" : "light"];
+  const at = (Math.min(1, Math.max(-1, share)) + 1) * ((stops.length - 1) / 2);
+  const below = Math.min(Math.floor(at), stops.length - 2);
+  return `rgb(${stops[below].map((part, n) => Math.round(part + (stops[below + 1][n] - part) * (at - below))).join(",")})`;
 }
 
-const LABELS = 88; // CSS pixels for the tokens
-const AXIS = 22; // and for the layers' numbers
-const ROW = [0.25, 18]; // least and greatest height of a row
+const LABELS = 100; // CSS pixels for the tokens
+const TITLE = 16; // and for the title of each axis
+const AXIS = 20 + TITLE; // and for the layers' numbers
+const ROW = [0.25, 20]; // least and greatest height of a row
 const HEIGHT = 640; // of all rows, where that leaves them ROW[1]
 const CELL = [0.25, 26];
-const FONT = 10;
+const FONT = 12;
+const MEASURED = 1000; // names
 const MOST = 16000; // device pixels of a canvas that browsers draw
 
 export class Heatmap {
   /**
    * `source`: {rows: names of tokens, columns: names of layers, at(row, column) → share from −1 to 1, NaN: no value, null: not there yet,
-   * scale() → text that changes when all shares do}.
+   * scale() → text that changes when all shares do, titles: of the rows' axis and of the columns'}. `dark`: colours that do not follow the page's.
    */
-  constructor(canvas, source, width, { ratio = globalThis.devicePixelRatio || 1, schedule = (draw) => requestAnimationFrame(draw) } = {}) {
+  constructor(canvas, source, width, { ratio = globalThis.devicePixelRatio || 1, schedule = (draw) => requestAnimationFrame(draw), dark = null } = {}) {
     this.canvas = canvas;
     this.schedule = schedule;
     this.frames = 0; // drawn
@@ -36,6 +44,8 @@ export class Heatmap {
     this.pending = false;
     this.closed = false;
     this.ratio = ratio;
+    this.fixed = dark; // null: as the page is
+    this.unwatch = onTheme(() => this.markAll());
     this.show(source, width);
   }
 
@@ -43,7 +53,10 @@ export class Heatmap {
   show(source, width) {
     this.source = source;
     const [rows, columns] = [source.rows.length, source.columns.length];
-    this.left = Math.min(LABELS, Math.max(24, width / 3));
+    this.context = this.canvas.getContext("2d");
+    this.context.font = `${FONT}px system-ui, sans-serif`;
+    const widest = source.rows.slice(0, MEASURED).reduce((most, name) => Math.max(most, this.context.measureText(name).width), 16);
+    this.left = TITLE + Math.min(LABELS, widest + 8, Math.max(24, width / 3 - TITLE));
     this.cell = Math.min(CELL[1], Math.max(CELL[0], (width - this.left - 2) / columns));
     this.row = Math.min(ROW[1], Math.max(ROW[0], HEIGHT / rows));
     this.width = Math.ceil(this.left + this.cell * columns + 2);
@@ -53,7 +66,6 @@ export class Heatmap {
     this.canvas.height = Math.round(this.height * ratio);
     this.canvas.style.width = `${this.width}px`;
     this.canvas.style.height = `${this.height}px`;
-    this.context = this.canvas.getContext("2d");
     this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
     this.markAll();
   }
@@ -116,13 +128,13 @@ export class Heatmap {
       context.fillStyle = this.ink(0.35); // a dot, unlike the white of a cell in which nothing changes
       if (w > 5 && h > 5) context.fillRect(x + w / 2 - 1, y + h / 2 - 1, 2, 2);
     } else if (Number.isNaN(share)) {
-      context.fillStyle = "#d4d4d4";
+      context.fillStyle = this.style("--cell-none");
       context.fillRect(x, y, w, h);
       context.save();
       context.beginPath();
       context.rect(x, y, w, h);
       context.clip();
-      context.strokeStyle = "#777";
+      context.strokeStyle = this.style("--cell-hatch");
       context.lineWidth = 1;
       context.beginPath();
       for (let from = -h; from < w; from += 5) {
@@ -132,7 +144,7 @@ export class Heatmap {
       context.stroke();
       context.restore();
     } else {
-      context.fillStyle = colour(share);
+      context.fillStyle = colour(share, this.fixed ?? isDark());
       context.fillRect(x, y, w, h);
     }
   }
@@ -153,26 +165,41 @@ export class Heatmap {
     const every = Math.max(1, Math.ceil((FONT + 1) / this.row));
     for (let row = 0; row < source.rows.length; row += every) {
       let text = source.rows[row];
-      while (text.length > 3 && context.measureText(text).width > this.left - 6) text = `${text.slice(0, -2)}…`;
+      while (text.length > 3 && context.measureText(text).width > this.left - TITLE - 6) text = `${text.slice(0, -2)}…`;
       context.fillText(text, this.left - 5, (row + 0.5) * this.row);
     }
     context.textAlign = "center";
-    const widest = Math.max(...source.columns.map((name) => String(name).length)) * 7 + 6;
+    const widest = Math.max(...source.columns.map((name) => String(name).length)) * 8 + 6;
     const step = Math.max(1, Math.ceil(widest / this.cell));
     for (let column = 0; column < source.columns.length; column += step) {
-      context.fillText(String(source.columns[column]), this.left + (column + 0.5) * this.cell, source.rows.length * this.row + AXIS / 2 + 2);
+      context.fillText(String(source.columns[column]), this.left + (column + 0.5) * this.cell, source.rows.length * this.row + 11);
     }
+    const [rows, columns] = source.titles || ["token", "layer"];
+    context.fillStyle = this.ink(0.75);
+    context.fillText(columns, (this.left + this.width) / 2, this.height - TITLE / 2);
+    context.save();
+    context.translate(TITLE / 2 - 1, (source.rows.length * this.row) / 2);
+    context.rotate(-Math.PI / 2);
+    if (source.rows.length * this.row > context.measureText(rows).width) context.fillText(rows, 0, 0);
+    context.restore();
+  }
+
+  /** A colour of the page's palette, which is `light-dark(one, other)`. */
+  style(name) {
+    const parts = getComputedStyle(document.documentElement).getPropertyValue(name).match(/#[0-9a-f]+/gi);
+    return parts[(this.fixed ?? isDark()) ? 1 : 0];
   }
 
   close() {
     this.closed = true;
+    this.unwatch();
   }
 }
 
 /** A colour bar from −1 to 1 at (x, y) of a context. */
-export function drawScale(context, x, y, width, height) {
+export function drawScale(context, x, y, width, height, dark = isDark()) {
   for (let at = 0; at < width; at += 1) {
-    context.fillStyle = colour((at / (width - 1)) * 2 - 1);
+    context.fillStyle = colour((at / (width - 1)) * 2 - 1, dark);
     context.fillRect(x + at, y, 1, height);
   }
 }

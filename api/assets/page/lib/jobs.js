@@ -1,5 +1,7 @@
 // The jobs that the feed has brought, newest first; views subscribe.
 
+import { duration } from "./format.js";
+
 export const ENDED = new Set(["succeeded", "failed", "aborted", "expired"]);
 const MOST = 20000; // in a page that stays open for weeks
 
@@ -39,4 +41,39 @@ export class JobStore {
     this.listeners.add(listener);
     return () => this.listeners.delete(listener);
   }
+}
+
+export const owner = (job) => job.tenant || "default";
+export const over = (job) => ENDED.has(job.state) || job.state === "cancelled";
+export const tagOf = (job) => (job.kind !== "sweep" && job.tags && job.tags.length ? job.tags.join(", ") : (job.metadata && job.metadata.tag) || job.run || "");
+
+/** What people call it: its `name` in the metadata, else what was asked. */
+export const titleOf = (job) => (job.metadata && job.metadata.name) || (job.prompt || "").trim() || tagOf(job) || `${job.kind} of token ids`;
+
+/** What came of it, or why nothing did. */
+export const outcomeOf = (job) => (job.error ? job.error.detail : job.output || (over(job) && job.cells_expected ? `${job.cells || 0} of ${job.cells_expected} cells` : ""));
+
+/** The view that shows it best. */
+export const placeOf = (job) => (job.kind === "sweep" ? `#/sweep/${job.id}` : job.tags && job.tags.length ? `#/capture/${job.id}` : `#/jobs/${job.id}`);
+
+/** [done, total, words] of a job under way; null where nothing is counted. */
+export function progressOf(job) {
+  if (over(job)) return null;
+  if (job.cells_expected) return [job.cells || 0, job.cells_expected, `${job.cells || 0} of ${job.cells_expected} cells`];
+  if (job.receipts_expected && job.generated) return [job.receipts || 0, job.receipts_expected, "checking"];
+  return null;
+}
+
+/** Seconds that a sweep will still take, by its speed so far; null where that is not known. */
+export function timeLeft(job, now) {
+  if (job.state !== "running" || !job.cells_expected || !job.cells || !job.started) return null;
+  return ((now - job.started) / job.cells) * (job.cells_expected - job.cells);
+}
+
+/** How long, how much longer, which attempt and why: for a job at hand. */
+export function timing(job, now) {
+  if (over(job)) return job.finished && job.started ? `took ${duration(job.finished - job.started)}` : "";
+  const left = timeLeft(job, now);
+  const attempt = job.attempt > 1 || job.retry_reason ? `attempt ${job.state === "queued" ? job.attempt + 1 : job.attempt}: ${job.retry_reason || "the one before ended"}` : "";
+  return [left === null ? "" : `about ${duration(left)} left`, attempt].filter(Boolean).join(" · ");
 }

@@ -1,6 +1,7 @@
 // Files that the browser makes of a grid.
 
-import { MEANING, hookTitle, shareOf, shown } from "./grid.js";
+import { MEANING, shareOf, shown } from "./grid.js";
+import { hookTitle } from "./hooks.js";
 import { Heatmap, drawScale } from "./heatmap.js";
 
 const [PANEL, GAP, HEAD, FOOT, LINE, RATIO] = [420, 16, 46, 44, 14, 2];
@@ -19,8 +20,8 @@ export async function save(name, blob) {
 export function picture(grid, pair, title) {
   const ink = () => "rgb(20,20,20)";
   const panels = grid.hooks.map((hook) => {
-    const source = { rows: grid.names(pair), columns: grid.layers, scale: () => "", at: (row, column) => shareOf(grid, pair, hook, column, row), ink };
-    const map = new Heatmap(document.createElement("canvas"), source, PANEL, { ratio: RATIO, schedule: (draw) => draw() });
+    const source = { rows: grid.names(pair), columns: grid.layers, titles: grid.titles, scale: () => "", at: (row, column) => shareOf(grid, pair, hook, column, row), ink };
+    const map = new Heatmap(document.createElement("canvas"), source, PANEL, { ratio: RATIO, schedule: (draw) => draw(), dark: false });
     return { hook, map };
   });
   const width = Math.max(480, panels.reduce((sum, { map }) => sum + map.width + GAP, GAP));
@@ -47,7 +48,7 @@ export function picture(grid, pair, title) {
   const noise = grid.noise(pair);
   const below = height - FOOT + 12;
   context.fillText(low, GAP, below);
-  drawScale(context, GAP + 50, below, 160, 10);
+  drawScale(context, GAP + 50, below, 160, 10, false);
   context.fillStyle = ink();
   context.fillText(`${high}   ${MEANING[grid.metric]}; white: unpatched; hatched: no value${noise ? `; noise ${noise.text}` : ""}`, GAP + 220, below, width - GAP - 230);
   return new Promise((resolve, reject) => canvas.toBlob((blob) => (blob ? resolve(blob) : reject(new Error("this browser cannot make a PNG of this size"))), "image/png"));

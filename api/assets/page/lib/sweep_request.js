@@ -50,7 +50,7 @@ function textOf(value) {
 export function blankForm(model = "", hooks = []) {
   return {
     model, hooks, layers: "all", positions: "all_prompt", axis: "position", metric: "recovered", direction: "denoise", ablation: "", alignment: "auto",
-    windowLayers: "1", windowPositions: "1", noise: "8", more: "", pairs: [emptyPair()],
+    windowLayers: "1", windowPositions: "1", noise: "8", more: "", name: "", pairs: [emptyPair()],
   };
 }
 
@@ -59,8 +59,14 @@ export function formOf(request) {
   const { model, hooks = ["post_block"], pairs, window = DEFAULTS.window, ...rest } = lean(request);
   const form = { ...blankForm(model, hooks), windowLayers: String(window.layers ?? 1), windowPositions: String(window.positions ?? 1) };
   const more = {};
+  if (rest.metadata && rest.metadata.name) {
+    const { name, ...others } = rest.metadata;
+    form.name = name;
+    rest.metadata = Object.keys(others).length ? others : undefined;
+  }
   for (const [name, value] of Object.entries(rest)) {
     const text = PLAIN.includes(name) ? textOf(value) : null;
+    if (value === undefined) continue;
     if (text === null) more[name] = value;
     else form[name] = text;
   }
@@ -101,6 +107,7 @@ export function requestOf(form) {
     window, noise: number(form.noise),
     ...extra(form.more, "more", OWN),
   };
+  if (form.name.trim()) request.metadata = { ...request.metadata, name: form.name.trim() };
   return Object.keys(errors).length ? { errors } : { request: lean(request) };
 }
 

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
 
-export const ROW = 36; // pixels; `.rows td` in app.css has the same height
+export const ROW = 54; // pixels; `.rows td` in app.css has the same height
 const SPARE = 8; // rows above and below the visible part
 
 /**

@@ -2,6 +2,9 @@
 
 import { del, get, post } from "../lib/api.js";
 import { Button, Empty, Field, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
+import { HookBoxes } from "../lib/hooks.js";
+import { titleOf } from "../lib/jobs.js";
+import { EmptyState, shortId } from "../lib/parts.js";
 import { useModels } from "../lib/models.js";
 import { age, bytes, number } from "../lib/format.js";
 import { Shown } from "./captured.js";
@@ -35,14 +38,12 @@ function Form() {
     });
     location.hash = `#/capture/${id}`;
   };
-  const toggle = (hook) => () => setForm({ ...form, hooks: form.hooks.includes(hook) ? form.hooks.filter((name) => name !== hook) : [...form.hooks, hook] });
+  const toggle = (hook, on) => setForm({ ...form, hooks: on ? [...form.hooks, hook] : form.hooks.filter((name) => name !== hook) });
   if (models && !models.length) return html`<${Empty}>No model is served.<//>`;
-  return html`<form class="capture-form" onSubmit=${(event) => event.preventDefault()}>
+  return html`<form class="capture-form card" onSubmit=${(event) => event.preventDefault()}>
     ${models && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
     <${Field} label="Prompt" error=${wrong("prompt")}>${(id) => html`<textarea id=${id} rows="3" value=${form.prompt} onInput=${set("prompt")}></textarea>`}<//>
-    <fieldset><legend>Hook points</legend><div class="checks">${((model && model.hooks) || []).map(
-      (hook) => html`<label key=${hook}><input type="checkbox" checked=${form.hooks.includes(hook)} onChange=${toggle(hook)} /> ${hook}</label>`,
-    )}</div></fieldset>
+    <fieldset><legend>Hook points</legend><${HookBoxes} hooks=${(model && model.hooks) || []} chosen=${(hook) => form.hooks.includes(hook)} toggle=${toggle} /></fieldset>
     <div class="inline">
       <${Field} label="Layers" hint=${model ? `all, 3, 0-5 or 0-5,-1; the model has ${model.num_layers} layers` : null} error=${wrong("layers")}>${(id) => html`<input id=${id} maxlength="1024" value=${form.layers} onInput=${set("layers")} />`}<//>
       <${Field} label="Positions" error=${wrong("positions")}>${(id) => html`<select id=${id} value=${form.positions} onChange=${set("positions")}>${Object.entries(POSITIONS).map(([name, text]) => html`<option value=${name}>${text}</option>`)}</select>`}<//>
@@ -55,7 +56,9 @@ function Form() {
 }
 
 /** Captures that there are, newest first. */
-function Recent() {
+function Recent({ jobs }) {
+  const [, redraw] = useState(0);
+  useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
   const [page, setPage] = useState(null);
   const [error, setError] = useState(null);
   const leave = useRef(null);
@@ -76,15 +79,17 @@ function Recent() {
   };
   return html`<h2>Captures</h2>
     <${Problem} error=${error} />
-    ${page && !page.captures.length && html`<${Empty}>No captures yet.<//>`}
-    ${page && page.captures.length > 0 && html`<div class="scroll-x"><table class="plain"><thead><tr><th>Job</th><th>Tags</th><th>Age</th><th>Status</th><th>Rows</th><th>Size</th><th><span class="visually-hidden">Delete</span></th></tr></thead>
+    ${page && !page.captures.length && html`<${EmptyState} title="No captures yet." text="Press Capture above; the rows appear here, to open, download or delete." />`}
+    ${page && page.captures.length > 0 && html`<div class="scroll-x card" tabindex="0" role="group" aria-label="Captures"><table class="plain"><thead><tr><th>Prompt</th><th>Tags</th><th>Age</th><th>Status</th><th>Rows</th><th>Size</th><th><span class="visually-hidden">Delete</span></th></tr></thead>
       <tbody>${page.captures.map(
-        (entry) => html`<tr key=${entry.job}><td><a class="mono" href=${`#/capture/${entry.job}`}>${entry.job}</a></td><td>${entry.tags.join(", ")}</td><td>${age(entry.created)}</td><td>${entry.status}</td><td>${number(entry.rows)}</td><td>${bytes(entry.bytes)}</td>
-          <td><${Button} kind="small" aria-label=${`Delete ${entry.job}`} onClick=${() => remove(entry.job)} onError=${setError}>Delete<//></td></tr>`,
+        (entry) => html`<tr key=${entry.job}><td><a href=${`#/capture/${entry.job}`} title=${entry.job}>${jobs.byId.has(entry.job) ? titleOf(jobs.byId.get(entry.job)) : shortId(entry.job)}</a></td><td>${entry.tags.join(", ")}</td><td>${age(entry.created)}</td><td>${entry.status}</td><td>${number(entry.rows)}</td><td>${bytes(entry.bytes)}</td>
+          <td><${Button} kind="small danger" aria-label=${`Delete ${entry.job}`} onClick=${() => remove(entry.job)} onError=${setError}>Delete<//></td></tr>`,
       )}</tbody></table></div>`}
     ${page && page.next && html`<${Button} onClick=${() => load(page.next)} onError=${(failure) => failure.name !== "AbortError" && setError(failure)}>More captures<//>`}`;
 }
 
 export default function View({ params, jobs }) {
-  return params[0] ? html`<${Shown} key=${params[0]} job=${encodeURIComponent(params[0])} jobs=${jobs} />` : html`<h1>Capture</h1><${Form} /><${Recent} />`;
+  return params[0]
+    ? html`<${Shown} key=${params[0]} job=${encodeURIComponent(params[0])} jobs=${jobs} />`
+    : html`<h1>New capture</h1><p class="lead">Record what the model computes at each token: one row per layer, token and hook point.</p><${Form} /><${Recent} jobs=${jobs} />`;
 }

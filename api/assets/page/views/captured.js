@@ -3,6 +3,9 @@
 import { get } from "../lib/api.js";
 import { Button, Empty, Problem, html, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
 import { bytes, number } from "../lib/format.js";
+import { hookTitle } from "../lib/hooks.js";
+import { titleOf } from "../lib/jobs.js";
+import { Id } from "../lib/parts.js";
 import { Heatmap } from "../lib/heatmap.js";
 import { Chips, Legend, short, visible } from "../lib/chips.js";
 
@@ -60,15 +63,8 @@ function Grid({ found, shares, words, at, move }) {
       setBox(map.current.box(now.current.row, now.current.layer));
     });
     watch.observe(frame.current);
-    const colours = matchMedia("(prefers-color-scheme: dark)");
-    const again = () => map.current.markAll();
-    colours.addEventListener("change", again);
-    const theme = new MutationObserver(again);
-    theme.observe(document.documentElement, { attributes: true });
     return () => {
       watch.disconnect();
-      theme.disconnect();
-      colours.removeEventListener("change", again);
       map.current.close();
     };
   }, [found, shares, words]);
@@ -129,7 +125,7 @@ export function Shown({ job, jobs }) {
     return () => stop.abort();
   }, [job]);
   const failed = view && view.state !== "succeeded" && OVER.has(view.state);
-  return html`<h1>Capture</h1><p><a href="#/capture">All captures</a> · <a class="mono" href=${`#/jobs/${job}`}>${job}</a></p>
+  return html`<h1>${live ? titleOf(live) : "Capture"}</h1><p><a href="#/capture">All captures</a> · <a href=${`#/jobs/${job}`}>Job</a> <${Id} id=${job} /></p>
     <${Problem} error=${error} />
     ${view && !OVER.has(view.state) && html`<p role="status">The job is ${live && !OVER.has(live.state) ? live.state : view.state} …</p>`}
     ${failed && html`<div class="problem" role="alert">The job is ${view.state}${view.error ? `: ${view.error.detail}` : ""}.</div>`}
@@ -189,7 +185,7 @@ function Norms({ job, model, quiet }) {
   const missing = by === "cosine" && !values[at.layer];
   return html`<form class="inline" onSubmit=${(event) => event.preventDefault()}>
       ${found.requests.length > 1 && html`<label>Prompt ${found.requests.length <= 50 ? html`<select value=${asked.request} onChange=${change("request")}>${found.requests.map((index) => html`<option value=${index}>${index}</option>`)}</select>` : html`<input type="number" min="0" max=${found.requests.at(-1)} value=${asked.request} onChange=${change("request")} />`}</label>`}
-      <label>Hook point <select value=${found.hook} onChange=${change("hook")}>${found.hooks.map((hook) => html`<option value=${hook}>${hook}</option>`)}</select></label>
+      <label>Hook point <select value=${found.hook} onChange=${change("hook")}>${found.hooks.map((hook) => html`<option value=${hook}>${hookTitle(hook)}</option>`)}</select></label>
       <label>Colour by <select value=${asked.module} onChange=${change("module", { from: "", start: asked.start })}><option value="">norm</option>
         ${modules.length > 0 && html`<optgroup label="cosine to module">${modules.map(({ name }) => html`<option value=${name}>${name}</option>`)}</optgroup>`}</select></label>
       ${chosen && html`<label>Module vector <select value=${asked.from} onChange=${change("from", { start: asked.start })}><option value="">each layer</option>${layersOf.map((number) => html`<option value=${number}>layer ${number}</option>`)}</select></label>`}
@@ -205,7 +201,7 @@ function Norms({ job, model, quiet }) {
         ? html`<${Numbers} found=${found} values=${values} words=${words} />`
         : !found.positions.length
           ? html`<${Empty}>No rows.<//>`
-          : html`<div class="norms" tabindex="0" role="group" aria-label=${`${by} by token and layer`} aria-describedby="norms-keys" onKeyDown=${key}>
+          : html`<div class="norms card" tabindex="0" role="group" aria-label=${`${by} by token and layer`} aria-describedby="norms-keys" onKeyDown=${key}>
               <p><label>Layer <input type="range" min="0" max=${found.layers.length - 1} value=${at.layer} aria-valuetext=${`layer ${layer}`} onInput=${(event) => move({ ...at, layer: Number(event.target.value) })} onKeyDown=${(event) => event.stopPropagation()} /> <output>${layer}</output></label></p>
               ${missing ? html`<${Empty}>The module has no vector at layer ${layer}.<//>` : html`<${Legend} what=${by === "cosine" ? "cosine" : "norm, on a logarithmic scale"} low=${scale.low} from=${scale.ranges[at.layer][0]} to=${scale.ranges[at.layer][1]} />`}
               <${Chips} items=${items} label=${`Tokens at layer ${layer}`} active=${found.positions[at.row]} onPick=${(position) => move({ ...at, row: found.positions.indexOf(position) })} />

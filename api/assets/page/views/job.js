@@ -3,9 +3,12 @@
 import { html, useEffect, useLayoutEffect, useRef, useState, Button, Copy, Problem } from "../lib/ui.js";
 import { ApiError, get } from "../lib/api.js";
 import { bytes, count, identity, number, time } from "../lib/format.js";
+import { titleOf } from "../lib/jobs.js";
+import { Id, State } from "../lib/parts.js";
 import { codeOf } from "../lib/code.js";
 
 const MOST = 200; // rows of a list that are shown
+const FEW = 4; // receipts that are shown without a click
 
 function List({ items, total, more, children }) {
   const shown = items.slice(0, MOST);
@@ -16,10 +19,10 @@ function List({ items, total, more, children }) {
 function Receipts({ determinism }) {
   if (!determinism) return html`<p class="soft">Nothing was captured, steered or probed, so the ranks sent no receipts.</p>`;
   const rows = determinism.stages.flatMap((stage) => stage.ranks.map((rank) => ({ ...rank, pp: stage.pp })));
-  return html`<p class=${determinism.consistent ? "" : "bad"}>${determinism.consistent ? "All ranks agree" : "Ranks disagree"}${determinism.worker ? `; worker ${determinism.worker}` : ""}.</p>
+  return html`<details open=${rows.length <= FEW}><summary class=${determinism.consistent ? "" : "bad"}>${determinism.consistent ? "All ranks agree" : "Ranks disagree"}${determinism.worker ? `; worker ${determinism.worker}` : ""}.</summary>
     <table><thead><tr><th scope="col">Rank</th><th scope="col">Prompt</th><th scope="col">Status</th><th scope="col">Applied</th><th scope="col">Checksum</th></tr></thead>
     <tbody>${rows.slice(0, MOST).map((rank) => html`<tr><td>${rank.rank} (stage ${rank.pp})</td><td>${rank.request}</td><td>${rank.status}${rank.message ? `: ${rank.message}` : ""}</td><td>${rank.applied} of ${rank.actions}</td><td class="mono">${rank.checksum}</td></tr>`)}</tbody></table>
-    ${rows.length > MOST && html`<p class="soft">… and ${number(rows.length - MOST)} more receipts</p>`}`;
+    ${rows.length > MOST && html`<p class="soft">… and ${number(rows.length - MOST)} more receipts</p>`}</details>`;
 }
 
 function Files({ id, captured }) {
@@ -57,17 +60,17 @@ export function JobDetails({ id, job, session, onClose }) {
 
   const code = asked && asked.body && asked.path ? codeOf(asked.path, asked.body, session.auth !== "open") : null;
   return html`<section class="details" aria-labelledby="job-title" onKeyDown=${(event) => event.key === "Escape" && onClose()}>
-    <div class="details-head"><h2 id="job-title" tabindex="-1" ref=${head}>${id}</h2><${Button} kind="small" onClick=${onClose}>Close<//></div>
+    <div class="details-head"><div><h2 id="job-title" tabindex="-1" ref=${head}>${at ? titleOf(at) : "Job"}</h2><${Id} id=${id} /></div><${Button} kind="small" onClick=${onClose}>Close<//></div>
     <${Problem} error=${error} />
-    ${at && html`<p><span class=${`state ${at.state}`}>${at.state}</span> · ${at.kind} · ${at.model} <span class="mono">${identity(at.identity)}</span>${at.attempt > 1 ? ` · attempt ${at.attempt}` : ""}${at.worker ? ` · worker ${at.worker}` : ""}</p>`}
+    ${at && html`<p><${State} state=${at.state} /> ${at.kind} · ${at.model} <span class="mono">${identity(at.identity)}</span>${at.attempt > 1 ? ` · attempt ${at.attempt}` : ""}${at.retry_reason ? ` (the one before ended: ${at.retry_reason})` : ""}${at.worker ? ` · worker ${at.worker}` : ""}</p>`}
     ${at && at.error && html`<${Problem} error=${new ApiError(at.error.status, at.error)} />`}
-    ${at && at.kind === "sweep" && html`<p><a href=${`#/sweep/${id}`}>Open the heatmap</a></p>`}
+    ${at && at.kind === "sweep" && html`<p><a class="button small" href=${`#/sweep/${id}`}>Open the heatmap</a></p>`}
     <h3>Prompt</h3>
     ${
       asked
         ? asked.prompts.length
           ? html`<${List} items=${asked.prompts} total=${asked.prompts_total} more="prompts">${(prompt) => html`<pre data-part="prompt">${prompt.text === null ? "(token ids)" : prompt.text}</pre><small>${count(prompt.tokens, "token")}</small>`}<//>`
-          : html`<p class="soft">${at && at.kind === "sweep" ? "The prompts are in the request below." : "None."}</p>`
+          : html`<p class="soft">${(at && at.prompt) || "None."}</p>`
         : html`<p class="soft">Loading …</p>`
     }
     <h3>Output</h3>

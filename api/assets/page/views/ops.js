@@ -1,6 +1,9 @@
 // Ops: what every rank of every worker reports, outboxes, queues, the slowest jobs.
 
 import { html, useEffect, useState, Button, Empty, Problem, useNow } from "../lib/ui.js";
+import { latencies } from "../lib/history.js";
+import { titleOf } from "../lib/jobs.js";
+import { Chart, State, Stats } from "../lib/parts.js";
 import { get } from "../lib/api.js";
 import { age, bytes, count, duration, identity, number, percent } from "../lib/format.js";
 
@@ -31,7 +34,7 @@ function usePolled(path, on) {
   return [known, () => next((n) => n + 1)];
 }
 
-const Table = ({ label, heads, rows }) => html`<div class="wide" tabindex="0" role="region" aria-label=${label}><table>
+const Table = ({ label, heads, rows }) => html`<div class="wide card" tabindex="0" role="region" aria-label=${label}><table>
   <thead><tr>${heads.map((head) => html`<th scope="col">${head}</th>`)}</tr></thead>
   <tbody>${rows.map((cells) => html`<tr>${cells.map((cell) => html`<td>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
 
@@ -62,18 +65,20 @@ function Ranks({ dynamic }) {
 }
 
 function Service({ status }) {
-  return html`<${Table} label="Service components" heads=${["Component", "State"]} rows=${[
-      ["Relay", status.relay.alive ? `${count(status.relay.received, "receipt")} received` : html`<strong class="bad">has not reported</strong>`],
-      ["Webhooks", status.callbacks.alive ? `${number(status.callbacks.webhooks_pending)} pending${status.callbacks.webhooks_pending ? `, up to ${duration(status.callbacks.webhooks_overdue_s)} overdue` : ""}` : html`<strong class="bad">has not reported</strong>`],
-      ["Redis", `${bytes(status.redis.used_bytes)}${status.redis.limit_bytes ? ` of ${bytes(status.redis.limit_bytes)}` : ""}, answered in ${number(status.redis.milliseconds, 1)} ms`],
-      ["Jobs", `${number(status.live)} active (${number(status.queued)} queued); ${count(status.held, "response")} held`],
-    ]} />
+  const healthy = status.workers.filter((worker) => worker.healthy).length;
+  return html`<div role="region" aria-label="Service components"><${Stats} items=${[
+      { name: "Jobs", value: `${number(status.live)} active`, note: `${number(status.queued)} queued, ${count(status.held, "response")} held` },
+      { name: "Workers", value: `${healthy} of ${status.workers.length}`, note: "healthy", bad: healthy < status.workers.length || !healthy },
+      { name: "Relay", value: status.relay.alive ? number(status.relay.received) : "silent", note: status.relay.alive ? `${status.relay.received === 1 ? "receipt" : "receipts"} received` : "has not reported", bad: !status.relay.alive },
+      { name: "Webhooks", value: status.callbacks.alive ? number(status.callbacks.webhooks_pending) : "silent", note: !status.callbacks.alive ? "has not reported" : `pending${status.callbacks.webhooks_pending ? `, up to ${duration(status.callbacks.webhooks_overdue_s)} overdue` : ""}`, bad: !status.callbacks.alive },
+      { name: "Redis", value: bytes(status.redis.used_bytes), note: `${status.redis.limit_bytes ? `of ${bytes(status.redis.limit_bytes)}, ` : ""}answered in ${number(status.redis.milliseconds, 1)} ms` },
+    ]} /></div>
     <h2>Workers</h2>
     <${Table} label="Workers" heads=${["Worker", "Model", "Identity", "Health", "Jobs", "Tokens/s", "Outbox", "Uptime"]} rows=${status.workers.map((worker) => [
       worker.worker,
       worker.model,
       html`<span class="mono">${identity(worker.identity)}</span>`,
-      worker.healthy ? "healthy" : html`<strong class="bad">${worker.detail || "not healthy"}</strong>`,
+      worker.healthy ? html`<span class="pill good">healthy</span>` : html`<strong class="bad">${worker.detail || "not healthy"}</strong>`,
       worker.stats ? number(worker.stats.jobs) : "–",
       worker.stats ? number(worker.stats.generated_tokens_s) : "–",
       worker.stats ? number(worker.stats.outbox) : "–",
@@ -90,12 +95,24 @@ function Slow({ jobs }) {
   const slow = jobs.list.filter((job) => job.started && end(job) > now - RECENT_S).sort((a, b) => end(b) - b.started - (end(a) - a.started)).slice(0, SLOWEST);
   if (!slow.length) return html`<${Empty}>No job has run in the last hour.<//>`;
   return html`<${Table} label="Slowest jobs" heads=${["Job", "Kind", "Owner", "State", "Ran for", "Queued for", "Attempt"]} rows=${slow.map((job) => [
-    html`<a href=${`#/jobs/${job.id}`}>${job.id}</a>`, job.kind, job.tenant || "default", html`<span class=${`state ${job.state}`}>${job.state}</span>`,
+    html`<a href=${`#/jobs/${job.id}`} title=${job.id}>${titleOf(job)}</a>`, job.kind, job.tenant || "default", html`<${State} state=${job.state} />`,
     duration(end(job) - job.started), duration(job.started - job.created), job.attempt,
   ])} />`;
 }
 
-export default function View({ session, jobs }) {
+const MINUTES = 30;
+
+/** Tokens/s and the queue since the page was opened, and how long jobs took: what the feed has brought. */
+function Charts({ jobs, history, observes }) {
+  const now = useNow(2);
+  const digits = (value) => number(value, value < 10 ? 1 : 0);
+  return html`<div class="cards">
+    ${observes && html`<${Chart} title="Tokens per second" points=${history.of("tokens_s")} text=${digits} /><${Chart} title="Jobs in the queue" points=${history.of("queued")} text=${digits} />`}
+    <${Chart} title="Time to finish a job" note="median, without sweeps" points=${latencies(jobs.list, now, MINUTES)} text=${(value) => (value ? duration(value) : "0")} />
+  </div>`;
+}
+
+export default function View({ session, jobs, history }) {
   const has = (scope) => session.scopes.includes(scope) || session.scopes.includes("admin");
   const [dynamic, again] = usePolled("/v1/steering/dynamic", has("read"));
   const [status] = usePolled("/v1/status", has("observe"));
@@ -103,14 +120,14 @@ export default function View({ session, jobs }) {
   const computed = (models.data?.data ?? []).map((model) => [model.id, model.dtype, model.dtype_reason]);
   const caveats = (models.data?.data ?? []).flatMap((model) => model.caveats.map((caveat) => [model.id, caveat]));
   const links = ["flower", "grafana", "metrics", "ready"].filter((name) => session.links[name]);
-  return html`<h1>Ops</h1>
-    <p>${links.map((name) => html`<a href=${session.links[name]}>${name[0].toUpperCase() + name.slice(1)}</a> `)}</p>
+  return html`<div class="section-head"><h1>Ops</h1><span>${links.map((name) => html`<a href=${session.links[name]}>${name[0].toUpperCase() + name.slice(1)}</a> `)}</span></div>
+    <${Charts} jobs=${jobs} history=${history} observes=${has("observe")} />
     <h2>Service</h2>
     ${has("observe") ? html`<${Problem} error=${status.error} />${status.data && html`<${Service} status=${status.data} />`}` : html`<p>Service-wide figures need a key with the scope <code>observe</code>; this key has ${session.scopes.join(", ")}.</p>`}
     ${computed.length > 0 && html`<h2>Models</h2><${Table} label="Models" heads=${["Model", "Dtype", "Reason"]} rows=${computed} />`}
     ${caveats.length > 0 && html`<h2>Caveats</h2><${Table} label="Caveats" heads=${["Model", "How its rows may differ from transformers'"]} rows=${caveats} />`}
-    <h2>Rank status</h2>
-    ${has("read") ? html`<${Problem} error=${dynamic.error} />${dynamic.data ? html`<${Ranks} dynamic=${dynamic.data} />` : html`<p class="soft">Loading …</p>`}<${Button} kind="small" onClick=${again}>Refresh<//>` : html`<p>This needs a key with the scope <code>read</code>.</p>`}
+    <div class="section-head"><h2>Rank status</h2>${has("read") && html`<${Button} kind="small" onClick=${again}>Refresh<//>`}</div>
+    ${has("read") ? html`<${Problem} error=${dynamic.error} />${dynamic.data ? html`<${Ranks} dynamic=${dynamic.data} />` : html`<p class="soft">Loading …</p>`}` : html`<p>This needs a key with the scope <code>read</code>.</p>`}
     <h2>Slowest jobs of the last hour</h2>
     <${Slow} jobs=${jobs} />`;
 }

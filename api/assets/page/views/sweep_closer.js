@@ -3,7 +3,7 @@
 import { get, post } from "../lib/api.js";
 import { Button, Problem, html, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
 import { count } from "../lib/format.js";
-import { hookTitle } from "../lib/grid.js";
+import { hookTitle } from "../lib/hooks.js";
 import { closer } from "../lib/sweep_request.js";
 
 export function Closer({ grid, request, part, pair, close }) {

@@ -4,7 +4,8 @@ import { get, post } from "../lib/api.js";
 import { Button, Field, Problem, html, useCallback, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
 import { useModels } from "../lib/models.js";
 import { count, number } from "../lib/format.js";
-import { hookTitle, written } from "../lib/grid.js";
+import { written } from "../lib/grid.js";
+import { HookBoxes, ours } from "../lib/hooks.js";
 import { layout, linksOf } from "../lib/align.js";
 import { EXAMPLE, TEXTS, blankForm, emptyPair, formOf, lacking, requestOf } from "../lib/sweep_request.js";
 
@@ -18,14 +19,6 @@ const CHOICES = {
   axis: { position: "position: one token per column", together: "together: all positions in one column", head: "head: one head per column", head_position: "head_position: one head at one position per column", neuron: "neuron (list them below)" },
   alignment: { auto: "auto: corresponding tokens only", left: "left: count from the start", right: "right: count from the end" },
 };
-/** Our name of a hook point that a request calls by TransformerLens' name. */
-const OURS = { resid_pre: "pre_attn", resid_mid: "post_attn", resid_post: "post_block", rot_q: "q", rot_k: "k", mlp_post: "mlp_act", "mlp.hook_post": "mlp_act", hook_q: "q_proj", hook_k: "k_proj" };
-function ours(name) {
-  const part = name.replace(/^attn\./, "");
-  const bare = part.replace(/^hook_/, "");
-  return OURS[part] || OURS[bare] || bare;
-}
-
 export default function Form({ like }) {
   const [form, setForm] = useState(null);
   const [problem, setProblem] = useState(null);
@@ -107,13 +100,12 @@ export default function Form({ like }) {
     setForm(formOf({ ...EXAMPLE, model: form.model, hooks }));
   };
 
-  return html`<h1>New sweep</h1>
-    <p>Which layer and which token carry the answer? A sweep patches the rows of one prompt into another, one cell at a time.${" "}
-      <${Button} kind="small" onClick=${example}>Try an example<//></p>
+  return html`<div class="section-head"><h1>New sweep</h1><${Button} onClick=${example}>Try an example<//></div>
+    <p class="lead">Which layer and which token carry the answer? A sweep patches the rows of one prompt into another, one cell at a time.</p>
     <form class="sweep-form" noValidate onSubmit=${(event) => event.preventDefault()} onKeyDown=${(event) => event.key === "Enter" && event.target.tagName === "INPUT" && event.target.type === "text" && document.getElementById("sweep-start").click()}>
       ${form.pairs.map((pair, n) => html`<${Pair} key=${n} n=${n} pair=${pair} many=${form.pairs.length > 1} ablation=${form.ablation} told=${told} change=${changePair} remove=${() => change("pairs", form.pairs.filter((_, other) => other !== n))} />`)}
       <p><${Button} kind="small" disabled=${form.pairs.length >= MOST_PAIRS} onClick=${() => change("pairs", [...form.pairs, emptyPair()])}>Add a pair<//></p>
-      <div class="fields">
+      <fieldset><legend>Grid</legend><div class="fields">
         <${Field} label="Model" error=${told.model}>${(id) => html`<select id=${id} value=${form.model} onChange=${(event) => change("model", event.target.value)}>
           ${[...new Set([...(models || []).map((each) => each.id), form.model])].map((name) => html`<option value=${name}>${name || "no model is served"}</option>`)}
         </select>`}<//>
@@ -121,7 +113,8 @@ export default function Form({ like }) {
         <${Text} name="positions" label="Positions of the patched prompt" hint="all_prompt, last_prompt, 0,5,-1 or 5:9" form=${form} told=${told} change=${change} />
         <${Choice} name="metric" label="Metric" form=${form} told=${told} change=${change} />
         <${Choice} name="direction" label="Direction" form=${form} told=${told} change=${change} />
-      </div>
+        <${Text} name="name" label="Name" hint="to find it again; optional" form=${form} told=${told} change=${change} />
+      </div></fieldset>
       <${Hooks} model=${model} chosen=${form.hooks} error=${told.hooks} change=${(hooks) => change("hooks", hooks)} />
       <details open=${Boolean(form.more || told.more || ["axis", "alignment", "ablation", "window.layers", "window.positions", "noise"].some((name) => told[name]))}>
         <summary>More options</summary>
@@ -147,6 +140,7 @@ function controlOf(field, form) {
   if (pair && form.pairs[Number(pair[1])]) return TEXTS.includes(pair[2]) ? `pairs[${pair[1]}].${pair[2]}` : pair[2] === "positions" && !form.pairs[Number(pair[1])].more ? "positions" : `pairs[${pair[1]}].more`;
   const [name] = field.split(/[.[]/);
   if (["model", "hooks", "layers", "positions", "axis", "metric", "direction", "ablation", "alignment", "noise"].includes(name)) return name;
+  if (field === "metadata.name") return "name";
   if (name === "window") return field.startsWith("window.positions") ? "window.positions" : "window.layers";
   return ["heads", "neurons", "path", "mask", "alpha", "lora", "priority", "metadata", "expires_in", "callback_url", "callback_events"].includes(name) ? "more" : null;
 }
@@ -197,7 +191,7 @@ function Hooks({ model, chosen, error, change }) {
   const toggle = (hook, on) => change(on ? [...chosen, hook] : chosen.filter((name) => ours(name) !== hook));
   return html`<fieldset class="hooks" aria-describedby=${error ? "hooks-error" : null}>
     <legend>Hook points</legend>
-    ${all.map((hook) => html`<label><input type="checkbox" data-hook=${hook} checked=${named.has(hook)} onChange=${(event) => toggle(hook, event.target.checked)} /> ${hookTitle(hook)}${served.includes(hook) || !model ? "" : " (not served)"}</label> `)}
+    <${HookBoxes} hooks=${all} chosen=${(hook) => named.has(hook)} toggle=${toggle} note=${(hook) => (served.includes(hook) || !model ? "" : " (not served)")} />
     ${error && html`<small id="hooks-error" class="bad" role="alert">${error}</small>`}
   </fieldset>`;
 }

@@ -3,18 +3,23 @@
 import { get, post, sse } from "../lib/api.js";
 import { Button, Copy, Problem, Progress, html, useCallback, useEffect, useLayoutEffect, useMemo, useNow, useRef, useState } from "../lib/ui.js";
 import { count, duration, number } from "../lib/format.js";
-import { MEANING, SweepGrid, csv, hookTitle, shareOf, shown } from "../lib/grid.js";
+import { MEANING, SweepGrid, csv, shareOf, shown } from "../lib/grid.js";
+import { hookCode, hookName, hookTitle } from "../lib/hooks.js";
 import { Heatmap, drawScale } from "../lib/heatmap.js";
+import { useDark } from "../lib/theme.js";
 import { codeOf } from "../lib/code.js";
 import { lean } from "../lib/sweep_request.js";
 import { Closer } from "./sweep_closer.js";
+import { finding } from "../lib/finding.js";
+import { Id, State as Pill } from "../lib/parts.js";
 import { picture, save } from "../lib/sweep_export.js";
 
 const OVER = ["succeeded", "failed", "cancelled", "aborted", "expired"];
 /** Milliseconds between two looks of text and table at the grid; the heatmaps are drawn at every frame. */
 const TEXT_MS = 250;
 const MOST_ASKED = 5; // times for the unpatched values while cells arrive: they come first, unless they failed
-const PANEL = 300; // least width of a panel, in CSS pixels
+const PANEL = 330; // least width of a panel, in CSS pixels
+const FRAME = 22; // of it are its padding and border
 
 /** The sweep, its grid, and how it goes on; `events` are the heatmaps' listeners. */
 function useSweep(id) {
@@ -72,7 +77,7 @@ function useSweep(id) {
   return { view, error, setError, grid: grid.current, listeners: listeners.current, lost: lost.current };
 }
 
-export default function Grid({ id, session }) {
+export default function Grid({ id, session, jobs }) {
   const { view, error, setError, grid, listeners, lost } = useSweep(id);
   const [pair, setPair] = useState(null);
   const [asTable, setAsTable] = useState(false);
@@ -97,10 +102,12 @@ export default function Grid({ id, session }) {
 
   const { job, request } = view;
   const over = OVER.includes(job.state);
+  const live = jobs && jobs.byId.get(id); // knows of a lost lease first
   return html`<div class="sweep">
-    <h1>Sweep</h1>
-    <p class="sweep-title">${titleOf(grid, chosen)}</p>
-    <${State} job=${job} grid=${grid} over=${over} lost=${lost} onError=${setError} />
+    <h1>${(job.metadata && job.metadata.name) || "Sweep"}</h1>
+    <p class="sweep-title">${titleOf(grid, chosen)} <${Id} id=${id} /></p>
+    <${State} job=${{ ...job, ...(live && live.version >= job.version ? live : {}) }} grid=${grid} over=${over} lost=${lost} jobs=${jobs} onError=${setError} />
+    <${Finding} grid=${grid} pair=${chosen} over=${over} />
     <${Problem} error=${error} />
     ${job.error && html`<${Problem} error=${job.error.detail} title=${job.error.title} />`}
     <div class="tools">
@@ -109,9 +116,11 @@ export default function Grid({ id, session }) {
         ${grid.pairs.map((each, n) => html`<option value=${String(n)}>${n + 1}: ${short(each.base_tokens.join(""))}</option>`)}
       </select></label>`}
       <${Button} aria-pressed=${asTable ? "true" : "false"} onClick=${() => setAsTable(!asTable)}>As table<//>
+      <span class="soft">Save as</span>
       <${Button} onClick=${() => save(`${id}.png`, picture(grid, chosen, titleOf(grid, chosen)))} onError=${setError}>PNG<//>
       <${Button} onClick=${() => save(`${id}.csv`, new Blob([csv(grid.records())], { type: "text/csv" }))} onError=${setError}>CSV<//>
       <${Button} onClick=${() => save(`${id}.json`, exported(id, session))} onError=${setError}>JSON<//>
+      <span class="space"></span>
       ${request && html`<a class="button" href=${`#/sweep?like=${encodeURIComponent(id)}`}>Duplicate</a>`}
       <a class="button" href="#/sweep">New sweep</a>
     </div>
@@ -130,12 +139,12 @@ const short = (text) => (text.length > 60 ? `${text.slice(0, 30)} … ${text.sli
 function titleOf(grid, pair) {
   const { result } = grid;
   const ablated = { zeros: ", rows set to zero", mean: ", rows set to their mean" }[result.ablation] || "";
-  if (pair === null) return `Mean over ${grid.pairs.length} pairs of prompts${ablated} · ${MEANING[grid.metric]}`;
+  if (pair === null) return `Mean over ${grid.pairs.length} pairs of prompts${ablated}`;
   const found = grid.pairs[pair];
   const [base, source] = [found.base_tokens, found.source_tokens].map((tokens) => short(tokens.join("")));
   const what = result.ablation ? `“${base}”${ablated}` : `“${source}” patched into “${base}”`;
   const answers = found.answer ? ` · answer “${found.answer.trim()}”${found.foil ? `, foil “${found.foil.trim()}”` : ""}` : "";
-  return `${what}${answers} · ${MEANING[grid.metric]}`;
+  return `${what}${answers}`;
 }
 
 const notesOf = (grid) => [...new Set(grid.pairs.flatMap((pair) => pair.notes))].slice(0, 20);
@@ -147,13 +156,37 @@ async function exported(id, session) {
   return new Blob([JSON.stringify(study)], { type: "application/json" });
 }
 
-function State({ job, grid, over, lost, onError }) {
+function Finding({ grid, pair, over }) {
+  const text = finding(grid, pair);
+  return html`<p class="finding" role="status">${over ? text : text ? `So far: ${text}` : ""}</p>`;
+}
+
+const STALL_S = 20; // without a new cell: said
+
+/** Seconds that the rest takes: by this sweep's own speed, before its first cells by that of the last one of this model; null: not known. */
+function remaining(job, grid, began, now, jobs) {
+  if (began.current && grid.known > began.current.known) return ((now - began.current.at) / (grid.known - began.current.known)) * (grid.total - grid.known);
+  const last = jobs && jobs.list.find((each) => each.state === "succeeded" && each.kind === "sweep" && each.model === job.model && each.cells > 0);
+  return last ? ((last.finished - last.started) / last.cells) * (grid.total - grid.known) : null;
+}
+
+function State({ job, grid, over, lost, jobs, onError }) {
   const now = useNow(1);
   const began = useRef(null);
+  const news = useRef({ known: grid.known, at: now });
   if (!began.current && grid.known < grid.total && !over) began.current = { known: grid.known, at: now };
-  const since = began.current && grid.known > began.current.known ? (now - began.current.at) / (grid.known - began.current.known) : null;
-  const left = !over && since !== null ? `, about ${duration(since * (grid.total - grid.known))} left` : "";
-  const label = `${job.state}: ${number(grid.known)} of ${number(grid.total)} cells${left}`;
+  if (news.current.known !== grid.known || job.state !== "running") news.current = { known: grid.known, at: now };
+  const left = over ? null : remaining(job, grid, began, now, jobs);
+  const still = now - news.current.at;
+  const told = [
+    left === null ? "" : `about ${duration(left)} left`,
+    job.state === "queued" ? `waiting for a worker for ${duration(now - (job.queued || job.created))}` : "",
+    job.state === "running" && !grid.known && left === null ? "measuring the unpatched prompts" : "",
+    still > STALL_S ? `no new cell for ${duration(still)}${job.worker ? ` from worker ${job.worker}` : ""}` : "",
+    over && job.started && job.finished ? `took ${duration(job.finished - job.started)}` : "",
+    job.attempt > 1 || job.retry_reason ? `attempt ${job.state === "queued" ? job.attempt + 1 : job.attempt}${job.retry_reason ? `: ${job.retry_reason}` : ""}` : "",
+  ].filter(Boolean).join(" · ");
+  const label = `${number(grid.known)} of ${number(grid.total)} cells`;
   const cancel = async () => {
     try {
       await post(`/v1/jobs/${encodeURIComponent(job.id)}/cancel`, {});
@@ -162,7 +195,7 @@ function State({ job, grid, over, lost, onError }) {
     }
   };
   return html`<div class="sweep-state" data-state=${job.state}>
-    <${Progress} value=${grid.known} total=${grid.total} label=${label} />
+    <${Pill} state=${job.state} /> <${Progress} value=${grid.known} total=${grid.total} label=${label} /> <span class="soft">${told}</span>
     <span class="visually-hidden" role="status">The sweep is ${job.state}.</span>
     ${lost && !over && html`<span class="bad" role="status">Connection lost; reconnecting …</span>`}
     ${!over && html`<${Button} disabled=${job.state === "cancelling"} onClick=${cancel}>Cancel<//>`}
@@ -179,7 +212,7 @@ function Maps({ grid, pair, listeners, cursor, setCursor, part, look, select }) 
     return () => watch.disconnect();
   }, []);
   const across = Math.max(1, Math.min(grid.hooks.length, Math.floor(width / PANEL)));
-  const panel = Math.floor(width / across) - 12;
+  const panel = Math.floor((width - 12 * (across - 1)) / across) - FRAME;
   const told = cursor ? grid.words(pair, cursor.hook, cursor.row, cursor.column) : "Arrow keys move between cells, Shift+arrows select several, Enter opens a closer look.";
   return html`<div class="maps" ref=${area}>
       ${width > 0 && grid.hooks.map((hook) => html`<${Map_} key=${hook} hook=${hook} grid=${grid} pair=${pair} width=${panel} listeners=${listeners} cursor=${cursor} setCursor=${setCursor} part=${part} look=${look} select=${select} />`)}
@@ -198,6 +231,7 @@ function Map_({ hook, grid, pair, width, listeners, cursor, setCursor, part, loo
     () => ({
       rows: grid.names(pair),
       columns: grid.layers,
+      titles: grid.titles,
       scale: () => grid.limits(pair).join(),
       at: (row, column) => shareOf(grid, pair, hook, column, row),
     }),
@@ -210,17 +244,10 @@ function Map_({ hook, grid, pair, width, listeners, cursor, setCursor, part, loo
     canvas.current.heatmap = map.current; // for tests and for curious readers
   }, [source, width]);
   useEffect(() => {
-    const dark = matchMedia("(prefers-color-scheme: dark)");
-    const again = () => map.current.markAll();
-    const theme = new MutationObserver(again);
-    theme.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
-    dark.addEventListener("change", again);
     const news = (place) => (place === null ? map.current.markAll() : place.hook === hook && map.current.mark(place.column, place.row));
     listeners.add(news);
     return () => {
       listeners.delete(news);
-      theme.disconnect();
-      dark.removeEventListener("change", again);
       map.current.close();
     };
   }, []);
@@ -277,7 +304,7 @@ function Map_({ hook, grid, pair, width, listeners, cursor, setCursor, part, loo
   const placed = ({ left, top, width: w, height: h }) => ({ left: `${left}px`, top: `${top}px`, width: `${w}px`, height: `${h}px` });
   const label = `${hookTitle(hook)}: ${grid.columns} tokens by ${grid.layers.length} layers. Arrow keys move, Shift+arrows select, Enter opens a closer look.`;
   return html`<figure class="map">
-    <figcaption>${hookTitle(hook)}</figcaption>
+    <figcaption>${hookName(hook)} <code>${hookCode(hook)}</code></figcaption>
     <div class="cells" data-hook=${hook} role="application" aria-roledescription="heatmap" aria-label=${label} tabindex="0" onKeyDown=${key} onFocus=${() => here || setCursor({ hook, row: 0, column: 0 })}>
       <canvas ref=${canvas} onPointerMove=${move} onPointerDown=${down} onPointerUp=${up} onPointerLeave=${() => setTip(null)}></canvas>
       ${here && map.current && html`<div class="cursor" style=${placed(map.current.box(here.column, here.row))}></div>`}
@@ -290,7 +317,8 @@ function Map_({ hook, grid, pair, width, listeners, cursor, setCursor, part, loo
 function Scale({ grid, pair, listeners }) {
   const canvas = useRef(null);
   const [limits, setLimits] = useState(grid.limits(pair));
-  useEffect(() => drawScale(canvas.current.getContext("2d"), 0, 0, canvas.current.width, canvas.current.height), []);
+  const dark = useDark();
+  useEffect(() => drawScale(canvas.current.getContext("2d"), 0, 0, canvas.current.width, canvas.current.height), [dark]);
   useEffect(() => {
     setLimits(grid.limits(pair));
     const news = () => setLimits((known) => (known.join() === grid.limits(pair).join() ? known : grid.limits(pair)));
@@ -300,8 +328,8 @@ function Scale({ grid, pair, listeners }) {
   const noise = grid.noise(pair);
   const base = grid.base(pair);
   return html`<div class="scale">
-    <span>${shown(limits[0])}</span><canvas ref=${canvas} width="220" height="12" role="img" aria-label=${`Colours from ${shown(limits[0])} (blue) through white to ${shown(limits[1])} (red)`}></canvas><span>${shown(limits[1])}</span>
-    <span>${MEANING[grid.metric]}; white: unpatched${Number.isNaN(base) ? "" : ` (${shown(base)})`}; hatched: no value${noise ? `; noise ${noise.text}` : ""}</span>
+    <span>${shown(limits[0])}</span><canvas ref=${canvas} width="220" height="12" role="img" aria-label=${`Colours from ${shown(limits[0])} (blue) through neutral to ${shown(limits[1])} (red)`}></canvas><span>${shown(limits[1])}</span>
+    <span>${MEANING[grid.metric]}; neutral: unpatched${Number.isNaN(base) ? "" : ` (${shown(base)})`}; hatched: no value${noise ? `; noise ${noise.text}` : ""}</span>
   </div>`;
 }
 

@@ -4,7 +4,7 @@ import { html } from "../lib/ui.js";
 import Form from "./sweep_form.js";
 import Grid from "./sweep_grid.js";
 
-export default function View({ params, query, session }) {
+export default function View({ params, query, session, jobs }) {
   const like = (query && query.get("like")) || "";
-  return params[0] ? html`<${Grid} key=${params[0]} id=${params[0]} session=${session} />` : html`<${Form} key=${`form ${like}`} like=${like} />`;
+  return params[0] ? html`<${Grid} key=${params[0]} id=${params[0]} session=${session} jobs=${jobs} />` : html`<${Form} key=${`form ${like}`} like=${like} />`;
 }

@@ -50,5 +50,5 @@ if job.generated and job.state == 'running' then
     return answer('timed_out')
   end
 end
-put_back(job)
+put_back(job, 'worker ' .. job.worker .. ' did not renew its lease')
 return answer(job.state == 'queued' and 'requeued' or job.state)

@@ -11,8 +11,8 @@ if args.unreachable ~= '' and job.state == 'running' then
 elseif args.later and job.state == 'running' then
   redis.call('HINCRBY', key('job', job.id), 'excused', 1)
   job.shelved = '1'
-  move(job, 'queued')
+  requeue(job, 'worker ' .. job.worker .. ' was busy')
 else
-  put_back(job)
+  put_back(job, 'worker ' .. job.worker .. ' stopped before it was done')
 end
 return job.state

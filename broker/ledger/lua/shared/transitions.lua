@@ -119,6 +119,12 @@ end
 
 local LATE = 'no worker started the job before its `expires_in` ran out'
 
+-- Another attempt will be made; `why` the last one ended.
+local function requeue(job, why)
+  redis.call('HSET', key('job', job.id), 'retry_reason', why)
+  move(job, 'queued')
+end
+
 -- The artifact store is unavailable: the job, which is queued or running, waits for it; at most `store_wait` in all, which a sweep
 -- counts from its last progress. The attempt does not count.
 local function await_store(job, why)
@@ -134,7 +140,7 @@ local function await_store(job, why)
   else
     redis.call('HINCRBY', hash, 'excused', 1)
     job.shelved = '1'
-    move(job, 'queued')
+    requeue(job, why)
   end
 end
 
@@ -152,8 +158,8 @@ local function refuse_model(job)
     .. string.sub(args.identity, 1, SHOWN_IDENTITY) .. ' under the name ' .. job.model .. ': submit it again')
 end
 
--- The worker is gone or releases the job: another attempt, unless the limit is reached or the job is being cancelled.
-local function put_back(job)
+-- The worker is gone or releases the job, as `why` says: another attempt, unless the limit is reached or the job is being cancelled.
+local function put_back(job, why)
   local excused = tonumber(redis.call('HGET', key('job', job.id), 'excused')) or 0
   if job.state == 'cancelling' then
     move(job, 'cancelled')
@@ -161,7 +167,7 @@ local function put_back(job)
     fail(job, 'worker_lost', 'attempt ' .. job.attempt .. ' of ' .. args.max_attempts .. ' ended with the loss of worker '
       .. job.worker .. '; there will be no other')
   else
-    move(job, 'queued')
+    requeue(job, why)
   end
 end
 
@@ -195,7 +201,7 @@ local function put_back_desynced(job, detail)
   elseif args.on_desync == 'retry' and not job.retried and job.attempt < args.max_attempts then
     redis.call('HSET', key('job', job.id), 'retried', detail)
     job.retried = detail
-    move(job, 'queued')
+    requeue(job, detail)
   else
     fail(job, 'ranks_disagree', detail)
   end

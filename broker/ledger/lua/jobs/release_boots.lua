@@ -9,7 +9,7 @@ for _, id in ipairs(redis.call('SMEMBERS', key('held', worker))) do
   local job = read(id)
   if job and working(job, job.attempt) and job.worker == worker then
     if job.boot ~= args.boot then
-      put_back(job)
+      put_back(job, 'worker ' .. worker .. ' was restarted')
       touched[#touched + 1] = id
       touched[#touched + 1] = job.state
     end

@@ -1,0 +1,30 @@
+// What the service's figures were since the page was opened; nothing is stored.
+
+const MOST = 900; // half an hour of one event every two seconds
+const BUCKET_S = 60;
+
+export class History {
+  constructor() {
+    this.points = []; // {at, tokens_s, queued}
+  }
+
+  /** One `service` event. */
+  take({ at, tokens_s = null, queued = null }) {
+    this.points = [...this.points.slice(1 - MOST), { at, tokens_s, queued }];
+  }
+
+  /** [[at, value], …] of one figure. */
+  of(name) {
+    return this.points.map((point) => [point.at, point[name]]);
+  }
+}
+
+/** The median seconds from submission to end of the jobs that ended in each of the last `minutes`: [[at, seconds or null], …]. */
+export function latencies(jobs, now, minutes) {
+  const buckets = Array.from({ length: minutes }, () => []);
+  for (const job of jobs) {
+    const ago = Math.floor((now - (job.finished || 0)) / BUCKET_S);
+    if (job.state === "succeeded" && job.kind !== "sweep" && job.kind !== "harvest" && ago >= 0 && ago < minutes) buckets[minutes - 1 - ago].push(job.finished - job.created);
+  }
+  return buckets.map((found, n) => [now - (minutes - 1 - n) * BUCKET_S, found.length ? found.sort((a, b) => a - b)[Math.floor(found.length / 2)] : null]);
+}
