@@ -55,8 +55,8 @@ export function Making({ model, made }) {
   return html`<details class="making"><summary>Make a direction from two lists of texts</summary>
     <p class="soft">Write one text a line. The direction is the difference between the mean rows of both lists; it is added to every row, scaled to a share of the row's norm.</p>
     <div class="fields">${list("positive", "Towards these texts", positive)}${list("negative", "Away from these texts", negative)}</div>
-    <div class="inline"><${Field} label="At layer" hint=${`0 to ${model.num_layers - 1}; ${middle} is the middle`} error=${at ? error.detail : null}>${(id) => html`<input id=${id} type="number" min="0" max=${model.num_layers - 1} placeholder=${middle} value=${layer} onInput=${({ target }) => setLayer(target.value)} />`}<//>
-      <${Button} kind="main" disabled=${!positive.length || !negative.length || many} onClick=${run} onError=${setError}>Make and try it<//>
+    <${Field} label="At layer" hint=${`0 to ${model.num_layers - 1}; ${middle} is the middle`} error=${at ? error.detail : null}>${(id) => html`<input id=${id} class="short" type="number" min="0" max=${model.num_layers - 1} placeholder=${middle} value=${layer} onInput=${({ target }) => setLayer(target.value)} />`}<//>
+    <div class="inline steady"><${Button} kind="main" disabled=${!positive.length || !negative.length || many} onClick=${run} onError=${setError}>Make and try it<//>
       <span class="soft" role="status">${said}</span></div>
     <${Problem} error=${at ? null : error} />
     ${found && html`<${Spread} found=${found} />`}</details>`;

@@ -52,7 +52,7 @@ export function FeaturesResult({ reading, model }) {
         ? html`Feature ${feature} is among the most active of ${count(chosen.tokens, "token")}, most at ${quoted(word(reading.token_ids[chosen.where]))} (${short(chosen.most)}).`
         : listed.length ? html`${count(listed.length, "feature")} are among the most active; feature ${listed[0].id} is the strongest, at ${quoted(word(reading.token_ids[listed[0].where]))}.` : "No feature is active."
     }</p>
-    <div class="card"><${Chips} label="Tokens by activation" paint=${shade} active=${at} onPick=${move} values items=${positions.map((position, n) => ({ key: n, word: word(reading.token_ids[n]), value: Number(values[n].toPrecision(2)), share: position === 0 && positions.length > 1 ? null : values[n] / top }))} />
+    <div class="card reading-chips"><${Chips} label="Tokens by activation" paint=${shade} active=${at} onPick=${move} values items=${positions.map((position, n) => ({ key: n, word: word(reading.token_ids[n]), value: Number(values[n].toPrecision(2)), share: position === 0 && positions.length > 1 ? null : values[n] / top }))} />
       <${Legend} low=${0} paint=${shade} from=${0} to=${top} what=${feature === null ? "largest activation of any feature" : `activation of feature ${feature}`} />
       ${feature !== null && html`<button type="button" class="button small" onClick=${() => setFeature(null)}>Show all features</button>`}</div>
     <div class="reading even">

@@ -47,7 +47,7 @@ function usePolled(path, busy, onError) {
 const Share = ({ harvest: { share, left_s, state } }) => html`<${Progress} value=${share} total=${1} label=${`${percent(share)}${left_s && !OVER.has(state) ? `, ${duration(left_s)} left` : ""}`} />`;
 
 /** Starts a harvest of lines of text. */
-function Form() {
+function Form({ open }) {
   const [form, setForm] = useState({ model: "", lines: "", layers: "", max_tokens: "" });
   const [error, setError] = useState(null);
   const models = useModels(setError);
@@ -65,7 +65,7 @@ function Form() {
     const { id } = await post("/v1/harvests", { model: form.model, source: { lines }, layers: form.layers.trim(), ...(form.max_tokens ? { max_tokens: Number(form.max_tokens) } : {}), shards: { mib: 4 } });
     location.hash = `#/harvests/${id}`;
   };
-  return html`<details class="card"><summary>New harvest</summary><form onSubmit=${(event) => event.preventDefault()}>
+  return html`<details class="card new-harvest" open=${open}><summary>New harvest</summary><form onSubmit=${(event) => event.preventDefault()}>
     <${Field} label="Documents" hint="One a line, at most 4,096. Larger corpora: a file below harvest_sources, with midstream harvest run --source." error=${wrong("lines")}>${(id) => html`<textarea id=${id} rows="5" value=${form.lines} onInput=${set("lines")}></textarea>`}<//>
     <div class="fields">
       ${models && models.length > 1 && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
@@ -81,9 +81,9 @@ function List() {
   const [error, setError] = useState(null);
   const [page] = usePolled(`/v1/harvests?limit=${LIMIT}`, ({ harvests }) => harvests.some(({ state }) => !OVER.has(state)), setError);
   return html`<h1>Harvests</h1><p class="lead">Run a corpus through a model and keep the rows of some layers as files, each row exactly once: what autoencoders and probes are trained on.</p>
-    <${Form} />
+    ${page && html`<${Form} open=${!page.harvests.length} />`}
     <${Problem} error=${error} />
-    ${page && !page.harvests.length && html`<${EmptyState} title="No harvests yet" text="Paste some documents above, or run midstream harvest run on a file." />`}
+    ${page && !page.harvests.length && html`<${EmptyState} title="No harvests yet" text="Paste some documents above. For a file, use midstream harvest run." />`}
     ${page && page.harvests.length > 0 && html`<div class="scroll-x" tabindex="0" role="group" aria-label="Harvests"><table class="plain wide-table"><thead><tr><th scope="col">Started</th><th scope="col">State</th><th scope="col">Progress</th><th scope="col">Documents</th><th scope="col">Rows</th><th scope="col">Size</th><th scope="col">Model</th></tr></thead>
       <tbody>${page.harvests.map(counted).map((harvest) => html`<tr key=${harvest.id}><td><a href=${`#/harvests/${harvest.id}`}>${age(harvest.created)} ago</a></td><td><${State} state=${harvest.state} /></td><td><${Share} harvest=${harvest} /></td><td>${number(harvest.documents)}</td><td>${number(harvest.rows)}</td><td>${bytes(harvest.bytes)}</td><td>${harvest.model}</td></tr>`)}</tbody></table></div>`}`;
 }
@@ -108,7 +108,7 @@ function One({ id }) {
   const { state } = harvest || {};
   return html`<h1>Harvest</h1><p><a href="#/harvests">All harvests</a> · <${Id} id=${id} /></p>
     <${Problem} error=${error || failed} />
-    ${harvest && html`<p class="inline"><${State} state=${state} /> <${Share} harvest=${harvest} />
+    ${harvest && html`<p class="inline steady"><${State} state=${state} /> <${Share} harvest=${harvest} />
         ${(state === "running" || state === "planning") && button("pause", "Pause")}
         ${state === "paused" && button("resume", "Resume", "main")}
         ${!OVER.has(state) && state !== "sealing" && button("cancel", "Cancel", "danger")}
@@ -122,7 +122,7 @@ function One({ id }) {
         { name: "Files", value: count(harvest.shards, "shard"), note: bytes(harvest.bytes) },
         { name: "Time", value: duration((harvest.finished || Date.now() / 1000) - (harvest.started || harvest.created)), note: time(harvest.created) },
       ]} />
-      <h2>Files</h2><p class="mono">${harvest.uri}</p>
+      <h2>Files</h2><p class="mono uri">${harvest.uri}</p>
       ${state === "succeeded"
         ? html`<${Copy} label="Read it" tabs=${{ Python: `import midstream\n\nharvest = midstream.harvest.open(${JSON.stringify(harvest.uri)})\nprint(len(harvest), harvest.sites)\nhook, layer = harvest.sites[0]\nrows = harvest.rows(slice(0, 100), layer=layer)\n`, CLI: `midstream harvest verify ${harvest.uri}\n` }} />`
         : html`<p class="soft">The folder is complete once it has a <code>manifest.json</code>.</p>`}

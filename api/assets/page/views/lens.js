@@ -1,6 +1,6 @@
 // Lens: what each layer predicts after each token, as a grid of top tokens shaded by probability.
 
-import { html, useMemo, useState } from "../lib/ui.js";
+import { html, useLayoutEffect, useMemo, useRef, useState } from "../lib/ui.js";
 import { percent } from "../lib/format.js";
 import { Legend, inkOn, visible } from "../lib/chips.js";
 import { shade } from "../lib/heatmap.js";
@@ -35,7 +35,21 @@ export function LensResult({ reading, model }) {
   const dark = useDark();
   const ids = useMemo(() => [...reading.token_ids, ...named, ...top.flat(2)], [reading]);
   const word = useWords(model, ids);
+  const box = useRef(null);
+  const keyed = useRef(false); // the cell was chosen by a key: it may be out of sight
+  useLayoutEffect(() => {
+    if (box.current) box.current.scrollLeft = box.current.scrollWidth; // the prediction is at the end
+  }, [word]);
+  useLayoutEffect(() => {
+    if (keyed.current) box.current.querySelector("td.here").scrollIntoView({ block: "nearest", inline: "nearest" });
+    keyed.current = false;
+  }, [at]);
   if (!word) return html`<p class="loading" role="status">Loading …</p>`;
+  const byKey = (to) => {
+    keyed.current = true;
+    setStart(Math.max(Math.min(start, to.column), to.column - WIDE + 1));
+    move(to);
+  };
   const rows = layers.map((_, n) => layers.length - 1 - n); // the last layer at the top
   const columns = positions.slice(start, start + WIDE).map((_, n) => start + n);
   const token = by === "" ? -1 : Number(by);
@@ -60,7 +74,7 @@ export function LensResult({ reading, model }) {
       ${positions.length > WIDE && html`<label>From position <input type="number" min="0" max=${positions.length - 1} value=${start} onChange=${({ target }) => setStart(Math.max(0, Math.min(positions.length - 1, target.valueAsNumber || 0)))} /></label>`}
     </div>
     <div class="reading">
-      <div class="lens" tabindex="0" role="group" aria-label="Top token by layer and position" aria-describedby="lens-keys" onKeyDown=${moving(at, move, rows.length, positions.length)}>
+      <div class="lens" ref=${box} tabindex="0" role="group" aria-label="Top token by layer and position" aria-describedby="lens-keys" onKeyDown=${moving(at, byKey, rows.length, positions.length)}>
         <table><thead><tr><th scope="col">Layer</th>${columns.map((position) => html`<th key=${position} scope="col" class=${position === at.column ? "here" : ""} title=${`position ${positions[position]}`}>${visible(word(reading.token_ids[position]))}</th>`)}</tr></thead>
         <tbody onMouseOver=${pick} onClick=${pick}>${rows.map((n, row) => html`<tr key=${n}><th scope="row" class=${row === at.row ? "here" : ""}>${layers[n]}</th>${columns.map((column) => {
           const { text, share } = cell(n, column);
@@ -74,7 +88,7 @@ export function LensResult({ reading, model }) {
         ${named.length > 0 && html`<h3>Followed</h3><${Bars} label="Followed tokens" items=${named.map((id, n) => ({ key: id, text: visible(word(id)), value: `rank ${ranks[layer][at.column][n]}, ${percent(Math.exp(chances[layer][at.column][n]))}`, share: Math.exp(chances[layer][at.column][n]) }))} />`}
       </aside>
     </div>
-    <p id="lens-keys" class="soft">Rows are layers, columns are the tokens of the prompt. Point at a cell or use the arrow keys. ${reading.hook} rows.</p>`;
+    <p id="lens-keys" class="soft">Rows are layers, columns are the tokens of the prompt. Point at a cell or use the arrow keys. Read at ${reading.hook}.</p>`;
 }
 
 export default function View({ params, query, jobs }) {

@@ -32,25 +32,25 @@ const KINDS = [
   },
   {
     title: "Probes", path: "/v1/probes", list: "probes", open: (name) => ["probes", "probe", name],
-    empty: "Linear probes that score every token: midstream probe train.",
+    empty: "Linear probes that score every token.", command: "midstream probe train",
     what: ({ content: { labels, hook, layer }, watch }) => `${labels.join(", ")} at ${hook}, layer ${layer}${watch ? ` · watches all traffic (${watch})` : ""}`,
     facts: ({ content, digest }) => [["Thresholds", content.labels.map((label, n) => `${label}: ${short(content.thresholds[n])}`).join(", ")], ["Aggregation", content.aggregation], ["Reads", `${content.at} the edits`], ["Digest", digest]],
   },
   {
     title: "Sparse autoencoders", path: "/v1/saes", list: "saes", open: (name) => ["features", "sae", name],
-    empty: "Dictionaries of features: midstream sae register NAME PATH, below the folder sae_dir.",
+    empty: "Dictionaries of features, from a folder below sae_dir.", command: "midstream sae register NAME PATH",
     what: ({ form, hook, layer }) => `${number(form.d_sae)} features of ${hook}, layer ${layer} · ${form.architecture}`,
     facts: ({ form, path, trained_on, bytes: size, digest }) => [["Width of rows", number(form.d_in)], ["Trained on", trained_on], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
   },
   {
     title: "Tuned lenses", path: "/v1/lenses", list: "lenses", open: (name) => ["lens", "tuned", name],
-    empty: "Maps that make early layers readable: midstream tuned register NAME PATH, below the folder lens_dir.",
+    empty: "Maps that make early layers readable, from a folder below lens_dir.", command: "midstream tuned register NAME PATH",
     what: ({ hook, layers }) => `${hook}, layers ${ranges(layers)}`,
     facts: ({ residual, path, bytes: size, digest }) => [["Maps", residual ? "added to the row" : "replace the row"], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
   },
   {
     title: "LoRA adapters", path: "/v1/loras", list: "loras",
-    empty: "Trained changes of linear layers: midstream lora register NAME PATH, below the folder lora_dir.",
+    empty: "Trained changes of linear layers, from a folder below lora_dir.", command: "midstream lora register NAME PATH",
     what: ({ rank, modules }) => `rank ${rank} · ${count(modules.length, "linear layer")}`,
     facts: ({ modules, path, bytes: size, digest }) => [["Linear layers", modules.join(", ")], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
   },
@@ -79,9 +79,9 @@ function Kind({ kind, model }) {
     setItems((known) => known.filter((item) => item.name !== name));
     head.current.focus(); // its button is gone
   };
-  return html`<div ref=${head} tabindex="-1"><${Section} title=${kind.title} aside=${items && html`<span class="pill">${items.length}</span>`}>
+  return html`<div class="kind" ref=${head} tabindex="-1"><${Section} title=${kind.title} aside=${items && html`<span class="pill">${items.length}</span>`}>
     <${Problem} error=${error} />
-    ${items && !items.length && html`<p class="soft">${kind.empty}</p>`}
+    ${items && !items.length && html`<p class="soft">${kind.empty} ${kind.command && html`<code>${kind.command}</code>`}</p>`}
     <div class="registered">${(items || []).map((item) => {
       const [view, field, value] = kind.open ? kind.open(item.name) : [];
       return html`<article key=${item.name} class="card" aria-label=${item.name}>

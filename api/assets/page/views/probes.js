@@ -75,7 +75,7 @@ export function ProbeResult({ found, result, view }) {
   };
   return html`${summary}
     ${labels.length > 1 && html`<p class="inline"><label>Label <select value=${label} onChange=${({ target }) => setLabel(Number(target.value))}>${labels.map((each, n) => html`<option value=${n}>${each}</option>`)}</select></label></p>`}
-    <div class="card" tabindex="0" role="group" aria-label="Score by token" onKeyDown=${key}>
+    <div class="card reading-chips" tabindex="0" role="group" aria-label="Score by token" onKeyDown=${key}>
       <${Chips} label="Tokens by score" active=${at} onPick=${move} items=${scores.map((score, n) => ({ key: n, word: text[n], value: score, share: n === 0 && scores.length > 1 ? null : (score - middle) / reach, generated: n >= output.prompt_tokens }))} />
       <${Line} scores=${scores} threshold=${threshold} prompt=${output.prompt_tokens} at=${at} move=${move} words=${text} />
       <p class="note" role="status">${quoted(text[at])} (token ${at}): ${short(scores[at])}</p>
