@@ -52,6 +52,11 @@ def prepare(client: Client) -> None:
     client.register_probe("water", fit(texts, labels), layer=layer, labels=["water"])
 
 
+def start(page: Page) -> None:
+    """With the results of the pictures before, and one that says what a sweep found."""
+    expect(page.get_by_text("matter")).to_be_visible()
+
+
 def capture(page: Page) -> None:
     page.get_by_role("button", name="Capture", exact=True).click()
     expect(page.locator(".chip").first).to_be_visible()
@@ -88,13 +93,14 @@ def jobs(page: Page) -> None:
 
 def opened(page: Page) -> None:
     """One of the captures, whose receipts and files there are."""
-    page.locator("tr[data-id]").filter(has_text="page").first.click()
+    page.locator("tr[data-id]").filter(has_text="generate · page").first.click()
     expect(page.locator("section.details")).to_contain_text("All ranks agree")
 
 
 def ops(page: Page) -> None:
     expect(page.get_by_text("All ranks agree")).to_be_visible()
     expect(page.get_by_role("region", name="Workers")).to_be_visible()
+    time.sleep(20)  # the charts begin when the page is opened
 
 
 class Shot(NamedTuple):
@@ -111,6 +117,9 @@ SHOTS = {
     "page-playground": Shot("playground", playground, whole=True),
     "page-sweep-form": Shot("sweep", form, whole=True),
     "page-sweep": Shot("sweep", sweep, whole=True),
+    "page-sweep-dark": Shot("sweep", sweep, scheme="dark"),
+    "page-start": Shot("start", start),
+    "page-start-dark": Shot("start", start, scheme="dark"),
     "page-jobs": Shot("jobs", opened),
     "page-jobs-dark": Shot("jobs", jobs, scheme="dark", size=(1280, 420)),
     "page-jobs-phone": Shot("jobs", jobs, size=NARROW),

@@ -50,6 +50,9 @@ export const tagOf = (job) => (job.kind !== "sweep" && job.tags && job.tags.leng
 /** What people call it: its `name` in the metadata, else what was asked. */
 export const titleOf = (job) => (job.metadata && job.metadata.name) || (job.prompt || "").trim() || tagOf(job) || `${job.kind} of token ids`;
 
+/** What was asked, where it is called otherwise. */
+export const askedOf = (job) => (job.metadata && job.metadata.name && job.prompt ? job.prompt : "");
+
 /** What came of it, or why nothing did. */
 export const outcomeOf = (job) => (job.error ? job.error.detail : job.output || (over(job) && job.cells_expected ? `${job.cells || 0} of ${job.cells_expected} cells` : ""));
 
