@@ -195,7 +195,7 @@ def test_a_direction_of_two_lists_is_tried_and_saved(site: Site, visit: Visit) -
     page.get_by_role("button", name="Save", exact=True).click()
     expect(page.get_by_role("group", name="Module coast")).to_be_visible()
     (entry,) = site.alice.get("/v1/steering/modules/coast")["entries"]
-    assert (entry["layers"], entry["norm_match"], entry["scale"]) == ([2], True, 0.3)
+    assert (entry["layers"], entry["norm_match"], entry["scale"]) == ([2], True, 0.2)
     expected = ((red + blue) / 2 - office).astype("<f4")
     file = site.alice.http.get("/v1/steering/modules/coast/file").content
     (saved,) = (rows for rows in load(file).values() if rows.shape == (HIDDEN,))

@@ -31,25 +31,28 @@ export function pattern(queries, keys, kind, head) {
   return found;
 }
 
-/** The keys of each behaviour for the query at `at`, given the tokens' ids. */
+/** Behaviour, in short → [what it attends to, its keys for the query at `at`, given the earlier positions of the same token]. */
 const BEHAVIOURS = {
-  "the previous token": (at) => (at ? [at - 1] : []),
-  "the first token": (at) => (at ? [0] : []),
-  itself: (at) => (at ? [at] : []),
-  "earlier occurrences": (at, earlier) => earlier,
-  "what followed earlier occurrences (induction)": (at, earlier) => earlier.map((key) => key + 1).filter((key) => key < at),
+  first: ["the first token", (at) => (at ? [0] : [])],
+  previous: ["the previous token", (at) => (at ? [at - 1] : [])],
+  current: ["the token itself", (at) => (at ? [at] : [])],
+  duplicate: ["earlier occurrences of the token", (at, earlier) => earlier],
+  induction: ["what followed earlier occurrences of the token", (at, earlier) => earlier.map((key) => key + 1).filter((key) => key < at)],
 };
+const CLEAR = 0.25; // the least share of a behaviour other than attending to the first token, where heads rest
 
-/** What a head attends to most, [behaviour, mean share over the queries that have such keys]. */
+/** A head's behaviour: {name, what, share: the mean over the queries that have such keys}. */
 export function behaviour(found, ids) {
   const tokens = ids.length;
   const earlier = ids.map((id, at) => ids.flatMap((other, key) => (key < at && other === id ? [key] : [])));
-  const scores = Object.entries(BEHAVIOURS).map(([name, keysOf]) => {
+  const scores = Object.entries(BEHAVIOURS).map(([name, [what, keysOf]]) => {
     const shares = ids.flatMap((_, at) => {
       const keys = keysOf(at, earlier[at]);
       return keys.length ? [keys.reduce((sum, key) => sum + found[at * tokens + key], 0)] : [];
     });
-    return [name, shares.length ? shares.reduce((sum, share) => sum + share, 0) / shares.length : 0];
+    return { name, what, share: shares.length ? shares.reduce((sum, share) => sum + share, 0) / shares.length : 0 };
   });
-  return scores.sort((a, b) => b[1] - a[1])[0];
+  const [first, ...others] = scores;
+  const most = others.reduce((a, b) => (b.share > a.share ? b : a));
+  return most.share >= CLEAR ? most : first;
 }

@@ -34,7 +34,7 @@ export function difference(positive, negative) {
   return { values, norm, positive: along(positive), negative: along(negative) };
 }
 
-/** Captures the rows of both lists, and returns the direction as an entry of a request's `steering`, with what `difference` found. `said(text)`: what is under way. */
+/** Captures the rows of both lists, and returns the direction as an entry of a request's `steering` (all tokens but the first, on which much attention rests), with what `difference` found. `said(text)`: what is under way. */
 export async function direction({ model, layer, positive, negative, signal, said }) {
   const texts = [...positive, ...negative];
   const { id } = await post("/v1/jobs", {
@@ -50,5 +50,5 @@ export async function direction({ model, layer, positive, negative, signal, said
   }
   await del(`/v1/captures/${id}`, { signal }); // it was for the direction alone
   const found = difference(means.slice(0, positive.length), means.slice(positive.length));
-  return { ...found, entry: { layers: layer, norm_match: true, vector: vector(found.values) } };
+  return { ...found, entry: { layers: layer, positions: { start: 1 }, norm_match: true, vector: vector(found.values) } };
 }

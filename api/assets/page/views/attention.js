@@ -11,6 +11,7 @@ import { Bars, Reading, ReadingForm, Recent, moving, quoted, useAnswer } from ".
 
 const MOST = 256; // tokens whose patterns the page computes
 const KEYS = 8; // that are listed of a query
+const NAMED = 40; // tokens that are written beside a pattern, at most
 
 const form = {
   name: "attention",
@@ -23,8 +24,8 @@ const form = {
   body: ({ layers }) => ({ capture: { hooks: { q: layers.trim(), k: layers.trim() }, positions: "all_prompt", at: "after", tag: "attention" } }),
 };
 
-/** A pattern as a picture of a pixel for each query and key, which `size` (a style) enlarges. */
-function Picture({ found, tokens, label }) {
+/** A pattern as a picture of a pixel for each query and key, which the browser enlarges. Without a label it is decoration. */
+function Picture({ found, tokens, label = "" }) {
   const canvas = useRef(null);
   const dark = useDark();
   useEffect(() => {
@@ -37,11 +38,10 @@ function Picture({ found, tokens, label }) {
       }
     context.putImageData(image, 0, 0);
   }, [found, tokens, dark]);
-  return html`<canvas ref=${canvas} class="pattern" width=${tokens} height=${tokens} role="img" aria-label=${label}></canvas>`;
+  return html`<canvas ref=${canvas} class="pattern" width=${tokens} height=${tokens} role=${label ? "img" : null} aria-label=${label || null} aria-hidden=${label ? null : "true"}></canvas>`;
 }
 
 function Patterns({ rows, kind, words, ids }) {
-  const [head, setHead] = useState(0);
   const [at, move] = useState({ row: ids.length - 1, column: 0 });
   const tokens = ids.length;
   const heads = useMemo(
@@ -51,23 +51,27 @@ function Patterns({ rows, kind, words, ids }) {
     }),
     [rows],
   );
+  const [chosen, setHead] = useState(null);
+  const clear = heads.map(({ most }) => (most.name === "first" ? 0 : most.share));
+  const head = chosen ?? clear.indexOf(Math.max(...clear));
   const { found } = heads[head];
   const shares = Array.from(found.subarray(at.row * tokens, (at.row + 1) * tokens));
   const top = shares.map((share, key) => [share, key]).filter(([share]) => share > 0).sort((a, b) => b[0] - a[0]).slice(0, KEYS);
-  const [what, share] = heads[head].most;
+  const { what, share } = heads[head].most;
   const point = (event) => {
     const box = event.currentTarget.getBoundingClientRect();
     const place = (offset, size) => Math.max(0, Math.min(tokens - 1, Math.floor((offset / size) * tokens)));
     move({ row: place(event.clientY - box.top, box.height), column: place(event.clientX - box.left, box.width) });
   };
   return html`<div class="heads" role="group" aria-label="Heads">${heads.map(
-      ({ found: each, most: [name, mean] }, n) => html`<button type="button" key=${n} class="head-tile" aria-pressed=${n === head ? "true" : "false"} title=${`${name}: ${percent(mean)}`} onClick=${() => setHead(n)}><${Picture} found=${each} tokens=${tokens} label="" />Head ${n}</button>`,
+      ({ found: each, most }, n) => html`<button type="button" key=${n} class="head-tile" aria-pressed=${n === head ? "true" : "false"} onClick=${() => setHead(n)}><${Picture} found=${each} tokens=${tokens} />Head ${n}<small>${most.name} ${percent(most.share)}</small></button>`,
     )}</div>
-    <p class="finding">Head ${head} attends most to ${what}: ${percent(share)} on average.</p>
+    <p class="finding">Head ${head} gives ${percent(share)} of its attention to ${what}.</p>
     <div class="reading">
       <div tabindex="0" role="group" aria-label=${`Pattern of head ${head}`} aria-describedby="attention-keys" class="pattern-big" onKeyDown=${moving(at, move, tokens, tokens)}>
+        <div class="pattern-frame">${tokens <= NAMED && html`<ol class="pattern-names" aria-hidden="true">${words.map((word, n) => html`<li key=${n} class=${n === at.row ? "here" : ""}>${visible(word)}</li>`)}</ol>`}
         <div class="pattern-box" onMouseMove=${point} onClick=${point}><${Picture} found=${found} tokens=${tokens} label=${`${tokens} queries by ${tokens} keys`} />
-          <i class="pattern-row" style=${{ top: `${(at.row / tokens) * 100}%`, height: `${100 / tokens}%` }}></i></div>
+          <i class="pattern-row" style=${{ top: `${(at.row / tokens) * 100}%`, height: `${100 / tokens}%` }}></i></div></div>
         <p class="note" role="status">${quoted(words[at.row])} (${at.row}) gives ${percent(shares[at.column])} to ${quoted(words[at.column])} (${at.column}).</p>
       </div>
       <aside class="card"><h2>${quoted(words[at.row])} attends to</h2>

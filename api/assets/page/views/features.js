@@ -6,7 +6,8 @@ import { Chips, Legend, short, visible } from "../lib/chips.js";
 import { shade } from "../lib/heatmap.js";
 import { Bars, Reading, ReadingForm, Recent, quoted, useWords } from "../lib/readings.js";
 
-const LISTED = 24;
+const LISTED = 12; // features at first
+const tidy = (value) => Number(value.toPrecision(2));
 
 const form = {
   name: "features",
@@ -28,6 +29,7 @@ const form = {
 export function FeaturesResult({ reading, model }) {
   const { positions, features, activations, active, errors } = reading;
   const [feature, setFeature] = useState(null);
+  const [many, setMany] = useState(LISTED);
   const [at, move] = useState(Math.min(1, positions.length - 1));
   const word = useWords(model, reading.token_ids);
   const listed = useMemo(() => {
@@ -52,15 +54,15 @@ export function FeaturesResult({ reading, model }) {
         ? html`Feature ${feature} is among the most active of ${count(chosen.tokens, "token")}, most at ${quoted(word(reading.token_ids[chosen.where]))} (${short(chosen.most)}).`
         : listed.length ? html`${count(listed.length, "feature")} are among the most active; feature ${listed[0].id} is the strongest, at ${quoted(word(reading.token_ids[listed[0].where]))}.` : "No feature is active."
     }</p>
-    <div class="card reading-chips"><${Chips} label="Tokens by activation" paint=${shade} active=${at} onPick=${move} values items=${positions.map((position, n) => ({ key: n, word: word(reading.token_ids[n]), value: Number(values[n].toPrecision(2)), share: position === 0 && positions.length > 1 ? null : values[n] / top }))} />
-      <${Legend} low=${0} paint=${shade} from=${0} to=${top} what=${feature === null ? "largest activation of any feature" : `activation of feature ${feature}`} />
+    <div class="card reading-chips"><${Chips} label="Tokens by activation" paint=${shade} active=${at} onPick=${move} values items=${positions.map((position, n) => ({ key: n, word: word(reading.token_ids[n]), value: tidy(values[n]), share: position === 0 && positions.length > 1 ? null : values[n] / top }))} />
+      <${Legend} low=${0} paint=${shade} from=${0} to=${tidy(top)} what=${feature === null ? "largest activation of any feature" : `activation of feature ${feature}`} />
       ${feature !== null && html`<button type="button" class="button small" onClick=${() => setFeature(null)}>Show all features</button>`}</div>
     <div class="reading even">
       <section class="card" aria-label="Features of the text"><h2>Features of the text</h2>
-        <${Bars} label="Features" onPick=${pick} items=${listed.slice(0, LISTED).map(({ id, most, where, tokens }) => ({ key: id, active: id === feature, text: html`${id} <span class="soft">at ${quoted(word(reading.token_ids[where]))}, ${count(tokens, "token")}</span>`, value: short(most), share: most / listed[0].most }))} />
-        ${listed.length > LISTED && html`<p class="soft">The ${LISTED} strongest of ${listed.length}.</p>`}</section>
+        <${Bars} label="Features" onPick=${pick} items=${listed.slice(0, many).map(({ id, most, where, tokens }) => ({ key: id, active: id === feature, text: html`${id} <span class="soft">at ${quoted(word(reading.token_ids[where]))}, ${count(tokens, "token")}</span>`, value: `${tidy(most)}`, share: most / listed[0].most }))} />
+        ${listed.length > many && html`<p class="inline"><button type="button" class="button small" onClick=${() => setMany(many * 2)}>More</button><span class="soft">the ${many} strongest of ${listed.length}</span></p>`}</section>
       <section class="card" aria-label="Features of a token"><h2>At ${quoted(word(reading.token_ids[at]))} (position ${positions[at]})</h2>
-        <${Bars} label="Features of the token" onPick=${pick} items=${features[at].map((id, k) => ({ key: id, active: id === feature, text: `${id}`, value: short(activations[at][k]), share: activations[at][k] / (activations[at][0] || 1) }))} />
+        <${Bars} label="Features of the token" onPick=${pick} items=${features[at].map((id, k) => ({ key: id, active: id === feature, text: `${id}`, value: `${tidy(activations[at][k])}`, share: activations[at][k] / (activations[at][0] || 1) }))} />
         <p class="soft">${number(active[at])} features are active here; they leave ${percent(errors[at])} of the row's norm unexplained.</p></section>
     </div>
     <p class="soft">Features of ${reading.sae} at ${reading.hook}, layer ${reading.layer}. Click a feature to shade the text by it, or a token to see its features.${positions[0] === 0 && positions.length > 1 ? ` The first token, ${visible(word(reading.token_ids[0]))}, has no colour: its row is an outlier in most models.` : ""}</p>`;

@@ -141,12 +141,14 @@ export default function View({ session, query }) {
     if (stream.current === begun && refused) setError(refused);
     redraw((n) => n + 1);
   };
+  const panes = useRef(null);
   const latest = useRef(form);
   latest.current = form; // what was typed while a direction was made counts
   const made = (entry, scale) => {
     const next = { ...latest.current, modules: [...latest.current.modules.filter((module) => !module.entry), { name: MADE, scale, entry }] };
     setForm(next);
     run(next).catch(setError);
+    panes.current.scrollIntoView({ block: "nearest" });
   };
   const saved = async (name) => {
     setForm((known) => ({ ...known, modules: [...known.modules.filter((module) => !module.entry && module.name !== name), { name, scale: 1 }] }));
@@ -189,7 +191,7 @@ export default function View({ session, query }) {
       </div>
     </form>
     ${colour && limit > 0 && html`<${Legend} what=${colour.probe ? `${colour.probe}: ${colour.label}` : `projection onto ${colour.module}, layer ${colour.layer}`} from=${-limit} to=${limit} />`}
-    <div class="panes">${both.map((side) => html`<${Pane} key=${side.name} title=${side.title} side=${side} limit=${limit} values=${values} colour=${colour} />`)}</div>
+    <div class="panes" ref=${panes}>${both.map((side) => html`<${Pane} key=${side.name} title=${side.title} side=${side} limit=${limit} values=${values} colour=${colour} />`)}</div>
     <h2>The steered request as code</h2>
     <${Copy} label="Code" tabs=${codeOf(PATHS[form.mode], bodyOf(form, true), session.auth !== "open")} />`;
 }

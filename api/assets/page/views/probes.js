@@ -33,12 +33,12 @@ function Line({ scores, threshold, prompt, at, move, words }) {
     move(Math.max(0, Math.min(scores.length - 1, n)));
   };
   return html`<div class="chart line-chart"><svg viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${`Scores from ${short(Math.min(...scores))} to ${short(Math.max(...scores))}`} onMouseMove=${point}>
-    ${prompt < scores.length && html`<rect class="generated" x=${x(prompt - 0.5)} y="0" width=${WIDTH - x(prompt - 0.5)} height=${HEIGHT - BOTTOM} /><text x=${x(prompt - 0.5) + 4} y="14">generated</text>`}
+    ${prompt < scores.length && html`<rect class="generated" x=${x(prompt - 0.5)} y="0" width=${WIDTH - x(prompt - 0.5)} height=${HEIGHT - BOTTOM} /><text x=${x(prompt - 0.5) + 4} y=${HEIGHT - BOTTOM - 8}>generated</text>`}
     ${[...new Set([low, 0, high])].map((value) => html`<line class="axis" x1=${LEFT} x2=${WIDTH} y1=${y(value)} y2=${y(value)} /><text x=${LEFT - 6} y=${y(value) + 4} text-anchor="end">${short(Number(value.toPrecision(3)))}</text>`)}
-    ${threshold !== null && html`<line class="threshold" x1=${LEFT} x2=${WIDTH} y1=${y(threshold)} y2=${y(threshold)} /><text x=${WIDTH - 4} y=${y(threshold) - 5} text-anchor="end">threshold ${short(threshold)}</text>`}
+    ${threshold !== null && html`<line class="threshold" x1=${LEFT} x2=${WIDTH} y1=${y(threshold)} y2=${y(threshold)} /><text x=${WIDTH - 4} y=${y(threshold) - 5} text-anchor="end">threshold ${short(Number(threshold.toPrecision(3)))}</text>`}
     <polyline class="line" points=${scores.map((value, n) => `${x(n)},${y(value)}`).join(" ")} />
     ${scores.map((value, n) => html`<circle class=${n === at ? "dot here" : "dot"} cx=${x(n)} cy=${y(value)} r=${n === at ? 5 : scores.length > 80 ? 0 : 2.5}><title>${`${visible(words[n])}: ${short(value)}`}</title></circle>`)}
-    <text x=${x(at)} y=${HEIGHT - 4} text-anchor="middle">${visible(words[at])}</text>
+    <text x=${x(at)} y=${HEIGHT - 4} text-anchor=${at > scores.length * 0.9 ? "end" : "middle"}>${visible(words[at])}</text>
   </svg></div>`;
 }
 
