@@ -7,6 +7,7 @@
 #   COMPOSE_ARGS=--keep  keeps what `make test-compose` created
 #   PYTEST_ARGS=…  passed to pytest, such as PYTEST_ARGS="-k sweeper -x"
 #   LONG=1         each stage of `make test` with its long tests, and all of the browser tests: what CI runs
+#   REDIS="…"      for `make test-redis`: these servers, of those in tests/redis_servers.py
 #   GPU_PYTHON=…   a Python with vLLM for GPUs, for `make bench-gpu`; GPU_ARGS="--stages kernels,graphs" is passed to it
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -18,6 +19,7 @@ TORCH_INDEX ?=
 TORCH_UNVERIFIED ?=
 PYTEST_ARGS ?=
 LONG ?=
+REDIS ?= redis-6.2 redis-7.0 redis-8.2 valkey-9.1
 GPU_PYTHON ?= python3
 GPU_ARGS ?=
 VENV ?= .venv
@@ -42,7 +44,7 @@ PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 SHARED = --dist loadfile --no-loadscope-reorder --numprocesses
 NOT_LONG := $(if $(LONG),,and not long)
 
-.PHONY: help setup model demo up test lint files format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu lock clean
+.PHONY: help setup model demo up test lint files format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-redis test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu pin-images lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -138,15 +140,25 @@ test-long: $(READY) model ## long tests: every block of the docs, attacks on oth
 	exit $$failed
 
 # Tables whose every row is an engine of its own. After a change of vLLM, of a table, or of what its rows share.
-test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family, changed config and quantised format, attacks in each dtype, GPU benchmarks on a CPU, and the smoke of vLLM versions; over an hour
+test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family, changed config and quantised format, attacks in each dtype, GPU benchmarks on a CPU, the smoke of vLLM versions, and test-redis; two hours
 	@echo "== matrix tests"
 	@failed=0; \
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) 2 -m "matrix and not ranks" tests || failed=1; \
 	$(PYTEST) -m "matrix and ranks" tests/engine || failed=1; \
+	$(MAKE) test-redis || failed=1; \
+	exit $$failed
+
+# `make test-system` runs with the server that is installed, which is the wheel's Valkey 8.1 where there is no other.
+test-redis: $(READY) model .cache/redis/.ready ## system tests over other versions of Redis and Valkey; 7 minutes each (REDIS="redis-8.2": only these)
+	@failed=0; \
+	for server in $(REDIS); do \
+	  echo "== system tests with $$server"; \
+	  REDIS_SERVER=$$server $(PYTEST) $(SHARED) 4 -m "system and not matrix $(NOT_LONG)" tests/system || failed=1; \
+	done; \
 	exit $$failed
 
 # Each extra in an environment of its own outside of the repository. TORCH_INDEX as for the setup.
-test-packages: $(READY) ## the wheel with each extra in a clean environment; gigabytes of downloads, half an hour
+test-packages: $(READY) ## the wheel alone and complete on Python 3.11, 3.12 and 3.13, and with each extra; gigabytes of downloads, an hour
 	@echo "== packages"
 	@$(PYTEST) -m packages tests
 
@@ -196,7 +208,7 @@ LOCKED = requirements/locked.sh .cache/$* --quiet --no-deps --require-hashes $(T
 .PRECIOUS: .cache/%/.ready
 
 # Those without torch; Midstream itself is installed only where it is imported.
-LIGHT := docs inspect lm-eval
+LIGHT := docs inspect lm-eval redis
 # Built by the tests' setuptools, so that nothing is downloaded without a hash.
 .cache/inspect/.ready: INSTALLED = rm -rf .cache/inspect/wheel && mkdir .cache/inspect/wheel \
 	&& $(BIN)/python -c 'from setuptools import build_meta; build_meta.build_editable(".cache/inspect/wheel")' >.cache/inspect/build.log 2>&1 \
@@ -231,6 +243,9 @@ bench: $(READY) model ## run the benchmarks of benchmarks/RESULTS.md one after t
 
 bench-gpu: ## on a GPU machine: run benchmarks/gpu and write its RESULTS.md, 25 minutes (GPU_PYTHON: a Python with vLLM)
 	@$(GPU_PYTHON) benchmarks/gpu/all.py $(GPU_ARGS)
+
+pin-images: ## pin the images of others in Dockerfile, compose files and deploy/ to their present digests (needs Docker and the registries)
+	@compose/pin.sh
 
 lock: ## resolve the dependencies again (UPGRADE=1: to their newest versions)
 	@requirements/compile.sh $(if $(UPGRADE),--upgrade)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .client import PatchSource as PatchSource
     from .client import PatchSpec as PatchSpec
     from .client import PatchStudy as PatchStudy
+    from .client import ServerTimeout as ServerTimeout
     from .client import ServerUnreachable as ServerUnreachable
     from .client import Span as Span
     from .client import SteeringSpec as SteeringSpec
@@ -41,6 +42,7 @@ __all__ = [
     "PatchSource",
     "PatchSpec",
     "PatchStudy",
+    "ServerTimeout",
     "ServerUnreachable",
     "Span",
     "SteeringSpec",

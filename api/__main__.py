@@ -34,7 +34,7 @@ from .web.middleware import App
 #: Seconds to wait at shutdown for bodies still being sent; held responses end immediately.
 GRACE_S = 5
 BACKLOG = 2048
-#: Seconds to keep an idle connection open: longer than clients do (httpx 5, OpenAI's 5, aiohttp
+#: Seconds to keep an idle connection open: longer than clients do (httpx2 5, OpenAI's 5, aiohttp
 #: 15), so that a connection is never closed while a request is in flight.
 KEEP_ALIVE_S = 75
 #: Seconds between attempts to reach a Redis that was unreachable at the start.

@@ -107,7 +107,7 @@ class AppContext:
         self.steering = Steering(ledger)
         self.probes = Probes(ledger)
         self.harvests = Harvests(ledger)
-        self._features = FeatureFiles(settings.sae_dir)
+        self._features = FeatureFiles(settings.sae_root)
         self._reading_features = anyio.CapacityLimiter(1)
         self.measuring = anyio.CapacityLimiter(MEASURED_AT_ONCE)
         self.measured = Shares(MEASURED_OF_TENANT, "looks at captured rows")

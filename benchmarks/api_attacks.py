@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 import msgspec
 from fake_engine import install
 
@@ -412,7 +412,7 @@ async def publish(settings: Settings) -> None:
         await ledger.close()
 
 
-def finished(http: httpx.Client) -> list[Attack]:
+def finished(http: httpx2.Client) -> list[Attack]:
     """What is asked of jobs that are over: a result of a million tokens, and a page of jobs with
     large metadata.
     """
@@ -434,7 +434,7 @@ def finished(http: httpx.Client) -> list[Attack]:
     ]
 
 
-def one(http: httpx.Client, pid: int, prober: Probe, attack: Attack) -> dict[str, Any]:
+def one(http: httpx2.Client, pid: int, prober: Probe, attack: Attack) -> dict[str, Any]:
     body = attack.make()
     helpers = children(pid)
     before, before_helpers = mark(pid), sum(map(mark, helpers))
@@ -448,7 +448,7 @@ def one(http: httpx.Client, pid: int, prober: Probe, attack: Attack) -> dict[str
                 headers={"Content-Type": attack.media},
             )
             status: int | str = answer.status_code
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             status = type(error).__name__
         ended = time.perf_counter()
     samples = prober.samples
@@ -491,7 +491,7 @@ def main() -> None:
         with Supervisor(prepare(wanted, data, print), say=lambda line: None) as stack:
             asyncio.run(publish(stack.settings))
             pid = read_state(stack.data)["processes"]["api"][0]
-            with httpx.Client(base_url=stack.url, timeout=300) as http:
+            with httpx2.Client(base_url=stack.url, timeout=300) as http:
                 # reads the tokenizer, starts a helper
                 http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)]})
                 prober = Probe(stack.url)

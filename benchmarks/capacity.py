@@ -426,7 +426,7 @@ def _costs_table(costs: Costs) -> str:
         (names[part], *(f"{1e3 * getattr(costs, part).at(alone):.2f} ms" for alone in (0.0, 1.0)))
         for part in PARTS
     ]
-    rows.append(("all of it", *(f"{1e3 * costs.job_s(alone):.1f} ms" for alone in (0.0, 1.0))))
+    rows.append(("all processes", *(f"{1e3 * costs.job_s(alone):.1f} ms" for alone in (0.0, 1.0))))
     return _table(
         "processor time of a held capture at | busy workers | workers with one job at a time", rows
     )

@@ -60,7 +60,7 @@ async def http_round(
 ) -> tuple[float, list[float]]:
     gate = asyncio.Semaphore(concurrency)
     async with aiohttp.ClientSession(url, raise_for_status=True) as http:
-        # httpx queues unfairly at this rate
+        # httpx2 queued unfairly at this rate
 
         async def one() -> float:
             async with gate:

@@ -22,7 +22,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 from lens_heads import ANSWER, CLEAN, CORRUPT, FOIL, SENDER
 from patching import LENS, LENS_VARIABLE, stack
@@ -42,7 +42,7 @@ SWEEPS: dict[str, dict[str, Any]] = {
 SAME = {"naive": "heads", "batched": "heads", "direct": "path from a head"}
 
 
-def sweep(http: httpx.Client, model: str, fields: dict[str, Any]) -> tuple[float, np.ndarray]:
+def sweep(http: httpx2.Client, model: str, fields: dict[str, Any]) -> tuple[float, np.ndarray]:
     """Seconds, and the values `[layers, heads]`."""
     start = time.perf_counter()
     body = {"model": model, "pairs": [PAIR], "metric": "logit_diff", "axis": "head", **fields}

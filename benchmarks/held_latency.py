@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
 
 from midstream.client.stack.supervisor import Supervisor, prepare
@@ -31,7 +31,11 @@ CAPTURE = {"capture": {"layers": [0, 14, 29], "positions": "last_prompt"}, "capt
 
 
 def over_http(
-    http: httpx.Client, model: str, prompts: list[list[int]], max_tokens: int, extra: dict[str, Any]
+    http: httpx2.Client,
+    model: str,
+    prompts: list[list[int]],
+    max_tokens: int,
+    extra: dict[str, Any],
 ) -> list[float]:
     found = []
     for prompt in prompts:
@@ -83,7 +87,7 @@ def main() -> None:
         )
         with (
             Supervisor(settings, say=lambda line: None) as stack,
-            httpx.Client(base_url=stack.url, timeout=60) as http,
+            httpx2.Client(base_url=stack.url, timeout=60) as http,
         ):
             for max_tokens in options.max_tokens:
                 kinds: dict[str, list[float]] = {"direct": [], "http": [], "held": [], "disk": []}

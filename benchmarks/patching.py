@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
+import httpx2
 import numpy as np
 from engines import DEMO_MODEL, bench_prompts, tokenised
 
@@ -117,7 +117,7 @@ class Lens:
 @contextmanager
 def stack(
     dtype: str, entry: bool, compiled: bool, **changes: Any
-) -> Iterator[tuple[httpx.Client, str]]:
+) -> Iterator[tuple[httpx2.Client, str]]:
     """A client of a service of its own, and the model's name. `changes`: of its settings."""
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         wanted = Settings(
@@ -134,7 +134,7 @@ def stack(
         settings = prepare(wanted, Path(folder), print)
         with (
             Supervisor(settings, say=lambda line: None) as running,
-            httpx.Client(base_url=running.url, timeout=600) as http,
+            httpx2.Client(base_url=running.url, timeout=600) as http,
         ):
             yield http, settings.served_model
 
@@ -147,7 +147,7 @@ class Sweep(NamedTuple):
     noise_floor: float
 
 
-def begin(http: httpx.Client, model: str, pair: Pair) -> str:
+def begin(http: httpx2.Client, model: str, pair: Pair) -> str:
     """The sweep's job."""
     asked = {
         "clean": pair.clean,
@@ -163,7 +163,7 @@ def begin(http: httpx.Client, model: str, pair: Pair) -> str:
     return str(answer.json()["id"])
 
 
-def sweep(http: httpx.Client, model: str, pair: Pair) -> Sweep:
+def sweep(http: httpx2.Client, model: str, pair: Pair) -> Sweep:
     start = time.perf_counter()
     job, first = begin(http, model, pair), 0.0
     with http.stream("GET", f"/v1/jobs/{job}/events") as events:

@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 from engines import DEMO_MODEL, bench_prompts, tokenised
 
@@ -62,7 +62,7 @@ def entries_of(rng: np.random.Generator, number: int, hidden_size: int) -> list[
 class Asking:
     """One request after the other, each timed."""
 
-    def __init__(self, http: httpx.Client, model: str, prompts: list[list[int]]):
+    def __init__(self, http: httpx2.Client, model: str, prompts: list[list[int]]):
         self._http, self._model, self._prompts = http, model, prompts
         self._number = 0
 
@@ -151,7 +151,7 @@ def main() -> None:
         settings = prepare(wanted, Path(folder), print)
         with (
             Supervisor(settings, say=lambda line: None) as stack,
-            httpx.Client(base_url=stack.url, timeout=60) as http,
+            httpx2.Client(base_url=stack.url, timeout=60) as http,
         ):
             asking = Asking(http, settings.served_model, prompts)
             for turn in range(3):  # warm-up

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .sdk.client import Client as Client
     from .sdk.mapping.map import Mapped as Mapped
     from .sdk.wire import Answer as Answer
+    from .sdk.wire import ServerTimeout as ServerTimeout
     from .sdk.wire import ServerUnreachable as ServerUnreachable
     from .sdk.wire import VersionMismatch as VersionMismatch
     from .sdk.wire import returned_rows as returned_rows
@@ -40,6 +41,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ".sdk.wire": (
         "Answer",
         "VersionMismatch",
+        "ServerTimeout",
         "ServerUnreachable",
         "returned_rows",
     ),
@@ -74,6 +76,7 @@ __all__ = [
     "PatchSource",
     "PatchSpec",
     "PatchStudy",
+    "ServerTimeout",
     "ServerUnreachable",
     "Span",
     "SteeringSpec",

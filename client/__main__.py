@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from .extras import CONTAINED, MissingExtraError, explained, need
+from .extras import COMMANDS, MissingExtraError, explained, need
 
 
 def main() -> Any:
@@ -13,8 +13,8 @@ def main() -> Any:
     except ModuleNotFoundError as error:
         command = next(iter(sys.argv[1:]), "")
         try:
-            if command in CONTAINED:  # this extra includes `client`, which the command line needs
-                need(command, f"`midstream {command}`")
+            if command in COMMANDS:
+                need("cpu", f"`midstream {command}`", *COMMANDS[command])
         except MissingExtraError as missing:
             sys.exit(f"error: {missing}")
         explanation = explained(error)

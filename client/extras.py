@@ -8,7 +8,7 @@ from importlib.util import find_spec
 #: Extra → the modules that it installs, by import name. For a module of several extras, an error
 #: names the first.
 MODULES: dict[str, tuple[str, ...]] = {
-    "client": ("httpx", "rich", "tqdm", "typer"),
+    "client": ("httpx2", "rich", "tqdm", "typer"),
     "plots": ("matplotlib", "pandas"),
     "notebook": ("xarray", "plotly"),
     "probes": ("sklearn",),
@@ -20,7 +20,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "hiredis",
         "zmq",
         "prometheus_client",
-        "httpcore",
+        "httpcore2",
         "litestar",
         "uvicorn",
         "tokenizers",
@@ -30,27 +30,29 @@ MODULES: dict[str, tuple[str, ...]] = {
     "model": ("accelerate", "gguf"),
     "cpu": ("vllm", "torch", "transformers"),
 }
-#: Extra named after a command → the extras in `MODULES` that it includes.
-CONTAINED = {"up": ("client", "up"), "demo": ("client", "up", "plots", "model")}
+#: Command → the extras whose modules it and its processes import. The extra `cpu` includes all.
+COMMANDS = {
+    "up": ("client", "up", "model", "cpu"),
+    "serve": ("client", "up", "cpu"),
+    "demo": ("client", "up", "plots", "model", "cpu"),
+}
+#: Missing modules that an error names; more are counted.
+NAMED = 5
 
 
 class MissingExtraError(ModuleNotFoundError):
     """A module is not installed; the message names the extra that installs it."""
 
 
-def need(extra: str, what: str) -> None:
-    """Check that all modules of `extra` are installed. Raises MissingExtraError, which says that
-    `what` needs them.
+def need(extra: str, what: str, *parts: str) -> None:
+    """Check that all modules of `extra`, or of its `parts`, are installed. Raises
+    MissingExtraError, which says that `what` needs them.
     """
-    missing = [
-        name
-        for part in CONTAINED.get(extra, (extra,))
-        for name in MODULES[part]
-        if not _found(name)
-    ]
+    missing = [name for part in parts or (extra,) for name in MODULES[part] if not _found(name)]
     if missing:
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
         raise MissingExtraError(
-            _message(f"{what} needs {', '.join(missing)}", extra), name=missing[0]
+            _message(f"{what} needs {', '.join(missing[:NAMED])}{more}", extra), name=missing[0]
         )
 
 

@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 from msgspec import inspect
 
-from ..schemas.base.errors import MidstreamError, invalid
+from ..schemas.base.errors import NO_FIELD, MidstreamError, invalid, suggestion
 from ..schemas.base.records import Record
 from ..schemas.base.tensors import Tensor, from_numpy
 from ..schemas.jobs.jobs import JobRequest, Sampling
 from ..schemas.prompts.selectors import HookName
 from ..schemas.requests.specs import CaptureSpec, PatchSource
-from ..schemas.service.choices import refusal, unknown
+from ..schemas.service.choices import refusal
 from .durations import seconds
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def checked(value: Any, kind: type[T], prefix: str = "") -> T:
     try:
         return msgspec.convert(plain(value, kind, prefix), kind)
     except msgspec.ValidationError as error:
-        raise refusal(error, prefix, getattr(kind, "__name__", "value"), kind) from None
+        raise refusal(error, kind, prefix, getattr(kind, "__name__", "value")) from None
 
 
 def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
@@ -66,7 +66,8 @@ def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
             raise invalid(
                 next(iter(fields)), f"give either a {kind.__name__} or keyword arguments, not both"
             )
-        return given
+        converted: T = plain(given, kind)
+        return converted
     known_keywords(fields, kind)
     return checked({name: value for name, value in fields.items() if value is not None}, kind)
 
@@ -78,9 +79,10 @@ def known_keywords(fields: Iterable[str], kind: Any) -> None:
         if name not in names and not (kind is JobRequest and name == "prompt"):
             raise UnknownArgument(
                 "invalid_request",
-                unknown(name, names),
+                NO_FIELD,
                 field=name,
                 allowed=", ".join(kind.__struct_fields__),
+                hint=suggestion(name, names),
             )
 
 
@@ -110,7 +112,9 @@ def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any
         if cls in structs:
             value = convert(value, field)
     if isinstance(value, msgspec.Struct):
-        return value if type(value) in structs or not _wants_list(value, kinds, listed) else [value]
+        if type(value) in structs:
+            return _struct(value, structs[type(value)], field)
+        return _plain([value], kinds, field) if _wants_list(value, kinds, listed) else value
     value = _builtin(value)
     lists = [kind for kind in kinds if isinstance(kind, _LISTS)]
     if isinstance(value, list):
@@ -127,6 +131,17 @@ def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any
     if isinstance(value, Mapping):
         return _mapping(value, kinds, structs, field)
     return value
+
+
+def _struct(value: Any, kind: inspect.StructType, field: str) -> Any:
+    """Convert arrays inside a struct: its constructor takes any value."""
+    changed = {}
+    for item in kind.fields:
+        given = getattr(value, item.name)
+        path = f"{field}.{item.name}" if field else item.name
+        if (converted := _plain(given, _members(item.type), path)) is not given:
+            changed[item.name] = converted
+    return msgspec.structs.replace(value, **changed) if changed else value
 
 
 def _wants_list(value: Any, kinds: list[Any], listed: bool) -> bool:

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Creates the secrets of compose.yaml, each once: existing files are kept, unless others may know them. usage: compose/secrets.sh [FOLDER]
+# Creates the secrets of compose.yaml and its .env (from .env.example), each once: existing files are kept, unless others may know them. usage: compose/secrets.sh [FOLDER]
 # For new ones, delete the folder and run this again. The folder is closed to other users; the files in it are not, because in the containers users other than their owner read them.
 set -euo pipefail
-folder=${1:-$(cd "$(dirname "$0")" && pwd)/secrets}
+root=$(cd "$(dirname "$0")/.." && pwd)
+folder=${1:-$root/compose/secrets}
 refuse() { # REASON
     echo "error: $folder $1. Its secrets are to be replaced: delete the folder, run this again, and restart what used them" >&2
     exit 1
@@ -33,3 +34,7 @@ secret observe_key "ms_$(random 'a-z0-9' 12)_$(random 'A-Za-z0-9' 43)" # for Pro
 secret flower_auth "flower:$(random 'A-Za-z0-9' 24)"
 secret minio_secret_key "$(random 'A-Za-z0-9' 40)" # used with compose/minio.yaml alone
 secret grafana_password "$(random 'A-Za-z0-9' 24)"
+if [ $# = 0 ] && [ ! -e "$root/.env" ]; then
+    cp "$root/.env.example" "$root/.env"
+    echo "made $root/.env"
+fi

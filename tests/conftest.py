@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import redis_servers
 from hypothesis import HealthCheck, settings
 from midstream_fake_engine import install
 
@@ -24,6 +25,8 @@ for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 
 install()  # the processes of all tests
+if _server := os.environ.get("REDIS_SERVER"):
+    redis_servers.use(_server)
 
 # The same examples every time, however long one takes: neither a rare draw nor a machine that
 # stalls for a fifth of a second fails a run at random. `--hypothesis-profile default

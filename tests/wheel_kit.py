@@ -4,9 +4,9 @@ installed into.
 
 import os
 import re
+import shutil
 import subprocess
 import sys
-import venv
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,10 +91,10 @@ EXTRAS: dict[str, Extra] = {
 }
 
 
-def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+def run(*command: str | Path, cwd: Path, code: int = 0, **environment: str) -> str:
     """Runs `command` without what leads to the repository.
 
-    Returns its output; raises AssertionError with it if the command fails.
+    Returns its output; raises AssertionError with it unless the command exits with `code`.
     """
     clean = {name: value for name, value in os.environ.items() if name not in LEADING} | environment
     clean["PATH"] = os.pathsep.join(
@@ -109,7 +109,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-8000:]}"
+    assert done.returncode == code, f"{' '.join(map(str, command))}\n{done.stdout[-8000:]}"
     return done.stdout
 
 
@@ -135,9 +135,36 @@ def built(source: Path, folder: Path, kind: str = "wheel") -> Path:
     return folder / name
 
 
-def environment(folder: Path) -> Path:
-    """An empty environment with pip. Returns its interpreter."""
-    venv.create(folder, with_pip=True, symlinks=True)
+def interpreter(version: str) -> str:
+    """Python `version` of this machine, found by its name or below pyenv's folder; empty if there
+    is none.
+    """
+    below = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
+    for found in (shutil.which(f"python{version}"), *sorted(map(str, below), reverse=True)):
+        program = "import sys; print('%d.%d' % sys.version_info[:2])"
+        if found and program_output(found, program) == version:
+            return found
+    return ""
+
+
+def program_output(python: str, program: str) -> str:
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def environment(folder: Path, python: str = sys.executable) -> Path:
+    """An empty environment with pip, made by `python`. Returns its interpreter."""
+    run(python, "-m", "venv", folder, cwd=folder.parent)
+    return folder / "bin" / "python"
+
+
+def complete(folder: Path, wheel: Path, python: str) -> Path:
+    """The environment of `midstream[cpu]` with the wheel, as requirements/install.sh makes it.
+
+    Returns its interpreter.
+    """
+    install = ROOT / "requirements" / "install.sh"
+    run(install, folder, "demo.lock", wheel, cwd=ROOT, PYTHON=python)
     return folder / "bin" / "python"
 
 
@@ -165,18 +192,23 @@ def install_extra(python: Path, wheel: Path, extra: str) -> None:
         install(python, "--no-deps", "--require-hashes", "-r", requirements / lock)
     if EXTRAS[extra].locks:
         install(python, "--no-deps", "--no-index", wheel)
-        return
+    else:
+        install_pinned(python, f"midstream[{extra}] @ {wheel.as_uri()}")
+
+
+def install_pinned(python: Path, requirement: str) -> None:
+    """A requirement and its dependencies, at the versions of cpu.lock."""
     pins = python.parent / "pins.txt"
     pins.write_text(
         "\n".join(
             re.findall(
                 r"^[A-Za-z0-9][\w.-]*==[^\\\n]+",
-                (requirements / "cpu.lock").read_text(),
+                (ROOT / "requirements" / "cpu.lock").read_text(),
                 re.MULTILINE,
             )
         )
     )
-    install(python, "--constraint", pins, f"midstream[{extra}] @ {wheel.as_uri()}")
+    install(python, "--constraint", pins, requirement)
 
 
 def unmet(python: Path, extra: str) -> list[str]:

@@ -5,7 +5,9 @@ from typing import cast
 
 from ..schemas.base.errors import MidstreamError
 from ..schemas.base.settings import Settings, SettingsError
+from ..schemas.model.banks import asked_hooks
 from .engine.protocol import Engine
+from .runner.base.extensions import check_installed
 
 VLLM = "vllm"
 #: Entry points of this group are functions or classes that make an `Engine` from the settings.
@@ -30,13 +32,16 @@ def make_engine(settings: Settings) -> Engine:
 
 
 def check_options(settings: Settings) -> list[str]:
-    """Checks `settings.engine_options` where vLLM is installed; returns caveats of unproven ones.
+    """Checks hooks, extensions and, where vLLM is installed, `settings.engine_options`; returns
+    caveats of unproven ones.
 
     Other engines check their own options. Raises SettingsError, also for an unknown engine.
     """
     if settings.engine != VLLM:
         _offered(settings.engine)
         return []
+    asked_hooks(settings.hooks)
+    check_installed(settings.extensions)
     if not settings.engine_options:
         return []
     try:

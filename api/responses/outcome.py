@@ -70,7 +70,7 @@ def not_ready(view: JobView) -> MidstreamError:
     return MidstreamError(
         "conflict",
         f"the job is {view.state}: it has no result yet",
-        allowed=f"GET /v1/jobs/{view.id}?wait=30",
+        hint=f"wait with GET /v1/jobs/{view.id}?wait=30",
     )
 
 

@@ -15,7 +15,7 @@ from ...broker.artifacts.headers import Place, place_in, read_headers
 from ...broker.ledger.jobs.captures import Captures, no_captures
 from ...broker.ledger.jobs.ledger import not_found
 from ...schemas.access.keys import Caller
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, invalid, suggestion
 from ...schemas.base.limits import MAX_COUNT, MAX_LAYER_TEXT, MAX_NAME, MAX_TAG
 from ...schemas.jobs.captures import (
     SEGMENT_SUFFIX,
@@ -320,7 +320,9 @@ async def get_safetensors(
         (entry for entry in entries if tag_of(entry) == chosen_tag), key=lambda entry: entry.pp
     )
     pending = MidstreamError(
-        "conflict", f"prompt {prompt} is not durable yet", allowed=f"GET /v1/jobs/{job_id}?wait=30"
+        "conflict",
+        f"prompt {prompt} is not durable yet",
+        hint=f"wait with GET /v1/jobs/{job_id}?wait=30",
     )
     if not entries:
         if results.status == "pending":
@@ -357,7 +359,12 @@ def _chosen(
 ) -> dict[str, list[int]]:
     """Return the requested captured sites. Raises a 400 naming `hook` or `layers`."""
     if hook is not None and hook not in captured:
-        raise invalid("hook", f"{hook!r} was not captured", allowed=", ".join(captured))
+        raise invalid(
+            "hook",
+            f"{hook!r} was not captured",
+            allowed=", ".join(captured),
+            hint=suggestion(hook, captured),
+        )
     sites = {name: some for name, some in captured.items() if hook is None or name == hook}
     if layers is None:
         return sites

@@ -8,7 +8,7 @@ from litestar import get
 from litestar.params import QueryParameter
 
 from ...schemas.access.keys import Caller
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, invalid, suggestion
 from ...schemas.base.limits import (
     MAX_COUNT,
     MAX_LAYER,
@@ -103,13 +103,13 @@ async def get_norms(
     ] = 512,
 ) -> CaptureNorms:
     if module_layer is not None and module is None:
-        raise invalid("module_layer", "needs a module", allowed="give module too")
+        raise invalid("module_layer", "needs a module", hint="give module too")
     model, results = await captured(context, caller, job_id)
     if results.status == "pending":
         raise MidstreamError(
             "conflict",
             f"the capture of job {job_id} is not durable yet",
-            allowed=f"GET /v1/jobs/{job_id}?wait=30",
+            hint=f"wait with GET /v1/jobs/{job_id}?wait=30",
         )
     name, entries = _entries_of(job_id, results.files, prompt, tag)
     hooks = list(
@@ -190,12 +190,13 @@ def _entries_of(
         (entry for entry in present if tag_of(entry) == name), key=lambda entry: entry.pp
     )
     if not entries:
-        tags = ", ".join(dict.fromkeys(map(tag_of, present)))
+        tags = list(dict.fromkeys(map(tag_of, present)))
         raise MidstreamError(
             "not_found",
             f"job {job_id} has no capture under the tag {tag!r}",
             field="tag",
-            allowed=tags,
+            allowed=", ".join(tags),
+            hint=suggestion(tag or "", tags),
         )
     return name, entries
 
@@ -206,7 +207,12 @@ def _hook(name: str | None, hooks: Sequence[str]) -> str:
         return USUAL if USUAL in hooks else hooks[0]
     hook = str(ALIASES.get(name, name))
     if hook not in hooks:
-        raise invalid("hook", f"{name!r} was not captured", allowed=", ".join(hooks))
+        raise invalid(
+            "hook",
+            f"{name!r} was not captured",
+            allowed=", ".join(hooks),
+            hint=suggestion(name, hooks),
+        )
     return hook
 
 
@@ -227,14 +233,18 @@ def _check_bounds(entries: Sequence[FileEntry], layers: int, rows: int) -> None:
     if layers * rows > MAX_NORM_VALUES:
         detail = f"{rows} rows of {layers} layers are {layers * rows} values"
         raise invalid(
-            "count", detail, allowed=f"up to {MAX_NORM_VALUES} values: ask for fewer rows or layers"
+            "count",
+            detail,
+            allowed=f"up to {MAX_NORM_VALUES} values",
+            hint="ask for fewer rows or layers",
         )
     if (size := sum(entry.bytes for entry in entries)) > MAX_NORM_BYTES:
         detail = f"the files of this prompt have {size / MIB:.0f} MiB"
         raise invalid(
             "request",
             detail,
-            allowed=f"up to {MAX_NORM_BYTES / MIB:.0f} MiB: download the files instead",
+            allowed=f"up to {MAX_NORM_BYTES / MIB:.0f} MiB",
+            hint="download the files instead",
         )
 
 

@@ -62,7 +62,7 @@ FROM_FOLDERS = (
         "sparse autoencoders",
         "autoencoder",
         resolve_sae,
-        lambda settings: settings.sae_dir,
+        lambda settings: settings.sae_root,
         "`path` is a folder below the setting `sae_dir` with `cfg.json` and "
         "`sae_weights.safetensors` (SAELens), or with "
         "`params.npz` (Gemma Scope), which requires `hook` and `layer`. The digest of "
@@ -75,7 +75,7 @@ FROM_FOLDERS = (
         "tuned lenses",
         "tuned lens",
         resolve_tuned,
-        lambda settings: settings.lens_dir,
+        lambda settings: settings.lens_root,
         "`path` is a folder below the setting `lens_dir` with `lens.safetensors`: "
         "`{layer}.weight` and `{layer}.bias` of each "
         "layer. The digest of the file is its identity: requests accepted earlier keep "

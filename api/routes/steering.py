@@ -218,7 +218,7 @@ async def tensors_of(
         if error.kind != "intervention_failed":
             raise
         detail = f"module {name!r} was deleted or replaced while it was read"
-        raise MidstreamError("conflict", detail, field=field, allowed="ask again") from error
+        raise MidstreamError("conflict", detail, field=field, hint="ask again") from error
 
 
 async def _no_module(

@@ -36,11 +36,9 @@ REMEMBERED = 10_000
 #: Cookie of the page's session, and header that its calls must carry if they change something.
 COOKIE, CSRF_HEADER = "midstream_session", "x-midstream-csrf"
 
-HOW = (
-    f"Authorization: Bearer {KEY_PREFIX}<id>_<secret>; an operator creates keys "
-    "with `midstream keys create`; the client reads "
-    "MIDSTREAM_API_KEY"
-)
+#: What the header `Authorization` takes, and where keys come from.
+KEY_FORM = f"Bearer {KEY_PREFIX}<id>_<secret>"
+HOW = "an operator creates keys with `midstream keys create`; the client reads MIDSTREAM_API_KEY"
 
 
 def needs(scope: Scope | None) -> dict[str, Any]:
@@ -91,7 +89,11 @@ class Gate:
         if not headers:
             if self.asks:
                 raise MidstreamError(
-                    "unauthorized", "no API key given", field="Authorization", allowed=HOW
+                    "unauthorized",
+                    "no API key given",
+                    field="Authorization",
+                    allowed=KEY_FORM,
+                    hint=HOW,
                 )
             return EVERYBODY
         key = await self._key(headers[0]) if len(headers) == 1 else None
@@ -100,7 +102,11 @@ class Gate:
         if self.asks:
             self.wrong.count(address)
             raise MidstreamError(
-                "unauthorized", "the API key is not valid", field="Authorization", allowed=HOW
+                "unauthorized",
+                "the API key is not valid",
+                field="Authorization",
+                allowed=KEY_FORM,
+                hint=HOW,
             )
         return EVERYBODY
 
@@ -198,7 +204,7 @@ async def _caller(connection: ASGIConnection[Any, Any, Any, Any]) -> Caller:
             return visit.caller
         if gate.asks:
             raise MidstreamError(
-                "unauthorized", "the session has ended", field=COOKIE, allowed="log in again"
+                "unauthorized", "the session has ended", field=COOKIE, hint="log in again"
             )
     return await gate.caller(headers, address_of(connection))
 

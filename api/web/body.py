@@ -138,10 +138,11 @@ class JsonRequest(Request[Any, Any, Any]):
             call.body = body
         # free it: it may be large, and its decoded form is larger
         self._body = self._connection_state.body = b""
+        kind = needed.annotation if needed else Any
         try:
-            return from_json(body, needed.annotation if needed else Any)
+            return from_json(body, kind)
         except problems.UNREADABLE as error:
-            raise problems.malformed(error) from error
+            raise problems.malformed(error, kind) from error
 
     async def _read_file(self, read: Callable[[bytes], Any]) -> Any:
         """Return what `read` returns for the body.

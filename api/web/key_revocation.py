@@ -41,7 +41,7 @@ class HeldKey:
                     "response was in progress"
                 ),
                 field="Authorization",
-                allowed=HOW,
+                hint=HOW,
             )
 
 

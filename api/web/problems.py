@@ -3,6 +3,7 @@
 import logging
 import math
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -11,7 +12,14 @@ from litestar.exceptions import HTTPException, ValidationException
 from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 
 from ...broker.ops import metrics
-from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, shortened
+from ...schemas.base.errors import (
+    STATUS_OF_KIND,
+    MidstreamError,
+    Problem,
+    in_one_line,
+    shortened,
+    suggestion,
+)
 from ...schemas.base.json_bounds import TooManyValues
 from ...schemas.base.limits import MAX_DETAIL
 from ...schemas.base.records import to_json
@@ -26,6 +34,10 @@ MEDIA_TYPE = "application/problem+json"
 JOB_HEADER = "x-midstream-job"
 
 OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
+#: Paths of OpenAI's API that are not served → what to do.
+UNSERVED = {"/v1/responses": "use /v1/chat/completions or /v1/completions"}
+#: Kinds of errors of requests that reach no handler: the client may be OpenAI's.
+UNROUTED = frozenset({"not_found", "method_not_allowed"})
 
 #: Kind → after how many seconds a client may try again.
 RETRY_AFTER_S = {
@@ -69,17 +81,17 @@ class ClientGone(Exception):
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TooManyValues)
 
 
-def malformed(error: Exception) -> MidstreamError:
+def malformed(error: Exception, kind: Any = Any) -> MidstreamError:
     """Turn an exception of `UNREADABLE` into a 400 with the field's path: `$.capture.layers`
-    becomes `capture.layers`.
+    becomes `capture.layers`. `kind`: the type that the body does not fit.
     """
     if isinstance(error, msgspec.ValidationError):
-        return refusal(error)
+        return refusal(error, kind)
     if isinstance(error, TooManyValues):
         return MidstreamError(
             "invalid_request",
             f"the body: {error}",
-            allowed="fewer values; send large vectors as a safetensors file",
+            hint="send fewer values, and large vectors as a safetensors file",
         )
     if isinstance(error, UnicodeDecodeError):
         return MidstreamError(
@@ -106,18 +118,17 @@ def bounded(problem: Problem) -> Problem:
 def openai_error(problem: Problem) -> OpenAIError:
     """Return the problem in OpenAI's format."""
     kind = problem.type.rpartition(":")[2]
-    where = f"{problem.field}: " if problem.field else ""
-    allowed = f" (allowed: {problem.allowed})" if problem.allowed else ""
-    return OpenAIError(
-        message=f"{where}{problem.detail}{allowed}", type=kind, code=kind, param=problem.field
-    )
+    return OpenAIError(message=in_one_line(problem), type=kind, code=kind, param=problem.field)
 
 
 def answer(
-    request: Request[Any, Any, Any], problem: Problem, headers: dict[str, str] | None = None
+    request: Request[Any, Any, Any],
+    problem: Problem,
+    headers: dict[str, str] | None = None,
+    openai: bool = False,
 ) -> Response[Any]:
-    """Answer with the problem and its status; at the OpenAI-style endpoints also in OpenAI's
-    format, as the member `error`.
+    """Answer with the problem and its status; with `openai`, and at the OpenAI-style endpoints,
+    also in OpenAI's format, as the member `error`.
     """
     if problem.status < HTTP_500_INTERNAL_SERVER_ERROR:
         problem = bounded(problem)
@@ -128,16 +139,16 @@ def answer(
     if seconds := RETRY_AFTER_S.get(kind):
         headers.setdefault("Retry-After", str(seconds))
     return Response(
-        body_of(problem, request.url.path),
+        body_of(problem, request.url.path, openai),
         status_code=problem.status,
         media_type=MEDIA_TYPE,
         headers=headers,
     )
 
 
-def body_of(problem: Problem, path: str) -> bytes:
+def body_of(problem: Problem, path: str, openai: bool = False) -> bytes:
     """Return the body that answers with the problem at `path`."""
-    if path in OPENAI_PATHS:
+    if openai or path in OPENAI_PATHS:
         return to_json(
             OpenAIProblem(**msgspec.structs.asdict(problem), error=openai_error(problem))
         )
@@ -185,11 +196,10 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
     kind = _KIND_OF_STATUS.get(error.status_code, "invalid_request")
     problem = MidstreamError(kind, error.detail or kind.replace("_", " "))
     if kind == "not_found":
-        problem = MidstreamError(
-            kind,
-            f"no such path: {shortened(request.url.path)}",
-            allowed="the paths listed at /schema",
-        )
+        path = shortened(request.url.path)
+        served = (route.path_format for route in request.app.routes)
+        hint = UNSERVED.get(path) or nearest(path, served)
+        problem = MidstreamError(kind, f"no such path: {path}", hint=hint)
     elif kind == "method_not_allowed":
         problem = MidstreamError(
             kind,
@@ -198,7 +208,24 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
         )
     elif isinstance(error, ValidationException):
         problem = _parameter(request, error)
-    return answer(request, problem.problem(instance=request.url.path), dict(error.headers or {}))
+    document = problem.problem(instance=request.url.path)
+    return answer(request, document, dict(error.headers or {}), openai=kind in UNROUTED)
+
+
+def nearest(path: str, served: Iterable[str]) -> str:
+    """Return a hint with the served path that is closest to `path`: parameters such as `{name}`
+    stand for any segment of it.
+    """
+    parts = path.split("/")
+
+    def filled(known: str) -> str:
+        steps = known.split("/")
+        if len(steps) != len(parts):
+            return known
+        pairs = zip(steps, parts, strict=True)
+        return "/".join(part if step.startswith("{") else step for step, part in pairs)
+
+    return suggestion(path, map(filled, served)) or "the paths are listed at /schema"
 
 
 def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> MidstreamError:
@@ -208,18 +235,13 @@ def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> M
     if name == "data" or "`data`" in message:
         return MidstreamError("invalid_request", "the body is empty: a JSON object is expected")
     message = shortened(message)
-    return (
-        invalid(_public_name(request, name), message)
-        if name
-        else MidstreamError("invalid_request", message)
-    )
-
-
-def _public_name(request: Request[Any, Any, Any], name: str) -> str:
-    """Return the public name of the handler's parameter `name`; Litestar reserves some names."""
+    if not name:
+        return MidstreamError("invalid_request", message)
     parameter = request.route_handler.parsed_fn_signature.parameters.get(name)
-    public: str | None = getattr(parameter.kwarg_definition, "name", None) if parameter else None
-    return public or name
+    # Litestar reserves some names, so the handler's may not be the public one
+    public = getattr(parameter.kwarg_definition, "name", None) if parameter else None
+    kind = parameter.annotation if parameter else Any
+    return refusal(msgspec.ValidationError(message), kind, public or name)
 
 
 def on_client_gone(request: Request[Any, Any, Any], error: ClientGone) -> Response[bytes]:

@@ -41,7 +41,7 @@ class Shares:
                 f"limit is {self._most}{self._named}"
             )
             raise MidstreamError(
-                self._kind, detail, allowed=f"wait {self._again_s:g} s", retry_after=self._again_s
+                self._kind, detail, hint=f"wait {self._again_s:g} s", retry_after=self._again_s
             )
         self._under_way[tenant] += 1
         try:
@@ -83,7 +83,7 @@ class Rate:
             raise MidstreamError(
                 self._kind,
                 self._refusal.format(tenant),
-                allowed=f"wait {wait:.0f} s",
+                hint=f"wait {wait:.0f} s",
                 retry_after=wait,
             )
         self._paid[tenant] = paid

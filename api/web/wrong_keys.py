@@ -58,6 +58,6 @@ class WrongKeys:
         raise MidstreamError(
             "rate_limited",
             f"more than {WRONG_PER_MINUTE} wrong keys from this address within a minute",
-            allowed=f"a valid key, or wait {wait} s",
+            hint=f"wait {wait} s, or use a valid key",
             retry_after=wait,
         )

@@ -64,7 +64,7 @@ class Usage:
                         f"captures use {self._used >> 20} of {self._quota >> 20} "
                         "MiB (capture_quota_mib)"
                     ),
-                    allowed="delete captures, or raise the quota",
+                    hint="delete captures, or raise the quota",
                 )
             self._used += needed
 

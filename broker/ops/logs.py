@@ -151,7 +151,7 @@ def configure(log_format: str, log_level: str, process: str, **fields: Any) -> N
     root.addHandler(handler)
     root.setLevel(log_level)
     logging.captureWarnings(log_format == "json")
-    for noisy in ("httpx", "httpcore", "opentelemetry"):  # they log a line per call
+    for noisy in ("httpx2", "httpcore2", "opentelemetry"):  # they log a line per call
         logging.getLogger(noisy).setLevel(
             max(logging.WARNING, logging.getLevelNamesMapping()[log_level])
         )

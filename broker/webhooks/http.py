@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import httpcore
+import httpcore2
 
 from ...schemas.base.version import __version__
 from .targets import Address, refusal, url_fault
@@ -59,7 +59,7 @@ def signature(secrets: Iterable[str], message_id: str, timestamp: int, body: byt
     )
 
 
-class CheckedBackend(httpcore.AsyncNetworkBackend):
+class CheckedBackend(httpcore2.AsyncNetworkBackend):
     """Opens connections to checked addresses; looks each name up once, so that its addresses cannot
     change between check and connection.
     """
@@ -67,7 +67,7 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
     def __init__(self, allow_private: bool, resolve: Resolver) -> None:
         self._allow_private = allow_private
         self._resolve = resolve
-        self._backend = httpcore.AnyIOBackend()
+        self._backend = httpcore2.AnyIOBackend()
 
     async def connect_tcp(
         self,
@@ -75,10 +75,10 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         port: int,
         timeout: float | None = None,
         local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
         """Connect to the host. Raises TargetRefused if any of its addresses is refused,
-        httpcore.ConnectError if none answers.
+        httpcore2.ConnectError if none answers.
         """
         addresses = await self._addresses(host, port)
         for address in addresses:
@@ -90,13 +90,13 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
                     if host != str(address)
                     else f"{host} is {why}"
                 )
-        failure: Exception = httpcore.ConnectError(f"{host} has no address")
+        failure: Exception = httpcore2.ConnectError(f"{host} has no address")
         for address in addresses:
             try:
                 return await self._backend.connect_tcp(
                     str(address), port, timeout, local_address, socket_options
                 )
-            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+            except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
                 failure = error
         raise failure
 
@@ -108,7 +108,7 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         try:
             return [ip_address(result) for result in await self._resolve(host, port)]
         except (OSError, UnicodeError) as error:
-            raise httpcore.ConnectError(f"cannot resolve {host}: {error}") from error
+            raise httpcore2.ConnectError(f"cannot resolve {host}: {error}") from error
 
 
 class Poster:
@@ -124,7 +124,7 @@ class Poster:
         self._allow_private = allow_private
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(RESOLVER_THREADS, thread_name_prefix="webhook-names")
-        self._pool = httpcore.AsyncConnectionPool(
+        self._pool = httpcore2.AsyncConnectionPool(
             ssl_context=_tls(),
             max_connections=None,  # the sender limits them
             max_keepalive_connections=KEPT,
@@ -160,9 +160,9 @@ class Poster:
         except TimeoutError as error:
             raise NoAnswer(f"no answer within {self._timeout_s:g} s") from error
         except (
-            httpcore.NetworkError,
-            httpcore.TimeoutException,
-            httpcore.ProtocolError,
+            httpcore2.NetworkError,
+            httpcore2.TimeoutException,
+            httpcore2.ProtocolError,
             ssl.SSLError,
             OSError,
         ) as error:
@@ -180,9 +180,9 @@ class Poster:
                             break
             except (
                 TimeoutError,
-                httpcore.NetworkError,
-                httpcore.TimeoutException,
-                httpcore.ProtocolError,
+                httpcore2.NetworkError,
+                httpcore2.TimeoutException,
+                httpcore2.ProtocolError,
             ):
                 pass  # the status is the answer; the connection is closed
             return answer
@@ -209,7 +209,7 @@ def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str | None:
 
 
 def _tls() -> ssl.SSLContext:
-    """Return a context that trusts the machine's authorities (also those of SSL_CERT_FILE) and the
-    ones that come with the HTTP library.
+    """Return a context that trusts the operating system's certificate authorities, or those of
+    SSL_CERT_FILE or SSL_CERT_DIR.
     """
-    return httpcore.default_ssl_context()
+    return httpcore2.default_ssl_context()

@@ -24,6 +24,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import from_json, now, to_json
 from ...schemas.base.states import CallbackEvent
 from ..ledger.core.script_arguments import ARGUMENTS, pack
+from ..ledger.core.tenants import refusal
 from ..ledger.jobs.ledger import Ledger, reachable
 from ..ledger.results import views
 
@@ -84,7 +85,7 @@ class WebhookOutbox:
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = now) -> None:
         self._redis: Any = ledger.redis
-        self._written = ledger.written
+        self._written, self._settings = ledger.written, ledger.settings
         self._scripts = {name: ledger.redis.register_script(_source(name)) for name in SCRIPTS}
         self.clock = clock
 
@@ -299,17 +300,24 @@ class WebhookOutbox:
     async def redeliver(self, delivery_id: str) -> Delivery:
         """Send a delivery in any state again, under its id; a pending one immediately.
 
-        Raises not_found, and conflict while its receiver is disabled.
+        Raises not_found, conflict while its receiver is disabled, and too_many_webhooks at its
+        tenant's limit of pending ones.
         """
-        outcome = await self._scripts["hooks_redeliver"](args=pack(self.clock(), id=delivery_id))
+        limit = self._settings.webhook_pending_limit
+        outcome = await self._scripts["hooks_redeliver"](
+            args=pack(self.clock(), id=delivery_id, pending_limit=limit)
+        )
         if outcome == b"unknown":
             raise not_found(delivery_id)
         if outcome == b"off":
             raise MidstreamError(
                 "conflict",
-                "its receiver responded with 410 and is disabled: re-enable it first",
-                allowed="DELETE /v1/webhooks/disabled",
+                "its receiver responded with 410 and is disabled",
+                hint="re-enable it with DELETE /v1/webhooks/disabled",
             )
+        if outcome == b"full":
+            tenant = (await self.delivery(delivery_id)).tenant
+            raise refusal(tenant, "webhooks_pending", limit, limit, 1, None)
         return await self.delivery(delivery_id)
 
     @reachable

@@ -59,7 +59,7 @@ def pattern(
             f"{shape[0]} heads × {shape[1]} queries × {shape[2]} keys are {size >> 20} MiB; "
             f"the limit is {MAX_BYTES >> 20} MiB"
         )
-        raise invalid("head", detail, allowed="fewer heads, or the queries of fewer positions")
+        raise invalid("head", detail, hint="ask for fewer heads, or the queries of fewer positions")
     result = np.zeros(shape, dtype=np.float32)
     step = max(1, _BLOCK_BYTES // (8 * max(len(places), 1)))
     for at, head in enumerate(chosen):
@@ -141,7 +141,7 @@ def _complete(places: np.ndarray, queries: np.ndarray, lows: np.ndarray) -> None
         "not_found",
         detail,
         field="positions",
-        allowed='capture q and k at positions "all", or choose other queries',
+        hint='capture q and k at positions "all", or choose other queries',
     )
 
 

@@ -66,5 +66,5 @@ def _readable(version: int, newest: int, what: str) -> None:
         raise MidstreamError(
             "version_mismatch",
             f"a newer version of Midstream recorded how {what}",
-            allowed="read it with that version",
+            hint="read it with that version",
         )

@@ -195,7 +195,7 @@ def attention_of(
             raise invalid(
                 "layers",
                 detail,
-                allowed="fewer layers or heads, or CaptureReader.attention, a layer at a time",
+                hint="ask for fewer layers or heads, or use CaptureReader.attention for each layer",
             )
     if not patterns:
         why = (

@@ -341,7 +341,7 @@ class CaptureReader:
     def requests(self) -> list[int]:
         """Return the indices of the job's prompts that have rows."""
         if not self._partial and (why := self._missing_requests()):
-            raise MidstreamError("capture_failed", why, allowed=_PARTIAL)
+            raise MidstreamError("capture_failed", why, hint=_PARTIAL)
         return list(self._requests)
 
     def hooks(self, request: int = 0) -> list[str]:
@@ -375,15 +375,12 @@ class CaptureReader:
         `Client.capture`), and what the request to the server raises.
         """
         if self.read_tokens is None:
-            allowed = (
-                "open the capture with Client.capture(job), or pass token_ids() to "
-                "Client.detokenize"
-            )
             raise MidstreamError(
                 "not_found",
                 "files hold token ids and no tokenizer",
                 field="tokens",
-                allowed=allowed,
+                hint="open the capture with Client.capture(job), or pass token_ids() to "
+                "Client.detokenize",
             )
         return self.read_tokens(self.token_ids(request))
 
@@ -618,7 +615,7 @@ class CaptureReader:
             )
         result = self._requests[request]
         if not self._partial and (why := result.incomplete()):
-            raise MidstreamError("capture_failed", why, allowed=_PARTIAL)
+            raise MidstreamError("capture_failed", why, hint=_PARTIAL)
         return result
 
     def _hook(self, hook: str | None, request: int) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ...schemas.base.dtypes import RowDType
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, error_of, invalid
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import load_settings
 from ...schemas.jobs.jobs import JobRequest, JobResult, JobView, Output, SamplingRequest, State
@@ -366,11 +366,8 @@ def report_end(client: Client, view: JobView, as_json: bool) -> None:
     """Print the result of a job that succeeded; raise the error of one that did not."""
     if view.state is not State.SUCCEEDED:
         if view.error is not None:
-            raise MidstreamError(
-                view.error.type.rpartition(":")[2],
-                f"job {view.id} {view.state}: {view.error.detail}",
-                field=view.error.field,
-            )
+            detail = f"job {view.id} {view.state}: {view.error.detail}"
+            raise error_of(msgspec.structs.replace(view.error, detail=detail))
         raise MidstreamError("conflict", f"job {view.id} ended in the state {view.state}")
     result = client.result(view.id)
     if not print_json(result, as_json):

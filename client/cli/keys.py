@@ -18,9 +18,8 @@ from ...schemas.access.keys import (
     Limits,
     TenantView,
 )
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, invalid, suggestion
 from ...schemas.base.settings import load_settings
-from ...schemas.service.choices import suggestion
 from ..durations import seconds
 from ..render.jobs import facts, minute, size
 from ..sdk import wire
@@ -226,11 +225,12 @@ def tenants_show(name: TenantOption = None, json_: AsJson = False, url: Url = No
     """Show a tenant's limits and current usage."""
     with connect(url) as client:
         if name is not None and name not in (known := [view.name for view in client.tenants()]):
-            suggested = suggestion(name, known)
-            detail = f"unknown tenant {name!r}: it has neither keys nor limits of its own" + (
-                f"; {suggested}" if suggested else ""
+            raise MidstreamError(
+                "not_found",
+                f"unknown tenant {name!r}: it has neither keys nor limits of its own",
+                allowed=", ".join(known) or None,
+                hint=suggestion(name, known),
             )
-            raise MidstreamError("not_found", detail, allowed=", ".join(known) or None)
         _show([client.tenant(name)], json_)
 
 

@@ -13,7 +13,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import SettingsError
 from ...schemas.base.version import __version__
-from ..extras import MissingExtraError, explained, need
+from ..extras import COMMANDS, MissingExtraError, explained, need
 from ..sdk import discovery
 from . import (
     captures,
@@ -131,7 +131,8 @@ def demo(
 
     Exits non-zero if a check fails.
     """
-    need("demo" if url is None else "client", "`midstream demo`")
+    if url is None:
+        need("cpu", "`midstream demo`", *COMMANDS["demo"])
     from .demo import run_demo, run_demo_at
 
     raise typer.Exit(run_demo(data, keep=keep) if url is None else run_demo_at(url, data))
@@ -161,20 +162,20 @@ def model_list(json_: AsJson = False, url: Url = None) -> None:
 @app.command()
 def version(url: Url = None) -> None:
     """Print this version, and the server's if one answers."""
-    import httpx
+    import httpx2
 
     from ..sdk.wire import VERSION_HEADER
 
     print(f"midstream {__version__}")
     address = discovery.find_url(url, sure=False)
     try:
-        server = httpx.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
+        server = httpx2.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
         print(
             f"server {server} at {address}"
             if server
             else f"the server at {address} is not Midstream"
         )
-    except httpx.TransportError:
+    except httpx2.TransportError:
         print(f"no server at {address}")
 
 

@@ -11,12 +11,12 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import typer
 
-from ...schemas.base.errors import MidstreamError, invalid, misfit
+from ...schemas.base.errors import MidstreamError, invalid, suggestion
 from ...schemas.base.settings import SettingsError
 from ...schemas.base.tensors import Tensor
 from ...schemas.prompts.selectors import HookName, LayerSelector, written_range
 from ...schemas.requests.interventions import FAMILIES, STEERING_FIELDS
-from ...schemas.service.choices import suggestion
+from ...schemas.service.choices import refusal
 from ...schemas.service.global_capture import HOOK_NAMES, parse_hooks
 from .. import vectors
 from ..durations import seconds
@@ -206,9 +206,7 @@ def parse_steering(texts: Sequence[str], option: str = "--steer") -> list[Steeri
         except (OSError, ValueError) as error:
             raise invalid(option, f"{text!r}: {error}") from error
         except MidstreamError as error:
-            raise MidstreamError(
-                error.kind, error.detail, field=option, allowed=error.allowed
-            ) from error
+            raise error.at(option) from error
     return entries
 
 
@@ -446,8 +444,7 @@ def read_json(path: Path, kind: Any, option: str) -> Any:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except msgspec.ValidationError as error:
-        detail, field = misfit(error)
-        raise invalid(option, f"{path}: {field}: {detail}") from error
+        raise invalid(option, f"{path}: {refusal(error, kind, whole='the file')}") from error
     except msgspec.DecodeError as error:
         raise MidstreamError(
             "invalid_request", f"{path} is not JSON: {error}", field=option
@@ -535,11 +532,11 @@ def with_handling(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def overrides(pairs: list[str]) -> dict[str, str]:
-    """Convert `--set name=value` to environment variables, for the same conversion and errors."""
+    """Parse `--set name=value`, repeatedly. Raises SettingsError."""
     values = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
             raise SettingsError(f"--set {pair!r}: write it as NAME=VALUE, such as kv_cache_gib=2")
-        values[f"MIDSTREAM_{name.strip().upper()}"] = value
+        values[name.strip().lower()] = value
     return values

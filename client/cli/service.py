@@ -1,6 +1,5 @@
 """`midstream top` and `midstream doctor`: live status of the service, and checks with advice."""
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,8 @@ from ...schemas.base.settings import load_settings
 from ...schemas.service.status import Status
 from ..render import status as show_status
 from ..sdk import discovery
-from ..stack.doctor import Finding, examine
+from ..stack.checks.finding import Finding
+from ..stack.doctor import examine
 from .jobs import AsJson, Url, connect, out
 from .options import overrides
 
@@ -112,7 +112,7 @@ def doctor(
     from ..stack.supervisor import own_redis_url
 
     settings = load_settings(
-        {**os.environ, **overrides(set_ or [])}, data_dir=str(data_dir) if data_dir else None
+        given=overrides(set_ or []), data_dir=str(data_dir) if data_dir else None
     )
     if plan is not None:
         from ..stack.plan import facts, lines, planned

@@ -9,14 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Annotated
 
-import httpx
+import httpx2
 import typer
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, suggestion
 from ...schemas.base.instance import instance_of
 from ...schemas.base.records import now, to_json
 from ...schemas.base.settings import load_settings
-from ...schemas.service.choices import suggestion
 from ..render import jobs
 from ..sdk import discovery
 from ..stack.processes import birth, end_leftover, wait_for
@@ -128,9 +127,10 @@ def _answer(stack: discovery.Stack) -> str:
         return "starting"
     try:
         ready = (
-            httpx.get(f"{stack.url}/readyz", timeout=discovery.ASK_S).status_code == httpx.codes.OK
+            httpx2.get(f"{stack.url}/readyz", timeout=discovery.ASK_S).status_code
+            == httpx2.codes.OK
         )
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
         return f"no answer at {stack.url} ({error or type(error).__name__})"
     return f"{stack.url} {'is ready' if ready else 'is not ready yet'}"
 
@@ -178,11 +178,11 @@ def logs(
         raise MidstreamError("not_found", f"no logs in {folder}")
     for name in names or ():
         if name not in files:
-            suggested = suggestion(name, files)
             raise MidstreamError(
                 "not_found",
-                f"no log of {name!r}" + (f"; {suggested}" if suggested else ""),
+                f"no log of {name!r}",
                 allowed=", ".join(files),
+                hint=suggestion(name, files),
             )
     chosen = {name: files[name] for name in (names or files)}
     wide = max(map(len, chosen)) if len(chosen) > 1 else 0
@@ -253,7 +253,7 @@ def down(
         raise MidstreamError(
             "conflict",
             detail,
-            allowed="`midstream down --now` kills it, and `midstream logs` shows its logs",
+            hint="`midstream down --now` kills it, and `midstream logs` shows its logs",
         )
     out.print(f"stopped the stack on {data}", markup=False, soft_wrap=True)
 

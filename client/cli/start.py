@@ -1,7 +1,6 @@
 """The commands `up` and `serve`, which start the stack on this machine."""
 
 import inspect
-import os
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ...schemas.base.settings import engine_options, load_settings
+from ...schemas.base.settings import Settings, engine_options, load_settings
 from ...schemas.service.global_capture import from_settings
-from ..extras import need
+from ..extras import COMMANDS, need
 from .options import HOOKS_FORM, overrides
 
 #: Where the context has the given flags of `vllm serve`, by the names of vLLM's arguments.
@@ -161,12 +160,16 @@ def serve(
 
 def _run(command: str, set_: list[str] | None, options: dict[str, Any]) -> None:
     """Check the settings, and run the stack until Ctrl-C."""
-    need("up", f"`midstream {command}`")
+    settings = load_settings(given=overrides(set_ or []), **options)
+    if settings.engine == Settings().engine:
+        parts = [part for part in COMMANDS[command] if part != "model" or not settings.model]
+        need("cpu", f"`midstream {command}`", *parts)
+    else:
+        need("up", f"`midstream {command}`", "client", "up")
     from ...broker.ledger.people.keys import of_settings
     from ...workers.engines import check_options
     from ..stack.supervisor import Supervisor
 
-    settings = load_settings({**os.environ, **overrides(set_ or [])}, **options)
     from_settings(settings)  # raises for an invalid global capture before anything starts
     of_settings(settings)  # likewise, for an invalid key
     check_options(settings)

@@ -244,12 +244,11 @@ class Harvest:
         read: Callable[[Shard, int, int], np.ndarray],
     ) -> np.ndarray:
         numbers = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index
-        needed = np.atleast_1d(np.asarray(numbers, dtype=np.int64))
-        needed = np.where(needed < 0, needed + len(self), needed)
-        if len(needed) and not (needed.min() >= 0 and needed.max() < len(self)):
-            raise IndexError(
-                f"row {int(needed.max())} is out of range: the harvest has {len(self)} rows"
-            )
+        given = np.atleast_1d(np.asarray(numbers, dtype=np.int64))
+        needed = np.where(given < 0, given + len(self), given)
+        outside = given[(needed < 0) | (needed >= len(self))]
+        if len(outside):
+            raise IndexError(f"row {outside[0]} is out of range: the harvest has {len(self)} rows")
         shard_numbers = np.searchsorted(self._firsts, needed, side="right") - 1
         parts, order = [], []
         for number in np.unique(shard_numbers).tolist():

@@ -2,6 +2,7 @@
 and with edits, tokens, generation.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,6 +98,8 @@ def _config(card: Card) -> Config:
     )
 
 
+#: What is an address, and not a model's name: with a scheme, or a host with its port.
+_ADDRESS = re.compile(r"https?://.*|[\w.-]+:\d{1,5}/?")
 #: (an activation's name, several names, or a function of the name; the edit).
 Hook = tuple[Any, Op]
 #: A text, several texts, or token ids `[pos]` or `[batch, pos]`.
@@ -107,19 +110,25 @@ class HookedModel:
     """A model that Midstream serves, with the interface of a TransformerLens model without weight
     processing; needs no torch.
 
-    `model`: its name; may be omitted if the server serves only one. `client`: by default a new
-    `Client(url, api_key)`. Raises MidstreamError: `not_found` for a model that is not served,
-    `invalid_request` naming an invalid argument.
+    `model`: its name; may be omitted if the server serves only one. In its place, the address or
+    the client of that server. `client`: by default a new `Client(url, api_key)`.
+
+    Raises MidstreamError: `not_found` for a model that is not served, `invalid_request` naming an
+    invalid argument.
     """
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | Client | None = None,
         *,
         client: Client | None = None,
         url: str | None = None,
         api_key: str | None = None,
     ):
+        if isinstance(model, Client):
+            model, client = None, model if client is None else client
+        elif model is not None and url is None and client is None and _ADDRESS.fullmatch(model):
+            model, url = None, model
         if client is not None and (url is not None or api_key is not None):
             raise invalid(
                 "client", "has its own address and key", allowed="either client, or url and api_key"
@@ -340,7 +349,7 @@ class HookedModel:
             raise invalid(
                 "input",
                 f"prompts have {lengths[:20]} tokens: nothing is padded",
-                allowed="prompts of one length, or one at a time",
+                hint="run prompts of one length, or one at a time",
             )
         return prompts
 
@@ -360,7 +369,7 @@ def _token_ids(input: Any) -> list[list[int]]:
         raise invalid(
             "input",
             "prompts differ in length: nothing is padded",
-            allowed="prompts of one length, or one at a time",
+            hint="run prompts of one length, or one at a time",
         ) from None
     if result.dtype.kind not in "iu" or result.ndim not in (1, 2) or not result.size:
         allowed = "text, a list of texts, or token ids [pos] or [batch, pos]"
@@ -467,7 +476,7 @@ class _Run:
             model._equal(self.prompts)
         self.edits = edits_of(hooks, model.card)
         if self.edits["patterns"] and len(self.prompts) != 1:
-            raise invalid("fwd_hooks", "ops.attend takes one prompt", allowed="a prompt at a time")
+            raise invalid("fwd_hooks", "ops.attend takes one prompt", hint="run a prompt at a time")
         self.known = Predictions(
             self._ask, self.prompts, model.card.vocab_size, model.card.memory_limit_kib
         )

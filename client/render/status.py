@@ -13,7 +13,7 @@ from rich.text import Text
 from ...schemas.jobs.jobs import State
 from ...schemas.jobs.models import SHOWN_IDENTITY, WorkerInfo
 from ...schemas.service.status import QueueStatus, Status
-from ..stack.doctor import Finding
+from ..stack.checks.finding import Finding
 from .jobs import count, size
 
 _LEVELS = {"ok": "green", "warn": "yellow", "fail": "bold red"}

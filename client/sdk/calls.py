@@ -10,7 +10,7 @@ from inspect import signature
 from types import GenericAlias, MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, get_args, overload
 
-import httpx
+import httpx2
 
 from ...schemas.base.errors import MidstreamError
 from . import wire
@@ -45,6 +45,8 @@ def iterate(items: AsyncGenerator[T, None]) -> Iterator[T]:
                 item = finish(anext(items))
             except StopAsyncIteration:
                 return
+            except MidstreamError as error:
+                raise error.with_traceback(None) from None
             yield item
     finally:
         finish(items.aclose())
@@ -67,7 +69,10 @@ class call(Generic[P, T]):
     def __init__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]):
         @wraps(function)
         def blocking(client: Any, /, *args: P.args, **options: P.kwargs) -> T:
-            return finish(function(client._awaited, *args, **options))
+            try:
+                return finish(function(client._awaited, *args, **options))
+            except MidstreamError as error:  # its traceback ends here, below the caller's line
+                raise error.with_traceback(None) from None
 
         self._awaiting, self._blocking = function, blocking
         self.__doc__ = function.__doc__
@@ -123,11 +128,11 @@ class Calls:
 
     _io: Transport
 
-    async def _send(self, call: Call) -> httpx.Response:
+    async def _send(self, call: Call) -> httpx2.Response:
         """Return the response, regardless of its status. Raises ServerUnreachable."""
         try:
             return await self._io.send(call)
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise wire.unreachable(self._io.url, error) from None
 
     async def _ask(self, call: Call, kind: type[T]) -> T:

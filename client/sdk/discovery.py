@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 
 from ...schemas.base.instance import instance_of
@@ -92,9 +92,11 @@ def processes_of(state: dict[str, Any]) -> dict[str, tuple[int, int]]:
 def address(url: str | None, api_key: str | None) -> tuple[str, str | None]:
     """Return address and key for a client; without `url`, from the settings. Raises what `find_url`
     raises.
+
+    `url`: may omit `http://`.
     """
     if url:
-        return url.rstrip("/"), api_key
+        return (url if "://" in url else f"http://{url}").rstrip("/"), api_key
     settings = load_settings()
     return find_url(None, settings).rstrip(
         "/"
@@ -145,9 +147,9 @@ def _check_instance(stack: Stack) -> None:
     No answer is not an error: the stack may be restarting.
     """
     try:
-        answer = httpx.get(f"{stack.url}/healthz", timeout=ASK_S)
+        answer = httpx2.get(f"{stack.url}/healthz", timeout=ASK_S)
         instance = from_json(answer.content, Health).instance
-    except (httpx.HTTPError, msgspec.DecodeError):
+    except (httpx2.HTTPError, msgspec.DecodeError):
         return
     if instance != stack.instance:
         raise ServerUnreachable(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, error_of
 from ...schemas.jobs.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
 from .. import values
 from . import wire
@@ -33,7 +33,7 @@ def _path(harvest: HarvestLike, *more: str) -> str:
 def _ended(view: HarvestView) -> HarvestView:
     """Return a harvest that succeeded; raise the error of one that did not."""
     if view.error is not None:
-        raise wire.error_of(view.error)
+        raise error_of(view.error)
     if view.state != "succeeded":
         raise MidstreamError("conflict", f"harvest {view.id} was {view.state}")
     return view

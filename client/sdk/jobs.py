@@ -6,7 +6,7 @@ from contextlib import aclosing, nullcontext
 from typing import Any
 from urllib.parse import quote
 
-import httpx
+import httpx2
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import Event, JobPage, JobRequest, JobResult, JobView
@@ -157,7 +157,7 @@ class JobCalls(Calls):
         # The server sends a comment every 15 s: silence for longer means that the connection is
         # dead.
         parser, patience = wire.EventParser(after), wire.Patience()
-        timeout = httpx.Timeout(10.0, read=45.0)
+        timeout = httpx2.Timeout(10.0, read=45.0)
         while True:
             try:
                 seen = {"last-event-id": parser.last_id} if parser.last_id else {}
@@ -179,7 +179,7 @@ class JobCalls(Calls):
                                 yield event
                                 if event.event == "done":
                                     return
-            except httpx.TransportError as error:
+            except httpx2.TransportError as error:
                 patience.check(wire.unreachable(self._io.url, error))
             except MidstreamError as error:
                 patience.check(error)

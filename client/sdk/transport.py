@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
-import httpx
+import httpx2
 
 from .wire import Call
 
@@ -20,9 +20,9 @@ CHUNK = 1 << 20
 class Streamed(Protocol):
     """A response whose body is read as it arrives."""
 
-    response: httpx.Response
+    response: httpx2.Response
 
-    async def read(self) -> httpx.Response:
+    async def read(self) -> httpx2.Response:
         """Read the whole body, and return the response. Used for error responses."""
 
     def lines(self) -> AsyncGenerator[str, None]: ...
@@ -39,14 +39,14 @@ class Transport(Protocol):
     url: str
     blocks: bool
 
-    async def send(self, call: Call) -> httpx.Response:
-        """Send a request. Raises httpx.TransportError."""
+    async def send(self, call: Call) -> httpx2.Response:
+        """Send a request. Raises httpx2.TransportError."""
 
     def stream(self, **arguments: Any) -> AbstractAsyncContextManager[Streamed]:
         """Send a request, and read its body as a stream. `arguments`: those of
-        `httpx.Client.stream`.
+        `httpx2.Client.stream`.
 
-        Raises httpx.TransportError, here and while the body is read.
+        Raises httpx2.TransportError, here and while the body is read.
         """
 
     async def sleep(self, seconds: float) -> None: ...
@@ -65,14 +65,14 @@ class BlockingTransport:
 
     def __init__(self, url: str, headers: dict[str, str]):
         self.url = url
-        self._http = httpx.Client(
-            base_url=url, headers=headers, limits=httpx.Limits(max_connections=256)
+        self._http = httpx2.Client(
+            base_url=url, headers=headers, limits=httpx2.Limits(max_connections=256)
         )
 
     def close(self) -> None:
         self._http.close()
 
-    async def send(self, call: Call) -> httpx.Response:
+    async def send(self, call: Call) -> httpx2.Response:
         return self._http.request(**call.arguments())
 
     @asynccontextmanager
@@ -103,13 +103,13 @@ class AwaitingTransport:
 
     def __init__(self, url: str, headers: dict[str, str]):
         self.url = url
-        limits = httpx.Limits(max_connections=4096, max_keepalive_connections=256)
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, limits=limits)
+        limits = httpx2.Limits(max_connections=4096, max_keepalive_connections=256)
+        self._http = httpx2.AsyncClient(base_url=url, headers=headers, limits=limits)
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def send(self, call: Call) -> httpx.Response:
+    async def send(self, call: Call) -> httpx2.Response:
         return await self._http.request(**call.arguments())
 
     @asynccontextmanager
@@ -134,10 +134,10 @@ class AwaitingTransport:
 
 
 class _BlockingStream:
-    def __init__(self, response: httpx.Response):
+    def __init__(self, response: httpx2.Response):
         self.response = response
 
-    async def read(self) -> httpx.Response:
+    async def read(self) -> httpx2.Response:
         self.response.read()
         return self.response
 
@@ -151,10 +151,10 @@ class _BlockingStream:
 
 
 class _AwaitingStream:
-    def __init__(self, response: httpx.Response):
+    def __init__(self, response: httpx2.Response):
         self.response = response
 
-    async def read(self) -> httpx.Response:
+    async def read(self) -> httpx2.Response:
         await self.response.aread()
         return self.response
 

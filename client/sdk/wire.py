@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import httpx
+import httpx2
 import msgspec
 
 from ...schemas.artifacts.probes import ProbeResult
-from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
+from ...schemas.base.errors import (
+    STATUS_OF_KIND,
+    MidstreamError,
+    Problem,
+    error_of,
+    invalid,
+)
 from ...schemas.base.records import to_json
 from ...schemas.base.secret_files import is_exposed
 from ...schemas.base.version import __version__
@@ -59,12 +65,16 @@ Capture = CaptureSpec | Mapping[str, Any]
 class ServerUnreachable(MidstreamError):
     """No Midstream answers at the address: the server is down, or the address is wrong."""
 
-    def __init__(self, detail: str):
-        super().__init__("unavailable", detail)
+    def __init__(self, detail: str, hint: str | None = None):
+        super().__init__("unavailable", detail, hint=hint)
 
     def _render_traceback_(self) -> list[str]:
         """One line in a notebook: a traceback does not help when the server is down."""
         return [f"{type(self).__name__}: {self}"]
+
+
+class ServerTimeout(ServerUnreachable):
+    """The server did not answer in time: it runs, but is busy or stopped."""
 
 
 class VersionMismatch(MidstreamError):
@@ -90,12 +100,12 @@ class Call:
     timeout: float = 60.0  # seconds without data after which the call fails
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `httpx.Client.request`."""
+        """Keyword arguments for `httpx2.Client.request`."""
         headers = dict(self.headers)
         content = None
         if self.body is not None:
             content, headers["content-type"] = to_json(self.body), "application/json"
-        timeout = httpx.Timeout(10.0, read=self.timeout)
+        timeout = httpx2.Timeout(10.0, read=self.timeout)
         return {
             "method": self.method,
             "url": self.path,
@@ -219,7 +229,7 @@ def headers(api_key: str | None) -> dict[str, str]:
                 raise invalid(
                     "MIDSTREAM_API_KEY_FILE",
                     f"every account of this machine can read {file}",
-                    allowed="run chmod o-r on it",
+                    hint="run chmod o-r on it",
                 )
             api_key = Path(file).read_text().strip()
     if not (api_key.isascii() and api_key.isprintable()):
@@ -274,13 +284,19 @@ def idempotency_key() -> str:
 
 
 def unreachable(url: str, error: Exception) -> ServerUnreachable:
+    """Return the error of a request that got no answer: the server is slow, or there is none."""
+    if isinstance(error, httpx2.TimeoutException) and not isinstance(error, httpx2.ConnectTimeout):
+        return ServerTimeout(
+            f"the server at {url} did not answer in time ({type(error).__name__})",
+            "it may be busy: try again, or see `midstream status`",
+        )
     return ServerUnreachable(
-        f"no Midstream server answers at {url} ({error or type(error).__name__}); "
-        "`midstream up` starts one"
+        f"no Midstream server answers at {url} ({error or type(error).__name__})",
+        "`midstream up` starts one",
     )
 
 
-def decode(response: httpx.Response, kind: type[T]) -> T:
+def decode(response: httpx2.Response, kind: type[T]) -> T:
     """Return the body of a successful response as `kind`. Raises what `raise_problem` raises, and
     the error from `not_understood` if the body is invalid.
     """
@@ -294,7 +310,7 @@ def decode(response: httpx.Response, kind: type[T]) -> T:
         ) from error
 
 
-def raise_problem(response: httpx.Response) -> None:
+def raise_problem(response: httpx2.Response) -> None:
     """Raise MidstreamError for an error response, with the kind, field and valid values of its
     problem document.
     """
@@ -320,17 +336,6 @@ def raise_problem(response: httpx.Response) -> None:
     raise refused
 
 
-def error_of(problem: Problem) -> MidstreamError:
-    """Return the error that a problem document describes."""
-    kind = problem.type.rpartition(":")[2]
-    return MidstreamError(
-        kind if kind in STATUS_OF_KIND else "internal",
-        problem.detail,
-        field=problem.field,
-        allowed=problem.allowed,
-    )
-
-
 def _lenient(content: bytes | str) -> dict[str, Any]:
     """Decode a problem document, without unknown extension members (RFC 9457: clients must ignore
     them).
@@ -341,7 +346,7 @@ def _lenient(content: bytes | str) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name in Problem.__struct_fields__}
 
 
-def not_understood(response: httpx.Response, problem: str) -> MidstreamError:
+def not_understood(response: httpx2.Response, problem: str) -> MidstreamError:
     """Return the error for a response that cannot be read; it names both versions if they
     differ.
     """
@@ -355,7 +360,7 @@ def not_understood(response: httpx.Response, problem: str) -> MidstreamError:
     return MidstreamError("internal", problem)
 
 
-def answer(response: httpx.Response) -> Answer:
+def answer(response: httpx2.Response) -> Answer:
     """Parse an OpenAI-style response. Raises what `decode` raises."""
     raw = decode(response, dict[str, Any])
     try:

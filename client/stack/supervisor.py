@@ -22,7 +22,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-import httpx
+import httpx2
 import msgspec
 
 from ...schemas.base.errors import MidstreamError
@@ -211,6 +211,8 @@ class Supervisor:
                 prepare(self.settings, self.data, self._say), self.data, self._say
             )
             logs = private_folder(self.data / "logs")
+            for root in (self.settings.sae_root, self.settings.lens_root):
+                Path(root).expanduser().mkdir(parents=True, exist_ok=True)
             self._say(
                 f"midstream {__version__} starting with {self.settings.served_model}; loading a "
                 f"model takes about a minute (logs: {logs})"
@@ -491,7 +493,7 @@ class Supervisor:
     def _await_ready(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         worker = self._children["worker"]
-        with httpx.Client(timeout=5.0) as http:
+        with httpx2.Client(timeout=5.0) as http:
             while not (WORKER_READY in worker.output() and _answers(http, f"{self.url}/readyz")):
                 for child in self._children.values():
                     if child.exit_code is not None:
@@ -648,10 +650,10 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _answers(http: httpx.Client, url: str) -> bool:
+def _answers(http: httpx2.Client, url: str) -> bool:
     try:
         return http.get(url).status_code == 200
-    except httpx.TransportError:
+    except httpx2.TransportError:
         return False
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 import msgspec
 
@@ -59,7 +60,10 @@ STATUS_OF_KIND: dict[str, int] = {
 
 
 class Problem(Record, omit_defaults=True):
-    """RFC 9457 problem details; `field` is a JSON-pointer-like path, such as `capture.layers`."""
+    """RFC 9457 problem details; `field` is a JSON-pointer-like path, such as `capture.layers`.
+
+    `allowed`: the valid values of the field. `hint`: what to do instead.
+    """
 
     type: str
     title: str
@@ -68,6 +72,7 @@ class Problem(Record, omit_defaults=True):
     field: str | None = None
     instance: str | None = None
     allowed: str | None = None
+    hint: str | None = None
 
 
 class MidstreamError(Exception):
@@ -80,21 +85,34 @@ class MidstreamError(Exception):
         *,
         field: str | None = None,
         allowed: str | None = None,
+        hint: str | None = None,
         retry_after: float | None = None,
     ):
-        """`retry_after`: seconds after which a retry would be accepted; None: unknown."""
+        """`allowed`: the valid values. `hint`: advice, such as the name that was probably meant.
+        `retry_after`: seconds after which a retry would be accepted; None: unknown.
+        """
         super().__init__(detail if field is None else f"{field}: {detail}")
         self.kind = kind
         self.detail = detail
         self.field = field
         self.allowed = allowed
+        self.hint = hint
         self.retry_after = retry_after
 
     def __str__(self) -> str:
-        """Return the field, the detail and the valid values: the same line in Python, on the
-        command line and in logs.
-        """
-        return super().__str__() + (f" (allowed: {self.allowed})" if self.allowed else "")
+        """Return `in_one_line`: the same text in Python, on the command line and in logs."""
+        return in_one_line(self)
+
+    def at(self, field: str | None) -> "MidstreamError":
+        """Return the same error of another field."""
+        return MidstreamError(
+            self.kind,
+            self.detail,
+            field=field,
+            allowed=self.allowed,
+            hint=self.hint,
+            retry_after=self.retry_after,
+        )
 
     @property
     def status(self) -> int:
@@ -111,6 +129,7 @@ class MidstreamError(Exception):
             detail=_encodable(self.detail),
             field=self.field and _encodable(self.field),
             allowed=self.allowed and _encodable(self.allowed),
+            hint=self.hint and _encodable(self.hint),
             instance=instance and _encodable(instance),
         )
 
@@ -120,9 +139,39 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def invalid(field: str, detail: str, allowed: str | None = None) -> MidstreamError:
+def in_one_line(error: Problem | MidstreamError) -> str:
+    """Return the field, the detail, the advice and the valid values."""
+    where = "" if error.field is None else f"{error.field}: "
+    hint = f"; {error.hint}" if error.hint else ""
+    allowed = f" (allowed: {error.allowed})" if error.allowed else ""
+    return f"{where}{error.detail}{hint}{allowed}"
+
+
+def error_of(problem: Problem) -> MidstreamError:
+    """Return the error that a problem document describes; a kind of a newer version is
+    `internal`.
+    """
+    kind = problem.type.rpartition(":")[2]
+    return MidstreamError(
+        kind if kind in STATUS_OF_KIND else "internal",
+        problem.detail,
+        field=problem.field,
+        allowed=problem.allowed,
+        hint=problem.hint,
+    )
+
+
+def invalid(
+    field: str, detail: str, allowed: str | None = None, hint: str | None = None
+) -> MidstreamError:
     """Return the error for invalid input: status 400, with the field's name."""
-    return MidstreamError("invalid_request", detail, field=field, allowed=allowed)
+    return MidstreamError("invalid_request", detail, field=field, allowed=allowed, hint=hint)
+
+
+def suggestion(word: str, names: Iterable[str]) -> str | None:
+    """Return a `did you mean` hint with the closest name; None if no name is close to `word`."""
+    close_matches = get_close_matches(word[:MAX_SHOWN], list(names), n=1)
+    return f"did you mean {close_matches[0]!r}?" if close_matches else None
 
 
 def unknown(
@@ -135,11 +184,13 @@ def unknown(
     kind: str = "not_found",
 ) -> MidstreamError:
     """Return the error for a name that a model does not have; lists the names that it has."""
+    names = list(names)
     return MidstreamError(
         kind,
         f"unknown {thing} {name!r} of model {model!r}",
         field=field,
-        allowed=", ".join(names) or "none exists",
+        allowed=", ".join(names) or None,
+        hint=suggestion(name or "", names) if names else f"no {thing} exists yet",
     )
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 import msgspec
 
 from .dtypes import DType
+from .errors import suggestion
 from .limits import MAX_IMAGE
 from .records import Record, to_json
 from .secret_files import is_burnt, is_exposed
@@ -26,6 +27,8 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 NO_TOOLS = "none"
 PREFIX = "MIDSTREAM_"
 FILE_VARIABLE = "MIDSTREAM_CONFIG"
+#: The option that sets any setting: the source that errors name.
+SET = "--set"
 #: The table of a file that sets `engine_options`; text under the same name is the setting `engine`.
 ENGINE_TABLE = "engine"
 #: The most bytes of `engine_options` as JSON: child processes get them in one environment variable.
@@ -147,12 +150,12 @@ class Settings(Record):
 
     # Tuned lenses
     # folder below which tuned lenses may be registered, at the same path on API and worker
-    # machines; empty: none are served
+    # machines; empty: `lenses` in `data_dir`
     lens_dir: str = ""
 
     # Sparse autoencoders
     # folder below which sparse autoencoders may be registered, at the same path on API and worker
-    # machines; empty: none are served
+    # machines; empty: `saes` in `data_dir`
     sae_dir: str = ""
     # weights of sparse autoencoders that each rank keeps loaded; jobs that need more wait
     sae_cache_mib: Count = 4096
@@ -370,10 +373,22 @@ class Settings(Record):
     def harvest_root(self) -> Path:
         return Path(self.data_dir).resolve() / "harvests"
 
+    @property
+    def sae_root(self) -> str:
+        """The folder below which sparse autoencoders may be registered."""
+        return self.sae_dir or str(Path(self.data_dir).resolve() / "saes")
 
-def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Settings:
-    """Load settings from defaults, the TOML file named by `MIDSTREAM_CONFIG`, the environment, and
-    `overrides`, in increasing precedence.
+    @property
+    def lens_root(self) -> str:
+        """The folder below which tuned lenses may be registered."""
+        return self.lens_dir or str(Path(self.data_dir).resolve() / "lenses")
+
+
+def load_settings(
+    environ: dict[str, str] | None = None, given: Mapping[str, str] | None = None, **overrides: Any
+) -> Settings:
+    """Load settings from defaults, the TOML file named by `MIDSTREAM_CONFIG`, the environment,
+    `given` (texts of `--set`), and `overrides`, in increasing precedence.
 
     Raises SettingsError naming the setting and its source.
     """
@@ -407,6 +422,7 @@ def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Se
     arguments = {name: value for name, value in overrides.items() if value is not None}
     for more in (
         _checked(_with_files(from_env, known), known, "environment"),
+        _checked(_with_files(dict(given or {}), known), known, SET),
         _checked(arguments, known, "arguments"),
     ):
         # engine options are merged one by one, like settings
@@ -567,18 +583,26 @@ def _with_tls(settings: Settings) -> Settings:
 
 
 def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[str, Any]:
-    """Convert each value to its setting's type; from the environment, `"false"` becomes false."""
+    """Convert each value to its setting's type; of texts, `"false"` becomes false."""
+    texts, where = source in ("environment", SET), "" if source == SET else f" ({source})"
+
+    def label(name: str) -> str:
+        written = f"{PREFIX}{name.upper()}" if source == "environment" else name
+        return f"{SET} {name}" if source == SET else written
+
     checked = {}
     for name, value in raw.items():
-        label = f"{PREFIX}{name.upper()}" if source == "environment" else name
         if name not in known:
-            raise SettingsError(f"{label} ({source}): unknown setting")
+            hint = suggestion(name, known)
+            raise SettingsError(
+                f"{label(name)}{where}: unknown setting" + (f"; {hint}" if hint else "")
+            )
         try:
-            if source == "environment" and name == "engine_options":
+            if texts and name == "engine_options":
                 value = json.loads(value)
-            checked[name] = msgspec.convert(value, known[name].type, strict=source != "environment")
+            checked[name] = msgspec.convert(value, known[name].type, strict=not texts)
         except (msgspec.ValidationError, json.JSONDecodeError) as error:
-            raise SettingsError(f"{label}={value!r} ({source}): {error}") from error
+            raise SettingsError(f"{label(name)}={value!r}{where}: {error}") from error
     return checked
 
 

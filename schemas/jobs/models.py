@@ -12,6 +12,11 @@ from .certificates import Certificate
 
 #: The digits of an identity shown in errors, in tables and on the page.
 SHOWN_IDENTITY = 12
+#: Advice for a request with tools to a worker without `tool_parser`.
+NO_TOOL_PARSER = (
+    "start the worker with the setting tool_parser, such as `--set tool_parser=hermes`, or send no "
+    "tools"
+)
 
 
 class ModelInfo(Published):

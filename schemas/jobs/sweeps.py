@@ -33,7 +33,7 @@ from ..prompts.selectors import (
     HookName,
     LayerSelector,
     Place,
-    RequestedPositions,
+    PromptPositions,
 )
 from ..requests.sweep_paths import StoredPath, SweepPath
 from .receipts import Receipt
@@ -77,8 +77,8 @@ class PairSpan(Record):
     """A column of the grid whose tokens are patched together."""
 
     name: Name
-    clean: RequestedPositions
-    corrupt: RequestedPositions | None = None  # null: the counterparts of `clean`, by the alignment
+    clean: PromptPositions
+    corrupt: PromptPositions | None = None  # null: the counterparts of `clean`, by the alignment
 
 
 class SweepPair(Record):
@@ -93,7 +93,7 @@ class SweepPair(Record):
     answer: Answer | None = None
     foil: Answer | None = None  # the right continuation of `corrupt`
     # of the patched prompt, instead of the sweep's
-    positions: RequestedPositions | None = None
+    positions: PromptPositions | None = None
     # columns of several tokens, instead of positions; the same names in every pair
     spans: Annotated[list[PairSpan], msgspec.Meta(max_length=MAX_SPANS)] | None = None
     alignment: Alignment | Counterparts | None = None  # instead of the sweep's
@@ -141,7 +141,7 @@ class SweepRequest(Adapted, kw_only=True):
     pairs: Annotated[list[SweepPair], msgspec.Meta(min_length=1, max_length=MAX_PAIRS)]
     hooks: Hooks = msgspec.field(default_factory=lambda: ["post_block"])
     layers: LayerSelector = "all"
-    positions: RequestedPositions = "all_prompt"  # of the patched prompt
+    positions: PromptPositions = "all_prompt"  # of the patched prompt
     axis: Axis = "position"
     heads: DimensionSelector | None = None  # for the axes `head` and `head_position`; null: all
     neurons: Neurons | None = None  # for the axis `neuron`

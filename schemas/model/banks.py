@@ -8,6 +8,7 @@ The residual bank has rows of the model's hidden size. A row of another bank hol
 from collections.abc import Mapping
 
 from ..base.records import Record
+from ..base.settings import SettingsError
 from ..prompts.selectors import FORWARD, HOOKS, INSIDE, Hook
 
 RESIDUAL = "residual"
@@ -63,7 +64,7 @@ def banks_of(sites: Mapping[Hook, list[int]]) -> dict[str, dict[Hook, list[int]]
 
 def asked_hooks(setting: str) -> tuple[list[str], list[str]]:
     """Parse the setting `hooks`; return (residual hooks, empty for all; hooks inside attention and
-    MLP). Raises ValueError.
+    MLP). Raises SettingsError.
 
     `all`: all hooks of the residual stream; `inside`: all others; or single names.
     """
@@ -71,11 +72,13 @@ def asked_hooks(setting: str) -> tuple[list[str], list[str]]:
     valid = ("all", ALL_INSIDE, *HOOKS, *INSIDE)
     for name in names:
         if name not in valid:
-            raise ValueError(f"{name!r} is not a hook point: use any of {', '.join(valid)}")
+            raise SettingsError(
+                f"hooks: {name!r} is not a hook point: use any of {', '.join(valid)}"
+            )
     residual: list[str] = [] if "all" in names else [hook for hook in HOOKS if hook in names]
     if not residual and "all" not in names:
-        raise ValueError(
-            f"no hook point of the residual stream among {setting!r}: add `all`, or any of "
+        raise SettingsError(
+            f"hooks: no hook point of the residual stream among {setting!r}: add `all`, or any of "
             f"{', '.join(HOOKS)}"
         )
     return residual, [hook for hook in INSIDE if hook in names or ALL_INSIDE in names]

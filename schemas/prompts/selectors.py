@@ -231,10 +231,11 @@ class Span(Record, omit_defaults=True):
         return self.image is None and (self.start is not None or self.stop is not None)
 
 
+_Places = Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)]
 #: Positions in requests: a name, a list of positions and spans, or one span.
-RequestedPositions = (
-    RequestedName | Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)] | Span
-)
+RequestedPositions = RequestedName | _Places | Span
+#: The same where nothing is generated.
+PromptPositions = Literal["all_prompt", "last_prompt"] | _Places | Span
 _RANGE = re.compile(r"(-?[0-9]{1,9})?:(-?[0-9]{1,9})?")
 
 

@@ -1,92 +1,32 @@
 """Adds the valid values to msgspec's validation errors, which name only the invalid one."""
 
 import re
-from collections.abc import Iterable
-from difflib import get_close_matches
-from typing import Any, get_args
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from ..access.handling import Priority
-from ..access.keys import SCOPES
-from ..artifacts.probes import Action, Aggregation
-from ..base.dtypes import RowDType
-from ..base.errors import NO_FIELD, MidstreamError, invalid, misfit, shortened
-from ..base.states import CallbackEvent
-from ..jobs.sweeps import Ablation, Alignment, Axis, Direction, Metric
-from ..prompts.selectors import ALIASES, EVERY, RequestedName
-from ..prompts.sites import At
-from ..readings.readings import FIELDS
-from ..requests.interventions import SteeringOp
-from ..requests.specs import Layout
+from ..base.errors import NO_FIELD, MidstreamError, invalid, misfit, shortened, suggestion
+from ..prompts.selectors import ALIASES
 
-#: Names of positions where nothing is generated.
-PROMPT_POSITIONS = ("all_prompt", "last_prompt")
-#: Field → the names that it takes, which msgspec's message does not list.
-NAMES: dict[str, tuple[str, ...]] = {
-    "capture.hook": EVERY,
-    "capture.hooks": EVERY,
-    "capture.positions": get_args(RequestedName),
-    "capture.at": get_args(At),
-    "capture.dtype": get_args(RowDType),
-    "capture.layout": get_args(Layout),
-    "steering.hook": EVERY,
-    "steering.positions": get_args(RequestedName),
-    "steering.op": get_args(SteeringOp),
-    "patch.hook": EVERY,
-    "patch.positions": get_args(RequestedName),
-    "hooks": EVERY,
-    **{f"{reading}.{field}": EVERY for reading in FIELDS for field in ("hook", "hooks")},
-    **{f"{reading}.positions": get_args(RequestedName) for reading in FIELDS},
-    **{f"{reading}.at": get_args(At) for reading in FIELDS},
-    "probes.action": get_args(Action),
-    "hook": EVERY,
-    "at": get_args(At),
-    "action": get_args(Action),
-    "aggregation": get_args(Aggregation),
-    "axis": get_args(Axis),
-    "path.sender.hook": EVERY,
-    "path.receivers.hook": EVERY,
-    "metric": get_args(Metric),
-    "scopes": SCOPES,
-    "priority": get_args(Priority),
-    "highest_priority": get_args(Priority),
-    "callback_events": get_args(CallbackEvent),
-    "direction": get_args(Direction),
-    "ablation": get_args(Ablation),
-    "alignment": get_args(Alignment),
-    "pairs.alignment": get_args(Alignment),
-    **dict.fromkeys(
-        ("positions", "pairs.positions", "pairs.spans.clean", "pairs.spans.corrupt"),
-        PROMPT_POSITIONS,
-    ),
-}
-
-_INVALID_NAME = re.compile(r"^Invalid enum value '(?P<name>.*)'$", re.DOTALL)
+#: msgspec's messages for a name that an enumeration, or the tag of a union, does not have.
+_INVALID_NAME = re.compile(r"^Invalid (?:enum )?value '(?P<name>.*)'$", re.DOTALL)
 #: msgspec quotes the whole pattern; `form` leaves out the anchors, and the lookahead that forbids a
 #: line break at the end.
 _PATTERN = re.compile(r"^Expected `str` matching regex '\^(?P<form>.*?)(?:\(\?!\\+n\))?\$'$")
-_INDEX = re.compile(r"\[.*?\]")
-
-
-def suggestion(word: str, names: Iterable[str]) -> str:
-    """Return a `did you mean` hint with the closest name; empty if no name is close to `word`."""
-    close_matches = get_close_matches(word[:100], list(names), n=1)
-    return f"did you mean {close_matches[0]!r}?" if close_matches else ""
-
-
-def unknown(word: str, names: Iterable[str]) -> str:
-    """Return the message for an unknown field, with the name that was probably meant."""
-    return "; ".join(part for part in ("unknown field", suggestion(word, names)) if part)
+#: The steps of a path in msgspec's notation, `pairs[0].spans[...]`: fields, and items.
+_STEP = re.compile(r"(?P<field>[^.\[\]]+)|\[.*?\]")
 
 
 def refusal(
-    error: msgspec.ValidationError, prefix: str = "", whole: str | None = None, kind: Any = None
+    error: msgspec.ValidationError, kind: Any, prefix: str = "", whole: str | None = None
 ) -> MidstreamError:
-    """Convert msgspec's error to one that names the field, below `prefix`, and its valid values.
+    """Convert msgspec's error of decoding `kind` to one that names the field, below `prefix`, with
+    its valid values and the one that was probably meant.
 
-    `whole`: the field to name if msgspec names none, by default the body. `kind`: the type of the
-    value, for the names of its fields.
+    `whole`: the field to name if msgspec names none, by default the body.
     """
     detail, path = misfit(error)
     dot = "." if prefix and path and not path.startswith("[") else ""
@@ -95,42 +35,80 @@ def refusal(
         detail = f"does not match the pattern {match['form']}"
     if field is None:
         return MidstreamError("invalid_request", f"the body: {detail}")
+    word = ""
     names: tuple[str, ...] = ()
     if match := _INVALID_NAME.match(detail):
-        names = NAMES.get(_INDEX.sub("", field), ())
-        suggested = suggestion(match["name"], (*names, *ALIASES) if names == EVERY else names)
-        detail = "; ".join(part for part in (shortened(detail), suggested) if part)
+        word, names = match["name"], tuple(names_at(kind, path))
     elif detail == NO_FIELD:
-        names = fields_at(kind, path.rpartition(".")[0])
-        detail = unknown(path.rpartition(".")[2], names)
-    return invalid(field, detail, allowed=", ".join(names) or None)
+        parent, _, word = path.rpartition(".")
+        names = tuple(fields_at(kind, parent))
+    return invalid(
+        field,
+        shortened(detail) if word else detail,
+        allowed=", ".join(name for name in names if name not in ALIASES) or None,
+        hint=suggestion(word, names),
+    )
 
 
-def fields_at(kind: Any, path: str) -> tuple[str, ...]:
-    """Return the names of the fields at a path inside a struct type, in msgspec's notation
-    (`pairs[0].spans[...]`); none if the path leads to no struct.
-    """
-    if kind is None:
-        return ()
-    inners = structs_in(msgspec.inspect.type_info(kind))
-    for step in _INDEX.sub("", path).split(".") if path else ():
-        inners = [
-            inner
-            for item in inners
-            for field in item.fields
-            if field.name == step
-            for inner in structs_in(field.type)
+def fields_at(kind: Any, path: str) -> Iterable[str]:
+    """Return the names of the fields of the objects at a path inside a type."""
+    structs = [item for item in _types_at(kind, path) if _is_struct(item)]
+    return dict.fromkeys(name for item in structs for name in item.__struct_encode_fields__)
+
+
+def names_at(kind: Any, path: str) -> Iterable[str]:
+    """Return the names that a path inside a type takes: a value, a key, or the tag of a union."""
+    parent, _, last = path.rpartition(".")
+    tagged = (item.__struct_config__ for item in _types_at(kind, parent) if _is_struct(item))
+    found = [str(item.tag) for item in tagged if item.tag_field == last]
+    for item in _types_at(kind, path):
+        # msgspec gives an invalid key the path of its mapping
+        names = _members(get_args(item)[0]) if get_origin(item) is dict else [item]
+        found += (text for name in names for text in _names_of(name))
+    return dict.fromkeys(found)
+
+
+def _names_of(kind: Any) -> list[str]:
+    if get_origin(kind) is Literal:
+        return [value for value in get_args(kind) if isinstance(value, str)]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return [item.value for item in kind]
+    return []
+
+
+def _types_at(kind: Any, path: str) -> list[Any]:
+    """Return the types at a path inside a type; none if the path leads nowhere."""
+    found = list(_members(kind))
+    for step in _STEP.finditer(path):
+        inner = _field if step["field"] else _items
+        found = [
+            member
+            for item in found
+            for part in inner(item, step["field"])
+            for member in _members(part)
         ]
-    return tuple(dict.fromkeys(field.name for item in inners for field in item.fields))
+    return found
 
 
-def structs_in(info: Any) -> list[msgspec.inspect.StructType]:
-    """Return the struct types inside a type: itself, members of a union, or items of a list or
-    mapping.
-    """
-    if isinstance(info, msgspec.inspect.StructType):
-        return [info]
-    if isinstance(info, msgspec.inspect.UnionType):
-        return [result for item in info.types for result in structs_in(item)]
-    inner = getattr(info, "item_type", None) or getattr(info, "value_type", None)
-    return [] if inner is None else structs_in(inner)
+def _members(kind: Any) -> Iterator[Any]:
+    """Yield the alternatives of a union, or the type itself, without annotations."""
+    origin = get_origin(kind)
+    if origin in (Union, UnionType, Annotated):
+        for item in get_args(kind)[: 1 if origin is Annotated else None]:
+            yield from _members(item)
+    else:
+        yield kind
+
+
+def _field(kind: Any, name: str) -> list[Any]:
+    fields = msgspec.structs.fields(kind) if _is_struct(kind) else ()
+    return [field.type for field in fields if field.encode_name == name]
+
+
+def _items(kind: Any, _: str | None) -> tuple[Any, ...]:
+    """Return the types of the items of a list or tuple, or of the values of a mapping."""
+    return get_args(kind)[1:] if get_origin(kind) is dict else get_args(kind)
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)

@@ -11,7 +11,7 @@ from typing import cast, get_args
 
 import msgspec
 
-from ..base.errors import MidstreamError
+from ..base.errors import MidstreamError, suggestion
 from ..base.settings import Settings, SettingsError
 from ..jobs.models import ModelInfo
 from ..prompts.selectors import (
@@ -29,7 +29,6 @@ from ..prompts.selectors import (
     written_range,
 )
 from ..requests.specs import CaptureSpec, StoredCapture
-from .choices import suggestion
 
 #: Names of hooks, aliases included.
 HOOK_NAMES = (*EVERY, *get_args(Alias))

@@ -11,8 +11,8 @@ from ...schemas.base.errors import invalid
 def folder_below(
     root: str, path: str, setting: str, things: str, kinds: Sequence[Sequence[str]]
 ) -> Path:
-    """Returns the folder at `path` below `root`, the value of `setting`; it must have all files of
-    one of `kinds`. `things`: what is registered from such folders.
+    """Returns the folder at `path` below `root`, which `setting` names or has as its default; it
+    must have all files of one of `kinds`. `things`: what is registered from such folders.
 
     Raises a 400 naming `path` if the setting is empty, or if the folder is missing or outside
     `root`, also through a symbolic link.
@@ -23,7 +23,7 @@ def folder_below(
         raise invalid(
             "path",
             f"no {things} are served: the setting {setting} is empty",
-            allowed=f"midstream up --set {setting}=FOLDER",
+            hint=f"start with `midstream up --set {setting}=FOLDER`",
         )
     top = Path(root).expanduser().resolve()
     if "\0" in path or Path(path).is_absolute() or ".." in Path(path).parts:
@@ -32,7 +32,10 @@ def folder_below(
         folder = (top / path).resolve(strict=True)
     except (OSError, RuntimeError) as error:
         raise invalid(
-            "path", f"there is no folder {path!r} in {setting}", allowed=allowed
+            "path",
+            f"there is no folder {path!r} in {setting}",
+            allowed=allowed,
+            hint=f"`midstream doctor` on the server prints the folder of {setting}",
         ) from error
     if not folder.is_dir() or not folder.is_relative_to(top) or folder == top:
         raise invalid("path", f"{path!r} is not a folder below {setting}", allowed=allowed)

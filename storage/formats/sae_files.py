@@ -424,7 +424,8 @@ def check_on(
             raise invalid(
                 field,
                 f"is {value}, but the SAE was trained on {field} {named}",
-                allowed=f"{named}, or omit it",
+                allowed=str(named),
+                hint="omit it",
             )
         result[field] = named if value is None else value
     if result["hook"] not in (served := [hook for hook in HOOKS if hook in hooks]):

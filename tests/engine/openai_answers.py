@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from openai_calls import Call
 from ports import free_port
 
@@ -78,9 +78,9 @@ def stock_server(folder: Path) -> Iterator[str]:
                         f"vllm serve did not start: {(folder / 'stock.log').read_text()[-2000:]}"
                     )
                 try:
-                    if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                    if httpx2.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
                         break
-                except httpx.TransportError:
+                except httpx2.TransportError:
                     pass
                 time.sleep(0.5)
             yield f"http://127.0.0.1:{port}"
@@ -94,7 +94,7 @@ def stock_server(folder: Path) -> Iterator[str]:
 
 def answer(url: str, call: Call) -> dict[str, Any]:
     """The server's answer in the form that is compared."""
-    response = httpx.post(f"{url}/v1/{call.path}", json=call.body, timeout=CALL_S)
+    response = httpx2.post(f"{url}/v1/{call.path}", json=call.body, timeout=CALL_S)
     if response.status_code != 200:
         return {"status": response.status_code}
     if not call.body.get("stream"):

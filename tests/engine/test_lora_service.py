@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
+import httpx2
 import pytest
 from adapters import LLAMA, make_adapter, merged
 from host import DEFAULTS, prompt_of, relative_error
@@ -88,7 +88,7 @@ def test_a_job_names_an_adapter_and_gets_the_rows_of_merged_weights(served: Serv
                     relative_error(reader.array(layer, hook), wanted[hook, layer]) <= FP32_ROWS
                 ), (name, hook, layer)
         lora = served.client.lora(name) if name else None
-        manifest = httpx.get(f"{served.stack.url}/v1/captures/{result.id}").json()
+        manifest = httpx2.get(f"{served.stack.url}/v1/captures/{result.id}").json()
         for named in (result.lora, reader.manifest().lora):
             assert (named and (named.name, named.digest)) == (lora and (name, lora.digest))
         assert (manifest["lora"] or {}).get("digest") == (lora and lora.digest)
@@ -200,7 +200,7 @@ def test_a_name_may_be_pointed_at_other_content_and_removed(served: Served) -> N
     )
     assert served.client.register_lora("moving", "first").replaced == ""
     assert served.client.register_lora("moving", "first-again").replaced == made.digest
-    assert httpx.get(f"{served.stack.url}/v1/runs/kept").json()["lora"] == {
+    assert httpx2.get(f"{served.stack.url}/v1/runs/kept").json()["lora"] == {
         "name": "moving",
         "digest": made.digest,
     }

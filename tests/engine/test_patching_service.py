@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -51,7 +51,7 @@ class Golden:
 class Service:
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
-        self.http = httpx.Client(base_url=stack.url, timeout=90)
+        self.http = httpx2.Client(base_url=stack.url, timeout=90)
 
     def post(self, path: str, /, **body: Any) -> dict[str, Any]:
         answer = self.http.post(path, json={"model": "demo", **body})

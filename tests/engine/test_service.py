@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def ask(service: Stack, path: str, **body: Any) -> tuple[np.ndarray, dict[str, f
         "capture": wanted,
         "capture_wait": True,
     } | body
-    response = httpx.post(f"{service.url}/v1/{path}", json=body, timeout=60).raise_for_status()
+    response = httpx2.post(f"{service.url}/v1/{path}", json=body, timeout=60).raise_for_status()
     parts = [
         json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")
     ] or [response.json()]
@@ -127,7 +127,7 @@ def test_a_streamed_capture_ends_with_its_results(service: Stack) -> None:
         "model": "demo", "prompt": "The sky is", "max_tokens": 6, "temperature": 0, "stream": True,
         "capture": {"layers": [3], "positions": "all"}, "capture_wait": True,
     }  # fmt: skip
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as response:
+    with httpx2.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as response:
         events = [
             json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")
         ]
@@ -181,7 +181,7 @@ def test_forty_held_captures_at_once_are_all_whole(service: Stack) -> None:
 def test_bad_input_is_refused_by_field_and_the_engine_never_sees_it(
     service: Stack, change: dict, field: str
 ) -> None:
-    with httpx.Client(base_url=service.url, timeout=30) as http:  # field case 27
+    with httpx2.Client(base_url=service.url, timeout=30) as http:  # field case 27
         before = len(http.get("/v1/jobs").json()["jobs"])
         answer = http.post(
             "/v1/completions",
@@ -197,9 +197,11 @@ def test_engine_load_is_reported_while_generating(service: Stack) -> None:
     seen: dict[str, Any] = {"running": 0}
     for _ in range(5):  # on a busy machine a request may be over before the worker was asked
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body, timeout=60)
+            answer = pool.submit(
+                httpx2.post, f"{service.url}/v1/completions", json=body, timeout=60
+            )
             while not answer.done() and not seen["running"]:
-                (worker,) = httpx.get(f"{service.url}/v1/steering/dynamic", timeout=30).json()[
+                (worker,) = httpx2.get(f"{service.url}/v1/steering/dynamic", timeout=30).json()[
                     "workers"
                 ]
                 (seen,) = worker["ranks"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 from host import prompt_of
@@ -52,7 +52,7 @@ class Service:
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
-        self.http = httpx.Client(base_url=stack.url, timeout=90)
+        self.http = httpx2.Client(base_url=stack.url, timeout=90)
 
     def begin(self, prompt: list[int], max_tokens: int = 6, **asked: Any) -> str:
         sampling = {"max_tokens": max_tokens, "logprobs": 3, "ignore_eos": True}

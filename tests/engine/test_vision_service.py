@@ -6,7 +6,7 @@ import base64
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 from stack import Stack
@@ -75,7 +75,7 @@ def test_chat_with_images_captures_and_steers_the_tokens_that_are_named(
             capture_wait=True,
         )
         readers = [client.capture(answer.job) for answer in (plain, steered, only)]
-        manifest = httpx.get(f"{service.url}/v1/captures/{plain.job}", timeout=30).json()
+        manifest = httpx2.get(f"{service.url}/v1/captures/{plain.job}", timeout=30).json()
     tokens, _ = seen_by_transformers(checkpoint)
     first, second = readers[0].images()
     assert [first.digest, second.digest] == list(map(digest_of, files))
@@ -124,7 +124,7 @@ def test_images_that_are_not_there_are_refused_by_field(
     service: Stack, change: dict, field: str
 ) -> None:
     body = {"model": "llava", "messages": CHAT, "max_tokens": 1, **change}
-    answer = httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=30)
+    answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=30)
     assert (answer.status_code, answer.json()["field"].startswith(field)) == (400, True), (
         answer.text
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 from midstream_fake_engine.model import HIDDEN_SIZE
 
@@ -242,10 +242,10 @@ class Clients:
         sources: Path | None = None,
     ):
         """`sources`: the folder of the files that harvests read."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
-        timeout = httpx.Timeout(30.0, read=max_wait_s + OUTAGE_S)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=200)
+        timeout = httpx2.Timeout(30.0, read=max_wait_s + OUTAGE_S)
         self._http = {
-            name: httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout)
+            name: httpx2.AsyncClient(base_url=url, limits=limits, timeout=timeout)
             for name, url in urls.items()
         }
         self._run, self._rng, self._was_away = run, rng, was_away
@@ -356,21 +356,23 @@ class Clients:
                 return
             known = {"If-None-Match": view.headers.get("etag", "")}
 
-    async def _ask(self, observed: Observed, method: str, path: str, **more: Any) -> httpx.Response:
+    async def _ask(
+        self, observed: Observed, method: str, path: str, **more: Any
+    ) -> httpx2.Response:
         """Until some replica gives an answer that is not to be repeated."""
         while True:
             replica = self._rng.choice(list(self._http))
             began = time.monotonic()
             try:
                 answer = await self._http[replica].request(method, path, **more)
-            except httpx.TimeoutException as error:
+            except httpx2.TimeoutException as error:
                 observed.answers["hung"] += 1
                 observed.wrong.append(
                     f"{method} {path} hung for {time.monotonic() - began:.0f} s at {replica}: "
                     f"{error!r}"
                 )
                 continue
-            except httpx.TransportError as error:
+            except httpx2.TransportError as error:
                 observed.answers["broken"] += 1
                 if not self._was_away(replica, began, time.monotonic()):
                     observed.wrong.append(
@@ -408,7 +410,7 @@ def _write(path: Path, documents: Sequence[str], anew: bool = True) -> None:
     aside.replace(path)
 
 
-def _texts(plan: Plan, answer: httpx.Response) -> list[str] | None:
+def _texts(plan: Plan, answer: httpx2.Response) -> list[str] | None:
     """Of each prompt; None when a stream says that it has to be asked for again."""
     if plan.way != "streamed completion":
         return [choice["text"] for choice in answer.json()["choices"]]

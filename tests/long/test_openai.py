@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 import zstandard
@@ -50,7 +50,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def ask(service: Stack, path: str, **body: Any) -> dict[str, Any]:
-    response = httpx.post(
+    response = httpx2.post(
         f"{service.url}/v1/{path}", json={"model": "demo", "max_tokens": 8, **body}, timeout=300
     )
     assert response.status_code == 200, response.text
@@ -155,7 +155,7 @@ def test_a_hostile_constraint_is_a_400_and_harms_no_other(
     service: Stack, form: dict[str, Any]
 ) -> None:
     body = {"model": "demo", "prompt": PROMPTS[0], "structured_outputs": form}
-    refused = httpx.post(f"{service.url}/v1/completions", json=body, timeout=300)
+    refused = httpx2.post(f"{service.url}/v1/completions", json=body, timeout=300)
     assert (refused.status_code, refused.json()["field"]) == (400, "structured_outputs"), (
         refused.text
     )

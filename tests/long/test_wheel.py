@@ -37,6 +37,15 @@ def client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+#: Modules for packages that the extra `cpu` does not include.
+OPTIONAL = (
+    "client/inspect_provider.py",
+    "kernels/triton_site.py",
+    "storage/s3_client.py",
+    "storage/s3_store.py",
+)
+
+
 def packaged() -> set[str]:
     """What git tracks of the package, as an installation names it."""
     files = {
@@ -115,9 +124,69 @@ assert not {"torch", "vllm", "celery", "litestar"} & set(sys.modules)
     assert "submit" in wheel_kit.run(client.parent / "midstream", "--help", cwd=tmp_path)
 
 
+@pytest.fixture
+def interpreter(request: pytest.FixtureRequest) -> str:
+    """The Python of the version that the test is given; without it, the test is skipped."""
+    found = wheel_kit.interpreter(request.param)
+    if not found:
+        pytest.skip(f"no python{request.param}, neither on the PATH nor in ~/.pyenv/versions")
+    return found
+
+
+VERSIONS = pytest.mark.parametrize("interpreter", ["3.11", "3.12", "3.13"], indirect=True)
+
+
+@pytest.mark.packages
+@pytest.mark.timeout(600)
+@VERSIONS
+def test_the_bare_wheel_imports_and_names_what_commands_need(
+    interpreter: str, wheel: Path, tmp_path: Path
+) -> None:
+    python = wheel_kit.environment(tmp_path / "env", interpreter)
+    wheel_kit.install_pinned(python, f"midstream @ {wheel.as_uri()}")
+    program = "import midstream, midstream.schemas.jobs.jobs; print(midstream.__version__)"
+    assert midstream.__version__ in wheel_kit.run(python, "-c", program, cwd=tmp_path)
+    for argument, extra in {"--help": "client", "up": "cpu", "demo": "cpu"}.items():
+        said = wheel_kit.run(python.parent / "midstream", argument, cwd=tmp_path, code=1)
+        assert f"pip install 'midstream[{extra}]'" in said
+        assert "Traceback" not in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["env"]
+
+
 @pytest.mark.packages
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("extra", wheel_kit.EXTRAS)
+@VERSIONS
+def test_the_extra_cpu_is_complete(interpreter: str, wheel: Path, tmp_path: Path) -> None:
+    python = wheel_kit.complete(tmp_path / "env", wheel, interpreter)
+    command, data = python.parent / "midstream", tmp_path / "data"
+    assert wheel_kit.unmet(python, "cpu") == []
+    program = "import importlib; print(len([importlib.import_module(name) for name in {}]))"
+    modules = sorted(
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in packaged()
+        if path.endswith(".py") and not path.endswith(("__main__.py", *OPTIONAL))
+    )
+    redis = {"MIDSTREAM_REDIS_URL": "redis://127.0.0.1:1/0"}  # `workers.remote` reads it at import
+    said = wheel_kit.run(python, "-c", program.format(modules), cwd=tmp_path, **redis)
+    assert said.splitlines()[-1] == str(len(modules))
+    assert "submit" in wheel_kit.run(command, "--help", cwd=tmp_path)
+    report = wheel_kit.run(command, "doctor", cwd=tmp_path, code=1)  # nothing runs yet
+    assert re.search(r"^fail api +no answer", report, re.MULTILINE)
+    refused = wheel_kit.run(
+        command, "up", "--data-dir", data, "--set", "hooks=x", cwd=tmp_path, code=1
+    )
+    assert "hooks" in refused
+    assert not data.exists()
+    if interpreter == wheel_kit.interpreter("3.12"):
+        said = wheel_kit.run(command, "demo", "--data", data, cwd=tmp_path)
+        assert "✗" not in said
+        assert "300 cells, each confirmed by every rank" in said
+    shutil.rmtree(tmp_path / "env")
+
+
+@pytest.mark.packages
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("extra", [name for name in wheel_kit.EXTRAS if name != "cpu"])
 def test_each_extra_installs_alone_and_does_what_it_promises(
     extra: str, wheel: Path, tmp_path: Path
 ) -> None:

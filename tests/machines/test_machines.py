@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 import s3_kit
@@ -131,7 +131,7 @@ def real_jobs(fleet: Fleet, disturb: Callable[[], object]) -> list[Result]:
     """Texts, attempt and captured rows (of every prompt: `[positions, hidden]` of layer 15) of each
     job; `disturb` while they run.
     """
-    with httpx.Client(base_url=fleet.url, timeout=120) as http:
+    with httpx2.Client(base_url=fleet.url, timeout=120) as http:
         sent = []
         for number in range(JOBS):
             body = {

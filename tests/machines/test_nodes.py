@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 from fleet import Fleet
@@ -36,7 +36,7 @@ ENGINE = {
 
 def submitted(fleet: Fleet, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The result of a job that succeeded."""
-    with httpx.Client(base_url=fleet.url, timeout=120) as http:
+    with httpx2.Client(base_url=fleet.url, timeout=120) as http:
         job = http.post(path, json={"model": "demo"} | body).raise_for_status().json()["id"]
         wait_until(
             lambda: (
@@ -196,7 +196,7 @@ def lose_a_machine(fleet: Fleet, how: str) -> None:
         "sampling": {"max_tokens": 150, "temperature": 0, "ignore_eos": True},
     }
     with (
-        httpx.Client(base_url=fleet.url, timeout=60) as http,
+        httpx2.Client(base_url=fleet.url, timeout=60) as http,
         Supervisor(fleet, "follower", "worker") as supervisor,
     ):
         running = http.post("/v1/jobs", json=long).raise_for_status().json()["id"]

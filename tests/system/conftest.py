@@ -1,10 +1,12 @@
 """A real redis-server for the whole session, emptied before each test that asks for it."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
+import redis_servers
 from edge import Api, Hand, running
 from receipt_rig import Jobs, RelayProcess
 from redis_keys import documented, family
@@ -19,6 +21,9 @@ CHECKED = 500
 @pytest.fixture(scope="session")
 def redis_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis_server.RedisServer]:
     server = redis_server.start(tmp_path_factory.mktemp("redis"))
+    with redis.Redis.from_url(server.url) as client:
+        name = redis_servers.name_of(client.info("server"))
+    assert os.environ.get("REDIS_SERVER", name) == name, "another server is running"
     yield server
     server.stop()
 

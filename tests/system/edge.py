@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
+import httpx2
 import numpy as np
 import redis
 from ledger_kit import IDENTITY
@@ -144,7 +144,7 @@ class Api:
             assert time.monotonic() < deadline, text
             time.sleep(0.02)
         self.url = text.split("api ready ")[1].split()[0]
-        self.http = httpx.Client(base_url=self.url, timeout=CALL_TIMEOUT_S)
+        self.http = httpx2.Client(base_url=self.url, timeout=CALL_TIMEOUT_S)
 
     def log(self, mark: int = 0) -> str:
         """What it has said since the log had `mark` bytes: see `said`."""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import redis
 from edge import Api, Hand, running
 
@@ -45,7 +45,7 @@ class Caller:
         )  # type: ignore[arg-type]
         self.key: CreatedKey = hand.do(Keys(hand.ledger).create(request))
         self.tenant = tenant
-        self.http = httpx.Client(base_url=api.url, headers=bearer(self.key.key), timeout=60)
+        self.http = httpx2.Client(base_url=api.url, headers=bearer(self.key.key), timeout=60)
 
     def submit(self, **body: Any) -> str:
         answer = self.http.post(

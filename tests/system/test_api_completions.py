@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 import openai
 import pytest
@@ -723,8 +723,8 @@ def test_a_job_completes_after_its_client_disconnects(api: Api, hand: Hand, stre
         "capture_wait": True,
         "stream": stream,
     }
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{api.url}/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.5))
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(f"{api.url}/v1/completions", json=body, timeout=httpx2.Timeout(60, read=0.5))
     claim = hand.claim_next()
     hand.store(claim)
     hand.receipts(claim)
@@ -735,9 +735,12 @@ def test_a_job_completes_after_its_client_disconnects(api: Api, hand: Hand, stre
 
 def test_an_idempotency_key_returns_the_job_of_a_lost_response(api: Api, hand: Hand) -> None:
     body, key = {"model": MODEL, "prompt": "hello"}, {"Idempotency-Key": "once"}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{api.url}/v1/completions", json=body, headers=key, timeout=httpx.Timeout(60, read=0.5)
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(
+            f"{api.url}/v1/completions",
+            json=body,
+            headers=key,
+            timeout=httpx2.Timeout(60, read=0.5),
         )
     hand.store(hand.claim_next())
     answer = api.http.post("/v1/completions", json=body, headers=key)

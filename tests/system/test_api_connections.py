@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from edge import MODEL, Api, Hand, running
 
@@ -153,8 +153,8 @@ def test_idle_connections_make_room_and_health_is_answered_beyond_the_limit(hast
         for connection in busy:
             connection.sendall(job)
             assert connection.recv(64).startswith(b"HTTP/1.1 100")
-        assert httpx.get(f"{url}/healthz", timeout=PATIENCE_S).status_code == 200
-        refused = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S)
+        assert httpx2.get(f"{url}/healthz", timeout=PATIENCE_S).status_code == 200
+        refused = httpx2.get(f"{url}/v1/models", timeout=PATIENCE_S)
         assert (refused.status_code, refused.json()["type"]) == (503, "urn:midstream:overloaded")
         assert int(refused.headers["retry-after"]) >= 1
     finally:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from edge import Api, Hand
 from server_sent import parse
@@ -35,7 +35,7 @@ def test_the_events_of_a_job_come_in_order_and_end_after_done(api: Api, hand: Ha
 
 def test_events_arrive_while_the_job_runs(api: Api, hand: Hand) -> None:
     job_id = api.submit()
-    with httpx.stream("GET", f"{api.url}/v1/jobs/{job_id}/events", timeout=60) as answer:
+    with httpx2.stream("GET", f"{api.url}/v1/jobs/{job_id}/events", timeout=60) as answer:
         lines = answer.iter_lines()
         assert (
             next(line for line in lines if line.startswith("data"))
@@ -73,7 +73,7 @@ def test_resuming_after_done_is_204(api: Api, hand: Hand) -> None:
 def test_a_stream_survives_a_restart_of_the_api_by_resuming(api: Api, hand: Hand) -> None:
     job_id = api.submit()
     seen: list[dict[str, Any]] = []
-    with httpx.stream("GET", f"{api.url}/v1/jobs/{job_id}/events", timeout=60) as answer:
+    with httpx2.stream("GET", f"{api.url}/v1/jobs/{job_id}/events", timeout=60) as answer:
         text = ""
         for chunk in answer.iter_text():
             text += chunk
@@ -116,7 +116,7 @@ def test_disconnected_event_followers_leave_no_waiters(api: Api, hand: Hand) -> 
     job_id = api.submit()
 
     def follow_and_leave(_: int) -> None:
-        with httpx.stream("GET", f"{api.url}/v1/jobs/{job_id}/events", timeout=60) as answer:
+        with httpx2.stream("GET", f"{api.url}/v1/jobs/{job_id}/events", timeout=60) as answer:
             next(answer.iter_lines())
 
     with ThreadPoolExecutor(8) as pool:
@@ -150,7 +150,7 @@ def test_many_followers_of_a_job_cost_redis_as_much_as_one(api: Api, hand: Hand)
 
     with ExitStack() as streams:
         lines = [
-            streams.enter_context(httpx.stream("GET", url, timeout=60)).iter_lines()
+            streams.enter_context(httpx2.stream("GET", url, timeout=60)).iter_lines()
             for _ in range(followers)
         ]
         for each in lines:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 from edge import MODEL, Api, Hand, model_info, running
@@ -311,11 +311,11 @@ def test_held_responses_of_disconnected_clients_are_released(api: Api, hand: Han
     job_id = api.submit()
 
     def ask_and_leave(_: int) -> None:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.get(
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.get(
                 f"{api.url}/v1/jobs/{job_id}",
                 params={"wait": 300},
-                timeout=httpx.Timeout(60, read=0.4),
+                timeout=httpx2.Timeout(60, read=0.4),
             )
 
     with ThreadPoolExecutor(16) as pool:
@@ -439,7 +439,7 @@ def test_stopping_with_redis_hung_is_503_and_names_accepted_jobs(
     (tmp_path / "stopped").mkdir()
     with (
         running(tmp_path / "stopped", way.url) as api,
-        httpx.Client(base_url=api.url, timeout=60) as http,
+        httpx2.Client(base_url=api.url, timeout=60) as http,
         ThreadPoolExecutor(5) as pool,
     ):
         known = api.submit()
@@ -514,7 +514,7 @@ def test_many_who_ask_the_ranks_at_once_ask_them_together(api: Api, hand: Hand) 
     with ThreadPoolExecutor(20) as pool:
         answers = list(
             pool.map(
-                lambda _: httpx.get(f"{api.url}/v1/steering/dynamic", timeout=60).status_code,
+                lambda _: httpx2.get(f"{api.url}/v1/steering/dynamic", timeout=60).status_code,
                 range(20),
             )
         )

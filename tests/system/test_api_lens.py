@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 from midstream_fake_engine.model import NUM_LAYERS, VOCABULARY
@@ -22,8 +22,8 @@ LENS = {"layers": [0, 3], "positions": "all_prompt", "top_k": 3, "tokens": ["e",
 
 
 @pytest.fixture
-def http(up: Up) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=up.ready(), timeout=60) as client:
+def http(up: Up) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=up.ready(), timeout=60) as client:
         yield client
 
 
@@ -51,7 +51,7 @@ def check(readings: list[dict[str, Any]], lengths: list[int]) -> None:
     ],
 )
 def test_every_way_of_asking_answers_with_the_lens(
-    http: httpx.Client, path: str, body: dict[str, Any]
+    http: httpx2.Client, path: str, body: dict[str, Any]
 ) -> None:
     answer = http.post(path, json={"model": "fake", "lens": LENS} | body)
     assert answer.status_code in (200, 202), answer.text
@@ -69,7 +69,7 @@ def test_every_way_of_asking_answers_with_the_lens(
     assert (result["capture_results"]["files"], result["capture_results"]["consumers"]) == ([], [])
 
 
-def test_a_lens_that_a_model_or_request_cannot_have_is_refused(http: httpx.Client) -> None:
+def test_a_lens_that_a_model_or_request_cannot_have_is_refused(http: httpx2.Client) -> None:
     for lens, field in (
         ({"layers": 4}, "lens.layers"),
         ({"tokens": ["no"]}, "lens.tokens[0]"),

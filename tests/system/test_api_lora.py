@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -56,15 +56,15 @@ def adapters(stack: Stack) -> Path:
 
 
 @pytest.fixture(scope="module")
-def http(stack: Stack) -> Iterator[httpx.Client]:
-    with httpx.Client(
+def http(stack: Stack) -> Iterator[httpx2.Client]:
+    with httpx2.Client(
         base_url=stack.url, timeout=60, headers={"authorization": f"Bearer {ADMIN}"}
     ) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def digest(http: httpx.Client, adapters: Path) -> str:
+def digest(http: httpx2.Client, adapters: Path) -> str:
     """Of the registered adapter `calm`."""
     digest = write(adapters / "calm")
     answer = http.post("/v1/loras", json={"name": "calm", "path": "calm"})
@@ -101,7 +101,7 @@ def digest(http: httpx.Client, adapters: Path) -> str:
     ],
 )
 def test_every_way_of_asking_takes_an_adapter_and_says_so(
-    http: httpx.Client, digest: str, path: str, body: dict[str, Any]
+    http: httpx2.Client, digest: str, path: str, body: dict[str, Any]
 ) -> None:
     answer = http.post(path, json={"model": "fake-model", "lora": "calm"} | body)
     assert answer.status_code in (200, 202), answer.text
@@ -122,7 +122,7 @@ def test_every_way_of_asking_takes_an_adapter_and_says_so(
     ), refused.text
 
 
-def test_jobs_without_an_adapter_say_nothing_of_one(http: httpx.Client, digest: str) -> None:
+def test_jobs_without_an_adapter_say_nothing_of_one(http: httpx2.Client, digest: str) -> None:
     answer = http.post(
         "/v1/completions", json={"model": "fake-model", "prompt": "hello", "max_tokens": 2}
     )
@@ -131,12 +131,12 @@ def test_jobs_without_an_adapter_say_nothing_of_one(http: httpx.Client, digest: 
 
 
 def test_only_an_operator_registers_and_everybody_looks(
-    http: httpx.Client, stack: Stack, digest: str
+    http: httpx2.Client, stack: Stack, digest: str
 ) -> None:
     key = http.post(
         "/v1/keys", json={"name": "a user", "tenant": "theirs", "scopes": ["submit", "read"]}
     ).json()["key"]
-    with httpx.Client(
+    with httpx2.Client(
         base_url=stack.url, headers={"authorization": f"Bearer {key}"}, timeout=60
     ) as user:
         assert [lora["name"] for lora in user.get("/v1/loras").json()["loras"]] == ["calm"]
@@ -163,7 +163,7 @@ def test_only_an_operator_registers_and_everybody_looks(
     ],
 )
 def test_a_bad_registration_is_refused_by_field(
-    http: httpx.Client, adapters: Path, body: dict, field: str, says: str
+    http: httpx2.Client, adapters: Path, body: dict, field: str, says: str
 ) -> None:
     write(adapters / "wide", outputs=12)
     write(adapters / "dora", use_dora=True)
@@ -174,7 +174,7 @@ def test_a_bad_registration_is_refused_by_field(
 
 
 def test_a_replaced_adapter_names_the_former_and_a_deleted_one_is_gone(
-    http: httpx.Client, adapters: Path
+    http: httpx2.Client, adapters: Path
 ) -> None:
     former = write(adapters / "turning", lora_alpha=3)
     assert http.post("/v1/loras", json={"name": "turning", "path": "turning"}).status_code == 201
@@ -208,7 +208,7 @@ def test_an_adapter_that_a_rank_cannot_load_fails_the_job_with_rank_and_reason(
     }
     with (
         Stack(tmp_path / "stack", api=True, callbacks=False, **options) as stack,
-        httpx.Client(base_url=stack.url, timeout=60) as http,
+        httpx2.Client(base_url=stack.url, timeout=60) as http,
     ):
         http.post("/v1/loras", json={"name": "calm", "path": "calm"})
         answer = http.post(
@@ -221,7 +221,7 @@ def test_an_adapter_that_a_rank_cannot_load_fails_the_job_with_rank_and_reason(
 def test_without_a_folder_no_adapter_is_taken(tmp_path: Path) -> None:
     with (
         Stack(tmp_path / "stack", api=True, callbacks=False, **TIMES) as stack,
-        httpx.Client(base_url=stack.url, timeout=60) as http,
+        httpx2.Client(base_url=stack.url, timeout=60) as http,
     ):
         for path, body in (
             ("/v1/loras", {"name": "a", "path": "a"}),

@@ -280,7 +280,7 @@ def test_a_module_that_is_deleted_while_it_is_read_is_a_conflict(api: Api, narro
         ("/v1/steering/modules/brief/file", "name"),
     ):
         answer = api.http.get(path)
-        assert (answer.status_code, answer.json()["field"], answer.json()["allowed"]) == (
+        assert (answer.status_code, answer.json()["field"], answer.json()["hint"]) == (
             409,
             field,
             "ask again",
@@ -354,9 +354,9 @@ def test_norms_are_for_their_tenant_and_its_modules(tmp_path: Path, redis_url: s
         assert ada.http.get(url).status_code == 200
         assert bob.http.get(url).status_code == 404
         refused = ada.http.get(url, params={"module": "secret"})
-        assert (refused.status_code, refused.json()["field"], refused.json()["allowed"]) == (
+        assert (refused.status_code, refused.json()["field"], refused.json()["hint"]) == (
             404,
             "module",
-            "none exists",
+            "no module exists yet",
         )
         assert api.http.get(url).status_code == 401

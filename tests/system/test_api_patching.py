@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 from stack import Stack
@@ -44,20 +44,20 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.fixture(scope="module")
-def http(stack: Stack) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.url, timeout=60) as client:
+def http(stack: Stack) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=stack.url, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def clean(http: httpx.Client) -> str:
+def clean(http: httpx2.Client) -> str:
     """The job whose captures have the name `clean`: every layer at two hooks, all prompt positions
     of two prompts.
     """
     return capture(http, "clean", [CLEAN, CORRUPT], hooks={"pre_attn": "all", "post_block": "0-2"})
 
 
-def submit(http: httpx.Client, prompts: list[str], **body: Any) -> str:
+def submit(http: httpx2.Client, prompts: list[str], **body: Any) -> str:
     answer = http.post(
         "/v1/jobs", json={"model": MODEL, "prompts": prompts, "sampling": {"max_tokens": 4}} | body
     )
@@ -65,13 +65,13 @@ def submit(http: httpx.Client, prompts: list[str], **body: Any) -> str:
     return str(answer.json()["id"])
 
 
-def over(http: httpx.Client, job: str) -> dict[str, Any]:
+def over(http: httpx2.Client, job: str) -> dict[str, Any]:
     view = dict(http.get(f"/v1/jobs/{job}", params={"wait": PATIENCE_S}).json())
     assert view["state"] == "succeeded", view
     return view
 
 
-def capture(http: httpx.Client, run: str, prompts: list[str], **spec: Any) -> str:
+def capture(http: httpx2.Client, run: str, prompts: list[str], **spec: Any) -> str:
     job = submit(http, prompts, capture={"positions": "all_prompt", "run": run} | spec)
     assert over(http, job)["run"] == run
     return job
@@ -88,7 +88,7 @@ def patch(source: Any, positions: Any = (3,), **fields: Any) -> dict[str, Any]:
 
 
 def complete(
-    http: httpx.Client, *patches: dict[str, Any], prompt: Any = CORRUPT, **body: Any
+    http: httpx2.Client, *patches: dict[str, Any], prompt: Any = CORRUPT, **body: Any
 ) -> Completion:
     answer = http.post(
         "/v1/completions",
@@ -105,7 +105,7 @@ def applied(answer: Completion) -> list[int]:
     return [rank.applied for rank in answer.determinism.stages[0].ranks]
 
 
-def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+def refused(answer: httpx2.Response, status: int = 400) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     return dict(answer.json())
@@ -122,7 +122,7 @@ def stored(stack: Stack, job: str) -> Job:
 # -----------------------------------------------------------------------------------------------
 
 
-def test_a_named_capture_is_a_source_run_listing_its_sites(http: httpx.Client, clean: str) -> None:
+def test_a_named_capture_is_a_source_run_listing_its_sites(http: httpx2.Client, clean: str) -> None:
     view = from_json(http.get("/v1/runs/clean").content, RunView)
     assert (view.name, view.model, view.job, view.tag, view.state) == (
         "clean",
@@ -143,7 +143,7 @@ def test_a_named_capture_is_a_source_run_listing_its_sites(http: httpx.Client, c
 
 
 def test_a_row_is_patched_by_the_runs_name_or_its_jobs_id_alike(
-    http: httpx.Client, stack: Stack, clean: str
+    http: httpx2.Client, stack: Stack, clean: str
 ) -> None:
     plain = http.post(
         "/v1/completions", json={"model": MODEL, "prompt": CORRUPT, "max_tokens": 12}
@@ -161,7 +161,7 @@ def test_a_row_is_patched_by_the_runs_name_or_its_jobs_id_alike(
 
 
 def test_every_prompt_of_a_job_is_patched_at_positions_of_its_own(
-    http: httpx.Client, stack: Stack, clean: str
+    http: httpx2.Client, stack: Stack, clean: str
 ) -> None:
     wished = [
         patch({"run": "clean", "position": -1}, [-1]),
@@ -188,7 +188,7 @@ def test_every_prompt_of_a_job_is_patched_at_positions_of_its_own(
     assert applied(answer) == [3, 3]
 
 
-def test_a_chat_is_patched_streamed_or_whole(http: httpx.Client, clean: str) -> None:
+def test_a_chat_is_patched_streamed_or_whole(http: httpx2.Client, clean: str) -> None:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "hello"}],
@@ -219,7 +219,7 @@ def test_a_chat_is_patched_streamed_or_whole(http: httpx.Client, clean: str) -> 
 
 
 def test_every_kind_of_source_and_the_requests_steering_go_together(
-    http: httpx.Client, stack: Stack, clean: str
+    http: httpx2.Client, stack: Stack, clean: str
 ) -> None:
     module = {"steering": [{"layers": 0, "op": "replace", "vector": INLINE, "scale": 2.0}]}
     assert http.put("/v1/steering/modules/row", json=module).status_code == 201
@@ -256,7 +256,7 @@ def test_every_kind_of_source_and_the_requests_steering_go_together(
 
 
 def test_runs_are_listed_newest_first_and_a_name_means_the_last_that_took_it(
-    http: httpx.Client, clean: str
+    http: httpx2.Client, clean: str
 ) -> None:
     first, second = (capture(http, "again", [CLEAN], layers=layer) for layer in (0, 3))
     page = from_json(http.get("/v1/runs", params={"limit": 1}).content, RunPage)
@@ -285,7 +285,7 @@ def test_runs_are_listed_newest_first_and_a_name_means_the_last_that_took_it(
 
 
 def test_a_deleted_run_is_refused_by_name_and_by_its_jobs_id(
-    http: httpx.Client, clean: str
+    http: httpx2.Client, clean: str
 ) -> None:
     job = capture(http, "short", [CLEAN], layers=1)
     body = {"model": MODEL, "prompts": [CORRUPT], "patch": [patch("short", hook="post_block")]}
@@ -311,7 +311,7 @@ def test_a_deleted_run_is_refused_by_name_and_by_its_jobs_id(
     )
 
 
-def test_a_source_run_is_pending_until_its_job_succeeds(http: httpx.Client, stack: Stack) -> None:
+def test_a_source_run_is_pending_until_its_job_succeeds(http: httpx2.Client, stack: Stack) -> None:
     job = submit(http, [CLEAN], capture={"layers": 1, "run": "slow"}, sampling={"max_tokens": 4000})
     body = {"model": MODEL, "prompts": [CORRUPT], "patch": [patch("slow", hook="post_block")]}
     problem = refused(http.post("/v1/jobs", json=body))
@@ -319,7 +319,7 @@ def test_a_source_run_is_pending_until_its_job_succeeds(http: httpx.Client, stac
         "patch[0].source.run",
         True,
     )
-    assert f"GET /v1/jobs/{job}?wait=30" in problem["allowed"]
+    assert f"GET /v1/jobs/{job}?wait=30" in problem["hint"]
     assert from_json(http.get("/v1/runs/slow").content, RunView).state == "pending"
     refused(http.delete("/v1/runs/slow"), 409)
     stack.wait_running(job)
@@ -368,7 +368,7 @@ def test_a_source_run_is_pending_until_its_job_succeeds(http: httpx.Client, stac
     ],
 )
 def test_an_invalid_patch_is_a_400_naming_the_field(
-    http: httpx.Client, stack: Stack, clean: str, wish: dict[str, Any], field: str
+    http: httpx2.Client, stack: Stack, clean: str, wish: dict[str, Any], field: str
 ) -> None:
     async def keys(ledger: Ledger) -> set[bytes]:
         return {
@@ -392,7 +392,7 @@ def test_an_invalid_patch_is_a_400_naming_the_field(
     assert stack.do(keys) == before
 
 
-def test_a_run_needs_files_and_a_name_that_is_no_jobs_id(http: httpx.Client) -> None:
+def test_a_run_needs_files_and_a_name_that_is_no_jobs_id(http: httpx2.Client) -> None:
     for wish, field in (
         ({"consumers": ["memory"], "run": "r"}, "capture.run"),
         ({"run": "job_1"}, "capture.run"),
@@ -411,7 +411,7 @@ def test_a_run_needs_files_and_a_name_that_is_no_jobs_id(http: httpx.Client) -> 
 
 
 def test_the_client_and_the_command_line_capture_patch_and_delete(
-    stack: Stack, http: httpx.Client, clean: str, capsys: pytest.CaptureFixture[str]
+    stack: Stack, http: httpx2.Client, clean: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def midstream(*arguments: str) -> str:
         with pytest.raises(SystemExit) as code:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 from stack import Stack
@@ -104,7 +104,7 @@ def test_completions_carry_the_scores(client: Client, calm: str, stream: bool) -
         "probes": [calm],
         "stream": stream,
     }
-    answer = httpx.post(f"{client.url}/v1/completions", json=body, timeout=60)
+    answer = httpx2.post(f"{client.url}/v1/completions", json=body, timeout=60)
     lines = (
         [
             line.removeprefix("data: ")
@@ -309,7 +309,7 @@ def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> No
         "probes": [calm],
         "stream": True,
     }
-    answer = httpx.post(f"{client.url}/v1/completions", json=body, timeout=60)
+    answer = httpx2.post(f"{client.url}/v1/completions", json=body, timeout=60)
     client.unregister_probe("watching")
     chunks = [
         json.loads(line.removeprefix("data: "))

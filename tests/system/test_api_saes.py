@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from stack import Stack
 from typer.testing import CliRunner
@@ -40,8 +40,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.fixture(scope="module")
-def http(stack: Stack) -> Iterator[httpx.Client]:
-    with httpx.Client(
+def http(stack: Stack) -> Iterator[httpx2.Client]:
+    with httpx2.Client(
         base_url=stack.url, timeout=60, headers={"authorization": f"Bearer {ADMIN}"}
     ) as client:
         yield client
@@ -86,12 +86,12 @@ def test_the_command_line_registers_lists_and_deletes(
     assert json.loads(run("list", "--json")) == []
 
 
-def test_only_an_operator_registers_and_everybody_looks(http: httpx.Client, stack: Stack) -> None:
+def test_only_an_operator_registers_and_everybody_looks(http: httpx2.Client, stack: Stack) -> None:
     assert http.post("/v1/saes", json={"name": "calm", "path": "gated"}).status_code == 201
     key = http.post(
         "/v1/keys", json={"name": "a user", "tenant": "theirs", "scopes": ["submit", "read"]}
     ).json()["key"]
-    with httpx.Client(
+    with httpx2.Client(
         base_url=stack.url, headers={"authorization": f"Bearer {key}"}, timeout=60
     ) as user:
         assert [sae["name"] for sae in user.get("/v1/saes").json()["saes"]] == ["calm"]
@@ -123,7 +123,7 @@ def test_only_an_operator_registers_and_everybody_looks(http: httpx.Client, stac
     ],
 )
 def test_a_bad_registration_is_refused_by_field(
-    http: httpx.Client, body: dict[str, Any], field: str, says: str
+    http: httpx2.Client, body: dict[str, Any], field: str, says: str
 ) -> None:
     answer = http.post("/v1/saes", json=body)
     assert answer.status_code == (404 if field == "model" else 400), answer.text
@@ -147,7 +147,7 @@ def test_a_bad_registration_is_refused_by_field(
     ],
 )
 def test_every_way_of_asking_takes_features(
-    http: httpx.Client, path: str, body: dict[str, Any]
+    http: httpx2.Client, path: str, body: dict[str, Any]
 ) -> None:
     made = http.post("/v1/saes", json={"name": "read", "path": "topk"}).json()
     asked = {"model": "fake-model", "features": [{"sae": "read", "top_k": 4, "positions": [0, -1]}]}
@@ -264,7 +264,7 @@ def test_the_command_line_prints_a_table_for_each_autoencoder(
     ],
 )
 def test_bad_features_are_refused_by_field(
-    http: httpx.Client, features: Any, field: str, says: str
+    http: httpx2.Client, features: Any, field: str, says: str
 ) -> None:
     http.post("/v1/saes", json={"name": "read", "path": "topk"})
     answer = http.post(
@@ -275,7 +275,7 @@ def test_bad_features_are_refused_by_field(
     assert says in answer.text
 
 
-def test_features_times_tokens_beyond_the_response_are_refused(http: httpx.Client) -> None:
+def test_features_times_tokens_beyond_the_response_are_refused(http: httpx2.Client) -> None:
     http.post("/v1/saes", json={"name": "read", "path": "topk"})
     body = {
         "model": "fake-model",
@@ -290,7 +290,7 @@ def test_features_times_tokens_beyond_the_response_are_refused(http: httpx.Clien
 
 
 def test_steering_by_a_feature_of_changed_files_is_refused(
-    http: httpx.Client, stack: Stack
+    http: httpx2.Client, stack: Stack
 ) -> None:
     folder = Path(stack.settings.sae_dir) / "turning"
     shutil.copytree(FORMS / "standard", folder)
@@ -317,7 +317,7 @@ def test_an_autoencoder_that_a_rank_cannot_load_fails_the_job_with_rank_and_reas
     options = {"sae_dir": str(FORMS), "tensor_parallel_size": 2, "fault": "put_sae:rank=1", **TIMES}
     with (
         Stack(tmp_path / "stack", api=True, callbacks=False, **options) as stack,
-        httpx.Client(base_url=stack.url, timeout=60) as http,
+        httpx2.Client(base_url=stack.url, timeout=60) as http,
     ):
         http.post("/v1/saes", json={"name": "tiny", "path": "gated"})
         answer = http.post(
@@ -330,11 +330,16 @@ def test_an_autoencoder_that_a_rank_cannot_load_fails_the_job_with_rank_and_reas
         )
 
 
-def test_without_a_folder_no_features_are_read(tmp_path: Path) -> None:
+def test_the_folder_defaults_to_one_in_the_data_directory(tmp_path: Path) -> None:
     with (
         Stack(tmp_path / "stack", api=True, callbacks=False, **TIMES) as stack,
-        httpx.Client(base_url=stack.url, timeout=60) as http,
+        httpx2.Client(base_url=stack.url, timeout=60) as http,
     ):
-        answer = http.post("/v1/saes", json={"name": "a", "path": "a"})
+        assert not stack.settings.sae_dir
+        answer = http.post("/v1/saes", json={"name": "tiny", "path": "gated"})
         assert (answer.status_code, answer.json()["field"]) == (400, "path")
-        assert "sae_dir is empty" in answer.json()["detail"]
+        assert answer.json()["detail"] == "there is no folder 'gated' in sae_dir"
+        shutil.copytree(FORMS / "gated", Path(stack.settings.data_dir, "saes", "gated"))
+        assert http.post("/v1/saes", json={"name": "tiny", "path": "gated"}).is_success
+        body = {"model": "fake-model", "prompt": "hello", "features": [{"sae": "tiny"}]}
+        assert http.post("/v1/completions", json=body).json()["features"][0]["sae"] == "tiny"

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 import server_sent
@@ -60,16 +60,16 @@ class Browser:
     """Somebody who has logged in, as the page does it: a cookie, and the token in a header."""
 
     def __init__(self, api: Api, key: str) -> None:
-        self.http = httpx.Client(base_url=api.url, headers=HERE, timeout=LONG_S)
+        self.http = httpx2.Client(base_url=api.url, headers=HERE, timeout=LONG_S)
         self.answer = self.http.post("/session", json={"key": key})
         assert self.answer.status_code == 200, self.answer.text
         self.csrf = {CSRF_HEADER: self.answer.json()["csrf"]}
         self.id = self.http.cookies[COOKIE]
         self.kept = f"{SESSION}{name_of(self.id)}"
 
-    def send(self, method: str, path: str, headers: dict[str, str]) -> httpx.Response:
+    def send(self, method: str, path: str, headers: dict[str, str]) -> httpx2.Response:
         """With the cookie and no header but these."""
-        return httpx.request(
+        return httpx2.request(
             method,
             f"{self.http.base_url}{path}",
             headers={"Cookie": f"{COOKIE}={self.id}", **headers},
@@ -80,14 +80,14 @@ class Browser:
         return bool(self.http.get("/session").json()["signed_in"])
 
 
-def problem(answer: httpx.Response, status: int) -> dict[str, Any]:
+def problem(answer: httpx2.Response, status: int) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     return dict(answer.json())
 
 
-def log_in(api: Api, body: Any, **headers: str) -> httpx.Response:
-    return httpx.post(f"{api.url}/session", json=body, headers=headers, timeout=LONG_S)
+def log_in(api: Api, body: Any, **headers: str) -> httpx2.Response:
+    return httpx2.post(f"{api.url}/session", json=body, headers=headers, timeout=LONG_S)
 
 
 # --- The login
@@ -171,7 +171,7 @@ def test_a_wrong_login_names_the_field(api: Api, hand: Hand, body: Any, field: s
 def test_a_login_that_is_too_large_is_refused(api: Api, hand: Hand, chunked: bool) -> None:
     content = b'{"key": "' + b"x" * MAX_BODY + b'"}'
     body: Any = iter([content[:100], content[100:]]) if chunked else content
-    answer = httpx.post(
+    answer = httpx2.post(
         f"{api.url}/session",
         content=body,
         headers={"Content-Type": "application/json", **HERE},
@@ -397,7 +397,7 @@ def test_a_session_ends_with_its_key_at_the_latest(api: Api, hand: Hand) -> None
 @pytest.mark.parametrize("value", ["", "x", "0" * 64, "../" * 30, "G" * 64])
 def test_another_cookie_is_nobody(api: Api, hand: Hand, value: str) -> None:
     for path, status in (("/v1/jobs", 401), ("/session", 200)):
-        answer = httpx.get(
+        answer = httpx2.get(
             f"{api.url}{path}", headers={"Cookie": f"{COOKIE}={value}"}, timeout=LONG_S
         )
         assert (answer.status_code, answer.json().get("signed_in", False)) == (status, False)
@@ -494,7 +494,7 @@ def test_a_revoked_key_ends_its_sessions(api: Api, hand: Hand) -> None:
 # ------------------------------------------------------------------------------------
 
 
-def refused(answer: httpx.Response, kind: str, setting: str) -> None:
+def refused(answer: httpx2.Response, kind: str, setting: str) -> None:
     """The answer is the refusal of this kind; it names the setting and says when to try again."""
     found = problem(answer, 429)
     assert (found["type"], int(answer.headers["retry-after"]) >= 5) == (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 from ports import free_port
@@ -55,9 +55,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.fixture
-def http(stack: Stack) -> Iterator[httpx.Client]:
+def http(stack: Stack) -> Iterator[httpx2.Client]:
     """Nothing is named and nobody is steered before and after."""
-    with httpx.Client(base_url=stack.url, timeout=60) as client:
+    with httpx2.Client(base_url=stack.url, timeout=60) as client:
         yield client
         for module in client.get("/v1/steering/modules").json()["modules"]:
             assert client.delete(f"/v1/steering/modules/{module['name']}").status_code == 204
@@ -65,25 +65,25 @@ def http(stack: Stack) -> Iterator[httpx.Client]:
 
 
 def register(
-    http: httpx.Client, name: str, *entries: dict[str, Any], status: int = 201
+    http: httpx2.Client, name: str, *entries: dict[str, Any], status: int = 201
 ) -> ModuleView:
     answer = http.put(f"/v1/steering/modules/{name}", json={"steering": list(entries)})
     assert answer.status_code == status, answer.text
     return from_json(answer.content, ModuleView)
 
 
-def complete(http: httpx.Client, prompt: Any = PROMPT, **body: Any) -> Any:
+def complete(http: httpx2.Client, prompt: Any = PROMPT, **body: Any) -> Any:
     asked = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0} | body
     answer = http.post("/v1/completions", json=asked)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def text(http: httpx.Client, **body: Any) -> str:
+def text(http: httpx2.Client, **body: Any) -> str:
     return str(complete(http, **body)["choices"][0]["text"])
 
 
-def dynamic(http: httpx.Client) -> Dynamic:
+def dynamic(http: httpx2.Client) -> Dynamic:
     """What all workers say: they are asked again where one of them was too busy for the two seconds
     that it is given.
     """
@@ -96,7 +96,7 @@ def dynamic(http: httpx.Client) -> Dynamic:
     return told
 
 
-def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+def refused(answer: httpx2.Response, status: int = 400) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     return dict(answer.json())
@@ -106,7 +106,7 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_steering_module_crud(http: httpx.Client) -> None:
+def test_steering_module_crud(http: httpx2.Client) -> None:
     made = register(http, "joy", JOY, CALM)
     assert (made.name, made.model, made.bytes, made.replaced) == (
         "joy",
@@ -137,7 +137,7 @@ def test_steering_module_crud(http: httpx.Client) -> None:
     refused(http.delete("/v1/steering/modules/joy"), 404)
 
 
-def test_a_safetensors_file_is_the_same_module_as_its_entries(http: httpx.Client) -> None:
+def test_a_safetensors_file_is_the_same_module_as_its_entries(http: httpx2.Client) -> None:
     by_json = register(http, "joy", JOY, CALM)
     raw = to_bytes([from_json(to_json(entry), SteeringSpec) for entry in (JOY, CALM)])
     for media_type in ("application/vnd.safetensors", "application/octet-stream"):
@@ -166,7 +166,7 @@ def test_a_safetensors_file_is_the_same_module_as_its_entries(http: httpx.Client
     assert "application/vnd.safetensors" in other["allowed"]
 
 
-def test_a_module_steers_every_endpoint_like_its_entries(stack: Stack, http: httpx.Client) -> None:
+def test_a_module_steers_every_endpoint_like_its_entries(stack: Stack, http: httpx2.Client) -> None:
     # field case 11
     register(http, "joy", JOY, CALM)
     inline, named = (
@@ -180,7 +180,7 @@ def test_a_module_steers_every_endpoint_like_its_entries(stack: Stack, http: htt
         assert all(one != other for one, other in zip(plain, steered, strict=True)), ask.__name__
 
 
-def _job(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
+def _job(http: httpx2.Client, prompts: list[str], steering: Any) -> list[str]:
     body = {
         "model": MODEL,
         "prompts": prompts,
@@ -201,11 +201,11 @@ def _job(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
     return [output["text"] for output in result["outputs"]]
 
 
-def _completion(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
+def _completion(http: httpx2.Client, prompts: list[str], steering: Any) -> list[str]:
     return [choice["text"] for choice in complete(http, prompts, steering=steering)["choices"]]
 
 
-def _streamed(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
+def _streamed(http: httpx2.Client, prompts: list[str], steering: Any) -> list[str]:
     body = {
         "model": MODEL,
         "prompt": prompts,
@@ -221,7 +221,7 @@ def _streamed(http: httpx.Client, prompts: list[str], steering: Any) -> list[str
     return texts
 
 
-def _chat(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
+def _chat(http: httpx2.Client, prompts: list[str], steering: Any) -> list[str]:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": PROMPT}],
@@ -234,7 +234,7 @@ def _chat(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
     return [answer.json()["choices"][0]["message"]["content"]]
 
 
-def _streamed_chat(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
+def _streamed_chat(http: httpx2.Client, prompts: list[str], steering: Any) -> list[str]:
     message = {"role": "user", "content": PROMPT}
     body = {
         "model": MODEL,
@@ -252,7 +252,7 @@ def _streamed_chat(http: httpx.Client, prompts: list[str], steering: Any) -> lis
     ]
 
 
-def _chunks(http: httpx.Client, path: str, body: Any) -> list[dict[str, Any]]:
+def _chunks(http: httpx2.Client, path: str, body: Any) -> list[dict[str, Any]]:
     with http.stream("POST", path, json=body) as answer:
         assert answer.status_code == 200
         lines = [
@@ -262,7 +262,7 @@ def _chunks(http: httpx.Client, path: str, body: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_jobs_in_flight_keep_the_module_content_they_resolved(http: httpx.Client) -> None:
+def test_jobs_in_flight_keep_the_module_content_they_resolved(http: httpx2.Client) -> None:
     # field case 15, 26
     expected = {name: text(http, steering=[entry]) for name, entry in (("old", JOY), ("new", CALM))}
     first = register(http, "joy", JOY)
@@ -293,7 +293,7 @@ def test_jobs_in_flight_keep_the_module_content_they_resolved(http: httpx.Client
 
 
 def test_a_repeated_submission_is_the_same_job_also_when_its_module_is_gone(
-    http: httpx.Client,
+    http: httpx2.Client,
 ) -> None:
     register(http, "joy", JOY)
     body = {"model": MODEL, "prompts": [PROMPT], "steering": [{"module": "joy"}]}
@@ -335,7 +335,7 @@ def test_a_repeated_submission_is_the_same_job_also_when_its_module_is_gone(
     ],
 )
 def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(
-    http: httpx.Client, entry: Any, field: str
+    http: httpx2.Client, entry: Any, field: str
 ) -> None:
     before = http.get("/v1/steering/global").json()["version"]
     steering = [JOY, entry]
@@ -377,7 +377,7 @@ def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(
     ],
 )
 def test_steering_conflicts_name_the_field(
-    http: httpx.Client, method: str, path: str, body: Any, status: int, field: str
+    http: httpx2.Client, method: str, path: str, body: Any, status: int, field: str
 ) -> None:
     assert (
         refused(
@@ -394,13 +394,13 @@ def test_steering_conflicts_name_the_field(
 # --------------------------------------------------------------------------------------------------
 
 
-def put_global(http: httpx.Client, *entries: dict[str, Any]) -> GlobalView:
+def put_global(http: httpx2.Client, *entries: dict[str, Any]) -> GlobalView:
     answer = http.put("/v1/steering/global", json={"steering": list(entries)})
     assert answer.status_code == 200, answer.text
     return from_json(answer.content, GlobalView)
 
 
-def test_global_steering_is_on_all_ranks_before_the_response(http: httpx.Client) -> None:
+def test_global_steering_is_on_all_ranks_before_the_response(http: httpx2.Client) -> None:
     plain, steered = text(http), text(http, steering=[JOY])
     made = put_global(http, JOY)
     assert made.applied
@@ -434,7 +434,7 @@ def test_global_steering_is_on_all_ranks_before_the_response(http: httpx.Client)
     )
 
 
-def test_no_job_starts_under_replaced_global_steering(http: httpx.Client) -> None:
+def test_no_job_starts_under_replaced_global_steering(http: httpx2.Client) -> None:
     expected = [text(http, steering=[JOY]), text(http, steering=[CALM])]
     assert expected[0] != expected[1]
     with ThreadPoolExecutor(6) as pool:
@@ -447,7 +447,7 @@ def test_no_job_starts_under_replaced_global_steering(http: httpx.Client) -> Non
                 found.result()
 
 
-def test_concurrent_global_steering_changes_are_serialised(http: httpx.Client) -> None:
+def test_concurrent_global_steering_changes_are_serialised(http: httpx2.Client) -> None:
     with ThreadPoolExecutor(4) as pool:
         made = list(
             pool.map(lambda scale: put_global(http, JOY | {"scale": scale}), (1.0, 2.0, 3.0, 4.0))
@@ -457,7 +457,7 @@ def test_concurrent_global_steering_changes_are_serialised(http: httpx.Client) -
     assert from_json(http.get("/v1/steering/global").content, GlobalView).digest == last.digest
 
 
-def test_global_steering_pins_the_module_content(http: httpx.Client) -> None:
+def test_global_steering_pins_the_module_content(http: httpx2.Client) -> None:
     expected = text(http, steering=[JOY | {"scale": 1.0}])
     register(http, "joy", JOY)
     made = put_global(http, {"module": "joy", "scale": 0.5})
@@ -469,14 +469,14 @@ def test_global_steering_pins_the_module_content(http: httpx.Client) -> None:
 
 
 def test_an_unresponsive_worker_blocks_a_global_steering_change(
-    stack: Stack, http: httpx.Client
+    stack: Stack, http: httpx2.Client
 ) -> None:
     made = put_global(http, JOY)
     stack.wait_ready("api-2")
     stack.kill("worker-2", signal.SIGSTOP)
     try:
         hasty = f"http://127.0.0.1:{HASTY_PORT}/v1/steering/global"
-        problem = refused(httpx.put(hasty, json={"steering": [CALM]}, timeout=60), 503)
+        problem = refused(httpx2.put(hasty, json={"steering": [CALM]}, timeout=60), 503)
         assert "(missing: w1-2)" in problem["detail"]
         assert "nothing was changed" in problem["detail"]
         shown = http.get("/v1/steering/dynamic")
@@ -494,7 +494,7 @@ def test_an_unresponsive_worker_blocks_a_global_steering_change(
 
 
 def test_a_refusing_rank_blocks_the_change_and_a_new_worker_catches_up(
-    stack: Stack, http: httpx.Client
+    stack: Stack, http: httpx2.Client
 ) -> None:
     register(http, "joy", JOY)
     made = put_global(http, JOY)
@@ -519,7 +519,7 @@ def test_a_refusing_rank_blocks_the_change_and_a_new_worker_catches_up(
 # ------------------------------------------------------------------------------------------------
 
 
-def test_rank_reports_show_content_and_agreement(http: httpx.Client) -> None:
+def test_rank_reports_show_content_and_agreement(http: httpx2.Client) -> None:
     register(http, "joy", JOY)
     made = put_global(http, CALM)
     complete(http, steering=[{"module": "joy"}])
@@ -544,7 +544,7 @@ def test_rank_reports_show_content_and_agreement(http: httpx.Client) -> None:
         ]
 
 
-def test_steering_metrics_cover_every_rank(http: httpx.Client) -> None:
+def test_steering_metrics_cover_every_rank(http: httpx2.Client) -> None:
     made = put_global(http, JOY)
     lines = http.get("/metrics").text.splitlines()
     for wanted in (
@@ -562,7 +562,7 @@ def test_steering_metrics_cover_every_rank(http: httpx.Client) -> None:
         ), name
 
 
-def test_concurrent_scrapes_agree_on_the_worker_count(http: httpx.Client) -> None:
+def test_concurrent_scrapes_agree_on_the_worker_count(http: httpx2.Client) -> None:
     def scrape(_: int) -> list[str]:
         return [
             line

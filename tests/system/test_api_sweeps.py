@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 from edge import HIDDEN, MODEL, Api, Hand, running
@@ -412,7 +412,7 @@ def test_a_sweep_runs_from_the_request_to_the_grid(stack: Stack) -> None:
         "positions": {"start": -8},
     }
     body = {"model": stack.settings.served_model, "pairs": [pair], "metric": "logit_diff"}
-    with httpx.Client(base_url=stack.url, timeout=60) as http:
+    with httpx2.Client(base_url=stack.url, timeout=60) as http:
         answer = http.post("/v1/sweeps", json=body, headers={"Prefer": "wait=50"})
         assert answer.status_code == 200, answer.text
         result = from_json(answer.content, JobResult)

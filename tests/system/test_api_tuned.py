@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS
@@ -57,8 +57,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.fixture(scope="module")
-def http(stack: Stack) -> Iterator[httpx.Client]:
-    with httpx.Client(
+def http(stack: Stack) -> Iterator[httpx2.Client]:
+    with httpx2.Client(
         base_url=stack.url, timeout=60, headers={"authorization": f"Bearer {ADMIN}"}
     ) as client:
         yield client
@@ -126,7 +126,7 @@ def test_the_command_line_registers_lists_and_deletes(
         ("other", "'head' is not a tensor of a tuned lens"),
     ],
 )
-def test_a_bad_tuned_lens_is_refused_by_field(http: httpx.Client, path: str, says: str) -> None:
+def test_a_bad_tuned_lens_is_refused_by_field(http: httpx2.Client, path: str, says: str) -> None:
     answer = http.post("/v1/lenses", json={"name": "x", "path": path})
     assert (answer.status_code, answer.json()["field"]) == (400, "path"), answer.text
     assert says in answer.text
@@ -141,7 +141,7 @@ def test_a_bad_tuned_lens_is_refused_by_field(http: httpx.Client, path: str, say
     ],
 )
 def test_a_request_that_does_not_fit_its_tuned_lens_is_refused(
-    http: httpx.Client, lens: dict[str, Any], field: str, says: str
+    http: httpx2.Client, lens: dict[str, Any], field: str, says: str
 ) -> None:
     assert http.post("/v1/lenses", json={"name": "two", "path": "some"}).status_code in (200, 201)
     answer = http.post("/v1/jobs", json={"model": "fake-model", "prompts": ["hello"], "lens": lens})
@@ -149,12 +149,12 @@ def test_a_request_that_does_not_fit_its_tuned_lens_is_refused(
     assert says in answer.text
 
 
-def test_only_an_operator_registers_and_everybody_looks(http: httpx.Client, stack: Stack) -> None:
+def test_only_an_operator_registers_and_everybody_looks(http: httpx2.Client, stack: Stack) -> None:
     assert http.post("/v1/lenses", json={"name": "calm", "path": "all"}).status_code == 201
     key = http.post(
         "/v1/keys", json={"name": "a user", "tenant": "theirs", "scopes": ["submit", "read"]}
     ).json()["key"]
-    with httpx.Client(
+    with httpx2.Client(
         base_url=stack.url, headers={"authorization": f"Bearer {key}"}, timeout=60
     ) as user:
         assert "calm" in [lens["name"] for lens in user.get("/v1/lenses").json()["lenses"]]

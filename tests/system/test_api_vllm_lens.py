@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -51,15 +51,15 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             ]
         }
         assert (
-            httpx.put(f"{running.url}/v1/steering/modules/joy", json=joy, timeout=60).status_code
+            httpx2.put(f"{running.url}/v1/steering/modules/joy", json=joy, timeout=60).status_code
             == 201
         )
         yield running
 
 
 @pytest.fixture
-def http(stack: Stack) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.url, timeout=60) as client:
+def http(stack: Stack) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=stack.url, timeout=60) as client:
         yield client
 
 
@@ -100,13 +100,13 @@ def decoded(answer: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(raw, np.dtype(given["dtype"])).reshape(given["shape"])
 
 
-def answered(http: httpx.Client, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+def answered(http: httpx2.Client, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
     answer = http.post(path, json=(CHAT if "chat" in path else BODY) | body)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
 
-def captured(http: httpx.Client, job: str, layers: list[int]) -> np.ndarray:
+def captured(http: httpx2.Client, job: str, layers: list[int]) -> np.ndarray:
     """The rows of a job's capture, by the route of captures."""
     tensors = safetensors.numpy.load(http.get(f"/v1/captures/{job}/safetensors").content)
     return np.stack([tensors[f"post_block.{layer}"] for layer in layers])
@@ -116,7 +116,7 @@ def captured(http: httpx.Client, job: str, layers: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("name", ["vllm_xargs", "extra_args"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_activations_are_the_rows_of_every_position(
-    http: httpx.Client, path: str, name: str, wish: Any
+    http: httpx2.Client, path: str, name: str, wish: Any
 ) -> None:
     answer = answered(http, path, **{name: {ROWS: wish, "skip_reading_prefix_cache": True}})
     tokens = safetensors.numpy.load(http.get(f"/v1/captures/{answer['id']}/safetensors").content)[
@@ -136,7 +136,7 @@ def test_activations_are_the_rows_of_every_position(
 
 
 @pytest.mark.parametrize("wish", [True, "true", "[0, 1, 2, 3]"])
-def test_all_layers_come_for_true(http: httpx.Client, wish: Any) -> None:
+def test_all_layers_come_for_true(http: httpx2.Client, wish: Any) -> None:
     assert decoded(answered(http, vllm_xargs={ROWS: wish})).shape[0] == LAYERS
 
 
@@ -155,7 +155,7 @@ def test_all_layers_come_for_true(http: httpx.Client, wish: Any) -> None:
 )
 @pytest.mark.parametrize("text", [True, False])
 def test_steering_vectors_do_what_our_entries_do(
-    http: httpx.Client, lens: dict[str, Any], ours: list[Any], text: bool
+    http: httpx2.Client, lens: dict[str, Any], ours: list[Any], text: bool
 ) -> None:
     theirs = json.dumps([lens]) if text else [lens]
     answer = answered(http, vllm_xargs={VECTORS: theirs, ROWS: "[0, 1, 2, 3]"})
@@ -212,7 +212,7 @@ BOMB = base64.b64encode(zstandard.ZstdCompressor().compress(bytes(1 << 26))).dec
     ],
 )
 def test_what_cannot_be_expressed_is_a_400_naming_the_field(
-    http: httpx.Client, args: dict[str, Any], field: str, says: str
+    http: httpx2.Client, args: dict[str, Any], field: str, says: str
 ) -> None:
     answer = http.post("/v1/completions", json=BODY | {"vllm_xargs": args})
     problem = answer.json()
@@ -230,7 +230,7 @@ def test_what_cannot_be_expressed_is_a_400_naming_the_field(
         {"capture": {"layers": 1}},
     ],
 )
-def test_rows_are_for_one_whole_answer(http: httpx.Client, body: dict[str, Any]) -> None:
+def test_rows_are_for_one_whole_answer(http: httpx2.Client, body: dict[str, Any]) -> None:
     answer = http.post("/v1/completions", json=BODY | {"vllm_xargs": {ROWS: True}} | body)
     assert (answer.status_code, answer.json()["field"]) == (400, f"vllm_xargs.{ROWS}"), answer.text
 
@@ -239,13 +239,13 @@ def test_the_fields_are_refused_where_they_are_turned_off(stack: Stack) -> None:
     port = free_port()
     stack.spawn("api-2", api_port=port, vllm_lens_mib=0)
     stack.wait_ready("api-2")
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+    with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         answer = client.post("/v1/completions", json=BODY | {"vllm_xargs": {ROWS: True}})
         assert (answer.status_code, answer.json()["field"]) == (400, "vllm_xargs"), answer.text
         assert "vllm_lens_mib" in answer.json()["detail"]
 
 
-def test_both_names_of_the_fields_are_not_taken_together(http: httpx.Client) -> None:
+def test_both_names_of_the_fields_are_not_taken_together(http: httpx2.Client) -> None:
     answer = http.post(
         "/v1/completions", json=BODY | {"vllm_xargs": {ROWS: True}, "extra_args": {}}
     )
@@ -271,7 +271,7 @@ def test_both_names_of_the_fields_are_not_taken_together(http: httpx.Client) -> 
     ],
 )
 def test_modules_in_the_url_steer_as_modules_in_the_body(
-    http: httpx.Client, path: str, body: dict[str, Any], query: str, entries: list[Any]
+    http: httpx2.Client, path: str, body: dict[str, Any], query: str, entries: list[Any]
 ) -> None:
     by_url = http.post(f"{path}?{query}", json=body)
     assert by_url.status_code == 200, by_url.text
@@ -282,7 +282,7 @@ def test_modules_in_the_url_steer_as_modules_in_the_body(
     )
 
 
-def test_the_kept_request_of_a_url_with_modules_is_sent_again_alone(http: httpx.Client) -> None:
+def test_the_kept_request_of_a_url_with_modules_is_sent_again_alone(http: httpx2.Client) -> None:
     value = json.loads(to_json(from_numpy(vector(2)[0])))
     first = http.post(
         "/v1/completions?module=joy:2", json=BODY | {"steering": [{"layers": 0, "vector": value}]}
@@ -316,7 +316,7 @@ def test_the_kept_request_of_a_url_with_modules_is_sent_again_alone(http: httpx.
     ],
 )
 def test_a_wrong_module_in_the_url_is_a_400_naming_it(
-    http: httpx.Client, query: str, status: int, says: str
+    http: httpx2.Client, query: str, status: int, says: str
 ) -> None:
     for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT)):
         answer = http.post(f"{path}?{query}", json=body)
@@ -324,8 +324,8 @@ def test_a_wrong_module_in_the_url_is_a_400_naming_it(
         assert says in answer.json()["detail"]
 
 
-def test_an_idempotency_key_belongs_to_its_url(http: httpx.Client) -> None:
-    def sent(query: str) -> httpx.Response:
+def test_an_idempotency_key_belongs_to_its_url(http: httpx2.Client) -> None:
+    def sent(query: str) -> httpx2.Response:
         return http.post(
             f"/v1/completions{query}", json=BODY, headers={"Idempotency-Key": "of-one-url"}
         )

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from edge import MODEL, Api, Hand
 from hook_kit import Receiver, receiving
@@ -149,7 +149,7 @@ def test_webhooks_of_another_tenant_are_not_found(api: Api, hand: Hand) -> None:
     job = answer.json()["id"]
     hand.finish(job)
 
-    def deliveries(headers: dict[str, str], **params: str) -> httpx.Response:
+    def deliveries(headers: dict[str, str], **params: str) -> httpx2.Response:
         return api.http.get("/v1/webhooks/deliveries", params=params, headers=headers)
 
     [delivery] = deliveries(ours).json()["deliveries"]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import httpx
+import httpx2
 import pytest
 from midstream_fake_engine.model import identity_of
 from stack import Stack
@@ -40,13 +40,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.fixture
-def http(stack: Stack) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.url, timeout=60) as client:
+def http(stack: Stack) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=stack.url, timeout=60) as client:
         yield client
 
 
 @contextmanager
-def long(stack: Stack, http: httpx.Client) -> Iterator[str]:
+def long(stack: Stack, http: httpx2.Client) -> Iterator[str]:
     """A job that keeps the worker busy."""
     job_id = posted(stack, http, max_tokens=4000)
     stack.wait_running(job_id)
@@ -57,7 +57,7 @@ def long(stack: Stack, http: httpx.Client) -> Iterator[str]:
         stack.wait(job_id)
 
 
-def posted(stack: Stack, http: httpx.Client, max_tokens: int = 4, **body: object) -> str:
+def posted(stack: Stack, http: httpx2.Client, max_tokens: int = 4, **body: object) -> str:
     sampling = {"max_tokens": max_tokens, "ignore_eos": True}
     answer = http.post(
         "/v1/jobs",
@@ -72,7 +72,7 @@ def posted(stack: Stack, http: httpx.Client, max_tokens: int = 4, **body: object
     return str(answer.json()["id"])
 
 
-def cancelled(stack: Stack, http: httpx.Client, job_id: str, end: State) -> float:
+def cancelled(stack: Stack, http: httpx2.Client, job_id: str, end: State) -> float:
     """Seconds until the job's end, which must be this one."""
     began = time.time()
     assert http.post(f"/v1/jobs/{job_id}/cancel").status_code == 202
@@ -87,7 +87,7 @@ def in_time(took: list[float]) -> bool:
     return min(took) < BOUND_S
 
 
-def test_cancel_of_a_queued_job(stack: Stack, http: httpx.Client) -> None:
+def test_cancel_of_a_queued_job(stack: Stack, http: httpx2.Client) -> None:
     took: list[list[float]] = [[], []]
     for _ in range(TRIES):
         with long(stack, http):
@@ -98,7 +98,7 @@ def test_cancel_of_a_queued_job(stack: Stack, http: httpx.Client) -> None:
     assert all(in_time(each) for each in took)
 
 
-def test_cancel_while_generating(stack: Stack, http: httpx.Client) -> None:
+def test_cancel_while_generating(stack: Stack, http: httpx2.Client) -> None:
     took = []
     for _ in range(TRIES):
         with long(stack, http) as job_id:
@@ -106,7 +106,7 @@ def test_cancel_while_generating(stack: Stack, http: httpx.Client) -> None:
     assert in_time(took)
 
 
-def test_cancel_right_after_the_claim(stack: Stack, http: httpx.Client) -> None:
+def test_cancel_right_after_the_claim(stack: Stack, http: httpx2.Client) -> None:
     """The broadcast may come before the worker has heard that the job is its own."""
     took = []
     for _ in range(5):
@@ -117,7 +117,7 @@ def test_cancel_right_after_the_claim(stack: Stack, http: httpx.Client) -> None:
     assert in_time(took)
 
 
-def test_cancel_while_awaiting_receipts(stack: Stack, http: httpx.Client) -> None:
+def test_cancel_while_awaiting_receipts(stack: Stack, http: httpx2.Client) -> None:
     took = []
     stack.end("relay")
     try:
@@ -130,7 +130,7 @@ def test_cancel_while_awaiting_receipts(stack: Stack, http: httpx.Client) -> Non
     assert in_time(took)
 
 
-def test_cancel_of_a_running_sweep(stack: Stack, http: httpx.Client) -> None:
+def test_cancel_of_a_running_sweep(stack: Stack, http: httpx2.Client) -> None:
     pair = {
         "clean": "The Eiffel Tower is here",
         "corrupt": "The Colosseum is in here",
@@ -158,7 +158,7 @@ def test_cancel_of_a_running_sweep(stack: Stack, http: httpx.Client) -> None:
     assert in_time(took)
 
 
-def test_cancel_of_a_requeued_job(stack: Stack, http: httpx.Client) -> None:
+def test_cancel_of_a_requeued_job(stack: Stack, http: httpx2.Client) -> None:
     took = []
     for _ in range(TRIES):
         with long(stack, http):

@@ -267,12 +267,12 @@ def test_many_coroutines_share_one_async_client(up: Up) -> None:
 
 
 def test_every_answer_names_the_version(up: Up) -> None:
-    import httpx
+    import httpx2
 
     from midstream import __version__
 
     for path in ("/healthz", "/v1/jobs/job_nothing", "/v1/models"):
-        assert httpx.get(up.ready() + path).headers[wire.VERSION_HEADER] == __version__
+        assert httpx2.get(up.ready() + path).headers[wire.VERSION_HEADER] == __version__
 
 
 # --- The same by hand ---

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from harvest_kit import check_equal, check_rows, checked, texts
 from safetensors import safe_open
@@ -114,7 +114,7 @@ def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(
 def test_progress_is_streamed_until_the_end(stack: Stack, client: Client) -> None:
     view = client.submit_harvest(model="fake-model", source={"lines": texts(50)}, layers=[0])
     kinds, last = [], {}
-    with httpx.stream(
+    with httpx2.stream(
         "GET", f"{stack.url}/v1/harvests/{view.id}/events", timeout=WAIT_S
     ) as response:
         for line in response.iter_lines():
@@ -190,7 +190,7 @@ def test_a_repeated_submission_is_one_harvest(client: Client) -> None:
     ],
 )
 def test_a_bad_field_is_a_400_that_names_it(stack: Stack, body: dict[str, Any], field: str) -> None:
-    answer = httpx.post(
+    answer = httpx2.post(
         f"{stack.url}/v1/harvests", json={"model": "fake-model", "source": {"lines": ["a"]}, **body}
     )
     assert answer.status_code == 400, answer.text

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 import server_sent
@@ -71,7 +71,7 @@ def test_without_a_key_every_call_is_refused_and_told_how_to_get_one(api: Api, h
     assert answer.headers["www-authenticate"] == 'Bearer realm="midstream"'
     problem = answer.json()
     assert (problem["type"], problem["field"]) == ("urn:midstream:unauthorized", "Authorization")
-    assert "midstream keys create" in problem["allowed"]
+    assert "midstream keys create" in problem["hint"]
 
 
 def test_a_refusal_at_the_openai_style_endpoints_is_in_openais_words(api: Api, hand: Hand) -> None:
@@ -140,12 +140,12 @@ def test_held_responses_end_when_their_key_is_revoked(api: Api, hand: Hand) -> N
     caller, other = Caller(api, hand, "held"), Caller(api, hand, "held")
     job_id = caller.submit()
 
-    def held(**body: Any) -> httpx.Response:
+    def held(**body: Any) -> httpx2.Response:
         return caller.http.post(
             "/v1/completions", json={"model": MODEL, "prompt": "hello", **body}, timeout=90
         )
 
-    def waits(path: str) -> httpx.Response:
+    def waits(path: str) -> httpx2.Response:
         return caller.http.get(path, timeout=90)
 
     with ThreadPoolExecutor(5) as pool:
@@ -238,7 +238,7 @@ def test_malformed_authorization_is_refused(api: Api, header: str) -> None:
 
 
 def test_two_authorization_headers_are_refused(api: Api, hand: Hand) -> None:
-    answer = httpx.get(
+    answer = httpx2.get(
         f"{api.url}/v1/jobs",
         headers=[("Authorization", f"Bearer {ADMIN}"), ("Authorization", "Bearer x")],
         timeout=60,
@@ -278,7 +278,7 @@ def test_any_authorization_header_but_the_key_is_401(api: Api, header: bytes) ->
         answer = api.http.get(
             "/v1/jobs", headers=[(b"authorization", header), (b"x-forwarded-for", address)]
         )
-    except httpx.LocalProtocolError:  # what HTTP does not let stand there
+    except httpx2.LocalProtocolError:  # what HTTP does not let stand there
         reject()
     scheme, _, key = header.strip().partition(b" ")
     right = scheme.lower() == b"bearer" and key.strip(b" ") == ADMIN.encode()
@@ -441,9 +441,9 @@ def test_off_loopback_the_api_requires_keys(api: Api, hand: Hand, tmp_path: Path
     caller = Caller(api, hand, "acme")
     with running(tmp_path, api.settings.redis_url, api_host=EVERYWHERE) as public:
         url = public.url.replace(EVERYWHERE, "127.0.0.1")
-        assert httpx.get(f"{url}/v1/jobs", timeout=60).status_code == 401
+        assert httpx2.get(f"{url}/v1/jobs", timeout=60).status_code == 401
         assert (
-            httpx.get(f"{url}/v1/jobs", headers=bearer(caller.key.key), timeout=60).status_code
+            httpx2.get(f"{url}/v1/jobs", headers=bearer(caller.key.key), timeout=60).status_code
             == 200
         )
 
@@ -453,7 +453,7 @@ def test_off_loopback_auth_open_must_be_explicit_and_warns(
 ) -> None:
     with running(tmp_path, api.settings.redis_url, api_host=EVERYWHERE, auth="open") as public:
         assert (
-            httpx.get(
+            httpx2.get(
                 f"{public.url.replace(EVERYWHERE, '127.0.0.1')}/v1/jobs", timeout=60
             ).status_code
             == 200
@@ -476,7 +476,7 @@ def test_the_api_admits_no_one_while_redis_is_down_at_start(tmp_path: Path) -> N
         .replace(EVERYWHERE, "127.0.0.1")
     )
     try:
-        assert httpx.get(f"{url}/v1/jobs", timeout=60).status_code == 401
+        assert httpx2.get(f"{url}/v1/jobs", timeout=60).status_code == 401
         server = redis_server.start(tmp_path, port=port)
         try:
             assert process.wait(60) == 2

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from ports import free_port
 from up_kit import Up
@@ -32,7 +32,7 @@ def test_a_client_without_an_address_takes_the_stack_on_the_data_directory(
         assert client.models() == ["fake"]
     stack = discovery.running(up.data)
     assert stack is not None
-    assert httpx.get(f"{client.url}/healthz").json()["instance"] == stack.instance
+    assert httpx2.get(f"{client.url}/healthz").json()["instance"] == stack.instance
 
 
 def test_an_idle_data_directory_is_an_error_and_no_other_stack_is_used(
@@ -64,7 +64,7 @@ def test_a_state_file_of_another_user_is_ignored(up: Up, monkeypatch: pytest.Mon
 
 
 def test_a_stack_of_another_user_is_not_used(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = httpx.URL(up.ready()).port
+    port = httpx2.URL(up.ready()).port
     monkeypatch.setenv("MIDSTREAM_API_PORT", str(port))
     monkeypatch.chdir(up.data.parent)
     assert discovery.find_url() == up.ready()
@@ -92,7 +92,7 @@ def test_status_names_processes_ports_and_disk(up: Up) -> None:
     status = json.loads(up.midstream("status", "--json").stdout)
     assert status["processes"]["api"] == {
         "pid": up.pid("api"),
-        "ports": [httpx.URL(up.ready()).port],
+        "ports": [httpx2.URL(up.ready()).port],
     }
     assert status["disk"]["bytes"]["logs"] > 0
 

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 
-import httpx
+import httpx2
 import pytest
 from edge import model_info
 from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, make_job, open_ledger, sent, worker_info
@@ -210,7 +210,7 @@ def test_what_the_present_model_computes_says_so_everywhere(two: Two) -> None:
     assert receipt_decoder.decode(raw).identity == two.second
     with two.client.capture(job) as rows:
         assert rows.manifest().identity == two.second
-    assert httpx.get(f"{two.stack.url}/v1/captures/{job.id}").json()["identity"] == two.second
+    assert httpx2.get(f"{two.stack.url}/v1/captures/{job.id}").json()["identity"] == two.second
     assert two.client.model(NAME)["identity"] == two.second
     harvest = two.client.wait_harvest(
         two.client.submit_harvest(model=NAME, source={"lines": ["a"]}, layers=[0]), timeout=60

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 from machines_rig import Link, Machines
@@ -46,10 +46,10 @@ class Caller:
 
     def __init__(self, machines: Machines):
         self.machines = machines
-        self._http = httpx.Client(base_url=machines.url, timeout=90)
+        self._http = httpx2.Client(base_url=machines.url, timeout=90)
         self._pool = ThreadPoolExecutor(8)
 
-    def held(self, tokens: int) -> "Future[httpx.Response]":
+    def held(self, tokens: int) -> "Future[httpx2.Response]":
         body = {
             "model": "fake-model",
             "prompts": [f"hello {i}" for i in range(PROMPTS)],
@@ -102,7 +102,7 @@ def caller(machines: Machines) -> Caller:
     return Caller(machines)
 
 
-def ended_once(caller: Caller, answer: httpx.Response) -> dict[str, Any]:
+def ended_once(caller: Caller, answer: httpx2.Response) -> dict[str, Any]:
     """The job's view: it succeeded, with every receipt counted once and of one attempt, and one end
     in its history.
     """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 import s3_kit
@@ -120,7 +120,7 @@ def test_captures_come_back_by_link_through_the_api_and_from_the_bucket(
 ) -> None:
     job = stack.submit(["one", "three"], capture=capture(layout.replace("_", "-"), layout=layout))
     assert stack.wait(job).state is State.SUCCEEDED
-    manifest = httpx.get(f"{stack.url}/v1/captures/{job}").json()
+    manifest = httpx2.get(f"{stack.url}/v1/captures/{job}").json()
     assert s3_kit.SECRET_KEY not in str(manifest)
     links = [file["link"] for file in manifest["files"]]
     assert [link is None for link in links] == [layout == "segment"] * len(links), (
@@ -132,7 +132,7 @@ def test_captures_come_back_by_link_through_the_api_and_from_the_bucket(
     proxy.fault("503", "X-Amz-Signature")
     check(client.capture(job, tmp_path / "fallback"), requests=2)
     check(CaptureReader(bucket.uri, job), requests=2)
-    found = httpx.get(f"{stack.url}/v1/captures/{job}/norms", params={"request": 1}).json()
+    found = httpx2.get(f"{stack.url}/v1/captures/{job}/norms", params={"request": 1}).json()
     rows = residual_rows(
         found["layers"][-1], np.array(found["positions"]), np.array(found["token_ids"])
     )
@@ -192,10 +192,10 @@ def test_a_deleted_capture_is_gone_from_the_bucket_for_links_and_readers(
     job, other = (stack.submit(["one"], capture=capture("gone", layout=layout)) for _ in range(2))
     for each in (job, other):
         assert stack.wait(each).state is State.SUCCEEDED
-    link = httpx.get(f"{stack.url}/v1/captures/{job}").json()["files"][0]["link"]
+    link = httpx2.get(f"{stack.url}/v1/captures/{job}").json()["files"][0]["link"]
     client.delete_capture(job)
-    assert httpx.get(f"{stack.url}/v1/captures/{job}").status_code == 410
-    assert link is None or httpx.get(link).status_code == 404
+    assert httpx2.get(f"{stack.url}/v1/captures/{job}").status_code == 410
+    assert link is None or httpx2.get(link).status_code == 404
     with pytest.raises(MidstreamError) as caught:
         CaptureReader(bucket, job)
     assert caught.value.kind in ("gone", "not_found")
@@ -260,10 +260,10 @@ def test_captures_wait_for_a_store_that_refuses_until_it_is_back(
     proxy.keys = {s3_kit.ACCESS_KEY: "rotated"}
     try:
         await_that(
-            lambda: httpx.post(f"{stack.url}/v1/jobs", json=body).status_code == 503,
+            lambda: httpx2.post(f"{stack.url}/v1/jobs", json=body).status_code == 503,
             "captures are rejected",
         )
-        detail = httpx.post(f"{stack.url}/v1/jobs", json=body).json()["detail"]
+        detail = httpx2.post(f"{stack.url}/v1/jobs", json=body).json()["detail"]
         assert "the secret key does not belong to the access key" in detail
         await_that(
             lambda: not stack.do(lambda ledger: ledger.workers())[0].healthy,
@@ -276,7 +276,7 @@ def test_captures_wait_for_a_store_that_refuses_until_it_is_back(
     finally:
         proxy.keys = {s3_kit.ACCESS_KEY: s3_kit.SECRET_KEY}
     await_that(
-        lambda: httpx.post(f"{stack.url}/v1/jobs", json=body).status_code == 202,
+        lambda: httpx2.post(f"{stack.url}/v1/jobs", json=body).status_code == 202,
         "captures are accepted again",
     )
     await_that(
@@ -353,7 +353,7 @@ def test_links_through_the_api_alone_and_a_quota(
     stack.end("api")
     stack.restart("api", artifact_links="api", capture_quota_mib=1)
     assert [
-        file["link"] for file in httpx.get(f"{stack.url}/v1/captures/{job}").json()["files"]
+        file["link"] for file in httpx2.get(f"{stack.url}/v1/captures/{job}").json()["files"]
     ] == [None]
     check(client.capture(job))
     writer = bucket.writer()
@@ -361,7 +361,7 @@ def test_links_through_the_api_alone_and_a_quota(
     writer.commit()
     body = {"model": "fake-model", "prompts": ["one"], "capture": {"layers": [1]}}
     await_that(
-        lambda: "capture_quota_mib" in httpx.post(f"{stack.url}/v1/jobs", json=body).text,
+        lambda: "capture_quota_mib" in httpx2.post(f"{stack.url}/v1/jobs", json=body).text,
         "the quota is used up",
     )
     bucket.delete("large/")

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import redis
 from otlp import Collector, Span, tree
@@ -21,8 +22,9 @@ from stack import Stack, free_port
 
 from midstream.client.cli import main as cli
 from midstream.client.sdk.discovery import STATE_FILE
-from midstream.client.stack import doctor
-from midstream.client.stack.doctor import Finding, examine
+from midstream.client.stack.checks import disk_checks, redis_checks
+from midstream.client.stack.checks.finding import Finding
+from midstream.client.stack.doctor import examine
 from midstream.schemas.base.records import from_json
 from midstream.schemas.requests.specs import StoredSteering
 from midstream.schemas.service.status import Status
@@ -53,7 +55,7 @@ class Seen(Stack):
             if name in SERVED
             else f"{self.url}/metrics"
         )
-        text = httpx.get(url, timeout=LONG_S).text
+        text = httpx2.get(url, timeout=LONG_S).text
         lines = [
             line.rpartition(" ") for line in text.splitlines() if line.startswith("midstream_")
         ]
@@ -98,9 +100,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Ite
 
 
 @pytest.fixture(scope="module")
-def held(stack: Seen) -> httpx.Response:
+def held(stack: Seen) -> httpx2.Response:
     """A completion that was held until its capture was durable."""
-    answer = httpx.post(
+    answer = httpx2.post(
         f"{stack.url}/v1/completions",
         json={
             "model": "fake-model",
@@ -121,7 +123,7 @@ def held(stack: Seen) -> httpx.Response:
 
 
 @pytest.fixture(scope="module")
-def spans(held: httpx.Response, collector: Collector) -> list[Span]:
+def spans(held: httpx2.Response, collector: Collector) -> list[Span]:
     deadline = time.monotonic() + LONG_S
     while True:
         # of each process once a second, so that those of one stage may come one after the other
@@ -204,7 +206,7 @@ def test_a_failed_job_marks_its_attempt_span(stack: Seen, collector: Collector) 
 # --------------------------------------------------------------------------------------------------
 
 
-def test_access_log_lines_have_ids_and_duration(stack: Seen, held: httpx.Response) -> None:
+def test_access_log_lines_have_ids_and_duration(stack: Seen, held: httpx2.Response) -> None:
     line = stack.line("api", lambda line: line.get("request_id") == "mine-1" and "status" in line)
     job = held.headers["x-midstream-job"]
     wanted = {
@@ -220,7 +222,7 @@ def test_access_log_lines_have_ids_and_duration(stack: Seen, held: httpx.Respons
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
 
 
-def test_worker_log_lines_name_job_and_attempt(stack: Seen, held: httpx.Response) -> None:
+def test_worker_log_lines_name_job_and_attempt(stack: Seen, held: httpx2.Response) -> None:
     job = held.headers["x-midstream-job"]
     line = stack.line(
         "worker", lambda line: line["message"].startswith("attempt over") and line.get("job") == job
@@ -241,17 +243,17 @@ def test_worker_log_lines_name_job_and_attempt(stack: Seen, held: httpx.Response
 
 
 def test_a_valid_request_id_is_kept_and_others_are_replaced(
-    stack: Seen, held: httpx.Response
+    stack: Seen, held: httpx2.Response
 ) -> None:
     assert held.headers["x-request-id"] == "mine-1"
     for odd in (b"", b"a b", b"x" * 200, "é".encode()):
-        answer = httpx.get(
+        answer = httpx2.get(
             f"{stack.url}/v1/nothing", headers={b"x-request-id": odd}, timeout=LONG_S
         )
         assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"]), odd
 
 
-def test_no_process_logs_a_secret(stack: Seen, held: httpx.Response) -> None:
+def test_no_process_logs_a_secret(stack: Seen, held: httpx2.Response) -> None:
     text = "".join(stack.log(name) for name in stack.names)
     assert "s3cr3t" not in text
     assert "mine-1" in text, "or nothing was logged at all"
@@ -261,7 +263,7 @@ def test_no_process_logs_a_secret(stack: Seen, held: httpx.Response) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_each_stage_of_a_job_is_measured_where_it_ends(stack: Seen, held: httpx.Response) -> None:
+def test_each_stage_of_a_job_is_measured_where_it_ends(stack: Seen, held: httpx2.Response) -> None:
     worker, relay, api = stack.metrics("worker"), stack.metrics("relay"), stack.metrics("api")
     of_model = '{model="fake-model"}'
     for name in ("queue_wait", "first_token", "generation"):
@@ -273,7 +275,7 @@ def test_each_stage_of_a_job_is_measured_where_it_ends(stack: Seen, held: httpx.
     assert relay['midstream_receipts_total{status="ok"}'] >= 4
 
 
-def test_rank_capture_counts_are_in_the_workers_metrics(stack: Seen, held: httpx.Response) -> None:
+def test_rank_capture_counts_are_in_the_workers_metrics(stack: Seen, held: httpx2.Response) -> None:
     def captured() -> float:
         return stack.metrics("worker").get(
             'midstream_rank_captured_rows_total{model="fake-model",rank="0"}', 0
@@ -293,7 +295,7 @@ def test_the_callbacks_worker_serves_metrics_too(stack: Seen) -> None:
     )
 
 
-def test_the_api_counts_every_change_of_state_once(stack: Seen, held: httpx.Response) -> None:
+def test_the_api_counts_every_change_of_state_once(stack: Seen, held: httpx2.Response) -> None:
     counts = stack.metrics("api")
     job = stack.submit(["count me"])
     stack.wait(job)
@@ -307,8 +309,8 @@ def test_the_api_counts_every_change_of_state_once(stack: Seen, held: httpx.Resp
 # --------------------------------------------------------------------------------------------------
 
 
-def test_the_status_shows_the_worker_and_its_engine(stack: Seen, held: httpx.Response) -> None:
-    status = from_json(httpx.get(f"{stack.url}/v1/status", timeout=LONG_S).content, Status)
+def test_the_status_shows_the_worker_and_its_engine(stack: Seen, held: httpx2.Response) -> None:
+    status = from_json(httpx2.get(f"{stack.url}/v1/status", timeout=LONG_S).content, Status)
     (worker,) = status.workers
     assert (worker.worker, worker.tp, worker.healthy) == ("w1", 2, True)
     assert worker.stats is not None
@@ -358,7 +360,7 @@ def command(stack: Seen, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_top_prints_the_service_once_on_80_columns(stack: Seen, held: httpx.Response) -> None:
+def test_top_prints_the_service_once_on_80_columns(stack: Seen, held: httpx2.Response) -> None:
     code, text = command(stack, "top", "--once", "--url", stack.url)
     assert code == 0
     assert max(map(len, text.splitlines())) <= 80
@@ -375,8 +377,9 @@ def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     """No round trip and no fsync is too slow: how busy the machine that runs the tests is, is not
     what they are about.
     """
-    for limit in ("PING_WARN_MS", "PING_FAIL_MS", "FSYNC_WARN_MS", "FSYNC_FAIL_MS"):
-        monkeypatch.setattr(doctor, limit, math.inf)
+    for level in ("WARN", "FAIL"):
+        monkeypatch.setattr(redis_checks, f"PING_{level}_MS", math.inf)
+        monkeypatch.setattr(disk_checks, f"FSYNC_{level}_MS", math.inf)
 
 
 def bad(stack: Seen) -> dict[str, Finding]:
@@ -429,18 +432,23 @@ def test_the_doctor_finds_a_healthy_stack_by_its_data_directory(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("limit", "about"), [("PING_{}_MS", "redis latency"), ("FSYNC_{}_MS", "disk fsync")]
+    ("checks", "limit", "about"),
+    [
+        (redis_checks, "PING_{}_MS", "redis latency"),
+        (disk_checks, "FSYNC_{}_MS", "disk fsync"),
+    ],
 )
 @pytest.mark.parametrize("level", ["warn", "fail"])
 def test_the_doctor_reports_a_slow_redis_and_a_slow_disk(
     stack: Seen,
     patient_doctor: None,
     monkeypatch: pytest.MonkeyPatch,
+    checks: ModuleType,
     limit: str,
     about: str,
     level: str,
 ) -> None:
-    monkeypatch.setattr(doctor, limit.format(level.upper()), 0.0)
+    monkeypatch.setattr(checks, limit.format(level.upper()), 0.0)
     found = bad(stack)
     assert found[about].level == level
     assert found[about].advice
@@ -486,7 +494,7 @@ def lonely(stack: Seen) -> Seen:
 
 
 def test_the_status_counts_what_waits_by_priority_and_tenant(lonely: Seen) -> None:
-    status = from_json(httpx.get(f"{lonely.url}/v1/status", timeout=LONG_S).content, Status)
+    status = from_json(httpx2.get(f"{lonely.url}/v1/status", timeout=LONG_S).content, Status)
     (queue,) = status.queues
     assert (queue.priority, queue.sent, queue.waiting) == ("batch", 1, {"alice": 2})
     assert status.queued == status.live == 3

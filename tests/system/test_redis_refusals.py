@@ -4,7 +4,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import httpx
+import httpx2
 import pytest
 import redis
 from ports import free_port
@@ -29,18 +29,18 @@ def until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.1)
 
 
-def ask(stack: Stack, **more: object) -> httpx.Response:
+def ask(stack: Stack, **more: object) -> httpx2.Response:
     body = {
         "model": stack.settings.served_model,
         "prompts": ["hello"],
         "sampling": {"max_tokens": 2},
         **more,
     }
-    return httpx.post(f"{stack.url}/v1/jobs", json=body, timeout=60)
+    return httpx2.post(f"{stack.url}/v1/jobs", json=body, timeout=60)
 
 
 def ready(stack: Stack) -> bool:
-    return httpx.get(f"{stack.url}/readyz", timeout=30).status_code == 200
+    return httpx2.get(f"{stack.url}/readyz", timeout=30).status_code == 200
 
 
 def runs_a_job(stack: Stack) -> None:

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 import redis
 from machines_rig import Machines, make_certificates
@@ -16,7 +16,7 @@ from receipt_rig import wait_until
 from midstream.broker.ops.acl import OPERATOR, jobs_url, write_users
 from midstream.broker.ops.redis_server import executable
 from midstream.broker.queue.celery_app import UNACKED, make_app
-from midstream.client.stack.doctor import default_user
+from midstream.client.stack.checks.redis_checks import default_user
 from midstream.schemas.base.settings import SettingsError, load_settings
 
 ALL = ("relay", "callbacks", "worker", "api", "flower")
@@ -36,12 +36,12 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 
 @pytest.fixture
-def http(machines: Machines) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=machines.url, timeout=90) as client:
+def http(machines: Machines) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=machines.url, timeout=90) as client:
         yield client
 
 
-def submit(http: httpx.Client, tokens: int, **more: object) -> str:
+def submit(http: httpx2.Client, tokens: int, **more: object) -> str:
     body = {
         "model": "fake-model",
         "prompts": ["hello", "there"],
@@ -53,14 +53,14 @@ def submit(http: httpx.Client, tokens: int, **more: object) -> str:
     return str(answer.json()["id"])
 
 
-def ended(http: httpx.Client, job: str) -> dict[str, object]:
+def ended(http: httpx2.Client, job: str) -> dict[str, object]:
     view: dict[str, object] = http.get(f"/v1/jobs/{job}", params={"wait": 60}).json()
     return view
 
 
-def flower(machines: Machines, path: str) -> httpx.Response:
+def flower(machines: Machines, path: str) -> httpx2.Response:
     url = f"http://127.0.0.1:{machines.settings('flower').flower_port}{path}"
-    return httpx.get(url, auth=tuple(FLOWERS_AUTH.split(":")), timeout=60).raise_for_status()
+    return httpx2.get(url, auth=tuple(FLOWERS_AUTH.split(":")), timeout=60).raise_for_status()
 
 
 def shown(machines: Machines, job: str) -> set[str]:
@@ -69,7 +69,7 @@ def shown(machines: Machines, job: str) -> set[str]:
     return {task["state"] for task_id, task in tasks.items() if task_id.partition(".")[0] == job}
 
 
-def test_jobs_run_end_to_end_with_redis_users_and_tls(http: httpx.Client) -> None:
+def test_jobs_run_end_to_end_with_redis_users_and_tls(http: httpx2.Client) -> None:
     body = {
         "model": "fake-model",
         "prompt": "hello",
@@ -84,14 +84,14 @@ def test_jobs_run_end_to_end_with_redis_users_and_tls(http: httpx.Client) -> Non
         assert any(line.startswith("event: done") for line in events.iter_lines())
 
 
-def test_cancel_reaches_the_worker_by_remote_control(http: httpx.Client) -> None:
+def test_cancel_reaches_the_worker_by_remote_control(http: httpx2.Client) -> None:
     job = submit(http, 2000)
     wait_until(lambda: http.get(f"/v1/jobs/{job}").json()["state"] == "running")
     http.post(f"/v1/jobs/{job}/cancel")
     assert ended(http, job)["state"] == "cancelled"
 
 
-def test_flower_and_inspect_see_the_worker(machines: Machines, http: httpx.Client) -> None:
+def test_flower_and_inspect_see_the_worker(machines: Machines, http: httpx2.Client) -> None:
     ended(http, submit(http, 2))
     wait_until(
         lambda: "celery@" in (told := flower(machines, "/workers?json=1").text) or "w1@" in told
@@ -107,7 +107,7 @@ def test_flower_and_inspect_see_the_worker(machines: Machines, http: httpx.Clien
         app.close()
 
 
-def test_jobs_of_a_killed_worker_are_rerun(machines: Machines, http: httpx.Client) -> None:
+def test_jobs_of_a_killed_worker_are_rerun(machines: Machines, http: httpx2.Client) -> None:
     job = submit(http, 150)
     wait_until(lambda: http.get(f"/v1/jobs/{job}").json()["state"] == "running")
     machines.processes["worker"].kill()
@@ -120,7 +120,7 @@ def test_jobs_of_a_killed_worker_are_rerun(machines: Machines, http: httpx.Clien
 
 @pytest.mark.long
 def test_flower_shows_ends_it_missed_or_whose_worker_died(
-    machines: Machines, http: httpx.Client
+    machines: Machines, http: httpx2.Client
 ) -> None:
     machines.end("relay")
     killed = submit(http, 2, capture=CAPTURE)
@@ -144,7 +144,7 @@ def test_flower_shows_ends_it_missed_or_whose_worker_died(
     wait_until(lambda: "SUCCESS" in shown(machines, killed) <= {"SUCCESS", "RETRY"})
 
 
-def test_the_flower_user_may_only_read_job_states(machines: Machines, http: httpx.Client) -> None:
+def test_the_flower_user_may_only_read_job_states(machines: Machines, http: httpx2.Client) -> None:
     job = f"ms:job:{submit(http, 1)}"
     with machines.client("flower") as client, pytest.raises(redis.exceptions.NoPermissionError):
         client.hmget(job, "state")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from stack import Stack
 from tenant_kit import ADMIN, bearer
@@ -117,7 +117,7 @@ def run(
 
 
 def test_generated_requests_get_documented_responses(stack: Stack, tmp_path: Path) -> None:
-    document = httpx.get(f"{stack.url}/schema/openapi.json", timeout=60).json()
+    document = httpx2.get(f"{stack.url}/schema/openapi.json", timeout=60).json()
     all_of_them = f"Tested: {sum(map(len, document['paths'].values()))}"
     for seconds in SECONDS:
         said = run(stack, tmp_path, document, "coverage,fuzzing", seconds, "--max-examples", "5")
@@ -130,7 +130,7 @@ def test_linked_requests_get_documented_responses(stack: Stack, tmp_path: Path) 
     # the other test may have set any limits
     stack.do(lambda ledger: ledger.redis.delete("ms:tenants"))
     document = runnable(
-        httpx.get(f"{stack.url}/schema/openapi.json", timeout=60).json(),
+        httpx2.get(f"{stack.url}/schema/openapi.json", timeout=60).json(),
         stack.settings.served_model,
     )
     for seconds in LINKS_SECONDS:
@@ -145,10 +145,10 @@ def test_linked_requests_get_documented_responses(stack: Stack, tmp_path: Path) 
             "--mode",
             "positive",
         )
-        jobs = httpx.get(
+        jobs = httpx2.get(
             f"{stack.url}/v1/jobs", params={"limit": 200}, headers=bearer(ADMIN), timeout=60
         ).json()["jobs"]
-        figures = httpx.get(f"{stack.url}/metrics", headers=bearer(ADMIN), timeout=60).text
+        figures = httpx2.get(f"{stack.url}/metrics", headers=bearer(ADMIN), timeout=60).text
         followed = set(
             re.findall(
                 r'midstream_http_requests_total\{[^}]*path="([^"]*\{job_id\}[^"]*)",status_code="20',

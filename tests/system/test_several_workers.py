@@ -9,7 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 
-import httpx
+import httpx2
 import pytest
 from stack import Stack, free_port
 
@@ -52,7 +52,7 @@ def test_each_model_is_listed_with_its_workers_and_gets_its_own_jobs(
 ) -> None:
     listed = {
         model["id"]: model["workers"]
-        for model in httpx.get(f"{stack.url}/v1/models").json()["data"]
+        for model in httpx2.get(f"{stack.url}/v1/models").json()["data"]
     }
     assert listed == {SHARED: 2, OTHER: 1}
     ids = {
@@ -115,11 +115,11 @@ class Load(threading.Thread):
         self._enough = threading.Event()
 
     def run(self) -> None:
-        with httpx.Client(timeout=60) as http:
+        with httpx2.Client(timeout=60) as http:
             while not self._enough.wait(0.1):
                 self._one(http, len(self.accepted))
 
-    def _one(self, http: httpx.Client, number: int) -> None:
+    def _one(self, http: httpx2.Client, number: int) -> None:
         key, waits = uuid.uuid4().hex, number % 5 == 0
         body = {
             "model": SHARED,
@@ -135,7 +135,7 @@ class Load(threading.Thread):
                     json=body,
                     headers=headers,
                 )
-            except httpx.TransportError:  # this one restarts: the other is asked
+            except httpx2.TransportError:  # this one restarts: the other is asked
                 time.sleep(0.1)
                 continue
             if answer.status_code in (200, 202):

@@ -255,7 +255,7 @@ def test_another_tenants_module_cannot_be_used_by_any_name(
                 "/v1/jobs", json={"model": MODEL, "prompts": ["hello"], **body}
             )
             assert answer.status_code == 400, answer.text
-            assert answer.json()["allowed"] == "none exists"
+            assert "allowed" not in answer.json()
         for method in ("GET", "DELETE"):
             answer = caller.http.request(method, f"/v1/steering/modules/{name.replace('/', '%2F')}")
             assert answer.status_code == 404

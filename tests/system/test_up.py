@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 import pytest
 import redis
 from receipt_rig import receipt
@@ -75,8 +75,8 @@ def test_up_prints_addresses_and_ctrl_c_leaves_no_process(up: Up) -> None:
         "flower",
     }
     flower = lines[0].partition("flower ")[2].split()[0]
-    assert httpx.get(f"{url}/healthz").status_code == 200
-    assert httpx.get(f"{flower}/healthcheck").status_code == 200
+    assert httpx2.get(f"{url}/healthz").status_code == 200
+    assert httpx2.get(f"{flower}/healthcheck").status_code == 200
     assert up.interrupt() == 0
     assert up.alive() == []
     assert not (up.data / STATE_FILE).exists()
@@ -103,7 +103,7 @@ def test_a_second_up_on_a_data_directory_is_refused(up: Up) -> None:
     assert str(up.data) in second.stderr
     assert str(up.process.pid) in second.stderr
     assert url in second.stderr
-    assert httpx.get(f"{url}/readyz").status_code == 200
+    assert httpx2.get(f"{url}/readyz").status_code == 200
     assert up.state()["pid"] == up.process.pid
 
 
@@ -233,9 +233,9 @@ def test_everything_up_starts_is_private_to_the_account(tmp_path: Path) -> None:
         assert auth not in up.output()
         flower = re.search(r"flower (http://\S+)", up.output())
         assert flower is not None
-        assert httpx.get(f"{flower[1]}/api/tasks").status_code == 401
+        assert httpx2.get(f"{flower[1]}/api/tasks").status_code == 401
         assert (
-            httpx.get(f"{flower[1]}/api/tasks", auth=tuple(auth.split(":", 1))).status_code == 200
+            httpx2.get(f"{flower[1]}/api/tasks", auth=tuple(auth.split(":", 1))).status_code == 200
         )  # type: ignore[arg-type]
         # and the relay: a forged receipt of a running job does not get in
         relay = up.environment["MIDSTREAM_RELAY_URL"]
@@ -267,9 +267,9 @@ def test_flower_without_a_password_checks_the_host_name(up: Up) -> None:
     up.ready()
     flower = re.search(r"flower (http://\S+)", up.output())
     assert flower is not None
-    assert httpx.get(f"{flower[1]}/api/tasks", headers={"Host": "evil.example"}).status_code == 421
+    assert httpx2.get(f"{flower[1]}/api/tasks", headers={"Host": "evil.example"}).status_code == 421
     assert (
-        httpx.get(f"{flower[1]}/metrics", headers={"Host": "evil.example:5555"}).status_code == 421
+        httpx2.get(f"{flower[1]}/metrics", headers={"Host": "evil.example:5555"}).status_code == 421
     )
 
 
@@ -293,7 +293,7 @@ def test_every_path_of_flower_needs_the_password(tmp_path: Path) -> None:
         assert flower is not None
 
         def status(path: str, authorization: str | None, base: str = flower[1]) -> int:
-            answer = httpx.get(
+            answer = httpx2.get(
                 f"{base}{path}", headers={"Authorization": authorization} if authorization else {}
             )
             if answer.status_code == 401:
@@ -380,24 +380,24 @@ def fill(file: Path) -> None:
                 handle.write(bytes(size))
 
 
-def capture_job(url: str) -> httpx.Response:
+def capture_job(url: str) -> httpx2.Response:
     body = {
         "model": "fake",
         "prompts": ["hello"],
         "sampling": {"max_tokens": 2},
         "capture": {"layers": "all", "positions": "all_prompt"},
     }
-    return httpx.post(f"{url}/v1/jobs", json=body, timeout=60)
+    return httpx2.post(f"{url}/v1/jobs", json=body, timeout=60)
 
 
-def refused_for(url: str, trouble: str, deadline_s: float = START_S) -> httpx.Response:
+def refused_for(url: str, trouble: str, deadline_s: float = START_S) -> httpx2.Response:
     """The first answer 503 that names `trouble`; every other answer until then is a problem of
     ours, and none a 500.
     """
     deadline = time.monotonic() + deadline_s
     while True:
         assert time.monotonic() < deadline
-        with contextlib.suppress(httpx.TransportError):  # it is being started again
+        with contextlib.suppress(httpx2.TransportError):  # it is being started again
             answer = capture_job(url)
             assert answer.status_code in (202, 503), answer.text
             if answer.status_code == 503:
@@ -410,8 +410,8 @@ def refused_for(url: str, trouble: str, deadline_s: float = START_S) -> httpx.Re
 
 def missing_of(url: str) -> str:
     """What `/readyz` says is missing."""
-    with contextlib.suppress(httpx.TransportError):  # it is being started again
-        readiness = httpx.get(f"{url}/readyz", timeout=30)
+    with contextlib.suppress(httpx2.TransportError):  # it is being started again
+        readiness = httpx2.get(f"{url}/readyz", timeout=30)
         assert readiness.status_code == 503
         return " ".join(readiness.json()["missing"])
     return ""
@@ -433,7 +433,7 @@ def test_up_outlives_a_full_disk_and_a_read_only_one(disk: Path) -> None:
         refused_for(url, "")
         (disk / "filler").unlink()
         up.until(lambda: "is writable again" in up.output())
-        up.until(lambda: httpx.get(f"{url}/readyz", timeout=30).status_code == 200)
+        up.until(lambda: httpx2.get(f"{url}/readyz", timeout=30).status_code == 200)
         with Client(url) as client:
             result = client.result(client.wait(capture_job(url).json()["id"], timeout=120).id)
             assert result.capture_results.status == "ok"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 from ledger_kit import enqueue, submit_unsent
@@ -32,9 +32,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield started
 
 
-def ask(stack: Stack) -> httpx.Response:
+def ask(stack: Stack) -> httpx2.Response:
     body = {"model": MODEL, "prompts": ["a"], "sampling": {"max_tokens": 2}}
-    return httpx.post(f"{stack.url}/v1/jobs", json=body, headers={"Prefer": "wait=60"}, timeout=90)
+    return httpx2.post(f"{stack.url}/v1/jobs", json=body, headers={"Prefer": "wait=60"}, timeout=90)
 
 
 #: Runs a module of the package as a version that speaks another wire.
@@ -89,12 +89,12 @@ def test_an_incompatible_worker_gets_no_jobs_and_both_versions_are_named(
     assert f"this process runs midstream {__version__} (wire {WIRE}" in detail
     assert detail.endswith(f"upgrade {upgrade}")
 
-    ready = httpx.get(f"{stack.url}/readyz")
+    ready = httpx2.get(f"{stack.url}/readyz")
     assert (ready.status_code, ready.json()["ready"], ready.json()["models"]) == (503, False, [])
     told = next(why for why in ready.json()["missing"] if why.startswith("worker "))
     assert f"runs midstream {version} (wire {wire}" in told
     assert f"this process runs midstream {__version__}" in told
-    seen = httpx.get(f"{stack.url}/v1/status").json()["workers"]
+    seen = httpx2.get(f"{stack.url}/v1/status").json()["workers"]
     assert [
         (worker["healthy"], worker["detail"].endswith(f"upgrade {upgrade}")) for worker in seen
     ] == [(False, True)]
@@ -104,7 +104,7 @@ def test_a_newer_compatible_worker_takes_jobs(stack: Stack) -> None:
     restart_worker(stack, "9.0.0", WIRE + 1, WIRE)
     answer = ask(stack)
     assert (answer.status_code, answer.json()["state"]) == (200, "succeeded")
-    assert httpx.get(f"{stack.url}/readyz").json()["models"] == [MODEL]
+    assert httpx2.get(f"{stack.url}/readyz").json()["models"] == [MODEL]
 
 
 # field case 43

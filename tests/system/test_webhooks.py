@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpcore
+import httpcore2
 import pytest
 from hook_kit import OK, Receiver, receiving
 from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, claimed, make_job, open_ledger, outputs
@@ -416,6 +416,25 @@ def test_the_pending_webhooks_of_a_tenant_are_limited(redis_url: str, receiver: 
     asyncio.run(main())
 
 
+def test_redeliveries_count_as_pending_webhooks(redis_url: str, receiver: Receiver) -> None:
+    async def main() -> None:
+        async with service(redis_url, webhook_pending_limit=2) as made:
+            for _ in range(3):
+                await made.job(receiver.url())
+                await made.run_out()
+            first, second, third = (await made.outbox.deliveries("default")).deliveries
+            for delivery in (first, second, second):  # a pending one is sent now, and counts once
+                assert (await made.outbox.redeliver(delivery.id)).state == "pending"
+            with pytest.raises(MidstreamError) as refused:
+                await made.outbox.redeliver(third.id)
+            assert (refused.value.kind, refused.value.status) == ("too_many_webhooks", 429)
+            assert (await made.outbox.delivery(third.id)).state == "delivered"
+            await made.run_out()
+            assert (await made.outbox.redeliver(third.id)).state == "pending"
+
+    asyncio.run(main())
+
+
 def test_any_delivery_can_be_resent_manually(redis_url: str, receiver: Receiver) -> None:
     receiver.replies["/bad"] = [(500, {}, b"")]
 
@@ -596,17 +615,17 @@ def test_webhooks_connect_to_the_checked_address(receiver: Receiver) -> None:  #
         asked.append(host)
         return ["93.184.215.14"] if len(asked) == 1 else ["127.0.0.1"]
 
-    class Network(httpcore.AsyncNetworkBackend):
+    class Network(httpcore2.AsyncNetworkBackend):
         async def connect_tcp(
             self, host: str, *rest: Any, **named: Any
-        ) -> httpcore.AsyncNetworkStream:
+        ) -> httpcore2.AsyncNetworkStream:
             reached.append(host)
-            raise httpcore.ConnectError("there is no network here")
+            raise httpcore2.ConnectError("there is no network here")
 
     async def main() -> None:
         backend = CheckedBackend(allow_private=False, resolve=rebind)
         backend._backend = Network()  # type: ignore[assignment]
-        with pytest.raises(httpcore.ConnectError):
+        with pytest.raises(httpcore2.ConnectError):
             await backend.connect_tcp("hooks.example", 80)
         with pytest.raises(TargetRefused):  # the next attempt looks again, and checks again
             await backend.connect_tcp("hooks.example", 80)

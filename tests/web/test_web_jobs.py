@@ -230,7 +230,7 @@ def test_ops_shows_every_rank_to_those_who_may_see_it(site: Site, visit: Visit) 
         ).to_have_text("the sky is")
     expect(visit.page.get_by_role("region", name="Ranks of w1")).to_contain_text("yes")
     expect(visit.page.get_by_role("region", name="Service components")).to_contain_text("received")
-    for chart in ("Tokens per second", "Jobs in the queue", "Time to finish a job"):
+    for chart in ("Tokens per second", "Jobs in the queue", "Median job time"):
         drawn = visit.page.get_by_role("img", name=re.compile(f"{chart}: .* at most "))
         expect(drawn).to_be_visible()
         expect(drawn.locator(".line")).to_have_count(1)

@@ -21,7 +21,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any, TypeVar
 
-import httpx
+import httpx2
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect
@@ -88,7 +88,7 @@ class User:
             )  # type: ignore[arg-type]
             key = site.stack.do(lambda ledger: Keys(ledger).create(request))
         self.tenant, self.key, self.id = tenant, key.key, key.id
-        self.http = httpx.Client(
+        self.http = httpx2.Client(
             base_url=site.url, headers={"Authorization": f"Bearer {key.key}"}, timeout=LONG_S
         )
 

@@ -1,9 +1,9 @@
 """The identity of a loaded model: a digest of everything that decides its numbers, independent of
 where its files are and how ranks divide it.
 
-It covers the names and bytes of the files in the checkpoint's folder (weights, config, tokenizer,
-code; not texts such as README), the dtype, and the engine options of `DEFINING`. See
-docs/decisions/0038-model-identity.md.
+It covers the names and bytes of the files in the checkpoint's folder (weights, config, tokenizer;
+code, also in subfolders; not texts such as README), the dtype, and the engine options of
+`DEFINING`. See docs/decisions/0038-model-identity.md.
 """
 
 import hashlib
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 #: Engine options that change what the same files compute. (`dtype` is a setting.)
 DEFINING = (
+    "code_revision",
     "disable_sliding_window",
     "hf_config_path",
     "hf_overrides",
@@ -37,6 +38,7 @@ DEFINING = (
     "quantization",
     "quantization_config",
     "tokenizer_mode",
+    "tokenizer_revision",
 )
 #: Prefixes of files in a checkpoint's folder that do not affect its numbers.
 _TEXTS = ("LICENSE", "NOTICE", "README", "USE_POLICY")
@@ -60,6 +62,7 @@ def identity_of(settings: Settings, config: Any) -> str:
     options = {
         name: settings.engine_options[name] for name in DEFINING if name in settings.engine_options
     }
+    _check_remote_code(config, options)
     facts = {
         "dtype": str(config.dtype).removeprefix("torch."),
         "model": _place(digests, config.model, config),
@@ -95,6 +98,24 @@ def _place(digests: "FileDigests", place: str, config: Any) -> str:
     )
 
 
+def _check_remote_code(config: Any, options: Mapping[str, Any]) -> None:
+    """Raise MidstreamError if code of another repository runs and no commit of it is named.
+
+    Such an entry of `auto_map` is `owner/repository--file.Class`.
+    """
+    if not getattr(config, "trust_remote_code", False) or "code_revision" in options:
+        return
+    elsewhere = str(getattr(config.hf_config, "auto_map", None) or "")
+    if "--" in elsewhere:
+        raise MidstreamError(
+            "engine_failed",
+            f"the identity of {config.model} is unknown: its config takes code from another "
+            f"repository, whose content may change: auto_map {elsewhere[:200]}",
+            field="model",
+            allowed="the engine option code_revision with a commit of that repository",
+        )
+
+
 class FileDigests:
     """Digests of files, kept in a JSON file by path and `Stat`."""
 
@@ -121,7 +142,11 @@ class FileDigests:
             files = (
                 {"": path}
                 if path.is_file()
-                else {file.name: file for file in sorted(path.iterdir()) if _counts(file)}
+                else {
+                    str(file.relative_to(path)): file
+                    for file in sorted({*path.iterdir(), *path.glob("[!.]*/**/*.py")})
+                    if _counts(file)
+                }
             )
             return hashlib.sha256(json.dumps(self._contents(files)).encode()).hexdigest()
         except OSError as error:

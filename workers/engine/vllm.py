@@ -29,7 +29,7 @@ from ...schemas.base.ring import Ring, plan_queue, plan_ring
 from ...schemas.base.settings import NO_TOOLS, Settings, SettingsError
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import Prompted
-from ...schemas.jobs.models import ModelInfo, TokenizerBundle
+from ...schemas.jobs.models import NO_TOOL_PARSER, ModelInfo, TokenizerBundle
 from ...schemas.model.banks import BANK, RESIDUAL, RowShape, asked_hooks, row_widths
 from ...schemas.model.layer_kinds import grouped
 from ...schemas.prompts.selectors import INSIDE
@@ -108,7 +108,7 @@ class VllmEngine(RankControl):
         caveats = await asyncio.to_thread(_caveats, settings)
         prepare_environment(settings)
         use_all_cores(settings.tensor_parallel_size * settings.pipeline_parallel_size)
-        residual, inside = _hooks(settings)
+        residual, inside = asked_hooks(settings.hooks)
         plane = PlaneConfig(
             version=__version__,
             worker=settings.worker_id,
@@ -133,7 +133,7 @@ class VllmEngine(RankControl):
             segment_mib=settings.segment_mib,
             memory_limit_kib=settings.memory_limit_kib,
             capture_quota_mib=settings.capture_quota_mib,
-            lens_dir=settings.lens_dir,
+            lens_dir=settings.lens_root,
             cores=sorted(os.sched_getaffinity(0)),
             log_format=settings.log_format,
             log_level=settings.log_level,
@@ -258,7 +258,7 @@ class VllmEngine(RankControl):
                 plane.step_rows * len(self._stages),
             ),
             grades=True,
-            readings=readings | self.artifact_readings,
+            readings=readings | {"features": ""},
             extensions=extensions,
             absent=absent,
             attention=grouped(kind for item in of_ranks for kind in item.attention),
@@ -412,8 +412,8 @@ class VllmEngine(RankControl):
         if self._tools is None:
             raise invalid(
                 "tools",
-                "this worker has no parser of tool calls (setting tool_parser)",
-                allowed="no tools",
+                "this worker has no parser of tool calls",
+                hint=NO_TOOL_PARSER,
             )
         return self._tools.begin(ask, params)
 
@@ -620,14 +620,6 @@ def configured(settings: Settings) -> tuple[Any, Images]:
         logger.warning("the model takes text only: %s", images.refused)
         return configured(msgspec.structs.replace(settings, images_per_prompt=0))[0], images
     return config, images
-
-
-def _hooks(settings: Settings) -> tuple[list[str], list[str]]:
-    """Return the hooks that the settings name, see `asked_hooks`. Raises SettingsError."""
-    try:
-        return asked_hooks(settings.hooks)
-    except ValueError as error:
-        raise SettingsError(f"hooks: {error}") from error
 
 
 def _shapes(reports: Sequence[Found], absent: dict[str, str]) -> dict[str, RowShape]:

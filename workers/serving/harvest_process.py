@@ -21,7 +21,7 @@ from typing import IO
 import msgspec
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Problem, error_of
 from ...schemas.base.records import from_msgpack, to_msgpack
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.harvests import HarvestPlan, PlannedUnit, SourceFile, StoredHarvest
@@ -65,7 +65,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 
     at: str = ""  # the place that is being read; another reply follows
     unknown: bool = False  # the harvest is not open: repeat the request with `opening`
-    problem: tuple[str, str, str | None, str | None] | None = None  # kind, detail, field, allowed
+    problem: Problem | None = None
     plan: HarvestPlan | None = None
     special: tuple[int | None, int | None] | None = None  # ids of BOS and EOS
     documents: list[tuple[int, bytes]] = []  # number, token ids as int32
@@ -210,8 +210,7 @@ class SourceProcess:
         except (EOFError, OSError) as error:
             raise _Ended(at) from error
         if reply.problem is not None:
-            kind, detail, field, allowed = reply.problem
-            raise MidstreamError(kind, detail, field=field, allowed=allowed)
+            raise error_of(reply.problem)
         return reply
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -278,12 +277,13 @@ class Server:
             self._sources.move_to_end(request.harvest)
             return self._execute(source, request)
         except MidstreamError as error:
-            return Reply(problem=(error.kind, error.detail, error.field, error.allowed))
+            return Reply(problem=error.problem())
         except MemoryError:
             raise
         except Exception as error:
             traceback.print_exc()
-            return Reply(problem=("internal", f"{type(error).__name__}: {error}", None, None))
+            failed = MidstreamError("internal", f"{type(error).__name__}: {error}")
+            return Reply(problem=failed.problem())
 
     def _execute(self, source: HarvestSource, request: Request) -> Reply:
         if request.special:

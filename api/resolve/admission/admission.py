@@ -20,11 +20,11 @@ from ....schemas.access.handling import Handling, callback_of
 from ....schemas.access.keys import EVERYBODY, Caller, scoped
 from ....schemas.artifacts.loras import StoredLora
 from ....schemas.artifacts.probes import StoredProbe
-from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.errors import MidstreamError, invalid, suggestion
 from ....schemas.base.limits import MAX_CHOICE_TOKENS, MAX_INT64, MAX_PROMPTS
 from ....schemas.base.records import now
 from ....schemas.jobs.jobs import Job, Sampling, StoredPrompt
-from ....schemas.jobs.models import ModelInfo
+from ....schemas.jobs.models import NO_TOOL_PARSER, ModelInfo
 from ....schemas.prompts.chat import ChatMessage
 from ....schemas.prompts.images import digest_of
 from ....schemas.prompts.selectors import (
@@ -265,9 +265,8 @@ def check_tools(parsed: ParsedRequest, model: ModelInfo) -> None:
     if parsed.tools is not None and not model.tool_parser:
         raise invalid(
             "tools",
-            f"{model.name!r} is served without a parser of tool calls: the operator names one of "
-            f"vLLM's in the setting tool_parser{_likely(model.tool_parsers)}",
-            allowed="no tools",
+            f"{model.name!r} is served without a parser of tool calls",
+            hint=NO_TOOL_PARSER + _likely(model.tool_parsers),
         )
 
 
@@ -362,7 +361,7 @@ def check_cost(
         raise invalid(
             max(costs, key=lambda field: costs[field]),
             "selects too many positions over all prompts",
-            allowed="fewer positions or spans, or fewer prompts in one job",
+            hint="use fewer positions or spans, or fewer prompts in one job",
         )
     return sum(costs.values())
 
@@ -587,5 +586,9 @@ def unknown_model(name: str, served: Sequence[str]) -> MidstreamError:
             "unavailable", "no model is served: no worker has started yet", field="model"
         )
     return MidstreamError(
-        "not_found", f"unknown model {name!r}", field="model", allowed=", ".join(sorted(served))
+        "not_found",
+        f"unknown model {name!r}",
+        field="model",
+        allowed=", ".join(sorted(served)),
+        hint=suggestion(name, served),
     )

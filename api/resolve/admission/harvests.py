@@ -67,7 +67,8 @@ async def plan_harvest(
                 f"{capture.num_sites} rows of one token are more than the worker's buffer holds "
                 "(setting capture_buffer_mib)"
             ),
-            allowed=f"at most {info.capture_row_limit} rows per step: fewer layers or hooks",
+            allowed=f"at most {info.capture_row_limit} rows per step",
+            hint="use fewer layers or hooks",
         )
     source, root = body.source, ""
     if source.path is not None:

@@ -165,7 +165,8 @@ def _check(spec: SteeringSpec, sae: Sae, at: str) -> None:
         raise invalid(
             f"{at}.value",
             detail,
-            allowed="a number, in units of the feature's activation" if OPS[op] else "omit it",
+            allowed="a number, in units of the feature's activation" if OPS[op] else None,
+            hint=None if OPS[op] else "omit it",
         )
     try:
         if op != "add":

@@ -51,7 +51,7 @@ async def named_lora(name: str | None, model: ModelInfo, ledger: Ledger) -> Stor
         raise invalid(
             "lora",
             f"{name!r} changes {', '.join(missing)}, which this model does not have",
-            allowed="register it again",
+            hint="register it again",
         )
     return lora.stored()
 
@@ -61,6 +61,6 @@ def _support(model: ModelInfo) -> LoraSupport:
         raise invalid(
             "lora",
             (f"{model.name!r} is served without adapters: the worker's setting lora_dir is empty"),
-            allowed="omit it",
+            hint="omit it, or have the operator start with `--set lora_dir=FOLDER`",
         )
     return model.lora

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import invalid, suggestion
 from ....schemas.base.limits import MAX_MASKS, MAX_PATCH_ROWS
 from ....schemas.base.records import to_msgpack
 from ....schemas.base.tensors import content_hash, from_numpy
@@ -285,7 +285,12 @@ def _run(patch: Patch, bounds: Bounds, model_state: ModelState) -> RunView:
         listing = " or ".join(
             filter(None, [", ".join(model_state.run_names), "the id of a job with captures"])
         )
-        raise invalid(at, f"unknown source run {name!r} of model {model.name!r}", allowed=listing)
+        raise invalid(
+            at,
+            f"unknown source run {name!r} of model {model.name!r}",
+            allowed=listing,
+            hint=suggestion(name or "", model_state.run_names),
+        )
     if run.model != model.name:
         raise invalid(
             at,
@@ -305,8 +310,8 @@ def _run(patch: Patch, bounds: Bounds, model_state: ModelState) -> RunView:
         )
     if run.state != "ready":
         why = f": {run.detail}" if run.detail else ""
-        allowed = f"a ready run: GET /v1/jobs/{run.job}?wait=30" if run.state == "pending" else None
-        raise invalid(at, f"run {name!r} of job {run.job} is {run.state}{why}", allowed=allowed)
+        hint = f"wait with GET /v1/jobs/{run.job}?wait=30" if run.state == "pending" else None
+        raise invalid(at, f"run {name!r} of job {run.job} is {run.state}{why}", hint=hint)
     return run
 
 

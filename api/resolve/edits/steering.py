@@ -93,10 +93,12 @@ def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts
             allowed=f"at most {MAX_ENTRIES}, including those of modules",
         )
     if entries * prompts > MAX_JOB_EDITS:
-        allowed = (
-            f"at most {MAX_JOB_EDITS} over all prompts: fewer entries, or fewer prompts in one job"
+        raise invalid(
+            "steering",
+            f"has {entries} entries for {prompts} prompts",
+            allowed=f"at most {MAX_JOB_EDITS} over all prompts",
+            hint="use fewer entries, or fewer prompts in one job",
         )
-        raise invalid("steering", f"has {entries} entries for {prompts} prompts", allowed=allowed)
 
 
 # --- A named module in a request
@@ -216,13 +218,13 @@ def _own_positions(
     try:
         return positions_of_each(entry, bounds)
     except SelectorError as error:
-        allowed = (
-            f"{at}.positions, instead of the module's own"
+        hint = (
+            f"give {at}.positions, instead of the module's own"
             if at.startswith("steering")
-            else "another module"
+            else "use another module"
         )
         raise invalid(
-            f"{at}.module", f"module {module.name!r}, entry {number}: {error}", allowed=allowed
+            f"{at}.module", f"module {module.name!r}, entry {number}: {error}", hint=hint
         ) from error
 
 
@@ -525,10 +527,10 @@ def _check_room(
             f"needs {places} rows of the steering table for one token{whom}: one for each "
             "set of positions that may contain it, and one "
             "more where an op repeats at the same site and cannot be merged",
-            allowed=f"at most {MAX_STEERING_ROWS} for one token: use disjoint positions, give "
-            "entries the same "
-            "positions, place entries that replace rows at the same positions next to each "
-            "other, or merge directions into one lowrank",
+            allowed=f"at most {MAX_STEERING_ROWS} for one token",
+            hint="use disjoint positions, give entries the same positions, place entries that "
+            "replace rows at the same positions next to each other, or merge directions into one "
+            "lowrank",
         )
     for requested, taken, present, setting in (
         (needed.rows, reserved.rows, model.steering_rows, "steering_rows"),
@@ -546,8 +548,8 @@ def _check_room(
             raise invalid(
                 field,
                 words,
-                allowed="fewer layers or entries, or a lower rank"
+                hint="use fewer layers or entries, or a lower rank"
                 if field == "steering"
-                else "fewer layers or positions",
+                else "use fewer layers or positions",
             )
     return needed.rows

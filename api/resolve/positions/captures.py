@@ -304,9 +304,8 @@ def _check_step(field: str, captures: Sequence[StoredCapture], index: int, bound
             "engine step, for one token"
             f"{_drafts(bounds.model)}: more than the worker's buffer holds (setting "
             "capture_buffer_mib)",
-            allowed=(
-                f"at most {bounds.model.capture_row_limit} rows per step: fewer layers or hooks"
-            ),
+            allowed=f"at most {bounds.model.capture_row_limit} rows per step",
+            hint="use fewer layers or hooks",
         )
 
 

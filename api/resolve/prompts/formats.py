@@ -88,7 +88,9 @@ def format_of(body: OpenAIRequest) -> StructuredRequest | None:
     if response_format is None or isinstance(response_format, TextFormat):
         return structured(body.structured_outputs, "structured_outputs")
     if body.structured_outputs is not None:
-        raise invalid("structured_outputs", "is given with response_format", allowed="one of them")
+        raise invalid(
+            "structured_outputs", "is given with response_format", hint="give one of them"
+        )
     if isinstance(response_format, JsonObjectFormat):
         return StructuredRequest(json_object=True)
     assert isinstance(response_format, JsonSchemaFormat)

@@ -192,7 +192,8 @@ def _refuse_unserved(body: OpenAIRequest) -> None:
             raise invalid(
                 name,
                 f"{shown} is not supported",
-                allowed=f"omit it, or {msgspec.json.encode(harmless[0]).decode()}",
+                allowed=msgspec.json.encode(harmless[0]).decode(),
+                hint="omit it",
             )
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")

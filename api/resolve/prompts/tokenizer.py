@@ -268,16 +268,14 @@ class Codec:
     @cached_property
     def _template(self) -> jinja2.Template:
         if self._bundle.chat_template is None:
-            raise invalid(
-                "messages", "this model has no chat template", allowed="use /v1/completions"
-            )
+            raise invalid("messages", "this model has no chat template", hint="use /v1/completions")
         try:
             return template_environment().from_string(self._bundle.chat_template)
         except jinja2.TemplateSyntaxError as error:
             raise invalid(
                 "messages",
                 f"this model's chat template is broken: {error}",
-                allowed="use /v1/completions",
+                hint="use /v1/completions",
             ) from error
 
 

@@ -24,7 +24,7 @@ import anyio
 import msgspec
 import numpy as np
 
-from ....schemas.base.errors import MidstreamError, Problem
+from ....schemas.base.errors import MidstreamError, Problem, error_of
 from ....schemas.base.records import Wire, from_msgpack, to_msgpack
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import TokenizerBundle
@@ -154,7 +154,7 @@ class Helpers:
                         "tokenizer_timeout_s)"
                     )
                     raise MidstreamError(
-                        "invalid_request", detail, allowed="shorter texts or conversations"
+                        "invalid_request", detail, hint="send shorter texts or conversations"
                     ) from None
                 log.warning("a tokeniser process ended with %s: %r", ended, error)
                 raise MidstreamError(
@@ -167,12 +167,7 @@ class Helpers:
         if answer.too_long is not None:
             raise TooLong(*answer.too_long)
         if answer.problem is not None:
-            raise MidstreamError(
-                answer.problem.type.rpartition(":")[2],
-                answer.problem.detail,
-                field=answer.problem.field,
-                allowed=answer.problem.allowed,
-            )
+            raise error_of(answer.problem)
         return answer
 
     async def _start(self) -> asyncio.subprocess.Process:

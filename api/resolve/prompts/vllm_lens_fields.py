@@ -50,21 +50,22 @@ def with_lens_args(parsed: ParsedRequest, body: OpenAIRequest, most_mib: int) ->
     if args is None:
         return parsed
     if body.vllm_xargs is not None and body.extra_args is not None:
-        raise invalid("extra_args", "is given with vllm_xargs", allowed="one of them")
+        raise invalid("extra_args", "is given with vllm_xargs", hint="give one of them")
     if most_mib == 0:
         raise invalid(
             at,
             "vllm-lens' fields are turned off here (setting vllm_lens_mib)",
-            allowed="steering and capture",
+            hint="use steering and capture",
         )
     for name, instead in REFUSED.items():
         if (raw := getattr(args, name)) is not msgspec.UNSET and bytes(raw) != b"null":
-            raise invalid(f"{at}.{name}", "is not supported", allowed=instead)
+            raise invalid(f"{at}.{name}", "is not supported", hint=instead)
     if args.activations_transport not in (None, "base64"):
         raise invalid(
             f"{at}.activations_transport",
             f"{args.activations_transport!r} is not supported",
-            allowed="base64, or omit it",
+            allowed="base64",
+            hint="omit it",
         )
     return _captured(
         _steered(parsed, args, f"{at}.apply_steering_vectors"), args, f"{at}.output_residual_stream"
@@ -142,9 +143,9 @@ def _captured(parsed: ParsedRequest, args: LensArgs, at: str) -> ParsedRequest:
             allowed="one prompt, n: 1, stream: false",
         )
     if parsed.capture is not None:
-        raise invalid(at, "is given with capture", allowed="one of them")
+        raise invalid(at, "is given with capture", hint="give one of them")
     if parsed.prompts[0].images:
-        raise invalid(at, "is not available for prompts with images", allowed="capture instead")
+        raise invalid(at, "is not available for prompts with images", hint="use capture instead")
     capture = CaptureSpec(
         layers="all" if layers is True else sorted(set(layers)),
         positions="all",
@@ -162,7 +163,7 @@ def _decoded(text: str, kind: Any, at: str) -> Any:
         check_json(text.encode())
         return from_json(text, kind)
     except msgspec.ValidationError as error:
-        raise refusal(error, at, at) from error
+        raise refusal(error, kind, at, at) from error
     except (TooManyValues, msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise invalid(at, f"cannot be read as JSON of a list: {error}") from error
 
@@ -180,9 +181,9 @@ def check_answer(parsed: ParsedRequest, job: Job, model: ModelInfo, most_mib: in
             f"{capture.num_sites} layers of up to {positions} positions are {size} bytes: "
             f"an answer holds {most_mib} MiB (setting "
             "vllm_lens_mib)",
-            allowed=(
-                f"fewer layers, or a smaller {parsed.max_tokens_at}; or capture, whose rows are "
-                "downloaded"
+            hint=(
+                f"ask for fewer layers, or a smaller {parsed.max_tokens_at}; or use capture, whose "
+                "rows are downloaded"
             ),
         )
 
@@ -197,11 +198,5 @@ def as_written(parsed: ParsedRequest) -> Iterator[None]:
             if error.field is not None and (
                 error.field == key or error.field.startswith((f"{key}.", f"{key}["))
             ):
-                raise MidstreamError(
-                    error.kind,
-                    error.detail,
-                    field=value,
-                    allowed=error.allowed,
-                    retry_after=error.retry_after,
-                ) from error
+                raise error.at(value) from error
         raise

@@ -43,7 +43,7 @@ async def with_tuned_lens(
         raise invalid(
             at,
             f"{spec.tuned!r} was registered for a model of another shape",
-            allowed="register it again",
+            hint="register it again",
         )
     return FittedLens(**msgspec.structs.asdict(spec), found=tuned), tuned.digest
 
@@ -153,7 +153,7 @@ def _fitted(spec: LensSpec, tuned: TunedLens, at: str) -> LensSpec:
     """With the hook of the tuned lens, and for `all` the layers that it has."""
     if spec.hook is not None and resolve_hook(spec.hook) != tuned.hook:
         raise invalid(
-            f"{at}.hook", f"{tuned.name!r} reads {tuned.hook}", allowed=f"{tuned.hook}, or omit it"
+            f"{at}.hook", f"{tuned.name!r} reads {tuned.hook}", allowed=tuned.hook, hint="omit it"
         )
     return msgspec.structs.replace(
         spec, hook=tuned.hook, layers=tuned.layers if spec.layers == "all" else spec.layers

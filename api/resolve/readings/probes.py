@@ -166,7 +166,7 @@ async def probes_of(
             raise invalid(at, f"{use.probe!r} is listed twice")
         probe = await probes.known(model.name, use.probe, at, "invalid_request")
         if (why := misfit(probe, model)) is not None:
-            raise invalid(at, f"{use.probe!r} {why}", allowed="register it again")
+            raise invalid(at, f"{use.probe!r} {why}", hint="register it again")
         check_action(probe, use.action, f"{at}.action", model)
         check_use(use, at, model)
         stored_probes.append(probe.stored(use.action, tokens=use.tokens))
@@ -204,10 +204,8 @@ def check_tokens(probes: Sequence[StoredProbe], lengths: Sequence[int]) -> None:
         raise invalid(
             "probes",
             f"with `tokens` the job may return {needed} scores",
-            allowed=(
-                f"up to {MAX_PROBE_TOKENS}: fewer prompts, tokens, probes or labels, or "
-                "`tokens: false`"
-            ),
+            allowed=f"up to {MAX_PROBE_TOKENS}",
+            hint="use fewer prompts, tokens, probes or labels, or `tokens: false`",
         )
 
 
@@ -228,8 +226,6 @@ def check_step(
                 f"with the captures they take {rows} rows in one engine step: more than the "
                 "worker's buffer holds (setting capture_buffer_mib)"
             ),
-            allowed=(
-                f"at most {model.capture_row_limit} rows per step: fewer probes' layers, or "
-                "fewer captured layers"
-            ),
+            allowed=f"at most {model.capture_row_limit} rows per step",
+            hint="use probes of fewer layers, or capture fewer layers",
         )

@@ -110,7 +110,7 @@ def resolve_readings(
         _check_served(reading.kind, at, bounds.model)
         captures = reading.captures(spec, bounds, at)
         if twin := next((other for other, before in stored_captures if before == captures), ""):
-            raise invalid(at, f"asks the same as {twin}", allowed="omit one of them")
+            raise invalid(at, f"asks the same as {twin}", hint="omit one of them")
         stored_captures.append((at, captures))
     return stored_captures
 
@@ -118,7 +118,7 @@ def resolve_readings(
 def _check_served(kind: str, field: str, model: ModelInfo) -> None:
     why = model.readings.get(kind, "its workers run a version of Midstream without it")
     if why:
-        raise invalid(field, f"{model.name} has none: {why}", allowed="omit it")
+        raise invalid(field, f"{model.name} has none: {why}", hint="omit it")
 
 
 def positions_asked(parsed: "ParsedRequest") -> list[tuple[str, RequestedPositions]]:

@@ -54,5 +54,5 @@ async def named_sae(name: str, field: str, model: ModelInfo, ledger: Ledger) -> 
             f"{name!r} reads {sae.hook} of layer {sae.layer}, of width {sae.form.d_in}, "
             "which this model does not have"
         )
-        raise invalid(field, wrong, allowed="register it again")
+        raise invalid(field, wrong, hint="register it again")
     return sae

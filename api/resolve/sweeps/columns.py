@@ -160,11 +160,10 @@ def _heads_at(field: str, hook: Hook, model: ModelInfo) -> tuple[int, int]:
         raise invalid(
             field,
             f"{hook} has no heads",
-            allowed=", ".join(served)
-            or (
-                "none with this worker; its setting `hooks` must name hooks inside attention, "
-                "such as all,inside"
-            ),
+            allowed=", ".join(served) or None,
+            hint=None
+            if served
+            else "start the worker with hooks inside attention, such as `--set hooks=all,inside`",
         )
     return model.inside[hook].heads, model.inside[hook].width
 
@@ -177,7 +176,7 @@ def _neurons(
         return list(_sets(neurons.sets, least))
     name = "neurons.top" if neurons.top is not None else "neurons.each"
     if request.ablation is not None:
-        raise invalid(name, NEEDS_TWO, allowed="neurons.sets; or omit ablation")
+        raise invalid(name, NEEDS_TWO, allowed="neurons.sets", hint="omit ablation")
     if neurons.each is not None:
         if neurons.each > least:
             raise invalid(

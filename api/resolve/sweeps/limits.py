@@ -72,9 +72,9 @@ def too_many_cells(result: str, limit: int) -> MidstreamError:
     return invalid(
         "pairs",
         f"the sweep has {result}",
-        allowed=f"at most {limit} (setting sweep_cells): fewer layers, hooks or positions, "
-        "spans instead of single positions, "
-        "or fewer pairs in one sweep",
+        allowed=f"at most {limit} (setting sweep_cells)",
+        hint="use fewer layers, hooks or positions, spans instead of single positions, or fewer "
+        "pairs in one sweep",
     )
 
 
@@ -150,7 +150,7 @@ def _check_room(sweep: StoredSweep, model: ModelInfo, global_steering: GlobalSte
             raise invalid(
                 "pairs" if sweep.window == PatchWindow() else "window",
                 words,
-                allowed="a smaller window, or spans of fewer tokens",
+                hint="use a smaller window, or spans of fewer tokens",
             )
 
 
@@ -173,8 +173,6 @@ def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> 
             f"a prompt produces {rows} rows in one engine step, for one token: more than "
             "the worker's buffer holds (setting "
             "capture_buffer_mib)",
-            allowed=(
-                f"at most {model.capture_row_limit} rows per step: fewer layers or hooks in one "
-                "sweep"
-            ),
+            allowed=f"at most {model.capture_row_limit} rows per step",
+            hint="use fewer layers or hooks in one sweep",
         )

@@ -27,7 +27,7 @@ from ....schemas.prompts.selectors import (
     Hook,
     LayerSelector,
     PositionSelector,
-    RequestedPositions,
+    PromptPositions,
     SelectorError,
     Span,
     SpanFinder,
@@ -160,7 +160,8 @@ def _check_fields(request: SweepRequest) -> None:
         raise invalid(
             "metric",
             "'recovered' compares two prompts, but an ablation has only one",
-            allowed="logprob, logit_diff, kl; or omit ablation",
+            allowed="logprob, logit_diff, kl",
+            hint="omit ablation",
         )
     for index, pair in enumerate(request.pairs):
         at = f"pairs[{index}]"
@@ -504,19 +505,10 @@ def _matched(
 
 
 def _resolved(
-    requested_positions: RequestedPositions, prompt: ReadPrompt, field: str, whose: str = ""
+    requested_positions: PromptPositions, prompt: ReadPrompt, field: str, whose: str = ""
 ) -> list[int]:
     """Return ascending positions of the prompt. Raises a 400 for positions outside it."""
     tokens = len(prompt.ids)
-    if isinstance(requested_positions, str) and requested_positions not in (
-        "all_prompt",
-        "last_prompt",
-    ):
-        raise invalid(
-            field,
-            f"{requested_positions!r} selects generated tokens, but a sweep generates none",
-            allowed="all_prompt, last_prompt, or a list",
-        )
     find: SpanFinder = no_text if prompt.where is None else prompt.where.find
     try:
         return list(
@@ -575,11 +567,11 @@ def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> No
                 raise invalid(
                     f"{pair.at}.{field}",
                     "selects too many positions",
-                    allowed="fewer positions or spans, or fewer pairs in one sweep",
+                    hint="use fewer positions or spans, or fewer pairs in one sweep",
                 )
 
 
-def _cost(requested_positions: RequestedPositions, prompt: ReadPrompt) -> int:
+def _cost(requested_positions: PromptPositions, prompt: ReadPrompt) -> int:
     """Return the cost as `admission.check_cost` counts it."""
     characters = len(prompt.text or "")
     items = requested_positions if isinstance(requested_positions, list) else [requested_positions]

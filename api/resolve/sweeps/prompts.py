@@ -34,7 +34,9 @@ def check_text(pairs: Sequence[SweepPair], spelled: Mapping[str, str] | None = N
                 detail = (
                     f"the sweep's prompts and answers exceed {MAX_SWEEP_TEXT} characters in total"
                 )
-                raise invalid(field, detail, allowed="shorter prompts, or fewer pairs in one sweep")
+                raise invalid(
+                    field, detail, hint="use shorter prompts, or fewer pairs in one sweep"
+                )
 
 
 async def read_prompts(

@@ -94,14 +94,12 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "tenant {tenant} may submit {allowed} tokens per minute and has used {used}",
     ),
 }
-#: Name of a limit → what would be accepted.
-ALLOWED: dict[str, str] = {
+_FEWER_CELLS = "retry when some have finished, or request fewer cells: at most {allowed} in total"
+#: Name of a limit → advice.
+HINTS: dict[str, str] = {
     "webhooks_pending": "wait, fix the receiver, or omit `callback_url`",
-    "sweep_cells": "{allowed} in total: retry when some have finished, or request fewer cells",
-    "sweep_cells_waiting": (
-        "{allowed} in total (setting sweep_cells_waiting): retry when some have "
-        "finished, or request fewer cells"
-    ),
+    "sweep_cells": _FEWER_CELLS,
+    "sweep_cells_waiting": f"{_FEWER_CELLS} (setting sweep_cells_waiting)",
     "harvests_kept": "delete some that have ended (DELETE /v1/harvests/<harvest>)",
     "capture_mib": "delete some (DELETE /v1/captures/<job>, DELETE /v1/harvests/<harvest>)",
     "modules": "delete some (DELETE /v1/steering/modules/<name>)",
@@ -110,7 +108,7 @@ ALLOWED: dict[str, str] = {
 _TOO_MANY_CELLS = (
     "pairs",
     "the sweep has {more} cells",
-    "at most {allowed} over all sweeps (limit {name}): a smaller sweep",
+    "at most {allowed} over all sweeps (limit {name})",
 )
 #: Name of a limit → problem of a single item larger than the limit, for which waiting does not
 #: help: field, message, what would be accepted.
@@ -120,7 +118,7 @@ TOO_LARGE: dict[str, tuple[str, str, str]] = {
     "module_mib": (
         "steering",
         "the module is {more} MiB",
-        "at most {allowed} MiB over all modules (limit {name}): a smaller module",
+        "at most {allowed} MiB over all modules (limit {name})",
     ),
 }
 MIB = 1 << 20
@@ -152,11 +150,11 @@ def refusal(
         detail, accepted = (text.format(**facts) for text in words)
         return invalid(field, detail, allowed=accepted)
     kind, text = REFUSALS[name]
-    advice = ALLOWED.get(name)
+    advice = HINTS.get(name)
     return MidstreamError(
         kind,
         text.format(**facts),
-        allowed=advice.format(**facts) if advice else None,
+        hint=advice.format(**facts) if advice else None,
         retry_after=retry_after,
     )
 

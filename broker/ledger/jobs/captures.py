@@ -145,7 +145,7 @@ class Captures:
             raise MidstreamError(
                 "conflict",
                 f"job {job_id} has not ended: its captures are still being written",
-                allowed=f"POST /v1/jobs/{job_id}/cancel",
+                hint=f"cancel it with POST /v1/jobs/{job_id}/cancel",
             )
         at = now()
         try:

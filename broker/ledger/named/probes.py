@@ -39,7 +39,8 @@ class Probes(Names[Probe]):
             raise invalid(
                 "name",
                 f"{probe.model!r} has {detail[0]} probes",
-                allowed=f"up to {MAX_PROBES}: delete one first",
+                allowed=f"up to {MAX_PROBES}",
+                hint="delete one first",
             )
         if outcome == "crowded":
             raise invalid(

@@ -93,7 +93,9 @@ class Registry(Names[T]):
         model, name = artifact.model, artifact.name
         if len(names := await self.names(model)) >= self._kind.limit and name not in names:
             detail = f"{model!r} has {len(names)} {self._kind.noun}s"
-            raise invalid("name", detail, allowed="a name that is registered; or remove one first")
+            raise invalid(
+                "name", detail, allowed="a name that is registered", hint="remove one first"
+            )
         packed, key = to_msgpack(artifact), self._key(model)
         await self._ledger.check_room(len(packed))
         async with self._redis.pipeline(transaction=True) as pipe:

@@ -60,8 +60,14 @@ async def read_jobs(ledger: Ledger, names: Sequence[str]) -> list[FeedJob]:
             if record is not None:
                 view = views.view(record, ledger.settings)
                 listed = from_json(tags, list[str]) if tags else []
-                shown = {"prompt": (prompt or b"").decode(), "output": _output(out)}
-                result.append(FeedJob(**msgspec.structs.asdict(view), tags=listed, **shown))
+                result.append(
+                    FeedJob(
+                        **msgspec.structs.asdict(view),
+                        tags=listed,
+                        prompt=(prompt or b"").decode(),
+                        output=_output(out),
+                    )
+                )
         except (TypeError, ValueError, msgspec.DecodeError) as error:
             log.warning(
                 "job %s is left out of the page's table: its record cannot be read: %r", name, error

@@ -66,7 +66,7 @@ class Sessions:
             raise MidstreamError(
                 "too_many_sessions",
                 f"sessions of this key: {MAX_SESSIONS}, the most that it may have at a time",
-                allowed="log out elsewhere, wait for a session to end, or use another key",
+                hint="log out elsewhere, wait for a session to end, or use another key",
             )
         await self._redis.set(
             f"{SESSION}{name}", to_msgpack(session), px=max(1, int((expires - at) * 1000))

@@ -1,6 +1,6 @@
 -- Send a delivery again, or now: under the same id, with the retry schedule from its start.
--- args: id
--- returns 'unknown' | 'off' (its receiver is disabled) | 'pending'
+-- args: id, pending_limit (0: none)
+-- returns 'unknown' | 'off' (its receiver is disabled) | 'full' (its tenant has that many pending deliveries) | 'pending'
 local id = args.id
 local hook = 'ms:hook:' .. id
 local state, tenant, url, lease = unpack(redis.call('HMGET', hook, 'state', 'tenant', 'url', 'lease'))
@@ -9,6 +9,9 @@ if not state then
 end
 if redis.call('HEXISTS', 'ms:hook-off', tenant .. '|' .. url) == 1 then
   return 'off'
+end
+if state ~= 'pending' and args.pending_limit > 0 and redis.call('SCARD', 'ms:hook-pending:' .. tenant) >= args.pending_limit then
+  return 'full'
 end
 if not lease then -- otherwise it is being sent
   redis.call('HSET', hook, 'tries', 0)

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-import httpx
+import httpx2
 from zlib_ng import zlib_ng
 
 from ....schemas.base.errors import MidstreamError
@@ -42,7 +42,7 @@ def check(manifest: Manifest, job_id: str, partial: bool) -> None:
         )
     if not partial and (kind := _REFUSED.get(manifest.status)):
         detail = f"the capture of job {job_id} is incomplete: status {manifest.status}{because}"
-        raise MidstreamError(kind, detail, allowed="partial=True reads the available rows")
+        raise MidstreamError(kind, detail, hint="partial=True reads the available rows")
 
 
 def in_place(manifest: Manifest, job_id: str) -> list[Place]:
@@ -98,13 +98,13 @@ def from_link(folder: Path, job_id: str, file: ManifestFile) -> Path | None:
     if file.link is None:
         return None
     try:
-        with httpx.stream("GET", file.link, timeout=LINK_S) as response:
+        with httpx2.stream("GET", file.link, timeout=LINK_S) as response:
             return (
                 save(folder, job_id, file, response.iter_bytes())
                 if response.status_code == 200
                 else None
             )
-    except (httpx.HTTPError, httpx.InvalidURL, MidstreamError):
+    except (httpx2.HTTPError, httpx2.InvalidURL, MidstreamError):
         return None
 
 

@@ -382,7 +382,7 @@ class _Mapping:
             raise invalid(
                 f"prompts[{number}]",
                 "conversations and other prompts are mixed",
-                allowed="one of the two",
+                hint="give one of the two",
             )
         self._chat = is_chat
         try:
@@ -583,4 +583,4 @@ def _located(error: MidstreamError, chunk: _Chunk) -> MidstreamError:
         )
         return error
     place = f"prompts[{chunk.entries[int(match[1])].index}]{match[2]}"
-    return MidstreamError(error.kind, error.detail, field=place, allowed=error.allowed)
+    return error.at(place)

@@ -17,7 +17,6 @@ from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle, encode_bun
 from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.schemas.requests.specs import StoredSteering
 from midstream.schemas.service.global_capture import from_settings
-from midstream.workers.engine.ranks.saes import served
 from midstream.workers.runner.files.consumers import available
 from midstream.workers.runner.readings.installed_readers import LoadedReader
 
@@ -101,7 +100,7 @@ def make_info(
         grades=True,
         readings={
             "lens": "pipeline stages" if settings.pipeline_parallel_size > 1 else "",
-            "features": served(settings),
+            "features": "",
             "reader": "",
         },
         extensions=[reader.facts for reader in (installed or {}).values()],

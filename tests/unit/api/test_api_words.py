@@ -17,7 +17,9 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.base.states import ENDS
 from midstream.schemas.jobs.jobs import CallDelta, Event, JobRequest
-from midstream.schemas.prompts.selectors import EVERY
+from midstream.schemas.jobs.openai import ChatRequest
+from midstream.schemas.jobs.sweeps import SweepRequest
+from midstream.schemas.prompts.selectors import ALIASES, EVERY
 from midstream.schemas.requests.interventions import STEERING_FIELDS
 
 
@@ -36,7 +38,7 @@ from midstream.schemas.requests.interventions import STEERING_FIELDS
         (
             '{"model":"m","prompts":["a"],"probes":[{"probe":"p","action":"stp"}]}',
             "probes[0].action",
-            "did you mean 'stop'?",
+            "Invalid enum value 'stp'",
         ),
         (
             '{"model":"m","prompts":["a"],"lens":{"at":"behind"}}',
@@ -65,7 +67,7 @@ def test_decoding_errors_become_problems_with_the_field_path(
 ) -> None:
     with pytest.raises(msgspec.DecodeError) as found:
         from_json(body, JobRequest)
-    error = malformed(found.value)
+    error = malformed(found.value, JobRequest)
     assert (error.status, error.field) == (400, field)
     assert said in error.detail
 
@@ -107,7 +109,63 @@ def test_unknown_names_are_refused_with_the_valid_ones(
 ) -> None:
     with pytest.raises(msgspec.DecodeError) as found:
         from_json(to_json({"model": "m", "prompts": ["a"], **fields}), JobRequest)
-    assert malformed(found.value).allowed == allowed
+    assert malformed(found.value, JobRequest).allowed == allowed
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "field", "meant"),
+    [
+        (JobRequest, {"captures": {}}, "captures", "capture"),
+        (JobRequest, {"capture": {"lyers": 1}}, "capture.lyers", "layers"),
+        (JobRequest, {"capture": {"hook": "resid_prr"}}, "capture.hook", "resid_pre"),
+        (JobRequest, {"capture": {"hooks": {"mlp_aut": 1}}}, "capture.hooks", "mlp_out"),
+        (
+            JobRequest,
+            {"capture": {"positions": [0, {"txt": "a"}]}},
+            "capture.positions[1].txt",
+            "text",
+        ),
+        (JobRequest, {"sampling": {"max_token": 1}}, "sampling.max_token", "max_tokens"),
+        (JobRequest, {"priority": "hgh"}, "priority", "high"),
+        (JobRequest, {"callback_events": ["job.suceeded"]}, "callback_events[0]", "job.succeeded"),
+        (JobRequest, {"patch": [{"source": {"rn": "x"}}]}, "patch[0].source.rn", "run"),
+        (JobRequest, {"messages": [[{"rol": "user"}]]}, "messages[0][0].rol", "role"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "txt", "text": "a"}]}]},
+            "messages[0].content[0].type",
+            "text",
+        ),
+        (
+            ChatRequest,
+            {"response_format": {"type": "json_schem"}},
+            "response_format.type",
+            "json_schema",
+        ),
+        (SweepRequest, {"pairs": [{"clean": "a", "fiol": "b"}]}, "pairs[0].fiol", "foil"),
+        (
+            SweepRequest,
+            {"pairs": [{"spans": [{"name": "a", "cleen": "b"}]}]},
+            "pairs[0].spans[0].cleen",
+            "clean",
+        ),
+        (SweepRequest, {"positions": "last_promt"}, "positions", "last_prompt"),
+        (
+            SweepRequest,
+            {"path": {"receivers": [{"hook": "mlp_on"}]}},
+            "path.receivers[0].hook",
+            "mlp_in",
+        ),
+    ],
+)
+def test_a_misspelt_name_at_any_depth_gets_a_hint(
+    kind: Any, fields: dict[str, Any], field: str, meant: str
+) -> None:
+    with pytest.raises(msgspec.DecodeError) as found:
+        from_json(to_json(fields), kind)
+    error = malformed(found.value, kind)
+    assert (error.field, error.hint) == (field, f"did you mean {meant!r}?")
+    assert {meant, ALIASES.get(meant)} & set((error.allowed or "").split(", "))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ wrong?
 """
 
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def variables() -> dict[str, str]:
     lines = (
         line
-        for line in (ROOT / ".env").read_text().splitlines()
+        for line in (ROOT / ".env.example").read_text().splitlines()
         if line and not line.startswith("#")
     )
     return dict(line.split("=", 1) for line in lines)
@@ -103,6 +104,54 @@ def test_secrets_that_git_has_or_others_could_read_are_not_kept(tmp_path: Path) 
     refused = subprocess.run(command, check=False, capture_output=True, text=True)
     assert refused.returncode != 0
     assert "is in git" in refused.stderr
+
+
+def test_the_first_call_copies_the_variables_of_compose_and_no_later_one(tmp_path: Path) -> None:
+    (tmp_path / "compose").mkdir()
+    script = Path(shutil.copy(ROOT / "compose/secrets.sh", tmp_path / "compose"))
+    shutil.copy(ROOT / ".env.example", tmp_path)
+    subprocess.run([script], check=True, capture_output=True)
+    assert (tmp_path / ".env").read_bytes() == (tmp_path / ".env.example").read_bytes()
+    (tmp_path / ".env").write_text("COMPOSE_PROFILES=gpu\n")
+    subprocess.run([script], check=True, capture_output=True)
+    assert (tmp_path / ".env").read_text() == "COMPOSE_PROFILES=gpu\n"
+
+
+#: Files that name images which others publish.
+NAMING = ("Dockerfile", "compose.yaml", "compose/minio.yaml", "deploy/kubernetes/base/redis.yaml")
+
+
+def pinned(folder: Path, digest: str) -> subprocess.CompletedProcess[str]:
+    """Runs compose/pin.sh with a registry whose images all have `digest`."""
+    docker = folder / "bin" / "docker"
+    docker.parent.mkdir(exist_ok=True)
+    docker.write_text(f"#!/bin/sh\necho {digest}\n")
+    docker.chmod(0o755)
+    path = f"{docker.parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [folder / "compose" / "pin.sh"],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_images_of_others_are_pinned_by_digest_in_all_files(tmp_path: Path) -> None:
+    for name in (*NAMING, "compose/pin.sh"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for digest in ("sha256:" + "a" * 64, "sha256:" + "b" * 64):  # a later call replaces digests
+        assert pinned(tmp_path, digest).returncode == 0
+        text = "\n".join((tmp_path / name).read_text() for name in NAMING)
+        assert text.count(f"python:3.11-slim-bookworm@{digest}") == 2
+        assert text.count(f"redis:7.4-bookworm@{digest}") == 2
+        assert text.count("@sha256:") == text.count(f"@{digest}") == 8
+    before = (tmp_path / "Dockerfile").read_text()
+    refused = pinned(tmp_path, "unauthorized")
+    assert refused.returncode == 1
+    assert "in place of a digest" in refused.stderr
+    assert (tmp_path / "Dockerfile").read_text() == before
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,15 @@ def python(missing: list[str], program: str, cwd: Path) -> subprocess.CompletedP
     ("missing", "program", "extra"),
     [
         (["typer"], CLI.format(arguments=["jobs"]), "client"),
-        (["litestar", "celery"], CLI.format(arguments=["up"]), "up"),
-        (["typer"], CLI.format(arguments=["up"]), "up"),
-        (["gguf"], CLI.format(arguments=["demo"]), "demo"),
-        (["httpx"], "from midstream import Client", "client"),
+        (["litestar", "celery"], CLI.format(arguments=["up"]), "cpu"),
+        (["typer"], CLI.format(arguments=["up"]), "cpu"),
+        (["gguf"], CLI.format(arguments=["up"]), "cpu"),
+        (["vllm"], CLI.format(arguments=["up"]), "cpu"),
+        (["torch"], CLI.format(arguments=["serve", "org/model"]), "cpu"),
+        (["gguf"], CLI.format(arguments=["demo"]), "cpu"),
+        (["vllm"], CLI.format(arguments=["demo"]), "cpu"),
+        (["litestar"], CLI.format(arguments=["up", "--set", "engine=fake"]), "up"),
+        (["httpx2"], "from midstream import Client", "client"),
     ],
 )
 def test_a_missing_extra_is_named_with_its_command(
@@ -87,8 +92,8 @@ def test_extras_name_the_packages_that_pyproject_names() -> None:
     for extra, modules in extras.MODULES.items():
         named = {distributions.get(name, transitive.get(name, name)) for name in modules}
         assert named <= brought(extra), extra
-    for extra, parts in extras.CONTAINED.items():
-        assert set().union(*(brought(part) for part in parts)) <= brought(extra)
+    for parts in extras.COMMANDS.values():
+        assert set().union(*(brought(part) for part in parts)) <= brought("cpu")
 
 
 def test_the_packages_test_covers_every_extra() -> None:

@@ -3,6 +3,7 @@ themselves and with the package.
 """
 
 import base64
+import json
 import os
 import re
 import shutil
@@ -25,8 +26,16 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu", "gpu", "bucket", "keda")
 #: Its schemas check the manifests; the oldest of this list and the newest must both accept them.
 VERSIONS = ("1.27", "1.32")
+#: Components that an overlay may add, and what they bring.
+COMPONENTS = {
+    "namespace": {"Namespace"},
+    "ingress": {"Ingress"},
+    "monitors": {"ServiceMonitor", "PodMonitor"},
+}
 #: Kinds that others than Kubernetes define.
-FOREIGN = {"ScaledObject"}
+FOREIGN = {"ScaledObject", "ServiceMonitor", "PodMonitor"}
+#: The oldest kubectl whose kustomize knows what the folders use.
+OLDEST = (1, 27)
 WORKLOADS = {"Deployment", "StatefulSet"}
 #: Set by continuous integration, where a missing kubectl is a failure.
 CI = "KUBECTL_REQUIRED"
@@ -34,13 +43,22 @@ CI = "KUBECTL_REQUIRED"
 Document = dict[str, Any]
 
 
+def kubectl() -> tuple[int, ...]:
+    """The version of kubectl; empty without it."""
+    if shutil.which("kubectl") is None:
+        return ()
+    command = ["kubectl", "version", "--client", "-o", "json"]
+    told = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return tuple(map(int, re.findall(r"[0-9]+", told["clientVersion"]["gitVersion"])[:2]))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a clone has, with the secrets that the script makes."""
-    if shutil.which("kubectl") is None:
+    if (there := kubectl()) < OLDEST:
         reason = (
-            "kubectl is not installed (Debian: apt-get install kubernetes-client): the "
-            "manifests were NOT rendered"
+            f"kubectl {'.'.join(map(str, OLDEST))} or newer is needed, and there is "
+            f"{'.'.join(map(str, there)) or 'none'}: the manifests were NOT rendered"
         )
         if os.environ.get(CI):
             pytest.fail(reason)
@@ -71,7 +89,7 @@ def rendered(folder: Path, overlay: str) -> tuple[Document, ...]:
     done = subprocess.run(
         ["kubectl", "kustomize", str(folder / overlay)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")  # nor warnings of deprecated fields
     return tuple(yaml.safe_load_all(done.stdout))
 
 
@@ -291,6 +309,61 @@ def test_with_a_bucket_no_volume_of_captures_is_shared_and_the_bucket_is_reached
     assert Settings(**given, artifact_secret_key="x").artifacts.startswith("s3://")
 
 
+@pytest.fixture(scope="module")
+def extended(folder: Path) -> tuple[Document, ...]:
+    """The overlay `cpu` with all components."""
+    (folder / "all").mkdir(exist_ok=True)
+    (folder / "all" / "kustomization.yaml").write_text(
+        "namespace: midstream\nresources: [../cpu]\n"
+        f"components: [{', '.join(f'../components/{name}' for name in COMPONENTS)}]\n"
+    )
+    return rendered(folder, "all")
+
+
+def test_components_add_what_they_are_named_for(
+    folder: Path, extended: tuple[Document, ...]
+) -> None:
+    assert {path.name for path in (folder / "components").iterdir()} == COMPONENTS.keys()
+    kinds = {found["kind"] for found in extended}
+    assert kinds - {found["kind"] for found in rendered(folder, "cpu")} == set().union(
+        *COMPONENTS.values()
+    )
+    for document in extended:
+        if document["kind"] not in FOREIGN:
+            kubernetes_validate.validate(document, VERSIONS[-1], strict=True)
+
+
+def test_the_ingress_leads_to_the_api_by_a_host_that_it_allows(
+    extended: tuple[Document, ...],
+) -> None:
+    [rule] = of(extended, "Ingress")["api"]["spec"]["rules"]
+    [data] = [found["data"] for found in of(extended, "ConfigMap").values()]
+    assert rule["host"] in data[f"{PREFIX}ALLOWED_HOSTS"].split(",")
+    assert data[f"{PREFIX}PUBLIC_URL"] == f"https://{rule['host']}"
+    service = rule["http"]["paths"][0]["backend"]["service"]
+    ports = of(extended, "Service")[service["name"]]["spec"]["ports"]
+    assert service["port"]["name"] in [port["name"] for port in ports]
+
+
+def test_monitors_cover_every_process_with_the_observe_key(
+    extended: tuple[Document, ...],
+) -> None:
+    services = of(extended, "ServiceMonitor")["services"]["spec"]
+    pods = of(extended, "PodMonitor")["processes"]["spec"]
+    chosen = [set(found["selector"]["matchExpressions"][0]["values"]) for found in (services, pods)]
+    assert set().union(*chosen) == of(extended, *WORKLOADS).keys() - {"redis"}
+    [endpoint], [pod_endpoint] = services["endpoints"], pods["podMetricsEndpoints"]
+    secret = endpoint["authorization"]["credentials"]
+    assert secret["key"] == "observe_key"
+    assert secret["key"] in of(extended, "Secret")[secret["name"]]["data"]
+    for name in chosen[0]:
+        ports = of(extended, "Service")[name]["spec"]["ports"]
+        assert endpoint["port"] in [port["name"] for port in ports]
+    for name, _, container in containers(extended):
+        if name in chosen[1]:
+            assert pod_endpoint["port"] in [port["name"] for port in container["ports"]]
+
+
 def test_prometheus_finds_every_process_that_needs_no_key(documents: tuple[Document, ...]) -> None:
     for name, found in of(documents, *WORKLOADS).items():
         told = found["spec"]["template"]["metadata"].get("annotations", {})
@@ -306,8 +379,10 @@ def test_prometheus_finds_every_process_that_needs_no_key(documents: tuple[Docum
 
 def test_images_have_the_version_of_the_package(documents: tuple[Document, ...]) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    images = {container["image"] for _, _, container in containers(documents)} - {
-        "redis:7.4-bookworm"
+    images = {
+        container["image"]
+        for name, _, container in containers(documents)
+        if name != "redis"  # its version is its own
     }
     assert {image.rpartition(":")[2] for image in images} == {version}
     assert {image.partition(":")[0] for image in images} <= {

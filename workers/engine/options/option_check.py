@@ -21,8 +21,8 @@ from pydantic import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from ....schemas.base.errors import suggestion
 from ....schemas.base.settings import Settings, SettingsError
-from ....schemas.service.choices import suggestion
 from ...runner.support.rules import is_one_of
 from .option_lists import OURS, PROVEN, UNKNOWN, WRONG
 

@@ -114,7 +114,7 @@ def fitted(ask: EngineRequest, max_model_len: int) -> EngineRequest:
             "prompt_too_long",
             detail,
             field="messages",
-            allowed="fewer or smaller images, less text, or fewer max_tokens",
+            hint="send fewer or smaller images, less text, or fewer max_tokens",
         )
     return dataclasses.replace(
         ask,

@@ -566,9 +566,7 @@ class _Run:
             for rank, ended in enumerate(ranks):
                 for request, why in ended.items():
                     if why:
-                        raise Uncertified(
-                            f"the certification run failed: request {request} on rank {rank}: {why}"
-                        )
+                        raise Uncertified(f"request {request} on rank {rank}: {why}")
             if all(
                 int(request) in {int(key) for key in ended}
                 for ended in ranks

@@ -19,7 +19,7 @@ from ..protocol import Fetch, Locate, StoredArtifact
 from .cache import RankCache
 from .collective import Quarantined, Ranks, Refused, Undo
 from .loras import RankLoras
-from .saes import RankSaes, served
+from .saes import RankSaes
 from .source_runs import RankRuns
 from .vectors import RankVectors
 
@@ -45,10 +45,8 @@ class RankControl(ABC):
         )
         self._artifacts: dict[type[StoredArtifact], RankCache[Any]] = {
             StoredLora: self._loras,
-            StoredSae: RankSaes(self._ranks, settings.sae_dir, settings.sae_cache_mib << 20),
+            StoredSae: RankSaes(self._ranks, settings.sae_root, settings.sae_cache_mib << 20),
         }
-        #: Kind of reading that needs an artifact → why it is not served; empty if it is.
-        self.artifact_readings = {"features": served(settings)}
         self._patience_s = settings.steering_wait_s
         self._rows = RowAdmission(settings.steering_rows, settings.steering_entries)
 

@@ -5,15 +5,9 @@ from collections.abc import Sequence
 
 from ....schemas.artifacts.saes import StoredSae
 from ....schemas.base.errors import MidstreamError
-from ....schemas.base.settings import Settings
 from ....storage.formats.sae_files import folder_of
 from .cache import LoadCall, RankCache
 from .collective import Ranks
-
-
-def served(settings: Settings) -> str:
-    """Return why this worker reads no features; empty if it does."""
-    return "" if settings.sae_dir else "the setting sae_dir is empty"
 
 
 class RankSaes(RankCache[StoredSae]):
@@ -23,7 +17,7 @@ class RankSaes(RankCache[StoredSae]):
     dropping = "dropping a sparse autoencoder"
 
     def __init__(self, ranks: Ranks, root: str, budget: int) -> None:
-        """`root`: the setting `sae_dir`."""
+        """`root`: the folder that autoencoders are below."""
         super().__init__(ranks, budget)
         self._root = root
 

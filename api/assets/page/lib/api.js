@@ -4,10 +4,11 @@ export class ApiError extends Error {
   constructor(status, problem, retryAfter) {
     const field = problem.field ? `${problem.field}: ` : "";
     const allowed = problem.allowed ? ` (${problem.allowed})` : "";
-    super(`${field}${problem.detail || problem.title || `HTTP ${status}`}${allowed}`);
+    const hint = problem.hint ? `; ${problem.hint}` : "";
+    super(`${field}${problem.detail || problem.title || `HTTP ${status}`}${hint}${allowed}`);
     this.status = status;
     this.code = (problem.type || "").split(":").pop() || "unknown";
-    this.detail = problem.detail || "";
+    this.detail = `${problem.detail || ""}${hint}`;
     this.field = problem.field || null;
     this.allowed = problem.allowed || null;
     this.retryAfter = retryAfter;

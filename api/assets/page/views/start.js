@@ -36,7 +36,7 @@ const CARDS = [
     name: "sweep", title: "Where is the answer stored?", act: "Run the example sweep", own: "#/sweep",
     text: "Patch “The Eiffel Tower …” into “The Colosseum …”, one layer and token at a time, and watch which cells bring back “Paris”.",
     path: "/v1/sweeps", place: "sweep",
-    body: (model) => ({ ...EXAMPLE, model: model.id, hooks: EXAMPLE.hooks.filter((hook) => model.hooks.includes(ours(hook))), metadata: { name: "Where is the Eiffel Tower?" } }),
+    body: (model) => ({ ...EXAMPLE, model: model.id, hooks: EXAMPLE.hooks.filter((hook) => model.hooks.includes(ours(hook))) }),
   },
   {
     name: "capture", title: "What does each layer see?", act: "Run the example capture", own: "#/capture",

@@ -138,7 +138,7 @@ def test_requests_too_costly_to_resolve_are_refused_by_field(
     with pytest.raises(MidstreamError) as refused:
         check_cost(asked, prompts, characters)
     assert (refused.value.status, refused.value.field) == (400, field)
-    assert "at most" in str(refused.value.allowed) or "fewer prompts" in str(refused.value.allowed)
+    assert "at most" in str(refused.value.allowed) or "fewer prompts" in str(refused.value.hint)
     assert (
         check_cost(asked, prompts // 2, characters // 2) <= RESOLVE_LIMIT if prompts > 1 else True
     )
@@ -181,12 +181,12 @@ def test_a_range_costs_its_expanded_positions() -> None:
 
 @pytest.mark.parametrize(
     ("parsers", "told"),
-    [([], "in the setting tool_parser"), (["a", "b"], "; its chat template suggests a or b")],
+    [([], "with the setting tool_parser"), (["a", "b"], "; its chat template suggests a or b")],
 )
 def test_tools_without_a_parser_name_the_setting(parsers: list[str], told: str) -> None:
     asked = dataclasses.replace(wish(), tools=ToolUse(tools=b"[]", choice="auto"))
     model = msgspec.structs.replace(MODEL, tool_parsers=parsers)
     with pytest.raises(MidstreamError, match=f"{told}") as refused:
         check_tools(asked, model)
-    assert refused.value.field == "tools"
+    assert (refused.value.field, refused.value.allowed) == ("tools", None)
     check_tools(asked, msgspec.structs.replace(model, tool_parser="hermes"))

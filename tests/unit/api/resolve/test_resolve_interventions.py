@@ -281,7 +281,7 @@ def test_entries_that_cannot_share_a_row_are_counted() -> None:
         MidstreamError, match="needs 5 rows of the steering table for one token for prompt 0"
     ) as found:
         resolved(*again)
-    assert (found.value.field, "merge directions into one lowrank" in str(found.value.allowed)) == (
+    assert (found.value.field, "merge directions into one lowrank" in str(found.value.hint)) == (
         "steering",
         True,
     )
@@ -333,7 +333,7 @@ def test_more_overlapping_position_sets_than_rows_per_token_are_refused() -> Non
             steering(*positions, op=op)
         assert (found.value.status, found.value.field) == (400, "steering")
         assert "place entries that replace rows at the same positions next to each other" in str(
-            found.value.allowed
+            found.value.hint
         )
 
 

@@ -465,7 +465,7 @@ def test_in_several_prompts_the_one_at_fault_is_named() -> None:  # field case 3
 
 
 @pytest.mark.parametrize(
-    ("source", "words", "allowed"),
+    ("source", "words", "hint"),
     [
         (
             run(state="pending", detail="its job is running"),
@@ -483,10 +483,10 @@ def test_in_several_prompts_the_one_at_fault_is_named() -> None:  # field case 3
     ],
 )
 def test_a_run_that_cannot_be_used_is_refused_with_why(
-    source: RunView, words: str, allowed: str | None
+    source: RunView, words: str, hint: str | None
 ) -> None:
     found = refused(patch(), model_state=ModelState(runs={"clean": source}))
-    assert (found.field, words in found.detail, (allowed or "") in (found.allowed or "")) == (
+    assert (found.field, words in found.detail, (hint or "") in (found.hint or "")) == (
         "patch[0].source.run",
         True,
         True,
@@ -494,7 +494,9 @@ def test_a_run_that_cannot_be_used_is_refused_with_why(
 
 
 def test_an_unknown_run_is_answered_with_those_there_are() -> None:
-    assert "clean, corrupt" in (refused(patch({"run": "cleen"})).allowed or "")
+    found = refused(patch({"run": "cleen"}))
+    assert "clean, corrupt" in (found.allowed or "")
+    assert found.hint == "did you mean 'clean'?"
 
 
 @pytest.mark.parametrize(

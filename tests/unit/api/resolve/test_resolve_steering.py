@@ -217,7 +217,7 @@ def test_a_module_with_positions_outside_a_prompt_is_refused_unless_overridden()
     problem = refused(resolved, [SteeringSpec(module="joy")], there)
     assert problem.field == "steering[0].module"
     assert "entry 0" in problem.detail
-    assert "steering[0].positions" in str(problem.allowed)
+    assert "steering[0].positions" in str(problem.hint)
     ((entry,),), _ = resolved([SteeringSpec(module="joy", positions=[Span(text="here")])], there)
     assert entry.positions == [2]
 

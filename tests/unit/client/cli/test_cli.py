@@ -373,9 +373,9 @@ def test_prompts_come_from_lines_or_a_json_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["up", "--set", "kv_cache=2"], "MIDSTREAM_KV_CACHE"),
+        (["up", "--set", "kv_cache=2"], "--set kv_cache: "),
         (["up", "--set", "kv_cache_gib"], "NAME=VALUE"),
-        (["up", "--set", "api_port=many"], "MIDSTREAM_API_PORT"),
+        (["up", "--set", "api_port=many"], "--set api_port="),
         (["up", "--port", "70000"], "api_port"),
         (["up", "--global-capture", "pre_mlp:0"], "global_capture: 'pre_mlp' is not a hook"),
         (

@@ -125,6 +125,8 @@ def test_rows_and_keys_are_read_by_number(uri: str) -> None:
         assert np.array_equal(made.rows(index, 5)[:, 0], value(keys.documents, keys.positions, 5))
     assert made.rows(17, 2).shape == (WIDTH,)
     assert made.rows([], 2).shape == (0, WIDTH)
+    with pytest.raises(IndexError, match=f"^row {-ROWS - 1} is out of range"):
+        made.rows([3, -ROWS - 1], 2)
     with pytest.raises(IndexError, match="out of range"):
         made.rows(ROWS, 2)
     with pytest.raises(MidstreamError, match="several sites"):

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from midstream import __version__
 from midstream.client.render import status as show_status
-from midstream.client.stack import doctor
+from midstream.client.stack.checks import service_checks
+from midstream.client.stack.checks.finding import Finding
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.models import WorkerInfo, WorkerStats
@@ -177,7 +178,7 @@ def test_ranks_that_disagreed_lately_are_shown_and_long_ago_are_not() -> None:
 def test_the_doctor_grades_status_findings(changes: dict[str, Any], about: str, level: str) -> None:
     found = [
         finding
-        for finding in doctor._parts(status(**{"queues": [], **changes}), Settings())
+        for finding in service_checks.parts(status(**{"queues": [], **changes}), Settings())
         if finding.level != "ok"
     ]
     assert [(finding.about, finding.level) for finding in found] == (
@@ -194,9 +195,9 @@ def test_the_doctor_lists_allowed_hosts() -> None:
         allowed="localhost, api.example",
     ).problem()
     with server(reply(problem, status=421)) as (url, _):
-        found = [*doctor._api(url, {}), *doctor._keys(url, {})]
+        found = [*service_checks.api(url, {}), *service_checks.keys(url, {})]
     assert found == [
-        doctor.Finding(
+        Finding(
             "fail",
             "api",
             "this API is not called 'box'",

@@ -23,7 +23,7 @@ from midstream.schemas.jobs.jobs import JobRequest, SamplingRequest, State
 from midstream.schemas.jobs.openai import CompletionRequest
 from midstream.schemas.jobs.sweeps import SweepRequest
 from midstream.schemas.prompts.selectors import Span
-from midstream.schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
+from midstream.schemas.requests.specs import CaptureSpec, PatchSource, PatchSpec, SteeringSpec
 
 VECTOR = np.arange(4, dtype=np.float64)
 
@@ -174,6 +174,24 @@ def test_vectors_come_from_numpy_lists_and_torch() -> None:
     assert job(
         capture={"layers": torch.tensor([1, 2]), "positions": torch.tensor(3)}
     ).capture == CaptureSpec(layers=[1, 2], positions=[3])
+
+
+@pytest.mark.parametrize(
+    "vector", [VECTOR, VECTOR.tolist(), tuple(VECTOR)], ids=["np", "list", "tuple"]
+)
+def test_structs_take_arrays_as_vectors_too(vector: Any) -> None:
+    steering = SteeringSpec(layers=0, vector=vector)
+    patch = PatchSpec(layers=0, positions=[0], source=PatchSource(vector=vector))
+    given = JobRequest(model="m", prompts=["x"], steering=[steering], patch=[patch])
+    for body in (job(steering=steering, patch=[patch]), values.request(given, {}, JobRequest)):
+        for tensor in (body.steering[0].vector, body.patch[0].source.vector):
+            assert tensor is not None
+            np.testing.assert_array_equal(to_numpy(tensor), VECTOR)
+    (entry,) = wire.pack_steering(
+        {"layers": 0, "op": "lowrank", "rotation": [vector], "weight": [vector], "bias": vector[:1]}
+    )
+    assert entry.weight is not None
+    assert entry.weight.shape == [1, 4]
 
 
 def test_run_takes_the_names_of_completion() -> None:

@@ -185,6 +185,20 @@ def test_the_fake_engine_takes_no_options_of_vllm() -> None:
     assert caught.value.kind == "engine_failed"
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"hooks": "post_blok"}, "hooks: 'post_blok' is not a hook point"),
+        ({"extensions": "nothing-of-it"}, "nothing-of-it"),
+    ],
+)
+def test_settings_of_the_engine_are_checked_without_vllm(
+    settings: dict[str, str], says: str
+) -> None:
+    with pytest.raises(SettingsError, match=says):
+        check_options(Settings(**settings))
+
+
 def test_an_engine_that_no_package_offers_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"engine='fak': unknown engine; valid: vllm, fake"):
         check_options(Settings(engine="fak"))

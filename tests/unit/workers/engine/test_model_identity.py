@@ -46,6 +46,7 @@ class Bench:
         model: Path | str = "",
         dtype: str = "bfloat16",
         tokenizer: Path | str = "",
+        auto_map: dict[str, str] | None = None,
         **changed: Any,
     ) -> str:
         place = str(model or self.model)
@@ -53,7 +54,8 @@ class Bench:
             model=place,
             tokenizer=str(tokenizer or place),
             dtype=f"torch.{dtype}",
-            hf_config=SimpleNamespace(_commit_hash=None),
+            hf_config=SimpleNamespace(_commit_hash=None, auto_map=auto_map),
+            trust_remote_code=auto_map is not None,
         )
         return identity_of(Settings(data_dir=str(self.data), **changed), config)
 
@@ -80,10 +82,15 @@ def test_a_changed_or_further_file_is_another_identity(bench: Bench, file: str) 
 
 
 def test_dtype_and_options_that_change_numbers_belong_to_the_identity(bench: Bench) -> None:
-    quantized, overridden = {"quantization": "fp8"}, {"hf_overrides": {"rope_theta": 2.0}}
+    changed: list[dict[str, Any]] = [
+        {"quantization": "fp8"},
+        {"hf_overrides": {"rope_theta": 2.0}},
+        {"code_revision": "0123abc"},
+        {"tokenizer_revision": "0123abc"},
+    ]
     identities = [bench.identity(), bench.identity(dtype="float32")]
-    identities += [bench.identity(engine_options=options) for options in (quantized, overridden)]
-    assert len(set(identities)) == 4
+    identities += [bench.identity(engine_options=options) for options in changed]
+    assert len(set(identities)) == 6
 
 
 @pytest.mark.parametrize(
@@ -154,6 +161,23 @@ def test_a_damaged_file_of_digests_is_ignored(bench: Bench, content: bytes) -> N
 def test_a_name_on_the_hub_needs_a_commit(bench: Bench) -> None:
     with pytest.raises(MidstreamError, match="the identity of some/model is unknown"):
         bench.identity("some/model")
+
+
+def test_code_in_a_subfolder_belongs_to_the_identity(bench: Bench) -> None:
+    first = bench.identity()
+    (bench.model / "layers").mkdir()
+    (bench.model / "layers" / "mixer.py").write_text("SCALE = 2")
+    assert bench.identity() != first
+
+
+def test_code_of_another_repository_needs_a_commit(bench: Bench) -> None:
+    elsewhere = {"AutoModelForCausalLM": "some/model--modeling.Model"}
+    with pytest.raises(MidstreamError, match="code from another repository") as refused:
+        bench.identity(auto_map=elsewhere)
+    assert refused.value.field == "model"
+    assert "code_revision" in str(refused.value.allowed)
+    assert bench.identity(auto_map=elsewhere, engine_options={"code_revision": "0123abc"})
+    assert bench.identity(auto_map={"AutoConfig": "configuration.Config"})
 
 
 def test_files_that_cannot_be_read_are_an_error(bench: Bench) -> None:
