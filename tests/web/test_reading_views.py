@@ -78,6 +78,9 @@ def test_features_shade_the_text_and_list_the_strongest(site: Site, visit: Visit
     (found,) = result_of(site, visit)["features"]
     of_token = page.get_by_role("list", name="Features of the token")
     expect(of_token.locator(".bar-text")).to_have_text([str(each) for each in found["features"][1]])
+    page.get_by_role("group", name="Tokens", exact=True).focus()
+    page.keyboard.press("ArrowRight")
+    expect(of_token.locator(".bar-text")).to_have_text([str(each) for each in found["features"][2]])
     strongest = page.get_by_role("list", name="Features", exact=True).get_by_role("button").first
     strongest.click()
     expect(strongest).to_have_attribute("aria-pressed", "true")
