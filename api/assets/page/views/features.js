@@ -4,7 +4,7 @@ import { html, useMemo, useState } from "../lib/ui.js";
 import { count, number, percent } from "../lib/format.js";
 import { Chips, Legend, short, visible } from "../lib/chips.js";
 import { shade } from "../lib/heatmap.js";
-import { Bars, Reading, ReadingForm, Recent, quoted, useWords } from "../lib/readings.js";
+import { Bars, Reading, ReadingForm, Recent, moving, quoted, useWords } from "../lib/readings.js";
 
 const LISTED = 12; // features at first
 const tidy = (value) => Number(value.toPrecision(2));
@@ -54,7 +54,7 @@ export function FeaturesResult({ reading, model }) {
         ? html`Feature ${feature} is among the most active of ${count(chosen.tokens, "token")}, most at ${quoted(word(reading.token_ids[chosen.where]))} (${short(chosen.most)}).`
         : listed.length ? html`${count(listed.length, "feature")} are among the most active; feature ${listed[0].id} is the strongest, at ${quoted(word(reading.token_ids[listed[0].where]))}.` : "No feature is active."
     }</p>
-    <div class="card reading-chips"><${Chips} label="Tokens by activation" paint=${shade} active=${at} onPick=${move} values items=${positions.map((position, n) => ({ key: n, word: word(reading.token_ids[n]), value: tidy(values[n]), share: position === 0 && positions.length > 1 ? null : values[n] / top }))} />
+    <div class="card reading-chips" tabindex="0" role="group" aria-label="Tokens" onKeyDown=${moving({ row: 0, column: at }, ({ column }) => move(column), 1, positions.length)}><${Chips} label="Tokens by activation" paint=${shade} active=${at} onPick=${move} values items=${positions.map((position, n) => ({ key: n, word: word(reading.token_ids[n]), value: tidy(values[n]), share: position === 0 && positions.length > 1 ? null : values[n] / top }))} />
       <${Legend} low=${0} paint=${shade} from=${0} to=${tidy(top)} what=${feature === null ? "largest activation of any feature" : `activation of feature ${feature}`} />
       ${feature !== null && html`<button type="button" class="button small" onClick=${() => setFeature(null)}>Show all features</button>`}</div>
     <div class="reading even">
@@ -65,7 +65,7 @@ export function FeaturesResult({ reading, model }) {
         <${Bars} label="Features of the token" onPick=${pick} items=${features[at].map((id, k) => ({ key: id, active: id === feature, text: `${id}`, value: `${tidy(activations[at][k])}`, share: activations[at][k] / (activations[at][0] || 1) }))} />
         <p class="soft">${number(active[at])} features are active here; they leave ${percent(errors[at])} of the row's norm unexplained.</p></section>
     </div>
-    <p class="soft">Features of ${reading.sae} at ${reading.hook}, layer ${reading.layer}. Click a feature to shade the text by it, or a token to see its features.${positions[0] === 0 && positions.length > 1 ? ` The first token, ${visible(word(reading.token_ids[0]))}, has no colour: its row is an outlier in most models.` : ""}</p>`;
+    <p class="soft">Features of ${reading.sae} at ${reading.hook}, layer ${reading.layer}. Click a feature to shade the text by it, or a token (or use the arrow keys) to see its features.${positions[0] === 0 && positions.length > 1 ? ` The first token, ${visible(word(reading.token_ids[0]))}, has no colour: its row is an outlier in most models.` : ""}</p>`;
 }
 
 export default function View({ params, query, jobs }) {

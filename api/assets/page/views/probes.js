@@ -3,7 +3,7 @@
 import { post } from "../lib/api.js";
 import { html, useEffect, useMemo, useState } from "../lib/ui.js";
 import { Chips, Legend, short, visible } from "../lib/chips.js";
-import { Reading, ReadingForm, Recent, quoted, useAnswer, useWords } from "../lib/readings.js";
+import { Reading, ReadingForm, Recent, moving, quoted, useAnswer, useWords } from "../lib/readings.js";
 
 const form = {
   name: "probes",
@@ -67,15 +67,9 @@ export function ProbeResult({ found, result, view }) {
   const text = scores.map((_, n) => (n < output.prompt_tokens ? (split && split.length === output.prompt_tokens ? split[n] : `${n}`) : words(output.token_ids[n - output.prompt_tokens])));
   const middle = threshold ?? 0;
   const reach = Math.max(...scores.slice(scores.length > 1 ? 1 : 0).map((score) => Math.abs(score - middle))) || 1;
-  const key = (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    move(Math.max(0, Math.min(scores.length - 1, at + step)));
-  };
   return html`${summary}
     ${labels.length > 1 && html`<p class="inline"><label>Label <select value=${label} onChange=${({ target }) => setLabel(Number(target.value))}>${labels.map((each, n) => html`<option value=${n}>${each}</option>`)}</select></label></p>`}
-    <div class="card reading-chips" tabindex="0" role="group" aria-label="Score by token" onKeyDown=${key}>
+    <div class="card reading-chips" tabindex="0" role="group" aria-label="Score by token" onKeyDown=${moving({ row: 0, column: at }, ({ column }) => move(column), 1, scores.length)}>
       <${Chips} label="Tokens by score" active=${at} onPick=${move} items=${scores.map((score, n) => ({ key: n, word: text[n], value: score, share: n === 0 && scores.length > 1 ? null : (score - middle) / reach, generated: n >= output.prompt_tokens }))} />
       <${Line} scores=${scores} threshold=${threshold} prompt=${output.prompt_tokens} at=${at} move=${move} words=${text} />
       <p class="note" role="status">${quoted(text[at])} (token ${at}): ${short(scores[at])}</p>
