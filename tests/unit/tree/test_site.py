@@ -16,9 +16,14 @@ def build() -> ModuleType:
     assert spec
     assert spec.loader
     found = importlib.util.module_from_spec(spec)
-    before = list(sys.path)
-    spec.loader.exec_module(found)
-    sys.path[:] = before
+    # tests/engine also has a `reference`: neither takes the other's place
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        for name in ("notebook", "reference"):
+            patch.delitem(sys.modules, name, raising=False)
+        spec.loader.exec_module(found)
+        for name in ("notebook", "reference"):
+            del sys.modules[name]
     return found
 
 
