@@ -146,10 +146,9 @@ def _copy(data: mmap.mmap, start: int, target: Path) -> None:
 
 
 def _refusal(path: Path, check: str, why: str) -> MidstreamError:
-    checked = next(path.parent.glob("*.manifest"), path)
     return MidstreamError(
         "unavailable",
         f"Redis cannot load {path}: {why}. Nothing was changed. Restore it from a "
         "backup; or discard everything after the damage: "
-        f"`cp {path} {path}.backup && {check} --fix {checked}`, then start again",
+        f"`cp {path} {path}.backup && {check} --fix {path}`, then start again",
     )
