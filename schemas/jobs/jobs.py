@@ -32,7 +32,7 @@ from ..base.limits import (
     Text,
     TokenIds,
 )
-from ..base.records import Record
+from ..base.records import Plotted, Record
 from ..base.states import TERMINAL as TERMINAL
 from ..base.states import TRANSITIONS as TRANSITIONS
 from ..base.states import State as State
@@ -413,7 +413,7 @@ class JobView(Record, omit_defaults=True):
     retry_reason: str = ""  # why its previous attempt ended; empty: there was none
 
 
-class JobResult(ReadingResults):
+class JobResult(Plotted, ReadingResults):
     """Answer of `GET /v1/jobs/{id}/result`."""
 
     id: str

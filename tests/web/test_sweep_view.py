@@ -257,9 +257,11 @@ def test_a_duplicate_keeps_names_of_hooks_positions_and_other_fields(
         "positions": [-1, -2],
         "window": {"layers": 2},
         "alpha": 0.5,
+        "metadata": {"name": "Mine", "of": "me"},
     }
     view = swept(site, **asked)
     shown(visit, site, view.job.id)
+    expect(visit.page.get_by_role("heading", level=1)).to_have_text("Mine")
     with visit.page.expect_request(
         lambda request: request.url.endswith("/v1/sweeps/plan")
     ) as planned:
@@ -268,6 +270,7 @@ def test_a_duplicate_keeps_names_of_hooks_positions_and_other_fields(
     expect(visit.page.locator(".planned")).to_contain_text("2 hook points, 2 layers, 2 columns")
     expect(visit.page.get_by_label("Hook points")).to_have_count(0)
     expect(visit.page.locator('[data-hook="post_attn"]')).to_be_checked()
+    expect(visit.page.get_by_label("Name", exact=True)).to_have_value("Mine")
     with visit.page.expect_request(lambda request: request.url.endswith("/v1/sweeps")) as sent:
         visit.page.get_by_role("button", name="Run the sweep").click()
     assert from_json(sent.value.post_data or "", SweepRequest) == view.request
@@ -336,7 +339,7 @@ def test_keys_move_over_cells_whose_values_are_read_out(site: Site, visit: Visit
     first = shown(visit, site, view.job.id)
     first.focus()
     readout = visit.page.locator(".readout")
-    expect(readout).to_contain_text("pre_attn (resid_pre), layer 0, T 0")
+    expect(readout).to_contain_text("Residual stream before the layer, layer 0, T 0")
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         visit.page.keyboard.press(key)
     value = view.result.pairs[0].grids["pre_attn"][2][1]
@@ -376,6 +379,73 @@ def test_hovering_a_cell_shows_token_layer_value_and_noise(site: Site, visit: Vi
     )
 
 
+def test_a_retry_says_which_attempt_and_why(site: Site, visit: Visit) -> None:
+    with held(site):
+        job_id = submitted(site)
+        body = until(
+            lambda: (
+                found
+                if (found := site.alice.get(f"/v1/sweeps/{job_id}"))["job"]["state"] == "running"
+                else None
+            ),
+            "the sweep to run",
+        )
+        body["job"] |= {
+            "state": "queued",
+            "version": 1000,
+            "retry_reason": "worker w1 did not renew its lease",
+        }
+        visit.page.route(f"**/v1/sweeps/{job_id}", lambda route: route.fulfill(json=body))
+        shown(visit, site, job_id)
+        state = visit.page.locator(".sweep-state")
+        expect(state).to_contain_text("waiting for a worker for")
+        expect(state).to_contain_text("attempt 2: worker w1 did not renew its lease")
+
+
+def test_a_finding_names_tokens_layers_and_the_effect(site: Site, visit: Visit) -> None:
+    """Of grids as a sweep has them: `cells` is [layer][column] at one hook."""
+    visit.log_in(site.alice, "jobs")
+
+    def found(cells: list[list[float | None]], metric: str = "recovered", **more: str) -> str:
+        text: str = visit.page.evaluate(
+            """async ([cells, metric, more]) => {
+              const { SweepGrid } = await import("/page/lib/grid.js");
+              const { finding } = await import("/page/lib/finding.js");
+              const tokens = ["The", " Tower", " of"], base = { value: -2, logprob: -2 };
+              const pair = {
+                labels: tokens, base_tokens: tokens, source_tokens: tokens, answer: "P", foil: "R",
+                base, source: { value: 3, logprob: -1 }, noise_floor: 0.01,
+                grids: { pre_attn: cells },
+                notes: [], positions: [[0], [1], [2]], sources: [[0], [1], [2]], heads: [],
+                neurons: {},
+              };
+              const result = {
+                hooks: ["pre_attn"], layers: cells.map((_, n) => n), metric, axis: "position",
+                direction: "denoise", ablation: null, pairs: [pair], skipped: [], ...more,
+              };
+              return finding(new SweepGrid({ result }), 0);
+            }""",
+            [cells, metric, more],
+        )
+        return text
+
+    assert found([[None, None, None]]) == ""
+    both: list[list[float | None]] = [[0, 0.9, 0], [0, 1.0, 0.1], [0, 0.2, 0.8], [0, 0.1, 0.9]]
+    where = "“Tower” (token 1) in layers 0–1 and “of” (token 2) in layers 2–3 matter most"
+    residual = "the residual stream before the layer"
+    assert found(both) == f"{where}: patching {residual} there recovers up to 100 % of the answer."
+    assert found(both, direction="noise").endswith(
+        "there moves up to 100 % of the way to the other prompt's answer."
+    )
+    assert found([[0, 0.01, 0]]) == (
+        "No single patch matters: the strongest recovers 1 % of the answer."
+    )
+    assert found([[-2, -5, -2]], metric="logit_diff", ablation="zeros") == (
+        f"“Tower” (token 1) in layer 0 matters most: setting {residual} to zero there changes "
+        "log P(answer) − log P(foil) by up to −3.000 nats."
+    )
+
+
 def test_enter_on_a_cell_looks_closer_as_a_study_does(site: Site, visit: Visit) -> None:
     view = swept(site, window={"layers": 3})
     first = shown(visit, site, view.job.id)
@@ -391,7 +461,7 @@ def test_enter_on_a_cell_looks_closer_as_a_study_does(site: Site, visit: Visit) 
     new = visit.page.url.rpartition("/")[2]
     assert site.alice.wait(new)["state"] == "succeeded"
     closer = seen(site, new)
-    expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded: 4 of 4 cells")
+    expect(visit.page.locator(".sweep-state")).to_contain_text("4 of 4 cells")
     assert (closer.result.hooks, closer.result.layers, closer.result.pairs[0].positions) == (
         ["pre_attn"],
         [0, 1, 2, 3],

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -31,6 +32,7 @@ def test_a_row_opens_with_the_keyboard_and_shows_the_job(site: Site, visit: Visi
     assert site.alice.wait(job)["state"] == "succeeded"
     visit.log_in(site.alice)
     expect(row(visit, job)).to_contain_text("mine")
+    expect(row(visit, job)).to_contain_text("the sky is")
     row(visit, job).focus()
     visit.page.keyboard.press("Enter")
     details = visit.page.locator("section.details")
@@ -39,6 +41,9 @@ def test_a_row_opens_with_the_keyboard_and_shows_the_job(site: Site, visit: Visi
     expect(details.locator('[data-part="output"]')).to_have_text(
         [output["text"] for output in result["outputs"]]
     )
+    expect(row(visit, job)).to_contain_text(result["outputs"][0]["text"])
+    expect(details.get_by_role("heading").first).to_have_text("the sky is")
+    expect(details.get_by_role("button", name=f"Copy {job}")).to_be_visible()
     expect(details).to_contain_text("All ranks agree")
     expect(details).to_contain_text(result["determinism"]["stages"][0]["ranks"][0]["checksum"])
     expect(details).to_contain_text(result["capture_results"]["files"][0]["path"])
@@ -147,14 +152,14 @@ def test_the_progress_of_a_sweep_is_shown_while_it_runs(site: Site, visit: Visit
         }
         job = str(site.alice.post("/v1/sweeps", **body)["id"])
         visit.log_in(site.alice)
-        expect(row(visit, job)).to_contain_text("sweep 0/")
+        expect(row(visit, job)).to_contain_text("0 of ")
     cells = until(
         lambda: (
             view if (view := site.alice.get(f"/v1/jobs/{job}"))["state"] == "succeeded" else None
         ),
         "the sweep",
     )["cells_expected"]
-    expect(row(visit, job)).to_contain_text(f"sweep {cells}/{cells}")
+    expect(row(visit, job)).to_contain_text(f"{cells} of {cells} cells")
 
 
 def crowd(site: Site, tenant: str, count: int) -> list[str]:
@@ -213,16 +218,22 @@ def test_five_thousand_jobs_are_a_table_of_a_few_rows(site: Site, visit: Visit) 
     later = user.submit()  # changes arrive beside so many
     expect(row(visit, later)).to_contain_text("succeeded")
     visit.page.get_by_label("State").select_option("failed")
-    expect(visit.page.get_by_text("No jobs.")).to_be_visible()
+    expect(visit.page.get_by_text("No job matches.")).to_be_visible()
 
 
 def test_ops_shows_every_rank_to_those_who_may_see_it(site: Site, visit: Visit) -> None:
     visit.log_in(site.operator, "ops")
     with held(site):
         job = site.alice.submit()  # it soon is among the ten that ran the longest
-        expect(visit.page.get_by_role("region", name="Slowest jobs")).to_contain_text(job)
+        expect(
+            visit.page.get_by_role("region", name="Slowest jobs").locator(f'[title="{job}"]')
+        ).to_have_text("the sky is")
     expect(visit.page.get_by_role("region", name="Ranks of w1")).to_contain_text("yes")
     expect(visit.page.get_by_role("region", name="Service components")).to_contain_text("received")
+    for chart in ("Tokens per second", "Jobs in the queue", "Median job time"):
+        drawn = visit.page.get_by_role("img", name=re.compile(f"{chart}: .* at most "))
+        expect(drawn).to_be_visible()
+        expect(drawn.locator(".line")).to_have_count(1)
     expect(visit.page.get_by_role("main").get_by_role("link", name="Flower")).to_have_attribute(
         "href", f"http://127.0.0.1:{site.stack.settings.flower_port}"
     )
@@ -276,6 +287,7 @@ def test_views_are_accessible_and_fit(
         page = visit.page
         for view, part, words in (
             ("jobs", row(visit, job), "succeeded"),
+            ("start", page.get_by_role("region", name="Latest results"), "the sky is"),
             (f"jobs/{job}", page.locator("section.details"), "All ranks agree"),
             ("ops", page.get_by_role("region", name="Ranks of w1"), "yes"),
             ("nowhere", page.get_by_role("main"), "There is no view"),

@@ -29,16 +29,20 @@ from .tool_families import parser_for
 logger = logging.getLogger(__name__)
 
 
+def check_name(name: str) -> None:
+    """Raises SettingsError when vLLM has no such parser."""
+    if name not in (known := ToolParserManager.list_registered()):
+        raise SettingsError(
+            f"tool_parser={name!r}: vLLM has no such parser; valid: {', '.join(known)}"
+        )
+
+
 class ToolParsers:
     """One of vLLM's parsers, for one model."""
 
     def __init__(self, name: str, config: ModelConfig):
         """Raises SettingsError when vLLM has no such parser, or it does not fit the tokenizer."""
-        known = ToolParserManager.list_registered()
-        if name not in known:
-            raise SettingsError(
-                f"tool_parser={name!r}: vLLM has no such parser; valid: {', '.join(known)}"
-            )
+        check_name(name)
         self.name = name
         self._config, self._tokenizer = config, cached_tokenizer_from_config(config)
         try:

@@ -1,5 +1,7 @@
 // A request as Python, curl and a command, to copy.
 
+import { lean } from "./sweep_request.js";
+
 /** JSON as a Python literal, over several lines where it is long. */
 function python(value, indent = "") {
   if (value === null) return "None";
@@ -22,7 +24,8 @@ const curl = (path, body, url, keyed) =>
 const TEXTS = ["clean", "corrupt", "answer", "foil"];
 
 /** A sweep as the documentation teaches it: a study of the pairs, swept. */
-function study({ model, pairs, ...fields }, url, keyed) {
+function study(request, url, keyed) {
+  const { model, pairs, ...fields } = lean(request);
   const single = pairs.length === 1 && Object.keys(pairs[0]).every((name) => TEXTS.includes(name));
   const given = (of, indent) => Object.entries(of).map(([name, value]) => `${indent}${name}=${python(value, indent)},\n`).join("");
   const what = single ? given(pairs[0], "        ") : `        ${python(pairs, "        ")},\n`;

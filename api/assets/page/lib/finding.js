@@ -41,7 +41,7 @@ export function finding(grid, pair) {
   const noise = grid.noise(pair);
   const percent = (share) => `${Math.round(share * 100)} %`.replace("-", "−");
   const far = metric === "recovered" ? `${percent(best.effect)} ${TO[result.direction] || ""}` : shown(best.effect);
-  if (best.size < (metric === "recovered" ? FAINT : 3 * (noise ? noise.value : 0))) return `No single patch matters: the strongest changes ${metric === "recovered" ? "the answer by" : `${VALUE[metric]} by`} ${far}.`;
+  if (best.size < (metric === "recovered" ? FAINT : 3 * (noise ? noise.value : 0))) return `No single patch matters: the strongest ${metric === "recovered" ? `recovers ${far}` : `changes ${VALUE[metric]} by ${far}`}.`;
   const names = grid.names(pair);
   const places = new Map();
   for (const { hook, layer, column, effect } of cells) if (hook === best.hook && effect * Math.sign(best.effect) >= STRONG * best.size) places.set(column, [...(places.get(column) || []), layer]);

@@ -20,6 +20,7 @@ export function lean(request) {
 export const EXAMPLE = {
   pairs: [{ clean: "The Eiffel Tower is located in the city of", corrupt: "The Colosseum is located in the city of", answer: " Paris", foil: " Rome" }],
   hooks: ["resid_pre", "attn_out", "mlp_out"],
+  metadata: { name: "Where is the Eiffel Tower?" },
 };
 
 // --- The form ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState, Button, Problem, Progress, useNow } from "../lib/ui.js";
 import { post } from "../lib/api.js";
 import { age } from "../lib/format.js";
-import { outcomeOf, owner, progressOf, tagOf, timing, titleOf } from "../lib/jobs.js";
+import { askedOf, outcomeOf, owner, progressOf, tagOf, timing, titleOf } from "../lib/jobs.js";
 import { EmptyState, State } from "../lib/parts.js";
 import { Rows } from "../lib/table.js";
 import { JobDetails } from "./job.js";
@@ -47,7 +47,7 @@ export default function View({ params, session, jobs }) {
     {
       name: "run",
       title: "Prompt",
-      cell: (job) => html`<strong>${titleOf(job)}</strong><small>${[job.kind, tagOf(job), several && owner(job), job.prompts > 1 && `${job.prompts} prompts`].filter(Boolean).join(" · ")}</small>`,
+      cell: (job) => html`<strong>${titleOf(job)}</strong><small>${[askedOf(job), job.kind, tagOf(job), several && owner(job), job.prompts > 1 && `${job.prompts} prompts`].filter(Boolean).join(" · ")}</small>`,
     },
     { name: "output", title: "Output", cell: (job) => html`<span class=${job.error ? "bad" : ""} title=${outcomeOf(job)}>${outcomeOf(job)}</span>` },
     {

@@ -108,7 +108,7 @@ function Charts({ jobs, history, observes }) {
   const digits = (value) => number(value, value < 10 ? 1 : 0);
   return html`<div class="cards">
     ${observes && html`<${Chart} title="Tokens per second" points=${history.of("tokens_s")} text=${digits} /><${Chart} title="Jobs in the queue" points=${history.of("queued")} text=${digits} />`}
-    <${Chart} title="Time to finish a job" note="median, without sweeps" points=${latencies(jobs.list, now, MINUTES)} text=${(value) => (value ? duration(value) : "0")} />
+    <${Chart} title="Median job time" note="without sweeps" points=${latencies(jobs.list, now, MINUTES)} text=${(value) => (value ? duration(value) : "0")} />
   </div>`;
 }
 

@@ -1,11 +1,13 @@
 // Start: examples that run with one click, what is running, the latest results, and what serves them.
 
 import { html, useEffect, useState, Button, Problem, Progress, useNow } from "../lib/ui.js";
-import { post } from "../lib/api.js";
+import { finding } from "../lib/finding.js";
+import { SweepGrid } from "../lib/grid.js";
+import { get, post } from "../lib/api.js";
 import { age, count, duration } from "../lib/format.js";
 import { ours } from "../lib/hooks.js";
 import { colour } from "../lib/heatmap.js";
-import { outcomeOf, over, placeOf, progressOf, timing, titleOf } from "../lib/jobs.js";
+import { askedOf, outcomeOf, over, placeOf, progressOf, timing, titleOf } from "../lib/jobs.js";
 import { useModels } from "../lib/models.js";
 import { EmptyState, Section, State } from "../lib/parts.js";
 import { EXAMPLE } from "../lib/sweep_request.js";
@@ -13,6 +15,7 @@ import { useDark } from "../lib/theme.js";
 
 const RESULTS = 3;
 const RUNNING = 6;
+const MOST_CELLS = 5000;
 
 /** Cells of the drawing on the sweep's card: share recovered, tokens by layers, as a sweep of a factual prompt looks. */
 const DRAWING = [
@@ -33,7 +36,7 @@ const CARDS = [
     name: "sweep", title: "Where is the answer stored?", act: "Run the example sweep", own: "#/sweep",
     text: "Patch “The Eiffel Tower …” into “The Colosseum …”, one layer and token at a time, and watch which cells bring back “Paris”.",
     path: "/v1/sweeps", place: "sweep",
-    body: (model) => ({ ...EXAMPLE, model: model.id, hooks: EXAMPLE.hooks.filter((hook) => model.hooks.includes(ours(hook))), metadata: { name: "Where is the Eiffel Tower?" } }),
+    body: (model) => ({ ...EXAMPLE, model: model.id, hooks: EXAMPLE.hooks.filter((hook) => model.hooks.includes(ours(hook))) }),
   },
   {
     name: "capture", title: "What does each layer see?", act: "Run the example capture", own: "#/capture",
@@ -54,7 +57,7 @@ function Example({ card, model, may }) {
     const job = await post(card.path, card.body(model));
     location.hash = `#/${card.place}/${job.id}`;
   };
-  return html`<article class="card example"><${Drawing} of=${card.name} /><h3>${card.title}</h3><p>${card.text}</p>
+  return html`<article class="card example"><${Drawing} of=${card.name} /><h2>${card.title}</h2><p>${card.text}</p>
     <${Problem} error=${error} />
     <div class="inline">${
       card.path
@@ -72,11 +75,23 @@ function Running({ jobs, now }) {
   })}</ul>${found.length > RUNNING && html`<p><a href="#/jobs">and ${found.length - RUNNING} more</a></p>`}`;
 }
 
+/** What a sweep found; how many cells it has, until that is known or where there are too many to look at here. */
+function Found({ job }) {
+  const [text, set] = useState("");
+  useEffect(() => {
+    if (job.cells_expected > MOST_CELLS) return undefined;
+    const stop = new AbortController();
+    get(`/v1/sweeps/${job.id}`, { signal: stop.signal }).then((view) => set(finding(new SweepGrid(view), view.result.pairs.length > 1 ? null : 0)), () => {}); // the number of cells stays
+    return () => stop.abort();
+  }, [job.id]);
+  return text || outcomeOf(job);
+}
+
 function Results({ jobs, now }) {
   const found = jobs.list.filter((job) => job.state === "succeeded").slice(0, RESULTS);
   if (!found.length) return html`<${EmptyState} title="No results yet." text="They appear here by their prompt as soon as the first job has ended. Start with one of the examples above." />`;
   return html`<div class="cards">${found.map(
-    (job) => html`<a key=${job.id} class="card result" href=${placeOf(job)}><small>${job.kind} · ${age(job.created, now)} ago</small><strong>${titleOf(job)}</strong><span>${outcomeOf(job)}</span></a>`,
+    (job) => html`<a key=${job.id} class="card result" href=${placeOf(job)}><small>${job.kind} · ${age(job.created, now)} ago</small><strong>${titleOf(job)}</strong>${askedOf(job) && html`<small>${askedOf(job)}</small>`}<span>${job.kind === "sweep" ? html`<${Found} job=${job} />` : outcomeOf(job)}</span></a>`,
   )}</div>`;
 }
 
