@@ -44,12 +44,13 @@ def prepare(client: Client) -> None:
     )
     rows = client.capture(job.id)
     means = [rows.array(layer, request=number)[1:].mean(0) for number in range(4)]
-    client.register_module(
+    client.modules.register(
         "sea", [{"layers": layer, "vector": (means[0] + means[1] - means[2] - means[3]) / 2}]
     )
     texts = [row for number in range(4) for row in rows.array(layer, request=number)[1:]]
     labels = [int(number < 2) for number in range(4) for _ in rows.array(layer, request=number)[1:]]
-    client.register_probe("water", fit(texts, labels), layer=layer, labels=["water"])
+    client.saes.register("words", "smollm2-15", description="20,226 tokens")
+    client.probes.register("water", fit(texts, labels), layer=layer, labels=["water"])
 
 
 def start(page: Page) -> None:
@@ -73,6 +74,32 @@ def playground(page: Page) -> None:
         expect(
             page.get_by_role("region", name=title).get_by_role("group", name="prompt")
         ).to_be_visible()
+
+
+def lens(page: Page) -> None:
+    page.get_by_label("Tokens to follow").fill(" Paris| Rome")
+    page.get_by_role("button", name="Read the layers").click()
+    expect(page.locator(".lens")).to_be_visible()
+
+
+def attention(page: Page) -> None:
+    """A layer with an induction head."""
+    page.get_by_role("button", name="Show the patterns").click()
+    expect(page.locator(".pattern-big")).to_be_visible()
+    page.locator("main label select").last.select_option("18")
+    expect(page.locator(".finding")).to_contain_text("what followed")
+
+
+def features(page: Page) -> None:
+    page.get_by_role("button", name="Read features").click()
+    expect(page.locator(".bars").first).to_be_visible()
+
+
+def direction(page: Page) -> None:
+    page.get_by_text("Make a direction from two lists of texts").click()
+    page.get_by_role("button", name="Make and try it").click()
+    for title in ("Baseline", "Steered"):
+        expect(page.get_by_role("region", name=title)).to_contain_text("finished")
 
 
 def form(page: Page) -> None:
@@ -115,6 +142,10 @@ class Shot(NamedTuple):
 SHOTS = {
     "page-capture": Shot("capture", capture, whole=True),
     "page-playground": Shot("playground", playground, whole=True),
+    "page-lens": Shot("lens", lens, whole=True),
+    "page-attention": Shot("attention", attention, whole=True),
+    "page-features": Shot("features", features, whole=True),
+    "page-direction": Shot("playground", direction, whole=True),
     "page-sweep-form": Shot("sweep", form, whole=True),
     "page-sweep": Shot("sweep", sweep, whole=True),
     "page-start": Shot("start", start),
@@ -131,6 +162,8 @@ def main(names: list[str]) -> None:
             Path(folder) / "data",
             engine=os.environ.get("MIDSTREAM_ENGINE", "vllm"),
             model_name=None,
+            hooks="all,inside",  # for attention
+            sae_dir=ROOT / "examples" / "data" / "saes",
         )
         try:
             url = up.ready(600.0)

@@ -14,10 +14,16 @@ const VIEWS = {
   jobs: { title: "Jobs", group: "Runs", load: async () => (await import("./views/jobs.js")).default },
   sweep: { title: "Sweep", group: "Study", load: async () => (await import("./views/sweeps.js")).default },
   capture: { title: "Capture", group: "Study", load: async () => (await import("./views/capture.js")).default },
+  lens: { title: "Lens", group: "Read", load: async () => (await import("./views/lens.js")).default },
+  attention: { title: "Attention", group: "Read", load: async () => (await import("./views/attention.js")).default },
+  features: { title: "Features", group: "Read", load: async () => (await import("./views/features.js")).default },
+  probes: { title: "Probes", group: "Read", load: async () => (await import("./views/probes.js")).default },
   playground: { title: "Playground", group: "Steer", load: async () => (await import("./views/playground.js")).default },
+  modules: { title: "Modules", group: "Library", load: async () => (await import("./views/modules.js")).default },
+  harvests: { title: "Harvests", group: "Library", load: async () => (await import("./views/harvests.js")).default },
   ops: { title: "Ops", group: "Service", load: async () => (await import("./views/ops.js")).default },
 };
-const GROUPS = ["", "Runs", "Study", "Steer", "Service"];
+const GROUPS = ["", "Runs", "Study", "Read", "Steer", "Library", "Service"];
 
 /** A part of an address as text; what is no encoding of one stays as it is. */
 function decoded(part) {
@@ -193,7 +199,7 @@ function Shell({ session, onEnd }) {
           : View && html`<${Guard} place=${location.hash}><${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} history=${history.current} /><//>`
       }
     </main>
-    <footer>Midstream ${session.version} · ${["docs", "swagger", "flower", "grafana"].filter((name) => session.links[name]).map((name) => html` <a href=${session.links[name]}>${name}</a>`)}</footer></div>`;
+    <footer>Midstream ${session.version} · ${["docs", "schema", "swagger", "flower", "grafana"].filter((name) => session.links[name]).map((name) => html` <a href=${session.links[name]}>${name}</a>`)}</footer></div>`;
 }
 
 function App() {

@@ -20,13 +20,13 @@ export const short = (value) => (value === null || value === undefined ? "none" 
 
 /**
  * `items`: [{key, word, value, share, generated}]: `share` from −1 to 1 is the colour; null or undefined: no colour. `value` is said in the
- * chip's title and, with `values`, below the word. `active`: the key of the chip under the cursor.
+ * chip's title and, with `values`, below the word. `active`: the key of the chip under the cursor. `paint`: share → colour.
  */
-export function Chips({ items, label, values = false, active = null, onPick = null }) {
+export function Chips({ items, label, values = false, active = null, onPick = null, paint = colour }) {
   const dark = useDark();
   return html`<div class="chips" role="group" aria-label=${label}>${items.map(({ key, word, value, share, generated }) => {
     const filled = share !== null && share !== undefined;
-    const back = filled ? colour(share, dark) : null;
+    const back = filled ? paint(share, dark) : null;
     return html`<span
       key=${key}
       data-position=${key}
@@ -39,11 +39,11 @@ export function Chips({ items, label, values = false, active = null, onPick = nu
 }
 
 /** A colour bar with what its ends and middle stand for. `low` −1: from blue over neutral to red; 0: from neutral to red. */
-export function Legend({ from, to, low = -1, what }) {
+export function Legend({ from, to, low = -1, what, paint = colour }) {
   const dark = useDark();
   const steps = Array.from({ length: 24 }, (_, n) => low + ((1 - low) * n) / 23);
   return html`<div class="legend"><span>${short(from)}</span>
-    <span class="legend-bar" role="img" aria-label=${`${what}: ${low < 0 ? "blue" : "neutral"} is ${short(from)}, red is ${short(to)}`}>${steps.map(
-      (share) => html`<i style=${{ backgroundColor: colour(share, dark) }}></i>`,
+    <span class="legend-bar" role="img" aria-label=${`${what}: ${low < 0 ? "blue" : "neutral"} is ${short(from)}, ${paint === colour ? "red" : "teal"} is ${short(to)}`}>${steps.map(
+      (share) => html`<i style=${{ backgroundColor: paint(share, dark) }}></i>`,
     )}</span><span>${short(to)}</span> <span class="soft">${what}</span></div>`;
 }

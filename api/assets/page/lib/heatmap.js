@@ -13,11 +13,21 @@ const STOPS = {
 
 /** `share` from −1 to 1, cut off there. */
 export function colour(share, dark = isDark()) {
-  const stops = STOPS[dark ? "dark" : "light"];
-  const at = (Math.min(1, Math.max(-1, share)) + 1) * ((stops.length - 1) / 2);
+  return between(STOPS[dark ? "dark" : "light"], (Math.max(-1, share) + 1) / 2);
+}
+
+/** The colour at `part` (from 0 to 1) of the way along `stops`. */
+function between(stops, part) {
+  const at = Math.min(1, part) * (stops.length - 1);
   const below = Math.min(Math.floor(at), stops.length - 2);
   return `rgb(${stops[below].map((part, n) => Math.round(part + (stops[below + 1][n] - part) * (at - below))).join(",")})`;
 }
+
+/** From the ground of a cell to teal: for shares from 0 to 1 that have no other side, such as probabilities. */
+const SHADES = { light: [[243, 247, 247], [191, 226, 226], [112, 184, 187], [28, 128, 134], [6, 72, 80]], dark: [[30, 40, 44], [24, 74, 80], [23, 115, 121], [63, 166, 168], [160, 232, 228]] };
+
+/** `share` from 0 to 1, cut off there. */
+export const shade = (share, dark = isDark()) => between(SHADES[dark ? "dark" : "light"], Math.max(0, share));
 
 const LABELS = 100; // CSS pixels for the tokens
 const TITLE = 16; // and for the title of each axis

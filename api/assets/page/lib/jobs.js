@@ -56,8 +56,11 @@ export const askedOf = (job) => (job.metadata && job.metadata.name && job.prompt
 /** What came of it, or why nothing did. */
 export const outcomeOf = (job) => (job.error ? job.error.detail : job.output || (over(job) && job.cells_expected ? `${job.cells || 0} of ${job.cells_expected} cells` : ""));
 
+/** Views of readings, which name themselves in the metadata of the jobs that they submit. */
+const READINGS = new Set(["lens", "attention", "features", "probes"]);
+
 /** The view that shows it best. */
-export const placeOf = (job) => (job.kind === "sweep" ? `#/sweep/${job.id}` : job.tags && job.tags.length ? `#/capture/${job.id}` : `#/jobs/${job.id}`);
+export const placeOf = (job) => (job.metadata && READINGS.has(job.metadata.page) ? `#/${job.metadata.page}/${job.id}` : job.kind === "sweep" ? `#/sweep/${job.id}` : job.tags && job.tags.length ? `#/capture/${job.id}` : `#/jobs/${job.id}`);
 
 /** [done, total, words] of a job under way; null where nothing is counted. */
 export function progressOf(job) {

@@ -3,8 +3,8 @@
 export const PATHS = { plain: "/v1/completions", chat: "/v1/chat/completions" };
 export const TAG = "playground";
 
-/** Modules whose slider is not at zero. */
-export const steeringOf = (form) => form.modules.filter(({ scale }) => scale !== 0).map(({ name, scale }) => ({ module: name, scale }));
+/** Modules whose slider is not at zero. One that is not saved yet has its own `entry`. */
+export const steeringOf = (form) => form.modules.filter(({ scale }) => scale !== 0).map(({ name, scale, entry }) => (entry ? { ...entry, scale } : { module: name, scale }));
 
 const messagesOf = ({ system, prompt }) => [...(system ? [{ role: "system", content: system }] : []), { role: "user", content: prompt }];
 
@@ -36,8 +36,8 @@ export function fieldOf(field, form) {
   if (!field) return null;
   const steering = /^steering\[(\d+)\]/.exec(field);
   if (steering) {
-    const used = steeringOf(form)[Number(steering[1])];
-    return used ? `module ${used.module}` : null;
+    const used = form.modules.filter(({ scale }) => scale !== 0)[Number(steering[1])];
+    return used ? `module ${used.name}` : null;
   }
   if (/^(prompt|messages)/.test(field)) return "prompt";
   if (/^(probes|capture)/.test(field)) return "colour";

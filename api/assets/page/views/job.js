@@ -38,6 +38,7 @@ export function JobDetails({ id, job, session, onClose }) {
   const [asked, setAsked] = useState(null);
   const [result, setResult] = useState(null);
   const [error, setError] = useState(null);
+  const [Answers, setAnswers] = useState(null); // loaded where there are readings
   const head = useRef(null);
   const at = job || known;
   useLayoutEffect(() => head.current.focus(), []); // before the next key, which may be Escape
@@ -58,6 +59,16 @@ export function JobDetails({ id, job, session, onClose }) {
     return () => stop.abort();
   }, [id, over]);
 
+  const attention = Boolean(asked && asked.body && [asked.body.capture].flat().some((each) => each && each.hooks && each.hooks.q && each.hooks.k));
+  const readings = Boolean(result && (result.lens || result.features || (result.probes || []).length || attention));
+  useEffect(() => {
+    if (!readings) return undefined;
+    let current = true;
+    import("./answers.js").then((loaded) => current && setAnswers(() => loaded.default), (failure) => current && setError(failure));
+    return () => {
+      current = false;
+    };
+  }, [readings]);
   const code = asked && asked.body && asked.path ? codeOf(asked.path, asked.body, session.auth !== "open") : null;
   return html`<section class="details" aria-labelledby="job-title" onKeyDown=${(event) => event.key === "Escape" && onClose()}>
     <div class="details-head"><div><h2 id="job-title" tabindex="-1" ref=${head}>${at ? titleOf(at) : "Job"}</h2><${Id} id=${id} /></div><${Button} kind="small" onClick=${onClose}>Close<//></div>
@@ -81,6 +92,7 @@ export function JobDetails({ id, job, session, onClose }) {
           : html`<p class="soft">None.</p>`
         : html`<p class="soft">${over ? "Loading …" : at && at.finished ? `No output (job ${at.state}).` : "Not ready yet."}</p>`
     }
+    ${readings && Answers && at && html`<${Answers} result=${result} view=${at} attention=${attention} />`}
     <h3>Receipts by rank</h3>
     ${result ? html`<${Receipts} determinism=${result.determinism} />` : html`<p class="soft">${at ? `${at.receipts || 0} of ${at.receipts_expected || 0} received.` : ""}</p>`}
     <h3>Files</h3>

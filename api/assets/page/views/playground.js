@@ -7,11 +7,14 @@ import { PATHS, bodyOf, fieldOf, steeringOf } from "../lib/playground_request.js
 import { Stream, sides } from "../lib/playground_stream.js";
 import { useModels } from "../lib/models.js";
 import { Chips, Legend } from "../lib/chips.js";
+import { Making, Saving } from "./direction.js";
 
 const FOUND = 8; // modules that are offered at a time
 const MOST = 16; // sliders
 const GIVEN = 256; // of the prompt's tokens, the last ones
 const REACH = 4; // of a slider, either way; the number beside it may be larger
+const SHARE = 1; // the same of a direction, whose scale is a share of the row's norm
+const MADE = "new direction"; // name of the one that is not saved yet
 const BEGIN = { model: "", mode: "plain", system: "", prompt: "My favourite thing to do at the weekend is", max_tokens: "32", temperature: "0", seed: "", modules: [], colour: null };
 
 /** The modules that may be added: those that match, some at a time. */
@@ -26,18 +29,20 @@ function Adding({ modules, used, add }) {
     <ul class="offers">${shown.map(({ name, description }) => html`<li key=${name}><${Button} kind="small" title=${description || null} disabled=${used.size >= MOST} onClick=${() => add(name)}>${`Add ${name}`}<//></li>`)}</ul>
     <p class="soft" role="status">${matching.length ? `${shown.length} of ${matching.length} modules` : modules.length ? "no other modules" : ""}${used.size >= MOST ? `; at most ${MOST} at a time` : ""}</p>
     ${matching.length > count && html`<${Button} kind="small" onClick=${() => setCount(count + FOUND)}>More modules<//>`}
-    ${!modules.length && html`<${Empty}>There are no modules yet. Register one with <code>midstream modules register</code>.<//>`}
+    ${!modules.length && html`<${Empty}>There are no modules yet. Make a direction below, or register a vector with <code>midstream modules register</code>.<//>`}
   </div>`;
 }
 
-function Slider({ module, wrong, change, remove }) {
-  const { name, scale } = module;
+function Slider({ module, wrong, change, remove, children }) {
+  const { name, scale, entry } = module;
+  const reach = entry ? SHARE : REACH;
   return html`<div class="slider" role="group" aria-label=${`Module ${name}`}>
     <span class="mono">${name}</span>
-    <input type="range" min=${-REACH} max=${REACH} step="0.1" value=${scale} aria-label=${`Scale of ${name}`} onInput=${(event) => change(Number(event.target.value))} />
-    <input type="number" step="0.1" min="-1000000" max="1000000" value=${scale} aria-label=${`Scale of ${name}, as a number`} onChange=${(event) => Number.isFinite(event.target.valueAsNumber) && change(event.target.valueAsNumber)} />
+    <input type="range" min=${-reach} max=${reach} step=${entry ? 0.05 : 0.1} value=${scale} aria-label=${`Scale of ${name}`} onInput=${(event) => change(Number(event.target.value))} />
+    <input type="number" step=${entry ? 0.05 : 0.1} min="-1000000" max="1000000" value=${scale} aria-label=${`Scale of ${name}, as a number`} onChange=${(event) => Number.isFinite(event.target.valueAsNumber) && change(event.target.valueAsNumber)} />
     <${Button} kind="small" aria-label=${`Remove ${name}`} onClick=${remove}>Remove<//>
     ${wrong && html`<small class="bad" role="alert">${wrong}</small>`}
+    ${children}
   </div>`;
 }
 
@@ -75,7 +80,7 @@ function Pane({ title, side, limit, values, colour }) {
   </section>`;
 }
 
-export default function View({ session }) {
+export default function View({ session, query }) {
   const [modules, setModules] = useState([]);
   const [probes, setProbes] = useState([]);
   const [form, setForm] = useState(BEGIN);
@@ -100,6 +105,8 @@ export default function View({ session }) {
       ([{ modules: found }, { probes: watching }]) => {
         setModules(found);
         setProbes(watching);
+        const name = query.get("module");
+        if (found.some((module) => module.name === name)) setForm((known) => ({ ...known, modules: [{ name, scale: 1 }] }));
       },
       (failure) => stop.signal.aborted || setError(failure),
     );
@@ -124,16 +131,30 @@ export default function View({ session }) {
   const change = (name, scale) => setForm((known) => ({ ...known, modules: known.modules.map((module) => (module.name === name ? { ...module, scale } : module)) }));
   const remove = (name) => setForm((known) => ({ ...known, modules: known.modules.filter((module) => module.name !== name), colour: known.colour && known.colour.module === name ? null : known.colour }));
 
-  const run = async () => {
+  const run = async (chosen) => {
     setError(null);
-    const begun = new Stream(form, () => redraw((n) => n + 1));
+    const begun = new Stream(chosen, () => redraw((n) => n + 1));
     stream.current = begun;
-    shown.current = { sides: begun.sides, colour: form.colour };
+    shown.current = { sides: begun.sides, colour: chosen.colour };
     redraw((n) => n + 1); // what the last run said goes at once
     const refused = await begun.run();
     if (stream.current === begun && refused) setError(refused);
     redraw((n) => n + 1);
   };
+  const panes = useRef(null);
+  const latest = useRef(form);
+  latest.current = form; // what was typed while a direction was made counts
+  const made = (entry, scale) => {
+    const next = { ...latest.current, modules: [...latest.current.modules.filter((module) => !module.entry), { name: MADE, scale, entry }] };
+    setForm(next);
+    run(next).catch(setError);
+    panes.current.scrollIntoView({ block: "nearest" });
+  };
+  const saved = async (name) => {
+    setForm((known) => ({ ...known, modules: [...known.modules.filter((module) => !module.entry && module.name !== name), { name, scale: 1 }] }));
+    setModules((await get(`/v1/steering/modules?model=${encodeURIComponent(form.model)}`)).modules);
+  };
+  const served = models && models.find(({ id }) => id === form.model);
   const { sides: both, colour } = shown.current;
   const limit = Math.max(...both.map((side) => side.limit()));
 
@@ -150,8 +171,10 @@ export default function View({ session }) {
       ${form.mode === "chat" && html`<${Field} label="System message">${(id) => html`<input id=${id} value=${form.system} onInput=${set("system")} />`}<//>`}
       <${Field} label=${form.mode === "chat" ? "User message" : "Prompt"} error=${wrong("prompt")}>${(id) => html`<textarea id=${id} rows="3" value=${form.prompt} onInput=${set("prompt")}></textarea>`}<//>
       <fieldset><legend>Modules</legend>
-        ${form.modules.map((module) => html`<${Slider} key=${module.name} module=${module} wrong=${wrong(`module ${module.name}`)} change=${(scale) => change(module.name, scale)} remove=${() => remove(module.name)} />`)}
+        ${form.modules.map((module) => html`<${Slider} key=${module.name} module=${module} wrong=${wrong(`module ${module.name}`)} change=${(scale) => change(module.name, scale)} remove=${() => remove(module.name)}>
+          ${module.entry && html`<small>× the norm of each row</small><${Saving} model=${form.model} entry=${module.entry} scale=${module.scale} saved=${saved} />`}<//>`)}
         <${Adding} modules=${modules} used=${used} add=${(name) => setForm((known) => ({ ...known, modules: [...known.modules, { name, scale: 1 }] }))} />
+        ${served && html`<${Making} key=${served.id} model=${served} made=${made} />`}
       </fieldset>
       <div class="inline">
         <${Field} label="Colour tokens by" error=${wrong("colour")}>${(id) => html`<select id=${id} value=${form.colour ? JSON.stringify(form.colour) : ""} onChange=${({ target: { value } }) => setForm((known) => ({ ...known, colour: value ? JSON.parse(value) : null }))}>
@@ -162,13 +185,13 @@ export default function View({ session }) {
       </div>
       <${Problem} error=${at ? null : error} />
       <div class="inline">
-        <${Button} kind="main" disabled=${!form.model || !form.prompt || !form.max_tokens || !form.temperature || running} onClick=${run} onError=${setError}>Run<//>
+        <${Button} kind="main" disabled=${!form.model || !form.prompt || !form.max_tokens || !form.temperature || running} onClick=${() => run(form)} onError=${setError}>Run<//>
         ${running && html`<${Button} onClick=${() => stream.current.stop()} onError=${setError}>Stop<//>`}
         ${!steeringOf(form).length && html`<span class="soft">No module is set: both sides are the baseline.</span>`}
       </div>
     </form>
     ${colour && limit > 0 && html`<${Legend} what=${colour.probe ? `${colour.probe}: ${colour.label}` : `projection onto ${colour.module}, layer ${colour.layer}`} from=${-limit} to=${limit} />`}
-    <div class="panes">${both.map((side) => html`<${Pane} key=${side.name} title=${side.title} side=${side} limit=${limit} values=${values} colour=${colour} />`)}</div>
+    <div class="panes" ref=${panes}>${both.map((side) => html`<${Pane} key=${side.name} title=${side.title} side=${side} limit=${limit} values=${values} colour=${colour} />`)}</div>
     <h2>The steered request as code</h2>
     <${Copy} label="Code" tabs=${codeOf(PATHS[form.mode], bodyOf(form, true), session.auth !== "open")} />`;
 }

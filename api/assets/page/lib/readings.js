@@ -1,0 +1,153 @@
+// What the views of readings share: the form that asks for one, its job, the tokens' texts, and jobs of before.
+
+import { get, post } from "./api.js";
+import { Button, Field, Problem, html, useEffect, useMemo, useState } from "./ui.js";
+import { EmptyState } from "./parts.js";
+import { age } from "./format.js";
+import { visible } from "./chips.js";
+import { useModels } from "./models.js";
+
+const OVER = new Set(["succeeded", "failed", "cancelled", "aborted", "expired"]);
+const RECENT = 6;
+
+/** What `path` answers; undefined until then, null where it fails (`onError` gets why). No path: undefined. */
+export function useAnswer(path, onError = () => {}) {
+  const [found, set] = useState({});
+  useEffect(() => {
+    if (!path) return undefined;
+    const stop = new AbortController();
+    get(path, { signal: stop.signal }).then(
+      (value) => set({ path, value }),
+      (error) => stop.signal.aborted || (set({ path, value: null }), onError(error)),
+    );
+    return () => stop.abort();
+  }, [path]);
+  return found.path === path ? found.value : undefined; // never what another path answered
+}
+
+/** Follows a job to its end: its view, or an ApiError. */
+export async function ended(id, { signal, onView = () => {} } = {}) {
+  for (let view = await get(`/v1/jobs/${id}`, { signal }); ; view = await get(`/v1/jobs/${id}?wait=20`, { signal })) {
+    onView(view);
+    if (OVER.has(view.state)) return view;
+  }
+}
+
+/** {view, result, error} of a job: `result` once it has succeeded. */
+function useJob(id) {
+  const [found, set] = useState({});
+  useEffect(() => {
+    const stop = new AbortController();
+    set({});
+    ended(id, { signal: stop.signal, onView: (view) => set({ view }) })
+      .then(async (view) => view.state === "succeeded" && set({ view, result: await get(`/v1/jobs/${id}/result`, stop) }))
+      .catch((error) => stop.signal.aborted || set({ error }));
+    return () => stop.abort();
+  }, [id]);
+  return found;
+}
+
+/** Token id → its text, of `ids` (null: none yet). */
+export function useWords(model, ids) {
+  const [words, set] = useState(null);
+  useEffect(() => {
+    if (!ids) return undefined;
+    const stop = new AbortController();
+    const tokens = [...new Set(ids)];
+    post("/v1/detokenize", { model, tokens }, stop).then(
+      ({ token_strs }) => set(new Map(tokens.map((token, n) => [token, token_strs[n]]))),
+      () => stop.signal.aborted || set(new Map()), // the model is not served any more: ids
+    );
+    return () => stop.abort();
+  }, [model, ids]);
+  return useMemo(() => words && ((token) => words.get(token) ?? `#${token}`), [words]);
+}
+
+/**
+ * A form that submits one prompt with a reading and opens `#/name/JOB`. `registered`: where the model's artifacts are listed, if it needs
+ * any. `fields(model, found)`: [{name, label, value, hint, options | type, api: beginning of the API's field}]; `body(values, model)`: what
+ * the request has beside model and prompt. `missing(model, found)`: what stands in place of the form; null: nothing is missing.
+ */
+export function ReadingForm({ name, action, example, query, registered, fields, body, missing }) {
+  const [form, setForm] = useState({ prompt: example, ...Object.fromEntries(query) });
+  const [error, setError] = useState(null);
+  const models = useModels(setError);
+  const model = models && (models.find(({ id }) => id === form.model) || models[0]);
+  const found = useAnswer(model && registered ? `${registered}?model=${encodeURIComponent(model.id)}` : null, setError);
+  if (models && !models.length) return html`<${EmptyState} title="No model is served" text="Start one with midstream up." />`;
+  if (!model || (registered && !found)) return html`<${Problem} error=${error} />${!error && html`<p class="loading" role="status">Loading …</p>`}`;
+  const lacking = missing(model, found);
+  const shown = [
+    { name: "prompt", label: "Prompt", api: "prompts", rows: 2, value: "" },
+    ...(models.length > 1 ? [{ name: "model", label: "Model", api: "model", value: model.id, options: Object.fromEntries(models.map(({ id }) => [id, id])) }] : []),
+    ...(lacking ? [] : fields(model, found)),
+  ];
+  const values = Object.fromEntries(shown.map((field) => [field.name, form[field.name] ?? field.value]));
+  const at = error && error.field && shown.find(({ api }) => error.field.startsWith(api));
+  const send = async (event) => {
+    if (event && event.preventDefault) event.preventDefault();
+    setError(null);
+    const { id } = await post("/v1/jobs", { model: model.id, prompts: [values.prompt], sampling: { max_tokens: 1 }, metadata: { page: name }, ...body(values, model) });
+    location.hash = `#/${name}/${id}`;
+  };
+  const control = ({ name: field, label, hint, options, rows, type = "text", ...rest }) => {
+    const change = ({ target }) => setForm((known) => ({ ...known, [field]: target.value }));
+    const given = { value: values[field], maxlength: rows ? null : 1024 };
+    return html`<${Field} key=${field} label=${label} hint=${hint} error=${at && at.name === field ? `${error.detail}${error.allowed ? ` (${error.allowed})` : ""}` : null}>${(id) =>
+      options
+        ? html`<select id=${id} value=${given.value} onChange=${change}>${Object.entries(options).map(([value, text]) => html`<option key=${value} value=${value}>${text}</option>`)}</select>`
+        : rows
+          ? html`<textarea id=${id} rows=${rows} value=${given.value} onInput=${change}></textarea>`
+          : html`<input id=${id} type=${type} min=${rest.min} max=${rest.max} maxlength=${given.maxlength} value=${given.value} onInput=${change} />`}<//>`;
+  };
+  return html`<form class="card reading-form" onSubmit=${(event) => event.preventDefault()}>
+    ${control(shown[0])}
+    <div class="fields">${shown.slice(1).map(control)}</div>
+    ${lacking || html`<${Button} kind="main" disabled=${!values.prompt} onClick=${send} onError=${setError}>${action}<//>`}
+    <${Problem} error=${at ? null : error} />
+  </form>`;
+}
+
+/** A job's answer once it is there: `children(result, view, n)`; of several prompts, `n` is the one that is chosen. */
+export function Reading({ id, jobs, children }) {
+  const { view, result, error } = useJob(encodeURIComponent(id));
+  const [n, choose] = useState(0);
+  const [, redraw] = useState(0);
+  useEffect(() => jobs.subscribe(() => redraw((count) => count + 1)), [jobs]);
+  const live = jobs.byId.get(id) || view; // knows at once that the job runs
+  const failed = view && OVER.has(view.state) && view.state !== "succeeded";
+  return html`<${Problem} error=${error} />
+    ${!error && !failed && !result && html`<p class="loading" role="status">The job is ${live ? live.state : "loading"} …</p>`}
+    ${failed && html`<div class="problem" role="alert">The job is ${view.state}${view.error ? `: ${view.error.detail}` : ""}.</div>`}
+    ${result && html`${result.outputs.length > 1 && html`<p class="inline"><label>Prompt <input type="number" min="0" max=${result.outputs.length - 1} value=${n} onChange=${({ target }) => choose(Math.max(0, Math.min(result.outputs.length - 1, Math.trunc(target.valueAsNumber) || 0)))} /></label><span class="soft">of ${result.outputs.length}, from 0</span></p>`}
+      ${children(result, view, n)}<p class="soft">From <a href=${`#/jobs/${id}`}>this job</a>, ${age(view.created)} ago.</p>`}`;
+}
+
+/** The newest jobs that the page's view `name` submitted. */
+export function Recent({ name, jobs }) {
+  const [, redraw] = useState(0);
+  useEffect(() => jobs.subscribe(() => redraw((count) => count + 1)), [jobs]);
+  const found = [];
+  for (const job of jobs.list) if (found.length < RECENT && job.metadata && job.metadata.page === name) found.push(job);
+  return found.length > 0 && html`<section aria-label="Recent"><h2>Recent</h2><ul class="recent">${found.map(
+    ({ id, prompt, state, created }) => html`<li key=${id}><a href=${`#/${name}/${id}`}>${prompt || id}</a> <span class="soft">${state === "succeeded" ? "" : `${state}, `}${age(created)} ago</span></li>`,
+  )}</ul></section>`;
+}
+
+/** Bars with text: `items` is [{key, text, value, share, active}]; `onPick(key)` makes them buttons. */
+export const Bars = ({ items, label, onPick }) => html`<ol class="bars" aria-label=${label}>${items.map(({ key, text, value, share, active }) => {
+  const inside = html`<span class="bar-text">${text}</span><span class="bar-value">${value}</span><span class="bar"><i style=${{ width: `${Math.max(0, Math.min(1, share)) * 100}%` }}></i></span>`;
+  return html`<li key=${key}>${onPick ? html`<button type="button" class="bar-row" aria-pressed=${active ? "true" : "false"} onClick=${() => onPick(key)}>${inside}</button>` : html`<span class="bar-row">${inside}</span>`}</li>`;
+})}</ol>`;
+
+/** Arrow keys, Home and End move `at` ({row, column}) within `rows` × `columns`. */
+export const moving = (at, move, rows, columns) => (event) => {
+  const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -Infinity], End: [0, Infinity] }[event.key];
+  if (!step || event.target.closest("input, select, button")) return;
+  event.preventDefault();
+  const within = (value, count) => Math.max(0, Math.min(count - 1, value));
+  move({ row: within(at.row + step[0], rows), column: within(at.column + step[1], columns) });
+};
+
+/** A token in running text. */
+export const quoted = (word) => html`<q class="token">${visible(word)}</q>`;

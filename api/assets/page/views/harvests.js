@@ -1,0 +1,134 @@
+// Harvests: a list with progress, one in detail, and a form that starts one from lines of text.
+
+import { del, get, post } from "../lib/api.js";
+import { Button, Copy, Field, Problem, Progress, html, useEffect, useRef, useState } from "../lib/ui.js";
+import { EmptyState, Id, State, Stats } from "../lib/parts.js";
+import { age, bytes, count, duration, number, percent, time } from "../lib/format.js";
+import { useModels } from "../lib/models.js";
+
+const OVER = new Set(["succeeded", "failed", "cancelled"]);
+const LOOK_MS = 2000; // between two looks while one is under way
+const LIMIT = 100;
+
+/** With the counts that the API leaves out while they are 0. */
+const counted = (harvest) => ({ units: 0, units_done: 0, documents: 0, tokens: 0, rows: 0, bytes: 0, shards: 0, share: 0, jobs: [], ...harvest });
+
+/** What `path` answers, asked again while `busy(answer)`; [answer, ask now]. */
+function usePolled(path, busy, onError) {
+  const [found, set] = useState(null);
+  const now = useRef(() => {});
+  useEffect(() => {
+    const stop = new AbortController();
+    let timer = null;
+    const look = async () => {
+      clearTimeout(timer);
+      try {
+        const answer = await get(path, { signal: stop.signal });
+        set(answer);
+        onError(null);
+        if (!busy(answer)) return;
+      } catch (error) {
+        if (stop.signal.aborted) return;
+        onError(error);
+        if (error.status === 404) return;
+      }
+      timer = setTimeout(look, LOOK_MS);
+    };
+    now.current = look;
+    look();
+    return () => {
+      stop.abort();
+      clearTimeout(timer);
+    };
+  }, [path]);
+  return [found, () => now.current()];
+}
+
+const Share = ({ harvest: { share, left_s, state } }) => html`<${Progress} value=${share} total=${1} label=${`${percent(share)}${left_s && !OVER.has(state) ? `, ${duration(left_s)} left` : ""}`} />`;
+
+/** Starts a harvest of lines of text. */
+function Form({ open }) {
+  const [form, setForm] = useState({ model: "", lines: "", layers: "", max_tokens: "" });
+  const [error, setError] = useState(null);
+  const models = useModels(setError);
+  useEffect(() => {
+    const [first] = models || [];
+    if (first) setForm((known) => ({ ...known, model: first.id, layers: `${Math.floor(first.num_layers / 2)}` }));
+  }, [models]);
+  const set = (name) => ({ target: { value } }) => setForm((known) => ({ ...known, [name]: value }));
+  const lines = form.lines.split("\n").map((line) => line.trim()).filter(Boolean);
+  const FIELDS = { source: "lines", layers: "layers", hook: "layers", max_tokens: "max_tokens", model: "model" };
+  const at = error && error.field && (Object.entries(FIELDS).find(([name]) => error.field.startsWith(name)) || [])[1];
+  const wrong = (name) => (at === name ? `${error.detail}${error.allowed ? ` (${error.allowed})` : ""}` : null);
+  const send = async () => {
+    setError(null);
+    const { id } = await post("/v1/harvests", { model: form.model, source: { lines }, layers: form.layers.trim(), ...(form.max_tokens ? { max_tokens: Number(form.max_tokens) } : {}), shards: { mib: 4 } });
+    location.hash = `#/harvests/${id}`;
+  };
+  return html`<details class="card new-harvest" open=${open}><summary>New harvest</summary><form onSubmit=${(event) => event.preventDefault()}>
+    <${Field} label="Documents" hint="One a line, at most 4,096. Larger corpora: a file below harvest_sources, with midstream harvest run --source." error=${wrong("lines")}>${(id) => html`<textarea id=${id} rows="5" value=${form.lines} onInput=${set("lines")}></textarea>`}<//>
+    <div class="fields">
+      ${models && models.length > 1 && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
+      <${Field} label="Layers" hint="all, 3, 0-5 or 0-5,-1" error=${wrong("layers")}>${(id) => html`<input id=${id} maxlength="1024" value=${form.layers} onInput=${set("layers")} />`}<//>
+      <${Field} label="At most tokens" hint="of all documents; empty: no limit" error=${wrong("max_tokens")}>${(id) => html`<input id=${id} type="number" min="1" value=${form.max_tokens} onInput=${set("max_tokens")} />`}<//>
+    </div>
+    <${Problem} error=${at ? null : error} />
+    <${Button} kind="main" disabled=${!form.model || !lines.length || !form.layers.trim()} onClick=${send} onError=${setError}>Harvest ${lines.length ? count(lines.length, "document") : ""}<//>
+  </form></details>`;
+}
+
+function List() {
+  const [error, setError] = useState(null);
+  const [page] = usePolled(`/v1/harvests?limit=${LIMIT}`, ({ harvests }) => harvests.some(({ state }) => !OVER.has(state)), setError);
+  return html`<h1>Harvests</h1><p class="lead">Run a corpus through a model and keep the rows of some layers as files, each row exactly once: what autoencoders and probes are trained on.</p>
+    ${page && html`<${Form} open=${!page.harvests.length} />`}
+    <${Problem} error=${error} />
+    ${page && !page.harvests.length && html`<${EmptyState} title="No harvests yet" text="Paste some documents above. For a file, use midstream harvest run." />`}
+    ${page && page.harvests.length > 0 && html`<div class="scroll-x" tabindex="0" role="group" aria-label="Harvests"><table class="plain wide-table"><thead><tr><th scope="col">Started</th><th scope="col">State</th><th scope="col">Progress</th><th scope="col">Documents</th><th scope="col">Rows</th><th scope="col">Size</th><th scope="col">Model</th></tr></thead>
+      <tbody>${page.harvests.map(counted).map((harvest) => html`<tr key=${harvest.id}><td><a href=${`#/harvests/${harvest.id}`}>${age(harvest.created)} ago</a></td><td><${State} state=${harvest.state} /></td><td><${Share} harvest=${harvest} /></td><td>${number(harvest.documents)}</td><td>${number(harvest.rows)}</td><td>${bytes(harvest.bytes)}</td><td>${harvest.model}</td></tr>`)}</tbody></table></div>`}`;
+}
+
+function One({ id }) {
+  const [error, setError] = useState(null);
+  const [failed, setFailed] = useState(null); // of a button
+  const path = `/v1/harvests/${encodeURIComponent(id)}`;
+  const [answer, look] = usePolled(path, ({ state }) => !OVER.has(state), setError);
+  const act = (verb) => async () => {
+    setFailed(null);
+    await post(`${path}/${verb}`);
+    await look();
+  };
+  const remove = async () => {
+    if (!confirm("Delete this harvest and its files?")) return;
+    await del(path);
+    location.hash = "#/harvests";
+  };
+  const button = (verb, text, kind = "") => html`<${Button} kind=${kind} onClick=${act(verb)} onError=${setFailed}>${text}<//>`;
+  const harvest = answer && counted(answer);
+  const { state } = harvest || {};
+  return html`<h1>Harvest</h1><p><a href="#/harvests">All harvests</a> · <${Id} id=${id} /></p>
+    <${Problem} error=${error || failed} />
+    ${harvest && html`<p class="inline steady"><${State} state=${state} /> <${Share} harvest=${harvest} />
+        ${(state === "running" || state === "planning") && button("pause", "Pause")}
+        ${state === "paused" && button("resume", "Resume", "main")}
+        ${!OVER.has(state) && state !== "sealing" && button("cancel", "Cancel", "danger")}
+        ${OVER.has(state) && html`<${Button} kind="danger" onClick=${remove} onError=${setFailed}>Delete<//>`}</p>
+      ${harvest.reason && html`<p class="note" role="status">${harvest.reason}</p>`}
+      ${harvest.error && html`<${Problem} error=${harvest.error.detail} />`}
+      <${Stats} items=${[
+        { name: "Documents", value: number(harvest.documents), note: `${number(harvest.units_done)} of ${count(harvest.units, "unit")}` },
+        { name: "Rows", value: number(harvest.rows) },
+        { name: "Tokens", value: number(harvest.tokens), note: harvest.tokens_s ? `${number(harvest.tokens_s)} tokens/s` : null },
+        { name: "Files", value: count(harvest.shards, "shard"), note: bytes(harvest.bytes) },
+        { name: "Time", value: duration((harvest.finished || Date.now() / 1000) - (harvest.started || harvest.created)), note: time(harvest.created) },
+      ]} />
+      <h2>Files</h2><p class="mono uri">${harvest.uri}</p>
+      ${state === "succeeded"
+        ? html`<${Copy} label="Read it" tabs=${{ Python: `import midstream\n\nharvest = midstream.harvest.open(${JSON.stringify(harvest.uri)})\nprint(len(harvest), harvest.sites)\nhook, layer = harvest.sites[0]\nrows = harvest.rows(slice(0, 100), layer=layer)\n`, CLI: `midstream harvest verify ${harvest.uri}\n` }} />`
+        : html`<p class="soft">The folder is complete once it has a <code>manifest.json</code>.</p>`}
+      <p class="soft">${harvest.model}${harvest.jobs.length ? html`; ${count(harvest.jobs.length, "job")}: ${harvest.jobs.slice(0, 8).map((job) => html`<a class="mono" href=${`#/jobs/${job}`}>${job}</a> `)}` : ""}</p>`}`;
+}
+
+export default function View({ params }) {
+  return params[0] ? html`<${One} key=${params[0]} id=${params[0]} />` : html`<${List} />`;
+}

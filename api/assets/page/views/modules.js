@@ -1,0 +1,109 @@
+// Modules: everything that is registered under a name, by kind, with details, files and deletion.
+
+import { del, get } from "../lib/api.js";
+import { Button, Field, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
+import { EmptyState, Section } from "../lib/parts.js";
+import { age, bytes, count, number } from "../lib/format.js";
+import { short } from "../lib/chips.js";
+import { useModels } from "../lib/models.js";
+
+/** `[3, 4, 5, 9]` as `3-5, 9`. */
+function ranges(layers) {
+  const found = [];
+  for (const layer of [...layers].sort((a, b) => a - b)) {
+    const last = found[found.length - 1];
+    if (last && layer === last[1] + 1) last[1] = layer;
+    else found.push([layer, layer]);
+  }
+  return found.map(([from, to]) => (from === to ? `${from}` : `${from}-${to}`)).join(", ");
+}
+
+const positionsOf = (positions) => (typeof positions === "string" ? positions : JSON.stringify(positions));
+const entry = ({ op, hook, layers, positions, scale, norm_match, rank }) =>
+  [`${op} at ${hook}, layer${layers.length > 1 ? "s" : ""} ${ranges(layers)}`, positionsOf(positions), op === "add" || op === "replace" ? `scale ${short(scale)}${norm_match ? " × norm" : ""}` : rank ? `rank ${rank}` : ""].filter(Boolean).join(" · ");
+
+/** Kinds of what is registered: where they are listed, under which name, what a line says (`what`) and what details there are (`facts`). `open`: the view that uses one. */
+const KINDS = [
+  {
+    title: "Steering modules", path: "/v1/steering/modules", list: "modules", open: (name) => ["playground", "module", name], file: true,
+    empty: "Steering vectors and other edits under a name. Make one from two lists of texts in the playground.",
+    what: ({ entries }) => `${entry(entries[0])}${entries.length > 1 ? ` and ${count(entries.length - 1, "more entry").replace("entrys", "entries")}` : ""}`,
+    facts: ({ entries, bytes: size, digest }) => [...entries.slice(0, 50).map((each, n) => [`Entry ${n + 1}`, entry(each)]), ["Size", bytes(size)], ["Digest", digest]],
+  },
+  {
+    title: "Probes", path: "/v1/probes", list: "probes", open: (name) => ["probes", "probe", name],
+    empty: "Linear probes that score every token.", command: "midstream probe train",
+    what: ({ content: { labels, hook, layer }, watch }) => `${labels.join(", ")} at ${hook}, layer ${layer}${watch ? ` · watches all traffic (${watch})` : ""}`,
+    facts: ({ content, digest }) => [["Thresholds", content.labels.map((label, n) => `${label}: ${short(content.thresholds[n])}`).join(", ")], ["Aggregation", content.aggregation], ["Reads", `${content.at} the edits`], ["Digest", digest]],
+  },
+  {
+    title: "Sparse autoencoders", path: "/v1/saes", list: "saes", open: (name) => ["features", "sae", name],
+    empty: "Dictionaries of features, from a folder below sae_dir.", command: "midstream sae register NAME PATH",
+    what: ({ form, hook, layer }) => `${number(form.d_sae)} features of ${hook}, layer ${layer} · ${form.architecture}`,
+    facts: ({ form, path, trained_on, bytes: size, digest }) => [["Width of rows", number(form.d_in)], ["Trained on", trained_on], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
+  },
+  {
+    title: "Tuned lenses", path: "/v1/lenses", list: "lenses", open: (name) => ["lens", "tuned", name],
+    empty: "Maps that make early layers readable, from a folder below lens_dir.", command: "midstream tuned register NAME PATH",
+    what: ({ hook, layers }) => `${hook}, layers ${ranges(layers)}`,
+    facts: ({ residual, path, bytes: size, digest }) => [["Maps", residual ? "added to the row" : "replace the row"], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
+  },
+  {
+    title: "LoRA adapters", path: "/v1/loras", list: "loras",
+    empty: "Trained changes of linear layers, from a folder below lora_dir.", command: "midstream lora register NAME PATH",
+    what: ({ rank, modules }) => `rank ${rank} · ${count(modules.length, "linear layer")}`,
+    facts: ({ modules, path, bytes: size, digest }) => [["Linear layers", modules.join(", ")], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
+  },
+  {
+    title: "Source runs", path: "/v1/runs", list: "runs",
+    empty: "Captures under a name, whose rows other requests can be patched with.",
+    what: ({ state, tag, in_use }) => `${state} · tag ${tag}${in_use ? ` · used by ${count(in_use, "job")}` : ""}`,
+    facts: ({ job, bytes: size, detail }) => [["Job", html`<a href=${`#/jobs/${job}`}>${job}</a>`], ["Size", bytes(size)], ...(detail ? [["Detail", detail]] : [])],
+  },
+];
+
+function Kind({ kind, model }) {
+  const [items, setItems] = useState(null);
+  const [error, setError] = useState(null);
+  const head = useRef(null);
+  const query = `?model=${encodeURIComponent(model)}`;
+  useEffect(() => {
+    const stop = new AbortController();
+    get(kind.path + query, { signal: stop.signal }).then((page) => setItems(page[kind.list]), (failure) => stop.signal.aborted || setError(failure));
+    return () => stop.abort();
+  }, [model]);
+  const remove = async (name) => {
+    if (!confirm(`Delete ${name} from the ${kind.title.toLowerCase()}? Requests that were accepted before keep it.`)) return;
+    setError(null);
+    await del(`${kind.path}/${encodeURIComponent(name)}${query}`);
+    setItems((known) => known.filter((item) => item.name !== name));
+    head.current.focus(); // its button is gone
+  };
+  return html`<div class="kind" ref=${head} tabindex="-1"><${Section} title=${kind.title} aside=${items && html`<span class="pill">${items.length}</span>`}>
+    <${Problem} error=${error} />
+    ${items && !items.length && html`<p class="soft">${kind.empty} ${kind.command && html`<code>${kind.command}</code>`}</p>`}
+    <div class="registered">${(items || []).map((item) => {
+      const [view, field, value] = kind.open ? kind.open(item.name) : [];
+      return html`<article key=${item.name} class="card" aria-label=${item.name}>
+        <h3>${item.name}</h3>
+        ${item.description && html`<p>${item.description}</p>`}
+        <p class="soft">${kind.what(item)}</p>
+        <details><summary>Details</summary><dl class="facts">${[...kind.facts(item).filter(([, text]) => text), ["Registered", `${age(item.created)} ago`]].map(([name, text]) => html`<dt>${name}</dt><dd>${text}</dd>`)}</dl></details>
+        <p class="inline">${view && html`<a class="button small" href=${`#/${view}?${field}=${encodeURIComponent(value)}`} aria-label=${`Use ${item.name}`}>Use</a>`}
+          ${kind.file && html`<a class="button small" href=${`${kind.path}/${encodeURIComponent(item.name)}/file${query}`} download=${`${item.name}.safetensors`} aria-label=${`Download ${item.name}`}>Download</a>`}
+          <${Button} kind="small danger" aria-label=${`Delete ${item.name}`} onClick=${() => remove(item.name)} onError=${setError}>Delete<//></p>
+      </article>`;
+    })}</div><//></div>`;
+}
+
+export default function View() {
+  const [error, setError] = useState(null);
+  const [chosen, choose] = useState(null);
+  const models = useModels(setError);
+  const model = chosen || (models && models.length ? models[0].id : null);
+  return html`<h1>Modules</h1><p class="lead">What is registered under a name, to be used in requests: edits, probes, autoencoders, lenses, adapters and rows.</p>
+    <${Problem} error=${error} />
+    ${models && models.length > 1 && html`<${Field} label="Model">${(id) => html`<select id=${id} value=${model} onChange=${({ target }) => choose(target.value)}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
+    ${models && !models.length && html`<${EmptyState} title="No model is served" text="Start one with midstream up." />`}
+    ${model && KINDS.map((kind) => html`<${Kind} key=${`${model} ${kind.path}`} kind=${kind} model=${model} />`)}`;
+}

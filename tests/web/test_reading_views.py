@@ -1,0 +1,244 @@
+"""Do the views of readings, modules and harvests show what the API answers? One stack for all."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser, expect
+from safetensors.numpy import load
+from web_kit import NARROW, Site, Visit, visiting
+
+from midstream.client import Client
+from midstream.client.captures.attention import pattern
+from midstream.schemas.model.attention import AttentionKind
+
+SAES = Path(__file__).parents[1] / "data" / "saes"
+HIDDEN = 8
+VIEWS = ("lens", "attention", "features", "probes", "modules", "harvests", "playground")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A stack with an SAE, a probe of two labels and a module."""
+    folder = tmp_path_factory.mktemp("readings")
+    shutil.copytree(SAES, folder / "saes")
+    settings = {"sae_dir": str(folder / "saes"), "harvest_stores": str(folder / "rows")}
+    with Site(folder / "site", **settings) as started:
+        with Client(started.url, api_key=started.operator.key) as client:
+            client.saes.register("tiny", "standard")
+            client.probes.register(
+                "calm",
+                weight=np.ones((2, HIDDEN)),
+                layer=-1,
+                labels=["calm", "angry"],
+                thresholds=[None, 5.0],
+            )
+        with Client(started.url, api_key=started.alice.key) as client:
+            client.modules.register("sea", [{"layers": [1, 2], "vector": np.ones(HIDDEN)}])
+        yield started
+
+
+def result_of(site: Site, visit: Visit) -> dict[str, Any]:
+    """The result of the job that the view shows."""
+    visit.page.wait_for_url(re.compile(r"job_\w+"))
+    job = str(re.search(r"job_\w+", visit.page.url)[0])  # type: ignore[index]
+    site.alice.wait(job)
+    return site.alice.get(f"/v1/jobs/{job}/result")
+
+
+def test_the_lens_shows_top_tokens_and_follows_one(site: Site, visit: Visit) -> None:
+    visit.log_in(site.alice, "lens")
+    page = visit.page
+    page.get_by_label("Prompt").fill("hello")
+    page.get_by_label("Tokens to follow").fill("e")
+    page.get_by_role("button", name="Read the layers").click()
+    grid = page.get_by_role("group", name="Top token by layer and position")
+    expect(grid.locator("tbody tr")).to_have_count(4)
+    (lens,) = result_of(site, visit)["lens"]
+    words = site.alice.post("/v1/detokenize", model="fake-model", tokens=lens["top_tokens"][3][4])
+    side = page.get_by_role("list", name="Most likely next tokens")
+    expect(side.locator(".bar-text")).to_have_text(words["token_strs"])
+    expect(page.locator(".finding")).to_contain_text("from layer 3 on")
+    grid.focus()
+    page.keyboard.press("ArrowDown")
+    expect(page.get_by_role("heading", name="Layer 2, after")).to_be_visible()
+    page.get_by_label("Colour by").select_option("0")
+    expect(grid.locator("td.here")).to_have_text(str(lens["named_ranks"][2][4][0]))
+
+
+def test_features_shade_the_text_and_list_the_strongest(site: Site, visit: Visit) -> None:
+    visit.log_in(site.alice, "features")
+    page = visit.page
+    page.get_by_label("Prompt").fill("abab")
+    page.get_by_role("button", name="Read features").click()
+    (found,) = result_of(site, visit)["features"]
+    of_token = page.get_by_role("list", name="Features of the token")
+    expect(of_token.locator(".bar-text")).to_have_text([str(each) for each in found["features"][1]])
+    page.get_by_role("group", name="Tokens", exact=True).focus()
+    page.keyboard.press("ArrowRight")
+    expect(of_token.locator(".bar-text")).to_have_text([str(each) for each in found["features"][2]])
+    strongest = page.get_by_role("list", name="Features", exact=True).get_by_role("button").first
+    strongest.click()
+    expect(strongest).to_have_attribute("aria-pressed", "true")
+    expect(page.locator(".finding")).to_contain_text(f"Feature {found['features'][1][0]} ")
+    expect(page.locator('.chip[data-position="3"]')).to_have_attribute("title", "b: 1")
+
+
+def test_a_probe_draws_scores_and_its_threshold(site: Site, visit: Visit) -> None:
+    visit.log_in(site.alice, "probes?probe=calm")
+    page = visit.page
+    page.get_by_label("Prompt").fill("hello")
+    page.get_by_label("Tokens to generate").fill("4")
+    page.get_by_role("button", name="Score the text").click()
+    page.get_by_label("Label").select_option("1")
+    expect(page.get_by_text("threshold 5", exact=True)).to_be_visible()
+    expect(page.locator(".finding")).to_contain_text("it reached its threshold of 5 at token 4")
+    (found, *_) = result_of(site, visit)["probes"]
+    expect(page.locator(".chip")).to_have_count(found["positions"])
+    page.get_by_role("group", name="Score by token").focus()
+    page.keyboard.press("ArrowLeft")
+    score = found["tokens"][-2][1]
+    expect(page.get_by_role("status").filter(has_text="token")).to_contain_text(f": {score:g}")
+
+
+def test_attention_says_what_a_model_without_its_hooks_needs(site: Site, visit: Visit) -> None:
+    visit.log_in(site.alice, "attention")
+    expect(visit.page.get_by_text("midstream up --set hooks=all,inside")).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"window": 3, "softcap": 2.0},
+        {"chunk": 4, "slopes": [0.5, 0.25, 0.1, 0.0]},
+        {"sinks": [0.1, 1.0, -1.0, 0.0]},
+    ],
+)
+def test_the_page_computes_the_patterns_of_the_client(
+    site: Site, visit: Visit, more: dict[str, Any]
+) -> None:
+    visit.open()
+    rng = np.random.default_rng(1)
+    queries, keys = (rng.standard_normal((9, width), np.float32) for width in (4 * 6, 2 * 6))
+    kind = AttentionKind(layers=[0], heads=4, head_dim=6, scale=0.4, **more)
+    expected = pattern(queries, keys, kind, range(9), heads=[1, 3])
+    given = [
+        {"shape": list(rows.shape), "values": rows.ravel().tolist()} for rows in (queries, keys)
+    ]
+    fields = {"heads": 4, "head_dim": 6, "scale": 0.4} | more
+    found = visit.page.evaluate(
+        """async ([queries, keys, kind]) => {
+            const { pattern } = await import("/page/lib/attention.js");
+            return [1, 3].map((head) => Array.from(pattern(queries, keys, kind, head)));
+        }""",
+        [*given, fields],
+    )
+    np.testing.assert_allclose(np.array(found).reshape(2, 9, 9), expected, atol=1e-6)
+
+
+def test_modules_lists_every_kind_and_deletes(site: Site, visit: Visit) -> None:
+    with Client(site.url, api_key=site.alice.key) as client:
+        client.modules.register("short-lived", [{"layers": [0], "vector": np.ones(HIDDEN)}])
+    visit.log_in(site.alice, "modules")
+    page = visit.page
+    for name in ("sea", "calm", "tiny", "short-lived"):
+        expect(page.get_by_role("article", name=name)).to_be_visible()
+    expect(page.get_by_role("article", name="sea")).to_contain_text("add at post_block, layers 1-2")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete short-lived").click()
+    expect(page.get_by_role("article", name="short-lived")).to_have_count(0)
+    left = site.alice.get("/v1/steering/modules")["modules"]
+    assert "short-lived" not in {module["name"] for module in left}
+    page.get_by_role("link", name="Use sea").click()
+    expect(page.get_by_role("group", name="Module sea")).to_be_visible()
+
+
+def test_a_harvest_is_started_followed_and_deleted(site: Site, visit: Visit) -> None:
+    visit.log_in(site.alice, "harvests")
+    page = visit.page
+    page.get_by_label("Documents").fill("one document\n\nanother one")
+    page.get_by_role("button", name="Harvest 2 documents").click()
+    expect(page.get_by_text("midstream.harvest.open")).to_be_visible()
+    (made,) = site.alice.get("/v1/harvests")["harvests"]
+    assert (made["state"], made["rows"]) == ("succeeded", len("one document" + "another one"))
+    expect(page.locator(".stat").filter(has_text="Rows")).to_contain_text(str(made["rows"]))
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_text("No harvests yet")).to_be_visible()
+
+
+def test_a_direction_of_two_lists_is_tried_and_saved(site: Site, visit: Visit) -> None:
+    visit.log_in(site.alice, "playground")
+    page = visit.page
+    page.get_by_text("Make a direction from two lists of texts").click()
+    page.get_by_label("Towards these texts").fill("red sea\nblue")
+    page.get_by_label("Away from these texts").fill("office")
+    page.get_by_role("button", name="Make and try it").click()
+    for title in ("Baseline", "Steered"):
+        expect(page.get_by_role("region", name=title)).to_contain_text("finished")
+    capture = {"layers": 2, "positions": "all_prompt"}
+    texts = ("red sea", "blue", "office")
+    with Client(site.url, api_key=site.alice.key) as client:
+        reader = client.capture(
+            client.run(
+                model="fake-model",
+                prompts=list(texts),
+                capture=capture,
+                max_tokens=1,
+                progress=False,
+            )
+        )
+        red, blue, office = (reader.array(2, request=n)[1:].mean(0, np.float64) for n in range(3))
+    page.get_by_label("Save as a module").fill("coast")
+    page.get_by_role("button", name="Save", exact=True).click()
+    expect(page.get_by_role("group", name="Module coast")).to_be_visible()
+    (entry,) = site.alice.get("/v1/steering/modules/coast")["entries"]
+    assert (entry["layers"], entry["norm_match"], entry["scale"]) == ([2], True, 0.2)
+    expected = ((red + blue) / 2 - office).astype("<f4")
+    file = site.alice.http.get("/v1/steering/modules/coast/file").content
+    (saved,) = (rows for rows in load(file).values() if rows.shape == (HIDDEN,))
+    np.testing.assert_allclose(saved, expected, rtol=1e-5, atol=1e-6)
+    tags = {tag for held in site.alice.get("/v1/captures")["captures"] for tag in held["tags"]}
+    assert "direction" not in tags, "its rows are deleted once they were read"
+
+
+def test_a_job_shows_the_readings_that_it_holds(site: Site, visit: Visit) -> None:
+    job = site.alice.submit(
+        ("hello", "you"), lens={"layers": "all"}, features=[{"sae": "tiny"}], probes=["calm"]
+    )
+    site.alice.wait(job)
+    visit.log_in(site.alice, f"jobs/{job}")
+    details = visit.page.locator("section.details")
+    for heading in ("Lens", "Features of tiny", "Scores of calm"):
+        expect(details.get_by_role("heading", name=heading, exact=True)).to_be_visible()
+    expect(details.locator(".lens thead th")).to_have_count(2)
+    visit.page.get_by_label("Readings of prompt").fill("1")
+    visit.page.get_by_label("Readings of prompt").blur()
+    expect(details.locator(".lens thead th").last).to_have_text("u")
+    visit.check_accessible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_views_fit_a_phone_and_are_accessible(
+    browser: Browser, site: Site, scheme: str
+) -> None:
+    jobs = {
+        "lens": site.alice.submit(lens={"layers": "all", "positions": "all_prompt"}),
+        "features": site.alice.submit(features=[{"sae": "tiny"}]),
+        "probes": site.alice.submit(probes=[{"probe": "calm", "tokens": True}]),
+    }
+    for job in jobs.values():
+        site.alice.wait(job)
+    with visiting(browser, site.url, NARROW, scheme) as visit:
+        visit.log_in(site.alice)
+        for view in VIEWS:
+            visit.open(view + (f"/{jobs[view]}" if view in jobs else ""))
+            shown = ".finding" if view in jobs else "main form, main article"
+            expect(visit.page.locator(shown).first).to_be_visible()
+            visit.check_fits()
+            visit.check_accessible()
