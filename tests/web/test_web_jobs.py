@@ -233,7 +233,7 @@ def test_ops_shows_every_rank_to_those_who_may_see_it(site: Site, visit: Visit) 
     for chart in ("Tokens per second", "Jobs in the queue", "Median job time"):
         drawn = visit.page.get_by_role("img", name=re.compile(f"{chart}: .* at most "))
         expect(drawn).to_be_visible()
-        expect(drawn.locator(".line")).to_have_count(1)
+        expect(drawn.locator(".now")).to_have_count(1)
     expect(visit.page.get_by_role("main").get_by_role("link", name="Flower")).to_have_attribute(
         "href", f"http://127.0.0.1:{site.stack.settings.flower_port}"
     )
