@@ -213,18 +213,21 @@ LIGHT := docs inspect lm-eval redis
 .cache/inspect/.ready: INSTALLED = rm -rf .cache/inspect/wheel && mkdir .cache/inspect/wheel \
 	&& $(BIN)/python -c 'from setuptools import build_meta; build_meta.build_editable(".cache/inspect/wheel")' >.cache/inspect/build.log 2>&1 \
 	&& .cache/inspect/bin/python -m pip install --quiet --no-deps --no-index .cache/inspect/wheel/*.whl
-$(LIGHT:%=.cache/%/.ready): .cache/%/.ready: requirements/%.lock pyproject.toml | $(READY)
+.cache/inspect/.ready .cache/lm-eval/.ready: | $(READY)
+# `make docs` needs no engine, and so no environment of ours: any suitable Python makes its own.
+ANY_PYTHON = $(firstword $(PYTHON) $(wildcard $(BIN)/python) $(shell command -v python3.11 python3.12 python3.13 python3))
+$(LIGHT:%=.cache/%/.ready): .cache/%/.ready: requirements/%.lock pyproject.toml
 	@echo "== environment in .cache/$*"
-	@$(BIN)/python -m venv .cache/$*
+	@$(ANY_PYTHON) -m venv .cache/$*
 	@$(LOCKED) -r $<
 	@$(INSTALLED)
 	@touch $@
 
-docs: .cache/docs/.ready ## build the documentation as a site in .cache/site; links and anchors are checked
+docs: .cache/docs/.ready ## build the documentation as a site in .cache/site, without the engine; links and anchors are checked
 	@echo "== documentation"
 	@mkdir -p .cache/docs/package/midstream
 	@ln -sfn $(foreach name,$(PACKAGES) $(wildcard *.py),"$(CURDIR)/$(name)") .cache/docs/package/midstream/
-	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=.cache/docs/package .cache/docs/bin/mkdocs build
+	@PYTHONPATH=.cache/docs/package .cache/docs/bin/python docs/site/build.py
 	@echo "  .cache/site/index.html"
 
 sae: .cache/sae/.ready ## install SAELens, which examples/train_sae.py trains with, in .cache/sae

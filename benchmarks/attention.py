@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from midstream.client import Client
 from midstream.client.captures.patterns import attention_of
-from midstream.client.sdk.captures import capture_fields
+from midstream.client.sdk.attention import capture_fields
 from midstream.client.stack.supervisor import Supervisor, prepare
 from midstream.schemas.base.settings import Settings
 

@@ -58,10 +58,10 @@ def sequences(count: int, seed: int) -> list[list[int]]:
 
 
 def harvest(client: Client, model: str, lines: list[Any], **fields: Any) -> HarvestView:
-    view = client.submit_harvest(
+    view = client.harvests.submit(
         model=model, source={"lines": lines}, positions={"skip_bos": False}, **fields
     )
-    while (view := client.harvest(view)).state not in ("succeeded", "failed", "cancelled"):
+    while (view := client.harvests.get(view)).state not in ("succeeded", "failed", "cancelled"):
         time.sleep(0.1)
     assert view.state == "succeeded", view
     return view
@@ -171,7 +171,7 @@ def turn(
 
     def ours() -> float:
         view = harvest(client, "demo", lines, layers=layers, shards={"mib": 16})
-        client.delete_harvest(view)
+        client.harvests.delete(view)
         return computed_s(view)
 
     order = ["stock", "loop", "harvest"]
@@ -247,7 +247,7 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
             with sampled(
                 {name: process.pid for name, process in stack.processes.items()}
             ) as samples:
-                view = client.submit_harvest(
+                view = client.harvests.submit(
                     model="m",
                     source={"path": "tokens.jsonl", "kind": "tokens", "field": "ids"},
                     layers=[1, 2],
@@ -255,7 +255,7 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
                     shards={"mib": 8},
                     max_tokens=arguments.tokens,
                 )
-                view = client.wait_harvest(view)
+                view = client.harvests.wait(view)
             found = verify(view.uri)
             parts = {
                 name: [

@@ -25,8 +25,8 @@ from .ops.install import basic
 from .ops.liveness import REAPER_KEY, RELAY_KEY
 
 TIMEOUT_S = 5.0
-#: File in a container's folder for temporary files, from its start until its worker is ready:
-#: empty, or why the worker cannot start.
+#: File in a container's temporary folder, which exists until its worker is ready. It is empty, or
+#: has the reason why the worker cannot start.
 STARTING = "midstream-worker-starting"
 #: Time limit of a start, which downloads and loads a model; and seconds between two checks.
 START_S, LOOK_S = 1800.0, 1.0

@@ -31,8 +31,10 @@ from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 from ..schemas.base.errors import MidstreamError
 from ..schemas.jobs.openai import ChatRequest
 from ..schemas.readings.readings import FIELDS as READINGS
+from .sdk.calls import finish
 from .sdk.client import Client
 from .sdk.discovery import address
+from .sdk.mapping.map import standing
 from .sdk.wire import headers, openai_body
 
 logger = logging.getLogger(__name__)
@@ -176,7 +178,7 @@ class MidstreamAPI(OpenAICompatibleAPI):
             request = msgspec.convert(
                 body | {"model": self.service_model_name(), "messages": conversation}, ChatRequest
             )
-            identity, names, steering = self._service._standing(request)
+            identity, names, steering = finish(standing(self._service._io, request))
         except (MidstreamError, msgspec.ValidationError) as error:
             logger.warning("answers are not taken from the cache: %s", error)
             return secrets.token_hex(32)

@@ -47,6 +47,9 @@ def _record_html(record: Any) -> str | None:
     return result
 
 
-def rendered(function: str, *values: Any) -> Any:
-    """Call `function` of the renderer with the values; return its HTML, its PNG bytes, or None."""
-    return getattr(import_module(RENDERER), function)(*values)
+def rendered(function: str, *values: Any, **options: Any) -> Any:
+    """Call `function` of the renderer; return its HTML, its PNG bytes, its figure, or None."""
+    return getattr(import_module(RENDERER), function)(*values, **options)
+
+
+base.plotter = rendered

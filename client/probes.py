@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..schemas.base.errors import invalid
+from ..schemas.base.records import Plotted
 from .extras import need
 
 #: The most iterations of the solver; on standardised rows it converges long before.
@@ -36,7 +37,7 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(Plotted):
     """A trained probe.
 
     Scores are log-odds. Two classes have a single score, that of the second; several classes have a
@@ -49,6 +50,18 @@ class Fit:
     # with two classes, the threshold with the best accuracy on the training rows; otherwise 0
     thresholds: list[float]
     metrics: Metrics
+    layer: int | None = None  # the site of the rows, if known
+    hook: str | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of `PUT /v1/probes/{name}` that are known."""
+        names = ("weight", "bias", "labels", "thresholds", "layer", "hook")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def __repr__(self) -> str:
+        site = "" if self.layer is None else f", {self.hook or 'post_block'} {self.layer}"
+        shown = f"accuracy={self.metrics.accuracy:.3f}, auroc={self.metrics.auroc:.3f}"
+        return f"Fit(labels={self.labels}{site}, {shown})"
 
     def scores(self, rows: np.ndarray) -> np.ndarray:
         """Return the scores `[n, k]` of `rows` `[n, hidden]`, as the ranks compute them."""
@@ -64,17 +77,22 @@ def fit(
     held_out: float = 0.25,
     strength: float = 1.0,
     seed: int = 0,
+    layer: int | None = None,
+    hook: str | None = None,
 ) -> Fit:
     """Fit a logistic regression of `labels` on standardised `rows` `[n, hidden]`; the scaling is
     folded into weight and bias.
 
     `held_out`: the share of rows, equal for all classes, that is used only for the metrics.
     `groups`: the group of each row, such as its prompt; no group is split between training and
-    held-out rows. `strength`: scikit-learn's C. Raises MidstreamError for rows that are not finite,
-    and for a class with fewer than two training or held-out rows; MissingExtraError without
-    scikit-learn.
+    held-out rows. `strength`: scikit-learn's C. `layer`, `hook`: the site of the rows, which the
+    probe is registered for; rows of `client.captures.matrix` know it. Raises MidstreamError for
+    rows that are not finite, and for a class with fewer than two training or held-out rows;
+    MissingExtraError without scikit-learn.
     """
     need("probes", "fitting a probe")
+    layer = getattr(rows, "layer", None) if layer is None else layer
+    hook = hook or getattr(rows, "hook", None)
     rows, names = np.asarray(rows, dtype=np.float64), np.array([str(label) for label in labels])
     if rows.ndim != 2 or len(rows) != len(names):
         raise invalid(
@@ -129,6 +147,8 @@ def fit(
         if two
         else [0.0] * len(classes),
         metrics=metrics,
+        layer=layer,
+        hook=hook,
     )
 
 

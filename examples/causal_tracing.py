@@ -106,7 +106,7 @@ def report(name: str, study: PatchStudy, out: Path) -> None:
             f"{cell.hook} layer {cell.layer}, {cell.label.strip()}: {cell.value:.2f}"
             + (f" ± {spread:.2f}" if spread is not None else "")
         )
-    study.heatmap(out / f"{name}.png")
+    study.plot(out / f"{name}.png")
     study.save(out / f"{name}.json")
 
 

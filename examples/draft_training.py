@@ -32,14 +32,14 @@ def main() -> None:
     asked = parser.parse_args()
     with midstream.Client() as client:
         model = client.models()[0]
-        view = client.submit_harvest(
+        view = client.harvests.submit(
             model=model,
             source={"lines": [question.format(land) for question in QUESTIONS for land in LANDS]},
             layers=asked.layers,
             generate={"max_tokens": asked.tokens},
             positions={"skip_bos": False},
         )
-        view = client.wait_harvest(view)
+        view = client.harvests.wait(view)
     paths = midstream.harvest.to_hidden_states(view.uri, asked.out)
     with safe_open(paths[0], framework="np") as file:
         states, mask = file.get_slice("hidden_states").get_shape(), file.get_tensor("loss_mask")

@@ -78,7 +78,7 @@ def strongest(grid: Grid, spread: np.ndarray, count: int = 8) -> str:
 
 def report(name: str, study: PatchStudy, out: Path) -> None:
     study.save(out / f"{name}.json")
-    study.heatmap(out / f"{name}.png")
+    study.plot(out / f"{name}.png")
     summary = study.result.summary
     print(
         f"\n{name}: {summary.cells} cells of {len(study.result.pairs)} pairs in "

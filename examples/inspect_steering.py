@@ -95,7 +95,7 @@ def main() -> None:
     with Client() as client:
         name = client.models()[0]
         found = direction(client, name, asked.layer, WORDS["pairs"])
-        client.register_module(MODULE, [{"layers": asked.layer, "vector": found}])
+        client.modules.register(MODULE, [{"layers": asked.layer, "vector": found}])
         try:
             for label, arguments in (
                 ("without", {}),
@@ -126,7 +126,7 @@ def main() -> None:
                 scores.append(np.array([by_topic[topic] for topic in sorted(by_topic)]))
         finally:
             if not asked.keep:
-                client.unregister_module(MODULE)
+                client.modules.delete(MODULE)
     change = scores[1] - scores[0]
     print(
         f"difference: {change.mean():+.2f} (standard error "

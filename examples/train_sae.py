@@ -54,11 +54,11 @@ def harvested(
 ) -> midstream.harvest.Harvest:
     """Rows at `post_block` of the documents and of what the model says after them."""
     began = time.monotonic()
-    view = client.submit_harvest(
+    view = client.harvests.submit(
         model=model, source={"lines": lines}, layers=[asked.layer], positions={"skip_first": 1},
         generate={"max_tokens": asked.tokens, "temperature": 1.0},
     )  # fmt: skip
-    view = client.wait_harvest(view)
+    view = client.harvests.wait(view)
     print(
         f"{view.rows} rows of {view.documents} texts in {time.monotonic() - began:.0f} "
         f"s, at {view.uri}"
@@ -201,7 +201,7 @@ def main() -> None:
         model = client.models()[0]
         corpus = harvested(client, model, known, asked)
         sae = trained(corpus.store.uri, model, asked)
-        registered = client.register_sae(asked.name, asked.out.name)
+        registered = client.saes.register(asked.name, asked.out.name)
         print(
             f"registered as {registered.name}: {registered.form.d_sae} features of "
             f"{registered.hook} at layer {registered.layer}"

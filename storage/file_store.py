@@ -5,9 +5,10 @@ A group takes two syncs, however many objects it holds: for separate objects, on
 before the renames and one of all directories after them; for a segment, one of the blobs and one of
 their index. Receipts are sent only after the second.
 
-The mark of a name is a folder `.deleted/<name>`. To delete a folder `…/<name>/`, it is first moved
-there, so that its objects disappear together. The reader of a segment holds a shared lock on it;
-the writer holds an exclusive lock on its index. Names that begin with a dot are not listed.
+The folder `.deleted/<name>` marks a name as deleted. To delete a folder `…/<name>/`, the store
+first moves it there, so that its objects disappear together. The reader of a segment holds a shared
+lock on it; the writer holds an exclusive lock on its index. Names that begin with a dot are not
+listed.
 """
 
 import ctypes
@@ -470,8 +471,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def _map(descriptor: int, size: int, path: Path) -> memoryview:
-    """Map a file with mmap(2) directly: Python's `mmap` keeps a descriptor for each of what may be
-    thousands of mappings.
+    """Map a file with mmap(2) directly: Python's `mmap` keeps a descriptor for each mapping, of
+    which there may be thousands.
     """
     libc = _libc()
     address = libc.mmap(None, size, _PROT_READ, _MAP_SHARED, descriptor, 0)

@@ -43,8 +43,8 @@ EXTRAS: dict[str, Extra] = {
     ),
     "plots": Extra("import matplotlib.pyplot, pandas"),
     "notebook": Extra("import pandas, plotly, xarray, midstream.client.captures.tables"),
-    "probes": Extra("import midstream.client.probes, sklearn.linear_model"),
-    "harvest": Extra("import midstream.client.harvest, pyarrow.parquet"),
+    "probes": Extra("import midstream.client.probes.list, sklearn.linear_model"),
+    "harvest": Extra("import midstream.client.harvests.get, pyarrow.parquet"),
     "lens": Extra("import transformer_lens", (TORCH, "lens.lock")),
     "sae": Extra("import sae_lens, midstream; midstream.Client", (TORCH, "sae.lock")),
     "inspect": Extra("import inspect_ai, midstream.client.inspect_provider", ("inspect.lock",)),
@@ -52,9 +52,7 @@ EXTRAS: dict[str, Extra] = {
         "import lm_eval.tasks, lm_eval.models.openai_completions, transformers, aiohttp, tenacity",
         ("lm-eval.lock",),
     ),
-    "docs": Extra(
-        "import mkdocs, material, mkdocstrings, midstream.client.cli.main", ("docs.lock",)
-    ),
+    "docs": Extra("import zensical, mkdocstrings, midstream.client.cli.main", ("docs.lock",)),
     "broker": Extra(
         "import midstream.broker.relay, "
         "midstream.broker.callbacks, "

@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         )
         return EXIT_NO_ENGINE
     signals.setup_logging.connect(_keep_logging)
-    # Both warnings do not apply: tasks are never cancelled on connection loss, and no message is
+    # Neither warning applies: tasks are never cancelled on connection loss, and no message is
     # unpickled.
     warnings.simplefilter("ignore", CPendingDeprecationWarning)
     warnings.simplefilter("ignore", SecurityWarning)

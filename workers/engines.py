@@ -4,7 +4,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from ..schemas.base.errors import MidstreamError
-from ..schemas.base.settings import Settings, SettingsError
+from ..schemas.base.settings import NO_TOOLS, Settings, SettingsError
 from ..schemas.model.banks import asked_hooks
 from .engine.protocol import Engine
 from .runner.base.extensions import check_installed
@@ -32,8 +32,8 @@ def make_engine(settings: Settings) -> Engine:
 
 
 def check_options(settings: Settings) -> list[str]:
-    """Checks hooks, extensions and, where vLLM is installed, `settings.engine_options`; returns
-    caveats of unproven ones.
+    """Checks hooks, extensions and, where vLLM is installed, the parser of tool calls and
+    `settings.engine_options`; returns caveats of unproven ones.
 
     Other engines check their own options. Raises SettingsError, also for an unknown engine.
     """
@@ -42,9 +42,13 @@ def check_options(settings: Settings) -> list[str]:
         return []
     asked_hooks(settings.hooks)
     check_installed(settings.extensions)
-    if not settings.engine_options:
-        return []
     try:
+        if settings.tool_parser not in ("", NO_TOOLS):
+            from .engine.prompts.tool_calls import check_name
+
+            check_name(settings.tool_parser)
+        if not settings.engine_options:
+            return []
         from .engine.options.option_check import accepted
     except ModuleNotFoundError:
         return []  # the worker, which has vLLM, checks them

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.jobs.jobs import CallDelta, Event, Prompted, Said, TokenLogprob
+from ...schemas.jobs.jobs import CallDelta, Event, MessageDelta, Prompted, TokenLogprob
 from .openai_shapes import News, Wanted, prompt_texts, shown
 
 Part = TypeVar("Part", str, list[Any])
@@ -36,7 +36,7 @@ class Sent:
         delta, generated = event.data.get("delta"), self.generated
         text = event.data.get("text")
         if delta is not None:
-            part = msgspec.convert(delta, Said)
+            part = msgspec.convert(delta, MessageDelta)
             text = part.content
             for call in part.calls:
                 _note(generated.calls, call)

@@ -1,4 +1,4 @@
-"""Pages of the API: the live page at `/`, the list of operations, Swagger UI.
+"""Pages of the API: the live page at `/`, the documentation, the list of operations, Swagger UI.
 
 Everything that they load is served here, under a strict CSP.
 """
@@ -7,14 +7,16 @@ import gzip
 import hashlib
 import html
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from litestar import MediaType, Request, Response, get
 from litestar.openapi.plugins import OpenAPIRenderPlugin
 from litestar.params import PathParameter
+from litestar.response import Redirect
 
 from ...schemas.base.errors import MidstreamError, shortened
 from ...schemas.base.records import to_json
@@ -47,13 +49,23 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",  # revalidated each time, mostly with 304
     "Vary": "Accept, Accept-Encoding",
 }
+#: For the documentation, whose tables have `style` attributes.
+SITE_HEADERS = {
+    **PAGE_HEADERS,
+    "Content-Security-Policy": HEADERS["Content-Security-Policy"],
+}
 PAGE_TYPES = {
     ".html": "text/html",
     ".css": "text/css",
     ".js": "text/javascript",
+    ".json": "application/json",
+    ".png": "image/png",
     ".svg": "image/svg+xml",
     ".txt": "text/plain",
 }
+#: The documentation as `make docs` writes it in a checkout; wheels do not contain it.
+SITE = Path(__file__).resolve().parents[2] / ".cache" / "site"
+SITE_INDEX = "/docs/index.html"
 #: Asset → its type, and whether it is stored compressed (`name.gz`).
 ASSETS: dict[str, tuple[str, bool]] = {
     "pages.css": ("text/css", False),
@@ -135,7 +147,7 @@ def asset(request: JsonRequest, name: Annotated[str, PathParameter()]) -> Respon
 
 
 class PageFile(NamedTuple):
-    """A file of the live page."""
+    """A file of the live page or of the documentation."""
 
     media_type: str
     etag: str
@@ -143,48 +155,76 @@ class PageFile(NamedTuple):
     packed: bytes  # gzip
 
 
+def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, PageFile]]:
+    """Yield all files of `folder` that are served, with their paths below it."""
+    for entry in folder.iterdir():
+        name = f"{prefix}{entry.name}"
+        if entry.is_dir():
+            yield from _files(entry, f"{name}/")
+        elif (media_type := PAGE_TYPES.get(name[name.rfind(".") :])) is not None:
+            raw = entry.read_bytes()
+            etag = f'"{hashlib.sha256(raw).hexdigest()[:32]}"'
+            yield name, PageFile(media_type, etag, raw, gzip.compress(raw, mtime=0))
+
+
 @cache
 def page_files() -> dict[str, PageFile]:
     """Return all files of the live page that are served, by path below `assets/page`."""
-    root = resources.files(__package__.rpartition(".")[0]).joinpath("assets", "page")
+    root = resources.files(__package__.rpartition(".")[0])
+    return dict(_files(root.joinpath("assets", "page")))
 
-    def walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, PageFile]]:
-        for entry in folder.iterdir():
-            name = f"{prefix}{entry.name}"
-            if entry.is_dir():
-                yield from walk(entry, f"{name}/")
-            elif (media_type := PAGE_TYPES.get(name[name.rfind(".") :])) is not None:
-                raw = entry.read_bytes()
-                yield (
-                    name,
-                    PageFile(
-                        media_type,
-                        f'"{hashlib.sha256(raw).hexdigest()[:32]}"',
-                        raw,
-                        gzip.compress(raw, mtime=0),
-                    ),
-                )
 
-    return dict(walk(root, ""))
+@lru_cache(maxsize=1)
+def _site_files(site: Path, built: int) -> dict[str, PageFile]:
+    return dict(_files(site))
+
+
+def site_files() -> dict[str, PageFile]:
+    """Return all files of the documentation by path, as last built; none: it is not built."""
+    try:
+        return _site_files(SITE, (SITE / "index.html").stat().st_mtime_ns)
+    except OSError:  # also while it is being built
+        return {}
+
+
+def _file(
+    request: JsonRequest, found: PageFile | None, headers: dict[str, str], missing: MidstreamError
+) -> Response[bytes]:
+    """Send the file `found`, packed where the client accepts that, or raise `missing`."""
+    if found is None:
+        raise missing
+    headers = {**headers, "ETag": found.etag}
+    if request.headers.get("if-none-match") == found.etag:
+        return Response(b"", status_code=304, headers=headers, media_type=found.media_type)
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        headers["Content-Encoding"] = "gzip"
+        return Response(found.packed, headers=headers, media_type=found.media_type)
+    return Response(found.raw, headers=headers, media_type=found.media_type)
 
 
 def _page_file(request: JsonRequest, name: str) -> Response[bytes]:
-    if (result := page_files().get(name)) is None:
-        raise MidstreamError(
-            "not_found",
-            f"the page has no file {shortened(name)!r}",
-            allowed="the files that / loads",
-        )
-    headers = {**PAGE_HEADERS, "ETag": result.etag}
-    if request.headers.get("if-none-match") == result.etag:
-        return Response(b"", status_code=304, headers=headers, media_type=result.media_type)
-    if "gzip" in request.headers.get("accept-encoding", ""):
-        return Response(
-            result.packed,
-            headers={**headers, "Content-Encoding": "gzip"},
-            media_type=result.media_type,
-        )
-    return Response(result.raw, headers=headers, media_type=result.media_type)
+    missing = MidstreamError(
+        "not_found", f"the page has no file {shortened(name)!r}", allowed="the files that / loads"
+    )
+    return _file(request, page_files().get(name), PAGE_HEADERS, missing)
+
+
+@get("/docs", opt=needs(None), include_in_schema=False)
+async def docs() -> Redirect:
+    return Redirect(SITE_INDEX)
+
+
+@get("/docs/{path:path}", opt=needs(None), include_in_schema=False, sync_to_thread=True)
+def docs_file(request: JsonRequest, path: Annotated[str, PathParameter()]) -> Response[bytes]:
+    name, files = str(path).lstrip("/"), site_files()
+    detail = f"the documentation has no page {shortened(name)!r}"
+    hint = f"its first page is {SITE_INDEX}"
+    if not files:
+        detail = "the documentation is not built on this server"
+        hint = "run `make docs` in the repository that the API runs from, then reload"
+    return _file(
+        request, files.get(name), SITE_HEADERS, MidstreamError("not_found", detail, hint=hint)
+    )
 
 
 @get("/page/{path:path}", opt=needs(None), include_in_schema=False, sync_to_thread=True)
@@ -209,8 +249,10 @@ def front(request: JsonRequest, context: AppContext) -> Response[bytes]:
 
 def links(settings: Settings) -> dict[str, tuple[str, str]]:
     """Return URL and description of each link by name."""
-    result = {
-        "docs": ("/schema", "all operations of the API"),
+    built = (SITE / "index.html").is_file()
+    result = {"docs": (SITE_INDEX, "the documentation")} if built else {}
+    result |= {
+        "schema": ("/schema", "all operations of the API"),
         "swagger": ("/schema/swagger", "the same, with a form to try out calls"),
         "openapi": ("/schema/openapi.json", "the OpenAPI document"),
         "models": ("/v1/models", "the served models"),
@@ -232,4 +274,4 @@ def links(settings: Settings) -> dict[str, tuple[str, str]]:
     return result
 
 
-ROUTES = [front, page_asset, asset]
+ROUTES = [front, page_asset, docs, docs_file, asset]

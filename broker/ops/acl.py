@@ -76,8 +76,8 @@ ROLES: dict[str, Role] = {
 #: key patterns).
 FLOWER, FLOWER_JOBS = "flower", "flower-jobs"
 FLOWER_JOBS_RULES = "resetkeys resetchannels -@all +hmget ~ms:job:*"
-#: Users of the servers, for a Redis with replicas: the user as which a replica follows its master,
-#: and the user as which a sentinel monitors both.
+#: Users of the servers, for a Redis with replicas: `replica`, with which a replica logs in to its
+#: master, and `sentinel`, with which a sentinel monitors both.
 SERVERS: dict[str, str] = {
     "replica": "resetkeys resetchannels -@all +psync +replconf +ping",
     "sentinel": "resetkeys resetchannels &__sentinel__:hello -@all +multi +exec +ping +info "

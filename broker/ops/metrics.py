@@ -75,15 +75,15 @@ ATTEMPTS = Counter(
     "midstream_attempts_total", "Attempts that this worker has ended", ["model", "outcome"]
 )
 HARVESTED_TOKENS = Counter(
-    "midstream_harvest_tokens_total", "Tokens of harvests whose units count", ["model"]
+    "midstream_harvest_tokens_total", "Tokens of committed harvest units", ["model"]
 )
 HARVESTED_ROWS = Counter(
     "midstream_harvest_rows_total",
-    "Positions of harvests whose rows are durable and count",
+    "Positions whose rows are in committed harvest units",
     ["model"],
 )
 HARVESTED_BYTES = Counter(
-    "midstream_harvest_bytes_total", "Bytes of harvest shards whose units count", ["model"]
+    "midstream_harvest_bytes_total", "Bytes of shards of committed harvest units", ["model"]
 )
 HARVEST_WAITS = Counter(
     "midstream_harvest_store_failures_total",
@@ -324,7 +324,7 @@ OF_STEERING: tuple[Reading[SteeringReport], ...] = (
     ),
     _steering(
         "resyncs",
-        "Disagreements after which all ranks were made equal",
+        "Rank disagreements that were resolved by a resync",
         lambda worker: worker.resyncs,
     ),
     _steering(
@@ -491,7 +491,7 @@ OF_WORKER: tuple[Reading[WorkerReport], ...] = (
     _worker(
         "resyncs",
         GROWS,
-        "Disagreements after which all ranks were made equal",
+        "Rank disagreements that were resolved by a resync",
         lambda stats: stats.resyncs,
     ),
     _rank("rows_used", VARIES, "Rows of the steering table in use", lambda rank: rank.rows_used),

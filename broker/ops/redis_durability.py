@@ -52,7 +52,7 @@ def refuse_lossy(info: dict[str, Any], allowed: bool) -> None:
     no longer is.
     """
     if not allowed and (result := dangers(info)):
-        raise LossyRedis(f"{_refusal(result)}; nothing is accepted until then")
+        raise LossyRedis(f"{_refusal(result)}; until one of these is done, nothing is accepted")
 
 
 def _refusal(result: list[str]) -> str:

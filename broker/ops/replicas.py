@@ -1,11 +1,11 @@
-"""Checks whether all replicas that Sentinel could promote have a write: only then can no failover
-lose it.
+"""Checks whether every replica that Sentinel could promote has a write; only such a write survives
+any failover.
 
-That some replica has the write is not enough. Sentinel may take a live master for dead (a pause, a
-partition, an order to fail over), and for about a second, until it has redirected the other
-replicas, one of these still confirms the old master's writes. That replica then follows the
-promoted one and drops them. So a replica counts as dispensable only if a majority of the sentinels
-would not promote it.
+One replica with the write is not enough. Sentinel may replace a live master (after a pause or a
+partition, or when ordered to). For about a second, until Sentinel has redirected the other
+replicas, one of them may still confirm the old master's writes; it then follows the promoted
+replica and drops them. So a replica counts as dispensable only if a majority of the sentinels would
+not promote it.
 """
 
 import asyncio
@@ -76,9 +76,9 @@ def is_dispensable(replica: dict[str, Any]) -> bool:
     """Return whether a sentinel with this view of a replica would not promote it while another one
     is healthy.
 
-    The replica does not answer, may not be promoted, or does not follow the master. A replica that
-    was promoted does not follow either, but is not dispensable: it has an offset, from its time as
-    a replica, and reports itself as a master.
+    True if the replica does not answer, may not be promoted, or does not follow the master. A
+    replica that has just been promoted does not follow the master either, but is not dispensable;
+    it is recognised by its offset, from its time as a replica, and its role, master.
     """
     if replica["is_sdown"] or int(replica["slave-priority"]) == 0:
         return True
@@ -87,9 +87,9 @@ def is_dispensable(replica: dict[str, Any]) -> bool:
 
 
 def view(replicas: Iterable[dict[str, Any]], master: dict[str, Any]) -> View | None:
-    """Combine the answers to `SENTINEL REPLICAS` and, asked later, to `SENTINEL MASTER`.
+    """Combine a sentinel's answers to `SENTINEL REPLICAS` and then `SENTINEL MASTER`.
 
-    None: the sentinel takes the master for dead.
+    None: the sentinel considers the master down.
     """
     if master["is_sdown"] or master["is_odown"] or "failover_in_progress" in master["flags"]:
         return None

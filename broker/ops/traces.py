@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ...schemas.base.settings import Settings, SettingsError
 from ...schemas.base.version import __version__
 
-#: `00-<trace id>-<span id>-<flags>`; ids of zeros are none (W3C Trace Context, level 1).
+#: `00-<trace id>-<span id>-<flags>`; all-zero ids are invalid (W3C Trace Context, level 1).
 _TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 #: Seconds between two exports of spans, and seconds to wait for a collector's answer.
 SEND_EVERY_S, PATIENCE_S = 1.0, 3.0

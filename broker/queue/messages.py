@@ -14,9 +14,10 @@ from celery import Celery
 
 from .celery_app import task_of
 
-#: The sender, where Celery names a process. No replies are expected: there is no result backend.
+#: The sender; Celery has a process's name here. No replies are expected: there is no result
+#: backend.
 ORIGIN = "ledger@midstream"
-#: The channel of `task-sent`, after kombu's prefix of the database.
+#: Channel of `task-sent` events; Lua prepends kombu's prefix, which names the Redis database.
 SENT_CHANNEL = "celeryev/task.sent"
 #: Filled in by Lua: `@name@` is a string or a part of one, `"@#name@"` a number.
 _PLACEHOLDER = re.compile(r'"@#(\w+)@"|@(\w+)@')
@@ -36,8 +37,8 @@ def job_of_task(task_id: str) -> tuple[str, int]:
 
 
 def templates() -> dict[str, str]:
-    """Return the Lua expressions `MESSAGE` and `SENT` over a table `of` with job, task, kind,
-    queue, step and at.
+    """Return the Lua expressions `MESSAGE` and `SENT`; they read job, task, kind, queue, step and
+    at from a Lua table `of`.
     """
     app = Celery("midstream", set_as_current=False)
     task = app.amqp.as_task_v2(

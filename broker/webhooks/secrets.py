@@ -37,13 +37,14 @@ class WebhookSecrets:
     async def rotate(
         self, tenant: str, key: str, keep_former_s: float, own: bool = False
     ) -> SecretList:
-        """Create a secret; the previous one also signs for `keep_former_s` (0: no longer), and the
-        one before it no longer.
+        """Create a secret. The previous one also signs for another `keep_former_s` seconds (0: it
+        stops immediately); the one before it stops signing.
 
-        `own`: create it for `key` alone, which then keeps secrets separate from its tenant's.
+        `own`: create it for `key` alone; from then on, the key has its own secrets instead of its
+        tenant's.
         """
         if key and (own or await self._has_own(tenant, key)):
-            result = await self._rotate(_owner(tenant, key), keep_former_s, heir_of=tenant)
+            result = await self._rotate(_owner(tenant, key), keep_former_s, inherit_from=tenant)
             return SecretList(of="key", secrets=result)
         return SecretList(of="tenant", secrets=await self._rotate(tenant, keep_former_s))
 
@@ -53,7 +54,7 @@ class WebhookSecrets:
 
     @reachable
     async def _rotate(
-        self, owner: str, keep_former_s: float = 0.0, heir_of: str = "", keep: bool = False
+        self, owner: str, keep_former_s: float = 0.0, inherit_from: str = "", keep: bool = False
     ) -> list[Secret]:
         at = now()
         fresh = SECRET_PREFIX + base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
@@ -63,7 +64,7 @@ class WebhookSecrets:
                 owner=owner,
                 secret=fresh,
                 ends=repr(at + keep_former_s),
-                heir_of=heir_of or None,
+                inherit_from=inherit_from or None,
                 keep=keep,
             )
         )

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.records import Plotted
 from ...schemas.prompts.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
 from ..notebook import rendered
 from .attention import MAX_BYTES, heads_of
@@ -31,7 +31,7 @@ class HeadScore(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
+class Attention(Plotted):
     """The attention patterns of one prompt.
 
     Both axes of every pattern are `positions`; a query's row holds the weights of the keys.
@@ -118,12 +118,6 @@ class Attention:
         """Return the keys of a behaviour, bool `[query, key]`."""
         keys: np.ndarray = _KEYS[behaviour](np.array(self.positions), np.array(self.token_ids))
         return keys
-
-    def figure(self, path: Path | str | None = None, **options: Any) -> Any:
-        """Draw the patterns with `client.render.figures.attention_figure`; return matplotlib's
-        figure, also saved to `path` if given.
-        """
-        return rendered("attention_figure", self, path, options)
 
     def __repr__(self) -> str:
         return (

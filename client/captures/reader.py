@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.records import Plotted
 from ...schemas.jobs.captures import Manifest, index_of
 from ...schemas.model.attention import AttentionKind
 from ...schemas.model.banks import BANK, OF_HEADS
@@ -167,7 +168,7 @@ def _tokens(blob: Blob) -> dict[int, int]:
     return dict(zip(blob.raw("positions").tolist(), blob.raw("token_ids").tolist(), strict=True))
 
 
-class CaptureReader:
+class CaptureReader(Plotted):
     """The captured rows of one job under one tag, merged over files and pipeline stages.
 
     `source`: the job's folder `<capture root>/<tag>/<job>`; or, if `job` is given, the tag's
@@ -353,6 +354,11 @@ class CaptureReader:
         """Return the layers captured at `hook`, over all stages, ascending."""
         chosen = self._hook(hook, request)
         return sorted(layer for name, layer in self._of(request).sites if name == chosen)
+
+    def site(self, layer: int, hook: str | None = None, request: int = 0) -> tuple[str, int]:
+        """Return the hook point and the layer of `array(layer, hook, request)`."""
+        name, _, number = self._tensor(layer, hook, request)[2].rpartition(".")
+        return name, int(number)
 
     def positions(self, request: int = 0) -> list[int]:
         """Return the absolute token positions of the rows: row i of every array is at position

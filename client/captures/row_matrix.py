@@ -3,7 +3,7 @@ SAE's training batch.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -27,14 +27,25 @@ class Sample(NamedTuple):
     position: int | None  # absolute token position; None: a mean over positions
 
 
+class SiteRows(np.ndarray):
+    """Rows `[samples, hidden]` that know their site; so do their slices."""
+
+    layer: int | None = None
+    hook: str | None = None
+
+    def __array_finalize__(self, source: Any) -> None:
+        self.layer = getattr(source, "layer", None)
+        self.hook = getattr(source, "hook", None)
+
+
 def matrix(
     readers: "CaptureReader | Iterable[CaptureReader]",
     layer: int,
     hook: str | None = None,
     rows: Rows = "last",
-) -> np.ndarray:
+) -> SiteRows:
     """Return float32 `[samples, hidden]` over all requests of the readers, in the order of
-    `samples`.
+    `samples`. The array has the rows' `layer` and `hook`.
 
     `layer`, `hook`: as for `CaptureReader.array`. `rows`: "last" (one row per request: its last
     captured position), "first", "mean" (over its captured positions), "all" (every captured
@@ -45,10 +56,10 @@ def matrix(
     `not_found` if a request lacks the layer or the position, and what `CaptureReader.requests`
     raises if requests are missing.
     """
-    parts = [
-        _chosen(reader.array(layer, hook, request), reader, request, rows)
-        for reader, request in _each(readers)
-    ]
+    parts = []
+    for reader, request in _each(readers):
+        parts.append(_chosen(reader.array(layer, hook, request), reader, request, rows))
+        site = reader.site(layer, hook, request)
     if not parts:
         raise MidstreamError("not_found", "there are no captured rows")
     widths = sorted({part.shape[1] for part in parts})
@@ -58,7 +69,9 @@ def matrix(
             f"rows of different width cannot form one matrix: {widths}",
             allowed="captures of a single model",
         )
-    return np.concatenate(parts)
+    result: SiteRows = np.concatenate(parts).view(SiteRows)
+    result.hook, result.layer = site
+    return result
 
 
 def samples(

@@ -140,7 +140,7 @@ def capture_list(
 ) -> None:
     """List the newest captures on the server, with their sizes."""
     with connect(url) as client:
-        page = client.captures(tag=tag, limit=limit)
+        page = client.captures.list(tag=tag, limit=limit)
     print_list(page, page.captures, lambda _: show.captures(page), "captures", json_)
 
 
@@ -151,7 +151,7 @@ def capture_delete(
 ) -> None:
     """Delete the captures of jobs. Job records stay; downloads in progress complete."""
     with connect(url) as client:
-        delete(jobs, client.delete_capture)
+        delete(jobs, client.captures.delete)
 
 
 def open_capture(

@@ -188,7 +188,7 @@ def run_demo_at(url: str, keep: Path | None = None, console: Console | None = No
                 f"{url} does not serve {MODEL_NAME}, which the demo requires",
                 allowed=", ".join(served),
             )
-        if MODULE in {module.name for module in client.modules(MODEL_NAME)}:
+        if MODULE in {module.name for module in client.modules.list(MODEL_NAME)}:
             raise MidstreamError(
                 "conflict", f"{url} already has a module {MODULE!r}, which the demo would replace"
             )
@@ -197,8 +197,8 @@ def run_demo_at(url: str, keep: Path | None = None, console: Console | None = No
         try:
             demonstrate(client, folder, console, verdict)
         finally:
-            if MODULE in {module.name for module in client.modules(MODEL_NAME)}:
-                client.unregister_module(MODULE, MODEL_NAME)
+            if MODULE in {module.name for module in client.modules.list(MODEL_NAME)}:
+                client.modules.delete(MODULE, MODEL_NAME)
     console.print()
     console.rule(f"[bold]Done in {time.monotonic() - began:.0f} s[/]", align="left")
     if verdict.failed:
@@ -356,7 +356,7 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
     typical = float(np.linalg.norm(means, axis=1).mean())
     sets = f"mean of {len(SEA)} texts about the sea − mean of {len(LAND)} others"
     _line(console, f"{sets}: norm {norm:.1f}, mean norm of the activations {typical:.1f}")
-    module = client.register_module(MODULE, {f"post_block.{LAYER}": direction}, model, sets)
+    module = client.modules.register(MODULE, {f"post_block.{LAYER}": direction}, model, sets)
     push = [{"module": MODULE, "scale": SCALE}]
     _line(
         console,
@@ -431,7 +431,7 @@ def _patch(client: Client, model: str, folder: Path, console: Console, verdict: 
     console.print(Padding(sweeps.report(result, count=3), (0, 0, 0, 2)))
     summary, grid = result.summary, study.grid()
     path = folder / "sweep.png"
-    study.heatmap(path)
+    study.plot(path)
     _line(console, f"[bold]{escape(_short(path))}[/]: the same heatmap as a figure")
     took = f" in {summary.seconds:.1f} s" if summary.seconds else ""
     verdict.check(
@@ -467,7 +467,7 @@ def _patch(client: Client, model: str, folder: Path, console: Console, verdict: 
 def _ask_the_ranks(client: Client, console: Console, verdict: Verdict) -> None:
     """Query the ranks, as `midstream dynamic` does."""
     console.print("\n  [dim]$ midstream dynamic[/]")
-    result = client.dynamic(MODEL_NAME)
+    result = client.global_steering.dynamic(MODEL_NAME)
     for worker in result.workers:
         _line(console, show_steering.worker_line(worker))
         console.print(show_steering.ranks(worker, result.determinism))

@@ -139,16 +139,16 @@ def harvest_run(
         if body is None and not (source or lines):
             raise invalid("--source", "is required unless --lines or --body is given")
         if body is not None:
-            view = client.submit_harvest(options.read_json(body, HarvestRequest, "--body"))
+            view = client.harvests.submit(options.read_json(body, HarvestRequest, "--body"))
         else:
-            view = client.submit_harvest(
+            view = client.harvests.submit(
                 **{"model": jobs.only_model(client), **chosen} if model is None else chosen
             )
         if not wait:
             print(to_json(view).decode() if json_ else view.id)
             return
         with harvest_bar() as progress:
-            view = client.wait_harvest(view, progress)
+            view = client.harvests.wait(view, progress)
     _print(view, json_)
 
 
@@ -156,7 +156,7 @@ def harvest_run(
 def harvest_status(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
     """Show a harvest: state, counts, tokens/s and time left."""
     with connect(url) as client:
-        _print(client.harvest(harvest), json_)
+        _print(client.harvests.get(harvest), json_)
 
 
 @harvest_app.command("list")
@@ -167,7 +167,7 @@ def harvest_list(
 ) -> None:
     """List the newest harvests."""
     with connect(url) as client:
-        page = client.harvests(limit=limit)
+        page = client.harvests.list(limit=limit)
     print_list(page, page.harvests, show.harvests, "harvests", json_)
 
 
@@ -175,21 +175,21 @@ def harvest_list(
 def harvest_pause(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
     """Pause a harvest; finished shards are kept."""
     with connect(url) as client:
-        _print(client.pause_harvest(harvest), json_)
+        _print(client.harvests.pause(harvest), json_)
 
 
 @harvest_app.command("resume")
 def harvest_resume(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
     """Continue a paused harvest."""
     with connect(url) as client:
-        _print(client.resume_harvest(harvest), json_)
+        _print(client.harvests.resume(harvest), json_)
 
 
 @harvest_app.command("cancel")
 def harvest_cancel(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
     """Cancel a harvest; it cannot be resumed."""
     with connect(url) as client:
-        _print(client.cancel_harvest(harvest), json_)
+        _print(client.harvests.cancel(harvest), json_)
 
 
 @harvest_app.command("delete")
@@ -199,7 +199,7 @@ def harvest_delete(
 ) -> None:
     """Delete harvests that have ended: files and records."""
     with connect(url) as client:
-        delete(harvests, client.delete_harvest)
+        delete(harvests, client.harvests.delete)
 
 
 @harvest_app.command("verify")

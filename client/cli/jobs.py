@@ -269,7 +269,7 @@ def submit(
 def job_show(job_id: JobId, json_: AsJson = False, url: Url = None) -> None:
     """Show a job, with outputs and receipts once it has ended."""
     with connect(url) as client:
-        view = client.job(job_id)
+        view = client.jobs.get(job_id)
         if print_json(view, json_):
             return
         out.print(records.one(view))
@@ -287,7 +287,7 @@ def job_list(
 ) -> None:
     """List the newest jobs."""
     with connect(url) as client:
-        page = client.jobs(state=state.value if state else None, model=model, limit=limit)
+        page = client.jobs.list(state=state.value if state else None, model=model, limit=limit)
     print_list(page, page.jobs, jobs.jobs, "jobs", json_)
 
 
@@ -314,7 +314,7 @@ def job_result(job_id: JobId, url: Url = None) -> None:
 def job_cancel(job_id: JobId, url: Url = None) -> None:
     """Cancel a job."""
     with connect(url) as client:
-        out.print(f"{job_id} {jobs.coloured(client.cancel(job_id).state)}")
+        out.print(f"{job_id} {jobs.coloured(client.jobs.cancel(job_id).state)}")
 
 
 @job_app.command("events")
@@ -326,7 +326,7 @@ def job_events(
 ) -> None:
     """Stream a job's events until it ends."""
     with connect(url) as client:
-        for event in client.events(job_id, after):
+        for event in client.jobs.events(job_id, after):
             if not print_json(event, json_):
                 out.print(jobs.event(event), soft_wrap=True)
 
@@ -359,7 +359,7 @@ def follow(client: Client, view: JobView) -> None:
                 note=note,
             )
             time.sleep(LOOK_S)
-            view = client.job(view.id)
+            view = client.jobs.get(view.id)
 
 
 def report_end(client: Client, view: JobView, as_json: bool) -> None:

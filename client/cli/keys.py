@@ -90,7 +90,7 @@ def keys_create(
     )
     if redis_url is None:
         with connect(url) as client:
-            created = client.create_key(
+            created = client.keys.create(
                 request.name,
                 tenant=request.tenant,
                 scopes=request.scopes,
@@ -151,7 +151,7 @@ def keys_generate() -> None:
 def keys_list(json_: AsJson = False, url: Url = None) -> None:
     """List the keys of all tenants."""
     with connect(url) as client:
-        api_keys = client.api_keys()
+        api_keys = client.keys.list()
     print_list(api_keys, api_keys, KeyView, "keys", json_)
 
 
@@ -165,7 +165,7 @@ def keys_revoke(
 ) -> None:
     """Revoke keys: they are rejected everywhere within five seconds."""
     with connect(url) as client:
-        delete(ids, client.revoke_key, "revoked")
+        delete(ids, client.keys.revoke, "revoked")
 
 
 # --- Tenants
@@ -217,28 +217,30 @@ def tenants_set(
         ),
     }
     with connect(url) as client:
-        _show([client.set_tenant(name, wire.checked(limits, Limits))], json_)
+        _show([client.tenants.set(name, wire.checked(limits, Limits))], json_)
 
 
 @tenants_app.command("show")
 def tenants_show(name: TenantOption = None, json_: AsJson = False, url: Url = None) -> None:
     """Show a tenant's limits and current usage."""
     with connect(url) as client:
-        if name is not None and name not in (known := [view.name for view in client.tenants()]):
+        if name is not None and name not in (
+            known := [view.name for view in client.tenants.list()]
+        ):
             raise MidstreamError(
                 "not_found",
                 f"unknown tenant {name!r}: it has neither keys nor limits of its own",
                 allowed=", ".join(known) or None,
                 hint=suggestion(name, known),
             )
-        _show([client.tenant(name)], json_)
+        _show([client.tenants.get(name)], json_)
 
 
 @tenants_app.command("list")
 def tenants_list(json_: AsJson = False, url: Url = None) -> None:
     """List the tenants that have keys or limits of their own."""
     with connect(url) as client:
-        tenants = client.tenants()
+        tenants = client.tenants.list()
     if print_json(tenants, json_):
         return
     _show(tenants, False)

@@ -20,7 +20,7 @@ from ...schemas.service.choices import refusal
 from ...schemas.service.global_capture import HOOK_NAMES, parse_hooks
 from .. import vectors
 from ..durations import seconds
-from ..sdk.wire import Patch, Steering
+from ..sdk.fields import Patch, Steering
 from ..vectors import numpy_file
 
 #: Capture option → the field of a capture that it sets. `--layers` or `--hooks` requests a capture;

@@ -1,5 +1,6 @@
 """The commands `midstream probe …`."""
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -21,9 +22,9 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A probe's name.")]
 _WATCHES = tuple(action for action in get_args(Action) if action != "steer")
 Acts = Annotated[str, typer.Option(help=f"At a threshold: {', '.join(_WATCHES)}.")]
 
-probe_app = Registry(
-    "a probe", "probes", Probe, Client.probes, Client.probe, Client.unregister_probe
-).commands("Train and manage linear probes; requests name one with --probe.")
+probe_app = Registry("a probe", "probes", Probe, attrgetter("probes")).commands(
+    "Train and manage linear probes; requests name one with --probe."
+)
 
 #: Tag of the rows that probes are trained on.
 _TAG = "probe-training"
@@ -92,7 +93,7 @@ def probe_train(
             "decay": decay,
             "description": description,
         }
-        print_record(client.register_probe(name, probe, model=served, **fields), False)
+        print_record(client.probes.register(name, probe, model=served, **fields), False)
 
 
 @probe_app.command("register")
@@ -148,7 +149,7 @@ def probe_register(
         "model": model,
     }
     with connect(url) as client:
-        print_record(client.register_probe(name, **fields), json_)
+        print_record(client.probes.register(name, **fields), json_)
 
 
 @probe_app.command("watch")
@@ -167,9 +168,9 @@ def probe_watch(
         )
     with connect(url) as client:
         print_record(
-            client.unwatch_probe(name, model)
+            client.probes.unwatch(name, model)
             if off
-            else client.watch_probe(name, cast(Action, action), model),
+            else client.probes.watch(name, cast(Action, action), model),
             json_,
         )
 
@@ -213,6 +214,6 @@ def _rows(
     reader = client.capture(result)
     chosen: Any = rows
     groups = [sample.request for sample in samples(reader, chosen)]
-    matrix = client.matrix([result], layer, cast(Any, hook), chosen)
-    client.delete_capture(result)
+    matrix = client.captures.matrix([result], layer, cast(Any, hook), chosen)
+    client.captures.delete(result)
     return matrix, groups

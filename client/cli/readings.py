@@ -127,7 +127,7 @@ def features(
     with connect(url) as client:
         request = [options.parse_features(value, "--sae") for value in sae]
         most = {value["sae"]: value.get("top_k", top_k) for value in request}
-        result = client.features_of(
+        result = client.readings.features_of(
             prompt,
             most,
             positions=options.parse_positions(positions),

@@ -4,6 +4,7 @@ global steering, and `dynamic` for the ranks' state.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Generic, TypeVar
 
@@ -16,7 +17,9 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import GlobalView, ModuleView
 from ..render import steering
+from ..sdk.calls import Blocks
 from ..sdk.client import Client
+from ..sdk.registered import Named
 from ..vectors import FORMATS
 from . import options
 from .jobs import AsJson, Model, Url, connect, delete, out, print_json, print_list, print_record
@@ -40,16 +43,13 @@ Steer = Annotated[
 class Registry(Generic[T]):
     """The commands `list`, `show` and `remove` of one kind of registered artifact.
 
-    `list_all`, `get` and `remove` are calls of the client. Their last argument is the model or
-    None; `get` and `remove` also take the artifact's name, before the model.
+    `calls`: the kind's calls of a client.
     """
 
     noun: str  # with its article: "a module"
     plural: str
     kind: type[T]
-    list_all: Callable[[Client, str | None], list[T]]
-    get: Callable[[Client, str, str | None], T]
-    remove: Callable[[Client, str, str | None], None]
+    calls: Callable[[Client], Named[Blocks, T]]
 
     def commands(self, help: str) -> typer.Typer:
         """Return a command group with `list`, `show` and `remove`."""
@@ -58,16 +58,16 @@ class Registry(Generic[T]):
 
         def list_(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
             with connect(url) as client:
-                result = self.list_all(client, model)
+                result = self.calls(client).list(model)
             print_list(result, result, self.kind, self.plural, json_)
 
         def show(name: name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
             with connect(url) as client:
-                print_record(self.get(client, name, model), json_)
+                print_record(self.calls(client).get(name, model), json_)
 
         def remove(name: name, model: Model = None, url: Url = None) -> None:
             with connect(url) as client:
-                self.remove(client, name, model)
+                self.calls(client).delete(name, model)
             out.print(f"{name} removed", markup=False)
 
         app.command("list", help=f"List the {self.plural}.")(list_)
@@ -78,28 +78,18 @@ class Registry(Generic[T]):
         return app
 
 
-modules_app = Registry(
-    "a module", "modules", ModuleView, Client.modules, Client.module, Client.unregister_module
-).commands("Manage named modules: steering that requests refer to by name.")
-loras_app = Registry(
-    "an adapter", "adapters", Lora, Client.loras, Client.lora, Client.unregister_lora
-).commands("Manage LoRA adapters: requests name one with --lora.")
-sae_app = Registry(
-    "a sparse autoencoder",
-    "sparse autoencoders",
-    Sae,
-    Client.saes,
-    Client.sae,
-    Client.unregister_sae,
-).commands("Manage sparse autoencoders, whose features requests read and steer.")
-tuned_app = Registry(
-    "a tuned lens",
-    "tuned lenses",
-    TunedLens,
-    Client.tuned_lenses,
-    Client.tuned_lens,
-    Client.unregister_lens,
-).commands("Manage tuned lenses, which map rows before the logit lens.")
+modules_app = Registry("a module", "modules", ModuleView, attrgetter("modules")).commands(
+    "Manage named modules: steering that requests refer to by name."
+)
+loras_app = Registry("an adapter", "adapters", Lora, attrgetter("adapters")).commands(
+    "Manage LoRA adapters: requests name one with --lora."
+)
+sae_app = Registry("a sparse autoencoder", "sparse autoencoders", Sae, attrgetter("saes")).commands(
+    "Manage sparse autoencoders, whose features requests read and steer."
+)
+tuned_app = Registry("a tuned lens", "tuned lenses", TunedLens, attrgetter("lenses")).commands(
+    "Manage tuned lenses, which map rows before the logit lens."
+)
 runs_app = typer.Typer(
     no_args_is_help=True, help="List, inspect and delete source runs: rows for patching."
 )
@@ -138,7 +128,7 @@ def modules_register(
     """Register a module, or replace it; running requests keep the old content."""
     entries = options.parse_steering(files, "FILE")
     with connect(url) as client:
-        print_record(client.register_module(name, entries, model, description), json_)
+        print_record(client.modules.register(name, entries, model, description), json_)
 
 
 @modules_app.command("export")
@@ -154,7 +144,7 @@ def modules_export(
 ) -> None:
     """Write a module to a file for other tools."""
     with connect(url) as client:
-        written = client.export_module(name, file, format, model)
+        written = client.modules.export(name, file, format, model)
     out.print(f"{name} written to {file} as {written}", markup=False, soft_wrap=True)
 
 
@@ -172,7 +162,7 @@ def loras_add(
 ) -> None:
     """Register an adapter, or replace it; running requests keep the previous one."""
     with connect(url) as client:
-        print_record(client.register_lora(name, path, model, description), json_)
+        print_record(client.adapters.register(name, path, model, description), json_)
 
 
 @sae_app.command("register")
@@ -201,7 +191,7 @@ def sae_register(
         )
     with connect(url) as client:
         print_record(
-            client.register_sae(
+            client.saes.register(
                 name, path, hook or None, int(layer) if layer else None, model, description
             ),
             json_,
@@ -230,7 +220,7 @@ def tuned_register(
 ) -> None:
     """Register a tuned lens, or replace it; running requests keep the previous one."""
     with connect(url) as client:
-        print_record(client.register_lens(name, path, reads, residual, model, description), json_)
+        print_record(client.lenses.register(name, path, reads, residual, model, description), json_)
 
 
 @runs_app.command("list")
@@ -242,7 +232,7 @@ def runs_list(
 ) -> None:
     """List the newest named runs."""
     with connect(url) as client:
-        page = client.source_runs(model, limit=limit)
+        page = client.source_runs.list(model, limit=limit)
     print_list(page, page.runs, RunView, "runs", json_)
 
 
@@ -250,7 +240,7 @@ def runs_list(
 def runs_show(name: Run, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
     """Show a run: its state, and the layers and positions of each prompt."""
     with connect(url) as client:
-        print_record(client.source_run(name, model), json_)
+        print_record(client.source_runs.get(name, model), json_)
 
 
 @runs_app.command("delete")
@@ -261,14 +251,14 @@ def runs_delete(
 ) -> None:
     """Delete runs: their captures and their names."""
     with connect(url) as client:
-        delete(names, lambda name: client.delete_run(name, model))
+        delete(names, lambda name: client.source_runs.delete(name, model))
 
 
 @global_app.command("show")
 def global_show(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
     """Show global steering, and whether every worker has applied it."""
     with connect(url) as client:
-        _print_global(client.global_steering(model), json_)
+        _print_global(client.global_steering.get(model), json_)
 
 
 @global_app.command("set")
@@ -278,14 +268,14 @@ def global_set(steer: Steer, model: Model = None, json_: AsJson = False, url: Ur
     """
     entries = options.parse_steering(steer)
     with connect(url) as client:
-        _print_global(client.set_global(entries, model), json_)
+        _print_global(client.global_steering.set(entries, model), json_)
 
 
 @global_app.command("clear")
 def global_clear(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
     """Clear global steering for new requests."""
     with connect(url) as client:
-        _print_global(client.clear_global(model), json_)
+        _print_global(client.global_steering.clear(model), json_)
 
 
 def dynamic(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
@@ -294,7 +284,7 @@ def dynamic(model: Model = None, json_: AsJson = False, url: Url = None) -> None
     Exits non-zero if the ranks disagree.
     """
     with connect(url) as client:
-        result = client.dynamic(model)
+        result = client.global_steering.dynamic(model)
     if not print_json(result, json_):
         for worker in result.workers:
             out.print(steering.worker_line(worker), soft_wrap=True)

@@ -1,6 +1,7 @@
 """The commands `up` and `serve`, which start the stack on this machine."""
 
 import inspect
+import logging
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -172,5 +173,7 @@ def _run(command: str, set_: list[str] | None, options: dict[str, Any]) -> None:
 
     from_settings(settings)  # raises for an invalid global capture before anything starts
     of_settings(settings)  # likewise, for an invalid key
+    logging.disable(logging.WARNING)  # vLLM logs when it is imported
     check_options(settings)
+    logging.disable(logging.NOTSET)
     raise typer.Exit(Supervisor(settings, say=lambda line: print(line, flush=True)).run())

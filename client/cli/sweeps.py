@@ -233,13 +233,13 @@ def sweep(
             )
             if pair is not None and not 0 <= pair < len(request.pairs):
                 raise invalid("--pair", f"no pair {pair}", allowed=f"0 to {len(request.pairs) - 1}")
-            view = client.submit_sweep(request)
+            view = client.sweeps.submit(request)
             if not wait:
                 print(to_json(view).decode() if json_ else view.id)
                 return
             job = view.id
         with bar() as progress:
-            result = client.sweep_result(job, progress, cancel=request is not None)
+            result = client.sweeps.result(job, progress, cancel=request is not None)
     if save is not None and request is not None:
         PatchStudy.of(job, request, result).save(save)
     if not print_json(result, json_):

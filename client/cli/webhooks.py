@@ -50,9 +50,9 @@ def webhooks_list(
     """List the newest webhooks and their outcome."""
     with connect(url) as client:
         if disabled:
-            _print_disabled(client.disabled_webhooks(tenant=tenant), json_)
+            _print_disabled(client.webhooks.disabled(tenant=tenant), json_)
             return
-        page = client.deliveries(
+        page = client.webhooks.deliveries(
             job=job, state=cast(DeliveryState | None, state), tenant=tenant, limit=limit
         )
     print_list(page, page.deliveries, Delivery, "webhooks", json_)
@@ -68,7 +68,7 @@ def webhooks_show(
 ) -> None:
     """Show a webhook and all its attempts."""
     with connect(url) as client:
-        delivery = client.delivery(delivery_id)
+        delivery = client.webhooks.delivery(delivery_id)
     if print_json(delivery, json_):
         return
     out.print(
@@ -90,7 +90,7 @@ def webhooks_redeliver(
 ) -> None:
     """Send webhooks again, under the same ids."""
     with connect(url) as client:
-        delete(ids, client.redeliver, "will be sent again")
+        delete(ids, client.webhooks.redeliver, "will be sent again")
 
 
 @webhooks_app.command("secret")
@@ -99,7 +99,7 @@ def webhooks_secret(json_: AsJson = False, url: Url = None) -> None:
     also signs.
     """
     with connect(url) as client:
-        _print_secrets(client.webhook_secrets(), json_)
+        _print_secrets(client.webhooks.secrets(), json_)
 
 
 @webhooks_app.command("rotate")
@@ -120,7 +120,7 @@ def webhooks_rotate(
     """Create a new signing secret."""
     with connect(url) as client:
         _print_secrets(
-            client.rotate_webhook_secret(
+            client.webhooks.rotate_secret(
                 keep_former_s=seconds(keep_former, "--keep-former"), own=own
             ),
             json_,
@@ -164,5 +164,5 @@ def webhooks_enable(
     Use `redeliver` for webhooks that were disabled in the meantime.
     """
     with connect(url) as client:
-        client.enable_webhooks(receiver, tenant=tenant)
+        client.webhooks.enable(receiver, tenant=tenant)
     out.print(f"{receiver} is enabled", markup=False)

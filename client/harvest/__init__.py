@@ -40,6 +40,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Import a name on first use: only `RowDataset` and `activations` need torch, and only exports
     need pyarrow.

@@ -11,7 +11,7 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import from_json
+from ...schemas.base.records import Plotted, from_json
 from ...schemas.jobs.harvests import (
     FORMAT,
     MANIFEST,
@@ -133,7 +133,7 @@ class Shard:
         )
 
 
-class Harvest:
+class Harvest(Plotted):
     """A complete harvest.
 
     Rows are numbered in the order of the shards, which is that of training and mixes documents.

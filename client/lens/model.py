@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ from ...schemas.jobs.jobs import JobResult
 from ...schemas.readings.lens import LensReading
 from ..sdk import wire
 from ..sdk.client import Client
+from ..sdk.fields import ReadingFields
 from ..values import is_torch
 from .cache import ActivationCache, refused
 from .logits import Logits, Predictions
@@ -168,7 +169,7 @@ class HookedModel:
         return_type: str | None = "logits",
         remove_batch_dim: bool = False,
         prepend_bos: bool | None = None,
-        **fields: Any,
+        **fields: Unpack[ReadingFields],
     ) -> tuple[Any, ActivationCache]:
         """Run one job; return (logits, cache). The cache has the activations that `names_filter`
         selects, by default all that are served.
@@ -178,7 +179,7 @@ class HookedModel:
         `fields`: other fields of the job, such as `lora`.
         """
         sites = chosen(names_filter, self.card)
-        run = _Run(self, input, [*self._hooks, *fwd_hooks], prepend_bos, fields)
+        run = _Run(self, input, [*self._hooks, *fwd_hooks], prepend_bos, dict(fields))
         result = run.first(
             capture={"hooks": hooks_of(sites), "positions": "all_prompt", "at": "after"}
         )
@@ -193,7 +194,7 @@ class HookedModel:
         *,
         bwd_hooks: Sequence[Any] = (),
         prepend_bos: bool | None = None,
-        **fields: Any,
+        **fields: Unpack[ReadingFields],
     ) -> Any:
         """Run with edits, and return the logits.
 
@@ -203,7 +204,7 @@ class HookedModel:
         """
         if bwd_hooks:
             raise invalid("bwd_hooks", _GRADIENTS, allowed="fwd_hooks")
-        run = _Run(self, input, [*self._hooks, *fwd_hooks], prepend_bos, fields)
+        run = _Run(self, input, [*self._hooks, *fwd_hooks], prepend_bos, dict(fields))
         run.first()
         return run.answer(return_type)
 
@@ -246,7 +247,7 @@ class HookedModel:
         fwd_hooks: Sequence[Hook] = (),
         prepend_bos: bool | None = None,
         return_type: str = "input",
-        **fields: Any,
+        **fields: Unpack[ReadingFields],
     ) -> Any:
         """Return prompt and continuation: as text if `input` is text, otherwise as token ids
         `[batch, pos]` (a list if lengths differ).
@@ -258,7 +259,9 @@ class HookedModel:
             raise invalid(
                 "return_type", f"{return_type!r} is not known", allowed="input, str, tokens"
             )
-        run = _Run(self, input, [*self._hooks, *fwd_hooks], prepend_bos, fields, together=False)
+        run = _Run(
+            self, input, [*self._hooks, *fwd_hooks], prepend_bos, dict(fields), together=False
+        )
         optional = {"top_k": top_k, "top_p": top_p, "seed": seed}
         sampling = {
             "max_tokens": max_new_tokens,
@@ -487,7 +490,9 @@ class _Run:
         edits = {name: self.edits[name] for name in ("steering", "patch") if self.edits[name]}
         call = partial(self.model.client.run, prompts=prompts)
         if self.edits["patterns"]:
-            call = partial(self.model.client.patch_attention, prompts[0], self.edits["patterns"])
+            call = partial(
+                self.model.client.readings.patch_attention, prompts[0], self.edits["patterns"]
+            )
         return call(model=self.model.card.id, progress=False, **self.fields, **edits, **request)
 
     def first(self, **request: Any) -> JobResult:

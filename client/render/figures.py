@@ -1,6 +1,4 @@
-"""Draws sweeps, attention patterns and logit lenses with matplotlib (extra `plots`), in one style,
-for files and notebooks.
-"""
+"""Draws results with matplotlib (extra `plots`), in one style, for files and notebooks."""
 
 import io
 import math
@@ -13,11 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...schemas.artifacts.probes import ProbeResult
 from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.jobs.jobs import JobResult
 from ...schemas.jobs.sweeps import SweepResult
 from ..captures.patterns import Attention
+from ..captures.reader import CaptureReader
+from ..harvest.reader import Harvest
+from ..probes import Fit
 from ..sdk.answers.grid import MEANING, Grid, described, grid_of, titled
-from ..sdk.readings import Lens
+from ..sdk.readings import Features, Lens, lens_of
 from .attention import Panel, panels_of, written
 from .readings import shown
 
@@ -162,12 +165,9 @@ def heatmap(
     )
 
 
-def grid_figure(grid: Grid) -> "Figure":
-    """Draw a grid without its sweep result, and so without prompts in the title.
-
-    Raises MidstreamError if matplotlib is missing.
-    """
-    return _saved(None, "", lambda: _draw_grid(grid, [MEANING[grid.metric]]))
+def grid_figure(grid: Grid, path: Path | str | None = None) -> "Figure":
+    """Draw a grid without its sweep result, and so without prompts in the title."""
+    return _saved(path, "path", lambda: _draw_grid(grid, [MEANING[grid.metric]]))
 
 
 def _draw_grid(grid: Grid, title: list[str]) -> "Figure":
@@ -321,3 +321,167 @@ def _draw_lens(lens: Lens, places: Sequence[int]) -> "Figure":
     axis.set_title(f"most likely next token, read at {lens.hook}", fontsize=8)
     _bar(drawn.colorbar(mesh, ax=axis, pad=0.01), "its probability")
     return drawn  # type: ignore[no-any-return]
+
+
+# --- Features, captured rows, harvests
+
+
+def features_figure(
+    features: Features, path: Path | str | None = None, count: int = 20
+) -> "Figure":
+    """Draw the activations of the `count` largest features at each token."""
+    top = [feature for feature, _ in features.top(count)]
+    values = np.array([features.activations(feature) for feature in top])
+    words = [features.word(place) for place in range(len(features.reading.positions))]
+    reading = features.reading
+    title = f"features of {reading.sae} at {reading.hook} {reading.layer}"
+    return _saved(
+        path, "path", lambda: _draw_heat(values, list(map(str, top)), words, title, "activation")
+    )
+
+
+def capture_figure(
+    reader: CaptureReader,
+    path: Path | str | None = None,
+    hook: str | None = None,
+    request: int = 0,
+) -> "Figure":
+    """Draw the norms of the rows of one hook, layers by tokens, on a logarithmic scale: the first
+    token's norms are often a hundred times larger.
+    """
+    layers = reader.layers(request, hook)
+    norms = [np.linalg.norm(reader.array(layer, hook, request), axis=-1) for layer in layers]
+    values = np.log10(np.maximum(np.stack(norms), np.finfo(np.float32).tiny))
+    names = [str(layer) for layer in layers]
+    title = f"captured rows of {reader.job}"
+    words = reader.words(request)
+    return _saved(
+        path, "path", lambda: _draw_heat(values, names, words, title, "log10 of the norm")
+    )
+
+
+def _draw_heat(
+    values: np.ndarray, rows: list[str], columns: list[str], title: str, unit: str
+) -> "Figure":
+    """Draw `values` `[rows, columns]`, with tokens as columns."""
+    size = (len(columns) * _LENS_COLUMN / 2 + _LENS_AROUND, len(rows) * _LENS_ROW + 1.0)
+    drawn = figure_class()(figsize=size, layout="constrained")
+    axis = drawn.subplots()
+    mesh = axis.pcolormesh(values, cmap="viridis")
+    names = [shown(word) for word in columns]
+    axis.set_xticks(np.arange(len(columns)) + 0.5, names, rotation=45, ha="right", fontsize=6)
+    axis.set_yticks(np.arange(len(rows)) + 0.5, rows, fontsize=6)
+    axis.set_title(title, fontsize=8)
+    _bar(drawn.colorbar(mesh, ax=axis, pad=0.01), unit)
+    return drawn  # type: ignore[no-any-return]
+
+
+def harvest_figure(
+    harvest: Harvest, path: Path | str | None = None, count: int = 10_000
+) -> "Figure":
+    """Draw the distribution of the norms of the first `count` rows, for each site."""
+    first = slice(0, min(count, len(harvest)))
+    norms = {
+        f"{hook} {layer}": np.linalg.norm(harvest.rows(first, layer, hook), axis=-1)
+        for hook, layer in harvest.sites
+    }
+
+    def draw(axis: Any) -> None:
+        for name, values in norms.items():
+            axis.hist(values, bins=60, histtype="step", label=name)
+        axis.set(xlabel="norm", ylabel="rows", title=f"first {first.stop:,} rows")
+
+    return _chart(path, draw)
+
+
+# --- Probes
+
+
+def probe_figure(result: ProbeResult, path: Path | str | None = None) -> "Figure":
+    """Draw the score of each label at each position, or only their aggregates if the request did
+    not ask for `tokens`.
+    """
+    labels = list(result.scores)
+
+    def draw(axis: Any) -> None:
+        if result.tokens is None:
+            axis.bar(labels, result.scores.values())
+        else:
+            for label, scores in zip(labels, zip(*result.tokens, strict=True), strict=True):
+                axis.plot(scores, label=label, marker=".")
+            axis.set_xlabel("position")
+        axis.set(ylabel="score", title=result.probe)
+
+    return _chart(path, draw)
+
+
+def fit_figure(fit: Fit, path: Path | str | None = None) -> "Figure":
+    """Draw accuracy and AUROC on the held-out rows beside those on shuffled labels."""
+    metrics = fit.metrics
+
+    def draw(axis: Any) -> None:
+        places = np.arange(2)
+        axis.bar(places - 0.2, [metrics.accuracy, metrics.auroc], 0.4, label="probe")
+        shuffled = [metrics.baseline_accuracy, metrics.baseline_auroc]
+        axis.bar(places + 0.2, shuffled, 0.4, label="shuffled labels")
+        axis.set_xticks(places, ["accuracy", "AUROC"])
+        axis.set(ylim=(0, 1), title=f"held-out rows, labels {', '.join(fit.labels)}")
+
+    return _chart(path, draw)
+
+
+def _chart(path: Path | str | None, draw: Callable[[Any], None]) -> "Figure":
+    """Draw one pair of axes with a legend."""
+
+    def drawn() -> "Figure":
+        figure = figure_class()(figsize=(5.0, 3.0), layout="constrained")
+        axis = figure.subplots()
+        draw(axis)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False, fontsize=7)
+        return figure  # type: ignore[no-any-return]
+
+    return _saved(path, "path", drawn)
+
+
+def job_figure(
+    result: JobResult, path: Path | str | None = None, request: int = 0, **options: Any
+) -> "Figure":
+    """Draw what a job computed: its sweep, or one prompt's lens, features or probe scores.
+
+    Raises MidstreamError for a job without any.
+    """
+    if result.sweep is not None:
+        return heatmap(result.sweep, path, **options)
+    computed: list[Any] = [lens_of(each) for each in result.lens or () if each.request == request]
+    computed += [
+        Features(result.id, each) for each in result.features or () if each.request == request
+    ]
+    computed += [each for each in result.probes if each.request == request]
+    if not computed:
+        raise MidstreamError(
+            "not_found",
+            f"job {result.id} computed nothing to draw for prompt {request}",
+            hint="ask for lens, features or probes, or draw its rows: client.capture(job).plot()",
+        )
+    return plot(computed[0], path, **options)
+
+
+#: Class → the function that draws it, with its path and options.
+PLOTS: dict[type, Callable[..., "Figure"]] = {
+    Attention: attention_figure,
+    CaptureReader: capture_figure,
+    Features: features_figure,
+    Fit: fit_figure,
+    Grid: grid_figure,
+    Harvest: harvest_figure,
+    JobResult: job_figure,
+    Lens: lens_figure,
+    ProbeResult: probe_figure,
+    SweepResult: heatmap,
+}
+
+
+def plot(value: Any, path: Path | str | None = None, **options: Any) -> "Figure":
+    """Draw a result of any class in `PLOTS`."""
+    return PLOTS[type(value)](value, path, **options)

@@ -106,9 +106,7 @@ def _png(draw: Callable[[], "Figure"]) -> bytes | None:
 
 def sweep_png(result: SweepResult, pair: int | None = None) -> bytes | None:
     """Return the heatmap as PNG; None without matplotlib."""
-    from .figures import heatmap
-
-    return _png(lambda: heatmap(result, None, pair))
+    return _png(lambda: plot(result, None, pair=pair))
 
 
 def sweep_html(result: SweepResult, pair: int | None = None) -> str:
@@ -177,11 +175,11 @@ def reader_html(reader: "CaptureReader") -> str:
     )
 
 
-def attention_figure(attention: "Attention", path: Any, options: dict[str, Any]) -> Any:
-    """Draw attention patterns with matplotlib."""
+def plot(value: Any, path: Any, **options: Any) -> Any:
+    """Draw a result with matplotlib; see `schemas.base.records.Plotted`."""
     from . import figures
 
-    return figures.attention_figure(attention, path, **options)
+    return figures.plot(value, path, **options)
 
 
 def attention_html(attention: "Attention") -> str:
@@ -190,17 +188,10 @@ def attention_html(attention: "Attention") -> str:
     """
     from . import attention as maps
 
-    drawn = _png(lambda: attention_figure(attention, None, {}))
+    drawn = _png(lambda: plot(attention, None))
     if drawn is None:
         return html(maps.report(attention))
     return _image("attention", drawn) + html(maps.strongest(attention))
-
-
-def lens_figure(lens: "Lens", path: Any, places: Any) -> Any:
-    """Draw the heatmap of a logit lens."""
-    from . import figures
-
-    return figures.lens_figure(lens, path, places)
 
 
 def lens_html(lens: "Lens") -> str:
@@ -232,9 +223,8 @@ def mapped_html(item: "Mapped") -> str:
 def grid_html(grid: "Grid") -> str:
     """Return the heatmap, if matplotlib is installed, and the strongest cells."""
     from . import sweeps
-    from .figures import grid_figure
 
-    drawn = _png(lambda: grid_figure(grid))
+    drawn = _png(lambda: plot(grid, None))
     return (_image("heatmap", drawn) if drawn else "") + html(sweeps.strongest_of(grid))
 
 

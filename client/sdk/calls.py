@@ -4,24 +4,44 @@
 transport, a call never suspends.
 """
 
+from __future__ import annotations
+
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from functools import wraps
-from inspect import signature
-from types import GenericAlias, MethodType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, get_args, overload
+from inspect import Parameter, Signature, signature
+from types import MethodType
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 import httpx2
 
 from ...schemas.base.errors import MidstreamError
-from . import wire
+from . import fields, wire
 from .transport import Transport
 from .wire import Call
 
 P = ParamSpec("P")
 T = TypeVar("T")
+M = TypeVar("M")
 
 #: Seconds for which calls that are safe to repeat are repeated while the server does not answer.
 REPEAT_S = 5.0
+_UNPACKED = re.compile(r"Unpack\[(\w+)\]")
+
+
+class Blocks:
+    """Type argument of the calls of `Client`."""
+
+
+class Awaits:
+    """Type argument of the calls of `AsyncClient`."""
+
+
+class Blocking:
+    """Base of other classes whose calls block. `_awaited`: where the same calls are coroutines."""
+
+    _blocking = True
+    _awaited: Any
 
 
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -52,81 +72,24 @@ def iterate(items: AsyncGenerator[T, None]) -> Iterator[T]:
         finish(items.aclose())
 
 
-class Blocking:
-    """Base of the client whose calls block.
-
-    `_awaited`: the same calls as coroutines, over the blocking transport.
+class Calls(Generic[M]):
+    """Base of each group of calls: sends them to the server. `Calls[Blocks]` blocks, and
+    `Calls[Awaits]` returns coroutines.
     """
 
-    _awaited: Any
+    _blocking = False
 
+    def __init__(self, io: Transport, blocking: bool = False):
+        self._io, self._blocking = io, blocking
 
-class call(Generic[P, T]):
-    """A method written as a coroutine: on a `Blocking` client it returns the coroutine's result,
-    elsewhere the coroutine.
-    """
+    def __repr__(self) -> str:
+        names = [name for name in dir(self) if not name.startswith("_")]
+        return f"<{type(self).__name__}: {', '.join(names)}>"
 
-    def __init__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]):
-        @wraps(function)
-        def blocking(client: Any, /, *args: P.args, **options: P.kwargs) -> T:
-            try:
-                return finish(function(client._awaited, *args, **options))
-            except MidstreamError as error:  # its traceback ends here, below the caller's line
-                raise error.with_traceback(None) from None
-
-        self._awaiting, self._blocking = function, blocking
-        self.__doc__ = function.__doc__
-
-    @overload
-    def __get__(self, client: None, kind: type[Blocking]) -> Callable[Concatenate[Any, P], T]: ...
-    @overload
-    def __get__(self, client: Blocking, kind: type[Any]) -> Callable[P, T]: ...
-    @overload
-    def __get__(self, client: object, kind: type[Any]) -> Callable[P, Coroutine[Any, Any, T]]: ...
-    def __get__(self, client: object, kind: type[Any]) -> Any:
-        return _bound(client, self._blocking if issubclass(kind, Blocking) else self._awaiting)
-
-
-class stream(Generic[P, T]):
-    """A method written as an asynchronous generator: on a `Blocking` client it returns an iterator
-    of the same items.
-    """
-
-    def __init__(self, function: Callable[Concatenate[Any, P], AsyncIterator[T]]):
-        @wraps(function)
-        def blocking(client: Any, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
-            return iterate(
-                cast(AsyncGenerator[T, None], function(client._awaited, *args, **options))
-            )
-
-        request = signature(function)
-        (kind,) = get_args(request.return_annotation)
-        vars(blocking)["__signature__"] = request.replace(
-            return_annotation=GenericAlias(Iterator, kind)
-        )
-        self._awaiting, self._blocking = function, blocking
-        self.__doc__ = function.__doc__
-
-    @overload
-    def __get__(
-        self, client: None, kind: type[Blocking]
-    ) -> Callable[Concatenate[Any, P], Iterator[T]]: ...
-    @overload
-    def __get__(self, client: Blocking, kind: type[Any]) -> Callable[P, Iterator[T]]: ...
-    @overload
-    def __get__(self, client: object, kind: type[Any]) -> Callable[P, AsyncGenerator[T, None]]: ...
-    def __get__(self, client: object, kind: type[Any]) -> Any:
-        return _bound(client, self._blocking if issubclass(kind, Blocking) else self._awaiting)
-
-
-def _bound(client: object, function: Any) -> Any:
-    return function if client is None else MethodType(function, client)
-
-
-class Calls:
-    """Base of each group of calls: sends them to the server."""
-
-    _io: Transport
+    @property
+    def _awaited(self) -> Any:
+        """The same calls as coroutines, over the same transport."""
+        return type(self)(self._io)
 
     async def _send(self, call: Call) -> httpx2.Response:
         """Return the response, regardless of its status. Raises ServerUnreachable."""
@@ -157,3 +120,131 @@ class Calls:
             except MidstreamError as error:
                 patience.check(error)
                 await self._io.sleep(wire.PAUSE_S)
+
+
+class _Method:
+    """Base of methods of `Calls` with a function for each client."""
+
+    def __init__(self, awaiting: Any, blocking: Any):
+        vars(awaiting)["__signature__"] = request = _signature(awaiting)
+        returned = _Text(request.return_annotation.removeprefix("Async"))
+        vars(blocking)["__signature__"] = request.replace(return_annotation=returned)
+        self._awaiting, self._blocking = awaiting, blocking
+        self.__doc__ = awaiting.__doc__
+
+    def __set_name__(self, group: type, name: str) -> None:
+        for function in (self._awaiting, self._blocking):
+            function.group, function.__name__ = group, name
+            function.__qualname__ = f"{group.__qualname__}.{name}"
+
+    def _bound(self, group: Any, kind: Any) -> Any:
+        owner = kind if group is None else group
+        function = self._blocking if getattr(owner, "_blocking", False) else self._awaiting
+        return function if group is None else MethodType(function, group)
+
+
+class call(_Method, Generic[P, T]):
+    """A method written as a coroutine: it returns the coroutine's result in `Calls[Blocks]`, the
+    coroutine elsewhere.
+    """
+
+    def __init__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]):
+        @wraps(function)
+        def blocking(group: Any, /, *args: P.args, **options: P.kwargs) -> T:
+            try:
+                return finish(function(group._awaited, *args, **options))
+            except MidstreamError as error:  # its traceback ends here, below the caller's line
+                raise error.with_traceback(None) from None
+
+        super().__init__(function, blocking)
+
+    @overload
+    def __get__(self, group: None, kind: type[Any]) -> Callable[Concatenate[Any, P], T]: ...
+    @overload
+    def __get__(self, group: Calls[Blocks] | Blocking, kind: type[Any]) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, group: object, kind: type[Any]) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    def __get__(self, group: object, kind: type[Any]) -> Any:
+        return self._bound(group, kind)
+
+
+class stream(_Method, Generic[P, T]):
+    """A method written as an asynchronous generator: in `Calls[Blocks]`, it returns an iterator of
+    the same items.
+    """
+
+    def __init__(self, function: Callable[Concatenate[Any, P], AsyncIterator[T]]):
+        @wraps(function)
+        def blocking(group: Any, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
+            return iterate(
+                cast(AsyncGenerator[T, None], function(group._awaited, *args, **options))
+            )
+
+        super().__init__(function, blocking)
+
+    @overload
+    def __get__(
+        self, group: None, kind: type[Any]
+    ) -> Callable[Concatenate[Any, P], Iterator[T]]: ...
+    @overload
+    def __get__(
+        self, group: Calls[Blocks] | Blocking, kind: type[Any]
+    ) -> Callable[P, Iterator[T]]: ...
+    @overload
+    def __get__(self, group: object, kind: type[Any]) -> Callable[P, AsyncGenerator[T, None]]: ...
+    def __get__(self, group: object, kind: type[Any]) -> Any:
+        return self._bound(group, kind)
+
+
+class verb(Generic[P, T]):
+    """A call of a group as a method of the client itself."""
+
+    def __init__(self, function: Callable[Concatenate[Any, P], T]):
+        self._function: Any = function
+        self.__doc__ = function.__doc__
+
+    @overload
+    def __get__(self, client: None, kind: type[Any]) -> Callable[Concatenate[Any, P], T]: ...
+    @overload
+    def __get__(self, client: Calls[Blocks], kind: type[Any]) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, client: object, kind: type[Any]) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    def __get__(self, client: Any, kind: type[Any]) -> Any:
+        group, name = self._function.group, self._function.__name__
+        if client is None:
+            return vars(group)[name]._bound(None, kind)
+        return getattr(group(client._io, client._blocking), name)
+
+
+class _Text(str):
+    """An annotation that signatures show as it is written."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _signature(function: Callable[..., Any]) -> Signature:
+    """Return the signature as it is written, with the keywords of `**fields` one by one: editors
+    and `help` show it.
+    """
+    request = signature(function)
+    parameters: list[Parameter] = []
+    for parameter in request.parameters.values():
+        written = parameter.annotation
+        unpacked = _UNPACKED.fullmatch(written) if isinstance(written, str) else None
+        if unpacked is None:
+            shown = _Text(written) if isinstance(written, str) else written
+            parameters.append(parameter.replace(annotation=shown))
+            continue
+        parameters += [
+            Parameter(
+                name,
+                Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=_Text(kind.__forward_arg__.removesuffix(" | None")),
+            )
+            for name, kind in getattr(fields, unpacked[1]).__annotations__.items()
+        ]
+    return request.replace(
+        parameters=parameters, return_annotation=_Text(request.return_annotation)
+    )

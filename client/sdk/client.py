@@ -4,29 +4,70 @@ written once (`client.sdk.calls`).
 
 from .. import notebook
 from . import discovery, wire
-from .calls import Blocking
-from .harvests import HarvestCalls
-from .mapping.map import MapCalls
-from .readings import ReadingCalls
-from .service import ServiceCalls
-from .sweeps import SweepCalls
+from .calls import Awaits, Blocks, Calls, M, stream, verb
+from .captures import Captures
+from .completions import Completions
+from .harvests import Harvests
+from .jobs import Jobs
+from .mapping.map import over
+from .readings import Readings
+from .registered import (
+    Adapters,
+    GlobalSteering,
+    Lenses,
+    Modules,
+    Probes,
+    Saes,
+    SourceRuns,
+)
+from .server import Server
+from .service import Keys, Tenants, Webhooks
+from .sweeps import Sweeps
 from .transport import AwaitingTransport, BlockingTransport, Transport
 
 
-class AllCalls(
-    MapCalls,
-    ReadingCalls,
-    SweepCalls,
-    HarvestCalls,
-    ServiceCalls,
-):
-    """All calls of both clients, as coroutines."""
+class Verbs(Calls[M]):
+    """The calls of both clients: the groups, and the calls of every day, each that of a group."""
 
-    def __init__(self, transport: Transport):
-        self._io = transport
+    run = verb(Jobs.run)
+    submit = verb(Jobs.submit)
+    wait = verb(Jobs.wait)
+    result = verb(Jobs.result)
+    map = stream(over)
+    completion = verb(Completions.completion)
+    chat = verb(Completions.chat)
+    capture = verb(Captures.open)
+    lens = verb(Readings.lens)
+    features = verb(Readings.features)
+    attention = verb(Readings.attention)
+    sweep = verb(Sweeps.run)
+    models = verb(Server.models)
+    model = verb(Server.model)
+    ready = verb(Server.ready)
+    status = verb(Server.status)
+    tokenize = verb(Server.tokenize)
+    detokenize = verb(Server.detokenize)
+
+    def __init__(self, io: Transport, blocking: bool = False):
+        super().__init__(io, blocking)
+        self.jobs: Jobs[M] = Jobs(io, blocking)
+        self.captures: Captures[M] = Captures(io, blocking)
+        self.readings: Readings[M] = Readings(io, blocking)
+        self.sweeps: Sweeps[M] = Sweeps(io, blocking)
+        self.harvests: Harvests[M] = Harvests(io, blocking)
+        self.modules: Modules[M] = Modules(io, blocking)
+        self.global_steering: GlobalSteering[M] = GlobalSteering(io, blocking)
+        self.source_runs: SourceRuns[M] = SourceRuns(io, blocking)
+        self.probes: Probes[M] = Probes(io, blocking)
+        self.saes: Saes[M] = Saes(io, blocking)
+        self.lenses: Lenses[M] = Lenses(io, blocking)
+        self.adapters: Adapters[M] = Adapters(io, blocking)
+        self.keys: Keys[M] = Keys(io, blocking)
+        self.tenants: Tenants[M] = Tenants(io, blocking)
+        self.webhooks: Webhooks[M] = Webhooks(io, blocking)
 
 
-class Client(Blocking, AllCalls):
+class Client(Verbs[Blocks]):
     """The blocking client.
 
     `url`: the address of the API; by default that of the running stack, as `client.sdk.discovery`
@@ -37,11 +78,16 @@ class Client(Blocking, AllCalls):
     and ServerUnreachable when no server answers.
     """
 
+    _blocking = True
+
     def __init__(self, url: str | None = None, api_key: str | None = None):
         self.url, api_key = discovery.address(url, api_key)
         notebook.install()
         self._transport = BlockingTransport(self.url, wire.headers(api_key))
-        self._awaited = AllCalls(self._transport)
+        super().__init__(self._transport, blocking=True)
+
+    def __repr__(self) -> str:
+        return f"Client({self.url!r})"
 
     def __enter__(self) -> "Client":
         return self
@@ -49,12 +95,16 @@ class Client(Blocking, AllCalls):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _awaited(self) -> Verbs[Awaits]:
+        return Verbs(self._io)
+
     def close(self) -> None:
         """Close the connections."""
         self._transport.close()
 
 
-class AsyncClient(AllCalls):
+class AsyncClient(Verbs[Awaits]):
     """The awaiting client: the calls of `Client`, as coroutines.
 
     Calls raise the same errors. Progress callbacks are called, not awaited.
@@ -65,6 +115,9 @@ class AsyncClient(AllCalls):
         notebook.install()
         self._transport = AwaitingTransport(self.url, wire.headers(api_key))
         super().__init__(self._transport)
+
+    def __repr__(self) -> str:
+        return f"AsyncClient({self.url!r})"
 
     async def __aenter__(self) -> "AsyncClient":
         return self

@@ -1,15 +1,18 @@
 """Calls on harvests: submit, follow, pause, resume, cancel, delete."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 from urllib.parse import quote
 
 from ...schemas.base.errors import MidstreamError, error_of
 from ...schemas.jobs.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
 from .. import values
 from . import wire
-from .calls import Calls, call
+from .calls import Calls, M, call
+from .fields import HarvestFields
 from .wire import Call
 
 _HARVESTS = "/v1/harvests"
@@ -39,36 +42,38 @@ def _ended(view: HarvestView) -> HarvestView:
     return view
 
 
-class HarvestCalls(Calls):
+class Harvests(Calls[M]):
+    """Calls on harvests."""
+
     @call
-    async def submit_harvest(
+    async def submit(
         self,
         /,
         request: HarvestRequest | None = None,
         *,
         idempotency_key: str | None = None,
-        **fields: Any,
+        **fields: Unpack[HarvestFields],
     ) -> HarvestView:
         """Submit a harvest, by struct or by its fields (`model=…, source={…}, layers=[…]`); returns
         immediately. Safe to repeat.
         """
-        body = values.request(request, fields, HarvestRequest)
+        body = values.request(request, dict(fields), HarvestRequest)
         headers = {"idempotency-key": idempotency_key or wire.idempotency_key()}
         call = Call("POST", _HARVESTS, body=body, headers=headers)
         return await self._ask_patiently(call, HarvestView)
 
     @call
-    async def harvest(self, harvest: HarvestLike) -> HarvestView:
+    async def get(self, harvest: HarvestLike) -> HarvestView:
         """Return a harvest's state and counts. Raises `not_found`."""
         return await self._ask(Call("GET", _path(harvest)), HarvestView)
 
     @call
-    async def harvests(self, *, limit: int | None = None) -> HarvestPage:
+    async def list(self, *, limit: int | None = None) -> HarvestPage:
         """Return the newest harvests."""
         return await self._ask(Call("GET", _HARVESTS, params=wire.given(limit=limit)), HarvestPage)
 
     @call
-    async def wait_harvest(
+    async def wait(
         self, harvest: HarvestLike, progress: Progress | None = None, timeout: float | None = None
     ) -> HarvestView:
         """Wait until a harvest has succeeded, and return it; `midstream.harvest.open(view.uri)`
@@ -85,7 +90,7 @@ class HarvestCalls(Calls):
         )
         while True:
             try:
-                view = await self.harvest(harvest)
+                view = await self.get(harvest)
                 patience.ok()
                 if progress is not None:
                     progress(view)
@@ -98,21 +103,21 @@ class HarvestCalls(Calls):
             await self._io.sleep(LOOK_S)
 
     @call
-    async def pause_harvest(self, harvest: HarvestLike) -> HarvestView:
+    async def pause(self, harvest: HarvestLike) -> HarvestView:
         """Stop computing; finished shards are kept. Raises `conflict` for one that has ended."""
         return await self._ask(Call("POST", _path(harvest, "pause")), HarvestView)
 
     @call
-    async def resume_harvest(self, harvest: HarvestLike) -> HarvestView:
+    async def resume(self, harvest: HarvestLike) -> HarvestView:
         """Continue with the unfinished shards. Raises `conflict` for one that has ended."""
         return await self._ask(Call("POST", _path(harvest, "resume")), HarvestView)
 
     @call
-    async def cancel_harvest(self, harvest: HarvestLike) -> HarvestView:
+    async def cancel(self, harvest: HarvestLike) -> HarvestView:
         """Cancel a harvest; it cannot be resumed. Raises `conflict` for one that has ended."""
         return await self._ask(Call("POST", _path(harvest, "cancel")), HarvestView)
 
     @call
-    async def delete_harvest(self, harvest: HarvestLike) -> None:
+    async def delete(self, harvest: HarvestLike) -> None:
         """Delete a harvest's files and record. Raises `conflict` for one that has not ended."""
         await self._do(Call("DELETE", _path(harvest)))

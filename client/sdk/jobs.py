@@ -1,22 +1,22 @@
-"""Calls on jobs and models: submit, follow, wait, results, tokens, and OpenAI-style completions."""
+"""Calls on jobs: submit, follow, wait, results."""
+
+from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, nullcontext
-from typing import Any
-from urllib.parse import quote
+from typing import Any, Unpack
 
 import httpx2
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import Event, JobPage, JobRequest, JobResult, JobView
-from ...schemas.jobs.openai import ChatRequest, CompletionRequest
-from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized
-from ..images import with_images
 from . import wire
 from .answers.progress import prompts_bar
-from .calls import Calls, call, stream
-from .wire import Answer, Call, Capture, JobLike, Patch, Steering
+from .calls import Awaits, Calls, M, call, stream
+from .fields import JobFields
+from .server import Server
+from .wire import Call, JobLike
 
 
 def submission(request: JobRequest | None, key: str | None, fields: dict[str, Any]) -> Call:
@@ -35,7 +35,9 @@ def poll(job_id: JobLike, version: str, seconds: float) -> Call:
     )
 
 
-class JobCalls(Calls):
+class Jobs(Calls[M]):
+    """Calls on jobs."""
+
     @call
     async def submit(
         self,
@@ -43,7 +45,7 @@ class JobCalls(Calls):
         request: JobRequest | None = None,
         *,
         idempotency_key: str | None = None,
-        **fields: Any,
+        **fields: Unpack[JobFields],
     ) -> JobView:
         """Submit a job, by struct or by its fields (`model=…, prompts=[…], capture={…},
         steering=[…], patch=[…]`); returns immediately.
@@ -52,22 +54,21 @@ class JobCalls(Calls):
         omitted if the server serves only one.
         """
         try:
-            call = submission(request, idempotency_key, fields)
+            call = submission(request, idempotency_key, dict(fields))
         except MidstreamError as error:
             if request is not None or "model" in fields or error.field != "model":
                 raise
-            call = submission(
-                None, idempotency_key, {"model": wire.only_model(await self.models()), **fields}
-            )
+            served = await Server[Awaits](self._io).models()
+            call = submission(None, idempotency_key, {"model": wire.only_model(served), **fields})
         return await self._ask_patiently(call, JobView)
 
     @call
-    async def job(self, job_id: JobLike) -> JobView:
+    async def get(self, job_id: JobLike) -> JobView:
         """Return the job's current state, without waiting. Raises `not_found`."""
         return await self._ask(Call("GET", wire.job_path(job_id)), JobView)
 
     @call
-    async def jobs(
+    async def list(
         self,
         *,
         state: str | None = None,
@@ -129,7 +130,7 @@ class JobCalls(Calls):
         *,
         timeout: float | None = None,
         progress: bool = True,
-        **fields: Any,
+        **fields: Unpack[JobFields],
     ) -> JobResult:
         """Submit, wait, and return the result; by then, every requested capture is durable.
 
@@ -190,123 +191,3 @@ class JobCalls(Calls):
     async def cancel(self, job_id: JobLike) -> JobView:
         """Request cancellation; raises `conflict` if the job has ended."""
         return await self._ask(Call("POST", wire.job_path(job_id, "cancel")), JobView)
-
-    @call
-    async def models(self) -> list[str]:
-        """Return the names of the served models."""
-        return [
-            entry["id"]
-            for entry in (await self._ask(Call("GET", "/v1/models"), dict[str, Any]))["data"]
-        ]
-
-    @call
-    async def model(self, name: str) -> dict[str, Any]:
-        """Return the facts of one model, as `GET /v1/models/{name}` gives them. Raises
-        `not_found`.
-        """
-        return await self._ask(Call("GET", f"/v1/models/{quote(name, safe='')}"), dict[str, Any])
-
-    @call
-    async def ready(self) -> bool:
-        """Return whether a live worker serves a model.
-
-        An unreachable server counts as not ready and raises nothing.
-        """
-        try:
-            return (await self._send(Call("GET", "/readyz", timeout=5.0))).status_code == 200
-        except MidstreamError:
-            return False
-
-    @call
-    async def tokenize(
-        self,
-        model: str,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        add_special_tokens: bool = True,
-    ) -> Tokenized:
-        """Return the token ids that a job would have for a text or a conversation, and the text of
-        each token (`token_strs`).
-        """
-        chat = None if messages is None else list(messages)
-        body = {
-            "model": model,
-            "add_special_tokens": add_special_tokens,
-            **wire.given(prompt=prompt, messages=chat),
-        }
-        return await self._ask(Call("POST", "/v1/tokenize", body=body), Tokenized)
-
-    @call
-    async def detokenize(self, model: str, tokens: Sequence[int]) -> Detokenized:
-        """Return the text of token ids (`prompt`), with special tokens, and the text of each token
-        (`token_strs`).
-        """
-        body = DetokenizeRequest(model=model, tokens=[int(token) for token in tokens])
-        return await self._ask(Call("POST", "/v1/detokenize", body=body), Detokenized)
-
-    @call
-    async def completion(
-        self,
-        /,
-        model: str,
-        prompt: str | list[str] | list[int] | list[list[int]],
-        *,
-        steering: Steering | Sequence[Steering] = (),
-        patch: Patch | Sequence[Patch] = (),
-        capture: Capture | None = None,
-        capture_wait: bool = False,
-        **openai: Any,
-    ) -> Answer:
-        """Call `POST /v1/completions` with OpenAI's and Midstream's fields."""
-        fields = {
-            "model": model,
-            "prompt": prompt,
-            **openai,
-            "steering": steering,
-            "patch": patch,
-            "capture": capture,
-            "capture_wait": capture_wait,
-        }
-        return await self._held("/v1/completions", wire.openai_body(CompletionRequest, fields))
-
-    @call
-    async def chat(
-        self,
-        /,
-        model: str,
-        messages: Sequence[dict[str, Any]],
-        *,
-        images: Sequence[Any] = (),
-        steering: Steering | Sequence[Steering] = (),
-        patch: Patch | Sequence[Patch] = (),
-        capture: Capture | None = None,
-        capture_wait: bool = False,
-        **openai: Any,
-    ) -> Answer:
-        """Call `POST /v1/chat/completions` with OpenAI's and Midstream's fields.
-
-        `images`: paths of PNG or JPEG files, their bytes, or Pillow images; they are placed before
-        the text of the last user message.
-        """
-        fields = {
-            "model": model,
-            "messages": with_images(messages, images),
-            **openai,
-            "steering": steering,
-            "patch": patch,
-            "capture": capture,
-            "capture_wait": capture_wait,
-        }
-        return await self._held("/v1/chat/completions", wire.openai_body(ChatRequest, fields))
-
-    async def _held(self, path: str, body: dict[str, Any]) -> Answer:
-        """Return the answer to a held request. If the server stops holding it, wait for its job,
-        and return the answer from the job's result.
-        """
-        response = await self._send(Call("POST", path, body=body, timeout=wire.HELD_S))
-        if response.status_code != 202:
-            return wire.answer(response)
-        view = wire.decode(response, JobView)
-        await self.wait(view.id)
-        return wire.answer_from_result(await self.result(view.id))

@@ -1,30 +1,47 @@
-"""Readings of one prompt: the logit lens and the features of autoencoders, and their answers as
-arrays.
+"""Readings of one prompt: the logit lens, the features of autoencoders and attention patterns, and
+their answers as arrays.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import Plotted
+from ...schemas.jobs.jobs import JobResult
+from ...schemas.prompts.selectors import LayerSelector
 from ...schemas.readings.features import FeaturesReading
 from ...schemas.readings.lens import LensReading
+from ...schemas.requests.specs import PatchSpec
 from .. import notebook
+from ..captures.patterns import Attention, attention_of
+from ..captures.reader import CaptureReader
 from . import wire
-from .calls import call
-from .jobs import JobCalls
+from .attention import (
+    Patterns,
+    attention_patches,
+    by_layer,
+    capture_fields,
+    patched_fields,
+    values_fields,
+)
+from .calls import Awaits, Calls, M, call
+from .captures import Captures
+from .fields import FeatureFields, Fields, Numbers, Positions, ReadingFields, RunFields
+from .jobs import Jobs
+from .server import Server
 
-#: Positions as in a capture: a name, numbers or a span.
-Positions = str | Sequence[Any] | Mapping[str, Any]
 #: Names of autoencoders, or name → how many features to return per token.
 Saes = Sequence[str] | Mapping[str, int]
 TOP_K = 10
 
 
 @dataclass(frozen=True)
-class Lens:
+class Lens(Plotted):
     """Logit lens of one prompt.
 
     `tokens[i, j, k]`: the k-th most likely next token, of layer `layers[i]` at `positions[j]`.
@@ -45,15 +62,6 @@ class Lens:
     def word(self, token: int) -> str:
         """Return the token's text, or its number if the text is not known."""
         return self.words.get(int(token), f"#{int(token)}")
-
-    def figure(self, path: Any = None, places: Sequence[int] | None = None) -> Any:
-        """The heat map of top tokens (matplotlib, extra `plots`).
-
-        `path`: save the figure there. `places`: indices into `positions`; by default all.
-
-        Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
-        """
-        return notebook.rendered("lens_figure", self, path, places)
 
     def plotly(self) -> Any:
         """An interactive heatmap: `plotly.graph_objects.Figure`.
@@ -101,7 +109,7 @@ def known_tokens(readings: Sequence[LensReading]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Features:
+class Features(Plotted):
     """The most active features of each token of one prompt, and of generated tokens if the
     positions include them.
     """
@@ -144,19 +152,27 @@ class Features:
         return sorted(largest.items(), key=lambda item: -item[1])[:count]
 
 
-def _one_prompt(prompt: Any, max_tokens: int, sampling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Fields of a job of one prompt: text, token ids, or a conversation."""
-    chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
-    return {
-        ("messages" if chat else "prompts"): [prompt],
-        "sampling": {"max_tokens": max_tokens, **(sampling or {})},
-    }
+class Readings(Calls[M]):
+    """Readings of one prompt."""
 
+    async def _run(
+        self,
+        prompt: Any,
+        max_tokens: int,
+        sampling: Fields | None,
+        timeout: float | None,
+        fields: dict[str, Any],
+    ) -> JobResult:
+        """Run a job of one prompt: text, token ids, or a conversation."""
+        chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
+        fields["messages" if chat else "prompts"] = [prompt]
+        fields["sampling"] = {"max_tokens": max_tokens, **(sampling or {})}
+        return await Jobs[Awaits](self._io).run(timeout=timeout, progress=False, **fields)
 
-class ReadingCalls(JobCalls):
     async def _texts(self, model: str, tokens: Sequence[int]) -> dict[int, str]:
         """Token id → its text."""
-        return dict(zip(tokens, (await self.detokenize(model, tokens)).token_strs, strict=True))
+        answer = await Server[Awaits](self._io).detokenize(model, tokens)
+        return dict(zip(tokens, answer.token_strs, strict=True))
 
     @call
     async def lens(
@@ -164,7 +180,7 @@ class ReadingCalls(JobCalls):
         /,
         prompt: Any,
         *,
-        layers: Any = "all",
+        layers: Numbers = "all",
         positions: Positions = "all_prompt",
         top_k: int = 5,
         tokens: Sequence[int | str] = (),
@@ -173,8 +189,8 @@ class ReadingCalls(JobCalls):
         at: str | None = None,
         max_tokens: int = 1,
         timeout: float | None = None,
-        sampling: Mapping[str, Any] | None = None,
-        **fields: Any,
+        sampling: Fields | None = None,
+        **fields: Unpack[ReadingFields],
     ) -> Lens:
         """Return the logit lens of a prompt: each layer's rows, passed through the model's final
         norm and output matrix, as predictions of the next token.
@@ -193,8 +209,7 @@ class ReadingCalls(JobCalls):
             tuned=tuned,
             at=at,
         )
-        fields |= {"lens": spec, **_one_prompt(prompt, max_tokens, sampling)}
-        result = await self.run(timeout=timeout, progress=False, **fields)
+        result = await self._run(prompt, max_tokens, sampling, timeout, {**fields, "lens": spec})
         if not result.lens:
             raise MidstreamError("not_found", f"job {result.id} has no lens")
         texts = await self._texts(result.model, known_tokens(result.lens[:1]))
@@ -202,7 +217,7 @@ class ReadingCalls(JobCalls):
 
     @call
     async def features(
-        self, /, prompt: Any, sae: str, *, top_k: int = TOP_K, **options: Any
+        self, /, prompt: Any, sae: str, *, top_k: int = TOP_K, **options: Unpack[FeatureFields]
     ) -> Features:
         """Return the `top_k` most active features of the autoencoder `sae`.
 
@@ -221,8 +236,8 @@ class ReadingCalls(JobCalls):
         at: str | None = None,
         max_tokens: int = 1,
         timeout: float | None = None,
-        sampling: Mapping[str, Any] | None = None,
-        **fields: Any,
+        sampling: Fields | None = None,
+        **fields: Unpack[ReadingFields],
     ) -> dict[str, Features]:
         """Return, by autoencoder, the most active features of each token at `positions`, in one
         request.
@@ -232,16 +247,61 @@ class ReadingCalls(JobCalls):
         """
         if not isinstance(saes, Mapping):
             saes = dict.fromkeys([saes] if isinstance(saes, str) else saes, TOP_K)
-        fields |= {
-            "features": [
-                wire.given(sae=sae, positions=positions, top_k=top_k, at=at)
-                for sae, top_k in saes.items()
-            ],
-            **_one_prompt(prompt, max_tokens, sampling),
-        }
-        result = await self.run(timeout=timeout, progress=False, **fields)
+        specs = [
+            wire.given(sae=sae, positions=positions, top_k=top_k, at=at)
+            for sae, top_k in saes.items()
+        ]
+        result = await self._run(
+            prompt, max_tokens, sampling, timeout, {**fields, "features": specs}
+        )
         if not result.features:
             raise MidstreamError("not_found", f"job {result.id} has no features")
         tokens = {token for reading in result.features for token in reading.token_ids}
         texts = await self._texts(result.model, sorted(tokens))
         return {reading.sae: Features(result.id, reading, texts) for reading in result.features}
+
+    @call
+    async def attention(
+        self,
+        /,
+        prompt: str | Sequence[int],
+        *,
+        layers: LayerSelector = "all",
+        heads: LayerSelector | None = None,
+        **fields: Unpack[RunFields],
+    ) -> Attention:
+        """Return the attention patterns `[heads, query, key]` of a prompt in `layers`.
+
+        `prompt`: text or token ids. `heads`: by default all. `fields`: of the job that captures
+        queries and keys, such as `model`, `steering` or `lora`; edits at `q` and `k` affect the
+        patterns. The job's capture stays on the server, see `Attention.job`. Raises what the job
+        and `CaptureReader.attention` raise.
+        """
+        own = {"progress": False, **fields}
+        with await self._captured(capture_fields(prompt, layers, own)) as reader:
+            return await self._io.work(attention_of, reader, layers, heads)
+
+    @call
+    async def patch_attention(
+        self, /, prompt: str | Sequence[int], patterns: Patterns, **fields: Unpack[RunFields]
+    ) -> JobResult:
+        """Run a prompt with the attention of some heads replaced by `patterns`: z ← A′·v, with the
+        prompt's own values, layer after layer.
+
+        `patterns`: (layer, head) → A′ `[query, key]` over the tokens of the prompt, zero where the
+        key is later than the query; rows need not sum to 1. Generated tokens attend as usual.
+        `fields`: of the job, such as `model`, `capture` and `sampling`; probes may not steer. Runs
+        one job per layer, which captures that layer's values with the layers below patched, and
+        then the job itself. Raises what `attention_patches` and the jobs raise.
+        """
+        patches: list[PatchSpec] = []
+        for layer, layer_patterns in by_layer(patterns, fields).items():
+            job = {"progress": False, **values_fields(prompt, layer, patches, dict(fields))}
+            with await self._captured(job) as reader:
+                patches = [*patches, *attention_patches(reader, layer_patterns)]
+        return await Jobs[Awaits](self._io).run(**patched_fields(prompt, patches, dict(fields)))
+
+    async def _captured(self, fields: dict[str, Any]) -> CaptureReader:
+        """Run a job; return a reader of what it captured."""
+        result = await Jobs[Awaits](self._io).run(**fields)
+        return await Captures[Awaits](self._io).open(result)

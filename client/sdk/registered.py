@@ -6,13 +6,12 @@ Steering is one entry, a list of entries, a mapping from site to array
 safetensors files name their tensors as `storage.formats.module_files` describes.
 """
 
-import dataclasses
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 from urllib.parse import quote
-
-import numpy as np
 
 from ...schemas.artifacts.loras import Lora, LoraPage, LoraRequest
 from ...schemas.artifacts.probes import Action, Probe, ProbePage, ProbeRequest, WatchRequest
@@ -34,49 +33,21 @@ from ...schemas.requests.steering import (
 from ..notebook import Listing
 from ..values import packed
 from . import wire
-from .calls import Calls, call
-from .wire import Call, Steering, of_model
+from .calls import Calls, M, call
+from .fields import Array, ProbeFields, Steering
+from .wire import Call, of_model
 
 if TYPE_CHECKING:
     from ..probes import Fit
 
 R = TypeVar("R")
 #: The forms in which a module or global steering may be given.
-SteeringInput = Steering | Sequence[Steering] | Mapping[str, np.ndarray | list[Any]] | Path | str
+SteeringInput = Steering | Sequence[Steering] | Mapping[str, Array] | Path | str
 
 #: Timeout in seconds of a change to global steering: the server responds when every worker has
 #: validated and applied it, or when one has timed out.
 CHANGE_S = 120.0
 _GLOBAL, _DYNAMIC, _RUNS = "/v1/steering/global", "/v1/steering/dynamic", "/v1/runs"
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind(Generic[R]):
-    """A kind of object that the server stores under a name, for each model."""
-
-    path: str
-    record: type[R]
-    request: type  # the body that registers one
-    page: type  # the body of a list
-    member: str  # the field of `page` with the records
-    timeout_s: float = 60.0
-    register_s: float = 60.0  # the server reads, hashes and checks files meanwhile
-
-    def call(self, method: str, name: str, model: str | None = None, more: str = "") -> Call:
-        """Build a call on one object. Raises MidstreamError for an invalid name: it becomes part of
-        the path.
-        """
-        path = f"{self.path}/{wire.checked(name, PathName, 'name')}{more}"
-        return Call(method, path, params=of_model(model), timeout=self.timeout_s)
-
-
-MODULES = Kind(
-    "/v1/steering/modules", ModuleView, ModuleRequest, ModulePage, "modules", CHANGE_S, CHANGE_S
-)
-LORAS = Kind("/v1/loras", Lora, LoraRequest, LoraPage, "loras", register_s=300.0)
-SAES = Kind("/v1/saes", Sae, SaeRequest, SaePage, "saes", register_s=600.0)
-LENSES = Kind("/v1/lenses", TunedLens, TunedLensRequest, TunedLensPage, "lenses", register_s=600.0)
-PROBES = Kind("/v1/probes", Probe, ProbeRequest, ProbePage, "probes")
 
 
 def entries_of(steering: SteeringInput) -> list[SteeringSpec]:
@@ -87,7 +58,7 @@ def entries_of(steering: SteeringInput) -> list[SteeringSpec]:
     if not isinstance(steering, str | Path | Mapping) or (
         isinstance(steering, Mapping) and steering.keys() <= set(SteeringSpec.__struct_fields__)
     ):
-        return wire.pack_steering(cast(Steering | Sequence[Steering], steering))
+        return wire.pack_steering(steering)
     from ...storage.formats.module_files import of_sites
     from .. import vectors
 
@@ -108,61 +79,72 @@ def _run(method: str, name: str, model: str | None) -> Call:
     return Call(method, f"{_RUNS}/{quote(name, safe='')}", params=of_model(model))
 
 
-class RegisteredCalls(Calls):
-    """Calls on named objects. `model` may be omitted if the server serves only one.
+class Named(Calls[M], Generic[M, R]):
+    """Calls on the objects of one kind, which the server stores under names, for each model.
 
-    Changes to modules and global steering apply to later requests; running requests keep the
+    `model` may be omitted if the server serves only one.
+    """
+
+    _path: str
+    _record: type[R]
+    _request: type  # the body that registers one
+    _page: Any  # the body of a list, whose field has the records
+    _timeout = 60.0
+    _register_timeout = 60.0  # the server reads, hashes and checks files meanwhile
+
+    def _call(
+        self, method: str, name: str, model: str | None = None, more: str = "", body: Any = None
+    ) -> Call:
+        """Build a call on one object. Raises MidstreamError for an invalid name: it becomes part of
+        the path.
+        """
+        path = f"{self._path}/{wire.checked(name, PathName, 'name')}{more}"
+        return Call(method, path, body, of_model(model), timeout=self._timeout)
+
+    async def _register(self, **fields: Any) -> R:
+        """Register an object whose files are on the server."""
+        body: Any = wire.checked(fields, self._request, "")
+        call = Call("POST", self._path, body, timeout=self._register_timeout)
+        return await self._ask(call, self._record)
+
+    @call
+    async def list(self, model: str | None = None) -> Listing[R]:
+        """Return all of a model."""
+        call = Call("GET", self._path, params=of_model(model), timeout=self._timeout)
+        page: Any = await self._ask(call, self._page)
+        return Listing(getattr(page, self._page.__struct_fields__[0]))
+
+    @call
+    async def get(self, name: str, model: str | None = None) -> R:
+        """Return one. Raises `not_found`."""
+        return await self._ask(self._call("GET", name, model), self._record)
+
+    @call
+    async def delete(self, name: str, model: str | None = None) -> None:
+        """Remove a name. Requests that were accepted with it keep what it named."""
+        await self._do(self._call("DELETE", name, model))
+
+
+class Modules(Named[M, ModuleView]):
+    """Calls on steering modules. Changes apply to later requests; running requests keep the
     steering with which they began.
     """
 
-    async def _register(self, kind: Kind[R], **fields: Any) -> R:
-        """Register an object whose files are on the server."""
-        body: Any = wire.checked(fields, kind.request, "")
-        return await self._ask(
-            Call("POST", kind.path, body=body, timeout=kind.register_s), kind.record
-        )
-
-    async def _every(self, kind: Kind[R], model: str | None) -> list[R]:
-        call = Call("GET", kind.path, params=of_model(model), timeout=kind.timeout_s)
-        return Listing(getattr(await self._ask(call, kind.page), kind.member))
-
-    async def _named(self, kind: Kind[R], name: str, model: str | None) -> R:
-        return await self._ask(kind.call("GET", name, model), kind.record)
-
-    async def _forget(self, kind: Kind[Any], name: str, model: str | None) -> None:
-        await self._do(kind.call("DELETE", name, model))
-
-    async def _about(
-        self, method: str, path: str, kind: type[R], model: str | None, body: Any = None
-    ) -> R:
-        """Send a call about the state of all ranks."""
-        params = of_model(model)
-        return await self._ask(Call(method, path, body, params, timeout=CHANGE_S), kind)
+    _path, _record, _page, _timeout = "/v1/steering/modules", ModuleView, ModulePage, CHANGE_S
 
     @call
-    async def register_module(
+    async def register(
         self, name: str, steering: SteeringInput, model: str | None = None, description: str = ""
     ) -> ModuleView:
         """Store steering under a name; requests use it as `{"module": name, "scale": 2}`.
 
         An existing module of that name is replaced (`replaced` in the view).
         """
-        call = MODULES.call("PUT", name)
         body = ModuleRequest(steering=entries_of(steering), model=model, description=description)
-        return await self._ask(dataclasses.replace(call, body=body), ModuleView)
+        return await self._ask(self._call("PUT", name, body=body), ModuleView)
 
     @call
-    async def modules(self, model: str | None = None) -> list[ModuleView]:
-        """Return the modules of a model."""
-        return await self._every(MODULES, model)
-
-    @call
-    async def module(self, name: str, model: str | None = None) -> ModuleView:
-        """Return one module, with its entries. Raises `not_found`."""
-        return await self._named(MODULES, name, model)
-
-    @call
-    async def export_module(
+    async def export(
         self, name: str, path: str | Path, format: str | None = None, model: str | None = None
     ) -> str:
         """Write a module to a file, and return the format: `safetensors`, `gguf`, `npz`, `pt` or
@@ -174,7 +156,7 @@ class RegisteredCalls(Calls):
         from ...storage.formats.module_files import specs_of
         from .. import vectors
 
-        answer = await self._send(MODULES.call("GET", name, model, "/file"))
+        answer = await self._send(self._call("GET", name, model, "/file"))
         wire.raise_problem(answer)
         try:
             return vectors.write(
@@ -183,13 +165,16 @@ class RegisteredCalls(Calls):
         except ValueError as error:
             raise invalid("format", str(error)) from error
 
-    @call
-    async def unregister_module(self, name: str, model: str | None = None) -> None:
-        """Remove a module. Requests that were accepted with it keep its edits."""
-        await self._forget(MODULES, name, model)
+
+class GlobalSteering(Calls[M]):
+    """Calls on global steering, which applies to every request to a model that begins later."""
+
+    async def _about(self, method: str, path: str, kind: type[R], model: str | None) -> R:
+        """Send a call about the state of all ranks."""
+        return await self._ask(Call(method, path, None, of_model(model), timeout=CHANGE_S), kind)
 
     @call
-    async def set_global(self, steering: SteeringInput, model: str | None = None) -> GlobalView:
+    async def set(self, steering: SteeringInput, model: str | None = None) -> GlobalView:
         """Steer every request to the model that begins from now on; replaces earlier global
         steering.
 
@@ -197,15 +182,15 @@ class RegisteredCalls(Calls):
         has changed on any worker then.
         """
         body = GlobalRequest(steering=entries_of(steering), model=model)
-        return await self._about("PUT", _GLOBAL, GlobalView, None, body)
+        return await self._ask(Call("PUT", _GLOBAL, body, timeout=CHANGE_S), GlobalView)
 
     @call
-    async def clear_global(self, model: str | None = None) -> GlobalView:
-        """End global steering for requests that begin from now on. Raises as `set_global` does."""
+    async def clear(self, model: str | None = None) -> GlobalView:
+        """End global steering for requests that begin from now on. Raises as `set` does."""
         return await self._about("DELETE", _GLOBAL, GlobalView, model)
 
     @call
-    async def global_steering(self, model: str | None = None) -> GlobalView:
+    async def get(self, model: str | None = None) -> GlobalView:
         """Return global steering, and whether every worker has applied it."""
         return await self._about("GET", _GLOBAL, GlobalView, model)
 
@@ -214,8 +199,15 @@ class RegisteredCalls(Calls):
         """Return the current state of each rank of each worker, and whether the ranks agree."""
         return await self._about("GET", _DYNAMIC, Dynamic, model)
 
+
+class Adapters(Named[M, Lora]):
+    """Calls on LoRA adapters."""
+
+    _path, _record, _request, _page = "/v1/loras", Lora, LoraRequest, LoraPage
+    _register_timeout = 300.0
+
     @call
-    async def register_lora(
+    async def register(
         self, name: str, path: str, model: str | None = None, description: str = ""
     ) -> Lora:
         """Register the adapter in the folder `path` below the server's `lora_dir`; requests use it
@@ -223,27 +215,17 @@ class RegisteredCalls(Calls):
 
         An existing adapter of that name is replaced (`replaced` in the record).
         """
-        return await self._register(
-            LORAS, name=name, path=path, model=model, description=description
-        )
+        return await self._register(name=name, path=path, model=model, description=description)
+
+
+class Saes(Named[M, Sae]):
+    """Calls on sparse autoencoders."""
+
+    _path, _record, _request, _page = "/v1/saes", Sae, SaeRequest, SaePage
+    _register_timeout = 600.0
 
     @call
-    async def loras(self, model: str | None = None) -> list[Lora]:
-        """Return the adapters of a model."""
-        return await self._every(LORAS, model)
-
-    @call
-    async def lora(self, name: str, model: str | None = None) -> Lora:
-        """Return one adapter. Raises `not_found`."""
-        return await self._named(LORAS, name, model)
-
-    @call
-    async def unregister_lora(self, name: str, model: str | None = None) -> None:
-        """Remove an adapter's name. Requests that were accepted with it keep the adapter."""
-        await self._forget(LORAS, name, model)
-
-    @call
-    async def register_sae(
+    async def register(
         self,
         name: str,
         path: str,
@@ -258,33 +240,20 @@ class RegisteredCalls(Calls):
         `hook` and `layer`: only for files that do not name them (Gemma Scope's). An existing SAE of
         that name is replaced (`replaced` in the record).
         """
+        own = {"hook": hook, "layer": layer}
         return await self._register(
-            SAES,
-            name=name,
-            path=path,
-            hook=hook,
-            layer=layer,
-            model=model,
-            description=description,
+            name=name, path=path, model=model, description=description, **own
         )
 
-    @call
-    async def saes(self, model: str | None = None) -> list[Sae]:
-        """Return the sparse autoencoders of a model."""
-        return await self._every(SAES, model)
+
+class Lenses(Named[M, TunedLens]):
+    """Calls on tuned lenses."""
+
+    _path, _record, _request = "/v1/lenses", TunedLens, TunedLensRequest
+    _page, _register_timeout = TunedLensPage, 600.0
 
     @call
-    async def sae(self, name: str, model: str | None = None) -> Sae:
-        """Return one sparse autoencoder. Raises `not_found`."""
-        return await self._named(SAES, name, model)
-
-    @call
-    async def unregister_sae(self, name: str, model: str | None = None) -> None:
-        """Remove an SAE's name. Requests that were accepted with it keep the SAE."""
-        await self._forget(SAES, name, model)
-
-    @call
-    async def register_lens(
+    async def register(
         self,
         name: str,
         path: str,
@@ -299,75 +268,48 @@ class RegisteredCalls(Calls):
         `hook`: the hook point whose rows h the lens maps. `residual`: the map is h + W h + b
         instead of W h + b. An existing lens of that name is replaced (`replaced` in the record).
         """
+        own = {"hook": hook, "residual": residual}
         return await self._register(
-            LENSES,
-            name=name,
-            path=path,
-            hook=hook,
-            residual=residual,
-            model=model,
-            description=description,
+            name=name, path=path, model=model, description=description, **own
         )
 
-    @call
-    async def tuned_lenses(self, model: str | None = None) -> list[TunedLens]:
-        """Return the tuned lenses of a model."""
-        return await self._every(LENSES, model)
+
+class Probes(Named[M, Probe]):
+    """Calls on linear probes."""
+
+    _path, _record, _page = "/v1/probes", Probe, ProbePage
 
     @call
-    async def tuned_lens(self, name: str, model: str | None = None) -> TunedLens:
-        """Return one tuned lens. Raises `not_found`."""
-        return await self._named(LENSES, name, model)
-
-    @call
-    async def unregister_lens(self, name: str, model: str | None = None) -> None:
-        """Remove a tuned lens's name. Requests that were accepted with it keep the lens."""
-        await self._forget(LENSES, name, model)
-
-    @call
-    async def register_probe(self, /, name: str, fit: "Fit | None" = None, **fields: Any) -> Probe:
+    async def register(
+        self, /, name: str, fit: Fit | None = None, **fields: Unpack[ProbeFields]
+    ) -> Probe:
         """Store a probe under a name; requests use it as `probes=[name]`.
 
-        `fields`: of `PUT /v1/probes/{name}`, tensors as arrays. `fit`: what `midstream.probes.fit`
-        returned; sets `weight`, `bias`, `labels` and `thresholds`. An existing probe of that name
-        is replaced (`replaced` in the record).
+        `fit`: what `midstream.probes.fit` returned; sets `weight`, `bias`, `labels`, `thresholds`,
+        and the site of its rows, `layer` and `hook`, as far as known. An existing probe of that
+        name is replaced (`replaced` in the record).
         """
-        if fit is not None:
-            names = ("weight", "bias", "labels", "thresholds")
-            fields = {field: getattr(fit, field) for field in names} | fields
-        body = wire.checked(fields, ProbeRequest, "")
-        return await self._ask(dataclasses.replace(PROBES.call("PUT", name), body=body), Probe)
+        body = (fit.fields() if fit else {}) | wire.given(**fields)
+        request = wire.checked(body, ProbeRequest, "")
+        return await self._ask(self._call("PUT", name, body=request), Probe)
 
     @call
-    async def probes(self, model: str | None = None) -> list[Probe]:
-        """Return the probes of a model."""
-        return await self._every(PROBES, model)
-
-    @call
-    async def probe(self, name: str, model: str | None = None) -> Probe:
-        """Return one probe. Raises `not_found`."""
-        return await self._named(PROBES, name, model)
-
-    @call
-    async def watch_probe(
-        self, name: str, action: Action = "flag", model: str | None = None
-    ) -> Probe:
+    async def watch(self, name: str, action: Action = "flag", model: str | None = None) -> Probe:
         """Let the probe score every request to the model from now on."""
-        call = PROBES.call("PUT", name, model, "/watch")
-        return await self._ask(dataclasses.replace(call, body=WatchRequest(action=action)), Probe)
+        body = WatchRequest(action=action)
+        return await self._ask(self._call("PUT", name, model, "/watch", body), Probe)
 
     @call
-    async def unwatch_probe(self, name: str, model: str | None = None) -> Probe:
+    async def unwatch(self, name: str, model: str | None = None) -> Probe:
         """Let the probe score only requests that name it. Raises `not_found`."""
-        return await self._ask(PROBES.call("DELETE", name, model, "/watch"), Probe)
+        return await self._ask(self._call("DELETE", name, model, "/watch"), Probe)
+
+
+class SourceRuns(Calls[M]):
+    """Calls on source runs: captures under a name, from which later jobs are patched."""
 
     @call
-    async def unregister_probe(self, name: str, model: str | None = None) -> None:
-        """Remove a probe. Requests that were accepted with it keep it."""
-        await self._forget(PROBES, name, model)
-
-    @call
-    async def source_runs(
+    async def list(
         self, model: str | None = None, *, limit: int | None = None, cursor: str | None = None
     ) -> RunPage:
         """Return one page of named source runs, newest first; its `next` is the next `cursor`."""
@@ -375,7 +317,7 @@ class RegisteredCalls(Calls):
         return await self._ask(Call("GET", _RUNS, params=params), RunPage)
 
     @call
-    async def source_run(self, name: str, model: str | None = None) -> RunView:
+    async def get(self, name: str, model: str | None = None) -> RunView:
         """Return a source run's state, and the captured layers and positions of each prompt. Raises
         `not_found`.
 
@@ -384,7 +326,7 @@ class RegisteredCalls(Calls):
         return await self._ask(_run("GET", name, model), RunView)
 
     @call
-    async def delete_run(self, name: str, model: str | None = None) -> None:
+    async def delete(self, name: str, model: str | None = None) -> None:
         """Delete a source run: its capture and its name.
 
         Raises `not_found`, and `conflict` while its job runs.

@@ -1,4 +1,6 @@
-"""Calls on status, keys and tenants, and on the deliveries, secrets and receivers of webhooks."""
+"""Calls on keys and tenants, and on the deliveries, secrets and receivers of webhooks."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from urllib.parse import quote
@@ -24,9 +26,9 @@ from ...schemas.access.webhooks import (
     RotateRequest,
     SecretList,
 )
-from ...schemas.service.status import Status
+from ..notebook import Listing
 from . import wire
-from .calls import Calls, call
+from .calls import Calls, M, call
 from .wire import Call
 
 _KEYS, _TENANTS = "/v1/keys", "/v1/tenants"
@@ -55,23 +57,11 @@ def _delivery(delivery_id: str) -> str:
     return f"{_DELIVERIES}/{quote(delivery_id, safe='')}"
 
 
-class ServiceCalls(Calls):
-    """Calls on keys, tenants and webhooks.
-
-    Calls on keys and tenants require the scope `admin`, except `tenant()`. In calls on webhooks, an
-    admin may name a `tenant`; without it, an admin sees those of all tenants.
-    """
+class Keys(Calls[M]):
+    """Calls on API keys; they require the scope `admin`."""
 
     @call
-    async def status(self) -> Status:
-        """Return the state of queues, workers, relay, webhooks and Redis.
-
-        Raises `forbidden` without the scope `observe`.
-        """
-        return await self._ask(Call("GET", "/v1/status", timeout=10.0), Status)
-
-    @call
-    async def create_key(
+    async def create(
         self,
         name: str,
         *,
@@ -87,31 +77,41 @@ class ServiceCalls(Calls):
         return await self._ask(Call("POST", _KEYS, body=body), CreatedKey)
 
     @call
-    async def api_keys(self) -> list[KeyView]:
+    async def list(self) -> Listing[KeyView]:
         """Return all keys, without their secrets."""
-        return (await self._ask(Call("GET", _KEYS), KeyList)).keys
+        return Listing((await self._ask(Call("GET", _KEYS), KeyList)).keys)
 
     @call
-    async def revoke_key(self, key_id: str) -> None:
+    async def revoke(self, key_id: str) -> None:
         """Revoke a key: every process rejects it within five seconds. Raises `not_found`."""
         await self._do(Call("DELETE", f"{_KEYS}/{wire.checked(key_id, KeyId, 'id')}"))
 
-    @call
-    async def tenants(self) -> list[TenantView]:
-        """Return all tenants, with the limits in effect and their usage."""
-        return (await self._ask(Call("GET", _TENANTS), TenantList)).tenants
+
+class Tenants(Calls[M]):
+    """Calls on tenants; they require the scope `admin`, except `get()`."""
 
     @call
-    async def tenant(self, name: str | None = None) -> TenantView:
+    async def list(self) -> Listing[TenantView]:
+        """Return all tenants, with the limits in effect and their usage."""
+        return Listing((await self._ask(Call("GET", _TENANTS), TenantList)).tenants)
+
+    @call
+    async def get(self, name: str | None = None) -> TenantView:
         """Return the limits in effect and the usage of a tenant, by default the key's own."""
         return await self._ask(
             Call("GET", "/v1/tenant") if name is None else _tenant("GET", name), TenantView
         )
 
     @call
-    async def set_tenant(self, name: str, limits: Limits) -> TenantView:
+    async def set(self, name: str, limits: Limits) -> TenantView:
         """Set a tenant's limits. A limit of None: the service's setting; 0: no limit."""
         return await self._ask(_tenant("PUT", name, limits), TenantView)
+
+
+class Webhooks(Calls[M]):
+    """Calls on webhooks. An admin may name a `tenant`; without it, an admin sees those of all
+    tenants.
+    """
 
     @call
     async def deliveries(
@@ -147,14 +147,14 @@ class ServiceCalls(Calls):
         return await self._ask(Call("POST", f"{_delivery(delivery_id)}/redeliver"), Delivery)
 
     @call
-    async def webhook_secrets(self) -> SecretList:
+    async def secrets(self) -> SecretList:
         """Return the secrets that sign webhooks about jobs of this key, newest first; create one if
         there is none.
         """
         return await self._ask(Call("GET", _SECRETS), SecretList)
 
     @call
-    async def rotate_webhook_secret(
+    async def rotate_secret(
         self, *, keep_former_s: float | str = _DAY_S, own: bool = False
     ) -> SecretList:
         """Create a secret. The previous one also signs for `keep_former_s` more: seconds, or a text
@@ -166,13 +166,13 @@ class ServiceCalls(Calls):
         return await self._ask(Call("POST", _SECRETS, body=body), SecretList)
 
     @call
-    async def disabled_webhooks(self, *, tenant: str | None = None) -> list[DisabledEndpoint]:
+    async def disabled(self, *, tenant: str | None = None) -> list[DisabledEndpoint]:
         """Return the receivers that are disabled because they responded with 410."""
         return (
             await self._ask(Call("GET", _DISABLED, params=wire.given(tenant=tenant)), DisabledList)
         ).endpoints
 
     @call
-    async def enable_webhooks(self, url: str, *, tenant: str | None = None) -> None:
+    async def enable(self, url: str, *, tenant: str | None = None) -> None:
         """Resume webhooks to this receiver. Raises `not_found` when it is not disabled."""
         await self._do(Call("DELETE", _DISABLED, params=wire.given(url=url, tenant=tenant)))

@@ -1,12 +1,14 @@
 """Calls on sweeps: submit, follow cell by cell, get the grid.
 
-A sweep is a job, so the clients' `job`, `wait`, `cancel` and `events` also work on it.
+A sweep is a job, so the calls on jobs also work on it.
 """
+
+from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
@@ -25,8 +27,9 @@ from .. import values
 from . import wire
 from .answers.progress import Progress as Progress
 from .answers.progress import SweepEvent as SweepEvent
-from .calls import call, stream
-from .jobs import JobCalls
+from .calls import Awaits, Calls, M, call, stream
+from .fields import SweepFields
+from .jobs import Jobs
 from .wire import Call, JobLike
 
 _KINDS: dict[str, type[SweepStart] | type[SweepCell] | type[SweepSummary]] = {
@@ -84,40 +87,42 @@ def _note_cancel(interrupt: BaseException, job_id: JobLike, error: MidstreamErro
     )
 
 
-class SweepCalls(JobCalls):
+class Sweeps(Calls[M]):
+    """Calls on sweeps."""
+
     @call
-    async def submit_sweep(
+    async def submit(
         self,
         /,
         request: SweepRequest | None = None,
         *,
         idempotency_key: str | None = None,
-        **fields: Any,
+        **fields: Unpack[SweepFields],
     ) -> JobView:
         """Submit a sweep, by struct or by its fields (`model=…, pairs=[…], hooks=[…]`); returns
         immediately. Safe to repeat.
         """
-        return await self._ask_patiently(_submission(request, idempotency_key, fields), JobView)
+        call = _submission(request, idempotency_key, dict(fields))
+        return await self._ask_patiently(call, JobView)
 
     @call
-    async def sweep(
+    async def run(
         self,
         /,
         request: SweepRequest | None = None,
         *,
         progress: Progress | None = None,
-        **fields: Any,
+        **fields: Unpack[SweepFields],
     ) -> SweepResult:
         """Submit a sweep, wait, and return its grids.
 
         `progress` is called with every event; interrupting the wait cancels the sweep.
         """
-        return await self.sweep_result(
-            (await self.submit_sweep(request, **fields)).id, progress, cancel=True
-        )
+        job = await self.submit(request, **fields)
+        return await self.result(job.id, progress, cancel=True)
 
     @call
-    async def sweep_result(
+    async def result(
         self, job_id: JobLike, progress: Progress | None = None, *, cancel: bool = False
     ) -> SweepResult:
         """Wait for a sweep, and return its grids. Raises the sweep's error if it failed, and
@@ -125,27 +130,28 @@ class SweepCalls(JobCalls):
 
         `cancel`: interrupting the wait cancels the sweep.
         """
+        jobs = Jobs[Awaits](self._io)
         try:
             if progress is not None:
-                async for sweep_event in self.sweep_events(job_id):
+                async for sweep_event in self.events(job_id):
                     progress(sweep_event)
-            await self.wait(job_id)
-            return _grid(await self.result(job_id))
+            await jobs.wait(job_id)
+            return _grid(await jobs.result(job_id))
         except (KeyboardInterrupt, asyncio.CancelledError) as interrupt:
             if cancel:
                 try:
-                    await self.cancel(job_id)
+                    await jobs.cancel(job_id)
                     _note_cancel(interrupt, job_id, None)
                 except MidstreamError as error:
                     _note_cancel(interrupt, job_id, error)
             raise
 
     @stream
-    async def sweep_events(self, job_id: JobLike, after: str = "") -> AsyncIterator[SweepEvent]:
+    async def events(self, job_id: JobLike, after: str = "") -> AsyncIterator[SweepEvent]:
         """Yield a sweep's events, from its start (or after the event `after`) to its end;
         reconnects after a lost connection.
         """
-        async with aclosing(self.events(job_id, after)) as events:
+        async with aclosing(Jobs[Awaits](self._io).events(job_id, after)) as events:
             async for event in events:
                 item = sweep_event(event)
                 if item is not None:

@@ -4,7 +4,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ from ...schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 from .. import notebook, values
 from ..captures.reader import CaptureReader
 from ..values import checked as checked
+from .fields import Capture, Patch, Steering
 
 T = TypeVar("T")
 
@@ -53,13 +54,6 @@ PATIENCE_S = 60.0
 PAUSE_S = 0.5
 #: Statuses after which a call that is safe to repeat is repeated.
 RETRYABLE = frozenset({502, 503, 504})
-
-#: A steering entry as users write it: a struct, or its fields with tensors as numpy arrays or lists
-#: of numbers.
-Steering = SteeringSpec | Mapping[str, Any]
-#: A patch as users write it: a struct, or its fields; `source` may be a run's name or an array.
-Patch = PatchSpec | Mapping[str, Any]
-Capture = CaptureSpec | Mapping[str, Any]
 
 
 class ServerUnreachable(MidstreamError):

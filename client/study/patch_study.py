@@ -2,8 +2,10 @@
 
 study = PatchStudy("The Eiffel Tower is in", "The Colosseum is in", " Paris", " Rome")
 study.sweep(hooks=["resid_pre", "attn_out", "mlp_out"])
-study.heatmap("eiffel.png")
+study.plot("eiffel.png")
 """
+
+from __future__ import annotations
 
 from collections.abc import (
     AsyncIterator,
@@ -16,7 +18,7 @@ from collections.abc import (
 )
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
 import msgspec
 
@@ -39,13 +41,13 @@ from ..sdk import sweeps, wire
 from ..sdk.answers import grid as grids
 from ..sdk.answers.grid import Effect, Grid
 from ..sdk.answers.progress import bar
-from ..sdk.calls import Blocking, call
-from ..sdk.client import AllCalls, AsyncClient, Client
+from ..sdk.calls import Awaits, Blocking, call
+from ..sdk.client import AsyncClient, Client, Verbs
+from ..sdk.fields import StudyFields
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
-
 B = TypeVar("B", bound=Blocking)
 C = TypeVar("C", Client, AsyncClient)
 P = ParamSpec("P")
@@ -193,12 +195,11 @@ class _Study(Generic[C]):
         """Return the cells that change the metric most, strongest first."""
         return self.grid(pair).top(count)
 
-    def heatmap(self, path: Path | str | None = None, *, pair: int | None = None) -> "Figure":
+    def plot(self, path: Path | str | None = None, *, pair: int | None = None) -> Figure:
         """Draw tokens by layers, one panel for each hook: one pair, or the mean over all pairs.
 
-        `path`: save the figure there, in the format of the extension.
-
-        Raises MidstreamError if matplotlib is not installed.
+        `path`: save the figure there, in the format of the extension. Raises MidstreamError if
+        matplotlib is not installed.
         """
         return figures.heatmap(self.result, path, pair)
 
@@ -216,7 +217,7 @@ class _Study(Generic[C]):
         """
         return grids.records(self.result)
 
-    def to_dataframe(self) -> "pandas.DataFrame":
+    def to_dataframe(self) -> pandas.DataFrame:
         """Return the records as a data frame.
 
         Raises MidstreamError if pandas is not installed; `to_records` does not need it.
@@ -282,7 +283,7 @@ class _Study(Generic[C]):
 
     def _zoomed(
         self,
-        region: "Region | Effect | None",
+        region: Region | Effect | None,
         hooks: Any,
         layers: Any,
         columns: Any,
@@ -346,7 +347,7 @@ class _Study(Generic[C]):
         *,
         spans: Sequence[PairSpan | Mapping[str, Any]] | None = None,
         progress: bool | sweeps.Progress = True,
-        **fields: Any,
+        **fields: Unpack[StudyFields],
     ) -> Self:
         """Submit a sweep, wait, and keep its result; return the study.
 
@@ -365,11 +366,9 @@ class _Study(Generic[C]):
         /,
         region: Region | Effect | None = None,
         *,
-        hooks: list[HookName] | None = None,
-        layers: LayerSelector | None = None,
         columns: Sequence[str | int] | None = None,
         progress: bool | sweeps.Progress = True,
-        **fields: Any,
+        **fields: Unpack[StudyFields],
     ) -> Self:
         """Sweep a part of this study's grid, each token of the columns and each layer separately
         (window 1); return a new study of it.
@@ -377,7 +376,9 @@ class _Study(Generic[C]):
         `region`: a `Region`, or a cell of `top()`, which stands for its hook, its tokens, and the
         layers around it. `fields`: other changes to this study's sweep.
         """
-        pairs, request = self._zoomed(region, hooks, layers, columns, fields)
+        changes = dict(fields)
+        hooks, layers = changes.pop("hooks", None), changes.pop("layers", None)
+        pairs, request = self._zoomed(region, hooks, layers, columns, changes)
         study = type(self).pairs(pairs, client=self._client, model=self.request.model)
         study._unzoomed = self.request.pairs
         return await study._swept(progress, **request)
@@ -393,10 +394,10 @@ class _Study(Generic[C]):
                 self._model or wire.only_model(await client.models()), spans, fields
             )
             with _shown(progress) as show:
-                job = (await client.submit_sweep(request)).id
-                return self._keep(job, request, await client.sweep_result(job, show, cancel=True))
+                job = (await client.sweeps.submit(request)).id
+                return self._keep(job, request, await client.sweeps.result(job, show, cancel=True))
 
-    def _connected(self) -> AbstractAsyncContextManager[AllCalls]:
+    def _connected(self) -> AbstractAsyncContextManager[Verbs[Awaits]]:
         """Open the client's calls as coroutines; a default client is closed after the block."""
         raise NotImplementedError
 
@@ -413,7 +414,7 @@ class PatchStudy(Blocking, _Study[Client]):
         return self
 
     @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[AllCalls]:
+    async def _connected(self) -> AsyncIterator[Verbs[Awaits]]:
         with nullcontext(self._client) if self._client else Client() as client:
             yield client._awaited
 
@@ -422,7 +423,7 @@ class AsyncPatchStudy(_Study[AsyncClient]):
     """`PatchStudy` with an `AsyncClient`: `await study.sweep()`, `await study.zoom(…)`."""
 
     @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[AllCalls]:
+    async def _connected(self) -> AsyncIterator[Verbs[Awaits]]:
         async with nullcontext(self._client) if self._client else AsyncClient() as client:
             yield client
 

@@ -20,8 +20,8 @@ from ..base.limits import (
     Name,
     Reference,
 )
-from ..base.records import Record, Wire
-from ..base.tensors import Tensor
+from ..base.records import Plotted, Record, Wire
+from ..base.tensors import NumbersOrTensor, pack_numbers
 from ..prompts.selectors import Hook, HookName
 from .registered import Kind, Registered
 
@@ -45,9 +45,9 @@ class ProbeRequest(Record):
     label crosses its threshold where its aggregate is at or above the threshold; null: never.
     """
 
-    weight: Tensor
+    weight: NumbersOrTensor
     layer: Annotated[int, msgspec.Meta(ge=-MAX_LAYER, le=MAX_LAYER)]  # negative: from the end
-    bias: Tensor | None = None
+    bias: NumbersOrTensor | None = None
     hook: HookName = "post_block"
     at: Side = "before"
     # null: `0`, `1`, …
@@ -62,6 +62,9 @@ class ProbeRequest(Record):
     decay: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None  # of `exponential`
     model: Name | None = None  # null: the only served model
     description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
+
+    def __post_init__(self) -> None:
+        pack_numbers(self, "weight", "bias")
 
 
 class ProbeContent(Record):
@@ -211,7 +214,7 @@ class TokenScores(Record):
     aggregates: dict[str, dict[str, float]]  # over the positions up to this one
 
 
-class ProbeResult(Record):
+class ProbeResult(Plotted, Record):
     """The scores of one probe on one prompt."""
 
     request: int  # index of the prompt

@@ -38,11 +38,11 @@ CRASH_POINTS: dict[str, str] = {
     "relay.received": "the relay has received receipts; they are not committed",
     "relay.committed": "the receipts are committed; they are not acknowledged",
     "sweep.kept": "one cell of a sweep is stored; the next is not",
-    "harvest.planned": "the plan of a harvest is durable; the harvest is not planned yet",
-    "harvest.written": "all shards of a unit are durable and reported; the unit does not count yet",
-    "harvest.kept": "the unit counts; the next does not",
-    "harvest.part": "the manifest of a part is durable; the part is not done yet",
-    "harvest.sealing": "files that do not count are removed; the harvest has no manifest yet",
+    "harvest.planned": "the plan of a harvest is durable; the ledger has not recorded it",
+    "harvest.written": "all shards of a unit are durable and reported; the unit is not committed",
+    "harvest.kept": "the unit is committed; the next is not",
+    "harvest.part": "the manifest of a part is durable; the ledger has not recorded the part",
+    "harvest.sealing": "files of superseded attempts are removed; the harvest has no manifest",
     "sweeper.requeued": (
         "a dead worker's job has been requeued; the other jobs that are due have not been checked"
     ),

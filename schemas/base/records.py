@@ -3,7 +3,7 @@
 import time
 from array import array
 from collections.abc import Callable
-from typing import Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 import msgspec
 
@@ -13,11 +13,44 @@ T = TypeVar("T")
 #: Renders a record as HTML for notebooks, or returns None. Set by the client
 #: (`client.notebook.install`).
 html_renderer: Callable[[Any], str | None] | None = None
+#: Draws a result: takes it, a path or None, and options. Set by the client (`client.notebook`).
+plotter: Callable[..., Any] | None = None
+#: First guesses for `plot`, which errors translate.
+_PLOTS = frozenset({"draw", "figure", "heatmap", "imshow", "line", "show"})
+
+
+class Plotted:
+    """A result that can be drawn."""
+
+    __slots__ = ()
+
+    def plot(self, path: Any = None, **options: Any) -> Any:
+        """Draw the result with matplotlib (extra `plots`), and return the figure.
+
+        `path`: save it there too, in the format of the extension. `options`: those of the result's
+        kind, see `docs/client.md`. Raises MidstreamError without matplotlib or for an unknown
+        format, OSError.
+        """
+        if plotter is None:
+            raise RuntimeError("`import midstream.client` before drawing")
+        return plotter("plot", self, path, **options)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = ": use plot()" if name in _PLOTS else ""
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
 
 # Type checkers do not inherit `frozen` and `kw_only` from a base class; these declare them.
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
-class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class Record(
+    msgspec.Struct,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    frozen=True,
+    repr_omit_defaults=True,
+):
     """A JSON object of the public schemas: immutable, keyword-only, unknown fields rejected."""
 
     def _repr_html_(self) -> str | None:

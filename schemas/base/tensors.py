@@ -1,14 +1,16 @@
-"""Tensors in messages: dtype, shape and little-endian bytes, never pickles or lists of floats."""
+"""Tensors in messages: dtype, shape and little-endian bytes, never pickles. Requests may also give
+lists of numbers.
+"""
 
 import hashlib
 import math
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 
 from .dtypes import DTYPES, ITEM_BYTES, DType, widened
-from .limits import MAX_TENSOR_BYTES, MAX_TENSOR_DIMS, Index
+from .limits import MAX_JSON_VALUES, MAX_TENSOR_BYTES, MAX_TENSOR_DIMS, Index
 from .records import Record
 
 
@@ -26,6 +28,34 @@ class Tensor(Record):
                 f"data holds {len(self.data)} bytes; {self.dtype} of shape {self.shape} needs "
                 f"{expected}"
             )
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.dtype}, {self.shape})"
+
+
+if TYPE_CHECKING:
+    NumbersOrTensor = Tensor
+else:
+    _Row = Annotated[list[float], msgspec.Meta(max_length=MAX_JSON_VALUES)]
+    #: A tensor as requests give it: numbers, a list for each row of a matrix, or a `Tensor`.
+    NumbersOrTensor = (
+        Tensor
+        | Annotated[list[float | _Row], msgspec.Meta(min_length=1, max_length=MAX_JSON_VALUES)]
+    )
+
+
+def pack_numbers(record: Any, *names: str) -> None:
+    """Replace lists of numbers in these fields of a record by float32 tensors. Raises ValueError
+    for rows of different lengths.
+    """
+    for name in names:
+        if isinstance(value := getattr(record, name), list):
+            try:
+                with np.errstate(over="ignore"):  # checks of its values come later
+                    array = np.array(value, dtype=np.float32)
+            except ValueError as error:
+                raise ValueError(f"{name} has rows of different lengths") from error
+            msgspec.structs.force_setattr(record, name, from_numpy(array))
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

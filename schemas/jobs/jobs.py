@@ -32,7 +32,7 @@ from ..base.limits import (
     Text,
     TokenIds,
 )
-from ..base.records import Record
+from ..base.records import Plotted, Record
 from ..base.states import TERMINAL as TERMINAL
 from ..base.states import TRANSITIONS as TRANSITIONS
 from ..base.states import State as State
@@ -85,7 +85,7 @@ class StructuredRequest(Record, omit_defaults=True):
     whitespace_pattern: Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)] | None = None
 
 
-class Sampling(Record, omit_defaults=True):  # what is not used, older workers need not know
+class Sampling(Record, omit_defaults=True):  # older workers can read it if new fields are unset
     """vLLM's sampling parameters that a job may set; defaults are greedy."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
@@ -99,7 +99,7 @@ class Sampling(Record, omit_defaults=True):  # what is not used, older workers n
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # of the generated tokens
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # of the prompt's
     min_tokens: int = 0  # before any stop
-    # of the most likely token's probability
+    # share of the most likely token's probability
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
@@ -110,7 +110,7 @@ class Sampling(Record, omit_defaults=True):  # what is not used, older workers n
     skip_special_tokens: bool = True  # in the text
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    structured_outputs: StructuredRequest | None = None  # of a job: JSON as text
+    structured_outputs: StructuredRequest | None = None  # in a job, `json` is text
 
 
 class SamplingRequest(Sampling):
@@ -156,13 +156,12 @@ class StoredPrompt(Record, omit_defaults=True):
     # the API keeps them as an `array`, which takes half the memory of a list
     token_ids: Sequence[int]
     text: str | None = None
-    images: list[
-        ImageRef
-    ] = []  # with them the prompt is stored as written: see `schemas.prompts.images`
+    # with images, `token_ids` has one placeholder for each image: see `schemas.prompts.images`
+    images: list[ImageRef] = []
 
 
 class Job(Record, dict=True, omit_defaults=True):
-    # `dict`: for the cached property; what is not used, older workers need not know
+    # `dict`: for the cached property; `omit_defaults`: as for `Sampling`
     """A validated job as the ledger keeps it and the worker reads it.
 
     Never changes after acceptance.
@@ -171,7 +170,7 @@ class Job(Record, dict=True, omit_defaults=True):
     id: str
     kind: Literal["generate", "completion", "chat", "sweep", "harvest"]
     model: str
-    prompts: list[StoredPrompt]  # none of a sweep or harvest
+    prompts: list[StoredPrompt]  # empty for a sweep or harvest
     sampling: Sampling
     created: float
     #: One list per prompt: positions are resolved against that prompt. Empty if nothing is
@@ -191,23 +190,25 @@ class Job(Record, dict=True, omit_defaults=True):
     tenant: str = DEFAULT_TENANT
     key: str = ""  # id of the API key that it was submitted with; empty: authentication is off
     priority: Priority = "normal"
-    expires: float | None = None  # seconds since the epoch: aborted if it was never begun by then
+    expires: float | None = (
+        None  # seconds since the epoch: aborted if no worker has begun it by then
+    )
     callback: Callback | None = None
     trace: str = ""  # W3C traceparent of its submission; empty: not traced
     lora: StoredLora | None = None  # adapter that all its requests are computed with
-    n: int = 1  # outputs of each prompt, which stands so often in `prompts`, one after the other
+    n: int = 1  # outputs per prompt; `prompts` repeats each prompt `n` times in a row
     tools: ToolUse | None = None  # of a chat: its outputs are parsed for calls
     echo: bool = False  # outputs come with their prompts
-    # of prompts with images: generate as long as the model's length allows, which
-    # `sampling.max_tokens` exceeds
+    # for prompts with images: generate up to the model's length limit, since the API does not know
+    # the prompts' lengths; `sampling.max_tokens` is too large
     fills: bool = False
     probes: list[StoredProbe] = []  # that score all its prompts
-    # of a sweep or harvest, whose prompts are not in `prompts`: what the operator captures of them
+    # for a sweep or harvest, whose prompts are not in `prompts`: the global captures
     global_captures: list[CaptureSpec] = []
-    # of the model that it was accepted for; empty: by a version that knew none, and no worker takes
-    # it
+    # identity of the model that it was accepted for; empty: accepted by a version without
+    # identities, so no worker runs it
     identity: str = ""
-    # what else it names, and what the operator adds: `sae/NAME`, `watching/NAME`, … → digest
+    # artifacts that it names or that the operator adds: `sae/NAME`, `watching/NAME`, … → digest
     contents: dict[str, str] = {}
 
     @property
@@ -219,7 +220,7 @@ class Job(Record, dict=True, omit_defaults=True):
     def captured(self) -> dict[str, int]:
         """Tag → how many prompts have a capture under it.
 
-        (Not all: what the operator captures may have no position in a short one.)
+        Not every prompt: a global capture may select no position of a short one.
         """
         captured = (
             {capture.tag: None for capture in captures if capture.reading is None}
@@ -252,7 +253,7 @@ class CallDelta(Record, omit_defaults=True):
     arguments: str = ""
 
 
-class Said(Record, omit_defaults=True):
+class MessageDelta(Record, omit_defaults=True):
     """New part of a message, as vLLM's parser reads the text while it is generated."""
 
     content: str = ""
@@ -264,7 +265,7 @@ class Prompted(Record):
 
     text: str
     token_ids: list[int]
-    first: str = ""  # how its first token reads
+    first: str = ""  # text of its first token
     # of its tokens, if `prompt_logprobs` was requested; the first has none
     logprobs: list[TokenLogprob | None] | None = None
 
@@ -397,22 +398,22 @@ class JobView(Record, omit_defaults=True):
     cells_expected: int = 0
     tenant: str = DEFAULT_TENANT
     priority: Priority = "normal"
-    expires: float | None = None  # aborted if it was never begun by then
+    expires: float | None = None  # aborted if no worker has begun it by then
     callback_url: str | None = None
     probed: bool = False  # probes score it: its own, or those that watch all traffic
     # something edits it: its own steering, its adapter, or the global steering that it was started
     # under
     steered: bool = False
     lora: LoraUse | None = None
-    identity: str = ""  # of the model that it was accepted for, and that alone computes it
+    identity: str = ""  # of the model that it was accepted for; no other model runs it
     # what it uses: `sae/NAME`, `tuned/NAME`, `probe/NAME`, `lora/NAME`, `watching/NAME`, … → digest
     contents: dict[str, str] = {}
-    # of the global steering that its attempt began under; null: it has not begun
+    # version of the global steering that its attempt began under; null: it has not begun
     global_version: int | None = None
     retry_reason: str = ""  # why its previous attempt ended; empty: there was none
 
 
-class JobResult(ReadingResults):
+class JobResult(Plotted, ReadingResults):
     """Answer of `GET /v1/jobs/{id}/result`."""
 
     id: str
@@ -447,8 +448,8 @@ class Event(Record):
     `delta`, and `logprobs` and `prompt` as in `Output` where they were requested · score: {index,
     position, scores: {probe: {label: score}}, aggregates: likewise} · output: {index} · receipt:
     {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} ·
-    done: {state} · of a sweep, instead of outputs and receipts on which ranks agree: start:
-    SweepStart · cell: SweepCell · summary: SweepSummary
+    done: {state} · a sweep has no `output` events, and `receipt` events only where ranks disagree;
+    instead, it has start: SweepStart · cell: SweepCell · summary: SweepSummary
     """
 
     event: EventKind

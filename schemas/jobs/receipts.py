@@ -9,7 +9,7 @@ from ..base.records import Wire
 PROTOCOL = 1
 #: `Receipt.kind` of captures that could not be stored because the artifact store is unavailable;
 #: the job waits for the store.
-STORE_AWAY = "store_away"
+STORE_UNAVAILABLE = "store_away"
 #: `Receipt.kind` of a failure that concerns the request as a whole: the kind of the error follows
 #: from what the job requested.
 BY_REQUEST = ""
@@ -71,7 +71,8 @@ class Receipt(Wire):
     message: str = ""
     applied: int = 0  # token rows that an intervention changed, over all layers
     files: list[CapturedFile] = []
-    # with `error`: capture_failed | reading_failed | intervention_failed | STORE_AWAY | BY_REQUEST
+    # with `error`: capture_failed | reading_failed | intervention_failed | STORE_UNAVAILABLE |
+    # BY_REQUEST
     kind: str = BY_REQUEST
     consumed: list[Consumed] = []
     global_version: int = 0  # of the global steering with which the request began

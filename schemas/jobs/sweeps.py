@@ -26,7 +26,7 @@ from ..base.limits import (
     Text,
     TokenIds,
 )
-from ..base.records import Record
+from ..base.records import Plotted, Record
 from ..prompts.selectors import (
     DimensionSelector,
     Hook,
@@ -331,7 +331,7 @@ class SweepSummary(Record):
     noise_floor: list[float | None]
 
 
-class SweepResult(Record):
+class SweepResult(Plotted, Record):
     """`JobResult.sweep`. Complete if the job has succeeded; before, the results so far."""
 
     metric: Metric

@@ -27,7 +27,7 @@ _DTYPES: dict[str, DType] = {
     "float32": "float32",
     "float16": "float16",
 }
-#: Midstream's dtype → numpy's dtype as which vllm-lens' clients read the bytes.
+#: Midstream's dtype → the numpy dtype in which vllm-lens' clients read the bytes.
 STORED: dict[DType, str] = {"float32": "float32", "float16": "float16", "bfloat16": "int16"}
 #: The largest window of a zstandard frame, in bytes; no compression level of vllm-lens needs more.
 _WINDOW = 1 << 27
@@ -165,7 +165,7 @@ def specs_of(vector: LensVector) -> list[SteeringSpec]:
         raise LensVectorError(
             "position_indices",
             f"has {len(places)} positions for {shape[1]} rows",
-            "as many, each once",
+            f"{shape[1]} different positions",
         )
     sites = [(layer, place) for layer in layers for place in places]
     return [

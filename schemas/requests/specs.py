@@ -22,7 +22,7 @@ from ..base.limits import (
     Reference,
 )
 from ..base.records import Record
-from ..base.tensors import Tensor
+from ..base.tensors import NumbersOrTensor, pack_numbers
 from ..model.banks import BANK, RESIDUAL, RowShape, banks_of
 from ..prompts.images import ImageSpan
 from ..prompts.selectors import (
@@ -104,7 +104,7 @@ class SteeringSpec(Record):
     """
 
     layers: LayerSelector | None = None  # required without `module`
-    vector: Tensor | None = None
+    vector: NumbersOrTensor | None = None
     hook: HookName | None = None  # default: post_block
     positions: RequestedPositions | None = None  # default: all; for a module, its own
     op: Annotated[SteeringOp, msgspec.Meta(description=MEANINGS)] | None = None  # default: add
@@ -116,9 +116,9 @@ class SteeringSpec(Record):
     # limits of the component along v, in units of the stream; default: no limit
     low: float | None = None
     high: float | None = None
-    rotation: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
+    rotation: NumbersOrTensor | None = None
+    weight: NumbersOrTensor | None = None
+    bias: NumbersOrTensor | None = None
     # at a hook with heads: edit only these heads; tensors may be as wide as one head
     heads: HeadSelector | None = None
     sae: Reference | None = None  # the name of a sparse autoencoder
@@ -131,6 +131,7 @@ class SteeringSpec(Record):
     value: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = None
 
     def __post_init__(self) -> None:
+        pack_numbers(self, "vector", "rotation", "weight", "bias")
         # JSON would encode such numbers as null, which has a meaning
         for name in ("scale", "alpha", "strength", "low", "high", "value"):
             value = getattr(self, name)
@@ -153,11 +154,12 @@ class PatchSource(Record):
     position: Place | Annotated[list[Place], msgspec.Meta(max_length=MAX_POSITIONS)] | None = None
     mean: bool = False
     positions: RequestedPositions | None = None  # of the mean
-    vector: Tensor | None = None  # `[hidden_size]`
+    vector: NumbersOrTensor | None = None  # `[hidden_size]`
     module: Reference | None = None  # a named module with a single vector
     zeros: bool = False
 
     def __post_init__(self) -> None:
+        pack_numbers(self, "vector")
         if (
             sum(
                 (self.run is not None, self.vector is not None, self.module is not None, self.zeros)

@@ -12,7 +12,7 @@ class FeedJob(JobView, omit_defaults=True, kw_only=True):
     """A job of the feed."""
 
     tags: list[str] = []  # of its captures in files
-    # the beginning of its first prompt (of a chat: of the last message; of a sweep: of both prompts)
+    # the beginning of its first prompt (of a chat: the last message; of a sweep: both prompts)
     prompt: str = ""
     output: str = ""  # the beginning of its first output
 

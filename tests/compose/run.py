@@ -211,7 +211,7 @@ def kill_in_turn(
         ]
         everything[service] = jobs
         eventually(
-            lambda jobs=jobs: any(client.job(job).state is State.RUNNING for job in jobs),
+            lambda jobs=jobs: any(client.jobs.get(job).state is State.RUNNING for job in jobs),
             "a job runs",
         )
         if service == "redis":
@@ -345,7 +345,9 @@ def flower_agrees(
                     task["state"] for name, task in tasks.items() if name.split(".")[0] == job
                 }
                 forgotten = service == "flower" and not states
-                if not forgotten and states - {"RETRY"} != {TASK_STATES[client.job(job).state]}:
+                if not forgotten and states - {"RETRY"} != {
+                    TASK_STATES[client.jobs.get(job).state]
+                }:
                     wrong[job] = states
         return not wrong
 

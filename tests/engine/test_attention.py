@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
 from midstream.client.captures.patterns import attention_of
 from midstream.client.captures.reader import CaptureReader
-from midstream.client.sdk.captures import attention_patches, by_layer
+from midstream.client.sdk.attention import attention_patches, by_layer
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.models import ModelInfo

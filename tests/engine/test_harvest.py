@@ -56,10 +56,10 @@ def client(service: Stack) -> Iterator[Client]:
 
 
 def harvested(client: Client, **fields: object) -> Harvest:
-    view = client.submit_harvest(
+    view = client.harvests.submit(
         model="demo", source={"lines": DOCUMENTS}, layers=LAYERS, shards={"mib": 1}, **fields
     )
-    view = client.wait_harvest(view, timeout=180)
+    view = client.harvests.wait(view, timeout=180)
     assert verify(view.uri).faults == []
     return open(view.uri)
 
@@ -133,28 +133,28 @@ def test_a_probe_that_stops_all_traffic_ends_what_a_harvest_generates(client: Cl
         return made.manifest.generated
 
     assert generated() == 4 * len(DOCUMENTS)
-    client.register_probe("guard", weight=np.zeros(576), bias=[1.0], layer=3, thresholds=[0.5])
-    client.watch_probe("guard", action="stop")
+    client.probes.register("guard", weight=np.zeros(576), bias=[1.0], layer=3, thresholds=[0.5])
+    client.probes.watch("guard", action="stop")
     try:
         assert generated() == 0
     finally:
-        client.unregister_probe("guard")
+        client.probes.delete("guard")
 
 
 @pytest.mark.matrix
 def test_a_killed_worker_costs_no_row_and_doubles_none(
     service: Stack, client: Client, whole: Harvest
 ) -> None:
-    view = client.submit_harvest(
+    view = client.harvests.submit(
         model="demo", source={"lines": DOCUMENTS}, layers=LAYERS, shards={"mib": 1}
     )
-    while client.harvest(view).units_done < 1:
+    while client.harvests.get(view).units_done < 1:
         time.sleep(0.05)
     service.kill("worker")
-    before = client.harvest(view).units_done
-    assert before < client.harvest(view).units
+    before = client.harvests.get(view).units_done
+    assert before < client.harvests.get(view).units
     service.restart("worker")
-    done = client.wait_harvest(view, timeout=240)
+    done = client.harvests.wait(view, timeout=240)
     assert verify(done.uri).faults == []
     check_close(open(done.uri), whole)
     assert {path.name for path in Path(done.uri).iterdir()} == {

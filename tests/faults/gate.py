@@ -264,14 +264,16 @@ def undisturbed(cluster: Cluster, observed: list[Observed], verdict: Verdict) ->
         harvests = [
             each
             for each in harvests
-            if client.harvest(each.id).identity == identity_of(cluster.settings)
+            if client.harvests.get(each.id).identity == identity_of(cluster.settings)
         ]
         for first in harvests[:CALM]:
-            again = client.wait_harvest(
-                client.submit_harvest(**first.plan.body()), timeout=SETTLE_S
+            again = client.harvests.wait(
+                client.harvests.submit(**first.plan.body()), timeout=SETTLE_S
             )
             try:
-                check_equal(open_harvest(client.harvest(first.id).uri), open_harvest(again.uri))
+                check_equal(
+                    open_harvest(client.harvests.get(first.id).uri), open_harvest(again.uri)
+                )
             except AssertionError as error:
                 verdict.say(
                     "wrong answer",

@@ -77,16 +77,16 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(
         try:
             wrong = page.run()
         finally:
-            client.clear_global()
-            for module in client.modules():
-                client.unregister_module(module.name)
-            for lora in client.loras():
-                client.unregister_lora(lora.name)
-            for lens in client.tuned_lenses():
-                client.unregister_lens(lens.name)
-            for sae in client.saes():
-                client.unregister_sae(sae.name)
-            for probe in client.probes():
-                client.unregister_probe(probe.name)
+            client.global_steering.clear()
+            for module in client.modules.list():
+                client.modules.delete(module.name)
+            for lora in client.adapters.list():
+                client.adapters.delete(lora.name)
+            for lens in client.lenses.list():
+                client.lenses.delete(lens.name)
+            for sae in client.saes.list():
+                client.saes.delete(sae.name)
+            for probe in client.probes.list():
+                client.probes.delete(probe.name)
     assert page.ran
     assert not wrong, "\n\n".join(wrong)

@@ -228,7 +228,7 @@ def test_the_server_deletes_the_rows_of_a_cache(
     model: HookedModel, golden: Golden, tmp_path: Path
 ) -> None:
     _, cache = model.run_with_cache(golden.prompt, "blocks.0.hook_resid_post")
-    model.client.delete_capture(cache.job)
+    model.client.captures.delete(cache.job)
     with pytest.raises(MidstreamError) as caught:
         model.run_with_hooks(golden.prompt, [("blocks.0.hook_resid_post", ops.patch(cache))])
     assert caught.value.status in (400, 404, 410)

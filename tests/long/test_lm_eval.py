@@ -48,7 +48,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     ) as stack:
         vector = np.random.default_rng(0).standard_normal(576).astype(np.float32)
         with Client(stack.url) as client:
-            client.register_module("shift", [{"layers": 15, "vector": vector}])
+            client.modules.register("shift", [{"layers": 15, "vector": vector}])
         yield stack
 
 

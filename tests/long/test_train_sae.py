@@ -82,7 +82,7 @@ def test_the_example_trains_registers_and_shows_features(python: Path, service: 
     rows = re.findall(r"^\| (\d+) \| .*\*\*.*\|$", done.stdout, re.MULTILINE)
     assert len(rows) == 3
     with Client(service.url) as client:
-        (registered,) = client.saes()
+        (registered,) = client.saes.list()
         assert (registered.name, registered.layer, registered.form.architecture) == (
             "small",
             LAYER,

@@ -91,7 +91,7 @@ def test_clients_give_arrays_and_tables(up: Up) -> None:
             (NUM_LAYERS, 5, 1),
         )
         assert "rank 4" in found._repr_html_()
-        assert found.figure().get_axes()
+        assert found.plot().get_axes()
         assert readings.lens_table(found).row_count == NUM_LAYERS
         assert readings.named_table(found).row_count == NUM_LAYERS
         with pytest.raises(MidstreamError, match="layer 9"):

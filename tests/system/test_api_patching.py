@@ -459,10 +459,10 @@ def test_the_client_and_the_command_line_capture_patch_and_delete(
         assert result.determinism is not None
         assert [rank.applied for rank in result.determinism.stages[0].ranks] == [10]
         assert by_hand["determinism"]["stages"][0]["ranks"][0]["applied"] == 10
-        assert client.job(by_hand["id"]).runs == {"typed": made["id"]}
-        assert client.source_runs().runs[0].name == "typed"
+        assert client.jobs.get(by_hand["id"]).runs == {"typed": made["id"]}
+        assert client.source_runs.list().runs[0].name == "typed"
         deadline = time.monotonic() + PATIENCE_S
-        while (view := client.source_run("typed")).in_use or view.held_by != ["w1"]:
+        while (view := client.source_runs.get("typed")).in_use or view.held_by != ["w1"]:
             # the worker says so with its heartbeat
             assert time.monotonic() < deadline, view
             time.sleep(0.05)

@@ -49,11 +49,11 @@ def calm(client: Client) -> str:
         "labels": ["calm", "angry"],
         "thresholds": [None, 5.0],
     }
-    assert client.register_probe("calm", **fields).replaced == ""
-    first = client.probe("calm")
+    assert client.probes.register("calm", **fields).replaced == ""
+    first = client.probes.get("calm")
     assert (first.content.layer, first.content.labels, first.watch) == (3, ["calm", "angry"], None)
-    assert client.register_probe("calm", **fields | {"bias": [1, 2]}).replaced == first.digest
-    assert [probe.name for probe in client.probes()] == ["calm"]
+    assert client.probes.register("calm", **fields | {"bias": [1, 2]}).replaced == first.digest
+    assert [probe.name for probe in client.probes.list()] == ["calm"]
     return "calm"
 
 
@@ -90,7 +90,7 @@ def test_a_flagged_job_is_reported_once_to_whoever_asked(client: Client, calm: s
             callback_events=["job.flagged", "job.succeeded"],
         )
         events[action] = sorted(
-            delivery.event for delivery in client.deliveries(job=result.id).deliveries
+            delivery.event for delivery in client.webhooks.deliveries(job=result.id).deliveries
         )
     assert events == {"none": ["job.succeeded"], "flag": ["job.flagged", "job.succeeded"]}
 
@@ -121,35 +121,35 @@ def test_completions_carry_the_scores(client: Client, calm: str, stream: bool) -
 def test_a_probe_that_watches_scores_every_request_and_shows_in_metrics_only(
     stack: Stack, client: Client
 ) -> None:
-    client.register_probe("watcher", weight=np.ones(HIDDEN), layer=0, thresholds=2, labels=["bad"])
+    client.probes.register("watcher", weight=np.ones(HIDDEN), layer=0, thresholds=2, labels=["bad"])
     with pytest.raises(MidstreamError, match="'steer' is not valid for all traffic") as refused:
-        client.watch_probe("watcher", "steer")
+        client.probes.watch("watcher", "steer")
     assert (refused.value.field, refused.value.allowed) == ("action", "none, flag, stop")
-    assert client.watch_probe("watcher").watch == "flag"
+    assert client.probes.watch("watcher").watch == "flag"
     mapped = client.map(["hello there"], model="fake-model", max_tokens=2, progress=False)
-    assert list(client.job(next(iter(mapped)).result.id).contents) == ["watching/watcher"]
+    assert list(client.jobs.get(next(iter(mapped)).result.id).contents) == ["watching/watcher"]
     result = client.run(prompts=["hello there"], max_tokens=2, model="fake-model")
-    assert (result.probes, result.determinism is not None, client.job(result.id).probed) == (
+    assert (result.probes, result.determinism is not None, client.jobs.get(result.id).probed) == (
         [],
         True,
         True,
     )
     answer = client.completion(model="fake-model", prompt="hello there", max_tokens=2)
     assert (answer.probes, answer.determinism) == ([], None)
-    assert client.job(answer).state == "succeeded", (
+    assert client.jobs.get(answer).state == "succeeded", (
         "held until the ranks have reported that they scored it"
     )
     assert (
-        client.register_probe(
+        client.probes.register(
             "watcher", weight=np.zeros(HIDDEN), layer=0, thresholds=2, labels=["bad"]
         ).watch
         == "flag"
     )
-    assert client.unwatch_probe("watcher").watch is None
+    assert client.probes.unwatch("watcher").watch is None
     assert client.run(prompts=["hello there"], max_tokens=2, model="fake-model").determinism is None
-    client.unregister_probe("watcher")
+    client.probes.delete("watcher")
     with pytest.raises(MidstreamError, match="unknown probe 'watcher'"):
-        client.probe("watcher")
+        client.probes.get("watcher")
 
 
 WEIGHT = np.ones((2, HIDDEN)).tolist()
@@ -181,7 +181,7 @@ def test_a_probe_that_does_not_fit_is_refused_by_field(
     client: Client, change: dict[str, Any], field: str, words: str
 ) -> None:
     with pytest.raises(MidstreamError) as refused:
-        client.register_probe("wrong", **{"weight": WEIGHT, "layer": 0} | change)
+        client.probes.register("wrong", **{"weight": WEIGHT, "layer": 0} | change)
     assert refused.value.field == field, refused.value
     assert words in str(refused.value)
 
@@ -215,7 +215,7 @@ def test_a_probe_that_does_not_fit_is_refused_by_field(
 def test_a_request_that_names_a_probe_wrongly_is_refused(
     client: Client, calm: str, probes: list[Any], field: str, words: str
 ) -> None:
-    client.register_probe("plain", weight=np.ones(HIDDEN), layer=0)
+    client.probes.register("plain", weight=np.ones(HIDDEN), layer=0)
     with pytest.raises(MidstreamError) as refused:
         client.submit(model="fake-model", prompts=["hello"], probes=probes)
     assert refused.value.field == field, refused.value
@@ -224,8 +224,8 @@ def test_a_request_that_names_a_probe_wrongly_is_refused(
 
 def test_a_module_steers_while_the_score_is_above_the_threshold(client: Client, calm: str) -> None:
     """The fake's score is the position: above 12 it stays above."""
-    client.register_module("joy", [{"layers": [1, 2], "vector": np.ones(HIDDEN)}])
-    client.register_probe("late", weight=np.ones(HIDDEN), layer=0, labels=["x"], thresholds=12)
+    client.modules.register("joy", [{"layers": [1, 2], "vector": np.ones(HIDDEN)}])
+    client.probes.register("late", weight=np.ones(HIDDEN), layer=0, labels=["x"], thresholds=12)
     asked = {"probe": "late", "action": "steer", "module": "joy", "scale": 2.0}
     result = client.run(
         model="fake-model", prompts=["hello", "there"], probes=[asked, calm], max_tokens=12
@@ -234,7 +234,7 @@ def test_a_module_steers_while_the_score_is_above_the_threshold(client: Client, 
     first, last = max(13, result.outputs[0].prompt_tokens), late.positions - 1
     assert (late.gate, late.gated, late.crossed) == ([(first, last)], last - first + 1, {"x": 12})
     assert (calm.gate, calm.gated, other.gate) == (None, 0, [(13, other.positions - 1)])
-    assert client.job(result.id).modules.keys() == {"joy"}
+    assert client.jobs.get(result.id).modules.keys() == {"joy"}
     shown = CliRunner().invoke(
         app,
         [
@@ -300,8 +300,8 @@ def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> No
     """In the chunks of a completion, and as events of its job; those of a probe that watches are
     not among them.
     """
-    client.register_probe("watching", weight=np.ones(HIDDEN), layer=0)
-    client.watch_probe("watching", action="none")
+    client.probes.register("watching", weight=np.ones(HIDDEN), layer=0)
+    client.probes.watch("watching", action="none")
     body = {
         "model": "fake-model",
         "prompt": "hello there",
@@ -310,7 +310,7 @@ def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> No
         "stream": True,
     }
     answer = httpx2.post(f"{client.url}/v1/completions", json=body, timeout=60)
-    client.unregister_probe("watching")
+    client.probes.delete("watching")
     chunks = [
         json.loads(line.removeprefix("data: "))
         for line in answer.text.splitlines()
@@ -326,7 +326,7 @@ def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> No
     )
     events = [
         event
-        for event in client.events(answer.headers["x-midstream-job"])
+        for event in client.jobs.events(answer.headers["x-midstream-job"])
         if event.event == "score"
     ]
     assert [event.data for event in events] == told

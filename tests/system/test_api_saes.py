@@ -51,21 +51,21 @@ def test_an_autoencoder_is_registered_replaced_listed_and_removed(stack: Stack) 
     with reading(FORMS / "standard") as (content, _):
         digest = content.digest
     with Client(stack.url, api_key=ADMIN) as client:
-        made = client.register_sae("tiny", "standard", description="of nothing")
+        made = client.saes.register("tiny", "standard", description="of nothing")
         assert (made.digest, made.hook, made.layer, made.form.d_sae) == (
             digest,
             "post_block",
             1,
             32,
         )
-        assert (client.sae("tiny"), client.saes()) == (made, [made])
-        changed = client.register_sae("tiny", "jumprelu")
+        assert (client.saes.get("tiny"), client.saes.list()) == (made, [made])
+        changed = client.saes.register("tiny", "jumprelu")
         assert (changed.replaced, changed.form.architecture) == (digest, "jumprelu")
-        scope = client.register_sae("scope", "gemma_scope", hook="resid_pre", layer=0)
+        scope = client.saes.register("scope", "gemma_scope", hook="resid_pre", layer=0)
         assert (scope.hook, scope.layer) == ("pre_attn", 0)
         for name in ("tiny", "scope"):
-            client.unregister_sae(name)
-        assert client.saes() == []
+            client.saes.delete(name)
+        assert client.saes.list() == []
 
 
 def test_the_command_line_registers_lists_and_deletes(
@@ -177,7 +177,7 @@ def test_every_way_of_asking_takes_features(
 
 def test_one_request_is_read_by_several_autoencoders(stack: Stack) -> None:
     with Client(stack.url, api_key=ADMIN) as client:
-        digests = {name: client.register_sae(name, name).digest for name in ("gated", "jumprelu")}
+        digests = {name: client.saes.register(name, name).digest for name in ("gated", "jumprelu")}
         wanted = [{"sae": "gated", "top_k": 6}, {"sae": "jumprelu", "top_k": 2, "positions": [1]}]
         result = client.run(
             model="fake-model",
@@ -191,7 +191,7 @@ def test_one_request_is_read_by_several_autoencoders(stack: Stack) -> None:
         ]
         of_one = [("gated", digests["gated"], 5, 3), ("jumprelu", digests["jumprelu"], 1, 1)]
         assert found == [(request, *each) for request in (0, 1) for each in of_one]
-        both = client.features_of("hello", {"gated": 4, "jumprelu": 2}, model="fake-model")
+        both = client.readings.features_of("hello", {"gated": 4, "jumprelu": 2}, model="fake-model")
         assert {name: len(each.of(0)) for name, each in both.items()} == {"gated": 2, "jumprelu": 1}
         steering = [{"sae": "gated", "feature": 1, "op": "ablate"}]
         mapped = client.map(
@@ -202,7 +202,7 @@ def test_one_request_is_read_by_several_autoencoders(stack: Stack) -> None:
             max_tokens=1,
             progress=False,
         )
-        job = client.job(next(iter(mapped)).result.id)
+        job = client.jobs.get(next(iter(mapped)).result.id)
         assert job.contents == {f"sae/{name}": digest for name, digest in digests.items()}
         one = client.features("hello", "gated", top_k=4, model="fake-model", positions=[2])
         assert (one.word(0), one.of(0)) == (both["gated"].word(2), both["gated"].of(2))
@@ -214,7 +214,7 @@ def test_the_command_line_prints_a_table_for_each_autoencoder(
     monkeypatch.setenv("MIDSTREAM_API_KEY", ADMIN)
     with Client(stack.url, api_key=ADMIN) as client:
         for name in ("gated", "jumprelu"):
-            client.register_sae(name, name)
+            client.saes.register(name, name)
     asked = [
         "features",
         "hello",

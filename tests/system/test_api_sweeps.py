@@ -75,8 +75,8 @@ def test_the_exact_token_ids_of_answer_and_foil_reach_the_job(api: Api, hand: Ha
 def test_a_sweep_job_carries_what_applies_to_all_traffic(api: Api, hand: Hand) -> None:
     hand.serve(grades=True, global_captures=[CaptureSpec(layers=[0], tag="ops")])
     with Client(api.url) as client:
-        client.register_probe("guard", weight=np.ones(HIDDEN), layer=0, thresholds=[1.0])
-        client.watch_probe("guard", action="stop")
+        client.probes.register("guard", weight=np.ones(HIDDEN), layer=0, thresholds=[1.0])
+        client.probes.watch("guard", action="stop")
     job = hand.job(swept(api))
     assert [(probe.name, probe.action, probe.watching) for probe in job.probes] == [
         ("guard", "stop", True)

@@ -66,13 +66,13 @@ def http(stack: Stack) -> Iterator[httpx2.Client]:
 
 def test_a_tuned_lens_is_registered_replaced_listed_named_and_removed(stack: Stack) -> None:
     with Client(stack.url, api_key=ADMIN) as client:
-        made = client.register_lens("mine", "some", residual=True, description="of nothing")
+        made = client.lenses.register("mine", "some", residual=True, description="of nothing")
         assert (
             made.layers,
             made.hook,
             made.residual,
-            client.tuned_lens("mine"),
-            client.tuned_lenses(),
+            client.lenses.get("mine"),
+            client.lenses.list(),
         ) == (
             [1, 2],
             "post_block",
@@ -81,7 +81,7 @@ def test_a_tuned_lens_is_registered_replaced_listed_named_and_removed(stack: Sta
             [made],
         )
         assert client.lens("hello", tuned="mine").layers == [1, 2], "`all`: those that it has"
-        changed = client.register_lens("mine", "all", hook="resid_pre")
+        changed = client.lenses.register("mine", "all", hook="resid_pre")
         assert (changed.replaced, changed.hook) == (made.digest, "pre_attn")
         assert client.lens("hello", tuned="mine").hook == "pre_attn"
         job = client.submit(
@@ -94,8 +94,8 @@ def test_a_tuned_lens_is_registered_replaced_listed_named_and_removed(stack: Sta
         assert (
             len(list(client.map(["a"], lens={"tuned": "mine"}, max_tokens=1, progress=False))) == 1
         )
-        client.unregister_lens("mine")
-        assert client.tuned_lenses() == []
+        client.lenses.delete("mine")
+        assert client.lenses.list() == []
 
 
 def test_the_command_line_registers_lists_and_deletes(

@@ -104,35 +104,35 @@ def test_webhook_deliveries_are_listed_and_resent_on_request(
     hand.finish(job)
     hand.finish(other)
     with Client(api.url) as client:
-        [delivery] = client.deliveries(job=job).deliveries
+        [delivery] = client.webhooks.deliveries(job=job).deliveries
         assert (delivery.event, delivery.state, delivery.url, delivery.attempts) == (
             "job.succeeded",
             "pending",
             HOOK,
             [],
         )
-        assert client.deliveries(state="delivered").deliveries == []
-        assert client.delivery(delivery.id) == delivery
-        again = client.redeliver(delivery.id)
+        assert client.webhooks.deliveries(state="delivered").deliveries == []
+        assert client.webhooks.delivery(delivery.id) == delivery
+        again = client.webhooks.redeliver(delivery.id)
         assert (again.id, again.state) == (delivery.id, "pending")
         with pytest.raises(MidstreamError, match="unknown delivery"):
-            client.delivery("msg_nothing")
-        assert client.disabled_webhooks() == []
+            client.webhooks.delivery("msg_nothing")
+        assert client.webhooks.disabled() == []
         with pytest.raises(MidstreamError) as refused:
-            client.enable_webhooks(HOOK)
+            client.webhooks.enable(HOOK)
         assert refused.value.kind == "not_found"
 
     async def too() -> None:
         async with AsyncClient(api.url) as client:
-            assert (await client.deliveries(job=job)).deliveries == [again]
-            assert await client.delivery(delivery.id) == again
-            assert (await client.redeliver(delivery.id)).id == delivery.id
-            assert (await client.rotate_webhook_secret(keep_former_s=0)).secrets == (
-                await client.webhook_secrets()
+            assert (await client.webhooks.deliveries(job=job)).deliveries == [again]
+            assert await client.webhooks.delivery(delivery.id) == again
+            assert (await client.webhooks.redeliver(delivery.id)).id == delivery.id
+            assert (await client.webhooks.rotate_secret(keep_former_s=0)).secrets == (
+                await client.webhooks.secrets()
             ).secrets
-            assert await client.disabled_webhooks() == []
+            assert await client.webhooks.disabled() == []
             with pytest.raises(MidstreamError):
-                await client.enable_webhooks(HOOK)
+                await client.webhooks.enable(HOOK)
 
     asyncio.run(too())
 

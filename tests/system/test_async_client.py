@@ -47,15 +47,15 @@ async def jobs(client: AsyncClient) -> None:
     assert await client.models() == ["fake"]
     assert (await client.model("fake"))["num_layers"] == NUM_LAYERS
     job = await client.submit(prompts=["hello", "you"], capture=CAPTURE, max_tokens=3)
-    assert [event.event async for event in client.events(job)][-1] == "done"
+    assert [event.event async for event in client.jobs.events(job)][-1] == "done"
     assert (
         (await client.wait(job, timeout=120)).state
-        == (await client.job(job)).state
+        == (await client.jobs.get(job)).state
         == State.SUCCEEDED
     )
-    assert job.id in [each.id for each in (await client.jobs(limit=5)).jobs]
+    assert job.id in [each.id for each in (await client.jobs.list(limit=5)).jobs]
     assert len((await client.result(job)).outputs) == 2
-    await refused(client.cancel(job), "conflict")
+    await refused(client.jobs.cancel(job), "conflict")
     with pytest.raises(TimeoutError):
         await client.wait(job, timeout=0)
     answer = await client.chat("fake", [{"role": "user", "content": "hi"}], max_tokens=2)
@@ -80,61 +80,67 @@ async def captures(client: AsyncClient, folder: Path) -> None:
     assert (await client.tokenize("fake", "hello")).tokens[-len("hello") :] == tokens[
         -len("hello") :
     ]
-    assert (await client.matrix([result], 0)).shape == (1, HIDDEN_SIZE)
-    assert result.id in [each.job for each in (await client.captures()).captures]
-    await client.delete_capture(result)
+    assert (await client.captures.matrix([result], 0)).shape == (1, HIDDEN_SIZE)
+    assert result.id in [each.job for each in (await client.captures.list()).captures]
+    await client.captures.delete(result)
     await refused(client.capture(result), "gone")
 
 
 async def steering(client: AsyncClient, folder: Path) -> None:
     vector = np.ones(HIDDEN_SIZE, np.float32)
-    assert (await client.register_module("joy", {"post_block.1": vector})).digest == (
-        await client.module("joy")
+    assert (await client.modules.register("joy", {"post_block.1": vector})).digest == (
+        await client.modules.get("joy")
     ).digest
-    assert [each.name for each in await client.modules()] == ["joy"]
-    assert await client.export_module("joy", folder / "joy.npz") == "npz"
-    assert (await client.register_module("joy", folder / "joy.npz")).digest == (
-        await client.module("joy")
+    assert [each.name for each in await client.modules.list()] == ["joy"]
+    assert await client.modules.export("joy", folder / "joy.npz") == "npz"
+    assert (await client.modules.register("joy", folder / "joy.npz")).digest == (
+        await client.modules.get("joy")
     ).digest
     plain, steered = [
         (await client.completion("fake", "hi", steering=each, max_tokens=4)).text
         for each in ([], [{"module": "joy"}])
     ]
     assert plain != steered
-    await client.unregister_module("joy")
-    await refused(client.module("joy"), "not_found")
-    assert (await client.set_global([{"layers": 1, "vector": vector}])).applied
-    assert (await client.global_steering()).digest
-    assert (await client.clear_global()).digest == ""
-    assert (await client.dynamic()).determinism.consistent
+    await client.modules.delete("joy")
+    await refused(client.modules.get("joy"), "not_found")
+    assert (await client.global_steering.set([{"layers": 1, "vector": vector}])).applied
+    assert (await client.global_steering.get()).digest
+    assert (await client.global_steering.clear()).digest == ""
+    assert (await client.global_steering.dynamic()).determinism.consistent
 
 
 async def probes(client: AsyncClient) -> None:
-    await client.register_probe(
+    await client.probes.register(
         "calm", weight=np.ones(HIDDEN_SIZE), layer=0, thresholds=2, labels=["calm"]
     )
-    assert [each.name for each in await client.probes()] == [(await client.probe("calm")).name]
-    assert (await client.watch_probe("calm")).watch == "flag"
-    assert not (await client.unwatch_probe("calm")).watch
-    await client.unregister_probe("calm")
-    await refused(client.probe("calm"), "not_found")
+    assert [each.name for each in await client.probes.list()] == [
+        (await client.probes.get("calm")).name
+    ]
+    assert (await client.probes.watch("calm")).watch == "flag"
+    assert not (await client.probes.unwatch("calm")).watch
+    await client.probes.delete("calm")
+    await refused(client.probes.get("calm"), "not_found")
 
 
 async def registries(client: AsyncClient) -> None:
     """Of what operators put into folders: there is none here."""
-    assert (await client.loras(), await client.saes(), await client.tuned_lenses()) == ([], [], [])
+    assert (await client.adapters.list(), await client.saes.list(), await client.lenses.list()) == (
+        [],
+        [],
+        [],
+    )
     for call in (
-        client.lora,
-        client.unregister_lora,
-        client.sae,
-        client.unregister_sae,
-        client.tuned_lens,
-        client.unregister_lens,
+        client.adapters.get,
+        client.adapters.delete,
+        client.saes.get,
+        client.saes.delete,
+        client.lenses.get,
+        client.lenses.delete,
     ):
         await refused(call("none"), "not_found")
-    for register in (client.register_lora, client.register_sae, client.register_lens):
+    for register in (client.adapters.register, client.saes.register, client.lenses.register):
         await refused(register("none", "nowhere"), "invalid_request")
-    for features in (client.features("hi", "none"), client.features_of("hi", ["none"])):
+    for features in (client.features("hi", "none"), client.readings.features_of("hi", ["none"])):
         await refused(features, "invalid_request")
 
 
@@ -145,17 +151,17 @@ async def readings(client: AsyncClient) -> None:
         5,
     )
     await refused(client.attention("hello"), "invalid_request")
-    await refused(client.patch_attention("hello", {(0, 0): np.eye(5)}), "invalid_request")
+    await refused(client.readings.patch_attention("hello", {(0, 0): np.eye(5)}), "invalid_request")
 
 
 async def sweeps(client: AsyncClient) -> None:
     fields = SWEEP | {"hooks": ["pre_attn"], "metric": "logit_diff"}
     seen: list[Any] = []
     found = await client.sweep(**fields, progress=seen.append)
-    job = await client.submit_sweep(**fields)
-    assert (await client.sweep_result(job)).pairs[0].grids == found.pairs[0].grids
+    job = await client.sweeps.submit(**fields)
+    assert (await client.sweeps.result(job)).pairs[0].grids == found.pairs[0].grids
     assert len(found.pairs[0].grids["pre_attn"]) == NUM_LAYERS
-    events = [event async for event in client.sweep_events(job)]
+    events = [event async for event in client.sweeps.events(job)]
     for each in (seen, events):
         assert any(isinstance(event, SweepCell) for event in each)
         assert isinstance(each[-1], SweepSummary)
@@ -163,34 +169,34 @@ async def sweeps(client: AsyncClient) -> None:
 
 async def runs(client: AsyncClient) -> None:
     await client.run(prompts=["hello"], capture={**CAPTURE, "run": "clean"}, progress=False)
-    assert [run.name for run in (await client.source_runs()).runs] == [
-        (await client.source_run("clean")).name
+    assert [run.name for run in (await client.source_runs.list()).runs] == [
+        (await client.source_runs.get("clean")).name
     ]
-    await client.delete_run("clean")
-    await refused(client.source_run("clean"), "not_found")
+    await client.source_runs.delete("clean")
+    await refused(client.source_runs.get("clean"), "not_found")
 
 
 async def keys(client: AsyncClient) -> None:
-    key = await client.create_key("ada", tenant="vision", expires_in="1h")
-    assert key.id in [each.id for each in await client.api_keys()]
-    await client.revoke_key(key.id)
+    key = await client.keys.create("ada", tenant="vision", expires_in="1h")
+    assert key.id in [each.id for each in await client.keys.list()]
+    await client.keys.revoke(key.id)
     assert (
-        (await client.set_tenant("vision", Limits(jobs_in_flight=3))).name
-        == (await client.tenant("vision")).name
+        (await client.tenants.set("vision", Limits(jobs_in_flight=3))).name
+        == (await client.tenants.get("vision")).name
         == "vision"
     )
-    assert "vision" in [each.name for each in await client.tenants()]
+    assert "vision" in [each.name for each in await client.tenants.list()]
 
 
 async def webhooks(client: AsyncClient) -> None:
-    assert (await client.deliveries()).deliveries == []
-    assert len((await client.webhook_secrets()).secrets) >= 1
-    assert (await client.rotate_webhook_secret(keep_former_s="1h")).secrets
-    assert await client.disabled_webhooks() == []
+    assert (await client.webhooks.deliveries()).deliveries == []
+    assert len((await client.webhooks.secrets()).secrets) >= 1
+    assert (await client.webhooks.rotate_secret(keep_former_s="1h")).secrets
+    assert await client.webhooks.disabled() == []
     for call in (
-        client.delivery("msg_none"),
-        client.redeliver("msg_none"),
-        client.enable_webhooks("http://example.com/"),
+        client.webhooks.delivery("msg_none"),
+        client.webhooks.redeliver("msg_none"),
+        client.webhooks.enable("http://example.com/"),
     ):
         await refused(call, "not_found")
 
@@ -198,19 +204,19 @@ async def webhooks(client: AsyncClient) -> None:
 async def harvests(client: AsyncClient) -> None:
     source = {"lines": ["one line", "another line"]}
     seen: list[Any] = []
-    view = await client.wait_harvest(
-        await client.submit_harvest(model="fake", source=source, layers=[0]),
+    view = await client.harvests.wait(
+        await client.harvests.submit(model="fake", source=source, layers=[0]),
         seen.append,
         timeout=120,
     )
     assert (view.rows > 0, seen[-1]) == (True, view)
-    assert (await client.harvest(view)).id in [
-        each.id for each in (await client.harvests()).harvests
+    assert (await client.harvests.get(view)).id in [
+        each.id for each in (await client.harvests.list()).harvests
     ]
-    for call in (client.pause_harvest, client.resume_harvest, client.cancel_harvest):
+    for call in (client.harvests.pause, client.harvests.resume, client.harvests.cancel):
         await refused(call(view), "conflict")
-    await client.delete_harvest(view)
-    await refused(client.harvest(view), "not_found")
+    await client.harvests.delete(view)
+    await refused(client.harvests.get(view), "not_found")
 
 
 def test_every_call_of_the_awaiting_client_works(up: Up, tmp_path: Path) -> None:
@@ -251,9 +257,9 @@ def test_a_cancelled_wait_for_a_sweep_cancels_the_sweep(up: Up) -> None:
         async with AsyncClient(up.ready()) as client:
             first = asyncio.Event()
             fields = SWEEP | {"hooks": ["pre_attn", "mlp_out"], "metric": "logit_diff"}
-            job = await client.submit_sweep(**fields)
+            job = await client.sweeps.submit(**fields)
             task = asyncio.create_task(
-                client.sweep_result(job, lambda event: first.set(), cancel=True)
+                client.sweeps.result(job, lambda event: first.set(), cancel=True)
             )
             await asyncio.wait_for(first.wait(), 60)
             task.cancel()

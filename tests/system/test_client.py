@@ -192,7 +192,7 @@ def test_a_completion_with_capture_wait_has_its_files_when_it_returns(client: Cl
     assert answer.capture_results.status == "ok"
     assert answer.determinism is not None
     assert client.capture(answer.job).requests() == [0, 1]
-    assert client.job(answer.job).state is State.SUCCEEDED
+    assert client.jobs.get(answer.job).state is State.SUCCEEDED
 
 
 def test_a_chat_is_answered(client: Client) -> None:
@@ -220,18 +220,18 @@ def test_a_response_that_was_held_too_long_is_fetched_as_a_job(tmp_path: Path) -
 
 def test_events_are_followed_to_the_end_and_can_be_resumed(client: Client) -> None:
     job = client.submit(model="fake", prompts=["hello"], capture=CAPTURE)
-    events = list(client.events(job.id))
+    events = list(client.jobs.events(job.id))
     assert events[-1].event == "done"
     assert "receipt" in {event.event for event in events}
-    again = list(client.events(job.id, after=events[2].id))
+    again = list(client.jobs.events(job.id, after=events[2].id))
     assert again == events[3:]
 
 
 def test_jobs_are_listed_and_a_finished_one_cannot_be_cancelled(client: Client) -> None:
     result = client.run(model="fake", prompts=["hello"], timeout=120)
-    assert result.id in {view.id for view in client.jobs(state="succeeded", limit=200).jobs}
+    assert result.id in {view.id for view in client.jobs.list(state="succeeded", limit=200).jobs}
     with pytest.raises(MidstreamError) as caught:
-        client.cancel(result.id)
+        client.jobs.cancel(result.id)
     assert caught.value.kind == "conflict"
 
 
@@ -254,7 +254,7 @@ def test_many_coroutines_share_one_async_client(up: Up) -> None:
             assert len({result.id for result in results}) == 20
             reader = await client.capture(results[3].id)
             np.testing.assert_array_equal(reader.array(2), expected(2, reader.token_ids()))
-            events = [event.event async for event in client.events(results[0].id)]
+            events = [event.event async for event in client.jobs.events(results[0].id)]
             assert events[-1] == "done"
             answer = await client.completion(
                 "fake", "hi", capture=CAPTURE, capture_wait=True, max_tokens=2
@@ -388,7 +388,7 @@ def test_cancel_stops_a_running_job_and_waiting_for_it_fails(tmp_path: Path) -> 
     try:
         with Client(up.ready()) as client:
             job = client.submit(model="fake", prompts=["hello"], sampling={"max_tokens": 500})
-            while client.job(job.id).state is not State.RUNNING:
+            while client.jobs.get(job.id).state is not State.RUNNING:
                 time.sleep(0.05)
             assert up.midstream("job", "cancel", job.id).returncode == 0
             ended = up.midstream("job", "wait", job.id)
@@ -402,7 +402,7 @@ def test_captures_are_listed_exported_and_deleted(up: Up, client: Client, tmp_pa
     job = client.run(
         model="fake", prompts=["hello"], capture={**CAPTURE, "tag": "passing"}, timeout=120
     ).id
-    assert [entry.job for entry in client.captures(tag="passing", limit=1).captures] == [job]
+    assert [entry.job for entry in client.captures.list(tag="passing", limit=1).captures] == [job]
     assert job in up.midstream("capture", "list", "--tag", "passing").stdout
     done = up.midstream("capture", "export", job, str(tmp_path / "rows.npz"), "--layers", "1")
     assert done.returncode == 0, done.stderr
@@ -411,12 +411,12 @@ def test_captures_are_listed_exported_and_deleted(up: Up, client: Client, tmp_pa
             arrays["post_block.1"], expected(1, arrays["token_ids"].tolist())
         )
     assert up.midstream("capture", "delete", job).returncode == 0
-    for gone in (lambda: client.capture(job), lambda: client.delete_capture(job)):
+    for gone in (lambda: client.capture(job), lambda: client.captures.delete(job)):
         with pytest.raises(MidstreamError) as caught:
             gone()
         assert caught.value.kind == "gone"
     assert up.midstream("capture", "show", job).returncode == 1
-    assert client.captures(tag="passing").captures == []
+    assert client.captures.list(tag="passing").captures == []
 
 
 def test_a_patch_study_zooms_and_cancels_on_interrupt(
@@ -443,7 +443,7 @@ def test_a_patch_study_zooms_and_cancels_on_interrupt(
     long = PatchStudy("hello you" * 40, "hallo you" * 40, " a", " b", client=client, model="fake")
     with pytest.raises(KeyboardInterrupt):
         long.sweep(hooks=["resid_pre", "mlp_out"], metric="logit_diff", progress=stop)
-    (last,) = client.jobs(limit=1).jobs
+    (last,) = client.jobs.list(limit=1).jobs
     assert client.wait(last.id, timeout=120).state is State.CANCELLED
 
 
@@ -488,7 +488,7 @@ def test_a_reader_shows_its_tokens_and_rows_of_several_jobs_are_one_matrix(
     ]
     reader = client.capture(ids[0])
     assert "".join(reader.tokens(0)) == client.detokenize("fake", reader.token_ids(0)).prompt
-    rows = client.matrix(ids, -1)
+    rows = client.captures.matrix(ids, -1)
     last = [
         client.capture(job).row(NUM_LAYERS - 1, reader.positions(request)[-1], request=request)
         for job, request in ((ids[0], 0), (ids[0], 1), (ids[1], 0))
@@ -498,7 +498,7 @@ def test_a_reader_shows_its_tokens_and_rows_of_several_jobs_are_one_matrix(
 
     async def same() -> tuple[list[str], np.ndarray]:
         async with AsyncClient(up.ready()) as other:
-            return (await other.capture(ids[0])).tokens(0), await other.matrix(ids, -1)
+            return (await other.capture(ids[0])).tokens(0), await other.captures.matrix(ids, -1)
 
     words, theirs = asyncio.run(same())
     assert words == reader.tokens(0)

@@ -35,10 +35,10 @@ def client(up: Up) -> Iterator[Client]:
     """On a stack that steers nothing and knows no names."""
     with Client(up.ready()) as made:
         yield made
-        if made.global_steering().entries:
-            made.clear_global()
-        for module in made.modules():
-            made.unregister_module(module.name)
+        if made.global_steering.get().entries:
+            made.global_steering.clear()
+        for module in made.modules.list():
+            made.modules.delete(module.name)
 
 
 def answered(client: Client) -> Dynamic:
@@ -46,7 +46,7 @@ def answered(client: Client) -> Dynamic:
     that it is given.
     """
     for _ in range(20):
-        found = client.dynamic()
+        found = client.global_steering.dynamic()
         if "did not answer" not in found.determinism.detail:
             break
     return found
@@ -60,14 +60,14 @@ def text(client: Client, *steering: Any) -> str:
 
 
 def test_a_module_steers_like_its_scaled_entries(client: Client) -> None:
-    view = client.register_module(
+    view = client.modules.register(
         "joy", {"post_block.2": JOY, "mlp_out.1": CALM}, description="to smile"
     )
     assert [(entry.hook, entry.layers) for entry in view.entries] == [
         ("mlp_out", [1]),
         ("post_block", [2]),
     ]
-    assert (client.module("joy"), client.modules()) == (view, [view])
+    assert (client.modules.get("joy"), client.modules.list()) == (view, [view])
     entries = [{"layers": 1, "hook": "mlp_out", "vector": CALM}, {"layers": 2, "vector": JOY}]
     named = text(client, {"module": "joy"})
     assert named == text(client, *entries) != text(client)
@@ -77,22 +77,22 @@ def test_a_module_steers_like_its_scaled_entries(client: Client) -> None:
 
 # field case 15
 def test_a_name_registered_again_means_the_new_content(client: Client) -> None:
-    first = client.register_module("mood", {"post_block.2": JOY})
-    again = client.register_module("mood", {"post_block.2": JOY})
+    first = client.modules.register("mood", {"post_block.2": JOY})
+    again = client.modules.register("mood", {"post_block.2": JOY})
     assert (again.digest, again.replaced) == (first.digest, None)
     happy = text(client, {"module": "mood"})
-    changed = client.register_module("mood", {"post_block.2": CALM})
+    changed = client.modules.register("mood", {"post_block.2": CALM})
     assert changed.replaced == first.digest != changed.digest
     assert text(client, {"module": "mood"}) == text(client, {"layers": 2, "vector": CALM}) != happy
 
 
 def test_a_deleted_module_is_refused_by_its_field(client: Client) -> None:
-    client.register_module("joy", {"post_block.2": JOY})
-    client.unregister_module("joy")
+    client.modules.register("joy", {"post_block.2": JOY})
+    client.modules.delete("joy")
     with pytest.raises(MidstreamError) as caught:
         text(client, {"layers": 1, "vector": JOY}, {"module": "joy"})
     assert (caught.value.kind, caught.value.field) == ("invalid_request", "steering[1].module")
-    for ask in (client.module, client.unregister_module):
+    for ask in (client.modules.get, client.modules.delete):
         with pytest.raises(MidstreamError) as caught:
             ask("joy")
         assert caught.value.kind == "not_found"
@@ -100,18 +100,18 @@ def test_a_deleted_module_is_refused_by_its_field(client: Client) -> None:
 
 def test_global_steering_applies_to_all_requests_until_cleared(client: Client) -> None:
     plain, joyful = text(client), text(client, {"layers": 2, "vector": JOY})
-    before = client.global_steering().version
-    view = client.set_global([{"layers": 2, "vector": JOY}])
+    before = client.global_steering.get().version
+    view = client.global_steering.set([{"layers": 2, "vector": JOY}])
     assert (view.version, [entry.layers for entry in view.entries]) == (before + 1, [[2]])
     assert text(client) == joyful != plain
-    assert client.clear_global().entries == []
+    assert client.global_steering.clear().entries == []
     assert text(client) == plain
 
 
 def test_the_async_client_steers_alike(client: Client) -> None:
     async def use() -> tuple[str, str, list[str]]:
         async with AsyncClient(client.url) as calls:
-            await calls.register_module("joy", {"post_block.2": JOY})
+            await calls.modules.register("joy", {"post_block.2": JOY})
             steered = await calls.completion(
                 "fake",
                 "once upon a time",
@@ -119,15 +119,15 @@ def test_the_async_client_steers_alike(client: Client) -> None:
                 max_tokens=12,
                 temperature=0,
             )
-            await calls.set_global([{"layers": 2, "vector": JOY}])
+            await calls.global_steering.set([{"layers": 2, "vector": JOY}])
             everyone = await calls.completion(
                 "fake", "once upon a time", max_tokens=12, temperature=0
             )
-            await calls.clear_global()
+            await calls.global_steering.clear()
             return (
                 steered.text,
                 everyone.text,
-                [worker.worker for worker in (await calls.dynamic()).workers],
+                [worker.worker for worker in (await calls.global_steering.dynamic()).workers],
             )
 
     steered, everyone, workers = asyncio.run(use())
@@ -137,16 +137,18 @@ def test_the_async_client_steers_alike(client: Client) -> None:
 
 
 def test_rank_checksums_agree(client: Client) -> None:
-    client.register_module("joy", {"post_block.2": JOY})
-    client.set_global([{"layers": 1, "vector": CALM}])
+    client.modules.register("joy", {"post_block.2": JOY})
+    client.global_steering.set([{"layers": 1, "vector": CALM}])
     text(client, {"module": "joy"})
     found = answered(client)
     (worker,) = found.workers
     assert [rank.rank for rank in worker.ranks] == list(range(RANKS))
     assert len({(rank.checksum, rank.actions, rank.global_digest) for rank in worker.ranks}) == 1
-    assert worker.ranks[0].modules == {"joy": client.module("joy").digest}
+    assert worker.ranks[0].modules == {"joy": client.modules.get("joy").digest}
     assert (
-        worker.ranks[0].global_version == worker.global_version == client.global_steering().version
+        worker.ranks[0].global_version
+        == worker.global_version
+        == client.global_steering.get().version
     )
     assert found.determinism.consistent
 
@@ -158,7 +160,7 @@ def test_the_cli_registers_uses_and_deletes_modules(up: Up, client: Client, tmp_
         "modules", "register", "joy", f"{tmp_path}/joy.safetensors", "--description", "to smile"
     )
     assert made.returncode == 0, made.stderr
-    digest = client.module("joy").digest
+    digest = client.modules.get("joy").digest
     assert digest in made.stdout
     assert digest[:12] in up.midstream("modules", "list").stdout
     assert json.loads(up.midstream("modules", "show", "joy", "--json").stdout)["digest"] == digest
@@ -197,15 +199,18 @@ def test_the_cli_sets_global_steering_and_shows_ranks(
 
 
 def test_steering_beyond_the_dtype_is_refused_and_changes_nothing(up: Up, client: Client) -> None:
-    before = client.global_steering()
-    for ask in (client.set_global, lambda entries: client.register_module("wide", entries)):
+    before = client.global_steering.get()
+    for ask in (
+        client.global_steering.set,
+        lambda entries: client.modules.register("wide", entries),
+    ):
         with pytest.raises(MidstreamError) as caught:
             ask([{"layers": 2, "vector": [1.0, 2.0]}])
         assert (caught.value.kind, caught.value.field) == (
             "invalid_request",
             "steering[0].vector.shape",
         )
-    assert (client.global_steering().version, client.modules()) == (before.version, [])
+    assert (client.global_steering.get().version, client.modules.list()) == (before.version, [])
 
 
 MATRICES = {
@@ -242,35 +247,37 @@ MATRICES = {
 def test_an_exported_module_is_the_same_when_registered_again(
     client: Client, tmp_path: Path, entry: dict[str, Any]
 ) -> None:
-    view = client.register_module("mood", [entry, {"layers": 1, "hook": "attn_out", "vector": JOY}])
-    assert client.export_module("mood", tmp_path / "mood.safetensors") == "safetensors"
-    assert client.register_module("again", tmp_path / "mood.safetensors").digest == view.digest
+    view = client.modules.register(
+        "mood", [entry, {"layers": 1, "hook": "attn_out", "vector": JOY}]
+    )
+    assert client.modules.export("mood", tmp_path / "mood.safetensors") == "safetensors"
+    assert client.modules.register("again", tmp_path / "mood.safetensors").digest == view.digest
 
 
 @pytest.mark.parametrize("suffix", ["gguf", "npz", "pt", "json"])
 def test_a_module_steers_alike_after_export_in_any_format(
     client: Client, tmp_path: Path, suffix: str
 ) -> None:
-    client.register_module("joy", {"post_block.2": JOY, "post_block.1": CALM})
-    client.export_module("joy", tmp_path / f"joy.{suffix}")
-    client.register_module("again", tmp_path / f"joy.{suffix}")
+    client.modules.register("joy", {"post_block.2": JOY, "post_block.1": CALM})
+    client.modules.export("joy", tmp_path / f"joy.{suffix}")
+    client.modules.register("again", tmp_path / f"joy.{suffix}")
     assert text(client, {"module": "again"}) == text(client, {"module": "joy"}) != text(client)
 
 
 def test_an_export_that_cannot_be_made_is_refused(client: Client, tmp_path: Path) -> None:
-    client.register_module("joy", {"mlp_out.2": JOY})
+    client.modules.register("joy", {"mlp_out.2": JOY})
     for name, path, says in (
         ("joy", "joy.gguf", "cannot hold mlp_out"),
         ("joy", "joy.bin", "implies no format"),
         ("no", "no.pt", "unknown module"),
     ):
         with pytest.raises(MidstreamError, match=says):
-            client.export_module(name, tmp_path / path)
+            client.modules.export(name, tmp_path / path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_cli_exports_modules(up: Up, client: Client, tmp_path: Path) -> None:
-    client.register_module("joy", {"post_block.2": JOY})
+    client.modules.register("joy", {"post_block.2": JOY})
     done = up.midstream("modules", "export", "joy", f"{tmp_path}/joy.gguf")
     assert (done.returncode, done.stdout) == (0, f"joy written to {tmp_path}/joy.gguf as gguf\n"), (
         done.stderr

@@ -69,14 +69,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory, proxy: FaultProxy) -> Iterat
 def whole(stack: Stack) -> Harvest:
     """Undisturbed."""
     with Client(stack.url) as client:
-        made = checked(client.wait_harvest(submitted(stack, client), timeout=WAIT_S).uri)
+        made = checked(client.harvests.wait(submitted(stack, client), timeout=WAIT_S).uri)
     check_rows(made, DOCUMENTS, [("post_block", 1), ("post_block", 3)])
     return made
 
 
 def submitted(stack: Stack, client: Client, bucket: bool = False) -> HarvestView:
     store = stack.settings.harvest_stores.split(", ")[bucket]
-    return client.submit_harvest(
+    return client.harvests.submit(
         model="fake-model",
         source={"lines": DOCUMENTS},
         layers=[1, 3],
@@ -95,9 +95,9 @@ def check_kill(stack: Stack, whole: Harvest, point: str, bucket: bool) -> None:
         view = submitted(stack, client, bucket)
         assert stack.processes[name].wait(WAIT_S) == -9
         stack.restart(name)
-        view = client.wait_harvest(view, timeout=WAIT_S)
+        view = client.harvests.wait(view, timeout=WAIT_S)
         check_equal(checked(view.uri), whole)
-        client.delete_harvest(view)
+        client.harvests.delete(view)
     assert died.exists()
 
 
@@ -136,22 +136,22 @@ def test_a_harvest_waits_for_a_bucket_that_is_away_and_goes_on(
 ) -> None:
     with Client(stack.url) as client:
         view = submitted(stack, client, bucket=True)
-        while client.harvest(view).units_done < 1:
+        while client.harvests.get(view).units_done < 1:
             time.sleep(0.02)
         proxy.stop()
         try:
             deadline = time.monotonic() + WAIT_S
-            while (away := client.harvest(view)).state != "paused":
+            while (away := client.harvests.get(view)).state != "paused":
                 assert time.monotonic() < deadline, away
                 time.sleep(0.1)
             assert away.reason
             stack.kill("worker")
             stack.restart("worker")
             time.sleep(2)
-            assert client.harvest(view).state != "succeeded"
+            assert client.harvests.get(view).state != "succeeded"
         finally:
             proxy.start()
-        view = client.wait_harvest(view, timeout=WAIT_S)
+        view = client.harvests.wait(view, timeout=WAIT_S)
         assert view.reason == ""
         check_equal(checked(view.uri), whole)
 
@@ -160,9 +160,9 @@ def test_a_harvest_waits_for_a_bucket_that_is_away_and_goes_on(
 def test_a_harvest_survives_a_restart_of_redis(stack: Stack, whole: Harvest) -> None:
     with Client(stack.url) as client:
         view = submitted(stack, client)
-        while client.harvest(view).units_done < 1:
+        while client.harvests.get(view).units_done < 1:
             time.sleep(0.02)
         stack.kill("redis")
         stack.restart("redis")
-        view = client.wait_harvest(view, timeout=WAIT_S)
+        view = client.harvests.wait(view, timeout=WAIT_S)
         check_equal(checked(view.uri), whole)

@@ -534,7 +534,7 @@ def test_a_seal_that_finds_fewer_parts_than_were_planned_removes_nothing(
         await rig.ledger.redis.delete(f"ms:harvest-done:{harvest.id}")
         again = object.__new__(serving.HarvestAttempt)
         again._harvests = Harvests(rig.ledger)
-        with pytest.raises(MidstreamError, match="nothing is removed"):
+        with pytest.raises(MidstreamError, match="no files were removed"):
             await again._seal(harvest, open_store(harvest.uri))
         check_rows(checked(harvest.uri), DOCUMENTS, [("post_block", 1), ("post_block", 3)])
 

@@ -60,7 +60,7 @@ def until(
     seconds: float = WAIT_S,
 ) -> HarvestView:
     deadline = time.monotonic() + seconds
-    while not condition(view := client.harvest(view)):
+    while not condition(view := client.harvests.get(view)):
         assert time.monotonic() < deadline, view
         assert view.state not in ("failed", "cancelled"), view
         time.sleep(0.05)
@@ -69,16 +69,16 @@ def until(
 
 def test_lines_of_a_request_become_shards_with_every_row(client: Client) -> None:
     documents = texts(20)
-    view = client.submit_harvest(
+    view = client.harvests.submit(
         model="fake-model",
         source={"lines": documents},
         hooks={"post_block": [1, 3], "mlp_out": [0]},
     )
-    done = client.wait_harvest(view, timeout=WAIT_S)
+    done = client.harvests.wait(view, timeout=WAIT_S)
     check_rows(checked(done.uri), documents, [("mlp_out", 0), ("post_block", 1), ("post_block", 3)])
     assert (done.documents, done.share, done.state) == (20, 1.0, "succeeded")
     assert done.rows == sum(map(len, documents))
-    assert client.harvests(limit=1).harvests[0].id == view.id
+    assert client.harvests.list(limit=1).harvests[0].id == view.id
 
 
 @pytest.mark.long
@@ -92,12 +92,12 @@ def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(
         "layers": [1, 3],
         "shards": SMALL,
     }
-    whole = client.wait_harvest(client.submit_harvest(**fields), timeout=WAIT_S)
+    whole = client.harvests.wait(client.harvests.submit(**fields), timeout=WAIT_S)
     made = checked(whole.uri)
     check_rows(made, documents, [("post_block", 1), ("post_block", 3)])
-    view = client.submit_harvest(**fields)
+    view = client.harvests.submit(**fields)
     for name in ("worker", "worker-2", "relay", "callbacks"):
-        done = client.harvest(view).units_done
+        done = client.harvests.get(view).units_done
         if done == whole.units:
             break
         stack.kill(name)
@@ -107,12 +107,12 @@ def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(
             view,
             lambda view, done=done: view.units_done > done or view.state == "succeeded",
         )
-    view = client.wait_harvest(view, timeout=WAIT_S)
+    view = client.harvests.wait(view, timeout=WAIT_S)
     check_equal(checked(view.uri), made)
 
 
 def test_progress_is_streamed_until_the_end(stack: Stack, client: Client) -> None:
-    view = client.submit_harvest(model="fake-model", source={"lines": texts(50)}, layers=[0])
+    view = client.harvests.submit(model="fake-model", source={"lines": texts(50)}, layers=[0])
     kinds, last = [], {}
     with httpx2.stream(
         "GET", f"{stack.url}/v1/harvests/{view.id}/events", timeout=WAIT_S
@@ -129,9 +129,9 @@ def test_progress_is_streamed_until_the_end(stack: Stack, client: Client) -> Non
 
 def test_a_harvest_is_paused_resumed_cancelled_and_deleted(stack: Stack, client: Client) -> None:
     source = {"path": corpus(stack, "pause.jsonl", texts(3000, 120))}
-    view = client.submit_harvest(model="fake-model", source=source, layers=[0, 1], shards=SMALL)
+    view = client.harvests.submit(model="fake-model", source=source, layers=[0, 1], shards=SMALL)
     until(client, view, lambda view: view.units_done > 0)
-    client.pause_harvest(view)
+    client.harvests.pause(view)
     paused = until(
         client,
         view,
@@ -141,30 +141,30 @@ def test_a_harvest_is_paused_resumed_cancelled_and_deleted(stack: Stack, client:
     )
     if paused.state == "paused":
         time.sleep(1.0)
-        assert client.harvest(view).units_done == paused.units_done
-        client.resume_harvest(view)
-    done = client.wait_harvest(view, timeout=WAIT_S)
+        assert client.harvests.get(view).units_done == paused.units_done
+        client.harvests.resume(view)
+    done = client.harvests.wait(view, timeout=WAIT_S)
     checked(done.uri)
-    client.delete_harvest(view)
+    client.harvests.delete(view)
     assert not Path(done.uri).exists()
     with pytest.raises(MidstreamError, match="unknown harvest"):
-        client.harvest(view)
-    other = client.submit_harvest(model="fake-model", source=source, layers=[0], shards=SMALL)
+        client.harvests.get(view)
+    other = client.harvests.submit(model="fake-model", source=source, layers=[0], shards=SMALL)
     with pytest.raises(MidstreamError, match="has not ended"):
-        client.delete_harvest(other)
-    client.cancel_harvest(other)
+        client.harvests.delete(other)
+    client.harvests.cancel(other)
     deadline = time.monotonic() + WAIT_S
-    while client.harvest(other).state != "cancelled":
+    while client.harvests.get(other).state != "cancelled":
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def test_a_repeated_submission_is_one_harvest(client: Client) -> None:
     fields: dict[str, Any] = {"model": "fake-model", "source": {"lines": ["a", "b"]}, "layers": [0]}
-    first = client.submit_harvest(idempotency_key="once", **fields)
-    assert client.submit_harvest(idempotency_key="once", **fields).id == first.id
+    first = client.harvests.submit(idempotency_key="once", **fields)
+    assert client.harvests.submit(idempotency_key="once", **fields).id == first.id
     with pytest.raises(MidstreamError, match="different body"):
-        client.submit_harvest(idempotency_key="once", **fields | {"layers": [1]})
+        client.harvests.submit(idempotency_key="once", **fields | {"layers": [1]})
 
 
 @pytest.mark.parametrize(

@@ -345,18 +345,18 @@ def test_unauthenticated_readyz_names_no_unhealthy_worker(api: Api, hand: Hand) 
 
 def test_a_key_is_created_listed_and_revoked_over_http(api: Api, hand: Hand) -> None:
     with Client(api.url, ADMIN) as admin:
-        made = admin.create_key("ci", tenant="acme", scopes=["read"])
+        made = admin.keys.create("ci", tenant="acme", scopes=["read"])
         assert made.key.startswith(f"ms_{made.id}_")
         assert [
-            (key.name, key.tenant, key.scopes) for key in admin.api_keys() if key.id == made.id
+            (key.name, key.tenant, key.scopes) for key in admin.keys.list() if key.id == made.id
         ] == [("ci", "acme", ["read"])]
         with Client(api.url, made.key) as reader:
-            assert reader.jobs().jobs == []
-            assert reader.tenant().name == "acme"
-        admin.revoke_key(made.id)
-        assert made.id not in [key.id for key in admin.api_keys()]
+            assert reader.jobs.list().jobs == []
+            assert reader.tenants.get().name == "acme"
+        admin.keys.revoke(made.id)
+        assert made.id not in [key.id for key in admin.keys.list()]
         with pytest.raises(MidstreamError, match="unknown key") as caught:
-            admin.revoke_key(made.id)
+            admin.keys.revoke(made.id)
         assert caught.value.kind == "not_found"
 
 
@@ -364,15 +364,15 @@ def test_the_client_takes_its_key_from_the_environment(
     api: Api, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with Client(api.url) as client, pytest.raises(MidstreamError, match="no API key given"):
-        client.jobs()
+        client.jobs.list()
     monkeypatch.setenv("MIDSTREAM_API_KEY", ADMIN)
     with Client(api.url) as client:
-        client.jobs()
+        client.jobs.list()
     monkeypatch.delenv("MIDSTREAM_API_KEY")
     (tmp_path / "key").write_text(f"{ADMIN}\n")
     monkeypatch.setenv("MIDSTREAM_API_KEY_FILE", str(tmp_path / "key"))
     with Client(api.url) as client:
-        client.jobs()
+        client.jobs.list()
 
 
 def test_the_first_key_is_made_without_an_api(api: Api, hand: Hand) -> None:

@@ -48,11 +48,11 @@ def start(client: Client, cache: Path, tag: str, count: int, pause: int) -> "sub
 
 def computed(client: Client, before: set[str]) -> int:
     """Prompts of the jobs that were submitted since."""
-    return sum(job.prompts for job in client.jobs(limit=200).jobs if job.id not in before)
+    return sum(job.prompts for job in client.jobs.list(limit=200).jobs if job.id not in before)
 
 
 def known(client: Client) -> set[str]:
-    return {job.id for job in client.jobs(limit=200).jobs}
+    return {job.id for job in client.jobs.list(limit=200).jobs}
 
 
 def test_a_killed_map_is_resumed_with_nothing_twice_and_nothing_missing(

@@ -140,16 +140,16 @@ class Two:
             )
         )
         lines = [f"{number:04d} " + "abcdefgh" * 16 for number in range(1500)]
-        self.harvest = client.submit_harvest(
+        self.harvest = client.harvests.submit(
             model=NAME, source={"lines": lines}, layers=[1, 3], shards={"mib": 1}
         )
         deadline = time.monotonic() + 60
-        while not client.harvest(self.harvest).units_done:
+        while not client.harvests.get(self.harvest).units_done:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         stack.kill("worker")
         self.job = client.submit(model=NAME, prompts=["a"], capture=EVERYWHERE)
-        self.sweep = client.submit_sweep(model=NAME, pairs=[PAIR])
+        self.sweep = client.sweeps.submit(model=NAME, pairs=[PAIR])
         stack.restart("worker", model="second")
 
 
@@ -176,7 +176,7 @@ def test_jobs_and_sweeps_of_the_former_model_fail(two: Two) -> None:
 
 def test_a_harvest_that_the_former_model_began_fails(two: Two) -> None:
     deadline = time.monotonic() + 60
-    while (view := two.client.harvest(two.harvest)).state not in OVER:
+    while (view := two.client.harvests.get(two.harvest)).state not in OVER:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert (view.state, view.identity) == ("failed", two.first)
@@ -198,7 +198,7 @@ def test_a_source_run_of_the_former_model_is_no_source(two: Two, by_name: bool) 
             patch=[{"layers": 1, "positions": [1], "source": source}],
         )
     assert (caught.value.kind, caught.value.field) == ("invalid_request", "patch[0].source.run")
-    assert two.client.source_run("clean", NAME).identity == two.first
+    assert two.client.source_runs.get("clean", NAME).identity == two.first
 
 
 def test_what_the_present_model_computes_says_so_everywhere(two: Two) -> None:
@@ -212,8 +212,8 @@ def test_what_the_present_model_computes_says_so_everywhere(two: Two) -> None:
         assert rows.manifest().identity == two.second
     assert httpx2.get(f"{two.stack.url}/v1/captures/{job.id}").json()["identity"] == two.second
     assert two.client.model(NAME)["identity"] == two.second
-    harvest = two.client.wait_harvest(
-        two.client.submit_harvest(model=NAME, source={"lines": ["a"]}, layers=[0]), timeout=60
+    harvest = two.client.harvests.wait(
+        two.client.harvests.submit(model=NAME, source={"lines": ["a"]}, layers=[0]), timeout=60
     )
     assert open_harvest(harvest.uri).manifest.identity == harvest.identity == two.second
 

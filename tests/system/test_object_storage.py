@@ -193,7 +193,7 @@ def test_a_deleted_capture_is_gone_from_the_bucket_for_links_and_readers(
     for each in (job, other):
         assert stack.wait(each).state is State.SUCCEEDED
     link = httpx2.get(f"{stack.url}/v1/captures/{job}").json()["files"][0]["link"]
-    client.delete_capture(job)
+    client.captures.delete(job)
     assert httpx2.get(f"{stack.url}/v1/captures/{job}").status_code == 410
     assert link is None or httpx2.get(link).status_code == 404
     with pytest.raises(MidstreamError) as caught:
@@ -233,7 +233,7 @@ def test_a_worker_killed_during_an_upload_loses_nothing(
     assert stack.wait(job).state is State.SUCCEEDED
     check(client.capture(job), requests=2)
     check(CaptureReader(bucket, job), requests=2)
-    client.delete_capture(job)
+    client.captures.delete(job)
     await_that(
         lambda: bucket.children(f"killed/{job}/") == [], "what both attempts left is deleted"
     )

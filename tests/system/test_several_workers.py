@@ -69,14 +69,14 @@ def test_each_model_is_listed_with_its_workers_and_gets_its_own_jobs(
 def test_global_steering_of_a_model_is_that_of_all_its_workers_and_of_no_others(
     stack: Stack, client: Client
 ) -> None:
-    view = client.set_global([{"layers": "all", "vector": [1.0] * 8}], SHARED)
+    view = client.global_steering.set([{"layers": "all", "vector": [1.0] * 8}], SHARED)
     assert view.applied
     assert {worker.worker for worker in view.workers if worker.global_version == view.version} == {
         "w1",
         "w1-2",
     }
-    assert client.global_steering(OTHER).version == 0
-    client.clear_global(SHARED)
+    assert client.global_steering.get(OTHER).version == 0
+    client.global_steering.clear(SHARED)
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, State
-from midstream.schemas.jobs.receipts import STORE_AWAY
+from midstream.schemas.jobs.receipts import STORE_UNAVAILABLE
 
 
 async def state_of(ledger: Ledger, job: Job) -> State:
@@ -35,7 +35,7 @@ def refuse(redis_url: str, job: Job, attempt: int = 1, **settings: float) -> Non
         job,
         attempt=attempt,
         status="error",
-        kind=STORE_AWAY,
+        kind=STORE_UNAVAILABLE,
         message="write failed: it cannot be reached",
     )
     settler(redis_url, **settings).settle(WORKER, 0, f"{EPOCH}{attempt}", [(1, told)])

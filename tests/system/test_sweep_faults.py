@@ -370,7 +370,7 @@ def test_a_sweep_waits_for_a_store_that_is_away_and_goes_on(
         reaper = Reaper(at.ledger, at.settings)
         async with at.worker(fault=fault) as runs:
             for _ in range(3):
-                assert await runs.run_job(job_id) is AttemptOutcome.STORE_AWAY
+                assert await runs.run_job(job_id) is AttemptOutcome.STORE_UNAVAILABLE
                 assert (await at.ledger.view(job_id)).state is State.QUEUED
                 await reaper.sweep(now() + SHELVED_S + 1)
             trouble[0] = ""

@@ -417,8 +417,8 @@ def test_completion_jobs_belong_to_the_callers_tenant(
 
 def test_admins_set_limits_and_tenants_see_them(api: Api, ours: Caller, theirs: Caller) -> None:
     with Client(api.url, ADMIN) as admin:
-        admin.set_tenant("theirs", Limits(jobs_in_flight=1000, weight=4))
-        assert {"ours", "theirs"} <= {tenant.name for tenant in admin.tenants()}
+        admin.tenants.set("theirs", Limits(jobs_in_flight=1000, weight=4))
+        assert {"ours", "theirs"} <= {tenant.name for tenant in admin.tenants.list()}
     own = theirs.http.get("/v1/tenant").json()
     assert (own["name"], own["limits"]["jobs_in_flight"], own["limits"]["weight"]) == (
         "theirs",
@@ -434,7 +434,7 @@ def test_admins_set_limits_and_tenants_see_them(api: Api, ours: Caller, theirs: 
 def test_a_tenant_over_its_limit_gets_retry_after(api: Api, hand: Hand) -> None:
     caller = Caller(api, hand, "small")
     with Client(api.url, ADMIN) as admin:
-        admin.set_tenant("small", Limits(jobs_in_flight=1))
+        admin.tenants.set("small", Limits(jobs_in_flight=1))
     caller.submit()
     refused = caller.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"]})
     assert (refused.status_code, refused.json()["type"]) == (429, "urn:midstream:too_many_jobs")

@@ -133,7 +133,7 @@ def test_a_part_that_is_killed_is_started_again_and_the_job_completes(
             job = client.submit(
                 model="fake", prompts=["hello"], sampling={"max_tokens": 20}, capture=capture
             )
-            while client.job(job.id).state is State.QUEUED:
+            while client.jobs.get(job.id).state is State.QUEUED:
                 time.sleep(0.05)
             killed = up.pid(name)
             os.kill(killed, signal.SIGKILL)

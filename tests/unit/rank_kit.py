@@ -137,7 +137,7 @@ class Rank:
         request.tracked.recordings = {
             number: recording for number, recording in found if recording is not None
         }
-        request.tracked.holds([(self.table.acquire(row)[0], row) for row in self.rows(request)])
+        request.tracked.set_rows([(self.table.acquire(row)[0], row) for row in self.rows(request)])
         return request
 
     def rows(self, request: Request) -> list[SteeringRow]:

@@ -21,7 +21,7 @@ REASONS: tuple[tuple[str, str], ...] = (
         "compared at the start, vLLM's {} differ from those of transformers' class",
     ),
     (r"is_act_and_mul=False", "vLLM has experts without a gate on GPUs only"),
-    (r"cpu_router\.py", "vLLM's CPU experts do not have its way to choose experts"),
+    (r"cpu_router\.py", "vLLM's CPU experts do not implement its routing"),
     (
         r"apply_router_weight_on_input",
         "vLLM's CPU experts take the router's weight on their input for one expert only",

@@ -29,8 +29,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     settings = {"sae_dir": str(folder / "saes"), "harvest_stores": str(folder / "rows")}
     with Site(folder / "site", **settings) as started:
         with Client(started.url, api_key=started.operator.key) as client:
-            client.register_sae("tiny", "standard")
-            client.register_probe(
+            client.saes.register("tiny", "standard")
+            client.probes.register(
                 "calm",
                 weight=np.ones((2, HIDDEN)),
                 layer=-1,
@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
                 thresholds=[None, 5.0],
             )
         with Client(started.url, api_key=started.alice.key) as client:
-            client.register_module("sea", [{"layers": [1, 2], "vector": np.ones(HIDDEN)}])
+            client.modules.register("sea", [{"layers": [1, 2], "vector": np.ones(HIDDEN)}])
         yield started
 
 
@@ -143,7 +143,7 @@ def test_the_page_computes_the_patterns_of_the_client(
 
 def test_modules_lists_every_kind_and_deletes(site: Site, visit: Visit) -> None:
     with Client(site.url, api_key=site.alice.key) as client:
-        client.register_module("short-lived", [{"layers": [0], "vector": np.ones(HIDDEN)}])
+        client.modules.register("short-lived", [{"layers": [0], "vector": np.ones(HIDDEN)}])
     visit.log_in(site.alice, "modules")
     page = visit.page
     for name in ("sea", "calm", "tiny", "short-lived"):

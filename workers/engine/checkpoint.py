@@ -14,8 +14,8 @@ from ...schemas.base.settings import Settings
 #: A weight of a numbered layer, such as `model.layers.3.mlp.up_proj.weight` or
 #: `transformer.h.3.ln_1.bias`.
 _OF_LAYER = re.compile(r"^(?P<stack>.*?)\.(?P<number>\d+)\.")
-#: Fields of configs that count layers after the model's own, which predict further tokens.
-_BEHIND = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+#: Config fields with the number of multi-token prediction layers, which follow the model's own.
+_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
 def check_folder(settings: Settings) -> None:
@@ -53,8 +53,8 @@ def check_layers(model: str, config: Any, layers: int) -> None:
     for name in _weight_names(Path(model)):
         if match := _OF_LAYER.match(name):
             stacks[match["stack"]] = max(stacks.get(match["stack"], 0), int(match["number"]) + 1)
-    behind = max(int(getattr(config, name, None) or 0) for name in _BEHIND)
-    if stacks and not any(layers <= count <= layers + behind for count in stacks.values()):
+    extra = max(int(getattr(config, name, None) or 0) for name in _MTP_LAYERS)
+    if stacks and not any(layers <= count <= layers + extra for count in stacks.values()):
         stack, present = max(stacks.items(), key=lambda item: item[1])
         raise _refused(
             f"the config says {layers} layers, and the weights have {present} ({stack}.0 to "

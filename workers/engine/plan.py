@@ -325,7 +325,11 @@ def buffers(
             "capture_buffer_mib",
         ),
         "pool": (entries * width, "vectors of steering configurations", "steering_entries"),
-        "scalars": (entries * SCALARS * 4, "their numbers", "steering_entries"),
+        "scalars": (
+            entries * SCALARS * 4,
+            "scalar parameters of those vectors",
+            "steering_entries",
+        ),
         "site_rows": (
             sites * len(FAMILIES if gpu else EVERY) * (1 + rows) * 4,
             "which vectors a configuration uses at each site",
@@ -367,14 +371,14 @@ def _inside(
         width = model.inside.width(bank, settings.tensor_parallel_size) * ITEM_BYTES[model.dtype]
         rows, *tables = buffers(width, settings, count, ring, gpu=gpu)
         named = ", ".join(hook for hook in BANKS[bank] if hook in model.inside.hooks)
-        parts.append(rows._replace(name=f"{bank}: ring", about=f"the same for {named}"))
+        parts.append(rows._replace(name=f"{bank}: ring", about=f"captured rows of {named}"))
         total = sum(part.bytes for part in tables)
         parts.append(
             Memory(
                 f"{bank}: tables",
                 total,
                 rows.where,
-                "vectors, configurations and plans, likewise",
+                "vectors, configurations and plans of these hooks",
                 "hooks",
             )
         )
@@ -557,9 +561,9 @@ def _limits(
     )
     if settings.steering_rows <= settings.max_num_seqs:
         limits.append(
-            f"steering_rows: {settings.steering_rows} configurations do not exceed "
-            f"max_num_seqs ({settings.max_num_seqs}): requests "
-            "with configurations of their own cannot be prepared while others run"
+            f"steering_rows: {settings.steering_rows} is not above max_num_seqs "
+            f"({settings.max_num_seqs}): while running requests use all rows, none is free to "
+            "prepare the next request's steering"
         )
     limits.append(
         f"steering_entries: {settings.steering_entries} vectors at a time; a lowrank of "

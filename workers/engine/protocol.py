@@ -10,7 +10,7 @@ from ...schemas.artifacts.probes import StoredProbe
 from ...schemas.artifacts.saes import StoredSae
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.tensors import Tensor
-from ...schemas.jobs.jobs import Job, Output, Prompted, Said, Sampling, TokenLogprob
+from ...schemas.jobs.jobs import Job, MessageDelta, Output, Prompted, Sampling, TokenLogprob
 from ...schemas.jobs.models import ModelInfo, TokenizerBundle
 from ...schemas.prompts.chat import ToolUse
 from ...schemas.prompts.images import ImageRef, ImageSpan
@@ -99,7 +99,7 @@ class Progress:
     finished: Output | None = None  # the whole output; only in the last `Progress`
     # of returned tokens, by position, if the request streams its probes' scores
     scores: Sequence[Scored] = ()
-    said: Said | None = None  # the parsed text of a streamed job with tools
+    said: MessageDelta | None = None  # the parsed text of a streamed job with tools
     logprobs: Sequence[TokenLogprob] = ()  # of `token_ids`, if requested
     prompt: Prompted | None = None  # only in the first `Progress`, if requested
     stopped_by: str = ""  # with `finished`: the probe that ended the request

@@ -500,7 +500,7 @@ class VllmEngine(RankControl):
             await self._llm.reset_prefix_cache()
             await self._ranks.apply(
                 "forgetting failed interventions",
-                "midstream_cleanse",
+                "midstream_forget_failures",
                 [rank["step"] for rank in statuses],
             )
         return [rank_steering(status) for status in statuses]

@@ -39,8 +39,8 @@ def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams
 
 
 def refusal(error: Exception, sampling: Sampling) -> MidstreamError:
-    """Return a 400 for a request that vLLM refuses before it runs, perhaps only in its engine, such
-    as for a schema that does not compile.
+    """Return a 400 for a request that vLLM rejects before running it. Some are rejected only inside
+    its engine, such as a schema that does not compile.
     """
     field = "structured_outputs" if sampling.structured_outputs is not None else "sampling"
     return invalid(getattr(error, "parameter", None) or field, shortened(str(error), MAX_DETAIL))
@@ -71,13 +71,13 @@ class Parts:
     def __init__(
         self, ask: EngineRequest, reader: ToolReader | None = None, prompt: Prompted | None = None
     ) -> None:
-        """`reader` parses tool calls. `prompt`, without its log-probabilities, is returned with the
-        output.
+        """`reader` parses tool calls. `prompt` is returned with the output; `add` fills in its
+        log-probabilities.
         """
         self._request, self._stream = ask.request, ask.stream
         self._reader, self._prompt = reader, prompt
         self._begun = False
-        self._formed = ask.tools is not None or ask.sampling.structured_outputs is not None
+        self._constrained = ask.tools is not None or ask.sampling.structured_outputs is not None
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None
@@ -113,7 +113,7 @@ class Parts:
     def _finished(self, output: RequestOutput, stopped_by: str) -> Output:
         """Return the whole output. `stopped_by`: the probe that ended the request, or ""."""
         part = output.outputs[0]
-        if part.finish_reason == "error" and self._formed:
+        if part.finish_reason == "error" and self._constrained:
             raise invalid("structured_outputs", "the engine could not compile the constraint")
         if part.finish_reason not in ("stop", "length"):
             raise MidstreamError(

@@ -24,7 +24,7 @@ class AttemptOutcome(StrEnum):
     LOST = "lost"  # the lease went to another attempt
     RELEASED = "released"  # the engine died, or Redis lost its events; another attempt follows
     # the artifact store is unavailable; another attempt follows when it is back
-    STORE_AWAY = "store away"
+    STORE_UNAVAILABLE = "store away"
     # too many jobs wait for checks of their formats; another attempt follows
     BUSY = "busy"
     # the ranks disagree; another attempt follows, or the job has failed because of it

@@ -441,7 +441,7 @@ class Attempts:
             crash_point("worker.released")
             return ending
         await self._engine.abort(attempt.job.id, attempt.number)
-        if ending is AttemptOutcome.STORE_AWAY:
+        if ending is AttemptOutcome.STORE_UNAVAILABLE:
             job_id, number = attempt.job.id, attempt.number
             await patiently(
                 lambda: self._ledger.release(job_id, number, unreachable=attempt.detail),
@@ -505,7 +505,7 @@ def _other_attempt(error: BaseException) -> AttemptOutcome | None:
     if any(isinstance(leaf, Quarantined) for leaf in leaves):
         return AttemptOutcome.OUT_OF_STEP
     if any(isinstance(leaf, StoreUnavailable) for leaf in leaves):
-        return AttemptOutcome.STORE_AWAY
+        return AttemptOutcome.STORE_UNAVAILABLE
     if any(isinstance(leaf, FormatsBusy) for leaf in leaves):
         return AttemptOutcome.BUSY
     return (

@@ -86,7 +86,7 @@ READERS: dict[str, Callable[[Handle, bool, str, int], Iterator[Any]]] = {
     "parquet": parquet_values,
     "arrow": arrow_values,
 }
-TOO_LARGE = f": a document may have {MAX_DOCUMENT_BYTES:,}"
+TOO_LARGE = f": a document may have at most {MAX_DOCUMENT_BYTES:,}"
 
 
 def _check_field(field: str, names: list[str]) -> None:

@@ -40,7 +40,7 @@ from ...schemas.jobs.harvests import (  # fmt: skip
     UnitEntry,
 )
 from ...schemas.jobs.jobs import Job, Sampling
-from ...schemas.jobs.receipts import STORE_AWAY, Receipt
+from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from ...schemas.requests.harvest_work import HARVEST, HarvestPlace
 from ...schemas.requests.specs import StoredCapture
 from ...storage.shards import checksum
@@ -137,7 +137,7 @@ class HarvestAttempt:
         file, plan = await self._read_plan(harvest, store)
         if len(done) != plan.parts:
             raise MidstreamError(
-                "internal", f"{len(done)} of {plan.parts} parts are recorded: nothing is removed"
+                "internal", f"{len(done)} of {plan.parts} parts are recorded: no files were removed"
             )
         manifest = await asyncio.to_thread(
             self._manifest, harvest, store, [done[part] for part in sorted(done)], plan, file
@@ -193,7 +193,7 @@ class HarvestAttempt:
         folders = store.children(f"{SHARDS}/")
         for key in itertools.chain(*map(store.children, (f"{PARTS}/", f"{PLANS}/", *folders))):
             if key not in named:
-                logger.info("removing %s: of an attempt that does not count", key)
+                logger.info("removing %s: left by a superseded attempt", key)
                 store.delete(key)
         for folder in folders:
             if not store.children(folder):
@@ -281,8 +281,8 @@ class HarvestAttempt:
         steering = self._attempt.lease.steering
         if harvest.steering != steering.digest:
             detail = (
-                "the global steering was changed since the harvest was accepted: its rows "
-                "would be of two models"
+                "the global steering has changed since the harvest was accepted: its rows would "
+                "come from two different models"
             )
             raise MidstreamError("conflict", detail)
         if self._part.part in await patiently(
@@ -423,13 +423,13 @@ class HarvestAttempt:
             begun.set()
             while True:
                 try:
-                    return await self._once(harvest, unit, place, sequences, requests)
+                    return await self._try_shard(harvest, unit, place, sequences, requests)
                 except ShardNotStored as error:
                     pause = await self._wait_for_store(harvest, str(error), pause)
                     while trouble := await asyncio.to_thread(open_store(harvest.uri).trouble):
                         pause = await self._wait_for_store(harvest, trouble, pause)
 
-    async def _once(
+    async def _try_shard(
         self,
         harvest: StoredHarvest,
         unit: int,
@@ -487,8 +487,8 @@ class HarvestAttempt:
         return entry, generated
 
     async def _within_quota(self, sequences: int) -> Job:
-        """Returns the part's job, without global capture, which no user requested, while the quota
-        of captures has no space for it.
+        """Returns the part's job; without its global capture if that would exceed the capture
+        quota, since no user requested it.
         """
         job, quota = self._attempt.job, self._ledger.settings.capture_quota_mib << 20
         if not quota or not job.global_captures:
@@ -596,7 +596,7 @@ class HarvestAttempt:
         receipts = [receipt for request in requests for receipt in report[request]]
         failed = [receipt for receipt in receipts if receipt.verdict != "ok"]
         for receipt in failed:
-            if receipt.kind != STORE_AWAY:
+            if receipt.kind != STORE_UNAVAILABLE:
                 raise MidstreamError(
                     receipt.kind or "capture_failed",
                     f"rank {receipt.rank}: {receipt.message or receipt.verdict}",
@@ -612,7 +612,8 @@ def _check_documents(units: Sequence[UnitEntry], plan: HarvestPlan) -> None:
     """
     if len(units) != len(plan.units):
         raise MidstreamError(
-            "internal", f"{len(units)} of {len(plan.units)} units are recorded: nothing is removed"
+            "internal",
+            f"{len(units)} of {len(plan.units)} units are recorded: no files were removed",
         )
     for number, (unit, planned) in enumerate(zip(units, plan.units, strict=True)):
         complete = (
@@ -625,5 +626,5 @@ def _check_documents(units: Sequence[UnitEntry], plan: HarvestPlan) -> None:
                 "internal",
                 f"unit {number} has {unit.documents} documents from {unit.first} on, and was "
                 f"planned with {planned.documents} "
-                f"from {planned.document} on: nothing is removed",
+                f"from {planned.document} on: no files were removed",
             )

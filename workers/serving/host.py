@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 INTERRUPT_CHECK_S = 0.2
 #: Interval of the checks whether captures and receipts can be written.
 DISK_LOOK_S = 2.0
-#: After the engine's death, the time for releasing its jobs and stopping its remains together.
+#: Seconds, after the engine has died, to release its jobs and to stop what is left of it.
 DEATH_GRACE_S = 4.0
 
 
@@ -76,7 +76,7 @@ class EngineHost:
         self._ledger = Ledger.connect(settings)
         self._heartbeat: Heartbeat | None = None
 
-    # From the outside, any thread
+    # Called from any thread
 
     def start(self, check_interrupt: Callable[[], None]) -> None:
         """Block until the engine is ready.

@@ -20,8 +20,8 @@ from ...schemas.jobs.models import WorkerStats
 from .attempts import Attempts
 from .steering import SteeringReconciler
 
-#: Shortest window of a rate, in seconds: there are several readers, and two calls in a row must not
-#: compute a rate over a moment.
+#: Shortest window of a rate, in seconds. `stats` has several callers; two calls in quick succession
+#: must not compute a rate over almost no time.
 SHORTEST_WINDOW_S = 4.0
 
 

@@ -23,7 +23,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.faults import crash_point
 from ...schemas.base.records import from_json, to_json
 from ...schemas.jobs.jobs import Event, EventKind
-from ...schemas.jobs.receipts import STORE_AWAY, Receipt
+from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from ...schemas.jobs.sweeps import (
     SHOWN_NEURONS,
     SweepCell,
@@ -702,7 +702,7 @@ def _check_stored(report: Sequence[Sequence[Receipt]]) -> None:
     unavailable.
     """
     for receipt in (receipt for receipts in report for receipt in receipts):
-        if receipt.status == "error" and receipt.kind == STORE_AWAY:
+        if receipt.status == "error" and receipt.kind == STORE_UNAVAILABLE:
             raise StoreUnavailable(
                 f"request {receipt.request}, rank {receipt.rank} (stage {receipt.pp}): "
                 f"{receipt.message}"

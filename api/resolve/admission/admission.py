@@ -260,14 +260,19 @@ def with_choices(
     ]
 
 
-def check_tools(parsed: ParsedRequest, model: ModelInfo) -> None:
-    """Raises a 400 when the worker has no parser for the model's tool calls."""
-    if parsed.tools is not None and not model.tool_parser:
-        raise invalid(
-            "tools",
-            f"{model.name!r} is served without a parser of tool calls",
-            hint=NO_TOOL_PARSER + _likely(model.tool_parsers),
-        )
+def with_tools(parsed: ParsedRequest, model: ModelInfo) -> ParsedRequest:
+    """Returns the request, without its tools if it may not call them (the template still shows
+    them). Raises a 400 when the worker has no parser for the model's tool calls.
+    """
+    if parsed.tools is None or model.tool_parser:
+        return parsed
+    if parsed.tools.choice == "none" and not parsed.tools.named:
+        return replace(parsed, tools=None)
+    raise invalid(
+        "tools",
+        f"{model.name!r} is served without a parser of tool calls",
+        hint=NO_TOOL_PARSER + _likely(model.tool_parsers),
+    )
 
 
 def _likely(parsers: Sequence[str]) -> str:
@@ -492,7 +497,7 @@ async def admit(
         None if parsed.fill_max_tokens else parsed.sampling.max_tokens,
     )
     check_choices(parsed)
-    check_tools(parsed, model)
+    parsed = with_tools(parsed, model)
     parsed, prompts = with_choices(parsed, await tokenise(parsed.prompts, model, codec))
     max_tokens = check_lengths(parsed, prompts, model)
     check_tokens(probes, [len(prompt.token_ids) + max_tokens for prompt in prompts])

@@ -100,9 +100,9 @@ class Connection:
 
     @reachable
     async def written(self) -> None:
-        """Wait until all writes confirmed so far survive a kill of Redis.
+        """Wait until all writes that Redis has confirmed so far would survive a kill of Redis.
 
-        For callers that are about to confirm them in turn.
+        Call this before confirming such writes to a client.
         """
         await self._written()
 

@@ -1,8 +1,8 @@
 """Priorities and costs of jobs, which decide the order in which they reach the workers.
 
-The ledger decides (`lua/shared/dispatch.lua`): per model and priority step only `dispatch_window`
-messages are sent and not claimed; the other jobs wait in Redis, and every claim picks the next job
-of the tenant that has received the least and puts its message into the queue.
+The ledger decides (`lua/shared/dispatch.lua`). Per model and priority step, at most
+`dispatch_window` messages are in the queue, sent but not claimed; the other jobs wait in Redis.
+Every claim picks the next job, of the tenant that has received the least, and sends its message.
 """
 
 from ....schemas.access.handling import Priority

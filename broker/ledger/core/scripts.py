@@ -26,7 +26,7 @@ from ....schemas.base.version import __version__
 from ....schemas.jobs.harvests import OVER
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State, StoredPrompt
 from ....schemas.jobs.models import SHOWN_IDENTITY
-from ....schemas.jobs.receipts import STORE_AWAY, CapturedFile, LostRange, Receipt
+from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, LostRange, Receipt
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.source_runs import Run
 from ....schemas.requests.steering import Module, Proposal
@@ -168,7 +168,7 @@ def _tables() -> str:
             f"local MARK_TTL_S = {MARK_TTL_S}",
             f"local SHELVED_S = {SHELVED_S}",
             f"local SHOWN_IDENTITY = {SHOWN_IDENTITY}",
-            f"local STORE_AWAY = {_lua(STORE_AWAY)}",
+            f"local STORE_UNAVAILABLE = {_lua(STORE_UNAVAILABLE)}",
         ]
     )
 

@@ -195,8 +195,8 @@ class Captures:
             name.decode(): since
             for name, since in await self._redis.zrange("ms:deleting", 0, -1, withscores=True)
         }
-        # After the ledger's list: the mark is removed first when a deletion ends. A mark without a
-        # ledger entry means that Redis lost it.
+        # Read the marks after the ledger's list. A deletion that ends removes its mark first, so a
+        # mark without an entry in the list means that Redis lost the entry.
         lost = {job: at for job in await asyncio.to_thread(self.store.marks) if job not in listed}
         if lost:
             await self._redis.zadd("ms:deleting", lost, nx=True)

@@ -21,8 +21,8 @@ BATCH = 500
 Kept = Literal["kept", "stale", "cancelling"]
 
 
-class Standing(NamedTuple):
-    """A sweep at one moment."""
+class SweepSnapshot(NamedTuple):
+    """A sweep's request and what is known of its result so far."""
 
     request: SweepRequest | None  # None: an older server accepted it
     result: SweepResult
@@ -45,10 +45,11 @@ class Sweeps:
         return {record.unit: record for record in map(unit_decoder.decode, raw)}
 
     @reachable
-    async def standing(self, job_id: str) -> Standing:
+    async def standing(self, job_id: str) -> SweepSnapshot:
         """Return the sweep's request, its result so far and its last event.
 
-        Raises not_found, also for a job that is not a sweep; gone after the retention time.
+        Raises MidstreamError: `not_found`, also for a job that is not a sweep, and `gone` after the
+        retention time.
         """
         # before the cells are read: an event may be repeated, none is missed
         async with self._redis.pipeline(transaction=True) as pipe:
@@ -57,7 +58,7 @@ class Sweeps:
         result = (await self._ledger.result(job_id)).sweep
         if result is None:
             raise MidstreamError("not_found", f"job {job_id} is not a sweep")
-        return Standing(
+        return SweepSnapshot(
             from_json(raw, SweepRequest) if raw else None,
             result,
             newest[0][0].decode() if newest else "",

@@ -190,7 +190,7 @@ class Watcher:
             result = await self._ledger.version(job_id)
             if result is None:
                 raise not_found(job_id)
-            # a lower one: Redis has lost its last second, and the job is in an earlier state
+            # also a lower version: Redis may have lost its last second, and the job's last change
             return result if result != version else None
 
         result = await self._until(job_id, Waiter(quiet, on_events=False), look, timeout)

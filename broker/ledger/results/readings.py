@@ -17,7 +17,7 @@ from ....schemas.readings.stored import READER
 
 
 def readings(ticket: Sequence[Receipt]) -> dict[str, list[Any]]:
-    """Field of a result → its readings, by prompt, of those whose parts have all arrived."""
+    """Return field of a result → its complete readings, whose parts have all arrived, by prompt."""
     of_one: dict[tuple[int, int, type], list[Any]] = defaultdict(list)
     for receipt in ticket:
         for made in receipt.consumed:
@@ -34,7 +34,7 @@ def readings(ticket: Sequence[Receipt]) -> dict[str, list[Any]]:
 
 
 def join_lens(request: int, parts: Sequence[LensPart]) -> LensReading | None:
-    """The shards of a vocabulary as one; None while some are missing."""
+    """Return the reading over all shards of the vocabulary; None while a shard is missing."""
     if {part.shard for part in parts} != set(range(parts[0].shards)):
         return None
     first = parts[0]
@@ -64,7 +64,7 @@ def join_lens(request: int, parts: Sequence[LensPart]) -> LensReading | None:
 
 
 def join_reader(request: int, parts: Sequence[ReaderPart]) -> ReaderReading | None:
-    """The stages' parts in the order of their layers; None while some are missing."""
+    """Return the stages' parts in the order of their layers; None while a part is missing."""
     if sum(len(layers) for part in parts for layers in part.sites.values()) < parts[0].of:
         return None
     first = parts[0]
@@ -80,7 +80,7 @@ def join_reader(request: int, parts: Sequence[ReaderPart]) -> ReaderReading | No
 
 
 def join_features(request: int, parts: Sequence[FeaturesPart]) -> FeaturesReading:
-    """One rank has them all."""
+    """Return the reading of the only part: one rank computes all features of a layer."""
     part = parts[0]
     count = len(part.positions)
     indices = (
@@ -99,7 +99,7 @@ def join_features(request: int, parts: Sequence[FeaturesPart]) -> FeaturesReadin
 
 
 def _same(part: Any, *names: str) -> dict[str, Any]:
-    """Return what a reading has as its part has it."""
+    """Return the fields that a reading copies from its part."""
     return {name: getattr(part, name) for name in names}
 
 

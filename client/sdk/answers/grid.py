@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ....schemas.base.errors import invalid
+from ....schemas.base.records import Plotted
 from ....schemas.jobs.sweeps import Axis, Baseline, Metric, PairResult, SweepResult
 from ....schemas.prompts.selectors import ALIASES, HOOKS, Hook
 from ....schemas.requests.sweep_paths import PathEnd, SweepPath
@@ -51,7 +52,7 @@ class Effect(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Grid:
+class Grid(Plotted):
     """One pair's grids, or the mean over all pairs.
 
     Arrays: `[layers, columns]` float64, NaN where a cell has no value.

@@ -2,6 +2,8 @@
 cache that survives kills.
 """
 
+from __future__ import annotations
+
 import itertools
 import re
 import time
@@ -10,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, M
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 import numpy as np
@@ -26,9 +28,13 @@ from ...captures.reader import CaptureReader
 from .. import jobs, wire
 from ..answers import download
 from ..answers.progress import mapped_bar
-from ..calls import call, stream
-from ..captures import CaptureCalls
-from ..registered import LENSES, LORAS, MODULES, PROBES, SAES, Kind, RegisteredCalls
+from ..calls import Awaits, Calls
+from ..captures import Captures
+from ..fields import MapFields
+from ..jobs import Jobs
+from ..registered import Adapters, GlobalSteering, Lenses, Modules, Probes, Saes, SourceRuns
+from ..server import Server
+from ..transport import Transport
 from . import key as map_key
 from .cache import MapCache
 
@@ -51,13 +57,13 @@ AGAIN = frozenset(
 LOOK_S = 1.0
 #: The longest pause before a refused request is repeated.
 MAX_PAUSE_S = 60.0
-#: How requests call what they name → its kind.
-_KINDS: dict[str, Kind[Any]] = {
-    "module": MODULES,
-    "sae": SAES,
-    "lora": LORAS,
-    "tuned": LENSES,
-    "probe": PROBES,
+#: How requests call what they name → its calls.
+_KINDS: dict[str, Any] = {
+    "module": Modules,
+    "sae": Saes,
+    "lora": Adapters,
+    "tuned": Lenses,
+    "probe": Probes,
 }
 _OF_PROMPT = re.compile(r"(?:prompts|messages)\[(\d+)\](.*)", re.DOTALL)
 
@@ -135,128 +141,126 @@ class _Plan:
     steering: int  # version of global steering
 
 
-class MapCalls(CaptureCalls, RegisteredCalls):
-    @stream
-    async def map(
-        self,
-        /,
-        prompts: Iterable[Any],
-        *,
-        cache: Path | str | None = None,
-        ordered: bool = True,
-        job_prompts: int = 256,
-        in_flight: int = 4,
-        keep_captures: bool = False,
-        attempts: int = 3,
-        patience: float = 600.0,
-        progress: bool = True,
-        **fields: Any,
-    ) -> AsyncIterator[Mapped]:
-        """The result of each prompt of a dataset of any length, as jobs of `job_prompts` prompts
-        with `in_flight` of them at a time.
+async def over(
+    calls: Calls[Any],
+    /,
+    prompts: Iterable[Any],
+    *,
+    cache: Path | str | None = None,
+    ordered: bool = True,
+    job_prompts: int = 256,
+    in_flight: int = 4,
+    keep_captures: bool = False,
+    attempts: int = 3,
+    patience: float = 600.0,
+    progress: bool = True,
+    **fields: Unpack[MapFields],
+) -> AsyncIterator[Mapped]:
+    """The result of each prompt of a dataset of any length, as jobs of `job_prompts` prompts
+    with `in_flight` of them at a time.
 
-        `prompts`: texts, lists of token ids, or conversations; a generator is read only as far as
-        needed. `fields`: as of `submit`, the same for all. Results come in the order of the input,
-        or with `ordered=False` as they are complete.
+    `prompts`: texts, lists of token ids, or conversations; a generator is read only as far as
+    needed. `fields`: as of `submit`, the same for all. Results come in the order of the input,
+    or with `ordered=False` as they are complete.
 
-        `cache`: a folder in which results are kept, by the SHA-256 of model, prompt and request. A
-        second call computes what is missing; so does one after the first was killed, which also
-        finds the jobs that were running. The key covers: the name and the identity of the model;
-        the prompt; every field of the request but handling (`priority`, `expires_in`, `callback_…`)
-        and `metadata`; the content of what it names (modules, adapters, autoencoders, tuned lenses,
-        probes, source runs); extensions; global steering, and the probes that watch all traffic.
-        Every job must report the same, with or without a cache: otherwise `conflict` is raised. The
-        versions of Midstream and vLLM are not covered. Equal prompts share one result.
-        `keep_captures`: download the captured rows into the cache; without it, they stay on the
-        server.
+    `cache`: a folder in which results are kept, by the SHA-256 of model, prompt and request. A
+    second call computes what is missing; so does one after the first was killed, which also
+    finds the jobs that were running. The key covers: the name and the identity of the model;
+    the prompt; every field of the request but handling (`priority`, `expires_in`, `callback_…`)
+    and `metadata`; the content of what it names (modules, adapters, autoencoders, tuned lenses,
+    probes, source runs); extensions; global steering, and the probes that watch all traffic.
+    Every job must report the same, with or without a cache: otherwise `conflict` is raised. The
+    versions of Midstream and vLLM are not covered. Equal prompts share one result.
+    `keep_captures`: download the captured rows into the cache; without it, they stay on the
+    server.
 
-        A refusal that passes (429, 503 with Retry-After, no connection) is repeated for up to
-        `patience` seconds without any progress; a job that fails in the service is
-        submitted up to `attempts` times. Other errors are raised with the index of the prompt where
-        the server names one; what was complete before is in the cache. If it is left early, jobs
-        that run are cancelled, except with a `cache`, where the next call finds them.
-        """
-        if isinstance(prompts, str | bytes | Mapping):
-            raise invalid(
-                "prompts",
-                f"is a {type(prompts).__name__}",
-                allowed="an iterable of prompts, such as a list of texts",
-            )
-        for name, value, most in (
-            ("job_prompts", job_prompts, MAX_PROMPTS),
-            ("in_flight", in_flight, 64),
-            ("attempts", attempts, 100),
-        ):
-            if not 1 <= value <= most:
-                raise invalid(name, f"is {value}", allowed=f"1 to {most}")
-        if keep_captures and (cache is None or not fields.get("capture")):
-            raise invalid(
-                "keep_captures", "needs a cache and a capture", allowed="cache=…, capture=…"
-            )
-        if "model" not in fields:
-            fields["model"] = wire.only_model(await self.models())
-        total = len(prompts) if isinstance(prompts, Sized) else None
-        store = await self._io.work(MapCache, cache) if cache is not None else None
-        try:
-            plan = await self._plan(fields)
-            mapping = _Mapping(
-                self,
-                plan,
-                iter(prompts),
-                store,
-                ordered,
-                job_prompts,
-                in_flight,
-                keep_captures,
-                attempts,
-                patience,
-            )
-            with mapped_bar(total) if progress else nullcontext() as show:
-                async with aclosing(mapping.items()) as items:
-                    async for item in items:
-                        if show is not None:
-                            show()
-                        yield item
-        finally:
-            if store is not None:
-                store.close()
-
-    async def _plan(self, fields: dict[str, Any]) -> _Plan:
-        for name in ("prompts", "prompt", "messages"):
-            if name in fields:
-                raise invalid(name, "is the first argument of map", allowed="map(prompts, …)")
-        request = map_key.checked_request(wire.job_request(None, {**fields, "prompts": ["-"]}))
-        identity, names, steering = await self._standing(request)
-        return _Plan(
-            request,
-            map_key.base(request, identity, names, steering.digest),
-            identity,
-            names,
-            steering.version,
+    A refusal that passes (429, 503 with Retry-After, no connection) is repeated for up to
+    `patience` seconds without any progress; a job that fails in the service is
+    submitted up to `attempts` times. Other errors are raised with the index of the prompt where
+    the server names one; what was complete before is in the cache. If it is left early, jobs
+    that run are cancelled, except with a `cache`, where the next call finds them.
+    """
+    if isinstance(prompts, str | bytes | Mapping):
+        raise invalid(
+            "prompts",
+            f"is a {type(prompts).__name__}",
+            allowed="an iterable of prompts, such as a list of texts",
         )
+    for name, value, most in (
+        ("job_prompts", job_prompts, MAX_PROMPTS),
+        ("in_flight", in_flight, 64),
+        ("attempts", attempts, 100),
+    ):
+        if not 1 <= value <= most:
+            raise invalid(name, f"is {value}", allowed=f"1 to {most}")
+    if keep_captures and (cache is None or not fields.get("capture")):
+        raise invalid("keep_captures", "needs a cache and a capture", allowed="cache=…, capture=…")
+    io = calls._io
+    if "model" not in fields:
+        fields["model"] = wire.only_model(await Server[Awaits](io).models())
+    total = len(prompts) if isinstance(prompts, Sized) else None
+    store = await io.work(MapCache, cache) if cache is not None else None
+    try:
+        plan = await _plan(io, dict(fields))
+        mapping = _Mapping(
+            calls,
+            plan,
+            iter(prompts),
+            store,
+            ordered,
+            job_prompts,
+            in_flight,
+            keep_captures,
+            attempts,
+            patience,
+        )
+        with mapped_bar(total) if progress else nullcontext() as show:
+            async with aclosing(mapping.items()) as items:
+                async for item in items:
+                    if show is not None:
+                        show()
+                    yield item
+    finally:
+        if store is not None:
+            store.close()
 
-    @call
-    async def _standing(
-        self, request: map_key.Request
-    ) -> tuple[str, dict[map_key.Named, str], GlobalView]:
-        """Return what decides the results of a request next to itself, now: the model's identity,
-        the content of what it names and of what applies to every request, and global steering.
-        Raises `not_found`.
-        """
-        model = request.model
-        card = await self.model(model)
-        identity, names = map_key.identity(card), map_key.operators(card, await self.probes(model))
-        names |= {
-            named: await self._digest(named, model) for named in sorted(set(map_key.named(request)))
-        }
-        return identity, names, await self.global_steering(model)
 
-    async def _digest(self, named: map_key.Named, model: str) -> str:
-        """Return the digest of a name's present content. Raises `not_found`."""
-        kind, name = named
-        if kind == "run":
-            return (await self.source_run(name, model)).job
-        return str((await self._named(_KINDS[kind], name, model)).digest)
+async def _plan(io: Transport, fields: dict[str, Any]) -> _Plan:
+    for name in ("prompts", "prompt", "messages"):
+        if name in fields:
+            raise invalid(name, "is the first argument of map", allowed="map(prompts, …)")
+    request = map_key.checked_request(wire.job_request(None, {**fields, "prompts": ["-"]}))
+    identity, names, steering = await standing(io, request)
+    return _Plan(
+        request,
+        map_key.base(request, identity, names, steering.digest),
+        identity,
+        names,
+        steering.version,
+    )
+
+
+async def standing(
+    io: Transport, request: map_key.Request
+) -> tuple[str, dict[map_key.Named, str], GlobalView]:
+    """Return what decides the results of a request next to itself, now: the model's identity,
+    the content of what it names and of what applies to every request, and global steering.
+    Raises `not_found`.
+    """
+    model = request.model
+    card = await Server[Awaits](io).model(model)
+    watching = map_key.operators(card, await Probes[Awaits](io).list(model))
+    named = sorted(set(map_key.named(request)))
+    names = watching | {item: await _digest(io, item, model) for item in named}
+    return map_key.identity(card), names, await GlobalSteering[Awaits](io).get(model)
+
+
+async def _digest(io: Transport, named: map_key.Named, model: str) -> str:
+    """Return the digest of a name's present content. Raises `not_found`."""
+    kind, name = named
+    if kind == "run":
+        return (await SourceRuns[Awaits](io).get(name, model)).job
+    return str((await _KINDS[kind](io).get(name, model)).digest)
 
 
 class _Mapping:
@@ -264,7 +268,7 @@ class _Mapping:
 
     def __init__(
         self,
-        calls: MapCalls,
+        calls: Calls[Any],
         plan: _Plan,
         prompts: Iterator[Any],
         cache: MapCache | None,
@@ -317,7 +321,7 @@ class _Mapping:
             if self._cache is None:
                 for chunk in self._flying:
                     with suppress(MidstreamError):
-                        await self._calls.cancel(chunk.job)
+                        await Jobs[Awaits](self._calls._io).cancel(chunk.job)
 
     def _ready(self) -> Iterator[Mapped]:
         held = len(self._window)
@@ -497,7 +501,7 @@ class _Mapping:
         """Keep the results of a job that is over, and hand them to those that wait."""
         if view.state == State.CANCELLED:
             raise _located(MidstreamError("internal", f"job {view.id} was cancelled"), chunk)
-        result = await self._calls.result(view.id)
+        result = await Jobs[Awaits](self._calls._io).result(view.id)
         map_key.check(view, self._plan.identity, self._plan.names, self._plan.steering)
         results = {
             entry.key: sliced(result, number, len(chunk.entries))
@@ -513,7 +517,7 @@ class _Mapping:
     async def _rows(self, chunk: _Chunk, view: JobView) -> Path:
         assert self._cache is not None, "captures are kept only in a cache"
         with self._cache.downloads() as folder:
-            (await self._calls._open_capture(view.id, folder, None, False)).close()
+            (await Captures[Awaits](self._calls._io)._open(view.id, folder, None, False)).close()
             name = map_key.of_job(self._plan.base, [entry.key for entry in chunk.entries])
             return await self._calls._io.work(self._cache.keep, folder, name)
 

@@ -34,7 +34,7 @@ CALLS = (
     "set_module",
     "rollback_module",
     "restart_ledger",
-    "cleanse",
+    "forget_failures",
 )
 
 #: What can be made to fail, and what then happens.
@@ -330,7 +330,7 @@ def misplaced(adapter: Any, faults: Faults) -> Any:
                 taps[hook] = variant.taps[branch]
             elif f"half_{hook}" in faults:
                 taps[hook] = replace(tap, kind="single")
-        return replace(variant, taps=taps, stated=variant.laws)
+        return replace(variant, taps=taps, measured=variant.laws)
 
     if not any(f"{name}_{hook}" in faults for name in ("branch", "half") for hook in HOOKS):
         return adapter

@@ -44,8 +44,9 @@ def test_routes_without_a_scope_need_scope_admin() -> None:
 
 def test_only_health_and_documents_need_no_key() -> None:
     opened = {route for route, scope in scopes_of(APP).items() if scope is None}
-    # the page's files, and its login
-    page = {"get /", "get /page/{path}", "get /session", "post /session", "delete /session"}
+    # the files of the page and of the documentation, and the page's login
+    files = {"get /", "get /page/{path}", "get /docs", "get /docs/{path}"}
+    page = files | {"get /session", "post /session", "delete /session"}
     assert {route for route in opened if not route.startswith("get /schema")} == page | {
         "get /healthz",
         "get /readyz",

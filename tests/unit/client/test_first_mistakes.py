@@ -93,7 +93,7 @@ def test_a_slow_server_is_not_a_missing_one(silent: str, monkeypatch: pytest.Mon
 def test_a_traceback_ends_one_frame_below_the_callers_line() -> None:
     problem = invalid("capture", "is wrong").problem()
     with server(reply(problem, 400)) as (url, _), Client(url) as client:
-        for call in (client.models, lambda: next(client.events("job_1"))):
+        for call in (client.models, lambda: next(client.jobs.events("job_1"))):
             with pytest.raises(MidstreamError) as caught:
                 call()
             frames = traceback.extract_tb(caught.value.__traceback__)

@@ -15,7 +15,7 @@ from test_writer import Desk, capture
 from midstream.broker.artifacts import retention
 from midstream.broker.ops.metrics import StoreReadings
 from midstream.client import CaptureReader
-from midstream.schemas.jobs.receipts import STORE_AWAY, Receipt
+from midstream.schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from midstream.storage import calls, s3_client, s3_store
 from midstream.storage.calls import Tally
 from midstream.storage.s3_store import S3Store, open_store
@@ -120,9 +120,9 @@ def test_receipts_say_that_the_store_is_away(
     desk.submit(capture(), request=3)
     kinds = {request: (receipt.status, receipt.kind) for request, receipt in desk.close().items()}
     assert kinds == {
-        0: ("error", STORE_AWAY),
-        1: ("error", STORE_AWAY),
-        2: ("error", STORE_AWAY),
+        0: ("error", STORE_UNAVAILABLE),
+        1: ("error", STORE_UNAVAILABLE),
+        2: ("error", STORE_UNAVAILABLE),
         3: ("ok", ""),
     }
 

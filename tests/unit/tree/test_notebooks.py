@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from notebooks import TUTORIALS, code, difference, lines, peer_code, read
+from notebooks import TUTORIALS, code, difference, lines, peer_code, printed, read, shown
+from tree import ROOT
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,18 @@ def test_a_tutorial_shows_lines_and_seconds_of_both(path: Path) -> None:
         "Midstream": lines(code(notebook)),
         "TransformerLens": lines(peer_code(notebook)),
     }
+
+
+def test_the_first_hour_is_stored_with_its_outputs() -> None:
+    """What a reader sees who runs nothing: `tests/system/test_notebook.py` runs the cells."""
+    cells = [
+        cell
+        for cell in read(ROOT / "examples" / "first_hour.ipynb").cells
+        if cell.cell_type == "code"
+    ]
+    kinds = {output.output_type for cell in cells for output in cell.outputs}
+    assert kinds == {"stream", "execute_result"}, "no errors, no progress bars"
+    silent = [cell.source for cell in cells if not (shown(cell) or printed(cell))]
+    assert [source.splitlines()[-1] for source in silent] == ["client.close()"]
+    assert any("image/png" in shown(cell) for cell in cells)
+    assert "did you mean 'prompts'?" in printed(cells[-2])

@@ -166,7 +166,6 @@ TOP_LEVEL = {
     "Dockerfile",
     ".dockerignore",
     ".env.example",
-    "mkdocs.yml",
 }
 
 

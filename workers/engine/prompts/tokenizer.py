@@ -26,8 +26,10 @@ def tokenizer_bundle(
 ) -> TokenizerBundle:
     """Returns the tokenizer at `model`, a folder or hub name, for `tokenizers.Tokenizer.from_str`.
 
-    `options`: arguments of `AutoTokenizer.from_pretrained`. `images`: the config of a model that
-    takes images: its chat template may belong to its processor, and may read parts of messages.
+    `options`: arguments of `AutoTokenizer.from_pretrained`. `images`: the config, if the model
+    takes images; its chat template may then belong to its processor, and may expect the content of
+    a message as a list of parts.
+
     Raises ValueError when the tokenizer is not fast, or its serialised form tokenises differently.
     """
     from tokenizers import Tokenizer

@@ -21,7 +21,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.settings import SettingsError
-from ....schemas.jobs.jobs import CallDelta, Message, Said
+from ....schemas.jobs.jobs import CallDelta, Message, MessageDelta
 from ....schemas.prompts.chat import FunctionCall, ToolCall
 from ..protocol import EngineRequest
 from .tool_families import parser_for
@@ -29,16 +29,20 @@ from .tool_families import parser_for
 logger = logging.getLogger(__name__)
 
 
+def check_name(name: str) -> None:
+    """Raises SettingsError when vLLM has no such parser."""
+    if name not in (known := ToolParserManager.list_registered()):
+        raise SettingsError(
+            f"tool_parser={name!r}: vLLM has no such parser; valid: {', '.join(known)}"
+        )
+
+
 class ToolParsers:
     """One of vLLM's parsers, for one model."""
 
     def __init__(self, name: str, config: ModelConfig):
         """Raises SettingsError when vLLM has no such parser, or it does not fit the tokenizer."""
-        known = ToolParserManager.list_registered()
-        if name not in known:
-            raise SettingsError(
-                f"tool_parser={name!r}: vLLM has no such parser; valid: {', '.join(known)}"
-            )
+        check_name(name)
         self.name = name
         self._config, self._tokenizer = config, cached_tokenizer_from_config(config)
         try:
@@ -111,7 +115,7 @@ class ToolReader:
         self._content: str | None = None
         self._calls: list[CallDelta] = []
 
-    def read(self, text: str, token_ids: Sequence[int], finished: bool) -> Said:
+    def read(self, text: str, token_ids: Sequence[int], finished: bool) -> MessageDelta:
         """Parse the next part of the text; return the new content and parts of calls."""
         parsed = self._checked(
             lambda: self._parser.parse_delta(
@@ -119,7 +123,7 @@ class ToolReader:
             )
         )
         if parsed is None:
-            return Said()
+            return MessageDelta()
         assert self._ask.tools is not None
         calls = [
             self._call_delta(call)
@@ -130,7 +134,7 @@ class ToolReader:
             self._content = (self._content or "") + parsed.content
         for call in calls:
             self._note(call)
-        return Said(content=parsed.content or "", calls=calls)
+        return MessageDelta(content=parsed.content or "", calls=calls)
 
     def streamed(self) -> Message:
         """Return the message that all parts given to `read` make up."""

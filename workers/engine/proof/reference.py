@@ -345,4 +345,4 @@ def _attempt(what: str, call: Callable[[], Any]) -> Any:
     except Exception as error:
         logger.warning("comparison with transformers: %s", what, exc_info=True)
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise NotComparableError(f"transformers does not take {what}: {reason}") from error
+        raise NotComparableError(f"transformers fails on {what}: {reason}") from error

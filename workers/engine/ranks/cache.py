@@ -1,4 +1,4 @@
-"""Reference-counted caches of what the ranks load for requests: all ranks load a content or none
+"""Reference-counted caches of what the ranks load for requests: all ranks load an item or none
 do, and they keep it while it is in use.
 """
 
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 class LoadCall(NamedTuple):
-    """The call that loads one content on every rank."""
+    """The call that loads one item on every rank."""
 
     action: str  # as errors name it
     arguments: tuple[Any, ...]
 
 
 class RankRecord:
-    """The worker's record of one kind of content on the ranks; unused contents stay cached within
-    the budget.
+    """The worker's record of one kind of item on the ranks; unused items stay cached within the
+    budget.
     """
 
-    drop: ClassVar[str]  # the ranks' method that drops a list of contents
+    drop: ClassVar[str]  # the ranks' method that drops a list of items
     dropping: ClassVar[str]  # how errors name that action
 
     def __init__(self, ranks: Ranks, budget: int) -> None:
@@ -36,11 +36,11 @@ class RankRecord:
 
     @property
     def names(self) -> list[str]:
-        """Return the keys of the contents on the ranks, least recently used first."""
+        """Return the keys of the items on the ranks, least recently used first."""
         return list(self._sizes)
 
     def release(self, keys: Iterable[str]) -> None:
-        """Undo one `hold` of the same contents."""
+        """Undo one `hold` of the same items."""
         release(self._held, keys)
 
     def forget(self) -> None:
@@ -49,11 +49,11 @@ class RankRecord:
         self._held.clear()
 
     def _handle(self, key: str) -> Any:
-        """Return what the ranks call this content."""
+        """Return what the ranks call this item."""
         return key
 
     async def _evict(self, excess: int, kept: Collection[str]) -> None:
-        """Drop unused contents that are not `kept`, least recently used first, until their sizes
+        """Drop unused items that are not `kept`, least recently used first, until their sizes
         add up to `excess`.
         """
         dropped = []
@@ -65,7 +65,7 @@ class RankRecord:
                 excess -= size
         if dropped:
             for key in dropped:
-                # before the call: if one rank fails, it is unknown which ranks have the content
+                # before the call: if one rank fails, it is unknown which ranks have the item
                 del self._sizes[key]
             await self._ranks.apply(self.dropping, self.drop, [*map(self._handle, dropped)])
 
@@ -74,10 +74,10 @@ class RankCache(RankRecord, ABC, Generic[T]):
     """A record whose holders wait for space, first come, first served.
 
     A holder takes all that it needs in one turn and loads nothing while it waits, so two holders
-    never wait for each other's space. It must release its contents before it holds others.
+    never wait for each other's space. It must release its items before it holds others.
     """
 
-    put: ClassVar[str]  # the ranks' method that loads one content
+    put: ClassVar[str]  # the ranks' method that loads one item
 
     def __init__(self, ranks: Ranks, budget: int) -> None:
         """`budget`: a single holder may exceed it while no other holds anything."""
@@ -87,7 +87,7 @@ class RankCache(RankRecord, ABC, Generic[T]):
 
     @abstractmethod
     def _key(self, item: T) -> str:
-        """Return the key that identifies the item's content."""
+        """Return the key that identifies the item by its content."""
 
     @abstractmethod
     def _size(self, item: T) -> int:
@@ -98,7 +98,7 @@ class RankCache(RankRecord, ABC, Generic[T]):
         """Check the item and return the call that loads it. Raises MidstreamError."""
 
     async def hold(self, items: Sequence[T]) -> None:
-        """Hold all items on every rank, until `release`; wait while contents held by others leave
+        """Hold all items on every rank, until `release`; wait while items held by others leave
         no space.
 
         Raises what `_prepare` raises, MidstreamError("intervention_failed") when a rank cannot load
@@ -125,7 +125,7 @@ class RankCache(RankRecord, ABC, Generic[T]):
 
     async def _make_room(self, coming: int, needed: Collection[str]) -> None:
         """Wait until `coming` fits together with `needed` and with what others hold, then evict
-        unused contents.
+        unused items.
         """
         while True:
             held = sum(

@@ -429,8 +429,8 @@ def verdict(
         ):
             neighbours = " and ".join(NEIGHBOURS[hook])
             (absent if unshown is None else unshown)[hook] = (
-                f"nothing proves its rows, in layer {lacking[0]} for one: only beside {neighbours} "
-                "can they be proven"
+                f"nothing proves its rows (first in layer {lacking[0]}): their "
+                f"proof needs {neighbours}"
             )
     return absent, [*laws, *edits]
 

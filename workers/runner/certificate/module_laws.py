@@ -15,6 +15,7 @@ from torch import nn
 from vllm.distributed import get_tp_group
 
 from ....schemas.prompts.selectors import Hook
+from ..hooks.output_head import FINAL_NORM
 from ..hooks.sites import language_model
 from ..readings.logit_lens import Lens
 from .laws import Finding, Rows, Shape, factor_of, judge_module, judge_parts, rowwise, sumwise
@@ -26,12 +27,10 @@ if TYPE_CHECKING:
 
 #: Children of a decoder layer that are not its MLP.
 _NOT_MLP = re.compile(r"norm|(^|_)ln(_|$)|attn|attention|rotary|mamba|mixer|conv|drop|^act")
-#: Final norms: children of the layers' parent that are not between embedding and first layer.
-_FINAL_NORM = re.compile(r"^(norm|norm_f|ln_f|final_norm|final_layer_?norm)$")
 _NORM = re.compile(r"norm|ln_f")
 
-#: Copies of an edited row that differ by one rounding at most, in layers where a router chooses
-#: experts.
+#: Number of copies of an edited row that are tried where a router chooses experts. They differ by
+#: one rounding step at most; the copy that fits best is judged.
 NUDGES = 8
 
 
@@ -56,8 +55,8 @@ class Stage:
         )
 
     def shared(self, rows: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-        """Return the recording rank's rows `[count, hidden]`, in the model's dtype on its device,
-        on all ranks of the stage.
+        """Broadcast the recording rank's rows `[count, hidden]` to all ranks of the stage, in the
+        model's dtype and on its device.
         """
         device = next(self.parent.parameters()).device
         if rows:
@@ -92,8 +91,8 @@ class ModuleLaws:
         """
         have = set(self._shape.hooks)
         source: Hook = "mlp_in" if "mlp_in" in have else "post_attn"
-        parts = {"mlp_in", "post_attn", "post_block"} <= have and "mlp_out" not in have
-        if not parts and not {source, "mlp_out"} <= have:
+        as_difference = {"mlp_in", "post_attn", "post_block"} <= have and "mlp_out" not in have
+        if not as_difference and not {source, "mlp_out"} <= have:
             self._skipped["MLP"] = f"the model has no {source}, or no mlp_out"
             return
         edits = {
@@ -127,7 +126,7 @@ class ModuleLaws:
                 continue
             base, plain = self._kept.of(plan.base, plan.positions), len(plan.positions)
             of_base = [
-                self._judge_mlp(base, output[:plain], number, source, parts=parts)
+                self._judge_mlp(base, output[:plain], number, source, as_difference=as_difference)
                 for output in outputs
             ]
             best = min(range(len(outputs)), key=lambda place: of_base[place][0].figure)
@@ -135,7 +134,7 @@ class ModuleLaws:
             if count > plain:
                 request, position, _ = edits[number]
                 edited, shown = self._kept.of(request, [position]), outputs[best]
-                if parts:
+                if as_difference:
                     factor = factor_of(
                         shown[:plain], base("post_block", number) - base("post_attn", number)
                     )
@@ -154,7 +153,7 @@ class ModuleLaws:
                         )
                         for row in shown[plain:]
                     ]
-                into = "post_block" if parts else "mlp_out"
+                into = "post_block" if as_difference else "mlp_out"
                 law = f"edit at mlp_in: {into} has it"
                 self._findings.append(
                     Finding(law, ("mlp_in", into), number, min(figures), "module", edit=True)
@@ -169,9 +168,9 @@ class ModuleLaws:
         return 1 + torch.finfo(self._stage.dtype).eps * torch.linspace(0, 1, copies)[:, None]
 
     def _judge_mlp(
-        self, rows: Rows, output: torch.Tensor, number: int, source: Hook, *, parts: bool
+        self, rows: Rows, output: torch.Tensor, number: int, source: Hook, *, as_difference: bool
     ) -> list[Finding]:
-        if parts:
+        if as_difference:
             return judge_parts(
                 self._shape,
                 output,
@@ -308,8 +307,8 @@ class ModuleLaws:
             self._findings.append(Finding(edit, ("post_block",), last, best[-1], "edit", edit=True))
 
     def lens(self, plan: Plan) -> None:
-        """Compare likewise the logits of the lens's copy of norm and output matrix, of which this
-        rank may have a shard. Here no factor is allowed.
+        """Compare the logits of the lens, which copies the final norm and this rank's shard of the
+        output matrix, with those that vLLM's sampler got. Unlike in `logits`, no factor is allowed.
         """
         lens = self._lens
         places = [
@@ -337,7 +336,7 @@ class ModuleLaws:
             )
 
     def _norms(self) -> list[nn.Module]:
-        """Return the norms next to the layers and next to each module around them."""
+        """Return the norms that are siblings of the layers, or of a module that holds them."""
         root = language_model(self._stage.model)
         path = next(
             name for name, module in root.named_modules() if module is self._stage.parent
@@ -384,8 +383,5 @@ def _between(name: str, child: nn.Module) -> bool:
     )
     held = any(True for _ in child.parameters())
     return (
-        held
-        and not tokens
-        and not _FINAL_NORM.search(name)
-        and not isinstance(child, nn.ModuleList)
+        held and not tokens and not FINAL_NORM.search(name) and not isinstance(child, nn.ModuleList)
     )

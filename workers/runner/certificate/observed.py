@@ -81,7 +81,7 @@ class Observed:
         self._model: Any = runner.get_model()
         self._layers = sorted(layers)
         self.skipped = ""  # why `aux` is empty
-        # layer → the stream that vLLM itself reads after it for EAGLE-3
+        # layer → the residual stream after it, as vLLM reads it for EAGLE-3
         self.aux: dict[int, torch.Tensor] = {}
         self.most = 0  # most requests in one step
         # the watched request and its last position, if it is alone in the step
@@ -120,8 +120,9 @@ class Observed:
         self._model.compute_logits = observed_logits
 
     def watch(self, request: int) -> None:
-        """Keep the logits of the only running request; of request 0, also the stream that vLLM
-        reads after layers for EAGLE-3.
+        """Keep the logits of `request`, which must be the only one running.
+
+        For request 0, also keep the residual stream that vLLM reads after each layer for EAGLE-3.
         """
         self._watched = request
         if request:
@@ -133,7 +134,7 @@ class Observed:
         try:
             self._model.set_aux_hidden_state_layers(tuple(layer + 1 for layer in self._layers))
         except Exception as error:
-            self.skipped = f"the model does not take the layers: {error}"
+            self.skipped = f"the model rejects these layers: {error}"
             return
         forward = self._model.forward
 
@@ -155,13 +156,13 @@ class Observed:
         if self._traced:
             return "the forward pass is compiled"
         if not hasattr(self._model, "set_aux_hidden_state_layers"):
-            return "the model has none"
+            return "the model does not offer them"
         if self._adapter.variant.backend:
-            return "vLLM's Transformers backend would keep its hooks"
+            return "vLLM's Transformers backend cannot remove the hooks that this installs"
         if not get_pp_group().is_last_rank or get_pp_group().world_size > 1:
-            return "pipeline stages"
+            return "the engine has several pipeline stages"
         return (
-            "drafts use them"
+            "the drafter already uses them"
             if getattr(self._runner, "use_aux_hidden_state_outputs", False)
             else ""
         )

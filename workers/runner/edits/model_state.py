@@ -2,8 +2,8 @@
 
 Requests name tensors by content hash and bring global steering in their own specs, so this state
 changes no request. Modules and global steering are kept so that ranks can be compared, so that
-tensors in use are not dropped, and so that the rows of global steering stay written. Calls come one
-at a time; a rollback undoes the last change, or nothing if that change was refused.
+tensors in use are not dropped, and so that the rows of global steering stay in the table. Calls
+come one at a time; a rollback undoes the last change, or nothing if that change was refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ class RankState:
         )
         self.vectors: VectorStore = table.vectors
         self.steering = GlobalSteering()
-        self._rows: list[tuple[int, SteeringRow]] = []  # rows of global steering, kept written
+        self._rows: list[tuple[int, SteeringRow]] = []  # rows of global steering, kept in the table
         self._modules: dict[str, Named] = {}
         #: The last change, which a rollback may name, and the state before it.
         self._changed: tuple[object, GlobalSteering | Named] | None = None
@@ -85,8 +85,8 @@ class RankState:
         """Drop tensors; none of them if one is needed. Also rolls back a `put_vectors` that failed
         on another rank.
 
-        Storing a tensor is not an action of the ledger: its use is, by content, when a row is
-        written. Requests that are steered with it already have their rows.
+        Storing a tensor is not recorded in the action ledger; writing a row that contains it is.
+        Requests that are steered with it already have their rows.
         """
         needed = {name: "global steering" for name in self.steering.tensors}
         needed |= {
@@ -161,7 +161,7 @@ class RankState:
             raise ValueError(
                 f"it takes {len(rows)} rows of the steering table; the limit is {MAX_STEERING_ROWS}"
             )
-        # Listed positions are cut to each prompt, so any of these entries may be alone in a row.
+        # A short prompt may have the listed positions of one entry only, so check each one alone.
         listed = [
             steering_rows([entry.stored([0])])[0]
             for entry in steering.entries
@@ -171,7 +171,7 @@ class RankState:
             self._table.prepared.get(row)
 
     def commit_global(self, steering: GlobalSteering) -> None:
-        """Make `steering` the global steering: its rows stay written until the next commit.
+        """Make `steering` the global steering: its rows stay in the table until the next commit.
 
         New rows are acquired before old ones are released.
         """

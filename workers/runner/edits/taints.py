@@ -1,7 +1,7 @@
 """Steering digests whose cached prefix blocks may have been computed without the edit.
 
-A request whose intervention failed continues in the engine, and fills cache blocks under a digest
-that claims the edit.
+A request whose intervention failed continues in the engine, and its blocks enter the prefix cache
+under a digest that includes the edit.
 """
 
 from collections.abc import Collection
@@ -13,7 +13,7 @@ class Taints:
     """Digests of failed requests; one instance per rank."""
 
     def __init__(self) -> None:
-        # digest → the last step in which a failed request with it filled blocks
+        # digest → the last step in which a failed request with this digest filled cache blocks
         self._failed: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -32,7 +32,7 @@ class Taints:
         if digest in self._failed:
             self._failed[digest] = step
 
-    def spoil(self, spec: RankSpec, cached_tokens: int) -> bool:
+    def affects(self, spec: RankSpec, cached_tokens: int) -> bool:
         """Return whether the cached blocks served to this request may lack its edit."""
         return spec.digest in self._failed and cached_tokens > spec.first_affected
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ....broker.artifacts.retention import Usage
 from ....broker.receipts.outbox import Outbox
-from ....schemas.jobs.receipts import STORE_AWAY, CapturedFile, Consumed, Receipt
+from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, Consumed, Receipt
 from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
 from ....storage.store import open_store
@@ -59,7 +59,7 @@ class WriteJob:
 
 @dataclass
 class _Part:
-    """Rows of a capture that continues. `size`: approximate bytes."""
+    """Rows of a capture whose request still runs. `size`: approximate bytes."""
 
     write: Callable[[], None]
     size: int
@@ -87,7 +87,7 @@ class _Report:
         if receipt.status == "error" or not (self.failed or self.missing):
             return receipt
         if self.failed:
-            kind = STORE_AWAY if self.unavailable == len(self.failed) else self.kind
+            kind = STORE_UNAVAILABLE if self.unavailable == len(self.failed) else self.kind
             return msgspec.structs.replace(
                 receipt, status="error", kind=kind, message=_cut("; ".join(self.failed))
             )
@@ -162,11 +162,13 @@ class Writer:
     def submit(self, job: WriteJob) -> None:
         """Queue a job; return immediately. A receipt without captures is delivered directly."""
         if not job.builds:
-            store_away = job.receipt.kind == "capture_failed" and any(
+            store_unavailable = job.receipt.kind == "capture_failed" and any(
                 filesystem.unavailable for filesystem in self._filesystems
             )
             self._deliver(
-                msgspec.structs.replace(job.receipt, kind=STORE_AWAY) if store_away else job.receipt
+                msgspec.structs.replace(job.receipt, kind=STORE_UNAVAILABLE)
+                if store_unavailable
+                else job.receipt
             )
             return
         with self._lock:

@@ -34,8 +34,10 @@ class Variant:
     refused: str = ""  # why this configuration is not supported
     #: The model's loop passes a layer's output to the next layer unchanged, and nothing else reads
     #: or writes it in between.
-    hands_on: bool = False
-    stated: Mapping[Hook, Law] = field(default_factory=dict)  # measured `laws`; empty: derived
+    chained: bool = False
+    measured: Mapping[Hook, Law] = field(
+        default_factory=dict
+    )  # `laws` as measured on the loaded layers; empty: derived
 
     @property
     def known(self) -> bool:
@@ -55,7 +57,7 @@ class Variant:
         )
         if {*middle, "mlp_out", "post_block"} <= self.taps.keys():
             derived["post_block"] = {**middle, "mlp_out": 1.0}
-        return dict(self.stated) if self.stated else derived
+        return dict(self.measured) if self.measured else derived
 
 
 #: Stands for architectures without an entry, until the model is loaded.
@@ -71,7 +73,9 @@ class Adapter:
     hidden_size: int
     num_layers: int
     caveats: tuple[str, ...] = ()  # how rows differ from transformers', see `config_rules`
-    kinds: Mapping[int, Variant] = field(default_factory=dict)  # layers unlike `variant` → theirs
+    kinds: Mapping[int, Variant] = field(
+        default_factory=dict
+    )  # layer that differs from `variant` → its own
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
@@ -108,15 +112,15 @@ class Adapter:
         )
 
 
-def neighbours(
+def launch_groups(
     variant: Variant, hooks: Collection[Hook], *, next_layer: bool
 ) -> list[tuple[Hook, ...]]:
-    """Return the launches of a layer's sites: hooks on the same tensors, with nothing in between,
-    share one launch.
+    """Return the groups of a layer's hooks that share one launch: hooks on the same tensors, with
+    nothing in between.
 
-    In the order of a forward that begins after `pre_attn`: the `pre_attn` of the *next* layer ends
-    the list. `next_layer`: that `pre_attn` may share a launch with the last hooks of this layer. An
-    op edits a single tensor before a pair, so no single tensor follows a pair in a launch.
+    The list begins after `pre_attn` and ends with the `pre_attn` of the *next* layer, which may
+    share a launch with the last hooks of this layer if `next_layer`. A launch edits single tensors
+    before pairs, so a hook on a single tensor never follows one on a pair.
     """
     cycle = [hook for hook in (*HOOKS[1:], HOOKS[0]) if hook in variant.taps and hook in hooks]
     groups: list[list[Hook]] = []
@@ -126,7 +130,7 @@ def neighbours(
         if hook == HOOKS[0] and last is not None:
             same = (
                 next_layer
-                and variant.hands_on
+                and variant.chained
                 and (tap.path, tap.side) == ("", "input")
                 and (last.path, last.side) == ("", "output")
             )
@@ -188,7 +192,7 @@ PARALLEL = "attention and MLP both read the stream that enters the layer (parall
 #: HF `architectures[0]` → its variants; the first whose `when` holds is taken.
 ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
     "GPT2LMHeadModel": (
-        Variant("transformer.h", _materialised("attn", "ln_2", "mlp"), hands_on=True),
+        Variant("transformer.h", _materialised("attn", "ln_2", "mlp"), chained=True),
     ),
     "GPTNeoXForCausalLM": (
         Variant(
@@ -200,12 +204,12 @@ ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
         ),
         Variant("model.layers", NEOX, backend=True),
     ),
-    "Gemma2ForCausalLM": (Variant("model.layers", SANDWICH, hands_on=True),),
-    "Gemma3ForCausalLM": (Variant("model.layers", SANDWICH, hands_on=True),),
-    "GemmaForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
-    "LlamaForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
-    "MistralForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
-    "MixtralForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
+    "Gemma2ForCausalLM": (Variant("model.layers", SANDWICH, chained=True),),
+    "Gemma3ForCausalLM": (Variant("model.layers", SANDWICH, chained=True),),
+    "GemmaForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
+    "LlamaForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
+    "MistralForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
+    "MixtralForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
     "OPTForCausalLM": (
         Variant(
             "model.decoder.layers",
@@ -218,7 +222,7 @@ ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
         Variant(
             "model.decoder.layers",
             _materialised("self_attn", "final_layer_norm", "fc2"),
-            hands_on=True,
+            chained=True,
         ),
     ),
     "Olmo2ForCausalLM": (
@@ -230,10 +234,10 @@ ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
         ),
     ),
     "OlmoForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
-    "Phi3ForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
-    "Qwen2ForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
-    "Qwen3ForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
-    "Qwen3MoeForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
+    "Phi3ForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
+    "Qwen2ForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
+    "Qwen3ForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
+    "Qwen3MoeForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
     "SmolLM3ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
     "Starcoder2ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
 }
@@ -259,11 +263,11 @@ LANGUAGE_MODELS: Mapping[str, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
-#: `model_type`s that rotate by three positions of a token (time, height and width in an image) →
-#: whether the positions' pairs of dimensions are interleaved.
-THREE_POSITIONS = {"qwen2_vl_text": False, "qwen2_5_vl_text": False, "qwen3_vl_text": True}
+#: `model_type`s with M-RoPE, which rotates by three positions of a token (time, height and width in
+#: an image) → whether the dimensions for the three positions are interleaved.
+MROPE = {"qwen2_vl_text": False, "qwen2_5_vl_text": False, "qwen3_vl_text": True}
 #: `model_type`s whose first layers are followed by additions to the stream from the image encoder's
-#: layers ("deepstack"), so that they are not `hands_on`.
+#: layers ("deepstack"), so that they are not `chained`.
 DEEPSTACK = frozenset({"qwen3_vl_text"})
 
 
@@ -288,18 +292,18 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
             config,
             max_model_len,
             backend=variant.backend,
-            interleaved=THREE_POSITIONS.get(text_type or ""),
+            interleaved=MROPE.get(text_type or ""),
         )
     except DifferentNumbersError as error:
         raise UnsupportedArchitectureError(f"{architecture}: {error}") from error
     if text_type in DEEPSTACK:
-        variant = replace(variant, hands_on=False)
+        variant = replace(variant, chained=False)
     return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers, result)
 
 
 def _language_model(architecture: str, text_type: str | None) -> str:
-    """Return the architecture whose entry applies: the model's, or its language model's if it has
-    none and its config has a text config.
+    """Return the architecture whose entry applies: the model's own, or that of its language model,
+    if the model has no entry and its config contains a text config.
     """
     return (
         architecture

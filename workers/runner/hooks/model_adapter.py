@@ -65,7 +65,7 @@ def _joined(
             {hook: tap for hook, tap in shape.taps.items() if hook not in absent},
             absent,
             backend=backend,
-            stated=_stated(shape, absent),
+            measured=_measured(shape, absent),
         )
         for number, shape in layer_shapes.items()
     }
@@ -77,7 +77,7 @@ def _joined(
     )
 
 
-def _stated(shape: LayerShape, absent: dict[Hook, str]) -> dict[Hook, Any]:
+def _measured(shape: LayerShape, absent: dict[Hook, str]) -> dict[Hook, Any]:
     return {
         hook: law
         for hook, law in shape.laws.items()

@@ -1,4 +1,4 @@
-"""Output head of a loaded model, callable next to its forward passes: final norm, output matrix,
+"""Output head of a loaded model, callable outside its forward passes: final norm, output matrix,
 scale and soft cap, without collectives.
 
 It is a copy of the model's own modules that shares their weights. If the vocabulary is sharded over
@@ -22,7 +22,7 @@ from .sites import decoder, language_model
 if TYPE_CHECKING:
     from .architectures import Adapter
 
-#: Names of the norm after the last layer, which is next to the layers or to a module around them.
+#: Names of the norm after the last layer: a sibling of the layers, or of a module that holds them.
 FINAL_NORM = re.compile(r"^(norm|norm_f|ln_f|final_norm|final_layer_?norm)$")
 
 
@@ -92,7 +92,7 @@ class Head:
         """Return the logits of this shard's tokens, in their order: float32 `[rows, shard]`."""
         return self._product(normed)[:, : self.shard.stop - self.shard.start].float()
 
-    def rows_of(
+    def for_tokens(
         self, tokens: Sequence[int], reduce: Callable[[torch.Tensor], torch.Tensor]
     ) -> "Head":
         """Return a head for `tokens` alone, gathered from all shards: its `logits` are
@@ -104,7 +104,7 @@ class Head:
         weight, bias = getattr(self._lm_head, "weight", None), getattr(self._lm_head, "bias", None)
         if weight is None or "Unquantized" not in type(self._lm_head.quant_method).__name__:
             raise NoHeadError(
-                "named tokens need an output matrix that is not quantised, where ranks share it"
+                "its output matrix is quantised and split over ranks: no rows for named tokens"
             )
         places = torch.tensor(tokens, device=self.device) - self.shard.start
         in_shard = (places >= 0) & (places < self.shard.stop - self.shard.start)

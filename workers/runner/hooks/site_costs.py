@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ....schemas.prompts.selectors import HOOKS, Hook
-from .architectures import Variant, neighbours
+from .architectures import Variant, launch_groups
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Machine:
     """Assumptions about a GPU. The defaults are for an H200."""
 
     idle_launch_us: float = 2.1  # time that an idle launch adds to a replayed graph
-    busy_launch_us: float = 3.2  # time of a busy launch: the same, and the latency of one row
+    busy_launch_us: float = 3.2  # time of a busy launch: an idle one plus the latency of one row
     bytes_per_s: float = 4.8e12  # memory bandwidth
     share: float = 0.85  # share of the bandwidth that a site with many rows reaches
     weights_share: float = 0.7  # share of the bandwidth at which a step reads the weights
@@ -74,7 +74,7 @@ class StepCost:
 
 def launches(variant: Variant, hooks: Collection[Hook], layers: int) -> Sequence[tuple[Hook, ...]]:
     """Return the launches of a captured graph's forward in order; neighbouring sites share one."""
-    groups = neighbours(variant, hooks, next_layer=True)
+    groups = launch_groups(variant, hooks, next_layer=True)
     first: list[tuple[Hook, ...]] = [HOOKS[:1]] if groups and HOOKS[0] in groups[-1] else []
     last = tuple(hook for hook in groups[-1] if hook != HOOKS[0]) if groups else ()
     return [*first, *groups * (layers - 1), *groups[:-1], *([last] if last else [])]

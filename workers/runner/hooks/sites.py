@@ -21,7 +21,7 @@ from ....kernels import pair_site, single_site
 from ....kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN
 from ....schemas.prompts.selectors import Hook
 from ....schemas.requests.interventions import EVERY, FAMILIES, SCALARS
-from .architectures import Adapter, UnsupportedArchitectureError, neighbours
+from .architectures import Adapter, UnsupportedArchitectureError, launch_groups
 from .taps import Kind, Side
 
 
@@ -172,7 +172,7 @@ def _lead(
     `sites`: the sites of all held layers, which are consecutive, in order.
     """
     for last, site in itertools.pairwise(sites):
-        groups = neighbours(adapter.of(last.layer), hooks, next_layer=next_layer)
+        groups = launch_groups(adapter.of(last.layer), hooks, next_layer=next_layer)
         site.leads = not any(
             (last.hook, site.hook) in itertools.pairwise(group) for group in groups
         )

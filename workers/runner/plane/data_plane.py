@@ -42,7 +42,7 @@ from ..files.writer import Diversion, make_writer
 from ..hooks.sites import Buffers, Site
 from ..readings.readings import Reader, Readings
 from ..rows.banks import Banks, Part
-from ..rows.memory_bound import Room
+from ..rows.memory_bound import MemoryBound
 from ..rows.mover import Mover
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
@@ -73,8 +73,8 @@ EXIT_NO_RECEIPTS = 70
 FLUSH_S = 5.0
 
 _IDLE = (
-    "internal error: its rows are not where the scheduler said: the step's forward "
-    "pass runs without hook sites"
+    "internal error: its rows are not where the scheduler announced them, and this "
+    "step's forward pass runs without hook sites"
 )
 _RESYNCED = (
     "the worker's ranks were resynced while the request ran: its steering cannot be verified"
@@ -151,13 +151,13 @@ class DataPlane:
             hidden_size=self._hidden_size,
             dtype=self._dtype,
         )
-        # tokens of a block whose rows may be kept; set once the KV cache is known
+        # tokens in a KV block, the unit in which rows are kept; set once the KV cache is known
         self.block_size = sys.maxsize if config.row_store_mib else 1
         self._overload = Overload(
             config.capture_overload, queue_bytes, lambda: self._writer.backlog
         )
         self._mover = Mover(begin)
-        self._room = Room(
+        self._memory = MemoryBound(
             self._slabs,
             queue_bytes,
             self._overload,
@@ -185,7 +185,7 @@ class DataPlane:
         self._grading = Grading()
         waits, whole = device.type == "cpu", place.stages == 1
         self._probes = Scorer(self._table.vectors, self._hidden_size, waits=waits, streams=whole)
-        self.probe_news = self._probes.news  # called like `found`, for the last step
+        self.probe_news = self._probes.news  # to be called after each step, like `found`
         self._view: StepView | None = None  # the planned step, until it has run
         self.entering = (
             Reentry(requests, gate, self.runs, self._hidden_size, self._dtype, device)
@@ -199,7 +199,7 @@ class DataPlane:
             self._banks,
             self.rank_state,
             self._streams,
-            self._room,
+            self._memory,
             RowStore(self._mover),
             lambda: self.block_size,
         )
@@ -228,21 +228,22 @@ class DataPlane:
 
     # --- Calls of the worker
 
-    def cleanse(self, steps: list[int]) -> None:
-        """Forget failures that the prefix cache can no longer serve: it was reset at each rank's
-        step in `steps`.
+    def forget_failures(self, steps: list[int]) -> None:
+        """Forget the failures before a reset of the prefix cache, whose blocks it no longer serves.
+
+        `steps`: for each rank, the step at which the cache was reset.
         """
         step = steps[self._place.rank]
-        self._requests.cleanse(step)
-        self._rows.cleanse(step)
+        self._requests.forget_failures(step)
+        self._rows.forget_failures(step)
 
     def end(self, key: str, num_tokens: int) -> None:
         """Record where the worker ends a request (`RankSpec.key`): after `num_tokens`, including
         the prompt; -1: forget the request.
 
         Called in `begin`, since the end is sent with a step: every rank gets it in the same step.
-        The engine may have computed more tokens by then, and reports outputs that a stop string
-        ended, like cancelled ones, as aborted.
+        The engine may have computed more tokens by then. It reports requests that a stop string
+        ended as aborted, as it does cancelled ones.
         """
         self._requests.end(key, num_tokens)
 

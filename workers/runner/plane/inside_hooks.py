@@ -80,28 +80,31 @@ class _Layer:
     # --- Hooks
 
     def q(self) -> Inner:
-        return Inner(self._attend(), 0, self._query(self._attend().head_size))
+        return Inner(self._only_attention(), 0, self._query(self._only_attention().head_size))
 
     def k(self) -> Inner:
-        return Inner(self._own_cache(), 1, self._keys(self._attend().head_size))
+        return Inner(self._own_cache(), 1, self._keys(self._only_attention().head_size))
 
     def v(self) -> Inner:
-        return Inner(self._own_cache(), 2, self._keys(self._attend().head_size_v))
+        return Inner(self._own_cache(), 2, self._keys(self._only_attention().head_size_v))
 
     def q_proj(self) -> Inner:
-        module, columns = self._projection("q"), self._query(self._attend().head_size)
+        module, columns = self._projection("q"), self._query(self._only_attention().head_size)
         return Inner(module, "output", columns)
 
     def k_proj(self) -> Inner:
-        module, columns = self._projection("k"), self._keys(self._attend().head_size)
+        module, columns = self._projection("k"), self._keys(self._only_attention().head_size)
         fused = isinstance(_base(module), QKVParallelLinear)
         return Inner(
-            module, "output", columns, self._query(self._attend().head_size).size if fused else 0
+            module,
+            "output",
+            columns,
+            self._query(self._only_attention().head_size).size if fused else 0,
         )
 
     def z(self) -> Inner:
         columns = self._query(
-            self._attend().head_size_v if self._latent is None else self._latent.v_head_dim
+            self._only_attention().head_size_v if self._latent is None else self._latent.v_head_dim
         )
         linears = {
             path: part
@@ -114,7 +117,7 @@ class _Layer:
             if _base(part).input_size == columns.row.size
         }
         module = _only(fitting, _OUTPUT, "output projection")
-        self._splits(module)
+        self._check_split(module)
         return Inner(module, 0, columns)
 
     def mlp_act(self) -> Inner:
@@ -130,7 +133,7 @@ class _Layer:
             _DOWN,
             "down projection",
         )
-        self._splits(module)
+        self._check_split(module)
         if (
             fused_act_quant._FUSED_ACT_QUANT
             and fused_act_quant.get_input_quant_key(_base(module)) is not None
@@ -175,7 +178,7 @@ class _Layer:
 
     # --- Modules and columns
 
-    def _attend(self) -> Any:
+    def _only_attention(self) -> Any:
         if self._latent is not None:
             raise MissingHookError("its keys and values are latent (MLA)")
         if len(self._attention) != 1:
@@ -187,14 +190,14 @@ class _Layer:
         return next(iter(self._attention.values()))
 
     def _own_cache(self) -> Any:
-        attention = self._attend()
+        attention = self._only_attention()
         if getattr(attention, "kv_sharing_target_layer_name", None) is not None:
             raise MissingHookError("it uses the keys and values of another layer")
         return attention
 
     def _query(self, width: int) -> Columns:
         heads, group = (
-            (self._attend() if self._latent is None else self._latent).num_heads,
+            (self._only_attention() if self._latent is None else self._latent).num_heads,
             self._group,
         )
         return Columns(
@@ -204,7 +207,7 @@ class _Layer:
         )
 
     def _keys(self, width: int) -> Columns:
-        heads, group = self._attend().num_kv_heads, self._group
+        heads, group = self._only_attention().num_kv_heads, self._group
         fused = [
             _base(part)
             for part in self._linears(attention=True).values()
@@ -221,7 +224,7 @@ class _Layer:
         )
 
     def _projection(self, letter: str) -> nn.Module:
-        attention = self._attend()
+        attention = self._only_attention()
         linears = self._linears(attention=True)
         fused = [part for part in linears.values() if isinstance(_base(part), QKVParallelLinear)]
         if len(fused) == 1:
@@ -264,7 +267,7 @@ class _Layer:
         }
 
     def _experts(self) -> set[int]:
-        """Return the numbers of experts that modules of the layer choose from."""
+        """Return the number of experts of each mixture-of-experts module in the layer."""
         configs = (getattr(part, "moe_config", None) for part in self._parts.values())
         return {
             number
@@ -272,14 +275,12 @@ class _Layer:
             if config is not None and isinstance(number := config.num_logical_experts, int)
         }
 
-    def _splits(self, module: nn.Module) -> None:
-        """Raises MissingHookError unless ranks split the module's input."""
+    def _check_split(self, module: nn.Module) -> None:
+        """Raises MissingHookError unless each rank calls the module with its part of the input."""
         if self._group.size > 1 and not (
             isinstance(_base(module), RowParallelLinear) and _base(module).input_is_parallel
         ):
-            raise MissingHookError(
-                "every rank computes the whole of it, or splits it after the hook"
-            )
+            raise MissingHookError("the ranks do not split the module's input before the hook")
 
 
 def _base(part: nn.Module) -> Any:
@@ -289,7 +290,7 @@ def _base(part: nn.Module) -> Any:
 
 
 def _reads_stream(path: str, linears: Mapping[str, nn.Module]) -> bool:
-    """Return whether it is a square matrix and not the only one: then it is no down projection."""
+    """Return whether the matrix, being square and not the only one, is no down projection."""
     square = _base(linears[path]).input_size == _base(linears[path]).output_size
     return square and len(linears) > 1
 

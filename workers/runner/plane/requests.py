@@ -59,7 +59,7 @@ class Requests:
     def resume(self, tracked: Tracked, cached_tokens: int) -> None:
         """Check a resumed request, which may use cache blocks that another request computed."""
         tracked.admitted, tracked.cached_tokens = self.step, cached_tokens
-        if self.taints.spoil(tracked.spec, cached_tokens):
+        if self.taints.affects(tracked.spec, cached_tokens):
             self.fail(tracked, TAINTED, "intervention_failed")
 
     def finish(self, tracked: Tracked, finish: Finish) -> None:
@@ -105,8 +105,9 @@ class Requests:
     def fail(self, tracked: Tracked, message: str, kind: str, since: int | None = None) -> None:
         """Report the failure of a request now, without waiting for the request to end.
 
-        The request continues in the engine, and fills cache blocks under a digest that claims its
-        interventions: this digest is tainted. `since`: the step of the failure, if not this one.
+        The request continues in the engine, and its blocks enter the prefix cache under a digest
+        that includes its interventions: this digest is tainted. `since`: the step of the failure,
+        if not this one.
         """
         self.reports.failed(self.step, tracked, message, kind)
         digest = tracked.spec.digest
@@ -134,11 +135,11 @@ class Requests:
         waiting = [tracked for tracked, _ in self.finished.values()]
         for tracked in [*waiting, *self.tracked.values()]:
             self.fail(tracked, message, BY_REQUEST)
-            tracked.holds([])
+            tracked.set_rows([])
             tracked.recordings = {}
         self.finished.clear()
 
-    def cleanse(self, step: int) -> None:
+    def forget_failures(self, step: int) -> None:
         """Forget failures up to `step`, except those of requests that are still tracked."""
         self.taints.forget(
             step, {tracked.spec.digest for tracked in self.tracked.values() if tracked.failure}

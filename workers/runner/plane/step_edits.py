@@ -39,7 +39,7 @@ class Edits(StepPart):
         spec, step = tracked.spec, self._requests.step
         needed = steering_rows(spec.global_steering) + steering_rows(spec.steering)
         try:
-            if self._requests.taints.spoil(spec, tracked.cached_tokens):
+            if self._requests.taints.affects(spec, tracked.cached_tokens):
                 raise RuntimeError(TAINTED)
             if (most := max(columns_of(needed), default=-1) + 1) > ROWS_PER_TOKEN:
                 raise ValueError(
@@ -49,7 +49,7 @@ class Edits(StepPart):
             for entry in (*spec.global_steering, *spec.steering):
                 self._state.check_sites(entry.hook, entry.layers)
                 check_here([entry])
-            tracked.holds(self._rows.acquire(step, needed))
+            tracked.set_rows(self._rows.acquire(step, needed))
             if needed:
                 self._actions.fold(step, "steer", *spec.ids, spec.digest)
         except Exception as error:
@@ -61,7 +61,7 @@ class Edits(StepPart):
     def release(self, tracked: Tracked) -> None:
         tracked.edited = [(spec, self._banks.num_sites(row, spec)) for row, spec in tracked.rows]
         self._rows.release(self._requests.step, tracked.rows)
-        tracked.holds([])
+        tracked.set_rows([])
 
     def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
         """Decide the gates of the step's positions, then plan its edits."""

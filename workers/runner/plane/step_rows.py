@@ -13,7 +13,7 @@ from ..rows.banks import Banks
 from ..rows.capture import Recording
 from ..rows.execution_check import Miscount
 from ..rows.finite_check import NonFinite, precedes_edits, reason
-from ..rows.memory_bound import Room
+from ..rows.memory_bound import MemoryBound
 from ..rows.planner import Tracked
 from ..rows.row_store import RowStore
 from ..rows.streams import Streams
@@ -31,16 +31,16 @@ class Rows(StepPart):
         banks: Banks,
         state: RankState,
         streams: Streams,
-        room: Room,
+        memory: MemoryBound,
         store: RowStore,
         block_size: Callable[[], int],
     ) -> None:
-        """`block_size`: returns the tokens of a block whose rows may be kept."""
+        """`block_size`: returns the tokens in a KV block, the unit in which rows are kept."""
         self._requests, self._place, self._banks = requests, place, banks
-        self._state, self._streams, self._room = state, streams, room
+        self._state, self._streams, self._memory = state, streams, memory
         self._store, self._block_size = store, block_size
-        self._keeping: Keeping | None = None  # the step's orders
-        # the last step in which rows that the scheduler believes kept were not kept; 0: none
+        self._keeping: Keeping | None = None  # the scheduler's orders for this step
+        # the last step in which rows were not kept although the scheduler assumes so; 0: none
         self.unkept = 0
 
     @property
@@ -53,7 +53,7 @@ class Rows(StepPart):
 
     def admit(self, tracked: Tracked, request: NewRequest) -> None:
         """Set up a request's recordings. A request that cannot be captured is still steered, since
-        the digest of its cache blocks claims its steering.
+        its cache blocks are stored under a digest of that steering.
         """
         spec = tracked.spec
         try:
@@ -85,7 +85,7 @@ class Rows(StepPart):
             if tracked.recordings and not tracked.reported
         ]:
             with self._requests.guard(recording, "capture_failed"):
-                self._room.make(recording, self._requests.guard)
+                self._memory.before_step(recording, self._requests.guard)
 
     def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
         """Plan the captures, and commit them with the edits."""
@@ -122,10 +122,10 @@ class Rows(StepPart):
                 self._with_recording(block, self._store.keep)
             self._store.drop(self._keeping.drop)
             self._keeping = None
-        self._room.leave(step.view, tracked, self._block_size(), self._requests.guard)
+        self._memory.after_step(step.view, tracked, self._block_size(), self._requests.guard)
 
-    def cleanse(self, step: int) -> None:
-        """Clear `unkept` if the prefix cache was reset since, at `step`."""
+    def forget_failures(self, step: int) -> None:
+        """Clear `unkept` if the prefix cache was reset at `step`, after those rows were lost."""
         if self.unkept <= step:
             self.unkept = 0
 
@@ -135,7 +135,7 @@ class Rows(StepPart):
         self.unkept = 0
 
     def close(self) -> None:
-        self._room.close()
+        self._memory.close()
 
     def _settle(self, ended: Mapping[str, int] | None = None) -> None:
         """Fail requests whose edits made rows non-finite, or whose sites deviated from the plan;

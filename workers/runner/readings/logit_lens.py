@@ -39,7 +39,7 @@ class Lens:
         count its tokens with larger logits; else None.
         """
         return (
-            self.head.rows_of(reading.tokens, self._reduce)
+            self.head.for_tokens(reading.tokens, self._reduce)
             if reading.tokens and self.head.shard.count > 1
             else None
         )

@@ -1,5 +1,5 @@
-"""The readers of a rank: for each kind of reading what computes it on the loaded model, or why
-nothing does.
+"""The readers of a rank: for each kind of reading, what computes it on the loaded model, or the
+reason why it is not served.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -39,10 +39,10 @@ def readers_of(
     lens_dir: str,
     installed: Mapping[str, LoadedReader] | None = None,
 ) -> tuple[dict[type, Reader], dict[str, str]]:
-    """(Type of reading → its reader, kind of reading → why there is none; empty: it is served).
+    """Return (type of reading → its reader, kind of reading → why it is not served; empty: it is).
 
     `reduce`: the sum over the ranks of the stage. `sites`: (hook, layer) whose features this rank
-    reads. `lens_dir`: the folder that tuned lenses are below. `installed`: by name.
+    reads. `lens_dir`: the folder with the tuned lenses. `installed`: by name.
     """
     readers: dict[type, Reader] = {
         StoredReader: InstalledReaders(installed or {}),

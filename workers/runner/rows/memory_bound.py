@@ -20,7 +20,7 @@ from .streams import Streams
 Guard = Callable[[Collection[Tracked], str], AbstractContextManager[None]]
 
 
-class Room:
+class MemoryBound:
     """Memory bound of one rank."""
 
     def __init__(
@@ -43,11 +43,11 @@ class Room:
             dtype,
         )
 
-    def make(self, tracked: Sequence[Tracked], guard: Guard) -> None:
-        """Make room before a step: wait if the overload policy blocks, then compact.
+    def before_step(self, tracked: Sequence[Tracked], guard: Guard) -> None:
+        """Free memory for a step: wait if the overload policy blocks, then compact.
 
-        A recorded row keeps its slab alive, with all rows of that step. When slabs hold more than
-        twice the needed rows, these are copied out.
+        A recorded row keeps its whole slab alive, with all rows of that step. When slabs take more
+        than twice the memory of the needed rows, the needed rows are copied out.
         """
         self._overload.wait()
         recordings = [
@@ -69,11 +69,13 @@ class Room:
             for _, recording in recordings:
                 recording.compact(self._mover)
 
-    def leave(
+    def after_step(
         self, view: StepView | None, requests: Mapping[str, Tracked], block_size: int, guard: Guard
     ) -> None:
-        """Hand the writers, after a step, the rows of long captures that this rank no longer needs;
-        rows of a prompt block stay until the block is full, since `row_store` may keep it.
+        """Hand over to the writers the rows of long captures that this rank no longer needs, and
+        drop the rows that were recorded for probes and are scored.
+
+        Rows of a prompt block stay until the block is full, since `row_store` may keep it.
         """
         for rows in view.requests if view is not None else ():
             tracked = requests.get(rows.id)
@@ -96,14 +98,14 @@ class Room:
             if leaving:
                 with guard([tracked], "capture_failed"):
                     for recording in leaving:
-                        self._leave(recording, reached)
+                        self._hand_over(recording, reached)
 
     def close(self) -> None:
         """Finish pending writes and copies."""
         self._writer.close()
         self._mover.close()
 
-    def _leave(self, recording: Recording, reached: int) -> None:
+    def _hand_over(self, recording: Recording, reached: int) -> None:
         row_bytes = recording.width(self._hidden_size) * self._dtype.itemsize
         num_rows = recording.leave(reached, self._streams.part // row_bytes)
         if num_rows and recording.stream is not None:

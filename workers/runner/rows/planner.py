@@ -62,7 +62,7 @@ class Tracked:
     # returns the values for `RankSpec.grade`, once they are computed
     graded: Callable[[], list[float]] | None = None
 
-    def holds(self, rows: list[tuple[int, SteeringRow]]) -> None:
+    def set_rows(self, rows: list[tuple[int, SteeringRow]]) -> None:
         """Set the rows that edit the request's tokens from now on, in this order."""
         self.rows, self.columns = rows, columns_of([spec for _, spec in rows])
         self.gated = any(spec.gate for _, spec in rows)

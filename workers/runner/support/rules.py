@@ -35,7 +35,7 @@ class Rule:
     def refusal(self, config: VllmConfig, vllm: str = "this vLLM") -> str:
         """Return a clause that names the setting and its valid values; empty if its value is valid.
 
-        `vllm`: the clause's name for a vLLM without the setting.
+        `vllm`: how the clause refers to this vLLM, if it does not have the setting.
         """
         try:
             value = self.value(config)

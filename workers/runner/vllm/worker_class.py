@@ -337,8 +337,8 @@ class MidstreamWorker(PlatformWorker):
         """Undo `midstream_set_module(name, digest, …)`, like `midstream_rollback_global`."""
         return self._answer(lambda plane: plane.rank_state.rollback_module(name, digest))
 
-    def midstream_cleanse(self, steps: list[int]) -> tuple[bool, str]:
-        return self._answer(lambda plane: plane.cleanse(steps))
+    def midstream_forget_failures(self, steps: list[int]) -> tuple[bool, str]:
+        return self._answer(lambda plane: plane.forget_failures(steps))
 
     def midstream_restart_ledger(self) -> tuple[bool, str]:
         return self._answer(lambda plane: plane.restart())

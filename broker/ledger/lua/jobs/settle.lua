@@ -145,7 +145,7 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
       end
       note(job)
       local reason = 'request ' .. request .. ', ' .. place(rank, pp) .. ': ' .. (message ~= '' and message or 'no reason was given')
-      if kind == STORE_AWAY then
+      if kind == STORE_UNAVAILABLE then
         await_store(job, reason)
       else
         fail(job, kind, reason)

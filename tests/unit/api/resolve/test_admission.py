@@ -17,8 +17,8 @@ from midstream.api.resolve.admission import admission
 from midstream.api.resolve.admission.admission import (
     RESOLVE_LIMIT,
     check_cost,
-    check_tools,
     resolve,
+    with_tools,
 )
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import MAX_ENTRIES
@@ -187,6 +187,14 @@ def test_tools_without_a_parser_name_the_setting(parsers: list[str], told: str) 
     asked = dataclasses.replace(wish(), tools=ToolUse(tools=b"[]", choice="auto"))
     model = msgspec.structs.replace(MODEL, tool_parsers=parsers)
     with pytest.raises(MidstreamError, match=f"{told}") as refused:
-        check_tools(asked, model)
+        with_tools(asked, model)
     assert (refused.value.field, refused.value.allowed) == ("tools", None)
-    check_tools(asked, msgspec.structs.replace(model, tool_parser="hermes"))
+    assert with_tools(asked, msgspec.structs.replace(model, tool_parser="hermes")) is asked
+
+
+def test_tools_that_may_not_be_called_need_no_parser() -> None:
+    asked = dataclasses.replace(wish(), tools=ToolUse(tools=b"[]", choice="none"))
+    assert with_tools(asked, MODEL).tools is None
+    named = ToolUse(tools=b"[]", choice="none", named=True)  # a function of this name
+    with pytest.raises(MidstreamError, match="without a parser"):
+        with_tools(dataclasses.replace(asked, tools=named), MODEL)

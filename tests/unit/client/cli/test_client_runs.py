@@ -130,16 +130,16 @@ def test_both_clients_ask_for_runs_alike() -> None:
     ]
     replies = (reply(PAGE), reply(RUN), reply(None, 204))
     with server(*replies) as (url, seen), Client(url) as client:
-        assert client.source_runs("m", limit=3, cursor="c") == PAGE
-        assert client.source_run("clean", "m") == RUN
-        client.delete_run("a/b")
+        assert client.source_runs.list("m", limit=3, cursor="c") == PAGE
+        assert client.source_runs.get("clean", "m") == RUN
+        client.source_runs.delete("a/b")
         assert seen == asked
 
     async def ask(url: str) -> None:
         async with AsyncClient(url) as client:
-            assert await client.source_runs("m", limit=3, cursor="c") == PAGE
-            assert await client.source_run("clean", "m") == RUN
-            await client.delete_run("a/b")
+            assert await client.source_runs.list("m", limit=3, cursor="c") == PAGE
+            assert await client.source_runs.get("clean", "m") == RUN
+            await client.source_runs.delete("a/b")
 
     with server(*replies) as (url, seen):
         asyncio.run(ask(url))

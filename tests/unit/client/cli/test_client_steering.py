@@ -148,16 +148,16 @@ def test_each_call_is_the_request_that_the_page_says() -> None:
     )
     with server(*map(reply, answers)) as (url, seen), Client(url) as client:
         assert (
-            client.register_module("joy", [{"layers": 3, "vector": JOY}], description="to smile")
+            client.modules.register("joy", [{"layers": 3, "vector": JOY}], description="to smile")
             == MODULE
         )
-        assert client.modules() == [MODULE]
-        assert client.module("joy.v2", model="m") == MODULE
-        client.unregister_module("joy")
-        assert client.set_global([{"module": "joy", "scale": 2}]) == everyone()
-        assert client.global_steering().applied
-        assert client.clear_global(model="m").version == 4
-        assert client.dynamic() == AGREED
+        assert client.modules.list() == [MODULE]
+        assert client.modules.get("joy.v2", model="m") == MODULE
+        client.modules.delete("joy")
+        assert client.global_steering.set([{"module": "joy", "scale": 2}]) == everyone()
+        assert client.global_steering.get().applied
+        assert client.global_steering.clear(model="m").version == 4
+        assert client.global_steering.dynamic() == AGREED
     assert seen == [
         "PUT /v1/steering/modules/joy",
         "GET /v1/steering/modules",
@@ -180,14 +180,14 @@ def test_each_call_is_the_request_that_the_page_says() -> None:
 def test_the_async_client_sends_the_same_requests() -> None:
     async def ask(url: str) -> None:
         async with AsyncClient(url) as client:
-            await client.register_module("joy", {"post_block.3": JOY})
-            await client.modules()
-            await client.module("joy")
-            await client.unregister_module("joy")
-            await client.set_global([{"layers": 3, "vector": JOY}])
-            await client.global_steering()
-            await client.clear_global()
-            await client.dynamic()
+            await client.modules.register("joy", {"post_block.3": JOY})
+            await client.modules.list()
+            await client.modules.get("joy")
+            await client.modules.delete("joy")
+            await client.global_steering.set([{"layers": 3, "vector": JOY}])
+            await client.global_steering.get()
+            await client.global_steering.clear()
+            await client.global_steering.dynamic()
 
     answers = (
         MODULE,
@@ -230,7 +230,7 @@ def test_entries_sites_and_a_file_are_equivalent(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_in_itself_is_said_before_anything_is_sent(given: Any, says: str) -> None:
     with pytest.raises(MidstreamError, match=says):
-        Client("http://127.0.0.1:1").register_module("joy", given)
+        Client("http://127.0.0.1:1").modules.register("joy", given)
 
 
 # field case 40
@@ -238,9 +238,9 @@ def test_what_is_wrong_in_itself_is_said_before_anything_is_sent(given: Any, say
 def test_invalid_names_cannot_change_the_request_path(name: str) -> None:
     with server(reply(MODULE)) as (url, seen), Client(url) as client:
         for ask in (
-            client.module,
-            client.unregister_module,
-            lambda name: client.register_module(name, {"post_block.3": JOY}),
+            client.modules.get,
+            client.modules.delete,
+            lambda name: client.modules.register(name, {"post_block.3": JOY}),
         ):
             with pytest.raises(MidstreamError, match=r"^name: ") as caught:
                 ask(name)

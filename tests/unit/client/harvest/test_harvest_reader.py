@@ -135,6 +135,13 @@ def test_rows_and_keys_are_read_by_number(uri: str) -> None:
         made.rows(0, 3)
 
 
+def test_a_harvest_is_drawn_as_norms_of_each_site(uri: str) -> None:
+    (axes,) = reading.open(uri).plot(count=30).get_axes()
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        f"{hook} {layer}" for hook, layer in reading.open(uri).sites
+    ]
+
+
 def test_a_document_is_read_in_the_order_of_its_tokens(uri: str) -> None:
     keys, rows = reading.open(uri).document(23, 2)
     assert keys.positions.tolist() == list(range(TOKENS))

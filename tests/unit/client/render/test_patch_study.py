@@ -436,7 +436,7 @@ def test_a_result_of_another_job_kind_is_refused() -> None:
         Client(url) as client,
         pytest.raises(MidstreamError, match="job_1 is not a sweep"),
     ):
-        client.sweep_result("job_1")
+        client.sweeps.result("job_1")
 
 
 def test_interrupting_the_wait_cancels_the_sweep() -> None:
@@ -509,7 +509,7 @@ def test_a_study_a_figure_and_a_result_render_in_a_notebook(
     assert (study._repr_png_(), study._repr_html_()) == (None, None)
     request = SweepRequest(model="m", pairs=[SweepPair(clean="a")])
     study = PatchStudy.of("job_1", request, result(), study._client)
-    for drawn in (study._repr_png_(), study.heatmap()._repr_png_(), notebook.sweep_png(result())):  # type: ignore[attr-defined]
+    for drawn in (study._repr_png_(), study.plot()._repr_png_(), notebook.sweep_png(result())):  # type: ignore[attr-defined]
         assert drawn is not None
         assert drawn.startswith(b"\x89PNG")
     page = study._repr_html_()

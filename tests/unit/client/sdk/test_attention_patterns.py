@@ -20,15 +20,15 @@ from midstream.client.cli.main import main
 from midstream.client.notebook import rendered
 from midstream.client.render import attention as show
 from midstream.client.render import figures
-from midstream.client.sdk.calls import Blocking
-from midstream.client.sdk.captures import (
-    CaptureCalls,
+from midstream.client.sdk.attention import (
     attention_patches,
     by_layer,
     capture_fields,
     values_fields,
 )
-from midstream.client.sdk.transport import AwaitingTransport, BlockingTransport, Transport
+from midstream.client.sdk.captures import Captures
+from midstream.client.sdk.client import AsyncClient, Client
+from midstream.client.sdk.jobs import Jobs
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import to_numpy
 from midstream.schemas.model.attention import AttentionKind
@@ -208,7 +208,7 @@ def test_of_many_heads_the_strongest_are_drawn() -> None:
 
 def test_the_picture_has_a_panel_per_head_with_the_values_in_place(tmp_path: Path) -> None:
     found = attention_of(reader())
-    drawn = found.figure(tmp_path / "out.png", panels=[(0, 1), (1, 3)])
+    drawn = found.plot(tmp_path / "out.png", panels=[(0, 1), (1, 3)])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     panels = drawn.axes[:2]
     assert [axis.get_title() for axis in panels] == ["layer 0, head 1", "layer 1, head 3"]
@@ -349,29 +349,28 @@ def test_patched_patterns_are_of_heads_there_are_and_of_values_that_stay() -> No
     }  # fmt: skip
 
 
-class _Awaiting(CaptureCalls):
-    """A client without a server: notes the jobs that it is given."""
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The jobs that clients without a server are given."""
+    given: list[dict[str, Any]] = []
 
-    def __init__(self, transport: Transport) -> None:
-        self._io = transport
-        self.jobs: list[dict[str, Any]] = []
+    async def run(_: Any, **fields: Any) -> Any:
+        given.append(fields)
+        return f"job_{len(given)}"
 
-    async def run(self, **fields: Any) -> Any:  # type: ignore[override]
-        self.jobs.append(fields)
-        return f"job_{len(self.jobs)}"
+    async def opened(_: Any, job_id: Any) -> Any:
+        return reader(hooks=tuple(given[-1]["capture"]["hooks"]))
 
-    async def capture(self, job_id: Any) -> Any:  # type: ignore[override]
-        return reader(hooks=tuple(self.jobs[-1]["capture"]["hooks"]))
-
-
-class _Blocking(Blocking, CaptureCalls):
-    def __init__(self) -> None:
-        self._awaited = _Awaiting(BlockingTransport("http://127.0.0.1:1", {}))
-        self.jobs = self._awaited.jobs
+    monkeypatch.setattr(Jobs, "run", run)
+    monkeypatch.setattr(Captures, "open", opened)
+    return given
 
 
-def test_both_clients_submit_the_same_jobs_and_give_the_same_patterns() -> None:
-    blocking, awaiting = _Blocking(), _Awaiting(AwaitingTransport("http://127.0.0.1:1", {}))
+def test_both_clients_submit_the_same_jobs_and_give_the_same_patterns(
+    submitted: list[dict[str, Any]],
+) -> None:
+    blocking = Client("http://127.0.0.1:1").readings
+    awaiting = AsyncClient("http://127.0.0.1:1").readings
     wanted = {(1, 2): np.eye(len(TOKENS)), (0, 2): np.eye(len(TOKENS))}
     own = {"layers": 0, "positions": "all_prompt", "hook": "attn_out", "source": {"zeros": True}}
 
@@ -383,10 +382,12 @@ def test_both_clients_submit_the_same_jobs_and_give_the_same_patterns() -> None:
 
     found = blocking.attention("a", layers=1, heads="0-1", model="m")
     job = blocking.patch_attention("a", wanted, model="m", patch=own, lens={"layers": -1})
+    jobs = submitted.copy()
+    submitted.clear()
     found_too, job_too = asyncio.run(both())
     np.testing.assert_array_equal(found[1], found_too[1])
-    assert (found.heads, job, blocking.jobs) == ({1: [0, 1]}, job_too, awaiting.jobs)
-    _, values, above, patched = blocking.jobs
+    assert (found.heads, job, jobs) == ({1: [0, 1]}, job_too, submitted)
+    _, values, above, patched = jobs
     assert "lens" not in values
     assert values["patch"] == own
     assert (above["capture"]["hooks"], above["patch"]) == (

@@ -4,16 +4,29 @@ written once.
 
 import asyncio
 import inspect
+import pydoc
+import textwrap
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, assert_type, get_args
+from importlib import import_module
+from typing import Any, assert_type
 
+import msgspec
 import pytest
 from http_kit import reply, server
 
 from midstream.client import AsyncClient, AsyncPatchStudy, Client, PatchStudy
-from midstream.client.sdk.calls import Blocking, Calls, call, finish, iterate, stream
+from midstream.client.sdk import fields
+from midstream.client.sdk.calls import Awaits, Blocks, Calls, M, call, finish, iterate, stream
 from midstream.client.sdk.transport import AwaitingTransport, BlockingTransport
-from midstream.schemas.jobs.jobs import Event, JobResult, JobView
+from midstream.schemas.artifacts.probes import ProbeRequest
+from midstream.schemas.jobs.harvests import HarvestRequest
+from midstream.schemas.jobs.jobs import Event, JobRequest, JobResult, JobView, Sampling
+from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest, Unserved
+from midstream.schemas.jobs.sweeps import SweepRequest
+
+#: Each group of calls, and the calls that a client has itself.
+GROUPS = {name: type(group) for name, group in vars(Client("http://127.0.0.1:1")).items()
+          if isinstance(group, Calls)} | {"client": Client}  # fmt: skip
 
 
 def public(kind: type) -> dict[str, Any]:
@@ -24,20 +37,68 @@ def public(kind: type) -> dict[str, Any]:
     }
 
 
-def test_both_clients_have_the_same_calls_and_signatures() -> None:
-    blocking, awaiting = public(Client), public(AsyncClient)
-    assert blocking.keys() == awaiting.keys()
-    assert len(blocking) > 60
-    for name in blocking:
-        here, there = inspect.signature(blocking[name]), inspect.signature(awaiting[name])
-        assert here.parameters == there.parameters, name
-        assert inspect.getdoc(blocking[name]) == inspect.getdoc(awaiting[name]), name
-        if inspect.isasyncgenfunction(awaiting[name]):
-            assert here.return_annotation == Iterator[get_args(there.return_annotation)], name
-        else:
-            assert inspect.iscoroutinefunction(awaiting[name]), name
-            assert here.return_annotation == there.return_annotation, name
-        assert not inspect.iscoroutinefunction(blocking[name]), name
+def test_both_clients_have_the_same_groups() -> None:
+    blocking, awaiting = Client("http://127.0.0.1:1"), AsyncClient("http://127.0.0.1:1")
+    names, others = (
+        [name for name in dir(each) if name[0] != "_"] for each in (blocking, awaiting)
+    )
+    assert names == others
+    assert len(GROUPS) > 12
+    assert {*GROUPS} - {"client"} <= {*dir(blocking)}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_both_clients_have_the_same_calls_and_signatures(name: str) -> None:
+    blocking, awaiting = Client("http://127.0.0.1:1"), AsyncClient("http://127.0.0.1:1")
+    if name != "client":
+        blocking, awaiting = getattr(blocking, name), getattr(awaiting, name)
+    for call_name in public(GROUPS[name]):
+        if call_name == "close":
+            continue
+        one, other = getattr(blocking, call_name), getattr(awaiting, call_name)
+        here, there = inspect.signature(one), inspect.signature(other)
+        assert here.parameters == there.parameters, call_name
+        assert here.return_annotation == there.return_annotation.removeprefix("Async"), call_name
+        assert inspect.getdoc(one) == inspect.getdoc(other)
+        assert inspect.iscoroutinefunction(other) or inspect.isasyncgenfunction(other), call_name
+        assert not inspect.iscoroutinefunction(one), call_name
+
+
+#: Typed keywords → the request whose fields they are, with fields that a call has on its own.
+KEYWORDS: dict[Any, tuple[Any, set[str]]] = {
+    fields.JobFields: (JobRequest, set()),
+    fields.SweepFields: (SweepRequest, set()),
+    fields.HarvestFields: (HarvestRequest, set()),
+    fields.CompletionFields: (CompletionRequest, {"model", "prompt"}),
+    fields.ChatFields: (ChatRequest, {"model", "messages"}),
+    fields.ProbeFields: (ProbeRequest, set()),
+}
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS)
+def test_typed_keywords_are_the_fields_of_the_request(keywords: Any) -> None:
+    request, own = KEYWORDS[keywords]
+    served = {
+        field.encode_name
+        for field in msgspec.structs.fields(request)
+        if field.type != Unserved or field.name == "chat_template_kwargs"
+    }
+    if request is JobRequest:  # its short forms
+        served |= {"prompt", *Sampling.__struct_fields__}
+    assert {*keywords.__annotations__} | own == served
+
+
+def test_help_of_a_call_lists_its_keywords_within_a_screen() -> None:
+    shown = pydoc.plain(pydoc.render_doc(Client("http://127.0.0.1:1").run))
+    assert "capture: Capture = None, steering: Some[Steering] = None" in shown
+    assert "Annotated" not in shown
+    assert sum(len(textwrap.wrap(line, 80)) or 1 for line in shown.splitlines()) <= 35
+
+
+@pytest.mark.parametrize("module", ["midstream", "midstream.client", "midstream.client.harvest"])
+def test_lazy_modules_list_their_names(module: str) -> None:
+    lazy = import_module(module)
+    assert {*lazy.__all__} <= {*dir(lazy)}
 
 
 def test_both_studies_have_the_same_calls_and_signatures() -> None:
@@ -52,7 +113,7 @@ def test_both_studies_have_the_same_calls_and_signatures() -> None:
     }
 
 
-@pytest.mark.parametrize("kind", [Client, PatchStudy])
+@pytest.mark.parametrize("kind", [*GROUPS.values(), PatchStudy])
 def test_every_call_has_a_docstring(kind: type) -> None:
     assert [name for name, member in public(kind).items() if not inspect.getdoc(member)] == []
 
@@ -63,7 +124,7 @@ def test_type_checkers_see_results_of_one_client_and_coroutines_of_the_other() -
     async def awaited(client: AsyncClient) -> None:
         assert_type(await client.submit(model="m"), JobView)
         assert_type(await client.run(model="m"), JobResult)
-        async for event in client.events("job_x"):
+        async for event in client.jobs.events("job_x"):
             assert_type(event, Event)
         study = await AsyncPatchStudy("a").sweep()
         assert_type(await study.zoom(), AsyncPatchStudy)
@@ -71,17 +132,15 @@ def test_type_checkers_see_results_of_one_client_and_coroutines_of_the_other() -
     def blocked(client: Client) -> None:
         assert_type(client.submit(model="m"), JobView)
         assert_type(client.run(model="m"), JobResult)
-        assert_type(client.events("job_x"), Iterator[Event])
+        assert_type(client.jobs.events("job_x"), Iterator[Event])
         assert_type(PatchStudy("a").sweep().zoom(), PatchStudy)
 
     assert awaited
     assert blocked
 
 
-class _Counting(Calls):
-    def __init__(self, transport: Any) -> None:
-        self._io = transport
-        self.open = 0
+class _Counting(Calls[M]):
+    open = 0
 
     @call
     async def twice(self, number: int) -> int:
@@ -94,34 +153,33 @@ class _Counting(Calls):
     @stream
     async def count(self, below: int) -> AsyncIterator[int]:
         """Counted."""
-        self.open += 1
+        _Counting.open += 1
         try:
             for number in range(below):
                 yield await self.twice(number)
         finally:
-            self.open -= 1
+            _Counting.open -= 1
 
 
-class _CountingClient(Blocking, _Counting):
-    def __init__(self) -> None:
-        self._awaited = _Counting(BlockingTransport("http://127.0.0.1:1", {}))
+def counting() -> _Counting[Blocks]:
+    return _Counting(BlockingTransport("http://127.0.0.1:1", {}), blocking=True)
 
 
 def test_a_call_written_as_a_coroutine_blocks_and_awaits() -> None:
-    client = _CountingClient()
+    client = counting()
     assert (client.twice(4), list(client.count(3))) == (8, [0, 2, 4])
     with pytest.raises(ValueError, match="negative"):
         client.twice(-1)
 
     async def awaited() -> None:
-        calls = _Counting(AwaitingTransport("http://127.0.0.1:1", {}))
+        calls: _Counting[Awaits] = _Counting(AwaitingTransport("http://127.0.0.1:1", {}))
         assert (await calls.twice(4), [number async for number in calls.count(3)]) == (8, [0, 2, 4])
 
     asyncio.run(awaited())
 
 
 def test_an_iterator_that_is_left_early_closes_its_generator() -> None:
-    calls = _CountingClient()._awaited
+    calls = counting()._awaited
     held = calls.count(5)  # so that no collection of garbage closes it
     numbers = iterate(held)
     assert (next(numbers), calls.open) == (0, 1)
@@ -133,7 +191,7 @@ def test_the_blocking_client_works_inside_a_running_event_loop() -> None:
     """As in a notebook, whose cells run in one."""
 
     async def cell() -> list[int]:
-        return list(_CountingClient().count(3))
+        return list(counting().count(3))
 
     assert asyncio.run(cell()) == [0, 2, 4]
 
@@ -154,13 +212,13 @@ def test_a_blocking_call_that_would_suspend_is_refused() -> None:
 def test_both_clients_send_the_same_request() -> None:
     async def awaited(url: str) -> None:
         async with AsyncClient(url, "ms_key") as client:
-            await client.cancel("job_x")
+            await client.jobs.cancel("job_x")
 
     view = JobView(
         id="job_x", kind="generate", model="m", state="cancelled", attempt=1, version=1, created=1.0
     )  # type: ignore[arg-type]
     with server(reply(view)) as (url, requests):
         with Client(url, "ms_key") as client:
-            client.cancel("job_x")
+            client.jobs.cancel("job_x")
         asyncio.run(awaited(url))
     assert requests[0] == requests[1]

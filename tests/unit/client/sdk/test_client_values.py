@@ -274,7 +274,7 @@ def test_an_error_shows_what_is_allowed_and_what_was_meant(make: Any, words: str
 def test_a_job_is_named_by_its_id_or_by_what_a_call_returned() -> None:
     with server(reply(VIEW)) as (url, seen), Client(url) as client:
         for given in ("job_1", VIEW):
-            assert client.job(given).state is State.SUCCEEDED
+            assert client.jobs.get(given).state is State.SUCCEEDED
             assert client.wait(given).state is State.SUCCEEDED
     assert {line.partition("?")[0] for line in seen} == {"GET /v1/jobs/job_1"}
     with pytest.raises(MidstreamError, match="job: list does not identify a job"):
@@ -285,7 +285,7 @@ def test_a_server_that_is_down_is_one_error_without_a_chain() -> None:
     client = Client("http://127.0.0.1:1")
     for call in (
         client.models,
-        lambda: client.job("job_1"),
+        lambda: client.jobs.get("job_1"),
         lambda: client.completion("m", "x"),
         lambda: client.capture("job_1"),
     ):

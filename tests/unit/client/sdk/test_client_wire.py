@@ -170,7 +170,7 @@ def test_a_problem_document_becomes_an_error_with_kind_field_and_advice() -> Non
         "/v1/jobs"
     )
     with server(reply(problem, 400)) as (url, _), pytest.raises(MidstreamError) as caught:
-        Client(url).job("job_x")
+        Client(url).jobs.get("job_x")
     error = caught.value
     assert (error.kind, error.field, error.detail, error.allowed) == (
         "invalid_request",
@@ -187,7 +187,7 @@ def test_an_answer_that_cannot_be_read_names_both_versions() -> None:
         server(reply(stranger, version="9.9.9")) as (url, _),
         pytest.raises(VersionMismatch) as caught,
     ):
-        Client(url).job("job_x")
+        Client(url).jobs.get("job_x")
     assert __version__ in str(caught.value)
     assert "9.9.9" in str(caught.value)
 
@@ -199,13 +199,13 @@ def test_a_field_that_another_version_does_not_know_names_both_versions() -> Non
         server(reply(problem, 400, version="0.0.1")) as (url, _),
         pytest.raises(VersionMismatch, match=r"0\.0\.1.*capture\.hook"),
     ):
-        Client(url).job("job_x")
+        Client(url).jobs.get("job_x")
 
 
 # field case 43
 def test_another_version_that_is_understood_is_no_error() -> None:
     with server(reply(view(), version="9.9.9")) as (url, _):
-        assert Client(url).job("job_x").id == "job_x"
+        assert Client(url).jobs.get("job_x").id == "job_x"
 
 
 def test_a_server_that_is_not_midstream_is_reported() -> None:
@@ -213,7 +213,7 @@ def test_a_server_that_is_not_midstream_is_reported() -> None:
         server((404, {"content-type": "text/html"}, b"<html>nginx</html>")) as (url, _),
         pytest.raises(MidstreamError, match="is not Midstream"),
     ):
-        Client(url).job("job_x")
+        Client(url).jobs.get("job_x")
 
 
 def test_an_unreachable_server_is_named_with_its_address() -> None:
@@ -221,7 +221,7 @@ def test_an_unreachable_server_is_named_with_its_address() -> None:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with pytest.raises(MidstreamError, match=url) as caught:
-        Client(url).job("job_x")
+        Client(url).jobs.get("job_x")
     assert caught.value.kind == "unavailable"
 
 
@@ -291,7 +291,7 @@ def test_a_stream_that_the_server_ends_with_a_problem_raises_it() -> None:
         b"error\ndata: %b\n\n"
     ) % wire.to_json(problem)
     with server((200, {"content-type": "text/event-stream"}, told)) as (url, _):
-        events = Client(url).events("job_x")
+        events = Client(url).jobs.events("job_x")
         assert next(events).event == "state"
         with pytest.raises(MidstreamError, match="the key was revoked") as caught:
             next(events)
@@ -313,7 +313,7 @@ def test_events_resume_behind_the_last_one_seen_after_a_cut_connection(
     # the server promises more than it sends
     cut = {"content-length": "5000", "connection": "close"}
     with server((200, cut, first), (200, {}, second)) as (url, seen):
-        events = list(Client(url).events("job_x"))
+        events = list(Client(url).jobs.events("job_x"))
     assert [(event.event, event.id, event.attempt) for event in events] == [
         ("state", "1-0", 2),
         ("output", "2-0", 2),
@@ -324,7 +324,7 @@ def test_events_resume_behind_the_last_one_seen_after_a_cut_connection(
 
 def test_following_a_finished_job_ends_immediately() -> None:
     with server((204, {}, b"")) as (url, _):
-        assert list(Client(url).events("job_x", after="9-0")) == []
+        assert list(Client(url).jobs.events("job_x", after="9-0")) == []
 
 
 # --- Downloads ---

@@ -190,9 +190,10 @@ def test_the_fake_engine_takes_no_options_of_vllm() -> None:
     [
         ({"hooks": "post_blok"}, "hooks: 'post_blok' is not a hook point"),
         ({"extensions": "nothing-of-it"}, "nothing-of-it"),
+        ({"tool_parser": "hermes2"}, "tool_parser='hermes2': vLLM has no such parser"),
     ],
 )
-def test_settings_of_the_engine_are_checked_without_vllm(
+def test_settings_of_the_engine_are_checked_before_it_starts(
     settings: dict[str, str], says: str
 ) -> None:
     with pytest.raises(SettingsError, match=says):

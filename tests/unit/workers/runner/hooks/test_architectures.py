@@ -82,7 +82,7 @@ def test_a_model_that_takes_images_has_the_hooks_of_its_language_model() -> None
         "Qwen2_5_VLForConditionalGeneration",
         adapter("qwen2").variant,
     )
-    assert not vision("qwen3-vl").variant.hands_on  # something is added between its layers
+    assert not vision("qwen3-vl").variant.chained  # something is added between its layers
     with pytest.raises(
         UnsupportedArchitectureError, match="use_bidirectional_attention=True is not served"
     ):

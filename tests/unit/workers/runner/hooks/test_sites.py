@@ -417,9 +417,9 @@ def test_the_buffers_are_the_arguments_of_the_ops_in_their_order() -> None:
 # -- sites that share a launch
 # ---------------------------------------------------------------------------------------------
 
-HANDED_ON = Adapter("Toy", Variant("layers", PRE_NORM, hands_on=True), HIDDEN, 2)
+HANDED_ON = Adapter("Toy", Variant("layers", PRE_NORM, chained=True), HIDDEN, 2)
 SINGLE_HANDED_ON = Adapter(
-    "Toy", Variant("layers", _materialised("attn", "ln_2", "mlp"), hands_on=True), HIDDEN, 2
+    "Toy", Variant("layers", _materialised("attn", "ln_2", "mlp"), chained=True), HIDDEN, 2
 )
 
 
@@ -468,7 +468,7 @@ def test_shared_launches_give_the_bits_of_sites_one_by_one(
     for merged in (True, False):
         if not merged:
             monkeypatch.setattr(
-                "midstream.workers.runner.hooks.sites.neighbours",
+                "midstream.workers.runner.hooks.sites.launch_groups",
                 lambda variant, hooks, **_: [(hook,) for hook in hooks if hook in variant.taps],
             )
         model, _ = toy(kind)

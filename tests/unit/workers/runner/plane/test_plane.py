@@ -193,10 +193,10 @@ def test_rows_missing_from_a_failed_request_are_reported_and_fail_dependent_ones
     failed_at = rig.plane.status()["step"]
     assert rig.plane.status()["unkept"] == failed_at
     rig.step((second, 4, 2), new=[second], keeping=Keeping(serve=[KeptBlock("2", 0, 0, 4, 77)]))
-    rig.plane.cleanse([failed_at - 1])
+    rig.plane.forget_failures([failed_at - 1])
     # what failed since the prefix cache began anew still counts
     assert rig.plane.status()["unkept"] == failed_at
-    rig.plane.cleanse([failed_at])
+    rig.plane.forget_failures([failed_at])
     assert rig.plane.status()["unkept"] == 0
     told = rig.receipts()
     assert [(receipt.job, receipt.status, receipt.kind) for receipt in told] == [
@@ -318,13 +318,13 @@ def test_after_a_failed_intervention_its_digest_reads_no_block_until_a_cache_res
 
     rig.plane.begin([], {}, 0, None, {"1": 4})  # preempted, and goes on with four cached tokens
     arrives(3)
-    rig.plane.cleanse([rig.plane.status()["step"]])
+    rig.plane.forget_failures([rig.plane.status()["step"]])
     arrives(4)  # the others are still running
     anew = rig.plane.status()["step"]
     rig.step(aborted=[steered(number) for number in (1, 2, 3, 4)])
-    rig.plane.cleanse([anew])
+    rig.plane.forget_failures([anew])
     assert rig.plane.status()["tainted"] == 1, "they ran for a step longer than the cache of before"
-    rig.plane.cleanse([anew + 1])
+    rig.plane.forget_failures([anew + 1])
     arrives(5)
     told = {receipt.job: (receipt.status, receipt.kind) for receipt in rig.receipts()}
     assert told == dict.fromkeys(("j1", "j2", "j3", "j4"), ("error", "intervention_failed"))

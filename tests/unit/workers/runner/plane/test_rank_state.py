@@ -314,7 +314,7 @@ ACTIONS: dict[str, Callable[[Rig], None]] = {
     "set_module": lambda rig: rig.plane.rank_state.set_module("sad", JOY, [NAME]),
     "rollback_module": lambda rig: rig.plane.rank_state.rollback_module("joy", JOY),
     "restart_ledger": lambda rig: rig.plane.restart(),
-    "cleanse": lambda rig: rig.plane.cleanse([0]),
+    "forget_failures": lambda rig: rig.plane.forget_failures([0]),
 }
 
 

@@ -15,7 +15,7 @@ from midstream.workers.runner.hooks.architectures import (
     ARCHITECTURES,
     PRE_NORM,
     Variant,
-    neighbours,
+    launch_groups,
 )
 from midstream.workers.runner.hooks.site_costs import CASES, launches, step_cost
 
@@ -49,7 +49,7 @@ def test_launches_per_layer_before_and_after(name: str) -> None:
     variant = VARIANTS[name]
     sites = len([hook for hook in HOOKS if hook in variant.taps])
     traced, python = (
-        len(neighbours(variant, HOOKS, next_layer=next_layer)) for next_layer in (True, False)
+        len(launch_groups(variant, HOOKS, next_layer=next_layer)) for next_layer in (True, False)
     )
     assert (sites, traced, python) == PER_LAYER[name]
 
@@ -58,7 +58,7 @@ def test_groups_follow_from_the_installed_hooks() -> None:
     llama = VARIANTS["LlamaForCausalLM"]
 
     def groups(*hooks: Hook, next_layer: bool = True) -> list[tuple[Hook, ...]]:
-        return neighbours(llama, hooks, next_layer=next_layer)
+        return launch_groups(llama, hooks, next_layer=next_layer)
 
     assert groups(*HOOKS) == PAIRS
     assert groups(*HOOKS, next_layer=False) == [
@@ -74,7 +74,9 @@ def test_groups_follow_from_the_installed_hooks() -> None:
 
 
 def test_a_layer_that_is_not_handed_on_as_it_is_shares_nothing_with_the_next() -> None:
-    assert neighbours(Variant("layers", PRE_NORM), ("post_block", "pre_attn"), next_layer=True) == [
+    assert launch_groups(
+        Variant("layers", PRE_NORM), ("post_block", "pre_attn"), next_layer=True
+    ) == [
         ("post_block",),
         ("pre_attn",),
     ]
@@ -82,7 +84,7 @@ def test_a_layer_that_is_not_handed_on_as_it_is_shares_nothing_with_the_next() -
 
 def test_each_group_takes_branches_before_pairs_and_each_hook_once() -> None:
     for variant in VARIANTS.values():
-        groups = neighbours(variant, HOOKS, next_layer=True)
+        groups = launch_groups(variant, HOOKS, next_layer=True)
         assert sorted(hook for group in groups for hook in group) == sorted(variant.taps)
         for group in groups:
             kinds = [variant.taps[hook].kind for hook in group]
@@ -127,7 +129,7 @@ def loops(module: str) -> Iterator[ast.For]:
                 yield from loops(source)
 
 
-def hands_on(loop: ast.For) -> bool:
+def chained(loop: ast.For) -> bool:
     """Whether what the layer gives is what the next one gets, under the same names, and nothing
     else happens.
     """
@@ -158,13 +160,13 @@ def hands_on(loop: ast.For) -> bool:
     return taken[-len(given) :] == given and not others
 
 
-@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.hands_on])
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.chained])
 def test_the_model_s_loop_hands_a_layer_s_tensors_to_the_next(name: str) -> None:
     registered = re.search(rf'"{name}": \("(\w+)", "\w+"\)', (MODELS / "registry.py").read_text())
     assert registered is not None, f"{name} is not among vLLM's models"
     found = list(loops(registered[1]))
     assert found
-    assert all(hands_on(loop) for loop in found)
+    assert all(chained(loop) for loop in found)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_a_loop_with_something_between_two_layers_is_found(between: str) -> None
     body = ["hidden_states, residual = layer(positions, hidden_states, residual)", between]
     loop = ast.parse("for layer in self.layers:\n  " + "\n  ".join(body)).body[0]
     assert isinstance(loop, ast.For)
-    assert not hands_on(loop)
+    assert not chained(loop)
 
 
 # -- what it costs

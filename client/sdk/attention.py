@@ -1,0 +1,119 @@
+"""Jobs that compute attention patterns from captured queries and keys, and that patch them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...schemas.base.errors import invalid
+from ...schemas.base.tensors import from_numpy
+from ...schemas.prompts.selectors import LayerSelector
+from ...schemas.requests.specs import PatchSource, PatchSpec
+from ..captures.attention import mixed
+from ..captures.reader import CaptureReader
+
+
+def capture_fields(
+    prompt: str | Sequence[int], layers: LayerSelector, fields: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of a job that captures a prompt's queries and keys as attention uses them,
+    after any edits.
+
+    `fields`: the job's other fields, such as `model` and `steering`.
+    """
+    capture = {"hooks": {"q": layers, "k": layers}, "positions": "all_prompt", "at": "after"}
+    return {
+        "sampling": {"max_tokens": 1},
+        **fields,
+        "prompts": [prompt if isinstance(prompt, str) else list(prompt)],
+        "capture": capture,
+    }
+
+
+#: Fields of the final job that its helper jobs share, because they affect the values or how the job
+#: is handled. Other fields, such as webhooks, apply to the final job alone.
+_SHARED = frozenset(
+    {"model", "lora", "steering", "patch", "priority", "expires_in", "progress", "timeout"}
+)
+#: (layer, head) → `[query, key]`.
+Patterns = Mapping[tuple[int, int], np.ndarray]
+
+
+def by_layer(patterns: Patterns, fields: Mapping[str, Any]) -> dict[int, Patterns]:
+    """Return the patterns of each layer, lowest layer first.
+
+    Raises MidstreamError for no layers or a negative layer, and for probes that may edit values.
+    """
+    layers = sorted({layer for layer, _ in patterns})
+    if not layers or layers[0] < 0:
+        raise invalid(
+            "patterns",
+            f"are of layers {layers}",
+            allowed="heads of one or more layers, counted from 0",
+        )
+    given = fields.get("probes") or []
+    for probe in given if isinstance(given, list | tuple) else [given]:
+        if (
+            probe.get("action") if isinstance(probe, Mapping) else getattr(probe, "action", None)
+        ) == "steer":
+            raise invalid(
+                "probes",
+                "a probe that steers by its scores may edit the values",
+                allowed="other actions of probes",
+            )
+    return {
+        layer: {place: pattern for place, pattern in patterns.items() if place[0] == layer}
+        for layer in layers
+    }
+
+
+def values_fields(
+    prompt: str | Sequence[int], layer: int, patches: list[PatchSpec], fields: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of a job that captures, at one layer, the rows that `attention_patches`
+    needs, with `patches` applied to the layers below.
+    """
+    capture = {"hooks": {"q": [layer], "v": [layer]}, "positions": "all_prompt", "at": "after"}
+    same = {name: value for name, value in fields.items() if name in _SHARED}
+    return {
+        **patched_fields(prompt, patches, same),
+        "sampling": {"max_tokens": 1},
+        "capture": capture,
+    }
+
+
+def attention_patches(reader: CaptureReader, patterns: Patterns) -> list[PatchSpec]:
+    """Return one patch of `z` per token of the prompt, z ← A′·v: the output that the heads in
+    `patterns` have if their attention is A′, the given pattern.
+
+    `patterns`: those of one layer. `reader`: a capture of `q` and `v` of that layer at all
+    positions of the prompt. Raises what `mixed` raises.
+    """
+    ((layer, _), *_), heads = patterns, {head: pattern for (_, head), pattern in patterns.items()}
+    kind = reader.attention_kind(layer)
+    rows = mixed(reader.array(layer, "v"), heads, kind)
+    mask = ",".join(
+        f"{head * kind.head_dim}-{(head + 1) * kind.head_dim - 1}" for head in sorted(heads)
+    )
+    return [
+        PatchSpec(
+            layers=layer,
+            positions=[position],
+            hook="z",
+            source=PatchSource(vector=from_numpy(row)),
+            mask=mask,
+        )
+        for position, row in zip(reader.positions(), rows, strict=True)
+    ]
+
+
+def patched_fields(
+    prompt: str | Sequence[int], patches: list[PatchSpec], fields: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the job's fields with `patches` appended to its own patches."""
+    own = fields.get("patch", [])
+    prompts = [prompt if isinstance(prompt, str) else list(prompt)]
+    patched = (
+        {"patch": [*(own if isinstance(own, list | tuple) else [own]), *patches]} if patches else {}
+    )
+    return {**fields, "prompts": prompts, **patched}

@@ -1,0 +1,81 @@
+"""Calls on the server itself: its models, their tokens, whether it is ready, its status."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from ...schemas.base.errors import MidstreamError
+from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized
+from ...schemas.service.status import Status
+from . import wire
+from .calls import Calls, M, call
+from .fields import Chat
+from .wire import Call
+
+
+class Server(Calls[M]):
+    """Calls on the server itself."""
+
+    @call
+    async def models(self) -> list[str]:
+        """Return the names of the served models."""
+        return [
+            entry["id"]
+            for entry in (await self._ask(Call("GET", "/v1/models"), dict[str, Any]))["data"]
+        ]
+
+    @call
+    async def model(self, name: str) -> dict[str, Any]:
+        """Return the facts of one model, as `GET /v1/models/{name}` gives them. Raises
+        `not_found`.
+        """
+        return await self._ask(Call("GET", f"/v1/models/{quote(name, safe='')}"), dict[str, Any])
+
+    @call
+    async def ready(self) -> bool:
+        """Return whether a live worker serves a model.
+
+        An unreachable server counts as not ready and raises nothing.
+        """
+        try:
+            return (await self._send(Call("GET", "/readyz", timeout=5.0))).status_code == 200
+        except MidstreamError:
+            return False
+
+    @call
+    async def tokenize(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Chat | None = None,
+        add_special_tokens: bool = True,
+    ) -> Tokenized:
+        """Return the token ids that a job would have for a text or a conversation, and the text of
+        each token (`token_strs`).
+        """
+        chat = None if messages is None else list(messages)
+        body = {
+            "model": model,
+            "add_special_tokens": add_special_tokens,
+            **wire.given(prompt=prompt, messages=chat),
+        }
+        return await self._ask(Call("POST", "/v1/tokenize", body=body), Tokenized)
+
+    @call
+    async def detokenize(self, model: str, tokens: Sequence[int]) -> Detokenized:
+        """Return the text of token ids (`prompt`), with special tokens, and the text of each token
+        (`token_strs`).
+        """
+        body = DetokenizeRequest(model=model, tokens=[int(token) for token in tokens])
+        return await self._ask(Call("POST", "/v1/detokenize", body=body), Detokenized)
+
+    @call
+    async def status(self) -> Status:
+        """Return the state of queues, workers, relay, webhooks and Redis.
+
+        Raises `forbidden` without the scope `observe`.
+        """
+        return await self._ask(Call("GET", "/v1/status", timeout=10.0), Status)
