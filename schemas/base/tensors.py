@@ -13,6 +13,9 @@ from .dtypes import DTYPES, ITEM_BYTES, DType, widened
 from .limits import MAX_JSON_VALUES, MAX_TENSOR_BYTES, MAX_TENSOR_DIMS, Index
 from .records import Record
 
+#: The largest finite float32.
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
 
 class Tensor(Record):
     """`data` is C-contiguous little-endian; in JSON it is base64 text."""
@@ -36,11 +39,12 @@ class Tensor(Record):
 if TYPE_CHECKING:
     NumbersOrTensor = Tensor
 else:
-    _Row = Annotated[list[float], msgspec.Meta(max_length=MAX_JSON_VALUES)]
+    _Number = Annotated[float, msgspec.Meta(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
+    _Row = Annotated[list[_Number], msgspec.Meta(max_length=MAX_JSON_VALUES)]
     #: A tensor as requests give it: numbers, a list for each row of a matrix, or a `Tensor`.
     NumbersOrTensor = (
         Tensor
-        | Annotated[list[float | _Row], msgspec.Meta(min_length=1, max_length=MAX_JSON_VALUES)]
+        | Annotated[list[_Number | _Row], msgspec.Meta(min_length=1, max_length=MAX_JSON_VALUES)]
     )
 
 
@@ -51,8 +55,7 @@ def pack_numbers(record: Any, *names: str) -> None:
     for name in names:
         if isinstance(value := getattr(record, name), list):
             try:
-                with np.errstate(over="ignore"):  # checks of its values come later
-                    array = np.array(value, dtype=np.float32)
+                array = np.array(value, dtype=np.float32)
             except ValueError as error:
                 raise ValueError(f"{name} has rows of different lengths") from error
             msgspec.structs.force_setattr(record, name, from_numpy(array))

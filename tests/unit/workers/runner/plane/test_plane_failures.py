@@ -99,7 +99,7 @@ def test_a_capture_that_cannot_be_moved_fails_alone(
     long = Request(0, 2, 60, [StoredCapture(sites={"post_block": [1]}, positions="all", tag="t")])
     rig.step((long, 0, 2), new=[long])
     monkeypatch.setattr(Selection, "copy", _raise(HostMemoryError("no memory")))
-    monkeypatch.setattr(rig.plane._room, "floor", 0)
+    monkeypatch.setattr(rig.plane._memory, "floor", 0)
     for at in range(2, 59):
         rig.step((long, at, 1))
         rig.plane._mover.submit(lambda: None).result()
@@ -124,7 +124,7 @@ def test_copies_are_not_made_on_the_thread_of_the_model(
 
     monkeypatch.setattr(Selection, "copy", copying)
     rig = Rig(tmp_path)
-    monkeypatch.setattr(rig.plane._room, "floor", 0)
+    monkeypatch.setattr(rig.plane._memory, "floor", 0)
     first, second = capturing(1), capturing(2)
     block = KeptBlock("1", 0, 0, 4, 7)
     rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[block]))
