@@ -2,6 +2,8 @@
 written once (`client.sdk.calls`).
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
 from .. import notebook
 from . import discovery, wire
 from .calls import Awaits, Blocks, Calls, M, stream, verb
@@ -65,6 +67,24 @@ class Verbs(Calls[M]):
         self.keys: Keys[M] = Keys(io, blocking)
         self.tenants: Tenants[M] = Tenants(io, blocking)
         self.webhooks: Webhooks[M] = Webhooks(io, blocking)
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Name the call of a group that a name such as `register_sae` means."""
+            words = name.split("_")
+            meant = [
+                f"{group}.{call}"
+                for group, calls in vars(self).items()
+                if isinstance(calls, Calls)
+                and any(group.startswith(word) for word in words if word)
+                for call in dir(calls)
+                if call in words
+            ]
+            hint = f"; did you mean {meant[0]!r}?" if meant else ""
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}{hint}", name=name, obj=self
+            )
 
 
 class Client(Verbs[Blocks]):

@@ -100,3 +100,13 @@ def test_a_traceback_ends_one_frame_below_the_callers_line() -> None:
             inside = [frame for frame in frames if frame.filename != __file__]
             assert len(inside) == 1, frames
             assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("register_sae", "saes.register"), ("list_jobs", "jobs.list"), ("create_key", "keys.create")],
+)
+def test_a_call_of_a_group_is_suggested(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; did you mean '{meant}'"):
+        getattr(Client(CLOSED), name)
+    assert not hasattr(Client(CLOSED), "other")
