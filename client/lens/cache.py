@@ -77,7 +77,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
     def job(self) -> str:
         """The id of the job that captured the activations.
 
-        They stay on the server until `Client.delete_capture(job)`.
+        They stay on the server until `client.captures.delete(job)`.
         """
         return self.reader.job
 
