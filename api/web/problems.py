@@ -35,7 +35,10 @@ JOB_HEADER = "x-midstream-job"
 
 OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
 #: Paths of OpenAI's API that are not served → what to do.
-UNSERVED = {"/v1/responses": "use /v1/chat/completions or /v1/completions"}
+UNSERVED = {
+    "/v1/responses": "use /v1/chat/completions or /v1/completions",
+    "/v1/embeddings": "capture rows: POST /v1/jobs with the field capture",
+}
 #: Kinds of errors of requests that reach no handler: the client may be OpenAI's.
 UNROUTED = frozenset({"not_found", "method_not_allowed"})
 
@@ -197,7 +200,12 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
     problem = MidstreamError(kind, error.detail or kind.replace("_", " "))
     if kind == "not_found":
         path = shortened(request.url.path)
-        served = (route.path_format for route in request.app.routes)
+        # only the paths of calls: the pages and their files match anything
+        served = (
+            route.path_format
+            for route in request.app.routes
+            if not route.path_format.startswith(("/page/", "/docs/", "/schema/"))
+        )
         hint = UNSERVED.get(path) or nearest(path, served)
         problem = MidstreamError(kind, f"no such path: {path}", hint=hint)
     elif kind == "method_not_allowed":

@@ -34,6 +34,8 @@ def ask(app: Any, method: str, path: str) -> httpx2.Response:
         ("GET", "/v1/job", "did you mean '/v1/jobs'?"),
         ("GET", "/v1/jobs/job_1/reslt", "did you mean '/v1/jobs/job_1/result'?"),
         ("POST", "/v1/responses", "use /v1/chat/completions or /v1/completions"),
+        ("POST", "/v1/embeddings", "capture rows: POST /v1/jobs with the field capture"),
+        ("POST", "/embeddings", "the paths are listed at /schema"),
         ("GET", "/" + "x" * 5000, "the paths are listed at /schema"),
     ],
 )
