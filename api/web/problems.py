@@ -4,6 +4,7 @@ import logging
 import math
 import secrets
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -233,7 +234,14 @@ def nearest(path: str, served: Iterable[str]) -> str:
         pairs = zip(steps, parts, strict=True)
         return "/".join(part if step.startswith("{") else step for step, part in pairs)
 
-    return suggestion(path, map(filled, served)) or "the paths are listed at /schema"
+    def first(known: str) -> str:
+        return next((step for step in known.split("/") if step not in ("", "v1")), "")
+
+    # what a parameter stands for would make paths of other things look alike
+    known = [(first(route), filled(route)) for route in served]
+    similar = get_close_matches(first(path), {name for name, _ in known}, n=len(known))
+    near = (whole for name, whole in known if name in similar)
+    return suggestion(path, near) or "the paths are listed at /schema"
 
 
 def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> MidstreamError:

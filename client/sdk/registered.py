@@ -289,7 +289,13 @@ class Probes(Named[M, Probe]):
         and the site of its rows, `layer` and `hook`, as far as known. An existing probe of that
         name is replaced (`replaced` in the record).
         """
-        body = (fit.fields() if fit else {}) | wire.given(**fields)
+        if fit is not None and not hasattr(fit, "fields"):
+            raise invalid(
+                "fit",
+                f"expected what midstream.probes.fit returned, got {type(fit).__name__}",
+                hint="a vector is passed as weight=…",
+            )
+        body = (fit.fields() if fit is not None else {}) | wire.given(**fields)
         request = wire.checked(body, ProbeRequest, "")
         return await self._ask(self._call("PUT", name, body=request), Probe)
 

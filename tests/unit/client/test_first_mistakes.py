@@ -110,3 +110,8 @@ def test_a_call_of_a_group_is_suggested(name: str, meant: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'; did you mean '{meant}'"):
         getattr(Client(CLOSED), name)
     assert not hasattr(Client(CLOSED), "other")
+
+
+def test_a_vector_is_no_fit_of_a_probe() -> None:
+    error = refusal(lambda: Client(CLOSED).probes.register("p", [1.0, 0.0]))  # type: ignore[arg-type]
+    assert (error.field, error.hint) == ("fit", "a vector is passed as weight=…")

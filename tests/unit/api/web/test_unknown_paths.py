@@ -36,6 +36,8 @@ def ask(app: Any, method: str, path: str) -> httpx2.Response:
         ("POST", "/v1/responses", "use /v1/chat/completions or /v1/completions"),
         ("POST", "/v1/embeddings", "capture rows: POST /v1/jobs with the field capture"),
         ("POST", "/embeddings", "the paths are listed at /schema"),
+        ("POST", "/v1/audio/speech", "the paths are listed at /schema"),
+        ("POST", "/v1/rerank", "the paths are listed at /schema"),
         ("GET", "/" + "x" * 5000, "the paths are listed at /schema"),
     ],
 )
