@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any, NamedTuple
 
 from litestar import MediaType, Request, Response, get
@@ -174,6 +175,10 @@ def page_files() -> dict[str, PageFile]:
     return dict(_files(root.joinpath("assets", "page")))
 
 
+#: Held while the documentation is read: requests that come together read it once.
+_READING = Lock()
+
+
 @lru_cache(maxsize=1)
 def _site_files(site: Path, built: int) -> dict[str, PageFile]:
     return dict(_files(site))
@@ -182,7 +187,8 @@ def _site_files(site: Path, built: int) -> dict[str, PageFile]:
 def site_files() -> dict[str, PageFile]:
     """Return all files of the documentation by path, as last built; none: it is not built."""
     try:
-        return _site_files(SITE, (SITE / "index.html").stat().st_mtime_ns)
+        with _READING:
+            return _site_files(SITE, (SITE / "index.html").stat().st_mtime_ns)
     except OSError:  # also while it is being built
         return {}
 

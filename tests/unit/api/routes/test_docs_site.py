@@ -1,6 +1,9 @@
 """The API serves the documentation that `make docs` built, and says how to build it."""
 
 import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +85,20 @@ def test_nothing_else_is_served_as_documentation(app: Any, site: Path, path: str
     answer = ask(app, f"/docs/{path}")
     assert answer.status_code == 404
     assert answer.json()["hint"] == "its first page is /docs/index.html"
+
+
+def test_requests_that_come_together_read_the_site_once(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (site / "index.html").write_text("<h1>one</h1>")
+    read: list[str] = []
+
+    def slowly(folder: Path) -> Iterator[tuple[str, pages.PageFile]]:
+        read.append(folder.name)
+        time.sleep(0.05)
+        yield "index.html", pages.PageFile("text/html", "", b"", b"")
+
+    monkeypatch.setattr(pages, "_files", slowly)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: len(pages.site_files()), range(4)))
+    assert (found, read) == ([1] * 4, ["site"])
