@@ -72,8 +72,9 @@ demo: $(STACK) ## start the stack, capture, steer and patch a real model, stop
 up: $(STACK) ## run the whole stack until Ctrl-C
 	@$(BIN)/midstream up
 
-test: $(READY) ## lint, then unit, system, browser (a few) and engine tests; a line for each at the end; a failure does not stop the others
-	@MAKE="$(MAKE)" tests/stages.sh lint test-unit test-system $(if $(LONG),test-web,test-smoke) test-engine
+# Two lanes beside each other keep two cores busy; with LONG=1 there is one, because its engines need the memory.
+test: $(READY) model browser ## lint, unit and system tests, and beside them browser (a few) and engine tests; a line for each; a failure does not stop the others
+	@MAKE="$(MAKE)" tests/stages.sh lint test-unit test-system $(if $(LONG),test-web,-- test-smoke) test-engine
 
 lint: $(READY) ## run ruff and mypy, compile the Lua scripts, look for secrets and for what a merge left
 	@echo "== lint"

@@ -72,6 +72,8 @@ LONGEST = (
     "test_service.py",
     "test_worker_processes.py",
 )
+#: Engines that take a minute to start → the one file whose tests of them are not `long`.
+SLOW_ENGINES = {"compiled": "test_modes.py", "v2": "test_modes.py"}
 #: Folders in the order in which they run.
 STAGES = ("unit", "system", "web", "engine", "faults", "long", "machines")
 
@@ -117,9 +119,21 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> "Iterator[FaultProxy]":
         yield proxy
 
 
+def engines_of(item: pytest.Item) -> set[str]:
+    """Names of fixtures that `item` uses, by argument or as a value of a parameter."""
+    parameters = getattr(item, "callspec", None)
+    values = parameters.params.values() if parameters else ()
+    return {*getattr(item, "fixturenames", ()), *(value for value in values if type(value) is str)}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        item.add_marker(stage_of(item.path))
+        stage = stage_of(item.path)
+        item.add_marker(stage)
+        if stage == "engine":
+            slow = engines_of(item) & SLOW_ENGINES.keys()
+            if any(SLOW_ENGINES[engine] != item.path.name for engine in slow):
+                item.add_marker("long")
 
     def turn(item: pytest.Item) -> tuple[int, int]:
         name = item.path.name

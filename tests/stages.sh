@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Runs the stages of `make test`, given as its arguments, and prints a line for each at the end: what
-# passed, and how long it took. A failure does not stop the stages that follow.
+# Runs the stages of `make test` and prints a line for each: what passed, and how long it took. `--`
+# among the arguments separates lanes: lanes run beside each other, the stages of a lane one after
+# the other. A failure does not stop the other stages; their output is in .cache/test.
 set -uo pipefail
 logs=.cache/test
 mkdir -p "$logs"
-lines=() failed=() all=$SECONDS
+rm -f "$logs"/*.log "$logs"/*.failed
 
 # Sums the closing lines of all of a stage's pytest runs: "412 passed, 3 skipped".
 counts() {
@@ -13,19 +14,44 @@ counts() {
       END { for (i = 1; i <= n; i++) printf "%s%d %s", (i > 1 ? ", " : ""), sum[order[i]], order[i] }'
 }
 
-for stage in "$@"; do
-  began=$SECONDS result=passed
-  "${MAKE:-make}" "$stage" 2>&1 | tee "$logs/$stage.log" || { result=FAILED; failed+=("$stage"); }
-  lines+=("$(printf '%-12s %-6s %5d s  %s' "$stage" "$result" $((SECONDS - began)) "$(counts "$logs/$stage.log")")")
-done
+lane() {
+  trap 'exit 130' INT
+  for stage in "$@"; do
+    local began=$SECONDS result=passed
+    echo "  $stage …"
+    "${MAKE:-make}" "$stage" >"$logs/$stage.log" 2>&1 || { result=FAILED; touch "$logs/$stage.failed"; }
+    printf '  %-12s %-6s %5d s  %s\n' "$stage" "$result" $((SECONDS - began)) "$(counts "$logs/$stage.log")"
+  done
+}
 
-echo "== summary"
-printf '  %s\n' "${lines[@]}"
+# With job control each lane is a process group, which an interrupt reaches.
+set -m
+interrupted=
+trap 'interrupted=1; for group in $(jobs -p); do kill -INT -- "-$group" 2>/dev/null; done' INT TERM
+echo "== stages (their output is in $logs)"
+stages=()
+for word in "$@" --; do
+  if [ "$word" = -- ]; then
+    lane "${stages[@]}" &
+    stages=()
+  else
+    stages+=("$word")
+  fi
+done
+until wait; do :; done
+[ -z "$interrupted" ] || exit 130
+
+failed=()
+for word in "$@"; do [ -e "$logs/$word.failed" ] && failed+=("$word"); done
 if [ ${#failed[@]} = 0 ]; then
-  echo "== all passed in $((SECONDS - all)) s"
+  echo "== all passed in $SECONDS s"
   exit 0
 fi
-echo "== FAILED: ${failed[*]} (after $((SECONDS - all)) s)"
+for stage in "${failed[@]}"; do
+  echo "== $stage"
+  sed -n '/^=* \(FAILURES\|ERRORS\) =*$/,$p' "$logs/$stage.log" | grep . || tail -n 60 "$logs/$stage.log"
+done
+echo "== FAILED: ${failed[*]} (after $SECONDS s)"
 for stage in "${failed[@]}"; do
   echo "  run the stage alone:  make $stage${LONG:+ LONG=$LONG}    (its output: $logs/$stage.log)"
   [ "$stage" = test-engine ] && alone="OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind " || alone=""

@@ -45,22 +45,21 @@ def imports_of(path: Path) -> tuple[Import, ...]:
     package = ["midstream", *relative.parent.parts]
 
     def walk(node: ast.AST, lazy: bool, typing: bool) -> Iterator[Import]:
-        where = f"{relative}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(where, alias.name, lazy, typing)
+                yield Import(f"{relative}:{node.lineno}", alias.name, lazy, typing)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             stem = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
-                yield Import(where, f"{stem}.{alias.name}", lazy, typing)
+                yield Import(f"{relative}:{node.lineno}", f"{stem}.{alias.name}", lazy, typing)
         elif (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func) in DYNAMIC
             and node.args
             and isinstance(node.args[0], ast.Constant)
+            and ast.unparse(node.func) in DYNAMIC
         ):
-            yield Import(where, str(node.args[0].value), lazy, typing)
+            yield Import(f"{relative}:{node.lineno}", str(node.args[0].value), lazy, typing)
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         hidden = typing or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
         for child in ast.iter_child_nodes(node):

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def test_the_change_map_names_what_it_points_at() -> None:
     assert wrong == []
 
 
+@cache
 def spelled_in(path: Path) -> set[str]:
     """Strings, fields, parameters and members of `State` that a file of Python spells out."""
     names = set()

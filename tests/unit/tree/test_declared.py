@@ -4,6 +4,7 @@ folder comes with?
 
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
 
 import pytest
@@ -58,6 +59,7 @@ BY_HAND = {
 }
 
 
+@cache
 def declared(extras: tuple[str, ...]) -> set[str]:
     """Names that `pyproject.toml` lists for `extras`, extras inside of extras followed, and what
     those bring along.
