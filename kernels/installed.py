@@ -55,9 +55,9 @@ def _called(
 ) -> torch.Tensor | None:
     """Return the op's result; None if it fails."""
     try:
-        given, along = rows.numpy(), vector.numpy()
-        given.flags.writeable = along.flags.writeable = False
-        new = np.array(OPS[code](given, along, numbers))
+        given, direction = rows.numpy(), vector.numpy()
+        given.flags.writeable = direction.flags.writeable = False
+        new = np.array(OPS[code](given, direction, numbers))
         if new.shape != given.shape or new.dtype != np.float32:
             raise TypeError(
                 f"it returned {new.dtype} of shape {new.shape}, for float32 rows of shape "
