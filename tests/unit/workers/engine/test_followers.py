@@ -145,7 +145,8 @@ def test_a_machine_with_another_checkpoint_does_not_join() -> None:
     with pytest.raises(
         MidstreamError,
         match=(
-            "the model here has the identity bbbbbbbbbbbb, and that of worker 'w' has aaaaaaaaaaaa"
+            "the model on this machine has the identity bbbbbbbbbbbb, but the model of "
+            "worker 'w' has aaaaaaaaaaaa"
         ),
     ):
         nodes.check_identity(plane, "b" * 64)  # type: ignore[arg-type]
