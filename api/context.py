@@ -266,9 +266,11 @@ class AppContext:
             job = await self._within_quota(job, info)
         if parent := traceparent():
             job = msgspec.structs.replace(job, trace=parent)
-        operators = {spec.tag for spec in info.global_captures}
+        operator_tags = {spec.tag for spec in info.global_captures}
         request_context.accepting(job.id, self.job_url(job.id))
-        job_id, _ = await self.ledger.submit(job, blobs, idempotency, pinned, operators, request)
+        job_id, _ = await self.ledger.submit(
+            job, blobs, idempotency, pinned, operator_tags, request
+        )
         crash_point("api.committed")
         request_context.accepted(job_id, self.job_url(job_id))
         logs.bind(job=job_id)
@@ -326,10 +328,10 @@ class AppContext:
 
         Raises `quota_exceeded` if there is no room for the captures that its user requested.
         """
-        tags, operators = set(stored_tags(job)), {spec.tag for spec in info.global_captures}
-        if tags - operators:
+        tags, operator_tags = set(stored_tags(job)), {spec.tag for spec in info.global_captures}
+        if tags - operator_tags:
             await anyio.to_thread.run_sync(self._usage.take, [1])
-        if tags & operators:
+        if tags & operator_tags:
             try:
                 await anyio.to_thread.run_sync(
                     self._usage.take,

@@ -1,8 +1,8 @@
 """Installed ops: functions of other packages that rewrite rows at a site, on CPUs.
 
-A pool entry holds the code of its op, a number by which the site finds the function. If an op
-fails, its rows become NaN, and fail only their own request, as all non-finite rows do. See
-`docs/extending.md`.
+Each op has a code, a number that the entries of the steering table hold and by which a site finds
+the function. If an op fails, its rows become NaN, and fail only their own request, as all
+non-finite rows do. See `docs/extending.md`.
 """
 
 import logging
@@ -28,8 +28,8 @@ def edited(
     strength: float,
     numbers: tuple[float, float],
 ) -> torch.Tensor:
-    """Return `s + strength · (op(s) − s)` for each row s of float32 `[n, hidden_size]`; with
-    strength 1 the op's own bits, and NaN for rows on which the op fails.
+    """Return `s + strength · (op(s) − s)` for each row s of float32 `[n, hidden_size]`. With
+    strength 1, that is the op's result bit for bit. Rows on which the op fails become NaN.
 
     Rows with the same edit are passed to the op in one call. If that fails, each row is tried
     alone, so that only rows that cannot be edited fail.
@@ -55,9 +55,9 @@ def _called(
 ) -> torch.Tensor | None:
     """Return the op's result; None if it fails."""
     try:
-        given, along = rows.numpy(), vector.numpy()
-        given.flags.writeable = along.flags.writeable = False
-        new = np.array(OPS[code](given, along, numbers))
+        given, direction = rows.numpy(), vector.numpy()
+        given.flags.writeable = direction.flags.writeable = False
+        new = np.array(OPS[code](given, direction, numbers))
         if new.shape != given.shape or new.dtype != np.float32:
             raise TypeError(
                 f"it returned {new.dtype} of shape {new.shape}, for float32 rows of shape "

@@ -80,7 +80,7 @@ def _leave_with(worker: Worker, boot: str) -> None:
             if worker.is_over(boot):
                 log.warning("the worker's engine has ended")
                 os._exit(0)
-            if not worker.stay(boot):
+            if not worker.renew(boot):
                 log.warning("the worker's machine cannot be reached")
                 worker.leave()
                 os._exit(EXIT_UNREACHABLE)

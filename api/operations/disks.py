@@ -15,7 +15,7 @@ from ...storage.disk import probe
 from ...storage.store import ArtifactStore
 
 #: Seconds for which a result is cached.
-LOOK_S = 1.0
+CACHE_S = 1.0
 
 
 class Disks:
@@ -53,5 +53,5 @@ class Disks:
                 self._troubles = {
                     name: trouble for name, look in self._probes.items() if (trouble := look())
                 }
-                self._due = time.monotonic() + LOOK_S
+                self._due = time.monotonic() + CACHE_S
             return dict(self._troubles)

@@ -95,11 +95,11 @@ def _secure(request: JsonRequest, context: AppContext) -> bool:
 
 
 def _view(context: AppContext, visit: Visit | None) -> SessionView:
-    asks = context.gate.asks
+    needs_key = context.gate.asks
     view = SessionView(
         version=__version__,
-        auth="keys" if asks else "open",
-        signed_in=visit is not None or not asks,
+        auth="keys" if needs_key else "open",
+        signed_in=visit is not None or not needs_key,
         links={name: url for name, (url, _) in links(context.settings).items()},
     )
     if visit is not None:
@@ -114,7 +114,7 @@ def _view(context: AppContext, visit: Visit | None) -> SessionView:
         )
     return (
         view
-        if asks
+        if needs_key
         else msgspec.structs.replace(view, tenant=EVERYBODY.tenant, scopes=sorted(EVERYBODY.scopes))
     )
 

@@ -65,7 +65,7 @@ def detail_of(error: BaseException) -> str:
         return str(error)
     if trouble := disk_trouble(str(error)):
         return f"{trouble}: Redis cannot write its log"
-    return f"the job ledger is not reachable: {error}"
+    return f"the job ledger is unavailable: {error}"
 
 
 def await_writes(url: str, check: Callable[[], object] = lambda: None) -> None:

@@ -1,4 +1,5 @@
-"""Opens Redis: directly, or the master that Sentinel names, by the one setting `redis_url`.
+"""Opens Redis as the setting `redis_url` says: directly, or through Sentinel, which names the
+master.
 
     redis://USER:PASSWORD@HOST:6379/0                 rediss:// with TLS
     redis+sentinel://USER:PASSWORD@S1:26379,S2:26379,S3:26379/0?service=midstream
@@ -28,12 +29,12 @@ from ...schemas.base.settings import SENTINEL_SCHEMES, SettingsError
 SENTINEL_PORT = 26379
 #: Seconds to wait for a sentinel's answer; a sentinel that is cut off costs this much time.
 SENTINEL_S = 1.0
-#: Seconds after which a busy pool asks Sentinel again for the master: a connection to an earlier
-#: master that still answers would notice nothing.
-LOOK_S = 2.0
+#: Seconds after which a busy pool asks Sentinel again for the master: an earlier master that still
+#: answers causes no error by which the pool would notice the change.
+RECHECK_S = 2.0
 
 
-class Place(NamedTuple):
+class RedisTarget(NamedTuple):
     """A parsed `redis_url`. `sentinels` is empty where Redis is opened directly."""
 
     # of a connection to Redis, for redis-py; includes `host` and `port` only without Sentinel
@@ -52,7 +53,7 @@ class Place(NamedTuple):
         return int(self.options.get("db", 0))
 
 
-def place(url: str) -> Place:
+def target_of(url: str) -> RedisTarget:
     """Parse a `redis_url`.
 
     Raises SettingsError for a Sentinel URL without a service, or with a wrong address.
@@ -60,12 +61,13 @@ def place(url: str) -> Place:
     parts = urlsplit(url)
     if parts.scheme not in SENTINEL_SCHEMES:
         options = dict(parse_url(url))  # type: ignore[no-untyped-call]
-        return Place(options, _tls(options), [], "", {})
+        return RedisTarget(options, _tls(options), [], "", {})
     query = dict(parse_qsl(parts.query))
     service = query.pop("service", "")
     if not service:
         raise SettingsError(
-            "redis_url: a Sentinel URL names the master it asks for: …/0?service=NAME"
+            "redis_url: a Sentinel URL must name the service whose master it opens: "
+            "…/0?service=NAME"
         )
     known = {
         name: query.pop(f"sentinel_{name}")
@@ -86,7 +88,7 @@ def place(url: str) -> Place:
         tls = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **tls}
         options |= {"ssl": True, **tls}
     request = {"socket_timeout": SENTINEL_S, "socket_connect_timeout": SENTINEL_S, "retry": None}
-    return Place(
+    return RedisTarget(
         options,
         tls,
         [_address(host) for host in hosts.split(",")],
@@ -117,10 +119,10 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def client(url: str, **options: Any) -> "redis.Redis":
-    """Return a synchronous client of the Redis, or of the service's master; `options` are those of
-    a redis-py connection.
+    """Return a synchronous client of the Redis server, or, with Sentinel, of the service's master;
+    `options` are those of a redis-py connection.
     """
-    result = place(url)
+    result = target_of(url)
     if not result.sentinels:
         return redis.Redis.from_url(url, **options)
     sentinel = redis.sentinel.Sentinel(  # type: ignore[no-untyped-call]
@@ -136,7 +138,7 @@ def client(url: str, **options: Any) -> "redis.Redis":
 
 def async_client(url: str, **options: Any) -> "redis.asyncio.Redis":
     """Return a client like `client`, for asyncio."""
-    result = place(url)
+    result = target_of(url)
     if not result.sentinels:
         return redis.asyncio.Redis.from_url(url, **options)
     return redis.asyncio.Redis.from_pool(_sentinel_pool(result, **options))
@@ -146,7 +148,7 @@ def async_pool(url: str, **options: Any) -> "redis.asyncio.BlockingConnectionPoo
     """Return a pool whose callers wait for a free connection; `options` are those of redis-py's
     BlockingConnectionPool.
     """
-    result = place(url)
+    result = target_of(url)
     return (
         _sentinel_pool(result, **options)
         if result.sentinels
@@ -154,14 +156,14 @@ def async_pool(url: str, **options: Any) -> "redis.asyncio.BlockingConnectionPoo
     )
 
 
-def _sentinel_pool(place: Place, **options: Any) -> "MasterPool":
+def _sentinel_pool(target: RedisTarget, **options: Any) -> "MasterPool":
     sentinel = NewestSentinel(  # type: ignore[no-untyped-call]
-        place.sentinels, sentinel_kwargs=place.sentinel_options
+        target.sentinels, sentinel_kwargs=target.sentinel_options
     )
     options["connection_class"] = (
-        AsyncMasterSSLConnection if place.is_tls else AsyncMasterConnection
+        AsyncMasterSSLConnection if target.is_tls else AsyncMasterConnection
     )
-    return MasterPool(place.service, sentinel, **place.options | options)
+    return MasterPool(target.service, sentinel, **target.options | options)
 
 
 def newest_master(self: redis.sentinel.Sentinel, service: str) -> tuple[str, int]:
@@ -250,7 +252,7 @@ class MasterPool(
 
     redis-py asks Sentinel only when it connects. A previous master that is alive, but cut off from
     its replicas, would keep its connections for as long as that lasts; so this pool asks again
-    every `LOOK_S` while it is used.
+    every `RECHECK_S` while it is used.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -260,7 +262,7 @@ class MasterPool(
         self._look: asyncio.Task[None] | None = None
 
     async def get_connection(self, *args: Any, **options: Any) -> Any:
-        if time.monotonic() - self._looked > LOOK_S:
+        if time.monotonic() - self._looked > RECHECK_S:
             self._looked = time.monotonic()
             self._look = asyncio.create_task(self.look(), name="midstream-sentinel")
         return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
@@ -293,7 +295,7 @@ class Broker(NamedTuple):
 
 def broker(url: str) -> Broker:
     """Return URL, TLS options and transport options for Celery."""
-    result = place(url)
+    result = target_of(url)
     if not result.sentinels:
         return Broker(url, result.ssl if result.is_tls else False, {})
     user = urlsplit(url).netloc.rpartition("@")[0]

@@ -130,7 +130,7 @@ def make_app(settings: Settings) -> Celery:
 @functools.cache
 def channels_of(redis_url: str) -> str:
     """Return the prefix of the channels for events and remote control of this URL's database."""
-    return f"/{PREFIX}{redis_open.place(redis_url).database}."
+    return f"/{PREFIX}{redis_open.target_of(redis_url).database}."
 
 
 def queue(name: str) -> Queue:

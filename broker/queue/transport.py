@@ -271,5 +271,5 @@ class SentinelTransport(kombu_redis.SentinelTransport):
 
 def transport_of(redis_url: str) -> str:
     """Return the name of the transport for `redis_url`, for Celery's setting `broker_transport`."""
-    kind = "SentinelTransport" if redis_open.place(redis_url).sentinels else "Transport"
+    kind = "SentinelTransport" if redis_open.target_of(redis_url).sentinels else "Transport"
     return f"{__name__}:{kind}"

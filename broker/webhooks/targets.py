@@ -36,8 +36,8 @@ _EXTRA_V4 = {
 #: Every public IPv6 receiver is in this network, or is an IPv4 address behind NAT64.
 _GLOBAL_V6 = IPv6Network("2000::/3")
 _NAT64 = IPv6Network("64:ff9b::/96")
-#: Networks whose addresses hold IPv4 addresses: (network, how far these lie from the right end in
-#: bits, mask that hides them). A gateway or a kernel that knows the scheme sends such a packet to
+#: Networks whose addresses embed an IPv4 address: (network, bits to the right of the IPv4 address,
+#: mask with which it is XORed). A gateway or a kernel that knows the scheme sends such a packet to
 #: the IPv4 address.
 _EMBEDDING: tuple[tuple[IPv6Network, int, int], ...] = (
     (IPv6Network("::/96"), 0, 0),  # IPv4-compatible, RFC 4291

@@ -62,7 +62,7 @@ class Commands(TyperGroup):
         return [*listed, *(name for name in known if name not in listed)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, which knows its section."""
+        """Return a command, with its section set."""
         command: Any = super().get_command(ctx, cmd_name)
         if command is not None:
             command.rich_help_panel = next(
@@ -90,7 +90,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-model_app = typer.Typer(no_args_is_help=True, help="Checkpoints.")
+model_app = typer.Typer(no_args_is_help=True, help="Fetch the demo model; list the served models.")
 app.add_typer(model_app, name="model")
 
 

@@ -20,7 +20,7 @@ from .registered import Registry
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A probe's name.")]
 #: Actions of a probe on all traffic. `steer` needs a module, so it is valid only in requests.
 _WATCHES = tuple(action for action in get_args(Action) if action != "steer")
-Acts = Annotated[str, typer.Option(help=f"At a threshold: {', '.join(_WATCHES)}.")]
+Acts = Annotated[str, typer.Option(help=f"What happens at a threshold: {', '.join(_WATCHES)}.")]
 
 probe_app = Registry("a probe", "probes", Probe, attrgetter("probes")).commands(
     "Train and manage linear probes; requests name one with --probe."
@@ -54,7 +54,7 @@ def probe_train(
         str, typer.Option(help="Rows of a text: last, mean or all of its tokens.")
     ] = "last",
     aggregation: Annotated[
-        str, typer.Option(help=f"Of a request's scores: {', '.join(get_args(Aggregation))}.")
+        str, typer.Option(help=f"Aggregate of the scores: {', '.join(get_args(Aggregation))}.")
     ] = "last",
     decay: Annotated[float | None, typer.Option(help="Decay of `exponential`.")] = None,
     held_out: Annotated[
@@ -116,7 +116,7 @@ def probe_register(
         list[float] | None, typer.Option(help="Threshold of each label, or one for all labels.")
     ] = None,
     aggregation: Annotated[
-        str, typer.Option(help=f"Of a request's scores: {', '.join(get_args(Aggregation))}.")
+        str, typer.Option(help=f"Aggregate of the scores: {', '.join(get_args(Aggregation))}.")
     ] = "last",
     decay: Annotated[float | None, typer.Option(help="Decay of `exponential`.")] = None,
     description: Annotated[str, typer.Option(help="A description.")] = "",
@@ -131,7 +131,7 @@ def probe_register(
     except Exception as error:
         # numpy parses a file's header as a Python literal, which can raise many kinds of errors
         raise invalid(
-            "file", f"{file}: {error}", allowed="a .npz file with `weight`, and `bias`"
+            "file", f"{file}: {error}", allowed="a .npz file with `weight` and, optionally, `bias`"
         ) from error
     if "weight" not in tensors:
         raise invalid("file", f"{file} has no array `weight`")

@@ -17,7 +17,7 @@ from .wire import Call
 
 _HARVESTS = "/v1/harvests"
 #: Seconds between two polls while waiting for a harvest.
-LOOK_S = 1.0
+POLL_S = 1.0
 
 Progress = Callable[[HarvestView], None]
 HarvestLike = str | HarvestView
@@ -100,7 +100,7 @@ class Harvests(Calls[M]):
                 patience.check(error)
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"the harvest has not ended after {timeout} s")
-            await self._io.sleep(LOOK_S)
+            await self._io.sleep(POLL_S)
 
     @call
     async def pause(self, harvest: HarvestLike) -> HarvestView:

@@ -26,7 +26,7 @@ class PlannedPair(Record):
     clean_tokens: list[str]  # the text of each token
     corrupt_tokens: list[str]  # empty in an ablation
     columns: list[PlannedColumn]
-    answer_tokens: list[int]  # ids, as a continuation of the prompts
+    answer_tokens: list[int]  # ids of the answer, tokenized as a continuation of the prompts
     foil_tokens: list[int]
     notes: list[str]  # remarks on the alignment
 

@@ -3,8 +3,8 @@
 `WIRE` grows with every change to what API, workers, relay and callbacks exchange that a process
 with the previous number could misunderstand: a field with a new meaning, a key in Redis that every
 process must maintain. `OLDEST_WIRE` is the oldest number with which this version still works. A new
-field needs no new number if it is omitted while unused, and rejected by processes that do not know
-it.
+field needs no new number if a sender omits it while it is unused, and an older process rejects a
+message that has it.
 """
 
 import msgspec

@@ -11,7 +11,7 @@ MAX_FEED = 5000
 class FeedJob(JobView, omit_defaults=True, kw_only=True):
     """A job of the feed."""
 
-    tags: list[str] = []  # of its captures in files
+    tags: list[str] = []  # of its captures that are stored as files
     # the beginning of its first prompt (of a chat: the last message; of a sweep: both prompts)
     prompt: str = ""
     output: str = ""  # the beginning of its first output

@@ -147,7 +147,7 @@ def test_a_stop_string_that_reads_like_a_probe_is_the_users() -> None:
     from vllm.outputs import CompletionOutput, RequestOutput
 
     from midstream.workers.engine.requests import trial_request
-    from midstream.workers.engine.vllm_output import Parts
+    from midstream.workers.engine.vllm_output import OutputJoiner
     from midstream.workers.runner.probes.probe_news import STOPPED_BY
 
     def finished(stop_reason: str | None, more: dict[str, str] | None) -> tuple[object, ...]:
@@ -155,7 +155,7 @@ def test_a_stop_string_that_reads_like_a_probe_is_the_users() -> None:
             0, "text", [5], None, None, finish_reason="stop", stop_reason=stop_reason
         )
         output = RequestOutput("r", "", [1, 2], None, [part], True, kv_transfer_params=more)
-        progress = Parts(trial_request("j", 0, [1, 2], 1)).add(output)
+        progress = OutputJoiner(trial_request("j", 0, [1, 2], 1)).add(output)
         assert progress is not None
         assert progress.finished is not None
         return progress.finished.finish_reason, progress.finished.stop_reason, progress.stopped_by

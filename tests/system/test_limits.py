@@ -252,7 +252,7 @@ def test_a_tenants_own_capture_files_count_until_they_are_deleted(
             (tmp_path / "captures").mkdir()
             await limited(ledger, capture_mib=2)
             operators = make_job(capture=True, tenant="t")
-            await ledger.submit(operators, {}, operators=["t"])
+            await ledger.submit(operators, {}, operator_tags=["t"])
             mine = make_job(capture=True, tenant="t")
             await ledger.submit(mine, {})
             settle = settler(redis_url)
@@ -266,7 +266,7 @@ def test_a_tenants_own_capture_files_count_until_they_are_deleted(
             assert (
                 await refused(ledger, make_job(capture=True, tenant="t"))
             ).kind == "capture_limit"
-            await ledger.submit(make_job(capture=True, tenant="t"), {}, operators=["t"])
+            await ledger.submit(make_job(capture=True, tenant="t"), {}, operator_tags=["t"])
             await ledger.submit(make_job(tenant="t"), {})
             await Captures(ledger).delete(mine.id)
             assert (await ledger.tenants.usage("t")).capture_bytes == 0

@@ -1,4 +1,4 @@
-"""Identity of a worker, whose name is chosen here unless it is set, and of its current start."""
+"""Identity of a worker: its id, derived here if no setting gives one, and the id of its start."""
 
 import fcntl
 import os

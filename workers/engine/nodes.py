@@ -59,7 +59,8 @@ def publish(settings: Settings, plane: PlaneConfig) -> None:
     with _connect(settings) as client:
         client.set(_key(settings.worker_id), to_json(plane))
     log.warning(
-        "waiting for %d more machines: python -m midstream.workers.follower", settings.nodes - 1
+        "waiting for %d more machines: run `python -m midstream.workers.follower` on each",
+        settings.nodes - 1,
     )
 
 
@@ -70,9 +71,8 @@ def check_identity(plane: PlaneConfig, identity: str) -> None:
     if plane.identity != identity:
         raise MidstreamError(
             "model_changed",
-            f"the model here has the identity {identity[:SHOWN_IDENTITY]}, and that of "
-            f"worker {plane.worker!r} has "
-            f"{plane.identity[:SHOWN_IDENTITY]}",
+            f"the model on this machine has the identity {identity[:SHOWN_IDENTITY]}, but the "
+            f"model of worker {plane.worker!r} has {plane.identity[:SHOWN_IDENTITY]}",
             field="model",
             allowed="the worker's checkpoint, dtype and engine options on every machine",
         )
@@ -87,7 +87,8 @@ class Worker:
         # distinguishes this process from an earlier follower of the machine, whose ranks are gone
         self._self = secrets.token_hex(4)
         self._next = float("-inf")  # when the sign of life is due (monotonic)
-        # when the worker's machine was last reached (monotonic); it listens once its ranks meet
+        # when the worker's machine was last reached (monotonic); its port opens when the engine's
+        # ranks connect to each other
         self._reached = float("-inf")
         # when the worker was last seen alive (monotonic); -inf until its engine is ready
         self._alive = float("-inf")
@@ -146,7 +147,7 @@ class Worker:
             self._alive = now
         return 0 < self._alive < now - LEASES_GONE * self._settings.lease_s
 
-    def stay(self, boot: str) -> bool:
+    def renew(self, boot: str) -> bool:
         """Renew this machine's sign of life, four times per lease.
 
         Returns False if the worker's machine was unreachable for `lease_s`. Raises

@@ -74,7 +74,7 @@ from .protocol import EngineRequest, Progress
 from .ranks.control import RankControl, rank_steering, row_demand
 from .ranks.rank_spec import rank_spec
 from .ranks.request_ends import Ends
-from .vllm_output import Parts, refusal, sampling_params
+from .vllm_output import OutputJoiner, refusal, sampling_params
 
 logger = logging.getLogger(__name__)
 
@@ -371,7 +371,7 @@ class VllmEngine(RankControl):
                 self._step_rows.admitted(self._unsplit_rows(ask)),
                 self._captures.admitted(self._captured_bytes(ask)),
             ):
-                parts = Parts(ask, reader, self._prompted(ask))
+                joiner = OutputJoiner(ask, reader, self._prompted(ask))
                 submitted = True
                 # Close the generator before the rows are released and the ranks are notified, so
                 # that vLLM's abort precedes both.
@@ -379,7 +379,7 @@ class VllmEngine(RankControl):
                     self._llm.generate(prompt, params, request_id, lora_request=lora)
                 ) as outputs:
                     async for output in outputs:
-                        progress = parts.add(output)
+                        progress = joiner.add(output)
                         if progress is not None and progress.finished is not None:
                             over = True
                             if spec is not None and spec.told_when_over:

@@ -65,7 +65,7 @@ def _merged(
 RequestOutput.add = _merged
 
 
-class Parts:
+class OutputJoiner:
     """Joins vLLM's deltas of one prompt into the whole output."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One attempt at one job on this worker: its lease, its progress, and how it is being stopped."""
+"""One attempt at one job on this worker: its lease, its progress, and why it is being stopped."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -24,7 +24,7 @@ class AttemptOutcome(StrEnum):
     LOST = "lost"  # the lease went to another attempt
     RELEASED = "released"  # the engine died, or Redis lost its events; another attempt follows
     # the artifact store is unavailable; another attempt follows when it is back
-    STORE_UNAVAILABLE = "store away"
+    STORE_UNAVAILABLE = "store unavailable"
     # too many jobs wait for checks of their formats; another attempt follows
     BUSY = "busy"
     # the ranks disagree; another attempt follows, or the job has failed because of it
@@ -50,7 +50,7 @@ class Attempt:
     """One attempt at one job, on this worker, now."""
 
     job: Job
-    number: int  # of the job's attempts
+    number: int  # which of the job's attempts this is, from 1
     task: "asyncio.Task[object]"
     lease: SteeringLease  # on the global steering that it runs under
     progress: AttemptProgress
@@ -74,7 +74,7 @@ class Attempt:
             self.task.cancel()
 
     async def emit(self, ledger: Ledger, event: Event) -> None:
-        """Write events one after the other. Each has a number, so that retries write it only once.
+        """Write an event, after those before it. Its number makes sure that retries write it once.
 
         Raises EventsLost.
         """

@@ -143,8 +143,8 @@ def shards_of(harvest: StoredHarvest, sequences: Sequence[CutSequence]) -> list[
     """Returns the sequences of each shard, in order: as many as fit `shards.mib` of rows, at least
     one.
 
-    Rows count in the model's dtype, and generated rows by `max_tokens`, so shards of a scaled dtype
-    are smaller.
+    A row counts with its size in the model's dtype, and a request as if it generated `max_tokens`,
+    so shards are smaller on disk if their dtype is int8 or float8.
     """
     limit = harvest.shards.mib << 20
     generated = harvest.generate.max_tokens if harvest.generate is not None else 0

@@ -62,7 +62,7 @@ NONE = Named()
 
 
 class FeatureFiles:
-    """Reads features of registered autoencoders, and caches the latest by content.
+    """Reads features of registered autoencoders, and caches those loaded last, by digest.
 
     Call it off the event loop, one call at a time.
     """
@@ -206,8 +206,8 @@ def plain_spec(spec: SteeringSpec, named: Named) -> SteeringSpec:
 def resolve_feature(
     spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], named: Named
 ) -> tuple[SteeringTemplate, list[Any]]:
-    """Return the entry of a spec that reads the row, and its positions in each prompt; add its
-    tensors to `blobs`. Raises a 400 naming the field.
+    """Return the entry for a spec whose edit depends on the row, and the positions in each prompt;
+    add the entry's tensors to `blobs`. Raises a 400 naming the field.
     """
     assert spec.sae is not None
     sae, filled = (

@@ -70,8 +70,9 @@ def _field(at: str) -> Iterator[None]:
 
 
 def _destinations(spec: PatchSpec, bounds: Bounds) -> list[PositionSelector]:
-    """Return one selector per prompt: a list if the positions are known, since rows with disjoint
-    lists share a slot; else a name or a window.
+    """Return one selector per prompt: a list if the positions are known, else a name or a window.
+
+    Lists are preferred because rows of the steering table with disjoint lists can share a slot.
     """
     destinations: list[PositionSelector] = []
     for index, (selector, prompt) in enumerate(
@@ -200,7 +201,7 @@ def _of_module(
     module = model_state.modules.get(name or "")
     if module is None:
         raise unknown_module(at, name, bounds.model.name, model_state)
-    if why := _is_no_vector(module):
+    if why := _why_not_one_vector(module):
         raise invalid(
             at,
             f"module {name!r} is not a single vector: it {why}",
@@ -223,7 +224,7 @@ def _of_module(
 _OPS_OF_ONE_VECTOR = sorted(family.op for family in FAMILIES if family.is_one_vector)
 
 
-def _is_no_vector(module: Module) -> str:
+def _why_not_one_vector(module: Module) -> str:
     if len(module.entries) != 1:
         return f"has {len(module.entries)} entries"
     (entry,) = module.entries

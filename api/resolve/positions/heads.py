@@ -73,11 +73,12 @@ def within_one_rank(spec: SteeringSpec, family: Intervention, model: ModelInfo) 
         for place in np.flatnonzero(np.atleast_2d(tensor).any(axis=0))
     }
     if len(ranks) > 1:
-        parts = f"{width // shape.width} heads" if BANK[hook] in OF_HEADS else f"{width} columns"
+        held, unit = (width // shape.width, "head") if BANK[hook] in OF_HEADS else (width, "column")
         raise ValueError(
-            f"spans {len(ranks)} tensor-parallel ranks, but op {family.op!r} sums over the "
-            f"columns of one rank: its tensors must lie within {parts}, beginning at a "
-            "multiple of that (`heads` narrows them to one head)"
+            f"spans {len(ranks)} tensor-parallel ranks, but op {family.op!r} sums over columns, "
+            "which must all be on one rank: its tensors may be non-zero only in one group of "
+            f"{held} {unit}{'' if held == 1 else 's'}, from a multiple of {held} on (`heads` "
+            "restricts an entry to some heads)"
         )
 
 
@@ -109,7 +110,7 @@ def widened(spec: SteeringSpec, heads: Sequence[int], model: ModelInfo) -> Steer
 
 
 def whole_vector(vector: Tensor, heads: Sequence[int], hook: Hook, model: ModelInfo) -> Tensor:
-    """Widen a vector, `[width]` of one head or of the whole row, to the row: 0 outside `heads`."""
+    """Return the vector as wide as a row, 0 outside `heads`; it is given for a head or a row."""
     return _whole(vector, heads, model.inside[hook])
 
 

@@ -30,8 +30,8 @@ class TextMap:
         """Return the positions of the tokens that overlap the span, which must have a text.
 
         Occurrences do not overlap, as in `str.count`. Each text is searched for once, however many
-        spans name it. Raises SelectorError if the text does not occur, not often enough, or no
-        token covers it.
+        spans name it. Raises SelectorError if the text does not occur often enough, or if no token
+        covers it.
         """
         assert span.text is not None
         if span.text not in self._starts:

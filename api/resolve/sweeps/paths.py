@@ -26,7 +26,7 @@ def resolve_path(
         if (hook := BRANCH_HOOK[branch]) not in model.hooks:
             raise invalid(
                 "path.frozen",
-                f"the model does not serve {hook}, where {branch} is held",
+                f"the model does not serve {hook}, the hook at which {branch} is frozen",
                 allowed=_served(model),
             )
     if path.sender is not None:
@@ -37,7 +37,7 @@ def resolve_path(
             for layer in layers
             if all(reaches((sender.layer, sender.hook), (layer, hook)) for hook in hooks)
         ]
-        words = "a receiver is computed before the sender, or with it"
+        words = "the other end must come after path.sender in the forward pass"
     else:
         ends = path.receivers if isinstance(path.receivers, list) else []
         stored = StoredPath(
@@ -49,17 +49,17 @@ def resolve_path(
         result = [
             layer for layer in layers if all(_reaches_one(layer, hook, stored) for hook in hooks)
         ]
-        words = "no receiver is computed after the sender"
+        words = "a receiver must come after them in the forward pass"
     if not result:
         raise invalid(
             "path",
-            (f"there is no path from or to the sweep's layers ({as_ranges(layers, 8)}): {words}"),
+            f"none of the sweep's layers ({as_ranges(layers, 8)}) is on the path: {words}",
         )
     if request.layers != "all" and len(result) < len(layers):
         lost = as_ranges(set(layers) - set(result), 8)
         raise invalid(
             "layers",
-            f"{lost} are not on the path: {words}",
+            f"the sweep has layers that are not on the path ({lost}): {words}",
             allowed=f"all, or some of {as_ranges(result, 8)}",
         )
     return stored, result

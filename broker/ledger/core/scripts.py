@@ -46,13 +46,13 @@ SHELVED_S = 10.0
 #: Kinds of job whose workers read the receipts from the ticket: these receipts neither count
 #: towards the job nor fail it.
 READS_RECEIPTS = ("sweep", "harvest")
-#: Limit on a sweep's events other than cells: every attempt has a few.
+#: Limit on a sweep's events that are not cells. Each attempt adds a few, so it is rarely reached.
 SWEEP_EVENTS = 1000
 #: Retention of the mark of a receipt stream; by then its worker is long gone. (A worker that
 #: returns anyway reports its earlier receipts as lost, which no longer matters, and continues.)
 MARK_TTL_S = 30 * 24 * 3600
-#: Blobs are kept for this many result TTLs: they must outlive the jobs that name them, and are
-#: stored before them. A repeated submit extends their TTL.
+#: Blobs are kept for this many result TTLs: a blob is stored before the jobs that name it, and must
+#: outlive them. A repeated submit extends its TTL.
 BLOB_TTL_FACTOR = 3
 
 NAMES = (
@@ -107,7 +107,7 @@ STAMP: dict[State, str] = {
     **dict.fromkeys(TERMINAL, "finished"),
 }
 
-#: Number of the unit, its packed record, and its event as JSON; without an event it is not a cell.
+#: Number of the unit, its packed record, and its event as JSON; empty: the unit is not a cell.
 KeptUnit = tuple[int, bytes, bytes]
 
 
@@ -267,13 +267,14 @@ def submit(
     blobs: Mapping[str, bytes],
     pinned: Iterable[str],
     idempotency: tuple[str, str] | None,
-    operators: Collection[str] = (),
+    operator_tags: Collection[str] = (),
     request: bytes = b"",
 ) -> list[bytes | Parts]:
-    """Return ARGV of `submit` but for its last item: memory usage of Redis, in percent.
+    """Return ARGV of `submit` except its last item: memory usage of Redis, in percent.
 
-    `spec`: the job as `record` returns it. `pinned`: blobs copied from pinned tensors. `operators`:
-    tags that its user did not request. `request`: its body as JSON; empty: it is not kept.
+    `spec`: the job as `record` returns it. `pinned`: blobs copied from pinned tensors.
+    `operator_tags`: tags of captures that the job's user did not request. `request`: its body as
+    JSON; empty: it is not kept.
     """
     tags = stored_tags(job)
     key, body = idempotency or (None, None)
@@ -297,7 +298,7 @@ def submit(
         blob_ttl=BLOB_TTL_FACTOR * settings.result_ttl_s,
         tags=to_json(tags) if tags else None,
         packed_run=to_msgpack(run) if run else None,
-        files=bool(set(tags) - set(operators))
+        files=bool(set(tags) - set(operator_tags))
         or (job.harvest is not None and job.harvest.role == "run"),
         limits=limits_of(settings),
         blobs=_tensors({**dict.fromkeys(pinned, b""), **blobs}),
@@ -324,7 +325,10 @@ def claim(
     everyone: bool,
     unreachable: str = "",
 ) -> list[bytes]:
-    """Return ARGV of `claim`, with a unique id that identifies the call if redis-py repeats it."""
+    """Return ARGV of `claim`, with a unique id that identifies the call if redis-py repeats it.
+
+    `ledger.Ledger.claim` describes the arguments.
+    """
     return pack(
         settings,
         id=job_id,
@@ -419,12 +423,13 @@ def put_module(
     settings: Settings,
     module: Module,
     former: bytes | None,
-    other: bool,
+    differs: bool,
     blobs: Mapping[str, bytes],
 ) -> list[bytes]:
     """Return ARGV of `put_module`.
 
-    `former`: the module being replaced, as stored; `other`: whether its content differs.
+    `former`: the module being replaced, as stored. `differs`: whether the content is not that of
+    `former`; also true without one.
     """
     return pack(
         settings,
@@ -432,7 +437,7 @@ def put_module(
         name=module.name,
         module=to_msgpack(module),
         former=former,
-        other=other,
+        differs=differs,
         tenant=unscoped(module.name)[0],
         size=size_of(module),
         limits=limits_of(settings),

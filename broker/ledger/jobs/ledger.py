@@ -126,17 +126,17 @@ class Ledger(Fleet):
         blobs: Mapping[str, bytes | Tensor],
         idempotency: tuple[str, str] | None = None,
         pinned: Iterable[str] = (),
-        operators: Collection[str] = (),
+        operator_tags: Collection[str] = (),
         request: bytes = b"",
     ) -> tuple[str, bool]:
         """Accept `job` and its vectors (content hash -> tensor) in one commit; returns its id and
         whether it is new.
 
         `pinned`: content hashes of tensors of named modules, which are copied for the job.
-        `operators`: tags of captures that its user did not request. `request`: its body as JSON,
-        kept for readers. `idempotency`: (the client's key, SHA-256 of the body); the same key and
-        body again return the first job's id and False. The job's message is sent when its turn
-        comes, usually immediately. The returned result survives a kill of Redis (`written`).
+        `operator_tags`: tags of captures that the job's user did not request. `request`: its body
+        as JSON, kept for readers. `idempotency`: (the client's key, SHA-256 of the body); the same
+        key and body again return the first job's id and False. The job's message is sent when its
+        turn comes, usually immediately. The returned result survives a kill of Redis (`written`).
 
         Raises MidstreamError: `idempotency_mismatch` for the same key with another body; `conflict`
         if a pinned tensor is gone; rate_limited, too_many_jobs, too_many_cells, capture_limit if
@@ -154,7 +154,7 @@ class Ledger(Fleet):
             raw,
             pinned,
             idempotency,
-            operators,
+            operator_tags,
             request,
         )
         size = len(packed)

@@ -16,7 +16,7 @@ PLAIN = "redis+sentinel://worker:secret@s1:1,s2,[::1]:3/2?service=ms"
 
 
 def test_a_direct_url_is_opened_as_it_stands() -> None:
-    found = redis_open.place("rediss://u:p@host:1/2?ssl_ca_certs=/ca")
+    found = redis_open.target_of("rediss://u:p@host:1/2?ssl_ca_certs=/ca")
     assert (found.sentinels, found.database, found.options["connection_class"]) == (
         [],
         2,
@@ -33,7 +33,7 @@ def test_a_direct_url_is_opened_as_it_stands() -> None:
 
 
 def test_sentinels_are_asked_without_the_users_password_of_redis() -> None:
-    found = redis_open.place(PLAIN)
+    found = redis_open.target_of(PLAIN)
     assert found.sentinels == [("s1", 1), ("s2", 26379), ("::1", 3)]
     assert (
         found.service,
@@ -55,7 +55,7 @@ def test_with_tls_redis_and_sentinels_are_verified(tmp_path: Path) -> None:
         redis_password="a b",
         redis_sentinel_password="c&d",
     )
-    found = redis_open.place(settings.redis_url)
+    found = redis_open.target_of(settings.redis_url)
     verified = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": str(ca)}
     assert (
         found.options.items()
@@ -91,7 +91,7 @@ def test_celery_asks_every_sentinel() -> None:
 )
 def test_a_sentinel_url_that_cannot_work_is_refused(url: str, says: str) -> None:
     with pytest.raises(SettingsError, match=says):
-        redis_open.place(url)
+        redis_open.target_of(url)
 
 
 def test_a_failover_that_could_lose_jobs_is_refused() -> None:

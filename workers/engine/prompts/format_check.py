@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 #: member of a schema becomes one or a few rules; so does a repeated group of a regular expression,
 #: where the work grows with the square of the rules or faster.
 RULES = {"json": 2000, "structural_tag": 2000, "regex": 128, "choice": 128, "grammar": 128}
-#: Tokens that are tried with a constraint: drawn at random, and the longest one repeatedly.
+#: How many tokens are tried with a constraint: drawn at random, and repeats of the longest one.
 WALKED, REPEATED = 64, 512
 #: The process's RLIMIT_DATA in bytes; its imports take half a GiB.
 MEMORY = 4 << 30
@@ -254,8 +254,8 @@ def refusal(request: dict[str, Any], compiler: Any) -> str:
 
 
 def _walk(compiled: Any) -> None:
-    """Match tokens as the engine will: a constraint that compiles quickly may never end there, such
-    as nested repetitions.
+    """Match tokens as the engine will: a constraint that compiles quickly, such as nested
+    repetitions, may take forever to match.
 
     The first pass draws tokens at random, from a fixed seed; the second repeats the longest token,
     which finds constraints that get slower with each token.

@@ -1,7 +1,7 @@
-"""Tool calls in generated text, which vLLM's own parsers find in whole texts or during generation.
+"""Tool calls in generated text: vLLM's own parsers find them, in whole texts or during generation.
 
-vLLM's parsers take a request of vLLM's server, which is made here from what the job keeps. Their
-changes to that request (text constrained to calls, special tokens kept) are copied into the
+These parsers take the request type of vLLM's server, which is rebuilt here from what the job keeps.
+Their changes to that request (text constrained to calls, special tokens kept) are copied into the
 sampling parameters.
 """
 

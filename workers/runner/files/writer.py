@@ -33,7 +33,7 @@ GROUP_BYTES = 64 << 20
 #: Consumers whose failure fails the capture, because its rows are lost. Failures of other consumers
 #: only make it partial.
 ESSENTIAL = frozenset({"filesystem", "memory", HARVEST, READER})
-#: Positions that a message names at most, and characters at which it is cut.
+#: The most positions that a message names, and the most characters that it has.
 _POSITIONS, _MESSAGE = 16, 1000
 #: Digits of the boot's id in segment names, enough that two starts of a worker share no segment.
 BOOT_DIGITS = 12
@@ -120,7 +120,7 @@ class Writer:
         readings: Consumer | None = None,
     ) -> None:
         """`memory_limit`: bytes that the consumer `memory` may put into a receipt. `begin`: called
-        first in each thread. `readings`: the consumer of captures that are read, if any.
+        first in each thread. `readings`: the consumer that computes readings of rows, if any.
         """
         self._begin = begin
         self._outbox = outbox

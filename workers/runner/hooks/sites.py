@@ -2,9 +2,9 @@
 adapter names.
 
 Sites are installed after loading and before compilation or graph capture; model files stay
-unchanged. Neighbouring sites, whose tensors are the same, share one launch. In a traced forward
-every launch is one opaque op whose tensors are buffers of its module, so the same graph serves idle
-and busy steps. A forward that runs as Python skips a launch that is not busy.
+unchanged. Neighbouring sites on the same tensors share one launch. In a traced forward every launch
+is one opaque op whose tensors are buffers of its module, so the same graph serves idle and busy
+steps. A forward that runs as Python skips a launch that is not busy.
 """
 
 import inspect
@@ -94,9 +94,11 @@ def install(
     """Wrap the modules that the adapter names for `hooks`, in the layers that this rank holds.
 
     Returns the sites in (layer, hook) order, and the buffers; site `i` has `plan[i]` and
-    `site_rows[i]`. `always`: the forward is traced, or a graph is captured from it, so that every
-    op must be in it, and no forward begins above the first layer. Raises
-    UnsupportedArchitectureError when a hook does not exist or the model does not match the adapter.
+    `site_rows[i]`. `always`: the forward is traced, or captured as a graph; every op must then be
+    in it, and every forward begins at the first layer.
+
+    Raises UnsupportedArchitectureError when a hook does not exist or the model does not match the
+    adapter.
     """
     ordered = [hook for hook in adapter.hooks if hook in hooks]
     for hook in hooks:
@@ -134,7 +136,7 @@ def warm_up(sites: Sequence[Site], buffers: Buffers) -> None:
     On a GPU this compiles the kernels, each of which is the same for every number of rows and of
     sites. Without graphs the first busy step would compile them.
     """
-    # launches that begin with a branch and end with a pair are a kind of their own
+    # a launch that begins with a single tensor and ends with a pair is a kind of its own
     kinds = {
         (launched[0].kind, launched[-1].kind): (first, launched)
         for first, launched in _launches(sites)
@@ -160,7 +162,7 @@ def _launches(sites: Sequence[Site]) -> Iterator[tuple[int, Sequence[Site]]]:
 
 
 def _branches(sites: Sequence[Site]) -> int:
-    """Return how many sites of a launch that ends with a pair are on `hidden` alone."""
+    """Return how many sites of a launch are on one tensor, `hidden`; the rest are on a pair."""
     return sum(site.kind == "single" for site in sites)
 
 
@@ -211,7 +213,7 @@ def held_layers(model: nn.Module, adapter: Adapter) -> list[tuple[int, nn.Module
 def decoder(model: nn.Module, adapter: Adapter) -> nn.Module:
     """Return the module whose forward runs the decoder layers.
 
-    Some language models are this module themselves, with their head in the model above.
+    Some language models are this module themselves; the output head is in the model around them.
     """
     below, (path, _, layers) = language_model(model), adapter.layers.rpartition(".")
     holder: nn.Module = below if hasattr(below, layers) else _submodule(below, path, adapter)

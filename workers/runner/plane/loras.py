@@ -106,8 +106,8 @@ class Loras:
         tracked: Mapping[str, Tracked],
         actions: ActionLedger,
     ) -> None:
-        """Compare the adapter of every row of the last step with its request's, and fold it into
-        the ledger once for each request.
+        """Check that every row of the last step was computed with its request's adapter, and fold
+        the adapter into the ledger once for each request.
 
         Raises RuntimeError if they differ, which ends the engine: no row and no cached block of
         this rank can be trusted then.

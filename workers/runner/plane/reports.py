@@ -46,8 +46,10 @@ class Reports:
         }
 
     def over(self, step: int, tracked: Tracked, token_ids: list[int], rows: int) -> None:
-        """Report a request that ended with `token_ids`, including the prompt, after its captures of
-        the first `rows` tokens are written.
+        """Report a request that has ended, once its captured rows are written.
+
+        `token_ids`: all its tokens, including those of the prompt. `rows`: how many of them,
+        from the first on, have rows.
         """
         if tracked.reported:
             return

@@ -105,7 +105,7 @@ class V1Adapter(_Adapter):
         return output
 
     def two_families(self) -> None:
-        """Give the dispatcher two graph families, before it has keys."""
+        """Give vLLM's dispatcher two graph families; call this before its keys are made."""
         dispatch_by_family(self.cudagraph_dispatcher)  # type: ignore[attr-defined]
 
     def _warmup_and_capture(self, desc: Any, *args: Any, **kwargs: Any) -> None:
@@ -130,9 +130,10 @@ class V1Adapter(_Adapter):
         return prepared
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample without the generators of requests whose sample, within a prompt, is discarded.
+        """Sample without the random generators of requests whose sample is discarded, because
+        their prompt continues in the next step.
 
-        vLLM would reset these generators afterwards, which it cannot do on a CPU.
+        vLLM would rewind these generators afterwards, which it cannot do on a CPU.
         """
         batch = self.input_batch  # type: ignore[attr-defined]
         generators = batch.generators
@@ -149,7 +150,9 @@ class V1Adapter(_Adapter):
         return getattr(getattr(self, "drafter", None), "model", None)
 
     def make_pipeline_buffers(self) -> None:
-        """Make a later stage's input buffers, since eager CPU runs skip the dummy run for this."""
+        """Make the input buffers of a later pipeline stage: vLLM makes them in a dummy run, which
+        eager engines on a CPU skip.
+        """
         if self.intermediate_tensors is None:  # type: ignore[has-type]
             model = self.model  # type: ignore[attr-defined]
             self.intermediate_tensors = model.make_empty_intermediate_tensors(
@@ -184,8 +187,8 @@ class V2Adapter(_Adapter):
         """Do nothing: the graphs' manager does not exist yet, see `initialize_kv_cache`."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Give the graphs' manager, which this call makes, two families. vLLM makes one manager for
-        profiling and one to keep.
+        """Call vLLM's method, and give the graph manager that it makes two families. vLLM makes one
+        manager for profiling and one to keep.
         """
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         if self.cudagraph_manager is not None:  # type: ignore[attr-defined]

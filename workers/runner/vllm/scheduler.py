@@ -57,26 +57,26 @@ def _spec(request: Any) -> RankSpec | None:
 
 
 def _patches(spec: RankSpec) -> bool:
-    """Return whether the request's steering uses rows of source runs, which ranks do not lay out
-    ahead; sweeps have thousands of them.
+    """Return whether the request's steering uses rows of source runs. Ranks do not lay out such
+    requests ahead: a sweep has thousands of them.
     """
     return any(is_row(name) for entry in spec.steering for name in entry.tensors)
 
 
 def finishes(scheduler_output: Any) -> dict[str, Finish]:
-    """Return the ends of requests with a spec that this step reports to the ranks."""
+    """Return how requests with a spec finished in the engine, as this step reports it to ranks."""
     return getattr(scheduler_output, _FINISHES, {})
 
 
 def ends(scheduler_output: Any) -> list[tuple[str, int]]:
-    """Return the ends that the worker reported since the last step, see `DataPlane.end`:
-    (`RankSpec.key`, number of tokens).
+    """Return where the worker has ended requests since the last step: (`RankSpec.key`, number of
+    tokens), see `DataPlane.end`.
     """
     return getattr(scheduler_output, _ENDS, [])
 
 
 def keeping(scheduler_output: Any) -> Keeping | None:
-    """Return the orders to the ranks about stored rows in this step."""
+    """Return which stored rows the ranks serve, keep and drop in this step."""
     return getattr(scheduler_output, _KEEPING, None)
 
 
@@ -104,7 +104,7 @@ class _Midstream:
         _accept_ends()
         # live requests that capture prompt rows
         self._midstream_capturing: dict[str, RequestCaptures] = {}
-        self._midstream_bases: dict[str, RepeatedPrompt] = {}  # live requests with a base
+        self._midstream_bases: dict[str, RepeatedPrompt] = {}  # live requests that repeat a prompt
         self._midstream_chunks: dict[str, int] = {}  # live requests → prompt tokens per step
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         config, model = plane_config(), self.vllm_config.model_config  # type: ignore[attr-defined]
@@ -280,7 +280,7 @@ class _Midstream:
                 request, kept, *args, **kwargs
             )
         if probe and not stopped:
-            # With a stop token's status vLLM would omit the last token from the text.
+            # With the status of a stop token, vLLM would omit the last token from the text.
             request.status, stopped = RequestStatus.FINISHED_LENGTH_CAPPED, True
             self._midstream_probes.end(request.request_id, probe)
         return kept, stopped
@@ -332,10 +332,10 @@ class _Midstream:
         """Return `get_computed_blocks` with limits on the blocks that a request may reuse.
 
         A request that captures reuses cached blocks only as far as their captured rows are kept. A
-        cell whose base's blocks are kept gets these, up to the first position that it edits. A
-        request whose forward may begin at a higher layer reuses only blocks before that position,
-        which others computed: blocks that it filled itself, before it was preempted, may lack the
-        lower layers.
+        sweep cell reuses the kept blocks of its base, the sweep's unpatched prompt, up to the first
+        position that the cell edits. A request whose forward may begin above the first layer reuses
+        only blocks before the first position that it edits, which other requests computed. Blocks
+        that it filled itself, before it was preempted, may lack the lower layers.
         """
 
         def get_computed_blocks(request: Any) -> Any:
@@ -383,7 +383,7 @@ class MidstreamAsyncScheduler(_Midstream, AsyncScheduler):
 
 
 def _accept_ends() -> None:
-    """Add `EngineCore.midstream_end`, which the worker calls. It does not call the ranks."""
+    """Add `EngineCore.midstream_end`, which the worker calls and which makes no call to ranks."""
     # imported where a scheduler is created: ranks import this module too, and do not need it
     from vllm.v1.engine.core import EngineCore
 
@@ -394,9 +394,10 @@ def _accept_ends() -> None:
 
 
 def _rehash(request: Any, *, always: bool = False) -> None:
-    """Hash the blocks of a steered request, which holds none now, for the current epoch.
+    """Recompute the block hashes of a steered request for the current epoch; the request must hold
+    no blocks of the KV cache.
 
-    `always`: also of a request that is not steered.
+    `always`: recompute them for any request, even one that holds blocks.
     """
     spec = _spec(request)
     if (always or (spec is not None and spec.digest)) and request.block_hashes:

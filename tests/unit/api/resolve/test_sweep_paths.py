@@ -246,7 +246,7 @@ def test_heads_of_both_ends_are_their_dimensions_of_the_rows() -> None:
         ({"path": TO_LOGITS | {"frozen": []}}, "path.frozen", "length >= 1"),
         ({"path": TO_LOGITS, "alpha": 0.5}, "alpha", "not valid with path"),
         ({"path": TO_LOGITS, "mask": "0"}, "mask", "not valid with path"),
-        ({"path": {"sender": {"layer": 3, "hook": "mlp_out"}}}, "path", "there is no path"),
+        ({"path": {"sender": {"layer": 3, "hook": "mlp_out"}}}, "path", "is on the path"),
         (
             {
                 "path": {"sender": {"layer": 0, "hook": "mlp_out"}},

@@ -100,18 +100,18 @@ def test_a_follower_stays_while_it_reaches_the_worker(monkeypatch: pytest.Monkey
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"127.0.0.1:{server.getsockname()[1]}"
         worker = nodes.Worker(settings(node_rank=1, node_master=place))
-        assert worker.stay("boot")
+        assert worker.renew("boot")
         assert store.values[KEY].startswith(b"boot:")
     now[0] += LEASE_S / 2
-    assert worker.stay("boot"), "an interruption"
+    assert worker.renew("boot"), "an interruption"
     now[0] += LEASE_S
-    assert not worker.stay("boot")
+    assert not worker.renew("boot")
 
 
 def test_a_follower_may_wait_for_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "_connect", lambda _: Store())
     worker = nodes.Worker(settings(node_rank=1, node_master="127.0.0.1:1"))
-    assert worker.stay("boot"), "its ranks have not met yet"
+    assert worker.renew("boot"), "its ranks have not met yet"
 
 
 def test_a_follower_waits_for_a_redis_that_loads_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,8 @@ def test_a_machine_with_another_checkpoint_does_not_join() -> None:
     with pytest.raises(
         MidstreamError,
         match=(
-            "the model here has the identity bbbbbbbbbbbb, and that of worker 'w' has aaaaaaaaaaaa"
+            "the model on this machine has the identity bbbbbbbbbbbb, but the model of "
+            "worker 'w' has aaaaaaaaaaaa"
         ),
     ):
         nodes.check_identity(plane, "b" * 64)  # type: ignore[arg-type]
