@@ -150,8 +150,8 @@ class MissedEnds:
             }
 
     def _unfinished(self) -> dict[str, Any]:
-        """Return the tasks whose end must still be reported, by id; without those put back whose
-        job continued in a later task.
+        """Return the tasks whose end must still be reported, by id. A task in state RETRY needs no
+        report once a later task continues its job.
         """
         result = {
             task_id: task

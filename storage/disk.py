@@ -39,7 +39,7 @@ def probe(folder: Path) -> str:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(PROBE_BYTES))
-            file.flush()  # continues after a short write, and then fails
+            file.flush()  # retries after a partial write, so that a full disk raises
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:

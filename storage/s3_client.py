@@ -26,7 +26,7 @@ from obstore.exceptions import BaseError, PreconditionError
 
 from ..schemas.base.settings import load_settings
 from .calls import CALLS, Call
-from .store import PASSING
+from .store import TRANSIENT
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -234,7 +234,7 @@ def ask(address: Address, operation: str, action: Callable[[Any, Call], T], key:
             if error.errno in REFUSALS and not renewed and _credentials_changed():
                 renewed = True
                 continue
-            if error.errno not in PASSING or not remaining or time.monotonic() + pause > until:
+            if error.errno not in TRANSIENT or not remaining or time.monotonic() + pause > until:
                 raise
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -254,7 +254,7 @@ def counted(operation: str) -> Iterator[Call]:
 
 def _outcome(error: BaseException) -> str:
     number = error.errno if isinstance(error, OSError) else None
-    return "away" if number in PASSING else _OUTCOMES.get(number, "error")
+    return "away" if number in TRANSIENT else _OUTCOMES.get(number, "error")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ Buffer = bytes | bytearray | memoryview
 
 #: Transient errors, independent of the request: the store was not reached, did not answer, or asked
 #: for a later retry.
-PASSING = frozenset({errno.EBUSY, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET})
+TRANSIENT = frozenset({errno.EBUSY, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET})
 
 _SCHEME = re.compile(r"([a-z][a-z0-9]*)://")
 

@@ -42,7 +42,7 @@ def traceparent() -> str:
 
 
 def keep_steering(entries: Sequence[dict[str, Any]]) -> None:
-    """Add the URL's entries to the `steering` of the stored body, so that it can be sent alone."""
+    """Add the URL's entries to `steering` in the stored body: a repeat then needs only the body."""
     if (call := CURRENT.get()) is not None and call.body and entries:
         body = from_json(call.body, dict[str, Any])
         raw = to_json(body | {"steering": [*body.get("steering", []), *entries]})
@@ -50,7 +50,9 @@ def keep_steering(entries: Sequence[dict[str, Any]]) -> None:
 
 
 def awaits_log() -> bool:
-    """Return whether the answer may confirm a change that Redis has not written to its log."""
+    """Return whether the answer must wait for Redis's log: the call may have made a change that is
+    not known to be written.
+    """
     call = CURRENT.get()
     return call is not None and call.method in TRACED and not call.written
 

@@ -26,9 +26,9 @@ PASSWORD_BYTES = 24
 def close_folder(data: Path, say: Callable[[str], None]) -> int:
     """Create `data`, or remove other accounts' access to it; returns the umask for files in it.
 
-    A folder open to all accounts got its mode from a umask, so the group loses its rights as well;
-    rights of the group alone are set by an operator and stay. Raises SettingsError for a folder
-    that is meant to be writable by all, such as /tmp.
+    If every account has access, the mode comes from a umask, so the group loses its access as well.
+    If only the group has access, an operator has granted it, and it stays. Raises SettingsError for
+    a folder that is meant to be writable by all, such as /tmp.
     """
     data.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
     mode = data.stat().st_mode
@@ -76,7 +76,7 @@ def with_secrets(settings: Settings, data: Path, say: Callable[[str], None]) -> 
 
 
 def redis_password(data: Path) -> str:
-    """Return the password of the Redis that runs on `data`, created at the first call.
+    """Return the password of the Redis whose data directory is `data`, created at the first call.
 
     Raises OSError.
     """
@@ -84,8 +84,8 @@ def redis_password(data: Path) -> str:
 
 
 def with_redis_password(url: str, data: Path) -> str:
-    """Return `url`, of the Redis that runs on `data`, with its password; unchanged if this account
-    cannot read the password.
+    """Return `url`, of the Redis whose data directory is `data`, with its password; unchanged if
+    this account cannot read the password.
     """
     file = data / SECRETS / REDIS_PASSWORD
     if not url or not os.access(file, os.R_OK):

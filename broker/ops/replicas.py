@@ -77,8 +77,8 @@ def is_dispensable(replica: dict[str, Any]) -> bool:
     is healthy.
 
     True if the replica does not answer, may not be promoted, or does not follow the master. A
-    replica that has just been promoted does not follow the master either, but is not dispensable;
-    it is recognised by its offset, from its time as a replica, and its role, master.
+    replica that has just been promoted does not follow the master either, but is not dispensable:
+    it is recognised by its role, which is master, and the offset that it reached as a replica.
     """
     if replica["is_sdown"] or int(replica["slave-priority"]) == 0:
         return True

@@ -37,8 +37,8 @@ def job_of_task(task_id: str) -> tuple[str, int]:
 
 
 def templates() -> dict[str, str]:
-    """Return the Lua expressions `MESSAGE` and `SENT`; they read job, task, kind, queue, step and
-    at from a Lua table `of`.
+    """Return the Lua expressions `MESSAGE` and `SENT`; they read `job`, `task`, `kind`, `queue`,
+    `step` and `at` from a Lua table `of`.
     """
     app = Celery("midstream", set_as_current=False)
     task = app.amqp.as_task_v2(

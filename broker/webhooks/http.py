@@ -25,10 +25,11 @@ USER_AGENT = f"midstream/{__version__} (webhooks)"
 BODY_CAP = 16 * 1024
 #: Seconds that reading the body may take once the status is known.
 DRAIN_S = 1.0
-#: Seconds for which an idle connection is kept, and how many.
+#: Seconds for which an idle connection is kept, and how many are kept.
 KEEPALIVE_S, KEPT = 20.0, 64
-#: Names looked up concurrently: more than one tenant's deliveries, because its receivers' name
-#: servers may all be slow. A lookup cannot be cancelled, so it may outlast its attempt.
+#: Maximum number of concurrent name lookups. It exceeds the concurrent deliveries of one tenant,
+#: whose receivers may all have slow name servers: a lookup cannot be cancelled, and may outlast its
+#: attempt.
 RESOLVER_THREADS = 256
 
 #: (host, port) → all addresses of the name. Raises OSError.
@@ -82,7 +83,7 @@ class CheckedBackend(httpcore2.AsyncNetworkBackend):
         """
         addresses = await self._addresses(host, port)
         for address in addresses:
-            # one is enough: a name with both public and private addresses is not a valid receiver
+            # one refused address is enough: a valid receiver's name has only public addresses
             if why := refusal(address, self._allow_private):
                 # The receiver's owner reads this: it must not reveal addresses of this network.
                 raise TargetRefused(
@@ -141,7 +142,7 @@ class Poster:
     ) -> Answer:
         """Make one attempt.
 
-        Raises TargetRefused, and NoAnswer without an HTTP response within the timeout.
+        Raises TargetRefused, or NoAnswer if no HTTP response arrives within the timeout.
         """
         if fault := url_fault(url, self._allow_private):
             raise TargetRefused(fault)

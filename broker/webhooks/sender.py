@@ -89,8 +89,8 @@ class Sender:
         self._ttl_s = settings.webhook_log_ttl_s
         self._chance = chance or random.Random()
         self._under_way: dict[asyncio.Task[None], str] = {}
-        # seconds by which the outbox's clock was ahead of the monotonic one; before the first
-        # check, as if it had been set back since
+        # seconds by which the outbox's clock was ahead of the monotonic one; infinite before the
+        # first check, which therefore treats the clock as set back
         self._ahead = math.inf
 
     @classmethod

@@ -74,10 +74,10 @@ def to_hidden_states(
     """Write one safetensors file for each document, as vLLM's hidden-states connector does for a
     request; return the paths.
 
-    `hidden_states` `[tokens, layers, hidden]` in the harvest's dtype (float32 if that has scales),
-    `token_ids` int64 `[tokens]`, and `loss_mask` int64 `[tokens]`: 1 for generated tokens, or for
-    all tokens if the harvest generated none. A document's tokens are those at harvested positions.
-    Raises MidstreamError if the harvested positions leave gaps.
+    `hidden_states` `[tokens, layers, hidden]` in the harvest's dtype (float32 if the dtype has
+    scales), `token_ids` int64 `[tokens]`, and `loss_mask` int64 `[tokens]`: 1 for generated
+    tokens, or for all tokens if the harvest generated none. A document's tokens are those at
+    harvested positions. Raises MidstreamError if the harvested positions leave gaps.
     """
     harvest, target = open_harvest(uri), Path(folder)
     target.mkdir(parents=True, exist_ok=True)

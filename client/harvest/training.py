@@ -134,7 +134,7 @@ class RowDataset(IterableDataset[Any]):
 
 
 def _rows(group: Sequence[Shard], site: Site) -> torch.Tensor:
-    """Return all rows of these shards in their stored dtype, or float32 if that has scales."""
+    """Return all rows of these shards in their stored dtype, or float32 if the dtype has scales."""
     parts = []
     for shard in group:
         bits, dtype = shard.bits(*site)

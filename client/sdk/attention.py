@@ -48,7 +48,7 @@ def by_layer(patterns: Patterns, fields: Mapping[str, Any]) -> dict[int, Pattern
     if not layers or layers[0] < 0:
         raise invalid(
             "patterns",
-            f"are of layers {layers}",
+            f"names layers {layers}",
             allowed="heads of one or more layers, counted from 0",
         )
     given = fields.get("probes") or []

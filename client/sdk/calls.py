@@ -38,7 +38,7 @@ class Awaits:
 
 
 class Blocking:
-    """Base of other classes whose calls block. `_awaited`: where the same calls are coroutines."""
+    """Base of other classes whose calls block. `_awaited`: an object with these as coroutines."""
 
     _blocking = True
     _awaited: Any
@@ -126,9 +126,9 @@ class _Method:
     """Base of methods of `Calls` with a function for each client."""
 
     def __init__(self, awaiting: Any, blocking: Any):
-        vars(awaiting)["__signature__"] = request = _signature(awaiting)
-        returned = _Text(request.return_annotation.removeprefix("Async"))
-        vars(blocking)["__signature__"] = request.replace(return_annotation=returned)
+        vars(awaiting)["__signature__"] = written = _signature(awaiting)
+        returned = _Text(written.return_annotation.removeprefix("Async"))
+        vars(blocking)["__signature__"] = written.replace(return_annotation=returned)
         self._awaiting, self._blocking = awaiting, blocking
         self.__doc__ = awaiting.__doc__
 
@@ -197,7 +197,7 @@ class stream(_Method, Generic[P, T]):
 
 
 class verb(Generic[P, T]):
-    """A call of a group as a method of the client itself."""
+    """Exposes a call of a group as a method of the client itself."""
 
     def __init__(self, function: Callable[Concatenate[Any, P], T]):
         self._function: Any = function
@@ -227,9 +227,9 @@ def _signature(function: Callable[..., Any]) -> Signature:
     """Return the signature as it is written, with the keywords of `**fields` one by one: editors
     and `help` show it.
     """
-    request = signature(function)
+    original = signature(function)
     parameters: list[Parameter] = []
-    for parameter in request.parameters.values():
+    for parameter in original.parameters.values():
         written = parameter.annotation
         unpacked = _UNPACKED.fullmatch(written) if isinstance(written, str) else None
         if unpacked is None:
@@ -245,6 +245,6 @@ def _signature(function: Callable[..., Any]) -> Signature:
             )
             for name, kind in getattr(fields, unpacked[1]).__annotations__.items()
         ]
-    return request.replace(
-        parameters=parameters, return_annotation=_Text(request.return_annotation)
+    return original.replace(
+        parameters=parameters, return_annotation=_Text(original.return_annotation)
     )

@@ -461,8 +461,8 @@ def _around(cell: Effect, result: SweepResult) -> Region:
 
 
 def _zoomed_axis(result: SweepResult, columns: Sequence[str | int] | None) -> dict[str, Any]:
-    """Return the axis of a zoom on these columns: single positions; on an axis of heads, with the
-    columns' heads.
+    """Return the fields of a zoom's axis: each position separately, for the heads of these columns
+    if the sweep was over heads.
     """
     if result.axis == "neuron":
         raise invalid(

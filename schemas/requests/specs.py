@@ -92,7 +92,7 @@ class CaptureSpec(SitesSpec):
 class SteeringSpec(Record):
     """Edit the rows at `hook` of each of `layers`, at `positions`, as `op` defines.
 
-    A null field has its default, or is not valid for the op.
+    A null field takes its default. A field that the op does not use must be null.
 
     Alternatively, apply a named `module`, with `scale` (of its whole effect) and `positions`
     (instead of the module's own). Or set the `feature` of a sparse autoencoder `sae`, at its hook
@@ -183,7 +183,7 @@ class PatchSpec(Record):
 
     With alpha = 1 the result is t, bit for bit (Vig et al. 2020, arXiv:2004.12265; Meng et al.
     2022, arXiv:2202.05262). At the same site, patches are applied after the replacements of global
-    steering and before the request's own; see `docs/steering.md`.
+    steering and before the request's own replacements; see `docs/steering.md`.
     """
 
     layers: LayerSelector
@@ -197,7 +197,7 @@ class PatchSpec(Record):
     mask: DimensionSelector | None = None
 
 
-#: Lists of these in requests.
+#: The fields `steering` and `patch` of a request.
 SteeringList = Annotated[list[SteeringSpec], msgspec.Meta(max_length=MAX_ENTRIES)]
 PatchList = Annotated[list[PatchSpec], msgspec.Meta(max_length=MAX_ENTRIES)]
 
@@ -402,8 +402,8 @@ class RankSpec(Record):
     lowest_captured: int = -1  # lowest captured prompt position; -1: none
     requests: dict[str, int] = {}  # tag → how many of the job's prompts have a capture under it
     # the worker reports where the output ends, because it detects stop strings after the ranks have
-    # computed the tokens
-    told_when_over: bool = False
+    # computed the tokens; encoded under the name that it had in earlier versions
+    worker_reports_end: bool = msgspec.field(default=False, name="told_when_over")
     # applied before `steering`; included in `digest` and in everything derived from it
     global_steering: list[StoredSteering] = []
     global_version: int = 0  # of the global steering with which the request began
@@ -514,10 +514,10 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     """Group a request's steering into rows by bank, positions and gate, in the order of first
     occurrence.
 
-    Entries of one family at one site are applied in the order of the rows; within a row, `joined`
-    entries are combined in their order. To keep the request's order, an entry must not be put into
-    a row before a row that already has its family at one of its sites; if the family is not
-    `joined`, it must be put into a later row. The order of additions does not matter.
+    Entries of one family at one site are applied row by row; within a row, `joined` entries are
+    combined in their order. To keep the request's order, an entry goes into the last row that
+    already has its family at one of its sites, or into a later row; if the family is not `joined`,
+    only into a later row. An addition may go into any row, because the order does not matter.
 
     The ranks apply masked replacements after full replacements, but users see a single op.
     Therefore, a full replacement that follows a masked one at the same site becomes a masked one
@@ -558,31 +558,31 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
 
 
 def columns_of(rows: list[SteeringRow]) -> list[int]:
-    """Return the slot of each row among a token's rows in its bank: after all earlier rows that may
-    share a token with it.
+    """Return the column of each row in the table that lists, per bank and token, the token's rows:
+    after the columns of all earlier rows that may share a token with it.
 
-    Rows with disjoint lists of positions share a slot, so a request may have many such rows.
+    Rows with disjoint lists of positions share a column, so a request may have many such rows.
     """
-    columns: list[int] = []
-    slots: dict[str, tuple[list[set[int]], list[bool]]] = {}
+    result: list[int] = []
+    columns: dict[str, tuple[list[set[int]], list[bool]]] = {}
     for row in rows:
-        # for each slot of the bank: the listed positions of its rows, and whether it has a row
+        # for each column of the bank: the listed positions of its rows, and whether it has a row
         # whose positions are not a list
-        listed, open_ended = slots.setdefault(row.bank, ([], []))
+        listed, open_ended = columns.setdefault(row.bank, ([], []))
         positions = set(row.positions) if isinstance(row.positions, list) else None
         overlapping = [
-            slot
-            for slot in range(len(listed))
-            if positions is None or open_ended[slot] or positions & listed[slot]
+            column
+            for column in range(len(listed))
+            if positions is None or open_ended[column] or positions & listed[column]
         ]
-        slot = overlapping[-1] + 1 if overlapping else 0
-        if slot == len(listed):
+        column = overlapping[-1] + 1 if overlapping else 0
+        if column == len(listed):
             listed.append(set())
             open_ended.append(False)
-        listed[slot] |= positions or set()
-        open_ended[slot] = open_ended[slot] or positions is None
-        columns.append(slot)
-    return columns
+        listed[column] |= positions or set()
+        open_ended[column] = open_ended[column] or positions is None
+        result.append(column)
+    return result
 
 
 def hashable(positions: PositionSelector) -> str | tuple[int, ...] | Window:

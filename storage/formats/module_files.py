@@ -2,9 +2,9 @@
 tensors.
 
 Simple: tensors `{hook}.{layer}`, `[hidden_size]`, with Midstream's or TransformerLens's name of the
-hook; for a `lowrank` `{hook}.{layer}.rotation`, `.weight` and `.bias`. Each site is a separate
-entry. The file's `__metadata__` may hold the fields in `SHARED`, for all entries, written as in
-JSON; names may be bare: `{"op": "clamp", "low": "-1.5", "positions": "[0, -1]"}`.
+hook; a `lowrank` entry has `{hook}.{layer}.rotation`, `.weight` and `.bias` instead. Each site is a
+separate entry. The file's `__metadata__` may hold the fields in `SHARED`, for all entries, written
+as in JSON; names may be bare: `{"op": "clamp", "low": "-1.5", "positions": "[0, -1]"}`.
 
 General, which `to_bytes` writes: the metadata key `midstream` holds a JSON list of entries without
 their tensors, and tensor `{index}.{field}` belongs to entry `index`.
@@ -55,8 +55,8 @@ _FIELD_TYPES: dict[str, Any] = {
 
 
 def specs_of(raw: bytes) -> list[SteeringSpec]:
-    """Returns the entries in a file: of a general file in its order, of a simple file by hook in
-    the order of a forward pass, then by layer.
+    """Returns the entries in a file. Those of a general file keep their order; those of a simple
+    file are sorted by hook, in the order of a forward pass, and then by layer.
 
     Raises ValueError naming the wrong key and what is valid. The caller checks what depends on the
     model (its layers, its width), and which fields an op takes.

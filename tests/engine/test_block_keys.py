@@ -125,7 +125,7 @@ def test_blocks_after_a_non_finite_row_are_not_shared(scheduler: ModuleType, dig
     assert sorted(evicted) == [2, 3]
     assert mine.block_hashes[:2] == other.block_hashes[:2]
     assert not set(mine.block_hashes[2:]) & set(other.block_hashes[2:])
-    assert not quarantine.clean(mine)
+    assert not quarantine.is_clean(mine)
     evicted.clear()
     quarantine.leaving("1")
     del group.req_to_blocks["1"]

@@ -55,7 +55,10 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"is missing special tokens", "its tokenizer must have special tokens"),
     (r"supported in vLLM until", "vLLM no longer has it"),
     (r"not supported by MLA", "vLLM's CPU kernel for latent attention takes other sizes only"),
-    (r"cannot be run by itself", "no residual stream was found: the layer cannot be run by itself"),
+    (
+        r"cannot be run separately",
+        "no residual stream was found: the layer cannot be run separately",
+    ),
     (
         (
             r"AssertionError( at vllm/|$)|too many values to unpack|(did not start|KeyError "

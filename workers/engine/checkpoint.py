@@ -43,8 +43,8 @@ def check_folder(settings: Settings) -> None:
 
 
 def check_layers(model: str, config: Any, layers: int) -> None:
-    """Raises MidstreamError if the weights in the folder `model` have another number of layers than
-    the config says.
+    """Raises MidstreamError if the weights in the folder `model` have a different number of layers
+    from the config.
 
     `config`: transformers' config of the language model. `layers`: vLLM's count of its layers. vLLM
     checks other formats than safetensors, and checkpoints whose weights are numbered differently.

@@ -382,7 +382,7 @@ class VllmEngine(RankControl):
                         progress = joiner.add(output)
                         if progress is not None and progress.finished is not None:
                             over = True
-                            if spec is not None and spec.told_when_over:
+                            if spec is not None and spec.worker_reports_end:
                                 ended = self._ends.notify(
                                     spec.key, spec.prompt_tokens + len(progress.finished.token_ids)
                                 )

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 VERDICT_S = 5.0
 #: A job's message waits this long for the worker to serve; then it goes back to the queue.
 CLAIM_PATIENCE_S = 20.0
-#: The message goes back after this time already if another worker serves.
+#: If another worker serves the model, the message goes back after this time instead.
 ELSEWHERE_S = 1.0
 REDIS_PAUSE_S = 0.5
 #: Cancelled jobs that a worker remembers although it does not run them.
@@ -125,7 +125,7 @@ class Attempts:
                 self._unwanted.append(job_id)
 
     def _stop_reported(self, why: str) -> None:
-        """Stop attempts whose ranks report: while ranks disagree, their results are unreliable."""
+        """Stop attempts that expect receipts: while the ranks disagree, results are unreliable."""
         for attempt in self._running.values():
             if attempt.reported:
                 attempt.stop(AttemptOutcome.OUT_OF_STEP, why)
@@ -253,7 +253,7 @@ class Attempts:
         except MidstreamError as error:
             if isinstance(error, ClaimRefused) or error.kind == UNAVAILABLE:
                 raise
-            if error.kind == "not_found":  # removed, or in the last second that Redis lost
+            if error.kind == "not_found":  # deleted, or lost in a crash of Redis
                 logger.warning("message for %s, which is not in the ledger", job_id)
                 return None
             problem = error.problem()
@@ -300,7 +300,7 @@ class Attempts:
                     error,
                 )
                 return await self._abandon(attempt, attempt.ending)
-            if (ending := _other_attempt(error)) is not None:
+            if (ending := _ending_for_retry(error)) is not None:
                 attempt.detail = str(error)
                 if not self._engine_died.is_set():
                     # the job's other prompts still run
@@ -355,7 +355,7 @@ class Attempts:
         )
 
     async def _harvest(self, attempt: Attempt) -> list[Output]:
-        """Run a part of a harvest; the part keeps its results itself, so there are no outputs."""
+        """Run a part of a harvest; the part stores its results itself, so there are no outputs."""
 
         def refused(kept: HarvestKept) -> None:
             attempt.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
@@ -366,7 +366,7 @@ class Attempts:
         return []
 
     async def _sweep(self, attempt: Attempt) -> list[Output]:
-        """Run a sweep; it keeps its cells itself, so there are no outputs."""
+        """Run a sweep; it stores its cells itself, so there are no outputs."""
 
         def refused(kept: Kept) -> None:
             attempt.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
@@ -499,8 +499,9 @@ def _artifacts_of(job: Job) -> list[Sequence[StoredArtifact]]:
     return [artifacts for artifacts in (adapters, list(of_readings.values())) if artifacts]
 
 
-def _other_attempt(error: BaseException) -> AttemptOutcome | None:
-    """Return the ending of an attempt whose failure was not the job's fault; None if it was."""
+def _ending_for_retry(error: BaseException) -> AttemptOutcome | None:
+    """Return how an attempt ends whose failure was not the job's fault, so that another attempt
+    follows; None if it was."""
     leaves = list(_leaves(error))
     if any(isinstance(leaf, Quarantined) for leaf in leaves):
         return AttemptOutcome.OUT_OF_STEP

@@ -14,7 +14,7 @@ from ...broker.ledger.named.source_runs import SourceRuns
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.receipts import READ_LATER
 from ...schemas.requests.source_runs import RunFiles, parse_key
-from ...storage.store import PASSING, open_store
+from ...storage.store import TRANSIENT, open_store
 from ..engine.protocol import Engine, Locate
 from ..engine.ranks.collective import Quarantined
 from .attempt import StoreUnavailable
@@ -84,11 +84,11 @@ class SourceRunLeases:
         except (MidstreamError, OSError) as error:
             if isinstance(error, Quarantined):
                 raise
-            passes = READ_LATER in str(error) or (
-                isinstance(error, OSError) and error.errno in PASSING
+            transient = READ_LATER in str(error) or (
+                isinstance(error, OSError) and error.errno in TRANSIENT
             )
-            trouble = "" if passes else await asyncio.to_thread(self._store.trouble)
-            if passes or trouble:
+            trouble = "" if transient else await asyncio.to_thread(self._store.trouble)
+            if transient or trouble:
                 raise StoreUnavailable(f"{error}; {trouble}" if trouble else str(error)) from error
             raise
 

@@ -48,27 +48,26 @@ from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong
 from ..readings.probes import check_step, check_tokens
 from ..readings.readings import positions_asked, resolve_readings, with_token_ids_of
 
-#: Captures and edits are resolved for each prompt. What that costs, about, in the time that one
-#: named position takes: an entry, a span, a part of a text such as `0-3,7,-1` and the search for
-#: one text through that many characters; of layers named by a text there are several. A job may
-#: cost `RESOLVE_LIMIT` (in the order of a second); above `RESOLVE_INLINE` it is done off the event
-#: loop.
-ENTRY_COST, SPAN_COST, SEARCHED_CHARACTERS, SEVERAL, PART_COST = 8, 64, 32, 32, 8
+#: Cost of resolving, for one prompt, an entry, a span, and a part of a text such as `0-3,7,-1`. The
+#: unit is the time for one listed position.
+ENTRY_COST, SPAN_COST, PART_COST = 8, 64, 8
+#: Characters of a prompt that are searched for a span's text in one unit.
+SEARCHED_CHARACTERS = 32
+#: Number of layers assumed for a patch that gives its layers as a text.
+ASSUMED_LAYERS = 32
+#: The most that a job may cost (about a second). A job that costs more than `RESOLVE_INLINE` is
+#: resolved off the event loop.
 RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
-
-
 EMPTY_ONCE_TOKENISED = "has no tokens: a prompt needs at least one"
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """A job that can be submitted, and what it names by content hash: MessagePack `Tensor`s and
-    images; and tensors of named modules.
-    """
+    """A job that can be submitted, with the contents that it names by hash."""
 
     job: Job
-    blobs: dict[str, bytes]
-    pinned: list[str]
+    blobs: dict[str, bytes]  # content hash → MessagePack `Tensor`, or image
+    pinned: list[str]  # hashes of tensors of named modules and probes, which are already stored
 
 
 # --- Prompts and sampling -------------------------------------------------------------------------
@@ -77,7 +76,7 @@ class Admitted:
 async def tokenise(
     prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Codec
 ) -> list[StoredPrompt]:
-    """Every prompt as token ids of this model.
+    """Return every prompt as token ids of this model.
 
     Raises a 400 naming the prompt that is empty or outside the vocabulary.
     """
@@ -126,7 +125,7 @@ async def tokenise(
 
 
 def too_long(error: TooLong, field: str, model: ModelInfo) -> MidstreamError:
-    """The prompt at `field` leaves the model nothing to generate."""
+    """Return the 400 for a prompt at `field` that leaves no room to generate."""
     if error.tokens is None:
         return invalid(field, error.detail)
     return invalid(
@@ -154,7 +153,7 @@ def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
 def check_lengths(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], model: ModelInfo) -> int:
     """Return how many tokens to generate.
 
-    Raises a 400 when a prompt, or a prompt with what it generates, is longer than the model.
+    Raises a 400 if a prompt, with or without its generated tokens, exceeds the model's length.
     """
     longest = 0
     for prompt, from_body in zip(prompts, parsed.prompts, strict=True):
@@ -182,7 +181,7 @@ def check_sampling(
 ) -> None:
     """Check what the types of sampling parameters cannot express.
 
-    `max_tokens`: the field that holds it.
+    `max_tokens`: the number that the request gives; None if it gives none.
     """
     if sampling.top_k > model.vocab_size:
         raise invalid(f"{at}top_k", "is too large", allowed=f"0 to {model.vocab_size}")
@@ -214,7 +213,7 @@ def check_sampling(
 
 
 def check_choices(parsed: ParsedRequest) -> None:
-    """Raises a 400 when `n` outputs of a prompt would be the same, or are more than a job has."""
+    """Raises a 400 if all `n` choices would be the same, or are more than a job may have."""
     n, sampling, prompts = parsed.n, parsed.sampling, len(parsed.prompts)
     if n == 1:
         return
@@ -241,9 +240,9 @@ def check_choices(parsed: ParsedRequest) -> None:
 def with_choices(
     parsed: ParsedRequest, prompts: list[StoredPrompt]
 ) -> tuple[ParsedRequest, list[StoredPrompt]]:
-    """The request with each prompt as often as it has outputs.
+    """Return the request and the prompts, with each prompt `n` times.
 
-    Raises a 400 when that is too much to store.
+    Raises a 400 if that is too much to store.
     """
     if parsed.n == 1:
         return parsed, prompts
@@ -293,7 +292,7 @@ async def resolve(
     model_state: ModelState = NOTHING,
     probes: Sequence[StoredProbe] = (),
 ) -> Resolved:
-    """Captures and steering for each prompt, and the vectors that came with it by content hash.
+    """Return captures and edits for each prompt, and the request's tensors by content hash.
 
     Raises a 400 naming the field.
     """
@@ -323,9 +322,7 @@ def check_cost(
 ) -> int:
     """Return what captures and steering cost to resolve, see `RESOLVE_LIMIT`.
 
-    Raises a 400 naming the field that costs most.
-
-    `characters`: of all `prompts`.
+    `characters`: of all `prompts`. Raises a 400 naming the field that costs most.
     """
     check_number(
         [*parsed.steering, *(gated.spec for gated in gated_by(parsed.probes))], model_state, prompts
@@ -372,10 +369,10 @@ def check_cost(
 
 
 def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
-    """In addition to the cost of its positions, which are listed, and those of a run become entries
-    in each layer.
+    """Return what a patch costs in addition to its selectors: its positions are listed, and rows of
+    a run become one entry for each position and layer.
 
-    How many entries there may be is limited where they are made.
+    The cost of these entries is capped, because `resolve_patches` limits their number.
     """
     parsed = patch.positions
     named = len(parsed) if isinstance(parsed, list) else 1
@@ -388,14 +385,14 @@ def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
         if isinstance(patch.layers, list)
         else 1
         if isinstance(patch.layers, int)
-        else SEVERAL
+        else ASSUMED_LAYERS
     )
     return places + min(places * layers * ENTRY_COST, RESOLVE_INLINE + 1)
 
 
 def _wanted(parsed: ParsedRequest, model_state: ModelState) -> list[tuple[str, RequestedPositions]]:
-    """(Field, positions) of the capture, of every patch and of every edit, those of modules
-    each.
+    """Return (field, positions) of the capture and of each patch and edit; for a module, of each of
+    its entries.
     """
     requested_positions: list[tuple[str, RequestedPositions]] = [
         (f"patch[{index}].positions", spec.positions) for index, spec in enumerate(parsed.patch)
@@ -418,9 +415,8 @@ def _wanted(parsed: ParsedRequest, model_state: ModelState) -> list[tuple[str, R
 def _selectors(
     parsed: ParsedRequest,
 ) -> Iterator[tuple[str, LayerSelector | DimensionSelector | None]]:
-    """(Field, layers or dimensions) of every patch and every edit: resolved once for all prompts.
-
-    (Those of a capture are few.)
+    """Yield (field, layers or dimensions) of each patch and edit, which are resolved once for all
+    prompts. Those of a capture are left out, because they are few.
     """
     for index, spec in enumerate(parsed.steering):
         yield f"steering[{index}].layers", spec.layers
@@ -438,7 +434,7 @@ def _numbers(positions: RequestedPositions) -> int:
 
 
 def _length(span: Span) -> int:
-    """The most positions of a range; without the prompt's length not always known."""
+    """Return the length of a range; `sys.maxsize` if its ends alone do not determine it."""
     start, stop = span.start or 0, span.stop
     return stop - start if stop is not None and (start < 0) == (stop < 0) else sys.maxsize
 
@@ -454,8 +450,8 @@ def facts_of(
     codec: Codec,
     model_state: ModelState = NOTHING,
 ) -> list[PromptFacts]:
-    """Facts about each prompt for the rules; offsets of tokens in the text are computed only if a
-    span needs them.
+    """Return facts about each prompt, by which selectors are resolved; offsets of tokens in the
+    text are computed only if a span needs them.
     """
     if not _needs_text(parsed, model_state):
         return [PromptFacts(len(prompt.token_ids), images=prompt.images) for prompt in prompts]
@@ -473,7 +469,7 @@ def facts_of(
     return facts
 
 
-# --- Altogether -----------------------------------------------------------------------------------
+# --- Admission ------------------------------------------------------------------------------------
 
 
 async def admit(
@@ -486,7 +482,7 @@ async def admit(
     lora: StoredLora | None = None,
     probes: Sequence[StoredProbe] = (),
 ) -> Admitted:
-    """The wish as a job of `caller` under `job_id`, with adapter and probes.
+    """Return the parsed request as a job of `caller` with this id, adapter and probes.
 
     Raises a 400 with the path of the field at fault.
     """
@@ -544,7 +540,7 @@ def _contents(
     lora: StoredLora | None,
     probes: Sequence[StoredProbe],
 ) -> dict[str, str]:
-    """`Job.contents`."""
+    """Return the value of `Job.contents`."""
     steered = {f"sae/{sae.name}": sae.digest for sae in model_state.features.saes.values()}
     contents = steered | parsed.contents
     if lora is not None:
@@ -561,14 +557,14 @@ def _contents(
 
 
 def modules_of(parsed: ParsedRequest) -> list[str]:
-    """The modules that a request names, each once."""
+    """Return the modules that a request names, each once."""
     return modules_named(
         [*parsed.steering, *(gated.spec for gated in gated_by(parsed.probes))], parsed.patch
     )
 
 
 def handled(handling: Handling, caller: Caller) -> dict[str, Any]:
-    """The members of a job that say whose it is and how it is handled."""
+    """Return the fields of a job that say whose it is and how it is handled."""
     same = {
         name: getattr(handling, name)
         for name in Handling.__struct_fields__
@@ -585,7 +581,7 @@ def handled(handling: Handling, caller: Caller) -> dict[str, Any]:
 
 
 def unknown_model(name: str, served: Sequence[str]) -> MidstreamError:
-    """The model is not one that a worker has ever served here; says which are."""
+    """Return the error for a model that no worker has ever served; it lists those `served`."""
     if not served:
         return MidstreamError(
             "unavailable", "no model is served: no worker has started yet", field="model"

@@ -212,9 +212,8 @@ def _is_one_of(raw: bytes, values: Sequence[Any]) -> bool:
 
 
 def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sampling:
-    """The body's fields that are a job's by name; of the others `max_tokens` and `logprobs`.
-
-    Null: the default.
+    """Return the job's sampling parameters: the body's fields of the same names, with `max_tokens`
+    and `logprobs` as given here. A null field takes its default.
     """
     given = {
         name: value
@@ -228,8 +227,8 @@ def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sam
 
 
 def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[ParsedPrompt]:
-    """One prompt (text or token ids), or a list of prompts; a mixture of token ids and prompts is
-    neither.
+    """Return the body's prompts: one (text or token ids), or a list of them. Raises a 400 for a
+    mixture of token ids and prompts.
     """
     if isinstance(prompt, str):
         return [ParsedPrompt("prompt", prompt)]
@@ -326,7 +325,7 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _content(message: ChatMessage) -> str | list[dict[str, str]]:
-    """The text; parts where one of them is an image."""
+    """Return the message's text, or its parts if one of them is an image."""
     if message.content is None:
         return ""
     if isinstance(message.content, str):

@@ -49,7 +49,7 @@ async def with_tuned_lens(
 
 
 async def with_token_ids(spec: LensSpec, codec: Codec) -> LensSpec:
-    """The lens with ids in place of texts. Raises a 400 naming the text that is not one token."""
+    """Return the lens with ids in place of texts. Raises a 400 for a text that is not one token."""
     if all(isinstance(token, int) for token in spec.tokens):
         return spec
     texts = [token for token in spec.tokens if isinstance(token, str)]

@@ -35,7 +35,7 @@ def _name(spec: ReaderSpec, bounds: Bounds) -> tuple[Extension, ReaderTerms]:
 
 
 def _options(spec: ReaderSpec, bounds: Bounds) -> dict[str, OptionValue]:
-    """Every declared option; what the request leaves out has its default."""
+    """Return every declared option; one that the request omits has its default."""
     _, terms = _name(spec, bounds)
     for name, value in spec.options.items():
         if name not in terms.options:

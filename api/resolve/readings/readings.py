@@ -46,7 +46,7 @@ READINGS: dict[str, ReadingKind] = {
 
 
 def _each(parsed: "ParsedRequest") -> Iterator[tuple[str, str, Any]]:
-    """(Field, where in the body, spec) of each reading."""
+    """Yield (field, place in the body, spec) of each reading."""
     for field, spec in parsed.readings.items():
         if isinstance(spec, list):
             yield from ((field, f"{field}[{index}]", one) for index, one in enumerate(spec))
@@ -57,7 +57,7 @@ def _each(parsed: "ParsedRequest") -> Iterator[tuple[str, str, Any]]:
 async def _changed(
     parsed: "ParsedRequest", change: Callable[[ReadingKind, str, Any], Awaitable[Any]]
 ) -> "ParsedRequest":
-    """The request with `change(kind, where in the body, spec)` in place of each spec."""
+    """Return the request with `change(kind, place in the body, spec)` in place of each spec."""
     readings = dict(parsed.readings)
     for field, at, spec in _each(parsed):
         changed = await change(READINGS[field], at, spec)
@@ -100,7 +100,7 @@ async def with_token_ids_of(parsed: "ParsedRequest", codec: Codec) -> "ParsedReq
 def resolve_readings(
     parsed: "ParsedRequest", bounds: Bounds
 ) -> list[tuple[str, list[StoredCapture]]]:
-    """(Where in the body, one capture per prompt) of each reading.
+    """Return (place in the body, one capture per prompt) of each reading.
 
     Raises a 400 naming the field.
     """
@@ -122,5 +122,5 @@ def _check_served(kind: str, field: str, model: ModelInfo) -> None:
 
 
 def positions_asked(parsed: "ParsedRequest") -> list[tuple[str, RequestedPositions]]:
-    """(Field, positions) of each reading."""
+    """Return (field, positions) of each reading."""
     return [(f"{at}.positions", spec.positions) for _, at, spec in _each(parsed)]

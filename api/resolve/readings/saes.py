@@ -42,7 +42,7 @@ def resolve_sae(sae_request: SaeRequest, model: ModelInfo, root: str) -> Sae:
 
 
 async def named_sae(name: str, field: str, model: ModelInfo, ledger: Ledger) -> Sae:
-    """The SAE that a request names in `field`. Raises a 400 naming it, with those there are."""
+    """Return the SAE that a request names in `field`. Raises a 400 with the registered names."""
     sae = await Registry(ledger, SAES).known(model.name, name, field, "invalid_request")
     # The model may have been restarted since, with other settings or another checkpoint.
     if (

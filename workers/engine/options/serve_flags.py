@@ -51,7 +51,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "trust_request_mm_kwargs",
     ),
     "adapters are registered while the server runs: `--set lora_dir=FOLDER`, then "
-    "`midstream loras register`": ("lora_modules",),
+    "`midstream loras add`": ("lora_modules",),
     "the parsers are vLLM's own: `--tool-call-parser`": ("tool_parser_plugin",),
     "TLS ends at a proxy in front of the API": (
         "enable_ssl_refresh",

@@ -42,7 +42,7 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
         ),
         lowest_captured=lowest if lowest < prompt_tokens else -1,
         requests=ask.captured,
-        told_when_over=bool(ask.sampling.stop),
+        worker_reports_end=bool(ask.sampling.stop),
         global_steering=global_rows,
         global_version=global_steering.version,
         entry=ask.entry,

@@ -1,4 +1,4 @@
-"""Sparse autoencoders on the ranks that read rows for them."""
+"""Cache of the sparse autoencoders that ranks hold to compute features of rows."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class RankSaes(RankCache[StoredSae]):
     dropping = "dropping a sparse autoencoder"
 
     def __init__(self, ranks: Ranks, root: str, budget: int) -> None:
-        """`root`: the folder that autoencoders are below."""
+        """`root`: the folder that contains the autoencoders' folders."""
         super().__init__(ranks, budget)
         self._root = root
 

@@ -35,8 +35,8 @@ class KeptBlock(NamedTuple):
 
 @dataclass
 class Keeping:
-    """Orders to the ranks about stored rows, executed in the order of the fields; `keep` and `drop`
-    after the forward.
+    """Commands to the ranks about stored rows, executed in the order of the fields; `keep` and
+    `drop` after the forward.
     """
 
     # take these rows: the prefix cache skips their computation

@@ -182,7 +182,7 @@ class Certifier:
         except Exception as error:
             logger.warning("certification: %s", law, exc_info=True)
             self._skipped[law] = (
-                f"its module cannot be called by itself: {error or type(error).__name__}"
+                f"its module cannot be called separately: {error or type(error).__name__}"
             )
 
     def _sums(self, plan: Plan) -> None:
@@ -277,7 +277,7 @@ class Certifier:
         return bytes(rows.float().contiguous().numpy().tobytes())
 
     def end(self, caveats: list[str]) -> None:
-        """End the run, and drop its rows. `caveats`: those of all later manifests."""
+        """End the run, and drop its rows. `caveats`: written to every later manifest."""
         self._seen.close()
         self._plane.stamp(caveats)
 

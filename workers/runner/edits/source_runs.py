@@ -17,7 +17,7 @@ from ....schemas.jobs.receipts import READ_LATER
 from ....schemas.prompts.selectors import Hook, as_ranges
 from ....schemas.requests.source_runs import RunFile, RunFiles, RunRow, parse_row, run_key
 from ....storage.formats.capture_blobs import Header, read_header
-from ....storage.store import PASSING, ArtifactStore
+from ....storage.store import TRANSIENT, ArtifactStore
 from ..hooks.sites import Site
 
 #: safetensors' name of a dtype → torch's; rows are kept in the dtype of their capture.
@@ -86,10 +86,10 @@ class RunStore:
                     for site, part in self._read(files, file, needed).items():
                         parts.setdefault(site, []).append(part)
                 except (OSError, ValueError, MemoryError) as error:
-                    passes = isinstance(error, OSError) and error.errno in PASSING
+                    transient = isinstance(error, OSError) and error.errno in TRANSIENT
                     raise ValueError(
                         f"run {files.key}: {file.path}: "
-                        f"{f'{READ_LATER}: ' if passes else ''}{error}"
+                        f"{f'{READ_LATER}: ' if transient else ''}{error}"
                     ) from error
         if missing := needed - parts.keys():
             raise ValueError(f"run {files.key}: none of its files contains {_site(*min(missing))}")

@@ -18,7 +18,7 @@ from ....broker.artifacts.retention import Usage
 from ....schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS
 from ....schemas.jobs.receipts import CapturedFile
 from ....storage.blobs import SEGMENT_ALIGNMENT, Blob, append, make_blob, publish
-from ....storage.store import PASSING, ArtifactStore, NotInPlaceError, Rewriting, Segment
+from ....storage.store import TRANSIENT, ArtifactStore, NotInPlaceError, Rewriting, Segment
 from .finished_rows import FinishedCapture, Outcome
 
 logger = logging.getLogger(__name__)
@@ -30,10 +30,11 @@ Write = Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]
 #: Approximate bytes of a position in a blob, without its rows: two integers, and their text in the
 #: manifest.
 _POSITION_BYTES = 32
-#: Captures of a group that are tried alone while a store that takes test writes fails with passing
-#: errors; the others of the group fail without a try.
-_PASSING_TRIES = 2
-#: Segments that one writer keeps open at most: one per tag; the least recently used is closed.
+#: Captures of a group that may fail with transient errors when each is tried alone; after these,
+#: the others of the group fail without being tried.
+_TRANSIENT_TRIES = 2
+#: Maximum number of segments that one writer keeps open, one per tag; the least recently used is
+#: closed.
 _OPEN_SEGMENTS = 16
 
 
@@ -174,8 +175,8 @@ class Filesystem:
             outcomes = list(write(captures))
         except Exception as error:
             self.unavailable = isinstance(error, OSError) and bool(self._config.store.trouble())
-            passes = isinstance(error, OSError) and error.errno in PASSING
-            failed = Outcome(error=_reason(error), unavailable=self.unavailable or passes)
+            transient = isinstance(error, OSError) and error.errno in TRANSIENT
+            failed = Outcome(error=_reason(error), unavailable=self.unavailable or transient)
         else:
             self.unavailable = False
             return outcomes
@@ -185,7 +186,7 @@ class Filesystem:
         for capture in captures:
             waiting = [outcome for outcome in outcomes if outcome.unavailable]
             outcomes += (
-                waiting[-1:] if len(waiting) >= _PASSING_TRIES else self._each(write, [capture])
+                waiting[-1:] if len(waiting) >= _TRANSIENT_TRIES else self._each(write, [capture])
             )
         return outcomes
 
@@ -266,8 +267,8 @@ class Filesystem:
 def each(
     action: Callable[[Sequence[T]], Sequence[Outcome]], items: Sequence[T]
 ) -> list[Outcome | Exception]:
-    """Call `action` for the group; if that raises, for each item alone. Return the outcomes, with
-    the exception of an item for which it raises then.
+    """Call `action` for the group; if that raises, for each item alone. Return for each item its
+    outcome, or the exception that `action` raised for it alone.
     """
     try:
         return list(action(items))

@@ -13,8 +13,8 @@ from typing import Any
 
 
 class DifferentNumbersError(ValueError):
-    """vLLM would compute other numbers than transformers for this configuration; the message names
-    the field.
+    """vLLM would compute different numbers from transformers for this configuration; the message
+    names the field.
     """
 
 
@@ -66,7 +66,7 @@ EVERYWHERE: tuple[Rule, ...] = (
     Rule("use_bidirectional_attention", (None, False), "vLLM attends to earlier tokens only"),
 )
 #: Architecture whose config was compared field by field → its rules.
-REFUSED: Mapping[str, tuple[Rule, ...]] = {
+COMPARED: Mapping[str, tuple[Rule, ...]] = {
     "GPT2LMHeadModel": (
         Rule(
             "scale_attn_weights",
@@ -124,13 +124,13 @@ REFUSED: Mapping[str, tuple[Rule, ...]] = {
     "Starcoder2ForCausalLM": _BACKEND,
 }
 
-_HEADS_IN_A_ROW = (
+_SEPARATE_HEADS = (
     "vLLM's CPU kernel for rotary positions is wrong where a query's heads are a "
     "dimension of their own"
 )
 #: Architectures whose configs were not compared field by field → rules for the known differences,
 #: which the survey of models in `docs/models.md` found.
-OTHERWISE: Mapping[str, tuple[Rule, ...]] = {
+KNOWN_DIFFERENCES: Mapping[str, tuple[Rule, ...]] = {
     "BloomForCausalLM": (
         Rule(
             "model_type",
@@ -160,13 +160,13 @@ OTHERWISE: Mapping[str, tuple[Rule, ...]] = {
         Rule(
             "model_type",
             (),
-            "vLLM's Transformers backend computes its attention's experts otherwise",
+            "vLLM's Transformers backend computes its attention's experts differently",
         ),
     ),
-    "Lfm2ForCausalLM": (Rule("model_type", (), _HEADS_IN_A_ROW, on_cpu=True),),
-    "Lfm2MoeForCausalLM": (Rule("model_type", (), _HEADS_IN_A_ROW, on_cpu=True),),
+    "Lfm2ForCausalLM": (Rule("model_type", (), _SEPARATE_HEADS, on_cpu=True),),
+    "Lfm2MoeForCausalLM": (Rule("model_type", (), _SEPARATE_HEADS, on_cpu=True),),
     "MoshiForCausalLM": (
-        Rule("model_type", (), "vLLM's Transformers backend computes its attention otherwise"),
+        Rule("model_type", (), "vLLM's Transformers backend computes its attention differently"),
     ),
     "PhiMoEForCausalLM": (
         Rule("lm_head_bias", (None, False), "vLLM leaves out the bias of the output matrix"),
@@ -181,7 +181,7 @@ OTHERWISE: Mapping[str, tuple[Rule, ...]] = {
 }
 #: Architectures whose queries reach the rotary kernel with heads as a dimension of their own,
 #: unless positions are scaled by YaRN.
-HEADS_IN_A_ROW = frozenset(
+SEPARATE_HEADS = frozenset(
     {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "AXK1ForCausalLM"}
 )
 #: Architectures whose Mamba layers clamp time steps to at least `time_step_min` in transformers.
@@ -240,10 +240,11 @@ def caveats(
 
     `config`: transformers' text config; `max_model_len`: tokens, prompt and generated; `backend`:
     served by vLLM's Transformers backend; `interleaved`: whether transformers' model, regardless of
-    the config, interleaves the dimensions of its three positions; None: it has one position. Raises
-    DifferentNumbersError for a config that is not served.
+    the config, interleaves the dimensions of a token's three positions; None: tokens have one
+    position. Raises DifferentNumbersError for a config that is not served.
     """
-    for rule in (*EVERYWHERE, *REFUSED.get(architecture, ()), *OTHERWISE.get(architecture, ())):
+    rules = (*COMPARED.get(architecture, ()), *KNOWN_DIFFERENCES.get(architecture, ()))
+    for rule in (*EVERYWHERE, *rules):
         value = getattr(config, rule.field, None)
         if value not in rule.served and (not rule.on_cpu or _on_cpu()):
             served = " or ".join("null" if item is None else repr(item) for item in rule.served)
@@ -268,21 +269,20 @@ def caveats(
     if architecture in REORDERED and not backend:
         reasons.append(
             "rows at q, k, q_proj and k_proj: the dimensions of each head are in vLLM's "
-            "order, the even ones of transformers and then "
-            "the odd ones"
+            "order: first transformers' even dimensions, then its odd ones"
         )
     for rope in list(_ropes(config)) or [{}]:
         if interleaved is not None:
             _require_sections(rope, interleaved)
-        compared = architecture in REFUSED
+        compared = architecture in COMPARED
         if (
-            architecture in HEADS_IN_A_ROW
+            architecture in SEPARATE_HEADS
             and rope.get("rope_type", "default") == "default"
             and _on_cpu()
         ):
             raise DifferentNumbersError(
                 "rope_parameters: the rope_type 'default' is not served on a CPU: "
-                f"{_HEADS_IN_A_ROW}"
+                f"{_SEPARATE_HEADS}"
             )
         if (
             compared
@@ -305,7 +305,8 @@ def as_served(architecture: str, config: Any, max_model_len: int) -> dict[str, A
     """
     fields: dict[str, Any] = {}
     if architecture in LEAST_STEP:
-        fields["time_step_min"] = LEAST_STEP_MATTERS / 100  # its class takes the logarithm
+        # not 0: transformers takes its logarithm
+        fields["time_step_min"] = LEAST_STEP_MATTERS / 100
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and max_model_len > _original(
         rope, config, max_model_len

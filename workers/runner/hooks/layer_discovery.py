@@ -133,7 +133,7 @@ class _Probe:
             self.returns = dict(zip(composites, combination, strict=True))
             return run
         raise NoStreamError(
-            f"the layer cannot be run by itself ({type(first).__name__}: "
+            f"the layer cannot be run separately ({type(first).__name__}: "
             f"{' '.join(str(first).split())[:200]})"
         )
 

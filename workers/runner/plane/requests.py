@@ -71,7 +71,7 @@ class Requests:
         if tracked.reported:
             self.taints.renew(tracked.spec.digest, self.step)
             return
-        if not finish.aborted and not tracked.spec.told_when_over:
+        if not finish.aborted and not tracked.spec.worker_reports_end:
             end = len(finish.token_ids)
         if end is None:
             self.finished[key] = (tracked, finish)

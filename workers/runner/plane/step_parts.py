@@ -43,7 +43,7 @@ class StepPart:
         """Give a new request its share of common resources, even if `admit` failed it."""
 
     def prepare(self, keeping: Keeping | None) -> None:
-        """Prepare the step; all its requests are admitted. `keeping`: orders about stored rows."""
+        """Prepare the step, whose requests are admitted. `keeping`: commands about stored rows."""
 
     def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
         """Set up the next forward. `tracked_rows`: the tracked requests of `view`."""
@@ -55,7 +55,7 @@ class StepPart:
         """Check the step, and pass on rows that are no longer needed."""
 
     def forget(self) -> None:
-        """Drop all state of requests, which have all failed, and of the worker's calls."""
+        """Drop the state of requests, which have all failed, and what the worker's calls set."""
 
     def close(self) -> None:
         """Finish pending work, and stop."""

@@ -1,5 +1,5 @@
 """Installed readers: loads them, checks each when the rank starts, and calls them with the rows of
-requests (the reader of `StoredReader`).
+requests, for readings of type `StoredReader`.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Keeps KV blocks with non-finite values out of the prefix cache.
 
-The last stage's first rank attaches to a step's output which requests had non-finite rows, and from
-which position on. The scheduler evicts their blocks from that position on, and gives these requests
-block hashes that no other request has.
+The first rank of the last stage attaches a list to a step's output: the requests that had
+non-finite rows, each with the position of its first such row. The scheduler evicts their blocks
+from that position on, and gives these requests block hashes that no other request has.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 #: Attribute of a step's output: (request id, first position) of each request with non-finite rows.
 _NON_FINITE = "midstream_non_finite"
-#: Attribute of a request: the first position from which on its blocks are private.
+#: Attribute of a request: the position from which on its blocks are private.
 _PRIVATE_FROM = "midstream_private_from"
 #: Requests whose blocks are remembered after they were freed, since a step may still be running.
 _REMEMBERED = 256
@@ -22,8 +22,8 @@ NonFinite = Sequence[tuple[str, int]]
 
 
 def attach(output: Any, result: Callable[[], Sequence[Any]], name: str = _NON_FINITE) -> Any:
-    """Attach a step's `result` to its output, as attribute `name`; of an asynchronous output
-    `result` is called when the output is ready.
+    """Attach a step's `result` to its output, as attribute `name`; for an asynchronous
+    output, `result` is called when the output is ready.
     """
     if isinstance(output, AsyncModelRunnerOutput):
         get_output = output.get_output
@@ -80,7 +80,7 @@ class Quarantine:
         setattr(request, _PRIVATE_FROM, position)
         return True
 
-    def clean(self, request: Any) -> bool:
+    def is_clean(self, request: Any) -> bool:
         """Return whether no non-finite row of the request was found."""
         return not hasattr(request, _PRIVATE_FROM)
 

@@ -70,7 +70,8 @@ class RingBudget:
         self._captured: dict[str, tuple[CapturedRows, StageRows]] = {}
         # capturing request that this step may take → tokens computed; -1: it waits
         self._due: dict[str, int] = {}
-        self._reserved: dict[str, StageRows] = {}  # rows reserved for the next tokens of these
+        # request → rows reserved for its next tokens
+        self._reserved: dict[str, StageRows] = {}
         # the step's rows that are neither taken nor reserved; None: nothing is reserved yet
         self._free: StageRows | None = None
 

@@ -195,7 +195,7 @@ class _Midstream:
                 spec.keep_blocks
                 and not spec.digest
                 and not aborted
-                and self._midstream_quarantine.clean(request)
+                and self._midstream_quarantine.is_clean(request)
             ):
                 self._midstream_blocks.keep(spec.keep_blocks, request)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]

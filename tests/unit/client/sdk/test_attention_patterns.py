@@ -335,7 +335,7 @@ def test_patched_patterns_are_of_heads_there_are_and_of_values_that_stay() -> No
     with pytest.raises(MidstreamError, match="head 4 is out of range"):
         attention_patches(reader(hooks=("q", "v")), {(0, 4): ideal})
     for given in ({}, {(-1, 0): ideal}):
-        with pytest.raises(MidstreamError, match="patterns: are of layers"):
+        with pytest.raises(MidstreamError, match="patterns: names layers"):
             by_layer(given, {})
     with pytest.raises(MidstreamError, match="probes: a probe that steers by its scores"):
         by_layer({(1, 0): ideal}, {"probes": ["p", {"probe": "q", "action": "steer"}]})

@@ -15,7 +15,7 @@ from tiny import CHECKPOINTS, Checkpoint
 
 from midstream.workers.runner.hooks import config_rules as fidelity
 from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError, describe
-from midstream.workers.runner.hooks.config_rules import EVERYWHERE, REFUSED, ROPE_KEYS
+from midstream.workers.runner.hooks.config_rules import COMPARED, EVERYWHERE, ROPE_KEYS
 
 
 def package(name: str) -> Path:
@@ -71,12 +71,12 @@ OTHER: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("architecture", "field"),
-    [(name, rule.field) for name, rules in REFUSED.items() for rule in (*EVERYWHERE, *rules)],
+    [(name, rule.field) for name, rules in COMPARED.items() for rule in (*EVERYWHERE, *rules)],
 )
 def test_another_value_of_the_field_is_refused_by_name_with_the_served_ones(
     architecture: str, field: str
 ) -> None:
-    (rule,) = [rule for rule in (*EVERYWHERE, *REFUSED[architecture]) if rule.field == field]
+    (rule,) = [rule for rule in (*EVERYWHERE, *COMPARED[architecture]) if rule.field == field]
     flags = [not value for value in rule.served if isinstance(value, bool)]
     config = CHECKPOINTS[OF[architecture]].hf_config()
     setattr(config, field, flags[0] if flags else OTHER.get(field, 7))

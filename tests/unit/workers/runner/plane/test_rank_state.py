@@ -512,7 +512,7 @@ def test_desynced_ranks_agree_after_reset_and_replay(tmp_path: Path) -> None:
 
 def test_requests_present_when_a_rank_restarts_fail_with_the_reason(rig: Rig) -> None:
     live, plain, over = steered(1), capturing(2), steered(3)
-    over_spec = msgspec.structs.replace(spec_of(over), told_when_over=True)
+    over_spec = msgspec.structs.replace(spec_of(over), worker_reports_end=True)
     rig.step((live, 0, 6), (plain, 0, 6), new=[live, plain])
     rig.plane.begin([NewRequest("3", over_spec, 0)], {}, 0)
     rig.step(finished=[over])  # the worker has not said where it ends
