@@ -68,7 +68,7 @@ class ServerUnreachable(MidstreamError):
 
 
 class ServerTimeout(ServerUnreachable):
-    """The server did not answer in time: it runs, but is busy or stopped."""
+    """The server did not answer in time: it is busy, or its process hangs."""
 
 
 class VersionMismatch(MidstreamError):
@@ -471,7 +471,7 @@ def only_model(served: list[str]) -> str:
 
 
 #: Kinds of errors that are temporary.
-PASSING = frozenset({"unavailable", "too_many_connections", "too_many_streams"})
+TEMPORARY = frozenset({"unavailable", "too_many_connections", "too_many_streams"})
 
 
 class Patience:
@@ -488,7 +488,7 @@ class Patience:
 
     def check(self, error: MidstreamError) -> None:
         """Raise `error` if it is not temporary, or if errors have lasted too long."""
-        if error.kind not in PASSING:
+        if error.kind not in TEMPORARY:
             raise error
         self._since = self._since or time.monotonic()
         if time.monotonic() - self._since > self._seconds:
