@@ -31,11 +31,10 @@ DESCRIPTION = (
 
 
 class Records(OpenAPISchemaPlugin):
-    """Describes our types with msgspec's own schemas: bounds, patterns, defaults, and no unknown
-    fields.
+    """Describes our types with msgspec's own schemas, because Litestar's omit defaults, and that
+    unknown fields are rejected.
 
-    (Litestar's schemas omit the last two.) Litestar names the types where routes use them;
-    `complete` adds their schemas.
+    Litestar names the types where routes use them; `complete` adds their schemas.
     """
 
     def __init__(self) -> None:

@@ -501,7 +501,7 @@ def _edit(
 
 def _live(family: Intervention, entries: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
     """Return `entries`, with 0 where the strength is 0."""
-    if not family.graded:
+    if not family.has_strength:
         return entries
     return entries.masked_fill(
         scalars[:, 0].index_select(0, entries.flatten()).view_as(entries) == 0, 0

@@ -68,7 +68,9 @@ _REWRITING = tl.constexpr(
 _SHIFTING = tl.constexpr(
     sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "shift")
 )
-_GRADED = tl.constexpr(sum(1 << place for place, family in enumerate(FAMILIES) if family.graded))
+_GRADED = tl.constexpr(
+    sum(1 << place for place, family in enumerate(FAMILIES) if family.has_strength)
+)
 
 _REPLACE, _REPLACE_MASKED, _LOWRANK, _ADD, _ADD_MATCHED, _ABLATE, _CLAMP, _FEATURE = (
     tl.constexpr(PLACE[name])

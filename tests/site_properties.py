@@ -71,9 +71,11 @@ def _axis(lane: int, *scalars: float) -> Does:
 
 
 def _of_strength(strength: float) -> dict[str, Does]:
-    """One application of each graded family; the ranges of `clamp` leave no row as it is."""
+    """One application of each family that has a strength; `clamp` leaves no row as it is."""
     vectors = {
-        family.name: torch.randn(family.entries(), WIDTH) for family in FAMILIES if family.graded
+        family.name: torch.randn(family.entries(), WIDTH)
+        for family in FAMILIES
+        if family.has_strength
     }
     vectors["replace_masked"] = some_of(torch.randn(1, WIDTH))
     does = {

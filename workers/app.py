@@ -95,7 +95,8 @@ class EngineStep(bootsteps.StartStopStep):
 def make_worker_app(settings: Settings) -> Celery:
     """Returns the Celery app of a worker, with its host, tasks and bootsteps."""
     app = make_app(settings)
-    # in workers only: Flower recognises brokers by the scheme of their URL
+    # not in `make_app`, which Flower also uses: Flower recognises a broker by its URL's scheme, and
+    # this setting would override it
     app.conf.broker_transport = transport_of(settings.redis_url)
     app.engine_host = EngineHost(app, settings, on_death=lambda reason: _end_process(app))
     # a dead engine's messages must come back to the queue

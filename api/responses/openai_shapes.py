@@ -1,4 +1,4 @@
-"""Formats job results like OpenAI's completions and chats, whole and in chunks: two `Shape`s.
+"""Formats job results as OpenAI's completions or chats, whole or in chunks: one `Shape` for each.
 
 Where OpenAI's API leaves something open, answers follow stock vLLM's server:
 `docs/openai-compatibility.md` compares them.
@@ -41,15 +41,15 @@ class Wanted:
 
     n: int = 1
     logprobs: int | None = None  # alternatives of each token; None: no log-probabilities
-    echo: bool = False  # the prompt comes first
-    prompt_alone: bool = False  # and nothing else
+    echo: bool = False  # the text begins with the prompt
+    prompt_alone: bool = False  # the text is the prompt alone
     token_ids: bool = False
-    tokens_as_ids: bool = False  # tokens of log-probabilities read `token_id:N`
+    tokens_as_ids: bool = False  # log-probabilities name a token `token_id:N`, not by its text
     role: Role = "assistant"  # of a chat's message
 
     @property
     def tokens(self) -> bool:
-        """Return whether chunks carry something of each token in addition to the text."""
+        """Return whether chunks carry tokens' ids or log-probabilities in addition to the text."""
         return self.token_ids or self.logprobs is not None
 
 
@@ -69,8 +69,8 @@ def wanted_of(body: CompletionRequest | ChatRequest) -> Wanted:
 
 
 @dataclass
-class News:
-    """A part of what is generated for one choice, or all of it."""
+class ChoicePart:
+    """A part of what was generated for one choice, or all of it."""
 
     text: str = ""
     calls: list[CallDelta] = field(default_factory=list)
@@ -78,16 +78,16 @@ class News:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     # only in the first part, if the answer includes the prompt
     prompt: Prompted | None = None
-    offset: int = 0  # of its first token in the text of all tokens
+    offset: int = 0  # of its first token: characters in the names of all tokens before it
 
     def __bool__(self) -> bool:
         return bool(self.text or self.calls or self.ids or self.logprobs or self.prompt)
 
 
-def news_of(output: Output) -> News:
+def whole_part(output: Output) -> ChoicePart:
     """Return a whole output as one part."""
     message, prompt = output.message, output.prompt
-    given = News(
+    given = ChoicePart(
         output.text,
         [],
         output.token_ids,
@@ -108,18 +108,18 @@ def news_of(output: Output) -> News:
 
 @dataclass(frozen=True)
 class Shape:
-    """Formats one endpoint's answers: `choice` a whole output; `opening`, `delta` and `finish` the
-    choices of its chunks.
+    """Formats one endpoint's answers. `choice` formats a whole output; `opening`, `delta` and
+    `finish` format the choices of chunks.
     """
 
     answer: Callable[..., Any]
     answer_object: str
     choice: Callable[[Output, Wanted], Any]
-    about_prompt: Callable[[Output, Wanted], dict[str, Any]]  # members of the answer itself
+    about_prompt: Callable[[Output, Wanted], dict[str, Any]]  # fields next to `choices`
     chunk: Callable[..., Any]
     chunk_object: str
     opening: Callable[[int, Wanted], Any] | None  # sent once per choice before its first text
-    delta: Callable[[int, News, Wanted], Any]
+    delta: Callable[[int, ChoicePart, Wanted], Any]
     finish: Callable[[Output, Wanted], Any]
 
 
@@ -164,7 +164,7 @@ def shown(token: TokenLogprob, needed: Wanted) -> str:
 
 
 def prompt_texts(prompt: Prompted, needed: Wanted) -> list[str]:
-    """Return how log-probabilities name a prompt's tokens, of which the first has none itself."""
+    """Return how log-probabilities name a prompt's tokens. The first has no log-probability."""
     first = f"token_id:{prompt.token_ids[0]}" if needed.tokens_as_ids else prompt.first
     return [first if token is None else shown(token, needed) for token in prompt.logprobs or []]
 
@@ -178,9 +178,9 @@ def _in_order(token: TokenLogprob) -> list[TokenLogprob]:
 
 
 def _completion_choice(output: Output, needed: Wanted) -> CompletionChoice:
-    news = news_of(output)
-    choice = _completion_delta(output.index, news, needed)
-    ids = news.prompt.token_ids if needed.token_ids and news.prompt else UNSET
+    part = whole_part(output)
+    choice = _completion_delta(output.index, part, needed)
+    ids = part.prompt.token_ids if needed.token_ids and part.prompt else UNSET
     return CompletionChoice(
         index=output.index,
         text=choice.text,
@@ -189,12 +189,12 @@ def _completion_choice(output: Output, needed: Wanted) -> CompletionChoice:
         stop_reason=_stop_reason(output),
         token_ids=output.token_ids if needed.token_ids else UNSET,
         prompt_token_ids=ids,
-        prompt_logprobs=_prompt_logprobs(news.prompt),
+        prompt_logprobs=_prompt_logprobs(part.prompt),
     )
 
 
-def _completion_delta(index: int, news: News, needed: Wanted) -> CompletionChoice:
-    text, logprobs, prompt = news.text, news.logprobs, news.prompt
+def _completion_delta(index: int, part: ChoicePart, needed: Wanted) -> CompletionChoice:
+    text, logprobs, prompt = part.text, part.logprobs, part.prompt
     if needed.prompt_alone:
         text, logprobs = "", []
     if needed.echo and prompt is not None and not needed.token_ids:
@@ -205,9 +205,9 @@ def _completion_delta(index: int, news: News, needed: Wanted) -> CompletionChoic
         text=text,
         logprobs=None
         if needed.logprobs is None
-        else _completion_logprobs(logprobs, needed, before, news.offset),
+        else _completion_logprobs(logprobs, needed, before, part.offset),
         finish_reason=None,
-        token_ids=news.ids if needed.token_ids else UNSET,
+        token_ids=part.ids if needed.token_ids else UNSET,
         prompt_token_ids=prompt.token_ids
         if prompt is not None and (needed.token_ids or needed.echo)
         else UNSET,
@@ -331,14 +331,14 @@ def _chat_opening(index: int, needed: Wanted) -> ChatChunkChoice:
     )
 
 
-def _chat_delta(index: int, news: News, needed: Wanted) -> ChatChunkChoice:
-    calls = [_call_part(call) for call in news.calls]
+def _chat_delta(index: int, part: ChoicePart, needed: Wanted) -> ChatChunkChoice:
+    calls = [_call_part(call) for call in part.calls]
     return ChatChunkChoice(
         index=index,
-        delta=Delta(content=news.text or UNSET, tool_calls=calls or UNSET),
+        delta=Delta(content=part.text or UNSET, tool_calls=calls or UNSET),
         finish_reason=None,
-        logprobs=_chat_logprobs(news.logprobs, needed) if news.logprobs else None,
-        token_ids=news.ids if needed.token_ids else UNSET,
+        logprobs=_chat_logprobs(part.logprobs, needed) if part.logprobs else None,
+        token_ids=part.ids if needed.token_ids else UNSET,
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import CallDelta, Event, MessageDelta, Prompted, TokenLogprob
-from .openai_shapes import News, Wanted, prompt_texts, shown
+from .openai_shapes import ChoicePart, Wanted, prompt_texts, shown
 
 Part = TypeVar("Part", str, list[Any])
 
@@ -20,15 +20,15 @@ Part = TypeVar("Part", str, list[Any])
 class Sent:
     """What the client has of one choice, and what the current attempt has generated of it."""
 
-    has: News = field(default_factory=News)
-    generated: News = field(default_factory=News)
+    has: ChoicePart = field(default_factory=ChoicePart)
+    generated: ChoicePart = field(default_factory=ChoicePart)
     opened: bool = False
 
     def restart(self) -> None:
         """Forget what the last attempt generated: another one generates everything again."""
-        self.generated = News()
+        self.generated = ChoicePart()
 
-    def news(self, event: Event, needed: Wanted) -> News:
+    def unsent(self, event: Event, needed: Wanted) -> ChoicePart:
         """Return the part of a `token` event that the client does not have yet.
 
         Raises MidstreamError if the event contradicts what the client has.
@@ -50,33 +50,36 @@ class Sent:
             generated.prompt = msgspec.convert(prompt, Prompted)
         return self.upto(generated, needed)
 
-    def upto(self, news: News, needed: Wanted) -> News:
-        """Return what the client lacks up to `news`; raises like the method `news`."""
+    def upto(self, generated: ChoicePart, needed: Wanted) -> ChoicePart:
+        """Return what the client lacks of `generated`, everything that was generated until now.
+
+        Raises what `unsent` raises.
+        """
         has = self.has
-        missing = News(
-            text=_rest(has.text, news.text),
-            calls=_rest_of_calls(has.calls, news.calls),
+        missing = ChoicePart(
+            text=_rest(has.text, generated.text),
+            calls=_rest_of_calls(has.calls, generated.calls),
             offset=has.offset,
         )
         if needed.tokens:
-            missing.ids = _rest(has.ids, news.ids)
+            missing.ids = _rest(has.ids, generated.ids)
             # not compared: in other batches, those of the same tokens may be rounded differently
-            missing.logprobs = news.logprobs[len(has.logprobs) :]
-        if has.prompt is None and news.prompt is not None:
-            missing.prompt = news.prompt
+            missing.logprobs = generated.logprobs[len(has.logprobs) :]
+        if has.prompt is None and generated.prompt is not None:
+            missing.prompt = generated.prompt
         self._has_got(missing, needed)
         return missing
 
-    def _has_got(self, news: News, needed: Wanted) -> None:
+    def _has_got(self, part: ChoicePart, needed: Wanted) -> None:
         has = self.has
-        has.text += news.text
-        for call in news.calls:
+        has.text += part.text
+        for call in part.calls:
             _note(has.calls, call)
-        has.ids += news.ids
-        has.logprobs += news.logprobs
-        has.prompt = has.prompt or news.prompt
-        before = prompt_texts(news.prompt, needed) if needed.echo and news.prompt else []
-        has.offset += sum(map(len, [*before, *(shown(token, needed) for token in news.logprobs)]))
+        has.ids += part.ids
+        has.logprobs += part.logprobs
+        has.prompt = has.prompt or part.prompt
+        before = prompt_texts(part.prompt, needed) if needed.echo and part.prompt else []
+        has.offset += sum(map(len, [*before, *(shown(token, needed) for token in part.logprobs)]))
 
 
 def _note(calls: list[CallDelta], new: CallDelta) -> None:

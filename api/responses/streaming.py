@@ -20,7 +20,7 @@ from ..context import AppContext
 from ..web import problems
 from ..web.key_revocation import HeldKey
 from . import events, openai_shapes
-from .openai_shapes import News, Shape, Wanted
+from .openai_shapes import ChoicePart, Shape, Wanted
 from .outcome import failure_of, is_over, job_url, result_of
 from .sent import Sent
 
@@ -101,25 +101,25 @@ class Streamed:
 
     def _chunks(self, event: Event) -> list[bytes]:
         index = _number(event, "index")
-        return self._chunks_of(index, self._of(index).news(event, self.wanted))
+        return self._chunks_of(index, self._of(index).unsent(event, self.wanted))
 
-    def _chunks_of(self, index: int, news: News) -> list[bytes]:
+    def _chunks_of(self, index: int, part: ChoicePart) -> list[bytes]:
         chunks = []
         if self.shape.opening is not None and not self._of(index).opened:
             self._of(index).opened = True
             ids = (
-                {"prompt_token_ids": news.prompt.token_ids}
-                if news.prompt is not None and self.wanted.token_ids
+                {"prompt_token_ids": part.prompt.token_ids}
+                if part.prompt is not None and self.wanted.token_ids
                 else {}
             )
             chunks.append(self._chunk([self.shape.opening(index, self.wanted)], **ids))
-            news = replace(news, prompt=None)
-        if news:
-            chunks.append(self._chunk([self.shape.delta(index, news, self.wanted)]))
+            part = replace(part, prompt=None)
+        if part:
+            chunks.append(self._chunk([self.shape.delta(index, part, self.wanted)]))
         return chunks
 
-    def _upto(self, output: Output) -> News:
-        return self._of(output.index).upto(openai_shapes.news_of(output), self.wanted)
+    def _upto(self, output: Output) -> ChoicePart:
+        return self._of(output.index).upto(openai_shapes.whole_part(output), self.wanted)
 
     def _of(self, index: int) -> Sent:
         return self.sent.setdefault(index, Sent())

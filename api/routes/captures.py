@@ -40,7 +40,7 @@ CAPTURE_ERRORS = {**ERRORS, 409: PROBLEM, 410: PROBLEM}
 
 #: What `?layers=` takes: `3`, `3,7`, `3-7`, and lists of these.
 _LAYERS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
-MAX_LAYER_SPAN = 10_000  # of one range; `layers` has `MAX_LAYER_TEXT / 4` of them at most
+MAX_LAYER_SPAN = 10_000  # layers in one range; `layers` has at most `MAX_LAYER_TEXT / 4` ranges
 
 
 def _sees(caller: Caller, owner: str | None) -> bool:
@@ -67,7 +67,9 @@ def tag_of(entry: FileEntry) -> str:
 
 
 def _name(entry: FileEntry) -> str:
-    """Return the blob's name within its job, whatever its file: `mine.p0003.pp0.safetensors`."""
+    """Return the blob's name within its job, such as `mine.p0003.pp0.safetensors`. It does not
+    depend on the file that holds the blob.
+    """
     site = (
         [f".{hook}.{layer}" for hook, layers in entry.sites.items() for layer in layers]
         if entry.layout == "per_file"
@@ -110,8 +112,8 @@ def _places(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> l
 def _described(
     context: AppContext, job_id: str, entries: Sequence[FileEntry]
 ) -> tuple[list[ManifestFile], list[str], Manifest | None]:
-    """Return the entries, completed from the blobs' manifests, the distinct caveats of all, and the
-    first manifest, whose adapter and model all share.
+    """Return the entries, completed from the blobs' manifests; the distinct caveats of all blobs;
+    and the first manifest, because adapter and model are the same in all of them.
     """
     headers = read_headers(context.store, job_id, _places(context, job_id, entries))
     files = [

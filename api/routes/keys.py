@@ -78,9 +78,8 @@ async def list_keys(context: AppContext) -> KeyList:
     opt=needs("admin"),
     status_code=204,
     summary="Revoke a key",
-    description="Rejected everywhere within five seconds. The streams and held responses that "
-    "were opened with the key end. "
-    "The key's jobs continue.",
+    description="Within five seconds, every process rejects the key and ends its event streams "
+    "and held responses. The key's jobs continue.",
     responses=ERRORS,
 )
 async def revoke_key(key_id: KeyIdParameter, context: AppContext) -> None:
@@ -141,9 +140,10 @@ async def put_tenant(
     for index, source in enumerate(data.harvest_sources or []):
         if not roots_of(context.settings, [source]):
             present = ", ".join(roots_of(context.settings)) or "nothing"
-            allowed = f"one of the setting harvest_sources, or a folder below one: {present}"
             raise invalid(
-                f"harvest_sources[{index}]", f"{source!r} is not open to harvests", allowed=allowed
+                f"harvest_sources[{index}]",
+                f"the setting harvest_sources does not contain {source!r}",
+                allowed=f"an entry of that setting, or a folder below one: {present}",
             )
     await reachable(context.ledger.tenants.put)(Tenant(name=name, limits=data))
     return await _view(context, name)

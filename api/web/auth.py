@@ -25,7 +25,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now
 from ...schemas.base.settings import Settings, asks_for_keys
 from ...schemas.jobs.jobs import JobView
-from .middleware import QUIET
+from .middleware import MONITORING
 from .wrong_keys import WrongKeys
 
 #: Seconds for which a process caches a key: after that, a revoked key is rejected everywhere.
@@ -188,7 +188,7 @@ async def authorize(
             allowed=f"a key with scope {scope}",
         )
     connection.scope["auth"] = caller
-    if connection.scope["path"] not in QUIET:
+    if connection.scope["path"] not in MONITORING:
         # monitoring of the service is never limited
         connection.app.state.context.open_calls.enter(
             caller.tenant, bool(handler.opt.get("events"))

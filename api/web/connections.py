@@ -1,9 +1,9 @@
-"""HTTP connections with deadlines and limits for what a client sends: uvicorn's protocol has none
-for heads, bodies or readers.
+"""HTTP connections with deadlines and size limits: uvicorn's protocol waits without limit for a
+client to send its request or to read its answer.
 
 A connection that waits for a request, sends its head or body too slowly, or does not read its
-answer, is closed. Beyond `max_connections` the connection that has waited longest for a request
-makes room; when none waits, only health checks are answered.
+answer, is closed. Beyond `max_connections`, a new connection closes the one that has waited longest
+for a request; when none waits, only monitoring is answered.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import Settings
 from ...schemas.base.version import __version__
-from .middleware import QUIET
+from .middleware import MONITORING
 
 #: Largest size in bytes of a request line with its headers.
 HEAD_LIMIT = 64 * 1024
 #: A body may take `body_timeout_s`, and one more second per this many bytes that have arrived.
 BODY_BYTES_PER_S = 16 * 1024
-#: Seconds that an answer may wait for a client that does not read it. (The kernel holds some
-#: hundred KiB more.)
+#: Seconds that an answer may wait for a client that does not read it. (The kernel buffers a few
+#: hundred KiB of it.)
 READ_S = 300.0
-#: Connections beyond the limit, for health checks.
+#: Connections beyond the limit, for monitoring.
 SPARE = 32
 #: File descriptors that the process needs for other uses: Redis, captures that it sends.
 FILES = 256
@@ -144,7 +144,7 @@ class Connection(HttpToolsProtocol):
         self._await(self._common.body_s)
         is_full = (
             len(self.connections) > self._common.limit
-            and self.url.partition(b"?")[0].decode("latin-1") not in QUIET
+            and self.url.partition(b"?")[0].decode("latin-1") not in MONITORING
         )
         self.app = _full if is_full else self._served
         super().on_headers_complete()
@@ -172,8 +172,8 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _late(self) -> None:
-        """End the connection whose deadline has passed, unless we have paused reading or enough of
-        a body has arrived for more time.
+        """End the connection, whose deadline has passed. It gets more time if we have paused
+        reading, or if so much of a body has arrived that it may take longer.
         """
         awaits_continue = self.cycle is not None and self.cycle.waiting_for_100_continue
         if self.flow.read_paused or awaits_continue:

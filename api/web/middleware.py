@@ -31,8 +31,9 @@ REQUEST_ID, TRACEPARENT, CACHE_CONTROL = b"x-request-id", b"traceparent", b"cach
 #: Ids that are accepted from callers: short and plain, so that they cannot forge log lines or
 #: headers.
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
-#: Requested every few seconds by machines: a log line for each would hide the others.
-QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
+#: Paths that monitoring requests every few seconds: logged at level DEBUG, and
+#: outside the limits on tenants and connections.
+MONITORING = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
 #: When the server stops, calls still open after that many seconds are answered with 503: Redis may
@@ -125,7 +126,7 @@ class App(Litestar):
                 request_context.CURRENT.reset(token)
                 if traced:
                     _end(call.span, scope, status)
-                level = logging.DEBUG if scope["path"] in QUIET else self.access_level
+                level = logging.DEBUG if scope["path"] in MONITORING else self.access_level
                 if log.isEnabledFor(level):
                     log.log(
                         level,

@@ -82,7 +82,7 @@ def find(roots: Sequence[str], source: HarvestSource) -> tuple[str, list[str], F
     if not roots:
         raise invalid(
             "source.path",
-            "no folder is open to harvests",
+            "no folder is allowed as the source of a harvest",
             allowed="`source.lines`, or the setting harvest_sources",
         )
     for root in roots:

@@ -76,7 +76,8 @@ def read_headers(store: ArtifactStore, job: str, places: Sequence[Place]) -> lis
             )
         )
     finally:
-        must_be_there(store, job)  # reports a deletion, where `read` reports a missing file
+        # if the captures were deleted, raises `gone` in place of the error that `read` raised
+        must_be_there(store, job)
 
 
 def find_entries(store: ArtifactStore, job: str, tag: str) -> list[tuple[str, BlobEntry]]:
@@ -125,7 +126,8 @@ def must_be_there(store: ArtifactStore, job: str) -> None:
 def explained(job: str, place: Place) -> Iterator[None]:
     """Turn errors of the disk and of the blob's content into a MidstreamError that names the file.
 
-    A blob of zeros was deleted only if the ledger or `must_be_there` reports it: the caller checks.
+    A deleted blob in a segment reads as zeros, and is reported as damaged: the caller checks with
+    the ledger or `must_be_there` whether it was deleted.
     """
     try:
         yield

@@ -1,9 +1,9 @@
 """Redis users: one per role, as lines for Redis' `aclfile`.
 
-The commands are those that work on data, by Redis' own categories, without any that Redis calls
-dangerous (KEYS, FLUSHALL, CONFIG, SHUTDOWN, …) but INFO, which reports memory usage. Key patterns
-separate the roles: only the API reaches API keys; only the API, which creates webhook secrets, and
-`callbacks`, which signs with them, reach these secrets.
+A role may run the commands on data, by Redis' own categories, except those that Redis calls
+dangerous (KEYS, FLUSHALL, CONFIG, SHUTDOWN, …). The only dangerous command that it may run is INFO,
+which reports memory usage. Key patterns separate the roles: only the API reaches API keys; only the
+API, which creates webhook secrets, and `callbacks`, which signs with them, reach these secrets.
 """
 
 import hashlib
@@ -29,14 +29,15 @@ OPEN_KEYS = (
     "~ms:harvest*",
 )
 HOOK_SECRETS = ("~ms:hook-secret:*",)
-#: The lists of messages, to which any change of a job may add one.
+#: Celery's lists of messages: a script that changes a job may append a message to one of them.
 QUEUES = ("~midstream.*",)
 #: Celery's keys: the queues, delivered messages, the table of queues, queues of events, replies to
 #: remote control.
 QUEUE_KEYS = (*QUEUES, "~midstream:*", "~_kombu.binding*", "~*.pidbox*", "~celeryev*")
 OUR_CHANNELS = ("&ms:changed:*",)
-#: Channels of one database: the event that a message was sent; all events, and remote control. A
-#: pattern subscription requires permission for exactly that pattern.
+#: Celery's channels of one database. `SENT_CHANNEL`: the event that a message was sent.
+#: `QUEUE_CHANNELS`: all events, and remote control. A pattern subscription requires permission for
+#: exactly that pattern.
 SENT_CHANNEL = "&/midstream:{db}.celeryev/task.sent"
 QUEUE_CHANNELS = ("&/midstream:{db}.celeryev/*", "&/midstream:{db}.celery.pidbox")
 
@@ -50,9 +51,9 @@ EVERY_ROLE = (
 )
 
 
-#: Switched off, so that nobody can log in as it, and with all rights: from version 7 on, Redis
-#: loads its append-only file as this user, and drops what scripts and transactions wrote if it may
-#: not run their commands.
+#: The default user is off, so nobody can log in as it. It needs all permissions: from version 7 on,
+#: Redis loads its append-only file as this user, and drops what scripts and transactions wrote if
+#: the user may not run their commands.
 DEFAULT_USER = "user default reset off ~* &* +@all"
 
 
@@ -71,9 +72,9 @@ ROLES: dict[str, Role] = {
     "callbacks": Role((*OPEN_KEYS, *HOOK_SECRETS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
     "flower": Role(QUEUE_KEYS, QUEUE_CHANNELS),
 }
-#: Flower reads jobs as a second user, with the same password: its first user may write to queues,
-#: and a user that may write some keys and read others may write both (Redis 6.2 has no read-only
-#: key patterns).
+#: Flower reads jobs as a second user, with the same password, which may only read them. Its first
+#: user may write to queues; with access to jobs, it could write those too, because Redis 6.2 has no
+#: read-only key patterns.
 FLOWER, FLOWER_JOBS = "flower", "flower-jobs"
 FLOWER_JOBS_RULES = "resetkeys resetchannels -@all +hmget ~ms:job:*"
 #: Users of the servers, for a Redis with replicas: `replica`, with which a replica logs in to its
@@ -134,8 +135,8 @@ def write_users(folder: Path, database: int = 0) -> list[Path]:
 
 
 def jobs_url(redis_url: str) -> str:
-    """Return the URL with which Flower reads jobs, given Flower's own: with the user `flower-jobs`
-    if that has `flower`, else with the same user.
+    """Return the URL with which Flower reads jobs. `redis_url`: Flower's own; its user `flower` is
+    replaced by `flower-jobs`, any other user stays.
     """
     parts = urlsplit(redis_url)
     if parts.username != FLOWER:

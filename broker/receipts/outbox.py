@@ -72,7 +72,7 @@ class Outbox:
         self._changed = threading.Condition(lock)  # for callers of `flush`
         # The lock guards all attributes below.
         self._queue: list[tuple[str, bytes, Callable[[], object] | None]] = []
-        self._forgotten: list[str] = []  # former epochs whose losses are reported
+        self._forgotten: list[str] = []  # past epochs whose losses are reported
         self._renumber = False
         self._closing = False
         self._broken: Exception | None = None
@@ -197,7 +197,7 @@ class Outbox:
         return self._store.transactions
 
     def _settled(self, goal: int) -> bool:
-        return self._acked + self._shift >= goal and not self._sender.formers
+        return self._acked + self._shift >= goal and not self._sender.past_epochs
 
     # --- called by the sender
 

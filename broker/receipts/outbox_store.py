@@ -61,7 +61,7 @@ class Row(NamedTuple):
     payload: bytes | None  # None: the bytes on disk are not what was written
 
 
-class Former(NamedTuple):
+class PastEpoch(NamedTuple):
     """An epoch whose database is gone."""
 
     epoch: str
@@ -116,7 +116,7 @@ class JobLog:
         self._limit = JOB_LOG_BYTES
         self._size = 0
 
-    def read(self) -> Former | None:
+    def read(self) -> PastEpoch | None:
         """Return the contents of the file; None if there is no valid file.
 
         Lines after a torn or invalid one are not trusted.
@@ -136,7 +136,7 @@ class JobLog:
                 jobs.append(_line_decoder.decode(line))
             except ValueError:
                 break
-        return Former(epoch, max([last, *(seq for seq, _ in jobs)]), jobs)
+        return PastEpoch(epoch, max([last, *(seq for seq, _ in jobs)]), jobs)
 
     def rewrite(self, epoch: str, last: int, rows: list[tuple[int, str]]) -> None:
         """Replace the file by a header and `rows`, atomically."""
@@ -283,11 +283,11 @@ class Store:
         ).fetchall()
         return unique_jobs([*logged, *rows], first, last)
 
-    def formers(self) -> list[Former]:
+    def past_epochs(self) -> list[PastEpoch]:
         """Return the epochs whose losses must still be reported to the relay."""
         result = self._reader.execute("SELECT epoch, last, jobs FROM former ORDER BY rowid")
         return [
-            Former(epoch, last, msgspec.msgpack.decode(jobs, type=list[tuple[int, str]]))
+            PastEpoch(epoch, last, msgspec.msgpack.decode(jobs, type=list[tuple[int, str]]))
             for epoch, last, jobs in result
         ]
 
@@ -357,7 +357,7 @@ class Store:
             raise
         return db
 
-    def _create(self, former: Former | None) -> sqlite3.Connection:
+    def _create(self, past: PastEpoch | None) -> sqlite3.Connection:
         db = _configured(self.path)
         with _Transaction(db):
             for statement in _TABLES.split(";"):
@@ -365,15 +365,15 @@ class Store:
             db.execute(
                 "INSERT INTO outbox VALUES (?, ?, ?, 0)", (self.worker, self.rank, new_epoch())
             )
-            if former:
+            if past:
                 db.execute(
                     "INSERT INTO former VALUES (?, ?, ?)",
-                    (former.epoch, former.last, msgspec.msgpack.encode(former.jobs)),
+                    (past.epoch, past.last, msgspec.msgpack.encode(past.jobs)),
                 )
             db.execute(f"PRAGMA user_version = {LAYOUT}")
         return db
 
-    def _set_aside(self, damage: str, known: Former | None) -> None:
+    def _set_aside(self, damage: str, known: PastEpoch | None) -> None:
         suffix = time.strftime(".damaged-%Y%m%dT%H%M%S")
         for tail in ("", "-wal", "-shm"):
             part = self.path.with_name(self.path.name + tail)

@@ -3,10 +3,10 @@ of either side.
 
 One thread with one DEALER socket, connected to one relay. Without a connection it tries the next
 relay that it knows: relays are stateless, so any of them continues where another one ended. After
-every (re)connection it asks the relay for its mark, and continues from there with at most `WINDOW`
-receipts under way; acknowledgements are cumulative. Without progress it asks again. It reports
-receipts that the outbox no longer has with LOST, and sends later receipts only after the relay has
-acknowledged that.
+every (re)connection it asks the relay for its mark, the number of the last receipt before the first
+gap, and continues from there with at most `WINDOW` receipts under way; acknowledgements are
+cumulative. Without progress it asks again. For receipts that the outbox no longer has, it sends a
+frame LOST, and sends later receipts only after the relay has acknowledged that frame.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from ...schemas.jobs.receipts import PROTOCOL, LostRange
 from . import frames
 from .curve import ClientKeys
 from .frames import Frame, FrameError, Kind, ProtocolMismatch
-from .outbox_store import Former, OutboxError, Store, unique_jobs
+from .outbox_store import OutboxError, PastEpoch, Store, unique_jobs
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +41,14 @@ READ_ROWS = 256
 PATIENCE_S, MAX_PATIENCE_S = 2.0, 16.0
 #: Seconds after a refusal until the next greeting: the relay may have been upgraded.
 REFUSED_PAUSE_S = 30.0
-#: A dead connection is noticed after the second of these.
+#: Milliseconds between heartbeats, and after which a connection without them counts as dead.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 2_000
 #: Seconds without a connection after which the next relay is tried, where several are known.
 NEXT_RELAY_S = 2.0
-#: Seconds after a failed handshake until the next: libzmq gives up after some failures, and retries
-#: without a pause after others.
-KNOCK_AGAIN_S = 2.0
+#: Seconds between a failed handshake and the next: after some failures libzmq gives up, after
+#: others it retries without a pause.
+HANDSHAKE_PAUSE_S = 2.0
 #: Seconds between two log lines with the same complaint about the handshake.
 COMPLAIN_EVERY_S = 30.0
 
@@ -107,25 +107,25 @@ class Sender(threading.Thread):
         super().__init__(name=f"receipts-{store.worker}-{store.rank}", daemon=True)
         self._store = store
         self._urls = urls
-        self._place = 0  # in `urls`
+        self._place = 0  # index in `urls` of the current relay
         self._report_acked = acked
         self._forget = forget
         self._renumber = renumber
         self._fatal = fatal
         self._curve = curve
         self._identity = frames.routing_id(store.worker, store.rank, secrets.token_hex(4))
-        self.formers: list[Former] = store.formers()
+        self.past_epochs: list[PastEpoch] = store.past_epochs()
         self.connected = False
         self._phase = Phase.OFF
         self._committed = store.last
         self._acked = store.acked
         self._sent = store.acked
-        # of this epoch; earlier processes may have sent up to opened_at
+        # the highest number of this epoch that this process, or an earlier one, may have sent
         self._highest_sent = store.opened_at
         self._lost = LostRange(0, 0)  # last reported
         self._nonce = secrets.randbits(32)
         self._patience = PATIENCE_S
-        self._deadline = self._knock_at = self._next_at = float("inf")
+        self._deadline = self._retry_at = self._next_at = float("inf")
         self._complained: dict[int | str, float] = {}
         self._blocked = False
         self._stopping = False
@@ -212,7 +212,7 @@ class Sender(threading.Thread):
                 socket.disable_monitor()
                 monitor.close(linger=0)
             socket.close(linger=0)
-            self._knock_at = float("inf")
+            self._retry_at = float("inf")
             self._note_connection(False)
             self._enter(Phase.OFF)
 
@@ -235,7 +235,7 @@ class Sender(threading.Thread):
             self._advance(socket)
             # Without a connection there is no pipe, so POLLOUT does not spin.
             poller.register(socket, zmq.POLLIN | (zmq.POLLOUT if self._blocked else 0))
-            wait = min(self._deadline, self._knock_at, self._next_at) - time.monotonic()
+            wait = min(self._deadline, self._retry_at, self._next_at) - time.monotonic()
             ready = dict(
                 poller.poll(None if wait == float("inf") else max(0, int(wait * 1000) + 1))
             )
@@ -257,8 +257,8 @@ class Sender(threading.Thread):
                         self._url,
                     )
                 return
-            if time.monotonic() >= self._knock_at:
-                self._knock_at = float("inf")
+            if time.monotonic() >= self._retry_at:
+                self._retry_at = float("inf")
                 socket.connect(self._url)
 
     def _watch_connection(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
@@ -302,10 +302,10 @@ class Sender(threading.Thread):
                 waiting,
                 why,
             )
-        if self._knock_at == float("inf"):
+        if self._retry_at == float("inf"):
             with contextlib.suppress(zmq.ZMQError):  # libzmq has forgotten the address already
                 socket.disconnect(self._url)
-            self._knock_at = time.monotonic() + KNOCK_AGAIN_S
+            self._retry_at = time.monotonic() + HANDSHAKE_PAUSE_S
         if self._phase is not Phase.OFF:
             self._enter(Phase.OFF)
 
@@ -340,8 +340,8 @@ class Sender(threading.Thread):
 
     @property
     def _epoch(self) -> str:
-        """The epoch that is being sent: former ones first."""
-        return self.formers[0].epoch if self.formers else self._store.epoch
+        """The epoch that is being sent: past ones first."""
+        return self.past_epochs[0].epoch if self.past_epochs else self._store.epoch
 
     def _advance(self, socket: "zmq.Socket[bytes]") -> None:
         if self._phase is Phase.RENUMBER and self._has_new_epoch:
@@ -427,7 +427,7 @@ class Sender(threading.Thread):
                 if frame.kind is Kind.REFUSED:
                     self._refused(frames.refusal(frame).reason, frames.refusal(frame).detail)
                 elif frame.epoch != self._epoch:
-                    continue  # the answer to an earlier question
+                    continue  # a late answer about another epoch
                 elif frame.kind is Kind.MARK:
                     self._on_mark(socket, frame)
                 elif frame.kind is Kind.ACK:
@@ -443,17 +443,17 @@ class Sender(threading.Thread):
         if self._phase is not Phase.AWAIT_MARK or frame.payload != to_msgpack(self._nonce):
             return
         mark = frame.seq
-        if self.formers:
-            former = self.formers[0]
-            if mark >= former.last:
-                self._close_former()
+        if self.past_epochs:
+            past = self.past_epochs[0]
+            if mark >= past.last:
+                self._close_past_epoch()
                 return
-            jobs = unique_jobs(former.jobs, mark + 1, former.last)
+            jobs = unique_jobs(past.jobs, mark + 1, past.last)
             self._report_lost(
                 socket,
                 LostRange(
                     mark + 1,
-                    former.last,
+                    past.last,
                     jobs,
                     f"the outbox of rank {self._store.rank} was damaged",
                 ),
@@ -478,8 +478,8 @@ class Sender(threading.Thread):
 
     def _on_ack(self, frame: Frame) -> None:
         if self._phase is Phase.AWAIT_LOST and frame.seq >= self._lost.last:
-            if self.formers:
-                self._close_former()
+            if self.past_epochs:
+                self._close_past_epoch()
                 return
             self._sent = frame.seq
             self._highest_sent = max(self._highest_sent, frame.seq)
@@ -494,8 +494,8 @@ class Sender(threading.Thread):
         self._acked = acked
         self._report_acked(acked)
 
-    def _close_former(self) -> None:
-        epoch = self.formers.pop(0).epoch
+    def _close_past_epoch(self) -> None:
+        epoch = self.past_epochs.pop(0).epoch
         self._forget(epoch)
         self._report_acked(self._acked)
         self._enter(Phase.GREET)

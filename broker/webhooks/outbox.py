@@ -34,10 +34,11 @@ SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean", "hoo
 LANE_ROOM = 16
 #: An answer that took longer than this many seconds does not raise the receiver's concurrency.
 QUICK_S = 2.0
-#: Maximum number of lanes examined in one call: a tenant that has its share may have thousands that
-#: are due before those of others.
+#: Maximum number of lanes examined in one call: a tenant that has used its share may have thousands
+#: of due lanes ahead of other tenants' lanes.
 LANES_SCANNED = 20_000
-#: Attempts kept of a delivery: more than the retry schedule has, for those sent again by hand.
+#: Attempts kept per delivery: more than the retry schedule makes, because deliveries can also be
+#: sent again by hand.
 ATTEMPTS_KEPT = 50
 #: Disabled receivers kept for a tenant; the oldest are dropped.
 OFF_KEPT = 1000
@@ -98,7 +99,7 @@ class WebhookOutbox:
         """Lease up to `limit` due deliveries; of one tenant at most `share`, including those that
         this sender already has `under_way`.
 
-        The states that they report are durable: they survive a kill of Redis.
+        The job states in the deliveries are durable: they survive a kill of Redis.
         """
         at, token = self.clock(), secrets.token_hex(8)
         arguments = pack(
@@ -170,8 +171,8 @@ class WebhookOutbox:
 
     @reachable
     async def clamp(self, lease_s: float) -> int:
-        """After the clock was set back, make each delivery due within its pause from now; returns
-        how many were due later.
+        """After the clock was set back, limit each delivery's wait to its pause, and each lease to
+        `lease_s`, from now; returns how many deliveries were due later.
         """
         at = self.clock()
         ids = [
@@ -227,8 +228,8 @@ class WebhookOutbox:
         """Return a tenant's deliveries (None: all), newest first. `cursor`: a previous page's
         `next`.
 
-        A rare filter may give a short page with a `next`. Raises MidstreamError("invalid_request")
-        for an invalid cursor.
+        With a filter that few deliveries match, a page may be short and still have a `next`. Raises
+        MidstreamError("invalid_request") for an invalid cursor.
         """
         score, last = views.parse_cursor(cursor)
         result: list[Delivery] = []

@@ -68,7 +68,7 @@ class ServerUnreachable(MidstreamError):
 
 
 class ServerTimeout(ServerUnreachable):
-    """The server did not answer in time: it runs, but is busy or stopped."""
+    """The server did not answer in time: it is busy, or its process hangs."""
 
 
 class VersionMismatch(MidstreamError):

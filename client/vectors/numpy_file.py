@@ -50,5 +50,5 @@ def read_npz(raw: bytes) -> dict[str, Array]:
 
 def write_npz(arrays: Mapping[str, np.ndarray]) -> bytes:
     out = io.BytesIO()
-    np.savez(out, **dict(arrays))  # type: ignore[arg-type]  # the names are sites
+    np.savez(out, **dict(arrays))  # type: ignore[arg-type]  # no site is named like a parameter
     return out.getvalue()

@@ -9,7 +9,7 @@ API rules, client options, modules, the ranks' rows and the kernels' families ar
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-#: The op of a steering entry, which edits a row s at its hook, as users write it.
+#: The ops of steering entries, as users write them. Each edits a row s at the entry's hook.
 SteeringOp = Literal["replace", "lowrank", "add", "ablate", "clamp"]
 #: The ranks' families of interventions. An op may map to several: `add_matched` is `add` with
 #: `norm_match`.
@@ -24,10 +24,10 @@ Family = Literal[
     "feature",
     "installed",
 ]
-#: `rewrite`: computes a new row from the row s. `shift`: adds a value that does not depend on s. A
-#: token that a rewrite changes is computed in float32 from the stream through the last family, and
-#: rounded once. A token with a single shift and no rewrite stays in the model's dtype; several
-#: shifts are summed in float32 and added in one operation.
+#: `rewrite`: computes a new row from the row s. `shift`: adds a value that does not depend on s. If
+#: a rewrite changes a token's row, all families compute in float32, and the result is rounded once.
+#: Without a rewrite, a single shift is added in the model's dtype; several shifts are summed in
+#: float32 and added in one operation.
 Effect = Literal["rewrite", "shift"]
 
 #: Number of scalars of one pool entry: columns of the ranks' `scalars`.
@@ -78,8 +78,8 @@ class Number(NamedTuple):
     default: float = 1.0
 
 
-#: A multiple of the row or of its component. At a factor of 100, it already dominates the rest of
-#: the row.
+#: A factor of the row or of one component of it. At 100, the edit already dominates the rest of the
+#: row.
 _STRENGTH = Number("strength", 100.0)
 #: In units of the stream, which may be large.
 _STREAM = 1e6
@@ -103,7 +103,7 @@ class Intervention:
     result: str  # in users' terms; v̂ = v/‖v‖
     formula: str  # in the kernels' terms, with what the pool holds
     source: str
-    flag: str = ""  # the field that selects this variant of `op`: a spec's, or a patch's `mask`
+    flag: str = ""  # the field of a spec that selects this variant of `op`, or a patch's `mask`
     tensors: tuple[str, ...] = ("vector",)  # all are required
     scale: Number | None = None  # a factor of the vector, applied when it is written to the pool
     numbers: tuple[Number, ...] = ()  # the first is its strength: at 0, the row keeps its bits
@@ -114,8 +114,8 @@ class Intervention:
     # the bit
     sums: bool = False
     joined: bool = False  # several at one site with the same positions are combined into one
-    # fields of a steering entry from which tensors and numbers are computed, if these are not
-    # fields themselves
+    # the fields of a steering entry from which its tensors and numbers are computed; empty: the
+    # tensors and numbers are fields themselves
     fields: tuple[str, ...] = ()
 
     @property
@@ -160,7 +160,7 @@ class Intervention:
         )
 
     @property
-    def graded(self) -> bool:
+    def has_strength(self) -> bool:
         """Return whether the first scalar is a strength: if it is 0, the row keeps its bits."""
         return bool(self.numbers)
 
@@ -210,7 +210,7 @@ FAMILIES: tuple[Intervention, ...] = (
         "replace_masked",
         "replace",
         "rewrite",
-        "in some dimensions only (a patch's `mask`): as `replace`",
+        "as `replace`, but only in the dimensions of a patch's `mask`",
         (
             "where m = 1: s ← (1 − alpha) · s + alpha · v0, with alpha = 1, v0 bit for "
             "bit; where m = 0: s"
@@ -287,10 +287,9 @@ FAMILIES: tuple[Intervention, ...] = (
         "feature",
         "clamp",
         "rewrite",
-        "s + (value − a) · σ · d with a, the activation of a feature of a sparse "
-        "autoencoder, d, its decoder row, and σ, what the "
-        "autoencoder divides a row by (`ablate`: `value` 0); "
-        "where a is `value`, s is unchanged, bit for bit",
+        "s + (value − a) · σ · d, where a is the activation of a feature of a sparse "
+        "autoencoder, d its decoder row, and σ the number by which the autoencoder divides "
+        "a row (`ablate`: `value` 0); if a equals `value`, s is unchanged, bit for bit",
         "p = (s − μ)·(e0 + e1 + e2) / (σ + ε) + bias, a = p where p > threshold, else "
         "0; s ← s + strength · (target − a) · σ · d; where "
         "target is a, up to float32's rounding (`NEAR`), the row is left unchanged; by "

@@ -44,7 +44,7 @@ _HARMLESS = frozenset(
         "lora_ga_config",
     }
 )
-#: Members that decide about the arithmetic, and are checked one by one.
+#: Members that determine the arithmetic, and are checked one by one.
 _CHECKED = frozenset(
     ["r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"]
 )

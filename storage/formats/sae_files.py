@@ -2,8 +2,8 @@
 fit a model.
 
 SAELens: `cfg.json` and `sae_weights.safetensors`, in the layout of version 6 (`metadata`) or the
-earlier flat layout. Gemma Scope: `params.npz`, always JumpReLU, which names neither hook nor layer.
-An SAE that cannot be computed exactly as SAELens does is refused, naming the reason.
+earlier flat layout. Gemma Scope: `params.npz`, always JumpReLU; it names neither hook nor layer. An
+SAE that cannot be computed exactly as SAELens does is refused; the error has the reason.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ _HARMLESS = frozenset(
         "model_class_name",
     }
 )
-#: Members that decide about the arithmetic or the site, and are checked one by one.
+#: Members that determine the arithmetic or the site, and are checked one by one.
 _CHECKED = frozenset(
     {
         "architecture",
@@ -99,10 +99,10 @@ class SaeContent(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """One feature as a rule: with p = row · `encoder` + `bias`, its activation is p if p >
+    """One feature as a threshold rule: its activation is p = row · `encoder` + `bias` where p >
     `threshold`, else 0.
 
-    The row is normalised first, if the SAE normalises.
+    If the SAE normalises rows, the row is normalised first.
     """
 
     encoder: np.ndarray  # float32 [d_in]
@@ -164,7 +164,7 @@ def _of_saelens(raw: bytes, file: TensorFile, digest: str) -> SaeContent:
     except (ValueError, RecursionError) as error:
         raise SaeError(f"{CONFIG} is not JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("metadata") or {}, dict):
-        raise SaeError(f"{CONFIG} is not a JSON object, or its metadata is none")
+        raise SaeError(f"{CONFIG}, or its member metadata, is not a JSON object")
     metadata = config.get("metadata") or config
     form = _form(config)
     _check_members(config, metadata)
@@ -341,8 +341,8 @@ def tensors_of(form: SaeForm, file: TensorFile) -> dict[str, np.ndarray]:
 
 
 def feature_of(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> Feature:
-    """Returns a feature as a rule. Raises SaeError for an SAE in which an activation depends on
-    more than its own feature's weights.
+    """Returns a feature as a threshold rule. Raises SaeError for an SAE in which an activation
+    depends on more than its own feature's weights.
 
     A gated SAE is JumpReLU with another threshold: its gate opens if x·w + b_gate > 0, that is p >
     b_mag − b_gate · exp(r_mag) (Rajamanoharan et al. 2024, arXiv:2404.16014, section 3.2).

@@ -35,7 +35,7 @@ _SPELLINGS |= {
     "ffn_dim": "intermediate_size",
     "n_inner": "intermediate_size",
 }
-#: transformers' defaults of missing fields that decide about the hooks or the dtype.
+#: transformers' defaults of missing fields that determine the hooks or the dtype.
 _ASSUMED = {"use_parallel_residual": True, "do_layer_norm_before": True, "dtype": "float32"}
 #: dtype of the checkpoint → dtype that vLLM chooses for `dtype` auto, where they differ.
 _AUTO = {"float32": "bfloat16"}

@@ -51,7 +51,7 @@ class EngineRequest:
     keep_blocks: str = ""  # see `RankSpec`
     trace: str = ""  # see `RankSpec`
     tenant: str = DEFAULT_TENANT
-    lora: LoraUse | None = None  # an adapter that is held
+    lora: LoraUse | None = None  # an adapter that `hold_artifacts` has loaded
     chunk: int = 0  # see `RankSpec`
     salt: str = ""  # requests with different salts share no cached blocks
     # with images, tokens and positions are those of the prompt before images are expanded
@@ -61,9 +61,12 @@ class EngineRequest:
     spans: list[ImageSpan] = field(default_factory=list)
     probes: list[StoredProbe] = field(default_factory=list)  # their rows are among `captures`
     tools: ToolUse | None = None  # the output is parsed for tool calls
-    # not None: the output comes with its prompt, whose text this is (empty: decode the tokens)
+    # text of the prompt, which is returned with the output; empty: decode its tokens; None: do not
+    # return the prompt
     echo: str | None = None
-    fills: bool = False  # `sampling.max_tokens` is what the prompt leaves of the model's length
+    # the prompt has images and no `max_tokens` was set: generate as long as the model's length
+    # allows after the expanded prompt
+    fills: bool = False
 
 
 def check_lengths(job: Job, info: ModelInfo) -> None:
@@ -117,8 +120,8 @@ class Engine(Protocol):
     # whether a forward pass may begin at `EngineRequest.entry`; if not, an entry changes only the
     # cache keys
     enters: bool
-    # set by `SteeringReconciler`; called with the reason if the ranks may differ, in addition to
-    # the exception
+    # set by `SteeringReconciler`; called with the reason when the ranks may differ, before
+    # Quarantined is raised
     on_quarantine: Callable[[str], None]
 
     async def start(self) -> None:
@@ -207,7 +210,7 @@ class Engine(Protocol):
         interventions are not reused.
 
         The caller then applies the desired state again, as at the start. Raises Quarantined if a
-        rank fails to do so.
+        rank fails to reset.
         """
 
     async def same_content(self) -> bool:
@@ -220,8 +223,8 @@ class Engine(Protocol):
         """The number of requests that wait for rows of the steering table."""
 
     async def check(self, ask: EngineRequest) -> None:
-        """Wait until the request's format, if it has one, is checked. Call it before holding
-        anything, which others could not use meanwhile.
+        """Wait until the request's format, if it has one, is checked. Call this before the methods
+        `hold_…`: what is held during the wait takes space from other requests.
 
         Raises MidstreamError("invalid_request") for a rejected format, and FormatsBusy when too
         many jobs wait already.

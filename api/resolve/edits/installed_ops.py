@@ -65,7 +65,7 @@ def _hook(spec: SteeringSpec, bounds: Bounds) -> Hook:
     hook = one_hook(spec.hook or "post_block", bounds)
     if bounds.model.row_size(hook) != bounds.model.hidden_size or hook in bounds.model.inside:
         raise SelectorError(
-            f"installed ops edit rows of the model's size, not those of {hook}; valid: "
+            f"installed ops edit rows of the residual stream, not those of {hook}; valid: "
             f"{', '.join(sorted(STREAM_HOOKS))}"
         )
     return hook
@@ -88,7 +88,9 @@ def _strength(spec: SteeringSpec, bounds: Bounds) -> float:
 
 
 def _options(spec: SteeringSpec, bounds: Bounds) -> list[float]:
-    """Return the op's options in the op's order, padded with zeros to the size of a pool entry."""
+    """Return the op's options in the op's order, padded with zeros to the most options that an op
+    may have.
+    """
     _, terms = _op(spec, bounds)
     given = spec.options or {}
     for name, value in given.items():

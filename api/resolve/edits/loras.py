@@ -1,5 +1,5 @@
-"""Resolves LoRA adapters: a registration against the files and the model, a name in a request
-against the registered adapters.
+"""Resolves LoRA adapters: checks a registration against its files and the model, and finds the
+adapter that a request names.
 """
 
 from ....broker.ledger.jobs.ledger import Ledger
@@ -39,8 +39,8 @@ async def named_lora(name: str | None, model: ModelInfo, ledger: Ledger) -> Stor
         return None
     support = _support(model)
     lora = await Registry(ledger, LORAS).known(model.name, name, "lora", "invalid_request")
-    # The model may have been restarted since, with other settings or another checkpoint. (Shapes
-    # are compared before it is loaded.)
+    # The model may have been restarted since, with other settings or another checkpoint. (The
+    # worker compares the adapter's shapes with the model's before it loads the adapter.)
     if lora.rank > support.max_rank:
         raise invalid(
             "lora",

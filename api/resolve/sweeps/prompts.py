@@ -1,5 +1,5 @@
-"""Reads the prompts of a sweep: bounded in characters first, then each distinct prompt tokenised
-once, with the place of each token.
+"""Reads the prompts of a sweep: limits their characters first, then tokenises each distinct prompt
+once, and finds the place of each token in its text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,9 +57,9 @@ async def read_prompts(
     for prompt in parsed:
         distinct.setdefault(_key(prompt), prompt)
     texts = [prompt for prompt in distinct.values() if isinstance(prompt.value, str)]
-    spelled = [prompt for prompt in distinct.values() if not isinstance(prompt.value, str)]
-    # ids first: their check of lengths needs no tokenising
-    read = await _read_ids(pairs, spelled, model, codec) | await _read_texts(texts, model, codec)
+    as_ids = [prompt for prompt in distinct.values() if not isinstance(prompt.value, str)]
+    # ids first: their lengths can be checked without tokenising
+    read = await _read_ids(pairs, as_ids, model, codec) | await _read_texts(texts, model, codec)
     return [read[_key(prompt)] for prompt in parsed]
 
 

@@ -27,7 +27,7 @@ class Probes(Names[Probe]):
 
         Accepted jobs keep the probe that they have.
 
-        `blobs`: content hash → packed tensor, of those that may not be stored yet. Raises a 400
+        `blobs`: content hash → packed tensor, of all that might not be stored yet. Raises a 400
         if the model has `MAX_PROBES` others, or `MAX_WATCHING` others that watch all traffic, and
         `conflict` if another change came in between.
         """
@@ -65,8 +65,8 @@ class Probes(Names[Probe]):
         ]
 
     async def watching(self, model: ModelInfo, names: Sequence[bytes]) -> list[StoredProbe]:
-        """Return the probes that score all traffic of the model; `names`: as of
-        `Ledger.watched_model`.
+        """Return the probes that score all traffic of the model. `names`: those that
+        `Ledger.watched_model` returns.
 
         Raises MidstreamError("unavailable") for a probe that does not fit the model that is served
         now: no traffic may pass unscored.

@@ -1,5 +1,5 @@
-"""The ledger of harvests: their records, the units that count, and the parts that are out, which
-means that their job was submitted and has not ended. See docs/decisions/0035-harvests.md.
+"""The ledger of harvests: their records, the units that count, and the parts under way, whose jobs
+were submitted and have not ended. See docs/decisions/0035-harvests.md.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from ..named.probes import Probes
 
 log = logging.getLogger(__name__)
 
-#: Parts that are out for each live worker: one that runs, and one that can follow immediately.
+#: Parts under way for each live worker: one that runs, and one that can follow immediately.
 PARTS_PER_WORKER = 2
 #: Jobs of one part that may fail before its harvest does.
 TRIES = 3
@@ -346,7 +346,7 @@ class Harvests:
 
     @reachable
     async def advance(self, harvest_id: str) -> None:
-        """Check the parts that are out, and submit, stop or end as they require.
+        """Check the parts under way, and submit, stop or end as they require.
 
         Any process may call this at any time.
         """

@@ -30,9 +30,9 @@ def grades(
 ) -> Grades:
     """Return the values of one unit.
 
-    `graded`: for each node, the log-probability of each of its token ids, in nats; with `compared`,
-    the first node's divergence after them. Raises ValueError for values of another shape, or not
-    finite.
+    `graded`: for each node, the log-probability of each of its token ids, in nats; if `compared`,
+    the first node has one value more at the end, its divergence. Raises ValueError for values of
+    another shape, or not finite.
     """
     for number, (node, values) in enumerate(zip(nodes, graded, strict=True)):
         expected = len(node.token_ids) + (compared and number == 0)
@@ -79,8 +79,10 @@ def in_nats(metric: Metric, grades: Grades) -> float:
 
 
 def recovered(value: float, base: float, source: float) -> float:
-    """Return the share of the difference between the patched prompt and the other one that a patch
-    recovers; all in nats.
+    """Return the share that a patch recovers of the difference between the two prompts of a pair.
+
+    `value`: of the patched prompt with the patch; `base`: of the same prompt without a patch;
+    `source`: of the other prompt. All in nats.
     """
     return (value - base) / (source - base) + 0.0  # 0 instead of −0
 
@@ -109,7 +111,7 @@ def useless_baseline(base: float, source: float, noise: Sequence[float]) -> str:
         return ""
     return (
         f"the two prompts differ too little for `recovered`: {base:.4f} nats for the "
-        f"patched prompt and {source:.4f} for the other, a "
+        f"prompt to patch and {source:.4f} for the other, a "
         f"difference of {difference:.4f}; at least {needed:.4f} are needed (a no-op "
         f"patch changes the value by {floor:.4f}); use prompts "
         "that differ in the answer, or another metric"

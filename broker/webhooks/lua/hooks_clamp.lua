@@ -1,4 +1,4 @@
--- After the clock was set back: no delivery is due later than its pause from now, and no lease ends later than a new one would.
+-- After the clock was set back: limit each delivery's wait to its pause from now, and each lease to the length of a new one.
 -- args: ids, lease (seconds)
 -- returns how many were due later
 local moved = 0

@@ -160,7 +160,7 @@ async def over(
     with `in_flight` of them at a time.
 
     `prompts`: texts, lists of token ids, or conversations; a generator is read only as far as
-    needed. `fields`: as of `submit`, the same for all. Results come in the order of the input,
+    needed. `fields`: those of `submit`, the same for all. Results come in the order of the input,
     or with `ordered=False` as they are complete.
 
     `cache`: a folder in which results are kept, by the SHA-256 of model, prompt and request. A

@@ -35,7 +35,7 @@ def vllm(settings: Settings) -> Iterator[Finding]:
                 "warn",
                 "vllm options",
                 caveat,
-                "remove it from the table [engine], or compare its rows yourself",
+                "remove it from the table [engine], or compare rows with a reference yourself",
             )
     except SettingsError as error:
         yield Finding(
@@ -67,7 +67,7 @@ def extensions(settings: Settings) -> Iterator[Finding]:
                 "ok",
                 "extensions",
                 (
-                    f"{about}; a worker with these settings does not load it: extensions does not "
-                    "name it"
+                    f"{about}; a worker with these settings does not load it, because the setting "
+                    f"extensions does not name {offer.package}"
                 ),
             )

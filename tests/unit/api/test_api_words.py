@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from midstream.api.responses.events import resume_point
-from midstream.api.responses.openai_shapes import News, Wanted
+from midstream.api.responses.openai_shapes import ChoicePart, Wanted
 from midstream.api.responses.outcome import matches
 from midstream.api.responses.sent import Sent
 from midstream.api.routes.captures import parse_layers
@@ -225,7 +225,7 @@ def test_a_stream_resumes_after_the_last_event_id(header: str | None, after: str
 
 
 def said(sent: Sent, text: str) -> str:
-    return sent.news(Event(event="token", data={"index": 0, "text": text}), Wanted()).text
+    return sent.unsent(Event(event="token", data={"index": 0, "text": text}), Wanted()).text
 
 
 def test_a_second_attempt_does_not_resend_text() -> None:
@@ -233,7 +233,7 @@ def test_a_second_attempt_does_not_resend_text() -> None:
     assert [said(sent, "he"), said(sent, "llo")] == ["he", "llo"]
     sent.restart()
     assert [said(sent, "hel"), said(sent, "lo w"), said(sent, "orld")] == ["", " w", "orld"]
-    assert sent.upto(News("hello world!"), Wanted()).text == "!"
+    assert sent.upto(ChoicePart("hello world!"), Wanted()).text == "!"
 
 
 def test_a_second_attempt_does_not_resend_calls_or_tokens() -> None:
@@ -257,7 +257,7 @@ def test_a_second_attempt_does_not_resend_calls_or_tokens() -> None:
             },
         )
 
-    first = sent.news(event([5], {**call, "arguments": '{"a'}), wanted)
+    first = sent.unsent(event([5], {**call, "arguments": '{"a'}), wanted)
     assert (first.ids, len(first.logprobs), first.calls[0].name, first.calls[0].arguments) == (
         [5],
         1,
@@ -265,8 +265,8 @@ def test_a_second_attempt_does_not_resend_calls_or_tokens() -> None:
         '{"a',
     )
     sent.restart()
-    assert not sent.news(event([], call), wanted)
-    again = sent.news(event([5, 5], {"index": 0, "arguments": '{"a":1}'}), wanted)
+    assert not sent.unsent(event([], call), wanted)
+    again = sent.unsent(event([5, 5], {"index": 0, "arguments": '{"a":1}'}), wanted)
     assert (again.ids, len(again.logprobs), again.offset) == ([5], 1, 1)
     assert again.calls == [CallDelta(index=0, arguments='":1}')]
 

@@ -258,13 +258,13 @@ def test_a_damaged_database_is_moved_aside_and_its_epoch_remembered(
         assert store.epoch != former
         assert store.last == 0
         assert store.read(0, 10) == []
-        (lost,) = store.formers()
+        (lost,) = store.past_epochs()
         assert (lost.epoch, lost.last) == (former, 400)
         assert lost.jobs == [(number + 1, f"job_{number}") for number in range(400)]
         if how != "removed":
             assert len(list(tmp_path.glob("w.rank0.sqlite.damaged-*"))) == 1
         store.forget(former)
-        assert store.formers() == []
+        assert store.past_epochs() == []
     finally:
         store.close()
     assert Store(tmp_path, "w", 0).epoch == store.epoch  # the fresh one is sound

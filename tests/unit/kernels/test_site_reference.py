@@ -109,7 +109,7 @@ def test_every_family_has_one_formula_and_a_place() -> None:
     assert list(ORDER) == [family.name for family in FAMILIES]
     for family in FAMILIES:
         assert len(family.scalars) <= SCALARS
-        assert family.scalars or not family.graded, (
+        assert family.scalars or not family.has_strength, (
             f"{family.name}: its strength is its first scalar, and it has none"
         )
         assert set(family.of_each_term) <= set(family.scalars)

@@ -166,9 +166,10 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "specialize_active_lora",
     ),
     "a step computes rows of positions that are not final": ("diffusion_config",),
-    ("Midstream needs vLLM's default: a common prefix is not computed once for a batch"): (
-        "disable_cascade_attn",
-    ),
+    (
+        "Midstream needs vLLM's default: with cascade attention, the requests of a batch "
+        "share the attention over a common prefix"
+    ): ("disable_cascade_attn",),
     "experts or ranks move while requests run": (
         "elastic_ep_max_dp_size",
         "enable_elastic_ep",
@@ -199,7 +200,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "max_num_queued_reqs",
         "max_num_queued_tokens",
     ),
-    "the cache's two halves rely on requests being submitted in the order of their processing": (
+    "the cache's two halves rely on requests being submitted in the order of their preprocessing": (
         "mm_processor_cache_gb",
     ),
     "the hook points belong to the class that the checkpoint names": ("model_class_overrides",),
@@ -213,7 +214,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
 #: Option → why it is refused.
 WRONG: dict[str, str] = {name: reason for reason, names in _REFUSED.items() for name in names}
 
-_MEMORY = "how much memory, not what is computed"
+_MEMORY = "how much memory is used, not what is computed"
 _STEPS = "which tokens a step has, not what is computed for them"
 _LOADING = "how weights are read, not which"
 _TIMEOUTS = "how long ranks wait for each other"
@@ -226,10 +227,10 @@ PROVEN: dict[str, Proven] = {
         "whether steps overlap", values=(False,), on_cpu="steps never overlap there"
     ),
     "attention_backend": Proven(
-        _KERNELS, values=("CPU_ATTN",), on_cpu="ordinary attention has no other there"
+        _KERNELS, values=("CPU_ATTN",), on_cpu="ordinary attention has one backend there"
     ),
     "attention_config": Proven(
-        _KERNELS, parts=("backend",), on_cpu="ordinary attention has no other there"
+        _KERNELS, parts=("backend",), on_cpu="ordinary attention has one backend there"
     ),
     "code_revision": Proven("the revision of remote code on the hub"),
     "compilation_config": Proven(_KERNELS, parts=("backend", "custom_ops", "mode")),
@@ -239,7 +240,7 @@ PROVEN: dict[str, Proven] = {
     "disable_hybrid_kv_cache_manager": Proven(
         "how layers with a window share blocks of the KV cache"
     ),
-    "disable_sliding_window": Proven("the length of requests: what a window would cut is refused"),
+    "disable_sliding_window": Proven("the longest request: at most as long as the window"),
     "distributed_timeout_seconds": Proven(_TIMEOUTS),
     "enable_chunked_prefill": Proven(_STEPS),
     "enable_logging_iteration_details": Proven(_LOGS),
@@ -275,7 +276,7 @@ PROVEN: dict[str, Proven] = {
     "safetensors_prefetch_num_threads": Proven(_LOADING),
     "scheduler_reserve_full_isl": Proven(_STEPS),
     "seed": Proven("what is sampled without a seed of the request's own"),
-    "stream_interval": Proven("how many tokens come together"),
+    "stream_interval": Proven("how many tokens are returned at a time"),
     "swa_bounded_replay": Proven(
         "how much of a window is computed again after the prefix cache",
         on_cpu="only DeepSeek V4.1's code for GPUs reads it",

@@ -25,7 +25,7 @@ class Finish:
 
     token_ids: list[int]
     aborted: bool
-    # the probe that ended the request after these tokens; then the last token has a row too
+    # the probe that ended the request after these tokens; if there is one, the last token has a row
     stopped_by: str = ""
 
 
@@ -50,7 +50,8 @@ class RequestRows:
     first_row: int
     num_rows: int
     first_position: int
-    # rows of the step's logits: one for each of its last tokens, one more than its draft tokens
+    # number of its rows in the step's logits, which are those of its last tokens: its draft tokens,
+    # and one before them
     samples: int = 1
 
 

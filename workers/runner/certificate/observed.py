@@ -153,12 +153,13 @@ class Observed:
         self._model.forward = watched
 
     def _why_no_aux(self) -> str:
+        """Return why the law "EAGLE-3 auxiliary states" cannot be checked; empty if it can."""
         if self._traced:
             return "the forward pass is compiled"
         if not hasattr(self._model, "set_aux_hidden_state_layers"):
             return "the model does not offer them"
         if self._adapter.variant.backend:
-            return "vLLM's Transformers backend cannot remove the hooks that this installs"
+            return "vLLM's Transformers backend cannot remove the hooks that it installs for them"
         if not get_pp_group().is_last_rank or get_pp_group().world_size > 1:
             return "the engine has several pipeline stages"
         return (

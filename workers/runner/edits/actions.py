@@ -27,11 +27,11 @@ Kind = Literal[
 #: Kind of action → the values that are folded into the checksum. Rejected actions are not folded.
 KINDS: dict[Kind, tuple[str, ...]] = {
     "global_set": ("version", "digest"),
-    "global_clear": ("version", "digest"),  # an empty digest: nothing
-    "global_rollback": ("version", "digest that holds again"),
+    "global_clear": ("version", "digest"),  # the digest is empty
+    "global_rollback": ("version", "restored digest"),
     "module_register": ("name", "digest"),
     "module_unregister": ("name", "digest"),
-    "module_rollback": ("name", "digest that holds again"),
+    "module_rollback": ("name", "restored digest"),
     "row_admit": ("key", "crc32 of the bytes written"),
     "row_release": ("key",),
     "steer": ("job", "request", "attempt", "digest"),

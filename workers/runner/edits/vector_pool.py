@@ -99,7 +99,8 @@ def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bo
 def _crc32(content: Content) -> int:
     """Return the CRC32 of (site, family) and bytes of all content."""
     crc = 0
-    known: dict[int, int] = {}  # most sites share their tensors, which are summed once
+    # id of shared tensors → their checksum, which is computed once: most sites share theirs
+    known: dict[int, int] = {}
     for place, held in content.items():
         if id(held) not in known:
             known[id(held)] = crc32_of(*held)
@@ -149,7 +150,7 @@ class EntryPool:
         ]
         self._end += needed
         self._used += needed
-        self._name(row)
+        self._write_places(row)
 
     def erase(self, row: int) -> None:
         """Free a row's entries and zero them."""
@@ -171,10 +172,10 @@ class EntryPool:
         self._runs, self._end, self._used = {}, 1, 0
 
     def fingerprints(self) -> dict[int, int]:
-        """Return row in use → CRC32 of what its sites read on the device, wherever its entries are;
-        row 0 stands for the contents of row and entry 0.
+        """Return row in use → CRC32 of what its sites read on the device, wherever its entries are.
 
-        Waits for the device.
+        Row 0 belongs to no request: its checksum covers row 0 and entry 0, which stay zero. Waits
+        for the device.
         """
         buffers = self._buffers
         site_rows, pool, scalars = (
@@ -214,13 +215,13 @@ class EntryPool:
         }
         for row, runs in self._runs.items():
             if runs:
-                self._name(row)
+                self._write_places(row)
 
     def _put(self, first: int, pool: torch.Tensor, scalars: torch.Tensor) -> None:
         self._buffers.pool[first : first + len(pool)] = self._on_device(pool)
         self._buffers.scalars[first : first + len(scalars)] = self._on_device(scalars)
 
-    def _name(self, row: int) -> None:
+    def _write_places(self, row: int) -> None:
         """Write into `site_rows` where the row's entries of each site begin."""
         sites, families, firsts, _ = self._index(self._runs[row]).t()
         self._buffers.site_rows[sites, families, row] = firsts.to(torch.int32)

@@ -104,7 +104,8 @@ class Head:
         weight, bias = getattr(self._lm_head, "weight", None), getattr(self._lm_head, "bias", None)
         if weight is None or "Unquantized" not in type(self._lm_head.quant_method).__name__:
             raise NoHeadError(
-                "its output matrix is quantised and split over ranks: no rows for named tokens"
+                "its output matrix is quantised and split over ranks, so no rank can collect the "
+                "rows of single tokens"
             )
         places = torch.tensor(tokens, device=self.device) - self.shard.start
         in_shard = (places >= 0) & (places < self.shard.stop - self.shard.start)

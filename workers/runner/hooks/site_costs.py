@@ -73,7 +73,9 @@ class StepCost:
 
 
 def launches(variant: Variant, hooks: Collection[Hook], layers: int) -> Sequence[tuple[Hook, ...]]:
-    """Return the launches of a captured graph's forward in order; neighbouring sites share one."""
+    """Return the launches of one forward pass in a CUDA graph, in order; neighbouring sites share
+    one, also across a layer boundary.
+    """
     groups = launch_groups(variant, hooks, next_layer=True)
     first: list[tuple[Hook, ...]] = [HOOKS[:1]] if groups and HOOKS[0] in groups[-1] else []
     last = tuple(hook for hook in groups[-1] if hook != HOOKS[0]) if groups else ()
@@ -90,8 +92,8 @@ def step_cost(
     configurations: int = 1,
     groups: Sequence[tuple[Hook, ...]] | None = None,
 ) -> StepCost:
-    """Return the cost of a step of `rows` token rows in a captured graph, where all rows are edited
-    at the hooks `edited` and captured at the hooks `captured`, in all layers.
+    """Return the cost of a step of `rows` token rows in a CUDA graph. In all layers, all rows are
+    edited at the hooks `edited` and captured at the hooks `captured`.
 
     `hooks`: the installed hooks. `configurations`: distinct vectors that the step's edits add.
     `groups`: launches of another design; by default those of the current design, in which an idle

@@ -92,7 +92,7 @@ class Requests:
         if num_tokens >= 0:
             kept_ids = token_ids[:num_tokens]
             # The last sampled token was never fed back and has no row, unless a probe ended the
-            # request by that row.
+            # request because of that row's score.
             rows = len(kept_ids) - (
                 1 if len(kept_ids) < len(token_ids) or not tracked.stopped_by else 0
             )
@@ -112,7 +112,7 @@ class Requests:
         self.reports.failed(self.step, tracked, message, kind)
         digest = tracked.spec.digest
         edited = kind not in ("capture_failed", "probe_failed")
-        # otherwise no request is ever served the blocks that it fills under this digest
+        # whether other requests may be served edited blocks that it fills under this digest
         shared = edited and tracked.spec.entry is None
         if digest and shared and (self.taints.add(digest, self.step) or since is not None):
             first = self.step if since is None else since

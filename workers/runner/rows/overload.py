@@ -1,5 +1,5 @@
-"""Overload policies for captured rows that arrive faster than they are written, by their backlog in
-bytes.
+"""Overload policies, for captured rows that arrive faster than they are written: what happens while
+their backlog in bytes exceeds a limit.
 
 `block`: steps wait, for a bounded time. `spill`: rows go to a file instead of memory. `drop`: rows
 are not recorded, and the result reports it.

@@ -1,4 +1,4 @@
--- Change the record of a harvest that has not ended: what its user wants, what it shows, a part that is out, its end. Cancelling is final.
+-- Change the record of a harvest that has not ended: what its user wants, what it shows, a part under way, its end. Cancelling is final.
 -- args: id; one of
 --       ask ('run', 'pause' or 'cancel')
 --       finish (the state that it ends in), error (JSON, or nil)

@@ -106,7 +106,7 @@ def test_a_baseline_is_useless_below_a_tenth_of_a_nat_or_ten_times_the_noise() -
     assert useless_baseline(1.0, 1.2, []) == ""
     assert useless_baseline(1.0, 1.2, [1.01, 0.99]) == ""
     assert (
-        "1.0000 nats for the patched prompt and 1.0500 for the other, a difference of 0.0500"
+        "1.0000 nats for the prompt to patch and 1.0500 for the other, a difference of 0.0500"
     ) in useless_baseline(1.0, 1.05, [])
     assert "0.3000 are needed (a no-op patch changes the value by 0.0300)" in useless_baseline(
         1.0, 1.2, [1.03]
