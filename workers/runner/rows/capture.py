@@ -120,6 +120,18 @@ class Extent:
         rows: np.ndarray = self.step.base[ports] + self.slots[self.step.pattern[ports]]
         return rows
 
+    def rows(self, ports: np.ndarray) -> torch.Tensor:
+        """Return the landed rows, `[ports, positions, hidden_size]`: a view where the ports' rows
+        are equally far apart, as those of most captures are.
+        """
+        first, slab = self.first_rows(ports), self.step.slab
+        apart = int(first[1] - first[0]) if len(first) > 1 else 1
+        if apart > 0 and bool((np.diff(first) == apart).all()):
+            width = slab.shape[1]
+            shape, strides = (len(first), self.count, width), (apart * width, width, 1)
+            return slab.as_strided(shape, strides, slab.storage_offset() + int(first[0]) * width)
+        return slab[torch.from_numpy(first[:, None] + np.arange(self.count))]
+
     def among(self, positions: Sequence[int]) -> "list[Extent]":
         """Return the parts at `positions`, which are ascending and in this extent."""
         runs = contiguous(np.array(positions)) if len(positions) else []
@@ -140,6 +152,7 @@ class Piece:
         self.rows, self.stop = rows, stop
         self.kept = False  # the row store has it too, so that its rows may not change
         self._ports, self._positions = ports, positions
+        self._by_port = rows.slab.view(len(ports), len(positions), -1)
         self._held = np.zeros(len(positions), dtype=bool)
 
     @classmethod
@@ -167,9 +180,7 @@ class Piece:
             raise RuntimeError(
                 f"positions {list(run.positions)[:8]} were recorded but not requested"
             )
-        indices = run.first_rows(self._ports)[:, None] + np.arange(run.count)
-        by_port = self.rows.slab.view(len(self._ports), len(self._positions), -1)
-        by_port[:, place] = run.step.slab[torch.from_numpy(indices)]
+        self._by_port[:, place] = run.rows(self._ports)
         self._held[place] = True
 
     def runs(self, start: int = 0, stop: int = sys.maxsize) -> list[Extent]:
