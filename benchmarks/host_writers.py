@@ -29,7 +29,7 @@ from midstream.workers.runner.base.engine_step import Finish, NewRequest, Reques
 #: Kind of step → prompt tokens, generated tokens.
 KINDS = {"decode": (PROMPT, 64), "prompts": (128, 1)}
 #: How often a kind's requests come and go in a round; the first time is not measured.
-LIVES = 3
+LIVES = 2
 
 
 def helpers_s() -> float:

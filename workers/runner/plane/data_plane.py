@@ -153,6 +153,9 @@ class DataPlane:
         self.block_size = sys.maxsize if config.row_store_mib else 1
         self._pieces = SlabPool(queue_bytes // 2, Path(config.spill_dir))
         self._mover = Mover(self._pieces, begin)
+        if device.type != "cpu":  # a slab has at most the rows of half a ring
+            largest = max(part.nbytes for part in [buffers.ring, *(i.buffers.ring for i in inside)])
+            self._mover.submit(partial(self._slabs.reserve, largest // 2))
         self._overload = Overload(
             config.capture_overload,
             queue_bytes,

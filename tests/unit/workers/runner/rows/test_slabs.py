@@ -218,6 +218,32 @@ def test_page_locked_memory_is_unregistered_before_it_is_unmapped(
     assert Cuda.locked == {}
 
 
+def test_pages_are_locked_by_the_mover_before_a_step_needs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    locked: list[tuple[str, int]] = []
+
+    class Cuda:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            locked.append((threading.current_thread().name, size >> 20))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cuda)
+    pool = SlabPool(64 << 20, pinned=True)
+    mover = Mover(SlabPool(0))
+    mover.submit(partial(pool.reserve, 48 << 20)).result(10)
+    mover.close()
+    assert locked == [("midstream-mover", size) for size in (32, 16, 8, 4)], "no more than it keeps"
+    small = [pool.new_slab(1, size << 20, torch.uint8) for size in (1, 1, 20)]
+    assert len(locked) == 4, "a larger memory rather than a step that waits"
+    pool.collect()
+    assert (pool.alive, pool._free_bytes) == (44 << 20, 16 << 20)
+    del small
+
+
 def test_memory_that_cannot_be_locked_is_an_error_that_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
