@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from ....schemas.model.attention import AttentionKind
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.model.routing import RoutingKind
 from ....schemas.requests.specs import RankSpec, StoredCapture
-from ....storage.blobs import Blob
 from ..files.finished_rows import Columns, FinishedCapture
 from ..hooks.sites import Site
 from .finite_check import all_finite
@@ -32,6 +31,7 @@ from .pending_rows import LANDED, Landing
 if TYPE_CHECKING:
     from ..probes.watches import Watch
     from ..probes.weight_stacks import Stack
+    from .streams import SealedRows, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -147,25 +147,20 @@ class Piece:
     in any order.
     """
 
-    def __init__(self, rows: StepRows, ports: np.ndarray, positions: np.ndarray, stop: int) -> None:
-        """`positions`: captured positions below `stop`, int64, ascending; `ports`: int64."""
-        self.rows, self.stop = rows, stop
-        self.kept = False  # the row store has it too, so that its rows may not change
-        self._ports, self._positions = ports, positions
-        self._by_port = rows.slab.view(len(ports), len(positions), -1)
-        self._held = np.zeros(len(positions), dtype=bool)
-
-    @classmethod
-    def of(
-        cls, like: StepRows, ports: np.ndarray, positions: Sequence[int], stop: int, new: NewMemory
-    ) -> "Piece":
-        """Return an empty piece for rows like these. Raises what `new` raises."""
+    def __init__(
+        self, like: StepRows, ports: np.ndarray, positions: Sequence[int], stop: int, new: NewMemory
+    ) -> None:
+        """For rows like those of a step. `ports`: int64; `positions`: captured ones below `stop`,
+        ascending. Raises what `new` raises.
+        """
         width, dtype = like.slab.shape[1], like.slab.dtype
-        base = np.zeros_like(like.base)
+        slab, base = new(len(ports) * len(positions), width, dtype), np.zeros_like(like.base)
         base[ports] = np.arange(len(ports)) * len(positions)
-        slab = new(len(ports) * len(positions), width, dtype)
-        rows = StepRows(slab, base, np.zeros_like(base), LANDED)
-        return cls(rows, ports, np.array(positions, dtype=np.int64), stop)
+        self.rows, self.stop = StepRows(slab, base, np.zeros_like(base), LANDED), stop
+        self.kept = False  # the row store has it too, so that its rows may not change
+        self._ports, self._positions = ports, np.array(positions, dtype=np.int64)
+        self._by_port = slab.view(len(ports), len(positions), width)
+        self._held = np.zeros(len(positions), dtype=bool)
 
     @property
     def num_held(self) -> int:
@@ -198,43 +193,12 @@ class Piece:
     def copy(self, new: NewMemory, start: int = 0, stop: int = sys.maxsize) -> "Piece":
         """Copy the rows of positions in `[start, stop)`. Raises what `new` raises."""
         inside = (self._positions >= start) & (self._positions < stop)
-        copied = Piece.of(
+        copied = Piece(
             self.rows, self._ports, self._positions[inside].tolist(), min(stop, self.stop), new
         )
         for run in self.runs(start, stop):
             copied.put(run)
         return copied
-
-
-class Rows(Protocol):
-    """All rows of an ended request, for a `FinishedCapture`."""
-
-    def unsound(self, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
-        """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
-
-    def non_finite(self, dtype: torch.dtype) -> dict[tuple[str, int], int]:
-        """Return (hook, layer) → number of rows that are not finite as `dtype`, if any."""
-
-    def __call__(self, hook: str, layer: int) -> Sequence[memoryview]:
-        """Return one site's rows, as buffers in order."""
-
-    def blob(self, capture: FinishedCapture) -> Blob | None:
-        """Return the capture's blob if the rows are in a file that the store can adopt."""
-
-
-class RowSink(Protocol):
-    """Destination of rows that leave a recording before its request ends: see `streams`."""
-
-    begun: bool  # whether rows have left
-    part: int  # bytes of rows that leave at a time, at least
-
-    def push(self, pieces: list[Piece]) -> None: ...
-
-    def drop(self) -> None: ...
-
-    def seal(
-        self, recording: "Recording", pieces: list[Piece], expected: set[int], stop: int
-    ) -> tuple[list[int], int, Rows]: ...
 
 
 @dataclass
@@ -254,7 +218,7 @@ class Recording:
     # rows that an earlier request recorded, see `row_store`
     reused: list[Extent] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)  # positions not recorded, under overload
-    stream: RowSink | None = None  # destination of rows that leave before the request ends
+    stream: "Stream | None" = None  # destination of rows that leave before the request ends
     watch: "Watch | None" = None  # the watch and the stack by which probes score the rows
     stack: "Stack | None" = None
     prepared: Any = None  # see `FinishedCapture`
@@ -372,7 +336,7 @@ class Recording:
         if piece is None:
             stop = min(first + size, end)
             chosen = self.capture.select(first, stop, prompt)
-            piece = self._pieces[first] = Piece.of(like, self._numbers, chosen, stop, new)
+            piece = self._pieces[first] = Piece(like, self._numbers, chosen, stop, new)
         elif piece.kept:
             piece = self._pieces[first] = piece.copy(new)
         return piece
@@ -446,7 +410,7 @@ class Recording:
             else set()
         )
         stored_as = dtype if self.capture.dtype == "model" else getattr(torch, self.capture.dtype)
-        result: Rows
+        result: _Rows | SealedRows
         pieces = self.pieces()
         if self.stream is not None and self.stream.begun:
             positions, reused, result = self.stream.seal(self, pieces, expected, stop)
@@ -471,7 +435,7 @@ class Recording:
             pp=pp,
             stages=stages,
             rows=result,
-            non_finite=result.non_finite(stored_as),
+            non_finite=dict(Counter(place[:2] for place in result.unsound(stored_as))),
             unsound=min(result.unsound(dtype), key=lambda place: place[2], default=None),
             reused=len(self.ports) * reused,
             dropped=tuple(sorted((self.dropped & expected).difference(positions))),
@@ -531,10 +495,6 @@ class _Rows:
                 first = rows[place]
                 for offset in np.flatnonzero(bad[first : first + run.count]):
                     yield hook, layer, run.first_position + int(offset)
-
-    def non_finite(self, dtype: torch.dtype) -> dict[tuple[str, int], int]:
-        """Return (hook, layer) → number of rows that are not finite as `dtype`, if any."""
-        return dict(Counter((hook, layer) for hook, layer, _ in self.unsound(dtype)))
 
     def blob(self, capture: FinishedCapture) -> None:
         """Return None, because the rows are not in a file."""

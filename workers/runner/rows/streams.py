@@ -9,7 +9,7 @@ Otherwise, and for other layouts, the rows are read from the file as if from mem
 
 import threading
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -228,10 +228,6 @@ class SealedRows:
         for position, places in self._bad.get(dtype, {}).items():
             for place in sorted(places) if position in held else ():
                 yield *self._sites[place], position
-
-    def non_finite(self, dtype: torch.dtype) -> dict[tuple[str, int], int]:
-        """Return (hook, layer) → number of rows that are not finite as `dtype`, if any."""
-        return dict(Counter((hook, layer) for hook, layer, _ in self.unsound(dtype)))
 
     def __call__(self, hook: str, layer: int) -> list[memoryview]:
         if self._view is None:
