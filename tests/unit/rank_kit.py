@@ -115,9 +115,9 @@ class Rank:
         self.vectors = VectorStore()
         self.runs = RunStore(open_store(runs_root or "/nowhere"), self.sites, HIDDEN)
         self.table = RowTable(self.sites, self.buffers, self.vectors, self.runs)
-        self.slabs = SlabPool(1 << 24, spill_dir)
+        self.slabs, self.pieces = SlabPool(1 << 24), SlabPool(1 << 24, spill_dir)
         self.backlog = 0  # bytes that the writers are behind, of 100 that they may be
-        self.mover = Mover()
+        self.mover = Mover(self.pieces)
         overload = Overload(policy, 100, lambda: self.backlog)
         self.planner = Planner(
             self.sites, self.buffers, self.table, self.slabs, overload, self.mover, traced=traced
@@ -133,7 +133,9 @@ class Rank:
         return content_hash(tensor)
 
     def admit(self, request: Request) -> Request:
-        found = enumerate(Recording.of(capture, self.ports) for capture in request.captures)
+        found = enumerate(
+            Recording.of(capture, self.ports, request.prompt_tokens) for capture in request.captures
+        )
         request.tracked.recordings = {
             number: recording for number, recording in found if recording is not None
         }

@@ -42,11 +42,9 @@ from ..files.writer import Diversion, make_writer
 from ..hooks.sites import Buffers, Site
 from ..readings.readings import Reader, Readings
 from ..rows.banks import Banks, Part
-from ..rows.memory_bound import MemoryBound
 from ..rows.mover import Mover
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
-from ..rows.row_store import RowStore
 from ..rows.slabs import SlabPool
 from ..rows.streams import Streams
 from .grading import Grading
@@ -112,9 +110,7 @@ class DataPlane:
         every = [*sites, *(site for part in inside for site in part.sites)]
         self.runs = RunStore(open_store(config.capture_root), every, self._hidden_size)
         queue_bytes = config.capture_queue_mib << 20
-        self._slabs = SlabPool(
-            queue_bytes, Path(config.spill_dir), pinned=buffers.ring.device.type != "cpu"
-        )
+        self._slabs = SlabPool(queue_bytes // 2, pinned=buffers.ring.device.type != "cpu")
         curve = client_keys(config.curve_secret_file, config.curve_server_key)
         self._outbox = Outbox(
             Path(config.outbox_dir),
@@ -148,24 +144,23 @@ class DataPlane:
             partial(scratch, Path(config.spill_dir)),
             config.capture_window_mib << 20,
             self._reports.origin,
+            self._writer.stream,
             hidden_size=self._hidden_size,
             dtype=self._dtype,
         )
-        # tokens in a KV block, the unit in which rows are kept; set once the KV cache is known
+        # tokens in a KV block, the unit in which rows are kept; set once the KV cache is known; 1:
+        # no rows are kept
         self.block_size = sys.maxsize if config.row_store_mib else 1
+        self._pieces = SlabPool(queue_bytes // 2, Path(config.spill_dir))
+        self._mover = Mover(self._pieces, begin)
+        if device.type != "cpu":  # a slab has at most the rows of half a ring
+            largest = max(part.nbytes for part in [buffers.ring, *(i.buffers.ring for i in inside)])
+            self._mover.submit(partial(self._slabs.reserve, largest // 2))
         self._overload = Overload(
-            config.capture_overload, queue_bytes, lambda: self._writer.backlog
-        )
-        self._mover = Mover(begin)
-        self._memory = MemoryBound(
-            self._slabs,
+            config.capture_overload,
             queue_bytes,
-            self._overload,
-            self._mover,
-            self._writer,
-            self._streams,
-            self._hidden_size,
-            self._dtype,
+            lambda: self._writer.backlog + self._mover.waiting,
+            slabs=lambda: self._mover.waiting,
         )
         residual = Part(RESIDUAL, sites, buffers)
         self._banks = Banks(
@@ -199,8 +194,9 @@ class DataPlane:
             self._banks,
             self.rank_state,
             self._streams,
-            self._memory,
-            RowStore(self._mover),
+            self._overload,
+            self._mover,
+            self._writer,
             lambda: self.block_size,
         )
         parts: list[StepPart | None] = [
@@ -330,7 +326,7 @@ class DataPlane:
             "tainted": len(self._requests.taints),
             "kept_row_bytes": self._rows.kept_bytes,
             "unkept": self._rows.unkept,
-            "spilled_bytes": self._slabs.spilled,
+            "spilled_bytes": self._pieces.spilled,
             "outbox": self._outbox.depth(),
             "backlog": self._writer.backlog,
             "behind": self._overload.behind,

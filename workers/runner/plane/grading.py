@@ -171,7 +171,7 @@ class _Values:
         if values.device.type != "cpu":
             self._values = locked_like(values)
             self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event(blocking=True)
             self._event.record()
 
     def of(self, indices: Sequence[int]) -> Callable[[], list[float]]:

@@ -9,11 +9,13 @@ from ..base.config import Place
 from ..base.engine_step import NewRequest, RequestRows, StepView
 from ..base.row_index import Keeping, KeptBlock
 from ..edits.model_state import RankState
+from ..files.writer import Writer
 from ..rows.banks import Banks
 from ..rows.capture import Recording
 from ..rows.execution_check import Miscount
 from ..rows.finite_check import NonFinite, precedes_edits, reason
-from ..rows.memory_bound import MemoryBound
+from ..rows.mover import Mover
+from ..rows.overload import Overload
 from ..rows.planner import Tracked
 from ..rows.row_store import RowStore
 from ..rows.streams import Streams
@@ -31,14 +33,16 @@ class Rows(StepPart):
         banks: Banks,
         state: RankState,
         streams: Streams,
-        memory: MemoryBound,
-        store: RowStore,
+        overload: Overload,
+        mover: Mover,
+        writer: Writer,
         block_size: Callable[[], int],
     ) -> None:
         """`block_size`: returns the tokens in a KV block, the unit in which rows are kept."""
         self._requests, self._place, self._banks = requests, place, banks
-        self._state, self._streams, self._memory = state, streams, memory
-        self._store, self._block_size = store, block_size
+        self._state, self._streams, self._block_size = state, streams, block_size
+        self._overload, self._mover, self._writer = overload, mover, writer
+        self._store = RowStore(mover)
         self._keeping: Keeping | None = None  # the scheduler's orders for this step
         # the last step in which rows were not kept although the scheduler assumes so; 0: none
         self.unkept = 0
@@ -61,7 +65,8 @@ class Rows(StepPart):
                 for hook, layers in capture.sites.items():
                     self._state.check_sites(hook, layers)
             recordings = [
-                self._banks.recording(capture, self._place.tp == 0) for capture in spec.captures
+                self._banks.recording(capture, spec.prompt_tokens, self._place.tp == 0)
+                for capture in spec.captures
             ]
         except ValueError as error:
             self._requests.fail(tracked, str(error), "capture_failed")
@@ -72,10 +77,10 @@ class Rows(StepPart):
             if recording is not None
         }
         for recording in tracked.recordings.values():
-            recording.stream = self._streams.of(spec, recording, request.max_tokens)
+            self._streams.prepare(spec, recording, request.max_tokens, self._block_size())
 
     def prepare(self, keeping: Keeping | None) -> None:
-        """Serve stored rows for tokens that the prefix cache skips, then bound the rows' memory."""
+        """Serve stored rows for tokens that the prefix cache skips; wait if there is overload."""
         self._keeping = keeping
         for block in keeping.serve if keeping else ():
             self._with_recording(block, self._store.serve)
@@ -85,7 +90,7 @@ class Rows(StepPart):
             if tracked.recordings and not tracked.reported
         ]:
             with self._requests.guard(recording, "capture_failed"):
-                self._memory.before_step(recording, self._requests.guard)
+                self._overload.wait()
 
     def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
         """Plan the captures, and commit them with the edits."""
@@ -122,7 +127,6 @@ class Rows(StepPart):
                 self._with_recording(block, self._store.keep)
             self._store.drop(self._keeping.drop)
             self._keeping = None
-        self._memory.after_step(step.view, tracked, self._block_size(), self._requests.guard)
 
     def forget_failures(self, step: int) -> None:
         """Clear `unkept` if the prefix cache was reset at `step`, after those rows were lost."""
@@ -135,7 +139,8 @@ class Rows(StepPart):
         self.unkept = 0
 
     def close(self) -> None:
-        self._memory.close()
+        self._writer.close()
+        self._mover.close()
 
     def _settle(self, ended: Mapping[str, int] | None = None) -> None:
         """Fail requests whose edits made rows non-finite, or whose sites deviated from the plan;

@@ -65,7 +65,9 @@ class Bank:
         )
         self.finite = FiniteCheck(part.sites, part.buffers)
 
-    def recording(self, capture: StoredCapture, first_of_stage: bool) -> Recording | None:
+    def recording(
+        self, capture: StoredCapture, prompt_tokens: int, first_of_stage: bool
+    ) -> Recording | None:
         """Return this rank's recording of a capture; None if it records nothing.
 
         `first_of_stage`: all ranks of a stage hold equal residual rows, so only its first rank
@@ -80,7 +82,7 @@ class Bank:
         records = first_of_stage if self.columns is None else self.columns.records
         if not (records or capture.everywhere):
             return None
-        return Recording.of(capture, self.ports)
+        return Recording.of(capture, self.ports, prompt_tokens)
 
 
 class Tables:
@@ -194,14 +196,16 @@ class Banks:
         """Return how many sites of this rank `spec`, which the table holds in `row`, edits."""
         return self._by_name[spec.bank].table.num_sites(row)
 
-    def recording(self, capture: StoredCapture, first_of_stage: bool) -> Recording | None:
+    def recording(
+        self, capture: StoredCapture, prompt_tokens: int, first_of_stage: bool
+    ) -> Recording | None:
         """Return a recording like `Bank.recording`.
 
         Raises ValueError also for hooks that this rank does not serve.
         """
         if capture.bank not in self._by_name:
             raise ValueError(f"hook {next(iter(capture.sites))} is not served")
-        return self._by_name[capture.bank].recording(capture, first_of_stage)
+        return self._by_name[capture.bank].recording(capture, prompt_tokens, first_of_stage)
 
     # --- A step; the methods of `Planner`
 

@@ -24,8 +24,6 @@ class NewRows(NamedTuple):
     slab: torch.Tensor  # `[rows, hidden_size]`, CPU
     first: int = 0  # the ring row at which they begin
     landing: Landing = LANDED  # arrival of the rows that `Staging.take` copies
-    # slab in a file to move landed rows to, since devices cannot copy to a file's pages
-    file: torch.Tensor | None = None
 
 
 class Staging:
@@ -63,11 +61,11 @@ class Staging:
 
     # --- Captures
 
-    def new_rows(self, slabs: SlabPool, rows: int, *, spill: bool) -> "NewRows":
-        """Return the destination of this step's `rows` captured rows; `spill`: in a file.
+    def new_rows(self, slabs: SlabPool, rows: int) -> "NewRows":
+        """Return the destination of this step's `rows` captured rows.
 
-        Raises OSError when they cannot be spilled, HostMemoryError, and RuntimeError when the ring
-        cannot hold them (requests are admitted so that it can).
+        Raises HostMemoryError, and RuntimeError when the ring cannot hold them (requests are
+        admitted so that it can).
         """
         ring = self._buffers.ring
         room = len(ring) if self._area is None else self._area.rows
@@ -76,15 +74,8 @@ class Staging:
                 f"{rows} captured rows in one step, but the buffer has room for {room} (setting "
                 "capture_buffer_mib)"
             )
-        file = slabs.new_file(rows, ring.shape[1], ring.dtype) if spill else None
-        if self._area is None:
-            slab = slabs.new_slab(rows, ring.shape[1], ring.dtype) if file is None else file
-            new = NewRows(slab)
-        else:
-            first, landing = self._area.next()
-            new = NewRows(
-                slabs.new_slab(rows, ring.shape[1], ring.dtype, landing), first, landing, file
-            )
+        first, landing = self._area.next() if self._area is not None else (0, LANDED)
+        new = NewRows(slabs.new_slab(rows, ring.shape[1], ring.dtype, landing), first, landing)
         self._rows, self._slots = rows, {}
         if self._direct:
             self._buffers.ring = new.slab
@@ -163,7 +154,7 @@ class _Areas:
         copied = self._copied[self._current]
         if copied is not None:
             torch.cuda.current_stream(self._ring.device).wait_event(copied)
-        event = self._copied[self._current] = torch.cuda.Event()
+        event = self._copied[self._current] = torch.cuda.Event(blocking=True)
         return self._current * self.rows, OnStream(event)
 
     def take(self, slab: torch.Tensor, rows: int) -> None:

@@ -1,17 +1,20 @@
 """Captured rows of a request, from recording until they are written.
 
 All rows that a step captures are in one slab `[rows, hidden]`, ordered by port (a site has two
-ports: before and after its edits). A request keeps references to its runs of rows, and joins them
-when it ends. If a position was recorded twice (after a preemption, or because a draft token was
-rejected), only the last row is written: later tokens attended to its keys and values.
+ports: before and after its edits). The mover copies each request's rows from there into the
+request's own pieces: memory, or a file under overload, with a place for every captured position. If
+a position was recorded twice (after a preemption, or because a draft token was rejected), the last
+row counts: later tokens attended to its keys and values.
 """
 
 import itertools
+import logging
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,16 +23,22 @@ from ....schemas.model.attention import AttentionKind
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.model.routing import RoutingKind
 from ....schemas.requests.specs import RankSpec, StoredCapture
-from ....storage.blobs import Blob
 from ..files.finished_rows import Columns, FinishedCapture
 from ..hooks.sites import Site
 from .finite_check import all_finite
-from .mover import Mover
 from .pending_rows import LANDED, Landing
 
 if TYPE_CHECKING:
     from ..probes.watches import Watch
     from ..probes.weight_stacks import Stack
+    from .streams import SealedRows, Stream
+
+logger = logging.getLogger(__name__)
+
+#: `new(rows, width, dtype)` returns uninitialised memory for a piece, `[rows, width]`.
+NewMemory = Callable[[int, int, torch.dtype], torch.Tensor]
+#: Positions of a piece at most, except where it is a block of the KV cache.
+SPAN = 64
 
 
 class Ports:
@@ -58,7 +67,7 @@ class Ports:
 
 @dataclass(slots=True, eq=False)
 class StepRows:
-    """Captured rows of one forward pass.
+    """Captured rows of one forward pass, or of a piece.
 
     Rows of `port` begin at `base[port]`; ports of one pattern hold the same tokens.
     """
@@ -70,14 +79,14 @@ class StepRows:
     #: dtype → which rows of the slab are not finite in that dtype, bool `[rows]`; None: all are
     #: finite. Filled when a writer first needs an entry.
     checked: dict[torch.dtype, np.ndarray | None] = field(default_factory=dict)
+    _view: memoryview | None = None
 
-    def move(self, file: torch.Tensor) -> None:
-        """Move the rows to `file`, a slab of the same shape, once they have landed.
-
-        In any thread: a concurrent reader keeps its reference to the old slab.
-        """
-        self.landing.wait()
-        self.slab = file.copy_(self.slab)
+    @property
+    def view(self) -> memoryview:
+        """Return the bytes of the slab, read-only."""
+        if self._view is None:
+            self._view = bytes_of(self.slab, self.slab.dtype)
+        return self._view
 
     def unsound(self, dtype: torch.dtype) -> np.ndarray | None:
         """Return which rows of the slab are not finite when stored as `dtype`; None if all are
@@ -111,74 +120,136 @@ class Extent:
         rows: np.ndarray = self.step.base[ports] + self.slots[self.step.pattern[ports]]
         return rows
 
+    def rows(self, ports: np.ndarray) -> torch.Tensor:
+        """Return the landed rows, `[ports, positions, hidden_size]`: a view where the ports' rows
+        are equally far apart, as those of most captures are.
+        """
+        first, slab = self.first_rows(ports), self.step.slab
+        apart = int(first[1] - first[0]) if len(first) > 1 else 1
+        if apart > 0 and bool((np.diff(first) == apart).all()):
+            width = slab.shape[1]
+            shape, strides = (len(first), self.count, width), (apart * width, width, 1)
+            return slab.as_strided(shape, strides, slab.storage_offset() + int(first[0]) * width)
+        return slab[torch.from_numpy(first[:, None] + np.arange(self.count))]
 
-class Rows(Protocol):
-    """All rows of an ended request, for a `FinishedCapture`."""
+    def among(self, positions: Sequence[int]) -> "list[Extent]":
+        """Return the parts at `positions`, which are ascending and in this extent."""
+        runs = contiguous(np.array(positions)) if len(positions) else []
+        return [self.cut(positions[at], positions[at] + count) for at, count in runs]
 
-    def unsound(self, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
-        """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
-
-    def non_finite(self, dtype: torch.dtype) -> dict[tuple[str, int], int]:
-        """Return (hook, layer) → number of rows that are not finite as `dtype`, if any."""
-
-    def __call__(self, hook: str, layer: int) -> Sequence[memoryview]:
-        """Return one site's rows, as buffers in order."""
-
-    def blob(self, capture: FinishedCapture) -> Blob | None:
-        """Return the capture's blob if the rows are in a file that the store can adopt."""
+    def cut(self, start: int, stop: int) -> "Extent":
+        """Return the part at positions `[start, stop)`."""
+        return Extent(self.step, self.slots + (start - self.first_position), start, stop - start)
 
 
-class RowSink(Protocol):
-    """Destination of rows that leave a recording before its request ends: see `streams`."""
+class Piece:
+    """Rows of one recording at its positions in a range, at all of its ports: filled by the mover,
+    in any order.
+    """
 
-    begun: bool  # whether rows have left
+    def __init__(
+        self, like: StepRows, ports: np.ndarray, positions: Sequence[int], stop: int, new: NewMemory
+    ) -> None:
+        """For rows like those of a step. `ports`: int64; `positions`: captured ones below `stop`,
+        ascending. Raises what `new` raises.
+        """
+        width, dtype = like.slab.shape[1], like.slab.dtype
+        slab, base = new(len(ports) * len(positions), width, dtype), np.zeros_like(like.base)
+        base[ports] = np.arange(len(ports)) * len(positions)
+        self.rows, self.stop = StepRows(slab, base, np.zeros_like(base), LANDED), stop
+        self.kept = False  # the row store has it too, so that its rows may not change
+        self._ports, self._positions = ports, np.array(positions, dtype=np.int64)
+        self._by_port = slab.view(len(ports), len(positions), width)
+        self._held = np.zeros(len(positions), dtype=bool)
 
-    def push(self, runs: list[Extent]) -> None: ...
+    @property
+    def num_held(self) -> int:
+        """Return the number of positions with rows."""
+        return int(self._held.sum())
 
-    def flush(self) -> None: ...
+    def put(self, run: Extent) -> None:
+        """Copy the rows of a landed run, in place of earlier rows of these positions."""
+        at = int(np.searchsorted(self._positions, run.first_position))
+        place = slice(at, at + run.count)
+        if self._positions[place].tolist() != list(run.positions):
+            raise RuntimeError(
+                f"positions {list(run.positions)[:8]} were recorded but not requested"
+            )
+        self._by_port[:, place] = run.rows(self._ports)
+        self._held[place] = True
 
-    def drop(self) -> None: ...
+    def runs(self, start: int = 0, stop: int = sys.maxsize) -> list[Extent]:
+        """Return the rows of positions in `[start, stop)`, by position."""
+        first, last = np.searchsorted(self._positions, (start, stop))
+        slots = first + np.flatnonzero(self._held[first:last])
+        if not len(slots):
+            return []
+        # places of a piece follow one another where its positions do
+        return [
+            Extent(self.rows, slots[at : at + 1], int(self._positions[slots[at]]), count)
+            for at, count in contiguous(self._positions[slots])
+        ]
 
-    def seal(
-        self, recording: "Recording", expected: set[int], stop: int
-    ) -> tuple[list[int], int, Rows]: ...
+    def copy(self, new: NewMemory, start: int = 0, stop: int = sys.maxsize) -> "Piece":
+        """Copy the rows of positions in `[start, stop)`. Raises what `new` raises."""
+        inside = (self._positions >= start) & (self._positions < stop)
+        copied = Piece(
+            self.rows, self._ports, self._positions[inside].tolist(), min(stop, self.stop), new
+        )
+        for run in self.runs(start, stop):
+            copied.put(run)
+        return copied
 
 
 @dataclass
 class Recording:
-    """One capture of one request on this rank."""
+    """One capture of one request on this rank.
+
+    The model's thread counts what it recorded; the mover fills the pieces; a writer reads them once
+    the request has ended.
+    """
 
     capture: StoredCapture
     ports: dict[tuple[str, int], int]  # (hook, layer) → port, at least one
     mask: np.ndarray  # bool [all ports of the rank]
-    runs: list[Extent] = field(default_factory=list)
-    recorded: int = 0  # positions in `runs`
+    prompt_tokens: int
+    recorded: int = 0  # positions recorded so far, repeated ones each time
+    left: int = 0  # positions whose rows have left
     # rows that an earlier request recorded, see `row_store`
     reused: list[Extent] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)  # positions not recorded, under overload
-    stream: RowSink | None = None  # destination of rows that leave before the request ends
+    stream: "Stream | None" = None  # destination of rows that leave before the request ends
     watch: "Watch | None" = None  # the watch and the stack by which probes score the rows
     stack: "Stack | None" = None
     prepared: Any = None  # see `FinishedCapture`
     columns: Columns | None = None  # of the rows; None: those of the residual bank
     bank: str = RESIDUAL
     wants: bytes = b""  # bytes of `mask`: recordings with the same mask are planned together
-    # the first this many runs are being copied
-    _moving: tuple[int, "Future[list[Extent]]"] | None = None
-    _compacted: int = 0  # the first this many runs are copies already
+    end: int = sys.maxsize  # rows of this position and of later ones are not needed
+    # positions of a piece: of prompt tokens, which may be a block of the KV cache, and of generated
+    # ones
+    block: int = SPAN
+    span: int = SPAN
+    copied: "Future[None] | None" = None  # of the rows recorded last
+    _pieces: dict[int, Piece] = field(default_factory=dict)  # by first position of the range
+    _numbers: np.ndarray = field(init=False)  # ports, int64
+    _reached: int = 0  # the position after the last one copied
+    _error: Exception | None = None  # the first error of copying
+    _forgotten: bool = False
 
     def __post_init__(self) -> None:
         self.wants = self.mask.tobytes()
+        self._numbers = np.fromiter(self.ports.values(), dtype=np.int64, count=len(self.ports))
 
     @classmethod
-    def of(cls, capture: StoredCapture, ports: Ports) -> "Recording | None":
+    def of(cls, capture: StoredCapture, ports: Ports, prompt_tokens: int) -> "Recording | None":
         """Return a capture's recording; None if this rank holds none of its sites or heads."""
         by_site = ports.of(capture)
         if not by_site or (ports.columns is not None and not ports.columns.chosen(capture.heads)):
             return None
         mask = np.zeros(ports.count, dtype=bool)
         mask[list(by_site.values())] = True
-        return cls(capture, by_site, mask, columns=ports.columns, bank=capture.bank)
+        return cls(capture, by_site, mask, prompt_tokens, columns=ports.columns, bank=capture.bank)
 
     def width(self, hidden_size: int) -> int:
         """Return the elements of a row on this rank, in a model of this hidden size."""
@@ -206,94 +277,107 @@ class Recording:
     @property
     def num_rows(self) -> int:
         """Return the rows in memory over all ports; rows of a repeated position count each time."""
-        return len(self.ports) * (self.recorded + sum(run.count for run in self.reused))
-
-    def add(self, run: Extent) -> None:
-        self.runs.append(run)
-        self.recorded += run.count
-
-    def leave(self, stop: int, least: int) -> int:
-        """Hand runs that end at or before position `stop` to the stream, unless they have fewer
-        than `least` rows; return the number of rows handed over.
-        """
-        if self.stream is None or len(self.ports) * self.recorded < least:
-            return 0
-        count = next(
-            (number for number, run in enumerate(self.runs) if run.positions.stop > stop),
-            len(self.runs),
-        )
-        positions = sum(run.count for run in self.runs[:count])
-        if not count or len(self.ports) * positions < least:
-            return 0
-        self.stream.push(self.runs[:count])
-        del self.runs[:count]
-        self.recorded -= positions
-        return len(self.ports) * positions
-
-    def discard(self, stop: int) -> None:
-        """Release the runs that end at or before position `stop`, whose rows are scored."""
-        self.runs = [run for run in self.runs if run.first_position + run.count > stop]
-        self.recorded = sum(run.count for run in self.runs)
-        self._moving, self._compacted = None, 0
+        reused = sum(run.count for run in self.reused)
+        return len(self.ports) * (self.recorded - self.left + reused)
 
     def forget(self) -> None:
+        """Drop all rows, and those still to be copied."""
+        self._forgotten = True
         if self.stream is not None:
             self.stream.drop()
-        self.runs, self.recorded, self._moving, self._compacted = [], 0, None, 0
+        self._pieces.clear()
         self.reused.clear()
 
-    def owners(self, start: int, stop: int) -> dict[int, Extent]:
-        """Return recorded position in `[start, stop)` → the run with its last row."""
-        owners: dict[int, Extent] = {}
-        for run in self.runs:
-            overlap = range(
-                max(start, run.first_position), min(stop, run.first_position + run.count)
-            )
-            owners.update(dict.fromkeys(overlap, run))
-        return owners
+    # --- In the mover
 
-    def selection(self, start: int, stop: int) -> "Selection | None":
-        """Return the recorded rows of positions in `[start, stop)`, each once; None if there are
-        none.
-        """
-        return self._selected(self.owners(start, stop))
-
-    def _selected(self, owners: dict[int, Extent]) -> "Selection | None":
-        if not owners:
-            return None
-        positions = sorted(owners)
-        ports = np.fromiter(self.ports.values(), dtype=np.int64, count=len(self.ports))
-        return Selection(ports, len(self.mask), positions, stretches(owners, positions))
-
-    def compact(self, mover: Mover) -> None:
-        """Have the mover copy the rows: until then each run keeps the whole slab of its step alive,
-        with the rows of all requests.
-
-        A later `settle` replaces the runs by the copies.
-        """
-        if self.stream is None and self._moving is None and len(self.runs) > self._compacted:
-            taken = len(self.runs)
-            owners: dict[int, Extent] = {}
-            for run in self.runs[self._compacted : taken]:
-                owners.update(dict.fromkeys(run.positions, run))
-            selection = self._selected(owners)
-            assert selection is not None, "a run has positions"
-            self._moving = taken, mover.submit(selection.copy)
-
-    @property
-    def settles(self) -> bool:
-        """Return whether copies of runs are ready to replace them."""
-        return self._moving is not None and self._moving[1].done()
-
-    def settle(self) -> None:
-        """Replace runs by their copies, if these are ready. Raises what the copying raised."""
-        if self._moving is None or not self._moving[1].done():
+    def take(self, run: Extent, new: NewMemory) -> None:
+        """Copy the rows of a run once they have landed. `finish` raises the first error."""
+        if self._forgotten or self._error is not None:
             return
-        taken, copies = self._moving
-        self._moving = None
-        self.runs[self._compacted : taken] = copies.result()
-        self._compacted += len(copies.result())
-        self.recorded = sum(run.count for run in self.runs)
+        try:
+            run.step.landing.wait()
+            self._leave()
+            at, stop = run.first_position, min(run.positions.stop, self.end)
+            while at < stop:
+                piece = self._piece(at, run.step, new)
+                piece.put(run.cut(at, min(stop, piece.stop)))
+                at = piece.stop
+            self._reached = run.positions.stop
+        except Exception as error:
+            logger.exception("captured rows could not be copied")
+            # the frames would keep the rows' memory
+            self._error = error.with_traceback(None)
+            self._pieces.clear()
+        if self._forgotten:  # meanwhile
+            self._pieces.clear()
+
+    def keep(self, start: int, stop: int, new: NewMemory) -> list[Extent]:
+        """Return rows of positions in `[start, stop)`, which do not change any more: those of whole
+        pieces as they are, others as copies. Raises the first error of `take`.
+        """
+        if self._error is not None:
+            raise self._error
+        runs: list[Extent] = []
+        for first, piece in list(self._pieces.items()):  # `forget` may clear them
+            if first < stop and start < piece.stop:
+                whole = start <= first and piece.stop <= stop
+                piece.kept |= whole
+                runs += (piece if whole else piece.copy(new, start, stop)).runs()
+        return runs
+
+    def _piece(self, position: int, like: StepRows, new: NewMemory) -> Piece:
+        """Return the piece for a position."""
+        prompt = self.prompt_tokens
+        begin, size, end = (
+            (0, self.block, prompt) if position < prompt else (prompt, self.span, self.end)
+        )
+        first = position - (position - begin) % size
+        piece = self._pieces.get(first)
+        if piece is None:
+            stop = min(first + size, end)
+            chosen = self.capture.select(first, stop, prompt)
+            piece = self._pieces[first] = Piece(like, self._numbers, chosen, stop, new)
+        elif piece.kept:
+            piece = self._pieces[first] = piece.copy(new)
+        return piece
+
+    def _leave(self) -> None:
+        """Hand pieces that are complete to the stream, once they have enough rows; drop those that
+        are scored.
+        """
+        if self.stream is None and not self.capture.scored:
+            return
+        passed = {
+            first: piece
+            for first, piece in list(self._pieces.items())
+            if piece.stop <= self._reached
+        }
+        if self.stream is not None:
+            if sum(piece.rows.slab.nbytes for piece in passed.values()) < self.stream.part:
+                return
+            self.stream.push(list(passed.values()))
+            self.left += sum(piece.num_held for piece in passed.values())
+        for first in passed:
+            self._pieces.pop(first, None)
+
+    # --- In a writer
+
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of the ended request. Raises the first error of `take`."""
+        if self.copied is not None:
+            self.copied.result()
+        if self._error is not None:
+            raise self._error
+        return list(self._pieces.values())
+
+    def fill(self, lacking: set[int]) -> list[Extent]:
+        """Return the reused rows of these positions, each once."""
+        runs: list[Extent] = []
+        for run in reversed(self.reused):
+            found = sorted(lacking.intersection(run.positions))
+            lacking = lacking.difference(found)
+            runs += run.among(found)
+        return runs
 
     def finish(
         self,
@@ -326,11 +410,12 @@ class Recording:
             else set()
         )
         stored_as = dtype if self.capture.dtype == "model" else getattr(torch, self.capture.dtype)
-        result: Rows
+        result: _Rows | SealedRows
+        pieces = self.pieces()
         if self.stream is not None and self.stream.begun:
-            positions, reused, result = self.stream.seal(self, expected, stop)
+            positions, reused, result = self.stream.seal(self, pieces, expected, stop)
         else:
-            positions, reused, result = self._in_memory(expected, stop, stored_as)
+            positions, reused, result = self._in_memory(pieces, expected, stop, stored_as)
         if missing := expected.difference(positions) - self.dropped:
             raise RuntimeError(
                 f"positions {sorted(missing)[:8]} were not recorded ({len(missing)} of "
@@ -350,7 +435,7 @@ class Recording:
             pp=pp,
             stages=stages,
             rows=result,
-            non_finite=result.non_finite(stored_as),
+            non_finite=dict(Counter(place[:2] for place in result.unsound(stored_as))),
             unsound=min(result.unsound(dtype), key=lambda place: place[2], default=None),
             reused=len(self.ports) * reused,
             dropped=tuple(sorted((self.dropped & expected).difference(positions))),
@@ -364,157 +449,72 @@ class Recording:
         )
 
     def _in_memory(
-        self, expected: set[int], stop: int, stored_as: torch.dtype
+        self, pieces: Sequence[Piece], expected: set[int], stop: int, stored_as: torch.dtype
     ) -> "tuple[list[int], int, _Rows]":
         """Return the positions below `stop` with rows, how many of them were reused, and their
         rows.
         """
-        owners = self.owners(0, stop)
-        if extra := owners.keys() - expected:
+        runs = [run for piece in pieces for run in piece.runs(stop=stop)]
+        held = {position for run in runs for position in run.positions}
+        if extra := held - expected:
             raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded but not requested")
-        reused = {
-            position: run
-            for run in self.reused
-            for position in run.positions
-            if position in expected and position not in owners
-        }
-        owners |= reused
-        positions = sorted(owners)
+        reused = self.fill(expected - held)
+        runs = sorted([*runs, *reused], key=lambda run: run.first_position)
         return (
-            positions,
-            len(reused),
-            _Rows(self.ports, stretches(owners, positions), stored_as, self.chosen),
+            [position for run in runs for position in run.positions],
+            sum(run.count for run in reused),
+            _Rows(self.ports, runs, stored_as, self.chosen),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Rows of some positions at some ports, wherever they are in memory.
-
-    Later changes of the recording do not affect it.
-    """
-
-    ports: np.ndarray  # int64, ports of the recording
-    num_ports: int  # number of ports of the bank
-    positions: list[int]  # ascending
-    stretches: "list[Stretch]"
-
-    def copy(self) -> list[Extent]:
-        """Copy the rows to new memory, once they have landed.
-
-        May be called from any thread.
-        """
-        slab = self.stretches[0].run.step.slab
-        copied = torch.empty(len(self.ports), len(self.positions), slab.shape[1], dtype=slab.dtype)
-        at = 0
-        for stretch in self.stretches:
-            stretch.run.step.landing.wait()
-            indices = (
-                stretch.run.first_rows(self.ports)[:, None]
-                + stretch.offset
-                + np.arange(stretch.count)
-            )
-            copied[:, at : at + stretch.count] = stretch.run.step.slab[torch.from_numpy(indices)]
-            at += stretch.count
-        base = np.zeros(self.num_ports, dtype=np.int64)
-        base[self.ports] = np.arange(len(self.ports)) * len(self.positions)
-        step = StepRows(
-            copied.view(-1, slab.shape[1]), base, np.zeros(self.num_ports, dtype=np.int64), LANDED
-        )
-        runs = contiguous(np.array(self.positions))
-        return [
-            Extent(step, np.array([first]), self.positions[first], count) for first, count in runs
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Positions that are contiguous in one step's slab."""
-
-    run: Extent
-    offset: int  # from the run's first position
-    count: int
-
-
-def stretches(owners: dict[int, Extent], positions: Sequence[int]) -> list[Stretch]:
-    """Ascending `positions`, split where the next one is not contiguous."""
-    merged: list[Stretch] = []
-    for position in positions:
-        run = owners[position]
-        offset = position - run.first_position
-        last = merged[-1] if merged else None
-        if last is not None and last.run is run and last.offset + last.count == offset:
-            merged[-1] = Stretch(run, last.offset, last.count + 1)
-        else:
-            merged.append(Stretch(run, offset, 1))
-    return merged
 
 
 class _Rows:
-    """Rows of an ended request in memory: a site's rows are buffers over the slabs, copied only for
-    another dtype or some of the columns.
+    """Rows of an ended request in memory: a site's rows are buffers over its pieces, copied only
+    for another dtype or some of the columns.
     """
 
     def __init__(
         self,
         ports: dict[tuple[str, int], int],
-        stretches: Sequence[Stretch],
+        runs: Sequence[Extent],
         dtype: torch.dtype,
-        chosen: Sequence[slice] = (slice(None),),
+        chosen: Sequence[slice],
     ) -> None:
         """`chosen`: the stored columns."""
-        self._chosen = chosen
+        self._dtype, self._chosen = dtype, list(chosen)
         self._places = {site: number for number, site in enumerate(ports)}
         order = np.fromiter(ports.values(), dtype=np.int64, count=len(ports))
-        self._dtype = dtype
-        self._parts = [
-            (stretch, stretch.run.first_rows(order) + stretch.offset) for stretch in stretches
-        ]
-        self._landed = False
+        self._parts = [(run, run.first_rows(order).tolist()) for run in runs]
 
     def unsound(self, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
         """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
-        self._wait()
-        for stretch, rows in self._parts:
-            bad = stretch.run.step.unsound(dtype)
+        for run, rows in self._parts:
+            bad = run.step.unsound(dtype)
             if bad is None:
                 continue
-            first_position = stretch.run.first_position + stretch.offset
             for (hook, layer), place in self._places.items():
-                first = int(rows[place])
-                for offset in np.flatnonzero(bad[first : first + stretch.count]):
-                    yield hook, layer, first_position + int(offset)
-
-    def non_finite(self, dtype: torch.dtype) -> dict[tuple[str, int], int]:
-        """Return (hook, layer) → number of rows that are not finite as `dtype`, if any."""
-        return dict(Counter((hook, layer) for hook, layer, _ in self.unsound(dtype)))
-
-    def _wait(self) -> None:
-        if not self._landed:
-            for stretch, _ in self._parts:
-                stretch.run.step.landing.wait()
-            self._landed = True
+                first = rows[place]
+                for offset in np.flatnonzero(bad[first : first + run.count]):
+                    yield hook, layer, run.first_position + int(offset)
 
     def blob(self, capture: FinishedCapture) -> None:
         """Return None, because the rows are not in a file."""
 
     def __call__(self, hook: str, layer: int) -> list[memoryview]:
-        self._wait()
-        place = self._places[hook, layer]
-        return [
-            bytes_of(
-                stretch.run.step.slab[(first := int(rows[place])) : first + stretch.count],
-                self._dtype,
-                self._chosen,
-            )
-            for stretch, rows in self._parts
-        ]
+        place, buffers = self._places[hook, layer], []
+        for run, rows in self._parts:
+            first, slab = rows[place], run.step.slab
+            if self._dtype == slab.dtype and self._chosen == [slice(None)]:
+                size = slab.shape[1] * slab.itemsize
+                buffers.append(run.step.view[first * size : (first + run.count) * size])
+            else:
+                buffers.append(bytes_of(slab[first : first + run.count], self._dtype, self._chosen))
+        return buffers
 
 
 def bytes_of(
     rows: torch.Tensor, dtype: torch.dtype, chosen: Sequence[slice] = (slice(None),)
 ) -> memoryview:
-    """Return the bytes of landed rows as they are stored: in `dtype`, with the `chosen` columns."""
+    """Return the bytes of rows as they are stored: in `dtype`, with the `chosen` columns."""
     if list(chosen) != [slice(None)]:
         rows = torch.cat([rows[:, columns] for columns in chosen], dim=1) if chosen else rows[:, :0]
     view = rows.contiguous().to(dtype).view(torch.uint8)  # numpy does not have every dtype

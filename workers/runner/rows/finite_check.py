@@ -165,7 +165,7 @@ class FiniteCheck:
             broken, sums, counts = (
                 None if item is None else _copy_to_host(item) for item in (broken, sums, counts)
             )
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)
             event.record()
             if counts is not None:
                 self._counts.zero_()

@@ -1,13 +1,16 @@
-"""Mover: a rank's background thread that copies rows out of shared slabs, into other memory or
-files, so that no step waits for it.
+"""Mover: a rank's background thread that copies the rows of each step out of their slab, into
+memory or files of their recordings, so that no step waits for it.
 """
 
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
+
+from .capture import Extent, Recording
+from .slabs import SlabPool
 
 logger = logging.getLogger(__name__)
 
@@ -17,13 +20,35 @@ T = TypeVar("T")
 class Mover:
     """Runs submitted actions in order, in one thread."""
 
-    def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
-        """`begin`: called first in the thread."""
+    def __init__(self, memory: SlabPool, begin: Callable[[], None] = lambda: None) -> None:
+        """`memory`: of the copies; used only in the thread. `begin`: called first in the thread."""
+        self.memory = memory
+        self._given = self._taken = 0  # bytes of slabs, each written by one thread
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, args=(begin,), name="midstream-mover", daemon=True
         )
         self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Return the bytes of slabs whose rows are not copied yet."""
+        return self._given - self._taken
+
+    def take(self, runs: Sequence[tuple[Recording, Extent]], *, spill: bool) -> None:
+        """Have the rows of a step copied to their recordings, into files if `spill`."""
+        size = runs[0][1].step.slab.nbytes
+        new = self.memory.new_file if spill else self.memory.new_slab
+
+        def copy() -> None:
+            for recording, run in runs:
+                recording.take(run, new)
+            self._taken += size
+
+        self._given += size
+        copied = self.submit(copy)
+        for recording, _ in runs:
+            recording.copied = copied
 
     def submit(self, action: Callable[[], T]) -> "Future[T]":
         """Queue an action; return the future of its result. An action whose future is cancelled

@@ -1,5 +1,6 @@
 """Overload policies, for captured rows that arrive faster than they are written: what happens while
-their backlog in bytes exceeds a limit.
+their backlog in bytes, in slabs that wait for the mover and in ended requests that wait for the
+writers, exceeds a limit.
 
 `block`: steps wait, for a bounded time. `spill`: rows go to a file instead of memory. `drop`: rows
 are not recorded, and the result reports it.
@@ -16,13 +17,18 @@ PATIENCE_S = 30.0
 
 
 class Overload:
-    """Applies a policy when `backlog()`, the bytes of captures that were handed to the writers and
-    are not written yet, exceeds `limit`.
-    """
+    """Applies a policy when `backlog()`, the bytes of rows that wait, exceeds `limit`."""
 
     def __init__(
-        self, policy: str, limit: int, backlog: Callable[[], int], patience_s: float = PATIENCE_S
+        self,
+        policy: str,
+        limit: int,
+        backlog: Callable[[], int],
+        patience_s: float = PATIENCE_S,
+        slabs: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`slabs()`: the part of the backlog that waits for the mover, and cannot be spilled."""
+        self._waits_for = {"block": backlog, "spill": slabs}.get(policy, lambda: 0)
         self._policy, self._limit, self._backlog, self._patience_s = (
             policy,
             limit,
@@ -40,14 +46,12 @@ class Overload:
         return self._gave_up
 
     def wait(self) -> None:
-        """With `block`, wait while the backlog exceeds the limit.
+        """With `block`, wait while the backlog exceeds the limit; with `spill`, while the slabs do.
 
         Raises TimeoutError after `patience_s`.
         """
-        if self._policy != "block":
-            return
         start = time.monotonic()
-        while (waiting := self._backlog()) > self._limit:
+        while (waiting := self._waits_for()) > self._limit:
             if time.monotonic() - start > self._patience_s:
                 self._gave_up = True
                 raise TimeoutError(

@@ -9,11 +9,10 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from ....kernels import plan as columns
 from ....schemas.artifacts.probes import ProbeScore
@@ -206,7 +205,6 @@ class Planner:
         self._layout = _Layout(_NONE, [], _NONE, _NONE)
         self._runs: list[tuple[Recording, Extent]] = []  # recorded by this step's forward
         self._step: StepRows | None = None
-        self._file: torch.Tensor | None = None  # destination of spilled rows
         self._busy = False
 
     @property
@@ -303,18 +301,17 @@ class Planner:
         ) != self._layout_key:
             self._layout, self._layout_key = _layout_of(window), key
         pattern, tokens, base, slots = self._layout
-        new = self._staging.new_rows(self._slabs, self._layout.rows, spill=self._overload.spills())
+        new = self._staging.new_rows(self._slabs, self._layout.rows)
         self._plan_ports(pattern, tokens, base + new.first)
         self._captured = [(item.request, item.recording.mask) for item in window]
         self._step = step = StepRows(new.slab, base, pattern, new.landing)
-        self._file = new.file
         self._runs = [
             (item.recording, Extent(step, slot, item.first_position, item.count))
             for item, slot in zip(window, slots, strict=True)
         ]
 
     def _forget_rows(self) -> None:
-        self._runs, self._step, self._file, self._captured = [], None, None, []
+        self._runs, self._step, self._captured = [], None, []
 
     def _window(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> list[_RowRun]:
         """Return the runs of rows that this step's recordings capture."""
@@ -424,10 +421,9 @@ class Planner:
         try:
             if self._step is not None:
                 self._staging.take(self._step.slab)
-                if self._file is not None:
-                    self._mover.submit(partial(self._step.move, self._file))
                 for recording, run in self._runs:
-                    recording.add(run)
+                    recording.recorded += run.count
+                self._mover.take(self._runs, spill=self._overload.spills())
         finally:  # a forward that was not planned must not use this plan
             self.plan_steering([])
             self._forget_rows()

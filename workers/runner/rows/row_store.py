@@ -5,6 +5,7 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
+from functools import partial
 
 from .capture import Extent, Recording
 from .mover import Mover
@@ -14,9 +15,10 @@ PATIENCE_S = 30.0
 
 
 class RowStore:
-    """Copies of captured rows, on the CPU. The scheduler decides which are kept and dropped.
+    """Captured rows that are kept, on the CPU. The scheduler decides which are kept and dropped.
 
-    The mover makes the copies; a step waits only for rows that it must serve.
+    A recording's pieces of prompt tokens are the blocks of the KV cache, so that rows are shared
+    with the recording, not copied. A step waits only for rows that it must serve.
     """
 
     def __init__(self, mover: Mover) -> None:
@@ -25,14 +27,13 @@ class RowStore:
 
     @property
     def held(self) -> int:
-        """Return the bytes of the finished copies."""
-        return sum(_size(copies) for copies in self._kept.values())
+        """Return the bytes of the kept rows that are copied."""
+        return sum(_size(runs) for runs in self._kept.values())
 
     def keep(self, number: int, recording: Recording, first: int, stop: int) -> None:
         """Keep those rows of positions `first … stop` that were recorded."""
-        selection = recording.selection(first, stop)
-        if selection is not None:
-            self._kept[number] = self._mover.submit(selection.copy)
+        keep = partial(recording.keep, first, stop, self._mover.memory.new_slab)
+        self._kept[number] = self._mover.submit(keep)
 
     def serve(self, number: int, recording: Recording, first: int, stop: int) -> None:
         """Give a recording the kept rows. Raises LookupError when they are not available."""
@@ -43,24 +44,27 @@ class RowStore:
         if number not in self._kept:
             raise LookupError(lost)
         try:
-            recording.reused += self._kept[number].result(PATIENCE_S)
+            runs = self._kept[number].result(PATIENCE_S)
         except LateError as error:
             raise LookupError(f"{lost}: they are still being copied") from error
         except Exception as error:
             raise LookupError(f"{lost}: {error}") from error
+        if not runs:
+            raise LookupError(lost)
+        recording.reused += runs
 
     def drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            copies = self._kept.pop(number, None)
-            if copies is not None:
-                copies.cancel()
+            runs = self._kept.pop(number, None)
+            if runs is not None:
+                runs.cancel()
 
     def clear(self) -> None:
         """Drop all rows: a step did not capture what it should have, so any may be wrong."""
         self.drop(list(self._kept))
 
 
-def _size(copies: "Future[list[Extent]]") -> int:
-    if not copies.done() or copies.cancelled() or copies.exception() is not None:
+def _size(runs: "Future[list[Extent]]") -> int:
+    if not runs.done() or runs.cancelled() or runs.exception() is not None:
         return 0
-    return sum({id(run.step): run.step.slab.nbytes for run in copies.result()}.values())
+    return sum({id(run.step): run.step.slab.nbytes for run in runs.result()}.values())

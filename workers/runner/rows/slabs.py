@@ -4,6 +4,7 @@ They are reused, because touching fresh pages costs more than copying the rows.
 """
 
 import os
+import sys
 import tempfile
 import weakref
 from collections import OrderedDict, deque
@@ -18,8 +19,11 @@ from .pending_rows import LANDED, Landing
 _SMALLEST = 1 << 14
 #: Slabs whose peak of memory in use bounds the memory that is kept: the last this many.
 _RECENT = 64
-#: A slab takes unused memory of at most this many times the size that it needs.
+#: A slab takes unused memory of at most this many times the size that it needs, if the memory is
+#: not page-locked.
 _LOOSE = 2
+#: Bytes of the smallest memory of a first set; smaller slabs take one of these.
+_RESERVED = 4 << 20
 
 
 class SlabPool:
@@ -39,8 +43,20 @@ class SlabPool:
         self._free: OrderedDict[int, list[torch.Tensor]] = OrderedDict()
         self._free_bytes = 0
         self._recent: deque[int] = deque(maxlen=_RECENT)  # `alive` when each recent slab was made
+        self._reserved: deque[torch.Tensor] = deque()  # filled from any thread
         # Filled from any thread, also by garbage collection, so no lock may be taken there.
         self._returned: deque[tuple[torch.Tensor, Landing]] = deque()
+
+    def reserve(self, largest: int) -> None:
+        """Make a first set of memories, of `largest` bytes, a half of it, a quarter and so on, if
+        the pool keeps as much.
+
+        In any thread: locking pages takes longer than a step. Raises HostMemoryError.
+        """
+        size = min(largest, self._keep // 2)
+        while size >= _RESERVED:
+            self._reserved.append(pages(_size_class(size), locked=self._pinned))
+            size //= 2
 
     def new_slab(
         self, rows: int, hidden_size: int, dtype: torch.dtype, landing: Landing = LANDED
@@ -78,6 +94,8 @@ class SlabPool:
 
     def collect(self) -> None:
         """Reclaim the memory of slabs that have no references and are no longer copied to."""
+        while self._reserved:
+            self._give(self._reserved.popleft())
         for _ in range(len(self._returned)):
             memory, landing = self._returned[0]
             done = landing.done()
@@ -86,15 +104,20 @@ class SlabPool:
                 self._returned.append((memory, landing))
                 continue
             self.alive -= len(memory)
-            self._free.setdefault(len(memory), []).append(memory)
-            self._free.move_to_end(len(memory))
-            self._free_bytes += len(memory)
+            self._give(memory)
         # Successive steps need slabs of about the same size, and reuse pages already touched.
         while self._free_bytes > max(self._keep, max(self._recent, default=0) - self.alive):
             self._pop(next(iter(self._free)))
 
+    def _give(self, memory: torch.Tensor) -> None:
+        self._free.setdefault(len(memory), []).append(memory)
+        self._free.move_to_end(len(memory))
+        self._free_bytes += len(memory)
+
     def _take(self, size: int) -> torch.Tensor:
-        fitting = [item for item in self._free if size <= item <= _LOOSE * size]
+        # locking fresh pages would hold up the step
+        most = sys.maxsize if self._pinned else _LOOSE * size
+        fitting = [item for item in self._free if size <= item <= most]
         memory = self._pop(min(fitting)) if fitting else pages(size, locked=self._pinned)
         self.alive += len(memory)
         self._recent.append(self.alive)

@@ -7,11 +7,10 @@ and the header is written last. If the store can adopt the file, it becomes the 
 Otherwise, and for other layouts, the rows are read from the file as if from memory.
 """
 
-import itertools
 import threading
 import zlib
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,12 @@ from ....storage.formats.capture_blobs import DTYPE_NAMES, encode_header
 from ....storage.store import ArtifactStore, Draft, Drafts
 from ..files.finished_rows import FinishedCapture
 from ..files.layouts import file_name
-from .capture import Extent, Recording, Selection, Stretch, bytes_of, contiguous, stretches
+from .capture import SPAN, Extent, Piece, Recording, bytes_of, contiguous
 
 #: Parts of the window: rows are handed to the writers in parts of about this share of it.
 _PARTS = 8
 #: Bytes that are moved, or read for the file's CRC32, at a time.
 _PIECE = 4 << 20
-#: A run of fewer positions is copied together with its neighbours, which costs less than a write
-#: for each of its ports.
-_SHORT = 16
 #: Largest token id and count of rows.
 _LARGEST = (1 << 31) - 1
 
@@ -40,7 +36,7 @@ _LARGEST = (1 << 31) - 1
 class Stream:
     """The file of one recording.
 
-    `push` is called by the model's thread, the rest by writers, one at a time.
+    `push` is called by the mover, `drop` by the model's thread, the rest by writers, one at a time.
     """
 
     def __init__(
@@ -49,13 +45,16 @@ class Stream:
         order: np.ndarray,
         stored_as: torch.dtype,
         begin: Callable[[], tuple[Draft, int]],
+        submit: Callable[[Callable[[], None], int], None],
+        part: int,
     ) -> None:
         """`order`: every position that may be captured, int64, ascending. `begin()` creates the
-        file, and returns it with the bytes reserved for its header.
+        file, and returns it with the bytes reserved for its header. `submit`: `Writer.stream`.
+        `part`: bytes of rows that leave the recording at a time, at least.
         """
+        self._submit, self.part = submit, part
         self._ports = dict(recording.ports)
         self._numbers = np.fromiter(self._ports.values(), dtype=np.int64, count=len(self._ports))
-        self._num_ports = len(recording.mask)
         self._chosen = recording.chosen
         self._order, self._stored_as, self._begin = order, stored_as, begin
         self._draft: Draft | None = None
@@ -63,18 +62,19 @@ class Stream:
         self._written = np.zeros(len(order), dtype=bool)
         # dtype → position → indices of the ports whose rows are not finite in that dtype
         self._bad: dict[torch.dtype, dict[int, set[int]]] = {}
-        self._queue: deque[list[Extent]] = deque()
+        self._queue: deque[list[Piece]] = deque()
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._dropped = False
         self.begun = False  # whether rows have left the recording
 
-    def push(self, runs: list[Extent]) -> None:
-        """Queue runs, in the order in which they were recorded: if a position was recorded twice,
-        the last row counts.
+    def push(self, pieces: list[Piece]) -> None:
+        """Have a writer write these pieces, after those pushed before: if a position was recorded
+        twice, the last row counts.
         """
         self.begun = True
-        self._queue.append(runs)
+        self._queue.append(pieces)
+        self._submit(self.flush, sum(piece.rows.slab.nbytes for piece in pieces))
 
     def drop(self) -> None:
         """Write nothing more, because the capture has failed. Does not wait."""
@@ -82,13 +82,13 @@ class Stream:
         self._queue.clear()
 
     def flush(self) -> None:
-        """Write the queued runs and release them. `seal` raises the first error."""
+        """Write the queued pieces and release them. `seal` raises the first error."""
         with self._lock:
             while self._queue:
-                runs = self._queue.popleft()
+                pieces = self._queue.popleft()
                 if self._error is None and not self._dropped:
                     try:
-                        self._write(runs)
+                        self._write([run for piece in pieces for run in piece.runs()])
                     except Exception as error:
                         # dropping the draft frees its disk space immediately
                         self._error, self._draft = error.with_traceback(None), None
@@ -96,14 +96,14 @@ class Stream:
                 self._draft = None
 
     def seal(
-        self, recording: Recording, expected: set[int], stop: int
+        self, recording: Recording, pieces: list[Piece], expected: set[int], stop: int
     ) -> "tuple[list[int], int, SealedRows]":
-        """Write the remaining runs, and reduce the file to the positions below `stop`; return
+        """Write the remaining pieces, and reduce the file to the positions below `stop`; return
         (these positions, how many of them were reused, their rows).
 
         Raises the first error of the stream: OSError and others.
         """
-        self.push(recording.runs)
+        self._queue.append(pieces)
         self.flush()
         with self._lock:
             if self._error is not None:
@@ -116,14 +116,8 @@ class Stream:
             ):
                 raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded but not requested")
             lacking = expected - {int(position) for position in self._order[self._written]}
-            reused = {
-                position: run
-                for run in recording.reused
-                for position in run.positions
-                if position in lacking
-            }
-            for stretch in stretches(reused, sorted(reused)):
-                self._put(stretch.run, stretch.offset, stretch.count)
+            reused = recording.fill(lacking)
+            self._write(reused)
             kept = np.flatnonzero(self._written & (self._order < stop))
             positions: list[int] = self._order[kept].tolist()
             assert self._draft is not None, "an empty stream was sealed"
@@ -131,52 +125,48 @@ class Stream:
             rows = SealedRows(
                 self._draft, self._ports, positions, self._row_bytes, self._header, self._bad
             )
-            return positions, len(reused), rows
+            return positions, sum(run.count for run in reused), rows
 
-    def _write(self, runs: Sequence[Extent]) -> None:
-        """Write runs, neighbouring short ones in one piece."""
-        for _, group in itertools.groupby(_numbered(runs), key=lambda item: item[0]):
-            of_group = [run for _, run in group]
-            if len(of_group) == 1:
-                self._put(of_group[0], 0, of_group[0].count)
-                continue
-            positions = [position for run in of_group for position in run.positions]
-            stretches = [Stretch(run, 0, run.count) for run in of_group]
-            for run in Selection(self._numbers, self._num_ports, positions, stretches).copy():
-                self._put(run, 0, run.count)
+    def _write(self, runs: Iterable[Extent]) -> None:
+        """Write runs, those that follow one another together."""
+        together: list[Extent] = []
+        for run in runs:
+            if together and together[-1].positions.stop != run.first_position:
+                self._put(together)
+                together = []
+            together.append(run)
+        if together:
+            self._put(together)
 
-    def _put(self, run: Extent, offset: int, count: int) -> None:
-        """Write the rows of `count` positions from the run's `offset` on, without positions after
-        the last one that may be captured.
-        """
-        run.step.landing.wait()
-        position = run.first_position + offset
+    def _put(self, runs: Sequence[Extent]) -> None:
+        """Write the rows of runs that follow one another."""
+        position, slab = runs[0].first_position, runs[0].step.slab
         at = int(np.searchsorted(self._order, position))
-        count = min(count, len(self._order) - at)
-        if count <= 0:
-            return
-        if int(self._order[at]) != position:
+        if at == len(self._order) or int(self._order[at]) != position:
             raise RuntimeError(f"position {position} was recorded but not requested")
-        slab = run.step.slab
         if self._draft is None:
             self._draft, self._header = self._begin()
             self._row_bytes = (
                 sum(len(range(slab.shape[1])[columns]) for columns in self._chosen)
                 * self._stored_as.itemsize
             )
-        first_rows = (run.first_rows(self._numbers) + offset).tolist()
+        first_rows = [run.first_rows(self._numbers).tolist() for run in runs]
         stride = len(self._order) * self._row_bytes
-        for place, first in enumerate(first_rows):
-            rows = bytes_of(slab[first : first + count], self._stored_as, self._chosen)
-            self._draft.write(self._header + place * stride + at * self._row_bytes, [rows])
-        self._written[at : at + count] = True
+        for place in range(len(self._ports)):
+            rows = [
+                bytes_of(
+                    run.step.slab[first[place] : first[place] + run.count],
+                    self._stored_as,
+                    self._chosen,
+                )
+                for run, first in zip(runs, first_rows, strict=True)
+            ]
+            self._draft.write(self._header + place * stride + at * self._row_bytes, rows)
+        self._written[at : at + sum(run.count for run in runs)] = True
         for dtype in {slab.dtype, self._stored_as}:
-            self._note(
-                run.step.unsound(dtype),
-                self._bad.setdefault(dtype, {}),
-                range(position, position + count),
-                first_rows,
-            )
+            bad = self._bad.setdefault(dtype, {})
+            for run, first in zip(runs, first_rows, strict=True):
+                self._note(run.step.unsound(dtype), bad, run.positions, first)
 
     def _note(
         self,
@@ -214,16 +204,6 @@ class Stream:
         self._draft.truncate(to)
 
 
-def _numbered(runs: Sequence[Extent]) -> Iterator[tuple[int, Extent]]:
-    """Yield each run with the number of its group; consecutive short runs form a group."""
-    number, before = 0, None
-    for run in runs:
-        if before is None or before.positions.stop != run.first_position or run.count >= _SHORT:
-            number += 1
-        yield number, run
-        before = run if run.count < _SHORT else None
-
-
 class SealedRows:
     """Rows of an ended request in its file: the finished capture's `rows`, and its blob if the
     store can adopt the file.
@@ -248,10 +228,6 @@ class SealedRows:
         for position, places in self._bad.get(dtype, {}).items():
             for place in sorted(places) if position in held else ():
                 yield *self._sites[place], position
-
-    def non_finite(self, dtype: torch.dtype) -> dict[tuple[str, int], int]:
-        """Return (hook, layer) → number of rows that are not finite as `dtype`, if any."""
-        return dict(Counter((hook, layer) for hook, layer, _ in self.unsound(dtype)))
 
     def __call__(self, hook: str, layer: int) -> list[memoryview]:
         if self._view is None:
@@ -311,33 +287,39 @@ class Streams:
         scratch: Callable[[], Draft],
         window: int,
         origin: Mapping[str, Any],
+        submit: Callable[[Callable[[], None], int], None],
         *,
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
         """`scratch()` creates a temporary file, for captures that the store cannot adopt.
-        `window`: bytes of a capture's rows that may stay in memory.
+        `window`: bytes of a capture's rows that may stay in memory. `submit`: `Writer.stream`.
         """
         self._store, self._scratch, self._window, self._origin = store, scratch, window, origin
-        self._hidden_size, self._dtype = hidden_size, dtype
+        self._submit, self._hidden_size, self._dtype = submit, hidden_size, dtype
 
-    @property
-    def part(self) -> int:
-        """Return the bytes of rows that leave a recording at a time."""
-        return max(1, self._window // _PARTS)
+    def prepare(self, spec: RankSpec, recording: Recording, max_tokens: int, block: int) -> None:
+        """Set which rows a recording copies, in pieces of which size, and its stream.
 
-    def of(self, spec: RankSpec, recording: Recording, max_tokens: int) -> Stream | None:
-        """Return the stream of a recording; None if it is scored, fits the window, or has no known
-        end.
-
-        `max_tokens`: tokens generated at most; 0: unknown.
+        `max_tokens`: tokens generated at most; 0: unknown. `block`: tokens of a KV block, if rows
+        of prompts are kept; else 1.
         """
-        if not max_tokens or recording.capture.scored:
-            return None
-        chosen = recording.capture.select(
-            0, spec.prompt_tokens + max_tokens - 1, spec.prompt_tokens
-        )
+        part = max(1, self._window // _PARTS)
         row = len(recording.ports) * recording.width(self._hidden_size) * self._dtype.itemsize
+        recording.span = max(1, min(SPAN, part // row))
+        recording.block = block if block > 1 else recording.span
+        if max_tokens:
+            recording.end = spec.prompt_tokens + max_tokens - 1
+        if recording.capture.scored:  # from the slab; later requests are served those of prompts
+            recording.end = spec.prompt_tokens if block > 1 else 0
+        elif max_tokens:
+            recording.stream = self._of(spec, recording, row, part)
+
+    def _of(self, spec: RankSpec, recording: Recording, row: int, part: int) -> Stream | None:
+        """Return the stream of a recording with `row` bytes at a position; None if it fits the
+        window.
+        """
+        chosen = recording.capture.select(0, recording.end, spec.prompt_tokens)
         if len(chosen) * row <= self._window:
             return None
         order = (
@@ -364,7 +346,7 @@ class Streams:
             )
             return draft if draft is not None else self._scratch(), _header_bytes(largest)
 
-        return Stream(recording, order, stored_as, begin)
+        return Stream(recording, order, stored_as, begin, self._submit, part)
 
     def _largest(
         self, spec: RankSpec, recording: Recording, order: np.ndarray, stored_as: torch.dtype

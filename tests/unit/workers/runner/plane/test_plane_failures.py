@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from plane_kit import Rig, capturing, run, steered
-from rank_kit import Request, stream_of
+from rank_kit import stream_of
 
-from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.runner.base.host_memory import HostMemoryError
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
-from midstream.workers.runner.rows.capture import Extent, Selection
+from midstream.workers.runner.rows.capture import Extent, Piece
+from midstream.workers.runner.rows.mover import Mover
 
 
 @pytest.fixture
@@ -37,6 +37,7 @@ FAILURES = [
     ("_banks.first.finite", "_observe", ""),
     ("_overload", "wait", "capture_failed"),
     ("_slabs", "collect", "capture_failed"),
+    ("_mover", "take", "capture_failed"),
     ("_slabs", "new_slab", "capture_failed"),
     ("_banks.first.planner._staging", "commit", ""),
     ("_banks.first.planner._staging", "take", "capture_failed"),
@@ -92,39 +93,55 @@ def test_a_plan_that_cannot_be_committed_does_nothing(
     assert (receipt.status, receipt.files) == ("error", [])
 
 
-def test_a_capture_that_cannot_be_moved_fails_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_capture_that_cannot_be_copied_fails_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(tmp_path)
-    long = Request(0, 2, 60, [StoredCapture(sites={"post_block": [1]}, positions="all", tag="t")])
-    rig.step((long, 0, 2), new=[long])
-    monkeypatch.setattr(Selection, "copy", _raise(HostMemoryError("no memory")))
-    monkeypatch.setattr(rig.plane._memory, "floor", 0)
-    for at in range(2, 59):
-        rig.step((long, at, 1))
+    first, beside = capturing(1), capturing(2)
+    rig.step((first, 0, 6), (beside, 0, 6), new=[first, beside])
+    rig.plane._mover.submit(lambda: None).result()
+    recording = rig.plane._tracked["1"].recordings[0]
+    with monkeypatch.context() as broken:
+        broken.setattr(recording, "_piece", _raise(HostMemoryError("no memory")))
+        rig.step((first, 6, 1), (beside, 6, 1))
         rig.plane._mover.submit(lambda: None).result()
-    rig.step(finished=[long])
-    later = capturing(1)
-    run(rig, later)
+    rig.step(finished=[first, beside])
     failed, fine = rig.receipts()
-    assert (failed.status, failed.kind) == ("error", "capture_failed")
+    assert (failed.job, failed.status, failed.kind) == ("j1", "error", "capture_failed")
     assert "no memory" in failed.message
-    assert fine.status == "ok"
+    assert (fine.job, fine.status) == ("j2", "ok")
+    assert (rig.reader(beside).array(1) == stream_of(2, "post_block", 1, 0, 7)).all()
 
 
-def test_copies_are_not_made_on_the_thread_of_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_rows_that_were_not_copied_are_not_served(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = capturing(1), capturing(2)
+    block = KeptBlock("1", 0, 0, 4, 7)
+    with monkeypatch.context() as broken:
+        broken.setattr(Piece, "put", _raise(HostMemoryError("no memory")))
+        rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[block]))
+        rig.plane._mover.submit(lambda: None).result()
+    serve = Keeping(serve=[block._replace(request_id="2")])
+    rig.step((second, 4, 2), new=[second], keeping=serve, cached=4)
+    rig.step((second, 6, 1), (first, 6, 1))
+    rig.step(finished=[first, second])
+    receipts = {receipt.job: receipt for receipt in rig.receipts()}
+    assert [receipts[job].status for job in ("j1", "j2")] == ["error", "error"]
+    assert "not available: no memory" in receipts["j2"].message
+
+
+def test_rows_are_copied_once_and_not_on_the_thread_of_the_model(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[str] = []
-    copy = Selection.copy
+    put = Piece.put
 
-    def copying(selection: Selection) -> list[Extent]:
+    def putting(piece: Piece, run: Extent) -> None:
         copied.append(threading.current_thread().name)
-        return copy(selection)
+        put(piece, run)
 
-    monkeypatch.setattr(Selection, "copy", copying)
-    rig = Rig(tmp_path)
-    monkeypatch.setattr(rig.plane._memory, "floor", 0)
+    monkeypatch.setattr(Piece, "put", putting)
+    rig.plane.block_size = 4
     first, second = capturing(1), capturing(2)
     block = KeptBlock("1", 0, 0, 4, 7)
     rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[block]))
@@ -140,6 +157,28 @@ def test_copies_are_not_made_on_the_thread_of_the_model(
     first.total = 11
     rig.step(finished=[first, second])
     assert [receipt.status for receipt in rig.receipts()] == ["ok", "ok"]
-    assert set(copied) == {"midstream-mover"}
-    assert len(copied) > 1, "a block, and what shared its slabs with others"
+    # two blocks of the first prompt, one of the second, and each generated token
+    assert copied == ["midstream-mover"] * (2 + 4 + 1 + 1)
     assert (rig.reader(second).array(1)[:4] == stream_of(1, "post_block", 1, 0, 4)).all()
+
+
+def test_requests_that_end_wait_for_the_copies_and_not_the_step(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mover is stuck for longer than the steps take; the writer waits for it."""
+    go = threading.Event()
+    take = Mover.take
+
+    def late(mover: Mover, *given: Any, **options: Any) -> None:
+        mover.submit(lambda: go.wait(30))
+        take(mover, *given, **options)
+
+    monkeypatch.setattr(Mover, "take", late)
+    request = capturing(1)
+    run(rig, request)
+    assert rig.plane._mover.waiting
+    go.set()
+    (receipt,) = rig.receipts()
+    assert receipt.status == "ok"
+    assert not rig.plane._mover.waiting
+    assert (rig.reader(request).array(1) == stream_of(1, "post_block", 1, 0, 7)).all()

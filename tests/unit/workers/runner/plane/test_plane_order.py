@@ -23,8 +23,8 @@ from midstream.workers.runner.plane.probe_scores import Scorer
 from midstream.workers.runner.plane.reentry import Reentry, ReentryGate
 from midstream.workers.runner.plane.reports import Reports
 from midstream.workers.runner.rows.banks import Banks
-from midstream.workers.runner.rows.memory_bound import MemoryBound
 from midstream.workers.runner.rows.mover import Mover
+from midstream.workers.runner.rows.overload import Overload
 from midstream.workers.runner.rows.row_store import RowStore
 
 #: What acts in a step, by class.
@@ -42,14 +42,14 @@ ACTORS: dict[type, tuple[str, ...]] = {
     PreparedRows: ("close",),
     Scorer: ("settle", "watch", "take"),
     RowStore: ("serve", "keep", "drop"),
-    MemoryBound: ("before_step", "after_step"),
+    Overload: ("wait",),
     Reentry: ("plan",),
     ReentryGate: ("close",),
     Grading: ("plan", "take"),
     Reports: ("over",),
     Rank: ("forward",),
     Writer: ("close",),
-    Mover: ("close",),
+    Mover: ("take", "close"),
     Outbox: ("flush", "close"),
 }
 
@@ -137,7 +137,14 @@ PLAN = [
     "Reentry.plan",
     "Grading.plan",
 ]
-DRAIN = ["Loras.account", "Banks.take", "Banks.drain", "Scorer.take", "Scorer.settle"]
+DRAIN = [
+    "Loras.account",
+    "Banks.take",
+    "Banks.drain",
+    "Mover.take",
+    "Scorer.take",
+    "Scorer.settle",
+]
 
 
 def test_the_parts_of_a_step_act_in_this_order(tmp_path: Path, log: list[str]) -> None:
@@ -145,15 +152,15 @@ def test_the_parts_of_a_step_act_in_this_order(tmp_path: Path, log: list[str]) -
     request = everything(rig)
     kept = Keeping(serve=[], keep=[KeptBlock("1", 1, 0, 4, 1)], drop=[])
     assert without_gate(step(rig, log, (request, 0, 6), new=[request], keeping=kept)) == [
-        *BEGIN, *ADMIT, "MemoryBound.before_step",
+        *BEGIN, *ADMIT, "Overload.wait",
         *PLAN, "Rank.forward", "Grading.take",
-        *DRAIN, "Banks.settle", "RowStore.keep", "RowStore.drop", "MemoryBound.after_step",
+        *DRAIN, "Banks.settle", "RowStore.keep", "RowStore.drop",
     ]  # fmt: skip
     served = Keeping(serve=[KeptBlock("1", 1, 0, 4, 1)], keep=[], drop=[])
     assert without_gate(step(rig, log, (request, 6, 1), keeping=served)) == [
-        *BEGIN, "RowStore.serve", "MemoryBound.before_step",
+        *BEGIN, "RowStore.serve", "Overload.wait",
         *PLAN, "Rank.forward",
-        *DRAIN, "Banks.settle", "RowStore.drop", "MemoryBound.after_step",
+        *DRAIN, "Banks.settle", "RowStore.drop",
     ]  # fmt: skip
 
 
@@ -163,16 +170,16 @@ def test_rows_are_released_before_they_are_acquired(tmp_path: Path, log: list[st
     rig.step((first, 0, 6), new=[first])
     second = everything(rig, 2)
     assert without_gate(step(rig, log, (second, 0, 6), new=[second], finished=[first])) == [
-        *BEGIN, "HeldRows.release", "Reports.over", *ADMIT, "MemoryBound.before_step",
+        *BEGIN, "HeldRows.release", "Reports.over", *ADMIT, "Overload.wait",
         *PLAN, "Rank.forward", "Grading.take",
-        *DRAIN, "Banks.settle", "MemoryBound.after_step",
+        *DRAIN, "Banks.settle",
     ]  # fmt: skip
 
 
 def test_a_step_without_requests_plans_nothing(tmp_path: Path, log: list[str]) -> None:
     rig = Whole(tmp_path, log)
     assert step(rig, log) == [
-        *BEGIN, "Loras.account", "Banks.take", "Banks.settle", "MemoryBound.after_step"
+        *BEGIN, "Loras.account", "Banks.take", "Banks.settle"
     ]  # fmt: skip
 
 

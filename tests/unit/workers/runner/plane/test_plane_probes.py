@@ -47,7 +47,7 @@ def test_an_ended_request_has_the_scores_of_all_its_tokens(tmp_path: Path, actio
         each
         for each in rig.plane._tracked.values()
         for recording in each.recordings.values()
-        if recording.runs
+        if recording.pieces()
     ]
     assert not tracked, "rows that are scored or wait for it are held by nothing else"
     rig.step((other, 7, 1), finished=[request])

@@ -133,7 +133,8 @@ def test_rows_of_a_miscounted_step_are_kept_for_no_other_request(
 class LateEvent:
     """Copies that have landed only once they are waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking, "a thread that waits must not spin"
         self.landed = False
 
     def record(self) -> None:

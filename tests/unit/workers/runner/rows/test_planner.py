@@ -97,12 +97,12 @@ def test_two_captures_that_name_the_same_rows_share_them_in_the_step() -> None:
         )
     )
     other = rank.admit(Request(2, 3, 5, [capture([1], post_block=[1])]))
+    rank.plan((other, 0, 3), (request, 0, 6))
+    # layer 0: 6 tokens; layer 1: those and the other request's one; mlp_in: 3
+    assert len(rank.planner._step.slab) == 6 + 7 + 3
     rank.step((other, 0, 3), (request, 0, 6))
     for step in (6, 7):
         rank.step((request, step, 1), (other, step - 3, 1))
-    slab = request.tracked.recordings[0].runs[0].step.slab
-    # layer 0: 6 tokens; layer 1: those and the other request's one; mlp_in: 3
-    assert len(slab) == 6 + 7 + 3
     for number in (0, 1):
         assert_whole(rank, request, number)
     assert_whole(rank, other)
@@ -287,10 +287,10 @@ def test_after_a_drain_that_fails_nothing_is_steered_or_recorded() -> None:
     rank = Rank()
     edit = steering(rank.vector(np.ones(HIDDEN)), [0])
     request = rank.admit(Request(0, 3, 4, [capture(post_block=[0])], [edit]))
-    request.tracked.recordings[0].runs = None  # type: ignore[assignment]
+    request.tracked.recordings[0].recorded = None  # type: ignore[assignment]
     rank.plan((request, 0, 3))
     assert rank.buffers.plan.any()
-    with pytest.raises(AttributeError):
+    with pytest.raises(TypeError):
         rank.planner.drain()
     assert not rank.buffers.plan.any()
     assert not rank.buffers.token_rows.any()

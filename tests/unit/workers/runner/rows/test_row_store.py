@@ -11,7 +11,6 @@ from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.workers.runner.base import row_index
 from midstream.workers.runner.base.row_index import PIECES, RequestCaptures, RowIndex
-from midstream.workers.runner.rows.mover import Mover
 from midstream.workers.runner.rows.row_store import RowStore
 
 BLOCK = 4
@@ -154,7 +153,8 @@ def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
     promises.
     """
     rng = np.random.default_rng(seed)
-    rank, store = Rank(), RowStore(Mover())
+    rank = Rank()
+    store = RowStore(rank.mover)
     index = RowIndex(40 * rank.buffers.ring.shape[1] * 4, rank.buffers.ring.shape[1] * 4, BLOCK)
     reused = 0
     for turn in range(30):
@@ -205,4 +205,4 @@ def test_evicted_rows_are_a_typed_error() -> None:
     with pytest.raises(
         LookupError, match="positions 0 to 3, served by the prefix cache, are not available"
     ):
-        RowStore(Mover()).serve(7, request.tracked.recordings[0], 0, 4)
+        RowStore(rank.mover).serve(7, request.tracked.recordings[0], 0, 4)

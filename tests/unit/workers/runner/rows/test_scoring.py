@@ -68,7 +68,7 @@ def test_scores_of_a_step_equal_numpy() -> None:
         (capture,) = probe_captures(probes)
         ports = {("post_block", layer): 2 * layer for layer in capture.sites["post_block"]}
         recording = Recording(
-            capture, dict(ports), np.isin(np.arange(2 * LAYERS), list(ports.values()))
+            capture, dict(ports), np.isin(np.arange(2 * LAYERS), list(ports.values())), 1
         )
         spec = RankSpec(
             version="", job=str(number), request=0, attempt=1, prompt_tokens=1, probes=probes
@@ -99,7 +99,7 @@ def test_rows_that_follow_one_another_are_scored_where_they_lie() -> None:
             [],
         )
         for slot in order:
-            recording = Recording(capture, {("post_block", 0): 0}, np.array([True, False]))
+            recording = Recording(capture, {("post_block", 0): 0}, np.array([True, False]), 1)
             watch = scorer.watch(
                 "r",
                 RankSpec(
@@ -139,7 +139,7 @@ class Steps:
         for number, each in enumerate(self.weights):
             (capture,) = probe_captures([each.probe])
             self.recordings.append(
-                Recording(capture, {("post_block", 0): 0}, np.array([True, False]))
+                Recording(capture, {("post_block", 0): 0}, np.array([True, False]), 1)
             )
             spec = RankSpec(
                 version="",

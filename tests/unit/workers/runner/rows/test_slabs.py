@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_kit import HIDDEN, Rank, Request, rows_of, wanted_rows
+from rank_kit import HIDDEN, Rank, Request, rows_of, stream_of, wanted_rows
 
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import StoredCapture
@@ -21,6 +21,7 @@ from midstream.workers.runner.base.host_memory import HostMemoryError
 from midstream.workers.runner.base.process import begin_helper, threads_elsewhere
 from midstream.workers.runner.rows.mover import Mover
 from midstream.workers.runner.rows.overload import Overload
+from midstream.workers.runner.rows.row_store import RowStore
 from midstream.workers.runner.rows.slabs import SlabPool
 
 ROW_BYTES = HIDDEN * 4
@@ -163,6 +164,7 @@ def test_a_copy_that_lands_late_does_not_reach_the_next_slab() -> None:
     area.land()
     assert (mine == 7.0).all()
     held = rank.slabs.alive
+    rank.mover.close()
     rank.slabs.collect()
     assert rank.slabs.alive < held, "once it has landed, the memory is free"
 
@@ -216,6 +218,32 @@ def test_page_locked_memory_is_unregistered_before_it_is_unmapped(
     assert Cuda.locked == {}
 
 
+def test_pages_are_locked_by_the_mover_before_a_step_needs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    locked: list[tuple[str, int]] = []
+
+    class Cuda:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            locked.append((threading.current_thread().name, size >> 20))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cuda)
+    pool = SlabPool(64 << 20, pinned=True)
+    mover = Mover(SlabPool(0))
+    mover.submit(partial(pool.reserve, 48 << 20)).result(10)
+    mover.close()
+    assert locked == [("midstream-mover", size) for size in (32, 16, 8, 4)], "no more than it keeps"
+    small = [pool.new_slab(1, size << 20, torch.uint8) for size in (1, 1, 20)]
+    assert len(locked) == 4, "a larger memory rather than a step that waits"
+    pool.collect()
+    assert (pool.alive, pool._free_bytes) == (44 << 20, 16 << 20)
+    del small
+
+
 def test_memory_that_cannot_be_locked_is_an_error_that_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -237,14 +265,14 @@ def test_helper_threads_use_the_device_of_their_rank(monkeypatch: pytest.MonkeyP
         "set_device",
         lambda device: told.append((threading.current_thread().name, device)),
     )
-    Mover(partial(begin_helper, torch.device("cuda", 3), False)).close()
-    Mover(partial(begin_helper, torch.device("cpu"), False)).close()
+    Mover(SlabPool(0), partial(begin_helper, torch.device("cuda", 3), False)).close()
+    Mover(SlabPool(0), partial(begin_helper, torch.device("cpu"), False)).close()
     assert told == [("midstream-mover", torch.device("cuda", 3))]
 
 
 @pytest.mark.parametrize(("gives_way", "nice"), [(True, 10), (False, 0)])
 def test_helper_threads_give_way_where_the_model_uses_all_cores(gives_way: bool, nice: int) -> None:
-    mover = Mover(partial(begin_helper, torch.device("cpu"), gives_way))
+    mover = Mover(SlabPool(0), partial(begin_helper, torch.device("cpu"), gives_way))
     assert (
         mover.submit(lambda: os.getpriority(os.PRIO_PROCESS, 0)).result(10)
         == os.getpriority(os.PRIO_PROCESS, 0) + nice
@@ -268,7 +296,7 @@ def test_helper_threads_stay_off_the_cores_that_model_threads_are_bound_to() -> 
     thread.start()
     assert ready.wait(30)
     with threads_elsewhere(cores):
-        mover = Mover()
+        mover = Mover(SlabPool(0))
     done.set()
     thread.join()
     assert mover.submit(lambda: os.sched_getaffinity(0)).result(10) == cores - {first}
@@ -302,7 +330,7 @@ def test_many_slabs_that_come_back_at_once_cost_little_each() -> None:
     assert time.process_time() - start < 0.2  # it was 2.4 s when each looked at all others
 
 
-def test_a_long_capture_beside_wide_ones_can_be_moved_to_memory_of_its_own() -> None:
+def test_a_long_capture_keeps_nothing_of_others_alive() -> None:
     rank = Rank(capacity=64)
     wide = {hook: [0, 1] for hook in HOOKS}
     long = rank.admit(
@@ -315,22 +343,70 @@ def test_a_long_capture_beside_wide_ones_can_be_moved_to_memory_of_its_own() -> 
         )
         rank.step((long, at, 1), (other, 0, 30))
     del other
+    rank.mover.close()
     gc.collect()
     rank.slabs.collect()
-    pinned = rank.slabs.alive
-    mover, recording = Mover(), long.tracked.recordings[0]
-    recording.compact(mover)
-    rank.step((long, 39, 1))  # recorded while the others are being copied
-    mover.close()
-    recording.settle()
-    rank.slabs.collect()
-    assert rank.slabs.alive < pinned / 20
-    long.total = 41
+    rank.pieces.collect()
+    assert rank.slabs.alive == 0
+    assert rank.pieces.alive <= 2 << 14
     finished = rank.finish(long)
-    assert finished.positions == list(range(40))
+    assert finished.positions == list(range(39))
     assert (
         rows_of(finished, "post_block", 1) == wanted_rows(long, finished, "post_block", 1)
     ).all()
+
+
+@pytest.mark.parametrize(
+    ("total", "end"),
+    [(8, 9), (60, 70)],  # 8: the request may end within a piece; 60: with several pieces
+)
+def test_a_request_holds_its_rows_and_at_most_a_piece_more(total: int, end: int) -> None:
+    rank = Rank()
+    request = rank.admit(request_of(total=total))
+    recording = request.tracked.recordings[0]
+    recording.span, recording.end = 16, end
+    rank.step((request, 0, 6))
+    for at in range(6, total - 1):
+        rank.step((request, at, 1))
+    sizes = [len(piece.rows.slab) // 2 for piece in recording.pieces()]
+    assert sizes == [6, 3] if total == 8 else [6, 16, 16, 16, 10]
+    assert rank.finish(request).positions == list(range(total - 1))
+
+
+def test_kept_rows_do_not_change_when_their_positions_are_computed_again() -> None:
+    """A later request is served them as they were when their block was kept."""
+    rank = Rank()
+    request, later = rank.admit(request_of()), rank.admit(request_of(1))
+    recording, store = request.tracked.recordings[0], RowStore(rank.mover)
+    recording.block = 4
+    rank.step((request, 0, 6))
+    store.keep(7, recording, 0, 4)
+    request.number = 9
+    rank.step((request, 2, 4))
+    rank.step((request, 6, 1))
+    store.serve(7, later.tracked.recordings[0], 0, 4)
+    rank.step((later, 4, 2))
+    rank.step((later, 6, 1))
+    rows = rows_of(rank.finish(later), "post_block", 1)
+    assert (rows[:4] == stream_of(0, "post_block", 1, 0, 4)).all()
+    rows = rows_of(rank.finish(request), "post_block", 1)
+    assert (rows[:2] == stream_of(0, "post_block", 1, 0, 2)).all(), "computed once"
+    assert (rows[2:] == stream_of(9, "post_block", 1, 2, 5)).all()
+
+
+@pytest.mark.parametrize(("block", "shared"), [(4, True), (6, False)])
+def test_kept_rows_take_no_more_memory_than_their_block(block: int, shared: bool) -> None:
+    """Where a piece is the block, its rows are not copied."""
+    rank = Rank()
+    request = rank.admit(request_of())
+    recording, store = request.tracked.recordings[0], RowStore(rank.mover)
+    recording.block = block
+    rank.step((request, 0, 6))
+    store.keep(7, recording, 0, 4)
+    rank.mover.close()
+    assert store.held == 8 * ROW_BYTES
+    slabs = [piece.rows.slab for piece in recording.pieces()]
+    assert (store._kept[7].result()[0].step.slab is slabs[0]) == shared
 
 
 def test_a_step_waits_while_the_writers_are_behind_and_only_then() -> None:
@@ -350,16 +426,20 @@ def test_a_step_waits_while_the_writers_are_behind_and_only_then() -> None:
         Overload(policy, 100, lambda: 300).wait()
 
 
-def test_beyond_the_limit_rows_are_spilled_to_disk_and_come_back_whole(tmp_path: Path) -> None:
-    rank = Rank(policy="spill", spill_dir=tmp_path / "spill")
+@pytest.mark.parametrize("traced", [False, True])
+def test_beyond_the_limit_rows_are_spilled_to_disk_and_come_back_whole(
+    tmp_path: Path, traced: bool
+) -> None:
+    rank = Rank(policy="spill", spill_dir=tmp_path / "spill", traced=traced)
     request = rank.admit(request_of())
+    request.tracked.recordings[0].block = 4
     rank.step((request, 0, 4))
     rank.backlog = 101
     rank.step((request, 4, 2))
     rank.backlog = 100
     rank.step((request, 6, 1))
-    assert rank.slabs.spilled == 4 * ROW_BYTES
     finished = rank.finish(request)
+    assert rank.pieces.spilled == 4 * ROW_BYTES, "of positions 4 and 5"
     assert finished.dropped == ()
     for layer in (0, 1):
         assert (
@@ -370,21 +450,20 @@ def test_beyond_the_limit_rows_are_spilled_to_disk_and_come_back_whole(tmp_path:
     assert os.listdir(tmp_path / "spill") == []
 
 
-def test_rows_of_an_accelerator_are_moved_to_the_file_when_they_have_landed(tmp_path: Path) -> None:
-    """A device's copy to pages of a file would hold the step."""
+def test_spilled_rows_take_no_memory(tmp_path: Path) -> None:
+    """Not of an accelerator either: they are copied once they have landed."""
     rank = Rank(policy="spill", spill_dir=tmp_path / "spill", traced=True)
     area = rank.planner._staging._area = LateArea(rank.buffers.ring)  # type: ignore[assignment]
     request = rank.admit(request_of())
     rank.backlog = 101
     rank.step((request, 0, 6))
     rank.step((request, 6, 1))
-    assert rank.slabs.alive > 0, "in memory that the device can write to"
+    assert rank.mover.waiting == 14 * ROW_BYTES, "in memory that the device can write to"
     area.land()
-    rank.mover.close()
+    finished = rank.finish(request)
     gc.collect()
     rank.slabs.collect()
-    assert (rank.slabs.alive, rank.slabs.spilled) == (0, 14 * ROW_BYTES)
-    finished = rank.finish(request)
+    assert (rank.slabs.alive, rank.pieces.alive, rank.mover.waiting) == (0, 0, 0)
     for layer in (0, 1):
         assert (
             rows_of(finished, "post_block", layer)
@@ -392,12 +471,26 @@ def test_rows_of_an_accelerator_are_moved_to_the_file_when_they_have_landed(tmp_
         ).all()
 
 
-def test_where_rows_cannot_be_spilled_it_is_an_error_of_the_step(tmp_path: Path) -> None:
+def test_where_rows_cannot_be_spilled_the_capture_fails(tmp_path: Path) -> None:
     (tmp_path / "spill").write_text("a file where a folder is needed")
     rank = Rank(policy="spill", spill_dir=tmp_path / "spill")
-    request, rank.backlog = rank.admit(request_of()), 101
+    request, other = rank.admit(request_of()), rank.admit(request_of(1))
+    rank.step((other, 0, 6))
+    rank.backlog = 101
+    rank.step((request, 0, 6), (other, 6, 1))
+    rank.backlog = 0
+    rank.step((request, 6, 1))
     with pytest.raises(OSError, match="spill"):
-        rank.plan((request, 0, 6))
+        rank.finish(request)
+    with pytest.raises(OSError, match="spill"):
+        rank.finish(other)
+
+
+def test_a_step_that_spills_waits_for_slabs_that_cannot_be_spilled() -> None:
+    sizes = [300, 90]
+    Overload("spill", 100, lambda: 1000, slabs=lambda: sizes.pop(0)).wait()
+    assert sizes == []
+    Overload("drop", 100, lambda: 1000, slabs=lambda: 1000).wait()
 
 
 def test_beyond_the_limit_rows_are_dropped_and_the_result_names_their_positions() -> None:

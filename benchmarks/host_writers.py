@@ -1,0 +1,180 @@
+"""Processor time that captured rows cost beside the model: of the mover and the writers, per step.
+
+    python benchmarks/host_writers.py [--before FOLDER] [--rounds 5] [--requests 64] [--layers 32]
+
+`--before`: another checkout with a `.venv`, measured in turns with this one. Every layer is
+captured at all positions, without a model. Prints, for steps in which every request generates one
+token, and for steps of whole prompts: ms of the mover and the writers per step until the files are
+durable, ms of the model's thread in the plane per step, and the bytes of rows per step.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+from probe_steps import CAPACITY, PROMPT, Stand
+
+from midstream import __version__
+from midstream.schemas.requests.specs import RankSpec, StoredCapture
+from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
+
+#: Kind of step → prompt tokens, generated tokens.
+KINDS = {"decode": (PROMPT, 64), "prompts": (128, 1)}
+#: How often a kind's requests come and go in a round; the first time is not measured.
+LIVES = 2
+
+
+def helpers_s() -> float:
+    """Processor time of the mover and the writers so far."""
+    return sum(
+        time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
+        for thread in threading.enumerate()
+        if thread.name.startswith(("midstream-mover", "midstream-writer"))
+    )
+
+
+class Load:
+    """Requests on one plane that come together, capture every layer, and end together."""
+
+    def __init__(self, stand: Stand, kind: str, requests: int, layers: int) -> None:
+        self._plane, self._forward = stand.plane, stand.forward
+        self._prompt, self._generated = KINDS[kind]
+        self._requests, self._lives, self._model_s = requests, 0, 0.0
+        capture = StoredCapture(
+            sites={"post_block": list(range(layers))},
+            positions="all",
+            tag="t",
+            layout="packed",
+        )
+        self._spec = RankSpec(
+            version=__version__,
+            job="",
+            request=0,
+            attempt=1,
+            prompt_tokens=self._prompt,
+            captures=[capture],
+        )
+
+    def life(self) -> tuple[int, float, float]:
+        """Return the steps, and the seconds of the helpers and of the model's thread."""
+        self._lives += 1
+        before, self._model_s, steps = helpers_s(), 0.0, 0
+        ids = [f"{self._lives}.{number}" for number in range(self._requests)]
+        at_once = CAPACITY // self._prompt
+        for first in range(0, len(ids), at_once):
+            some = ids[first : first + at_once]
+            new = [
+                NewRequest(
+                    one, msgspec.structs.replace(self._spec, job=f"j{one}"), 0, self._generated
+                )
+                for one in some
+            ]
+            self._step(new, {}, some, 0, self._prompt)
+            steps += 1
+        for position in range(self._prompt, self._prompt + self._generated - 1):
+            self._step([], {}, ids, position, 1)
+            steps += 1
+        tokens = list(range(self._prompt + self._generated))
+        self._step([], {one: Finish(tokens, False) for one in ids}, [], 0, 0)
+        while self._plane._writer.busy():
+            time.sleep(0.01)
+        return steps, helpers_s() - before, self._model_s
+
+    def _step(
+        self,
+        new: list[NewRequest],
+        ended: dict[str, Finish],
+        ids: list[str],
+        first: int,
+        count: int,
+    ) -> None:
+        rows = [RequestRows(one, row * count, count, first) for row, one in enumerate(ids)]
+        began = time.thread_time()
+        self._plane.begin(new, ended, 0)
+        self._plane.choose([(one, first, count) for one in ids])
+        self._plane.plan(StepView(rows, count * len(ids)))
+        self._model_s += time.thread_time() - began
+        self._forward(count * len(ids))
+        began = time.thread_time()
+        self._plane.drain()
+        self._model_s += time.thread_time() - began
+
+
+def measure(requests: int, layers: int, hidden: int, folder: str | None) -> dict[str, list[float]]:
+    """Return kind → ms of the helpers and of the model's thread, per step."""
+    torch.set_num_threads(1)
+    found = {}
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory(prefix="midstream-bench-", dir=folder) as place:
+            stand = Stand(Path(place), layers, hidden)
+            load = Load(stand, kind, requests, layers)
+            lives = [load.life() for _ in range(LIVES)][1:]
+            stand.plane.close()
+        steps = sum(life[0] for life in lives)
+        found[kind] = [1e3 * sum(life[part] for life in lives) / steps for part in (1, 2)]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--before", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--folder", help="of the files; the default is that of temporary files")
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.once:
+        found = measure(options.requests, options.layers, options.hidden, options.folder)
+        print(json.dumps(found))
+        return
+    trees = {"now": Path(__file__).parents[1]}
+    if options.before:
+        trees = {"before": options.before, **trees}
+    arguments = [
+        item
+        for name in ("requests", "layers", "hidden", "folder")
+        if (value := getattr(options, name)) is not None
+        for item in (f"--{name}", str(value))
+    ]
+    times: dict[str, dict[str, list[list[float]]]] = {
+        tree: {kind: [] for kind in KINDS} for tree in trees
+    }
+    for _ in range(options.rounds):  # in turns: the machine drifts
+        for tree, folder in trees.items():
+            script = [folder / ".venv/bin/python", Path(__file__), "--once", *arguments]
+            out = subprocess.run(script, check=True, stdout=subprocess.PIPE, stderr=sys.stderr)
+            for kind, parts in json.loads(out.stdout).items():
+                times[tree][kind].append(parts)
+    results = []
+    for kind in KINDS:
+        for tree in trees:
+            helpers, model = (
+                statistics.median(part) for part in zip(*times[tree][kind], strict=True)
+            )
+            results.append({"kind": kind, "tree": tree})
+            results[-1] |= {"helpers_ms": round(helpers, 2), "model_ms": round(model, 2)}
+            if tree == "now" and len(trees) > 1:
+                pairs = zip(times["before"][kind], times["now"][kind], strict=True)
+                ratios = sorted(now[0] / before[0] for before, now in pairs)
+                results[-1]["ratio"] = [
+                    round(ratio, 3) for ratio in (statistics.median(ratios), ratios[0], ratios[-1])
+                ]
+            print("  ".join(f"{name} {value}" for name, value in results[-1].items()), flush=True)
+    del options.once
+    print(
+        json.dumps({"benchmark": "host_writers", **vars(options), "results": results}, default=str)
+    )
+
+
+if __name__ == "__main__":
+    main()
