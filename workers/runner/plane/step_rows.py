@@ -71,8 +71,9 @@ class Rows(StepPart):
             for number, recording in enumerate(recordings)
             if recording is not None
         }
-        for recording in tracked.recordings.values():
-            recording.stream = self._streams.of(spec, recording, request.max_tokens)
+        with self._requests.guard([tracked], "capture_failed"):
+            for recording in tracked.recordings.values():
+                recording.stream = self._streams.of(spec, recording, request.max_tokens)
 
     def prepare(self, keeping: Keeping | None) -> None:
         """Serve stored rows for tokens that the prefix cache skips, then bound the rows' memory."""

@@ -199,10 +199,10 @@ def test_a_request_that_is_over_is_scored_and_others_wait_on() -> None:
     steps = Steps("flag", "flag")
     for position in range(3):
         steps.take((0, position, 1), (1, position, 1))
-    steps.scorer.settle(wait=True, over=[steps.watches[0]])
+    steps.scorer.settle({steps.watches[0]: 3})
     steps.assert_scored(0, 3)
     assert steps.watches[1].reached == 0
-    steps.scorer.settle(wait=True, over=steps.watches)
+    steps.scorer.settle(dict.fromkeys(steps.watches, 3))
     steps.assert_scored(1, 3)
 
 
@@ -239,5 +239,5 @@ def test_rows_that_cannot_be_scored_later_are_an_error_of_the_step_that_tries(
     steps.take((0, 0, 1))
     monkeypatch.setattr("midstream.workers.runner.plane.probe_scores._products", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        steps.scorer.settle(wait=True, over=steps.watches)
-    steps.scorer.settle(wait=True, over=steps.watches)  # said once
+        steps.scorer.settle(dict.fromkeys(steps.watches, 1))
+    steps.scorer.settle(dict.fromkeys(steps.watches, 1))  # said once
