@@ -140,7 +140,8 @@ def own_stream(device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext()
     if not hasattr(_OF_THREAD, "stream"):
         _OF_THREAD.stream = torch.cuda.Stream(device)
-    return torch.cuda.stream(_OF_THREAD.stream)
+    stream: AbstractContextManager[Any] = torch.cuda.stream(_OF_THREAD.stream)
+    return stream
 
 
 def array(values: torch.Tensor, dtype: torch.dtype) -> bytes:

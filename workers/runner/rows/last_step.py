@@ -2,6 +2,7 @@
 rows of the batch are edited and recorded, at later positions.
 """
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,14 +21,14 @@ class LastStep:
         self._bank = bank
         # each request, its rows of the step, and what its plan depended on
         self._members: list[tuple[Tracked, RequestRows, tuple[object, ...]]] = []
-        self._ends: list[int] | None = None  # positions below which the plan is right; None: later
+        self._ends: list[int] = []  # positions below which the plan is right; empty: not known yet
 
     def keep(self, request_rows: Sequence[tuple["Tracked", RequestRows]]) -> None:
         self._members = [
             (tracked, rows, (tracked.rows, tracked.recordings, tracked.reported))
             for tracked, rows in request_rows
         ]
-        self._ends = None
+        self._ends = []
 
     def forget(self) -> None:
         self._members = []
@@ -38,8 +39,9 @@ class LastStep:
         """
         if not self._members or len(self._members) != len(request_rows):
             return False
-        for (tracked, rows), (before, last, (held, recordings, reported)) in zip(
-            request_rows, self._members, strict=True
+        ends = self._ends or itertools.repeat(sys.maxsize)
+        for (tracked, rows), (before, last, (held, recordings, reported)), end in zip(
+            request_rows, self._members, ends, strict=False
         ):
             if (
                 tracked is not before
@@ -49,14 +51,13 @@ class LastStep:
                 or rows.first_row != last.first_row
                 or rows.num_rows != last.num_rows
                 or rows.first_position < last.first_position
+                or rows.first_position + rows.num_rows > end
             ):
                 return False
-        if self._ends is None:  # only now, since many steps are not repeated
+        if not self._ends:  # only now, since many steps are not repeated
             self._ends = [self._end(tracked, rows) for tracked, rows, _ in self._members]
-        return all(
-            rows.first_position + rows.num_rows <= end
-            for (_, rows), end in zip(request_rows, self._ends, strict=True)
-        )
+            return self.repeated_by(request_rows)
+        return True
 
     def _end(self, tracked: "Tracked", rows: RequestRows) -> int:
         if tracked.gated:
