@@ -1,14 +1,19 @@
 """Host time per engine step of a rank's data plane, without a model and without its sites.
 
     python benchmarks/host_step.py [--requests 64 256] [--layers 30] [--hidden 576] [--steps 1000]
+    python benchmarks/host_step.py --against FOLDER [--rounds 3]
 
 Prints µs of one thread in `begin`, `choose`, `plan` and `drain`, and their sum, per step in which
-every request generates one token: plain requests without a spec, captured, steered, and both.
+every request generates one token: idle, without a spec; captured; steered; and both.
+
+`--against`: another checkout with its own `.venv`, measured in turns with this one; prints the
+medians of both, and of the rounds' ratios.
 """
 
 import argparse
 import json
 import statistics
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -29,7 +34,7 @@ from midstream.schemas.requests.specs import (
 from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
 
 PARTS = ("begin", "choose", "plan", "drain")
-KINDS = {"plain": (False, False), "captured": (True, False), "steered": (False, True)} | {
+KINDS = {"idle": (False, False), "captured": (True, False), "steered": (False, True)} | {
     "both": (True, True)
 }
 #: Steps that requests run: after these they end, and new ones come.
@@ -72,7 +77,7 @@ class Load:
         self._round += 1
         ids = [f"{self._round}.{number}" for number in range(self._requests)]
         new = []
-        if self._kind != "plain":
+        if self._kind != "idle":
             new = [
                 NewRequest(one, msgspec.structs.replace(self._spec, job=f"j{one}"), 0, LIFE)
                 for one in ids
@@ -117,13 +122,43 @@ class Load:
         self._plane.close()
 
 
+def compare(trees: list[Path], arguments: list[str], rounds: int) -> None:
+    """Print medians of each tree, and of the ratios of the last to the first."""
+    sums: list[dict[str, list[float]]] = [{} for _ in trees]
+    for _ in range(rounds):
+        for tree, of_tree in zip(trees, sums, strict=True):
+            printed = subprocess.run(
+                [tree / ".venv/bin/python", "host_step.py", *arguments],
+                cwd=tree / "benchmarks",
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
+            for result in json.loads(printed.splitlines()[-1])["results"]:
+                kind = f"{result['requests']} {result['kind'].replace('plain', 'idle')}"
+                of_tree.setdefault(kind, []).append(result["sum"])
+    before, now = sums
+    for kind, figures in now.items():
+        ratio = statistics.median(new / old for new, old in zip(figures, before[kind], strict=True))
+        both = [statistics.median(item) for item in (before[kind], figures)]
+        print(f"{kind}: {both[0]:.0f} -> {both[1]:.0f} µs, ratio {ratio:.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--steps", type=int, default=1000)
     options = parser.parse_args()
+    against, rounds = vars(options).pop("against"), vars(options).pop("rounds")
+    if against is not None:
+        given = [f"--{name}={value}" for name, value in vars(options).items() if name != "requests"]
+        given += ["--requests", *map(str, options.requests)]
+        compare([against, Path(__file__).resolve().parents[1]], given, rounds)
+        return
     torch.set_num_threads(1)
     results = []
     for requests in options.requests:

@@ -390,3 +390,14 @@ def test_ranks_that_compute_otherwise_are_refused(
         match=r"mlp_out of layer 0 differs from transformers' by .*hidden_act='relu'",
     ):
         Host(directory, path, **(SMALL | way))
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_alone_ends_the_certificate_on_all(
+    qwen3: Path, two_ranks: None, tmp_path: Path
+) -> None:
+    """The other rank waits for it in the MLP's all-reduce."""
+    fault = {"fault": "lose_law:rank=1", "tensor_parallel_size": 2}
+    why = "failed at MLP on rank 1: fault injected: lose_law"
+    with pytest.raises(AssertionError, match=why):
+        Host(tmp_path, qwen3, **(SMALL | fault))

@@ -63,6 +63,7 @@ KNOWN = {
         "not run on this rank"
     ),
     "commit": "putting a step's plan where the forward pass reads it raises",
+    "lose_law": "the certification's call of an MLP raises on this rank",
     "settle": "reading which rows are not finite raises",
     "crash": "the process dies at a crash point: `schemas.base.faults`",
     "rpc": "faults may be switched while the engine runs",
@@ -277,11 +278,14 @@ class FaultyRank:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         from midstream.workers.runner.base.config import plane_config
+        from midstream.workers.runner.certificate import module_laws
         from midstream.workers.runner.vllm import worker_class
 
         module: Any = worker_class  # whose imports are replaced
         faults = self.midstream_faults = Faults(plane_config().fault, self.rank)
         complete, install_sites, make_plane = module.complete, module.install, module.DataPlane
+        if "lose_law" in faults:
+            wrap(module_laws.ModuleLaws, "mlp", lambda *_: faults.check("lose_law"))
 
         def completed(*args: Any, **kwargs: Any) -> Any:
             return misplaced(complete(*args, **kwargs), faults)

@@ -28,6 +28,13 @@ class Finish:
     # the probe that ended the request after these tokens; if there is one, the last token has a row
     stopped_by: str = ""
 
+    @property
+    def rows(self) -> int:
+        """Return how many of the tokens have rows that count: a step that was under way may have
+        computed one more, of the last token.
+        """
+        return len(self.token_ids) - (not self.stopped_by)
+
 
 @dataclass(frozen=True, slots=True)
 class Load:

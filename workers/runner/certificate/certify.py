@@ -6,7 +6,6 @@ threads as any capture. Only the writers' last step differs: rows stay in memory
 leaves the rank.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +23,12 @@ from .laws import Finding, Shape, judge_boundary, judge_edit, judge_layer, judge
 from .module_laws import ModuleLaws, Stage
 from .observed import Observed
 from .plans import Judgement, Plan
+from .together import Together
 
 if TYPE_CHECKING:
     from ..hooks.architectures import Adapter
     from ..plane.data_plane import DataPlane
     from ..plane.inside_hooks import Inner
-
-logger = logging.getLogger(__name__)
 
 
 class Certifier:
@@ -61,6 +59,7 @@ class Certifier:
             records=get_tp_group().rank_in_group == 0,
         )
         self._layers, self._shape, self._records = layers, self._stage.shape, self._stage.records
+        self._together = Together(get_tp_group())
         self._seen = Observed(plane, worker, adapter, layers, traced=traced)
         self._kept = self._seen.kept
         self._findings: list[Finding] = []
@@ -117,19 +116,14 @@ class Certifier:
         """Judge all laws of `plan`.
 
         Every rank of a stage calls the same modules in the same order, since these reduce over the
-        ranks; only one rank has rows to compare.
+        ranks; only one rank has rows to compare. Raises FailedAloneError.
         """
         edges: dict[str, bytes] = {}
         lens = self._plane.readings.reader(StoredLens)
         modules = ModuleLaws(self._stage, self._seen, lens, self._findings, self._skipped)
         if self._seen.skipped:
             self._skipped["EAGLE-3 auxiliary states"] = self._seen.skipped
-        if self._records:
-            self._sums(plan)
-            self._copies(plan)
-            self._edits(plan, edges)
-            self._states(plan)
-            self._edges(plan, edges)
+        self._together.attempt("rows", lambda: self._judge_rows(plan, edges), needed=True)
         with (
             torch.inference_mode(),
             set_forward_context(None, self._config),
@@ -146,6 +140,14 @@ class Certifier:
         if self._seen.most < 2:
             self._skipped["rows in a mixed batch"] = "no step had more than one request"
         return Judgement(self._findings, self._skipped, edges, modules.readings)
+
+    def _judge_rows(self, plan: Plan, edges: dict[str, bytes]) -> None:
+        if self._records:
+            self._sums(plan)
+            self._copies(plan)
+            self._edits(plan, edges)
+            self._states(plan)
+            self._edges(plan, edges)
 
     def _judge_inside(self, plan: Plan) -> None:
         prompt, compared = (
@@ -173,17 +175,12 @@ class Certifier:
             dtype=self._stage.dtype,
             device=next(self._stage.parent.parameters()).device,
         )
-        self._findings += laws.findings()
+        self._findings += laws.findings(self._together)
 
     def _attempt(self, law: str, judge: Callable[[Plan], None], plan: Plan) -> None:
-        """Judge a law; if its module cannot be called alone, the law is only skipped."""
-        try:
-            judge(plan)
-        except Exception as error:
-            logger.warning("certification: %s", law, exc_info=True)
-            self._skipped[law] = (
-                f"its module cannot be called separately: {error or type(error).__name__}"
-            )
+        """Judge a law; if no rank can call its module alone, the law is only skipped."""
+        if why := self._together.attempt(law, lambda: judge(plan)):
+            self._skipped[law] = f"its module cannot be called separately: {why}"
 
     def _sums(self, plan: Plan) -> None:
         rows = self._kept.of(plan.base, plan.positions)

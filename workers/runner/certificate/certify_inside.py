@@ -5,8 +5,8 @@ Every rank judges its own columns. All ranks of a stage call modules that reduce
 the same order.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ from ....schemas.prompts.selectors import Hook
 from ..hooks.attention_kinds import kind_of
 from ..plane.inside_hooks import Inner
 from .laws import Finding, Rows, Shape, rowwise
-
-logger = logging.getLogger(__name__)
+from .together import Together
 
 #: (hook, layer) → rows on this rank; None if another rank records them.
 Held = Callable[[Hook, int], torch.Tensor | None]
@@ -56,10 +55,10 @@ class InsideLaws:
         )
         self._dtype, self._device = dtype, device
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self, together: Together) -> Iterator[Finding]:
         """Yield the findings of all laws whose hooks are present.
 
-        If a module raises, its law has no finding, and the run continues.
+        If a module raises on all ranks, its law has no finding, and the run continues.
         """
         laws: list[Callable[[int, int], Iterator[Finding]]] = [
             self._output,
@@ -70,12 +69,10 @@ class InsideLaws:
         ]
         for law in laws:
             for place, number in enumerate(self._layers):
-                try:
-                    yield from law(place, number)
-                except Exception:
-                    logger.warning(
-                        "certification: %s of layer %d", law.__name__, number, exc_info=True
-                    )
+                found: list[Finding] = []
+                judge = partial(_judge, law, place, number, found)
+                together.attempt(f"{law.__name__.strip('_')} of layer {number}", judge)
+                yield from found
 
     def _rows(self, hook: Hook, number: int) -> torch.Tensor | None:
         """Return the rows in the model's dtype, on its device."""
@@ -187,6 +184,12 @@ class InsideLaws:
                 for row in candidates
             )
             yield Finding(f"norm and rotary embedding of {hook}", (hook,), number, figure, "module")
+
+
+def _judge(
+    law: Callable[[int, int], Iterator[Finding]], place: int, number: int, found: list[Finding]
+) -> None:
+    found += law(place, number)
 
 
 def attend(

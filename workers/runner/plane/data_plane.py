@@ -367,7 +367,7 @@ class DataPlane:
         requests.step += 1
         self._preemptions += preempted
         ended = {
-            request_id: len(finish.token_ids)
+            request_id: finish.rows
             for request_id, finish in finished.items()
             if request_id in self._tracked
         }

@@ -25,6 +25,7 @@ from ....storage.formats.lora_files import CONFIG, WEIGHTS, digest_of, general_n
 from ..base.engine_step import StepView
 from ..edits.actions import ActionLedger
 from ..rows.planner import Tracked
+from .step_loras import WrongAdapterError
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ class Loras:
         """Return the digest of the adapter with which rows `[first, first + count)` of the step
         were computed; empty for the model alone.
 
-        Raises RuntimeError when the rows have several adapters, or one that was not loaded here.
+        Raises WrongAdapterError when the rows have several adapters, or one that was not loaded
+        here.
         """
         mapping = self._manager._last_mapping
         numbers = (
@@ -88,12 +90,12 @@ class Loras:
             else set()
         )
         if len(numbers) != 1:
-            raise RuntimeError(
+            raise WrongAdapterError(
                 f"rows {first} to {first + count - 1} were computed with {len(numbers)} adapters"
             )
         number = numbers.pop()
         if number not in self._digests or (number and number not in self._manager.lora_index_to_id):
-            raise RuntimeError(
+            raise WrongAdapterError(
                 f"rows {first} to {first + count - 1} were computed with an adapter that is not "
                 f"loaded (number {number})"
             )
@@ -109,8 +111,7 @@ class Loras:
         """Check that every row of the last step was computed with its request's adapter, and fold
         the adapter into the ledger once for each request.
 
-        Raises RuntimeError if they differ, which ends the engine: no row and no cached block of
-        this rank can be trusted then.
+        Raises WrongAdapterError if they differ.
         """
         for rows in view.requests:
             request = tracked.get(rows.id)
@@ -121,7 +122,7 @@ class Loras:
             )
             used = self.used(rows.first_row, rows.num_rows)
             if used != expected:
-                raise RuntimeError(
+                raise WrongAdapterError(
                     f"rows of request {rows.id} were computed with adapter "
                     f"{used[:12]!r} instead of "
                     f"{expected[:12]!r}"

@@ -9,7 +9,7 @@ into the action ledger, on which ranks must agree.
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..probes.probe_news import News
 from ..probes.watches import Watch, news_of_all
 from ..probes.weight_stacks import Side, Stack, Stacks
 from ..rows.capture import Extent, Recording
+from ..rows.pending_rows import Landing
 
 #: Elements of rows that are converted to float32 at a time, so that they stay in the CPU's cache.
 _CHUNK = 2**19
@@ -36,6 +37,17 @@ class _Batch:
 
     items: list[_Item]
     news: list[News] = field(default_factory=list)
+
+    @property
+    def landings(self) -> set[Landing]:
+        return {extent.step.landing for _, extent in self.items}
+
+    def computed(self, needed: Mapping[Watch, int]) -> bool:
+        """Return whether a row is among the first `needed` of its watch."""
+        return any(
+            recording.watch is not None and extent.first_position < needed.get(recording.watch, 0)
+            for recording, extent in self.items
+        )
 
 
 class Scorer:
@@ -106,7 +118,7 @@ class Scorer:
         self._last = _Batch(items) if items else None
         if self._last is not None:
             self._pending.append(self._last)
-        self.settle(wait=self._waits)
+        self.settle()
 
     def _keep(self, items: Sequence[_Item]) -> None:
         for recording, extent in items:
@@ -129,20 +141,31 @@ class Scorer:
         except Exception as error:
             self._error = error
 
-    def settle(self, *, wait: bool, over: Iterable[Watch] = ()) -> None:
+    def settle(self, needed: Mapping[Watch, int] | None = None) -> None:
         """Score the rows that have landed, in the order of the steps; raise the last error.
 
-        `wait`: wait for all rows to land. `over`: watches whose requests have ended.
+        `needed`: watch → number of its rows: waits for the steps that computed them.
         """
-        self._score_kept(over)
+        needed = needed or {}
+        self._score_kept(needed)
+        self._score_pending(lambda batch: batch.computed(needed))
         with self._lock:
-            while self._pending and (
-                wait or all(extent.step.landing.done() for _, extent in self._pending[0].items)
-            ):
-                self._score(self._pending.popleft())
             error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _score_pending(self, needed: Callable[[_Batch], bool]) -> None:
+        """Score the pending batches up to the last one that is `needed`, and those that have landed
+        by then. No thread waits for rows while it holds the lock, which all others need.
+        """
+        with self._lock:
+            pending = list(self._pending)
+        last = max((number for number, batch in enumerate(pending) if needed(batch)), default=-1)
+        for landing in {item for batch in pending[: last + 1] for item in batch.landings}:
+            landing.wait()
+        with self._lock:
+            while self._pending and all(item.done() for item in self._pending[0].landings):
+                self._score(self._pending.popleft())
 
     def clear(self) -> None:
         """Drop the kept rows."""
@@ -159,9 +182,7 @@ class Scorer:
         def of_step() -> list[News]:
             if batch is None:
                 return []
-            with self._lock:
-                while batch in self._pending:
-                    self._score(self._pending.popleft())
+            self._score_pending(lambda item: item is batch)
             return batch.news
 
         return of_step

@@ -2,12 +2,19 @@
 
 from typing import TYPE_CHECKING
 
+from ....schemas.jobs.receipts import BY_REQUEST
 from ..edits.actions import ActionLedger
 from .requests import Requests
 from .step_parts import RanStep, StepPart
 
 if TYPE_CHECKING:
     from .loras import Loras
+
+
+class WrongAdapterError(RuntimeError):
+    """Rows were not computed with their request's adapter. Ends the engine: no row and no cached
+    block of this rank can be trusted.
+    """
 
 
 class Adapters(StepPart):
@@ -17,10 +24,13 @@ class Adapters(StepPart):
         self._requests, self._loras, self._actions = requests, loras, actions
 
     def drain(self, step: RanStep) -> None:
-        """Compare adapters. Not guarded: after a difference, no row and no cached block of this
-        rank can be trusted.
-        """
-        if step.view is not None:
-            self._loras.account(
-                self._requests.step, step.view, self._requests.tracked, self._actions
-            )
+        """Compare adapters. Raises WrongAdapterError."""
+        requests, wrong = self._requests, None
+        with requests.guard(requests.tracked.values(), BY_REQUEST):
+            try:
+                if step.view is not None:
+                    self._loras.account(requests.step, step.view, requests.tracked, self._actions)
+            except WrongAdapterError as error:
+                wrong = error
+        if wrong is not None:
+            raise wrong

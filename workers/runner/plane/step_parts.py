@@ -31,7 +31,7 @@ class StepPart:
     """
 
     def begin(self, ended: Mapping[str, int]) -> None:
-        """Begin a step. `ended`: request that ended before the step → number of its tokens."""
+        """Begin a step. `ended`: request that ended before the step → its `Finish.rows`."""
 
     def release(self, tracked: Tracked) -> None:
         """Take back from an ended request what `acquire` gave it."""

@@ -1,5 +1,6 @@
 """Probes in a rank's step: attaches them to recordings, and scores the recorded rows."""
 
+import sys
 from collections.abc import Mapping
 
 from ..base.engine_step import NewRequest
@@ -21,10 +22,12 @@ class Probes(StepPart):
         tracked = self._requests.tracked
         watched = [item for item in tracked.values() if item.watch is not None]
         with self._requests.guard(watched, "probe_failed"):
-            over = [watch for item in ended if (watch := tracked[item].watch) is not None]
-            self._scorer.settle(
-                wait=bool(ended) or any(item.gates is not None for item in watched), over=over
-            )
+            needed = {
+                item.watch: ended.get(request, sys.maxsize)
+                for request, item in tracked.items()
+                if item.watch is not None and (request in ended or item.gates is not None)
+            }
+            self._scorer.settle(needed)
 
     def admit(self, tracked: Tracked, request: NewRequest) -> None:
         if tracked.reported:

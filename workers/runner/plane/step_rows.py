@@ -76,8 +76,9 @@ class Rows(StepPart):
             for number, recording in enumerate(recordings)
             if recording is not None
         }
-        for recording in tracked.recordings.values():
-            self._streams.prepare(spec, recording, request.max_tokens, self._block_size())
+        with self._requests.guard([tracked], "capture_failed"):
+            for recording in tracked.recordings.values():
+                self._streams.prepare(spec, recording, request.max_tokens, self._block_size())
 
     def prepare(self, keeping: Keeping | None) -> None:
         """Serve stored rows for tokens that the prefix cache skips; wait if there is overload."""

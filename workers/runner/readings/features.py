@@ -1,7 +1,9 @@
 """Features of captured rows on a rank: its loaded autoencoders, and the reader that encodes rows
 with them.
 
-Autoencoders are held in float32 in host memory, and encode on the CPU, in the writer threads.
+Autoencoders are held in float32 where the model is, and encode in the writer threads. On an
+accelerator an autoencoder for which there is no room is held in host memory, and encodes on the
+CPU.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,18 +13,23 @@ import torch
 
 from ....schemas.readings.features import FeaturesPart, StoredFeatures
 from ..files.finished_rows import FinishedCapture, ReadingError
-from .readings import array, rows_of
-from .sae import Autoencoder, load
+from .readings import array, own_stream, rows_of
+from .sae import CHUNK_BYTES, Autoencoder, load
+
+_CPU = torch.device("cpu")
+#: Bytes of an accelerator that autoencoders leave free: for encoding, which needs a few dense
+#: chunks in each writer thread, and for what vLLM takes outside its own pool.
+_ROOM_BYTES = 32 * CHUNK_BYTES
 
 
 class Features:
     """The reader of `StoredFeatures`. One per rank."""
 
-    def __init__(self, sites: Collection[tuple[str, int]]) -> None:
+    def __init__(self, sites: Collection[tuple[str, int]], device: torch.device = _CPU) -> None:
         """`sites`: (hook, layer) whose rows this rank reads; autoencoders of other sites are not
-        loaded.
+        loaded. `device`: of the model.
         """
-        self._sites = frozenset(sites)
+        self._sites, self._device = frozenset(sites), device
         self._loaded: dict[str, Autoencoder] = {}
 
     def put(self, digest: str, hook: str, layer: int, folder: str) -> None:
@@ -30,7 +37,18 @@ class Features:
         its content has another digest.
         """
         if (hook, layer) in self._sites:
-            self._loaded[digest] = load(Path(folder), digest)
+            self._loaded[digest] = self._placed(load(Path(folder), digest))
+
+    def _placed(self, sae: Autoencoder) -> Autoencoder:
+        """Return the autoencoder on the device, if that leaves `_ROOM_BYTES` there."""
+        if self._device.type != "cuda":
+            return sae
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if free >= sae.bytes + _ROOM_BYTES:
+            sae = sae.to(self._device)
+            # writers read it on their own streams
+            torch.cuda.current_stream(self._device).synchronize()
+        return sae
 
     def drop(self, digests: Sequence[str]) -> None:
         """Drop autoencoders; requests that have begun keep theirs."""
@@ -51,7 +69,8 @@ class Features:
                 "loaded"
             )
         ((hook, (layer,)),) = capture.sites.items()
-        top = sae.top(rows_of(capture, hook, layer), reading.top_k)
+        with own_stream(sae.device):
+            top = sae.top(rows_of(capture, hook, layer, sae.device), reading.top_k)
         return FeaturesPart(
             capture=number,
             sae=reading.sae.name,

@@ -5,15 +5,13 @@ nostalgebraist 2020, "interpreting GPT: the logit lens". Log-softmax is computed
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
 from ....schemas.readings.lens import LensPart, StoredLens
 from ..files.finished_rows import FinishedCapture
 from ..hooks.output_head import Head
-from .readings import array, rows_of
+from .readings import array, own_stream, rows_of
 from .tuned_lenses import TunedMaps
 
 #: Bytes of float32 logits at a time: rows are read in chunks of about this size.
@@ -51,7 +49,7 @@ class Lens:
         ((hook, layers),) = capture.capture.sites.items()
         shard = self.head.shard
         of_named: Head | None = capture.prepared
-        with self._tuned.of(reading.tuned) as tuned, _own_stream(self.head.device):
+        with self._tuned.of(reading.tuned) as tuned, own_stream(self.head.device):
             read = [
                 self._read(
                     tuned(rows_of(capture, hook, layer, self.head.device), layer), reading, of_named
@@ -110,8 +108,3 @@ class Lens:
                 larger[:, place] = False
             above[:, number] = larger.sum(dim=-1)
         return ids + shard.start, top, logits.logsumexp(dim=-1), named, above
-
-
-def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Run the block on a new stream of an accelerator, so that the forward pass does not wait."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

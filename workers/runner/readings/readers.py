@@ -46,7 +46,7 @@ def readers_of(
     """
     readers: dict[type, Reader] = {
         StoredReader: InstalledReaders(installed or {}),
-        StoredFeatures: Features(sites),
+        StoredFeatures: Features(sites, device),
     }
     try:
         if stages > 1:

@@ -7,7 +7,9 @@ that needs every rank of a stage is computed in parts, which the host joins
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,6 +24,7 @@ from ..files.finished_rows import FinishedCapture, Outcome, ReadingError
 logger = logging.getLogger(__name__)
 #: Bytes of a part that `size` does not count: names, layers, and MessagePack's framing.
 HEADER_BYTES = 1 << 14
+_OF_THREAD = threading.local()
 
 
 #: (the capture, with its reading; its index in `RankSpec.captures`) → the rank's part. Raises
@@ -125,6 +128,20 @@ def rows_of(capture: FinishedCapture, hook: str, layer: int, device: Any = "cpu"
         .view(len(capture.positions), capture.hidden_size)
     )
     return held.to(device)
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Run the block on this thread's stream of an accelerator, so that the forward pass does not
+    wait.
+
+    cuBLAS keeps a workspace for each stream that it has seen, so a thread has only one.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    if not hasattr(_OF_THREAD, "stream"):
+        _OF_THREAD.stream = torch.cuda.Stream(device)
+    stream: AbstractContextManager[Any] = torch.cuda.stream(_OF_THREAD.stream)
+    return stream
 
 
 def array(values: torch.Tensor, dtype: torch.dtype) -> bytes:

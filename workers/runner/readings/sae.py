@@ -75,6 +75,15 @@ class Autoencoder:
         self._opening = tensors["r_mag"].exp() if form.architecture == "gated" else None
 
     @property
+    def device(self) -> torch.device:
+        return self._tensors["b_dec"].device
+
+    def to(self, device: torch.device) -> "Autoencoder":
+        return Autoencoder(
+            self.form, {name: tensor.to(device) for name, tensor in self._tensors.items()}
+        )
+
+    @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
@@ -96,7 +105,7 @@ class Autoencoder:
         """
         parts = [self._top(chunk.float(), min(k, self.form.d_sae)) for chunk in self._chunks(rows)]
         indices, activations, active, errors = (
-            torch.cat(column).numpy() for column in zip(*parts, strict=True)
+            torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)
         )
         return TopFeatures(indices, activations, active, errors)
 
@@ -124,7 +133,7 @@ class Autoencoder:
         values = activations[rows, features]
         if self._lengths is not None:
             values = values / self._lengths[features]
-        starts = torch.searchsorted(rows, torch.arange(len(activations)))
+        starts = torch.searchsorted(rows, torch.arange(len(activations), device=rows.device))
         return self._tensors["b_dec"] + embedding_bag(
             features, self._tensors["W_dec"], starts, mode="sum", per_sample_weights=values
         )

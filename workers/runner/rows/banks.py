@@ -213,6 +213,10 @@ class Banks:
     def busy(self) -> bool:
         return any(bank.planner.busy for bank in self._banks)
 
+    def forget_step(self) -> None:
+        for bank in self._banks:
+            bank.planner.forget_step()
+
     def plan_steering(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
         for bank in self._banks:
             bank.planner.plan_steering(request_rows)

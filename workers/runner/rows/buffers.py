@@ -37,9 +37,10 @@ class Staging:
         self._direct = self._on_cpu and not traced
         self._token_rows = np.zeros(tuple(buffers.token_rows.shape), dtype=np.int32)
         self._edited: list[np.ndarray] = []  # indices of rows in `_token_rows` that are not zero
+        self._changed = False  # `_token_rows` is not what the last `commit` uploaded
         self._end = 0  # all nonzero rows of `_token_rows` are before this one
         self._end_on_device = 0  # the same for the device's copy
-        self._slots: dict[int, np.ndarray] = {}  # pattern → tokens, of this step
+        self._slots: dict[int, np.ndarray] = {}  # pattern → tokens, until `commit` uploads them
         self._area = _Areas(buffers.ring) if not self._on_cpu else None
         self._rows = 0  # rows captured in this step
         self._empty = buffers.ring
@@ -51,11 +52,12 @@ class Staging:
     def clear_rows(self) -> None:
         for tokens in self._edited:
             self._token_rows[tokens] = 0
-        self._edited, self._end = [], 0
+        self._edited, self._end, self._changed = [], 0, True
 
     def set_rows(self, tokens: np.ndarray, columns: np.ndarray, rows: np.ndarray) -> None:
         """Have configuration row `rows[i]` edit `tokens[i]`, in column `columns[i]`; not empty."""
         self._edited.append(tokens)
+        self._changed = True
         self._end = max(self._end, int(tokens.max()) + 1)
         self._token_rows[tokens, columns] = rows
 
@@ -76,7 +78,7 @@ class Staging:
             )
         first, landing = self._area.next() if self._area is not None else (0, LANDED)
         new = NewRows(slabs.new_slab(rows, ring.shape[1], ring.dtype, landing), first, landing)
-        self._rows, self._slots = rows, {}
+        self._rows = rows
         if self._direct:
             self._buffers.ring = new.slab
         return new
@@ -98,7 +100,9 @@ class Staging:
     # --- Both
 
     def commit(self, plan: np.ndarray, lists: Sequence[np.ndarray]) -> None:
-        """Put the plan where the next forward reads it."""
+        """Put the plan where the next forward reads it. Rows of edits, slots and `lists` that were
+        not set since the last commit remain.
+        """
         buffers = self._buffers
         if self._on_cpu:
             buffers.plan.numpy()[:] = plan
@@ -108,9 +112,9 @@ class Staging:
             return
         self._upload(buffers.plan, plan)
         rows = max(self._end, self._end_on_device)  # later rows are zero on both sides
-        if rows:
+        if rows and self._changed:
             self._upload(buffers.token_rows[:rows], self._token_rows[:rows])
-        self._end_on_device = self._end
+        self._end_on_device, self._changed = self._end, False
         if self._slots:
             slots = np.full(
                 (max(self._slots) + 1, buffers.capture_slots.shape[1]), -1, dtype=np.int32
@@ -118,13 +122,14 @@ class Staging:
             for pattern, tokens in self._slots.items():
                 slots[pattern, tokens] = np.arange(len(tokens), dtype=np.int32)
             self._upload(buffers.capture_slots[: len(slots)], slots)
+            self._slots = {}
 
     def abandon(self) -> None:
         """Undo a failed `commit`, so that the next forward does nothing. Allocates no memory."""
         self._buffers.plan.zero_()
         # some token rows may have been uploaded, so the next commit overwrites all of them
-        self._end_on_device = len(self._token_rows)
-        self._rows = 0
+        self._end_on_device, self._changed = len(self._token_rows), True
+        self._rows, self._slots = 0, {}
         if self._direct:
             self._buffers.ring = self._empty
 

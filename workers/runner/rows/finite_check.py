@@ -177,7 +177,7 @@ class FiniteCheck:
     def settle(self, needed: Mapping[str, int] | None = None) -> list[NonFinite | Miscount]:
         """Return the findings of the steps that are over, each once and in their order.
 
-        `needed`: request → number of its tokens: waits for the steps that computed them.
+        `needed`: request → number of its rows: waits for the steps that computed them.
         """
         non_finites: list[NonFinite | Miscount] = []
         last = max(

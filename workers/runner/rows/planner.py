@@ -27,6 +27,7 @@ from ..probes.watches import ProbeError, Watch
 from .buffers import Staging
 from .capture import Extent, Recording, StepRows, contiguous
 from .execution_check import Due
+from .last_step import LastStep
 from .mover import Mover
 from .overload import Overload
 from .slabs import SlabPool
@@ -87,6 +88,7 @@ class Tracked:
 _NONE = np.zeros(0, dtype=np.int64)
 _PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]
 _COUNT_COLUMNS = [columns.BEFORE.COUNT, columns.AFTER.COUNT]
+_ROW_COLUMNS = [columns.BEFORE.ROW, columns.AFTER.ROW]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,10 @@ class _RowRun:
     """Consecutive positions of a request that one of its recordings captures in this step."""
 
     request: str
+    member: int  # index of the request among those of the step
     recording: Recording
-    first_position: int
-    first_token: int  # row of `first_position` in the batch
+    skip: int  # rows of the request before it in this step
+    first_token: int  # its first row in the batch
     count: int
 
 
@@ -191,18 +194,28 @@ class Planner:
         self._sites, self._table, self._slabs = list(sites), table, slabs
         self._staging = Staging(buffers, traced=traced)
         self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
+        self._nothing = np.zeros_like(self._plan)
+        self._last_step = LastStep(bank)
+        self._repeats = False  # this step has the last step's plan, at later positions
+        self._members: Sequence[tuple[Tracked, RequestRows]] = ()  # whose plan may be repeated
         self._firsts = np.flatnonzero([site.leads for site in self._sites])  # of each launch
         self._launch_sizes = np.diff(self._firsts, append=len(self._sites))
         self._edits = False
         self._edit_counts = np.zeros(len(self._sites), dtype=np.int32)  # planned edits of each site
         self._edited: list[tuple[str, np.ndarray]] = []  # (request, sites that edit its rows)
+        self._steered: list[tuple[int, int]] = []  # (index of the request, edits of each row)
         self._captured: list[tuple[str, np.ndarray]] = []  # (request, ports that capture its rows)
         self.due: Due | None = None  # work planned for the current forward's sites; None: nothing
-        self._lists: list[np.ndarray] = []  # this step's entries of `buffers.lists`, in order
+        self._planned: Due | None = None  # the work in `_plan`
+        self._launched: list[Site] = []  # sites whose launches have work in `_plan`
+        # the plan's entries of `buffers.lists`, in order: of edits, then of captures
+        self._lists: list[np.ndarray] = []
         self._lists_end = 0
+        self._edit_lists = (0, 0)  # entries of edits in `_lists`, and their tokens
         # mask, first token and count of each run in `_layout`
         self._layout_key: list[tuple[bytes, int, int]] = []
         self._layout = _Layout(_NONE, [], _NONE, _NONE)
+        self._window: list[_RowRun] = []  # what the plan captures
         self._runs: list[tuple[Recording, Extent]] = []  # recorded by this step's forward
         self._step: StepRows | None = None
         self._busy = False
@@ -215,14 +228,26 @@ class Planner:
     @property
     def edits(self) -> bool:
         """Return whether the current forward edits a row."""
-        return self._edits
+        return self._busy and self._edits
+
+    def forget_step(self) -> None:
+        """Repeat no plan of requests that end, and keep nothing of them alive."""
+        self._last_step.forget()
+        self._members, self._window = (), []
 
     def plan_steering(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Begin a step's plan, with the edits of these requests' rows; on an error nothing is
         edited. Precedes `plan_capture`.
         """
+        self._repeats = self._last_step.repeated_by(request_rows)
+        if self._repeats:
+            self._steer_again(request_rows)
+            return
+        self._last_step.forget()
+        self._members = ()
         self._plan[:] = 0
-        self._lists, self._lists_end = [], 0
+        self._lists, self._lists_end, self._edit_lists = [], 0, (0, 0)
+        self._steered = []
         if self._edited:
             self._edits, self._edited = False, []
             self._edit_counts[:] = 0
@@ -230,11 +255,11 @@ class Planner:
         # runs of tokens that one row edits: (first token, count, column, row)
         runs: list[tuple[int, int, int, int]] = []
         used: dict[int, np.ndarray] = {}  # row → its sites
-        for tracked, place in request_rows:
+        for member, (tracked, place) in enumerate(request_rows):
             if not tracked.rows:
                 continue
             first, stop = place.first_position, place.first_position + place.num_rows
-            shift = place.first_row - first
+            shift, edits = place.first_row - first, 0
             for column, (row, spec) in zip(tracked.columns, tracked.rows, strict=True):
                 if spec.bank != self._bank:
                     continue
@@ -248,10 +273,13 @@ class Planner:
                 self._edited.append((place.id, used[row]))
                 again = 0 if first >= tracked.reached else bisect_left(chosen, tracked.reached)
                 tracked.applied += (len(chosen) - again) * self._table.num_sites(row)
+                edits += self._table.num_sites(row)
                 if isinstance(chosen, range):
                     runs.append((chosen.start + shift, len(chosen), column, row))
                 else:
                     runs += [(position + shift, 1, column, row) for position in chosen]
+            if edits:
+                self._steered.append((member, edits))
             if self._last:
                 tracked.reached = max(tracked.reached, stop)
         if runs:
@@ -272,51 +300,85 @@ class Planner:
             if len(used) == depth == 1 and int(tokens[-1] - tokens[0]) == count - 1:
                 self._plan[touched, columns.ALIKE] = row_of[0]
                 self._plan[touched, columns.ALIKE_FROM] = tokens[0]
+        self._edit_lists = len(self._lists), self._lists_end
+        self._members = request_rows
+
+    def _steer_again(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
+        """Count the edits of a repeated plan, which names all rows of a request or none."""
+        for member, edits in self._steered:
+            tracked, place = request_rows[member]
+            stop = place.first_position + place.num_rows
+            tracked.applied += edits * max(stop - max(place.first_position, tracked.reached), 0)
+        if self._last:
+            for tracked, place in request_rows:
+                if tracked.rows:
+                    tracked.reached = max(tracked.reached, place.first_position + place.num_rows)
 
     def plan_capture(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Plan the captures of these requests' rows; on an error nothing is captured."""
-        self._forget_rows()
+        self._runs, self._step = [], None
+        drops = self._overload.drops()
+        self._repeats = self._repeats and not drops
         try:
-            self._plan_capture(request_rows)
+            if not self._repeats:
+                self._forget_captures()
+                self._plan_capture(request_rows, drops=drops)
+            if self._window:
+                self._record(request_rows)
         except Exception:
-            self._forget_rows()
-            self._plan[:, _PORT_COLUMNS] = 0
+            self._repeats, self._members = False, ()
+            self._forget_captures()
             raise
 
-    def _plan_capture(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
-        window = self._window(request_rows)
-        if not window:
-            return
-        if self._overload.drops():  # but not scored rows, which do not wait for the writers
+    def _plan_capture(
+        self, request_rows: Sequence[tuple[Tracked, RequestRows]], *, drops: bool
+    ) -> None:
+        window = self._runs_of(request_rows)
+        if drops:  # but not scored rows, which do not wait for the writers
+            self._members = ()
             for item in window:
                 if not item.recording.capture.scored:
-                    item.recording.dropped.update(
-                        range(item.first_position, item.first_position + item.count)
-                    )
+                    first = request_rows[item.member][1].first_position + item.skip
+                    item.recording.dropped.update(range(first, first + item.count))
             window = [item for item in window if item.recording.capture.scored]
-            if not window:
-                return
+        if not window:
+            return
         if (
             key := [(item.recording.wants, item.first_token, item.count) for item in window]
         ) != self._layout_key:
             self._layout, self._layout_key = _layout_of(window), key
-        pattern, tokens, base, slots = self._layout
-        new = self._staging.new_rows(self._slabs, self._layout.rows)
-        self._plan_ports(pattern, tokens, base + new.first)
+        self._plan_ports(self._layout.pattern, self._layout.tokens)
         self._captured = [(item.request, item.recording.mask) for item in window]
+        self._window = window
+
+    def _record(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
+        """Give the captured rows of this step their memory."""
+        pattern, _, base, slots = self._layout
+        new = self._staging.new_rows(self._slabs, self._layout.rows)
+        self._plan[:, _ROW_COLUMNS] = (base + new.first).reshape(-1, 2)
         self._step = step = StepRows(new.slab, base, pattern, new.landing)
         self._runs = [
-            (item.recording, Extent(step, slot, item.first_position, item.count))
-            for item, slot in zip(window, slots, strict=True)
+            (
+                item.recording,
+                Extent(
+                    step, slot, request_rows[item.member][1].first_position + item.skip, item.count
+                ),
+            )
+            for item, slot in zip(self._window, slots, strict=True)
         ]
 
-    def _forget_rows(self) -> None:
-        self._runs, self._step, self._captured = [], None, []
+    def _forget_captures(self) -> None:
+        """Take the captures out of the plan."""
+        self._runs, self._step = [], None
+        self._window, self._captured = [], []
+        entries, self._lists_end = self._edit_lists
+        del self._lists[entries:]
+        self._plan[:, _PORT_COLUMNS] = 0
 
-    def _window(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> list[_RowRun]:
+    def _runs_of(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> list[_RowRun]:
         """Return the runs of rows that this step's recordings capture."""
         window = []
-        for tracked, place in request_rows:
+        for member, (tracked, place) in enumerate(request_rows):
             if tracked.reported:
                 continue
             first, stop = place.first_position, place.first_position + place.num_rows
@@ -334,14 +396,15 @@ class Planner:
                         else []
                     )
                 window += [
-                    _RowRun(place.id, recording, at, at + shift, count) for at, count in runs
+                    _RowRun(place.id, member, recording, at - first, at + shift, count)
+                    for at, count in runs
                 ]
         return window
 
-    def _plan_ports(
-        self, pattern: np.ndarray, tokens: list[np.ndarray], first_rows: np.ndarray
-    ) -> None:
-        """Fill the plan's columns of all ports; all ports of a pattern share one token list."""
+    def _plan_ports(self, pattern: np.ndarray, tokens: list[np.ndarray]) -> None:
+        """Fill the plan's columns of all ports but for their ring rows; all ports of a pattern
+        share one token list.
+        """
         # for each pattern: count, at, start, pattern
         places = np.zeros((len(tokens), 4), dtype=np.int64)
         for number, token in enumerate(tokens):
@@ -361,7 +424,6 @@ class Planner:
             self._plan[:, port_columns.AT] = token[:, 1]
             self._plan[:, port_columns.START] = token[:, 2]
             self._plan[:, port_columns.PATTERN] = token[:, 3]
-            self._plan[:, port_columns.ROW] = first_rows[after::2]
 
     def _list(self, parts: Sequence[np.ndarray]) -> tuple[int, int]:
         """Append token numbers to this step's lists; return their count and first index."""
@@ -372,24 +434,39 @@ class Planner:
 
     def commit(self) -> None:
         """Put the plan into effect for the next forward, which does nothing if this raises."""
+        if not self._repeats:
+            self._complete()
+        if self._planned is None:
+            self._clear()
+            return
+        self._busy, self.due = True, self._planned
+        try:
+            self._staging.commit(self._plan, [] if self._repeats else self._lists)
+        except Exception:
+            self._abandon()
+            raise
+        for site in self._launched:
+            site.busy = True
+
+    def _complete(self) -> None:
+        """Complete the plan of this step, which the next one may repeat."""
+        for site in self._launched:
+            site.busy = False
+        self._planned, self._launched = None, []
+        self._last_step.keep(self._members)
+        self._plan[:, columns.SITE] = 0
         captured = self._plan[:, _COUNT_COLUMNS]
         active = captured.any(axis=1)
         if self._edits:
             active |= self._plan[:, columns.EDITS] > 0
         if not active.any():
-            self._clear()
             return
         launched = np.repeat(np.logical_or.reduceat(active, self._firsts), self._launch_sizes)
         self._plan[launched, columns.SITE] = np.flatnonzero(launched) + 1
-        self.due = Due(np.column_stack([self._edit_counts, captured]), self._edited, self._captured)
-        self._busy = True
-        try:
-            self._staging.commit(self._plan, self._lists)
-        except Exception:
-            self._abandon()
-            raise
-        for site, is_launched in zip(self._sites, launched.tolist(), strict=True):
-            site.busy = is_launched
+        self._planned = Due(
+            np.column_stack([self._edit_counts, captured]), self._edited, self._captured
+        )
+        self._launched = [self._sites[number] for number in np.flatnonzero(launched).tolist()]
 
     def _clear(self) -> None:
         """Commit an empty plan for the next forward, unless the last one was empty too."""
@@ -397,25 +474,26 @@ class Planner:
         if self._busy:
             self._busy = False
             try:
-                self._staging.commit(self._plan, [])
+                self._staging.commit(self._nothing, [])
             except Exception:
                 self._abandon()
                 raise
-            for site in self._sites:
+            for site in self._launched:
                 site.busy = False
 
     def _abandon(self) -> None:
+        self._last_step.forget()
         self._plan[:] = 0
-        self._edits, self.due = False, None
-        self._forget_rows()
+        self._edits, self.due, self._planned = False, None, None
+        self._forget_captures()
         self._staging.abandon()
         for site in self._sites:
             site.busy = False
         self._busy = False
 
     def drain(self) -> list[tuple[Recording, Extent]]:
-        """Hand the captured rows of the last forward to their recordings, and return both; clear
-        the plan, so that the next forward does nothing unless it is planned.
+        """Hand the captured rows of the last forward to their recordings, and return both; commit
+        an empty plan, so that the next forward does nothing unless it is planned.
         """
         recorded = self._runs
         try:
@@ -424,8 +502,11 @@ class Planner:
                 for recording, run in self._runs:
                     recording.recorded += run.count
                 self._mover.take(self._runs, spill=self._overload.spills())
-        finally:  # a forward that was not planned must not use this plan
+        except Exception:
+            self._last_step.forget()
             self.plan_steering([])
-            self._forget_rows()
+            raise
+        finally:  # a forward that was not planned must not use this plan
+            self._runs, self._step = [], None
             self._clear()
         return recorded

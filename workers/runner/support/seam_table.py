@@ -462,6 +462,12 @@ SEAMS: tuple[Seam, ...] = (
         ("_compute_routing(hidden_states, router_logits, indices_type)",),
         "hooks/routing_kinds.py",
     ),
+    # The certification's ranks
+    Seam(
+        "vllm.distributed.parallel_state:GroupCoordinator",
+        ("cpu_group", "world_size", "rank_in_group"),
+        "certificate/together.py",
+    ),
     # The output head, after the layers
     Seam(
         "vllm.model_executor.layers.logits_processor:LogitsProcessor",

@@ -4,6 +4,8 @@ vLLM's setting `worker_cls` names it. `collective_rpc` calls its public `midstre
 ranks.
 """
 
+import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,7 @@ from ..base.extensions import ExtensionError, trusted
 from ..base.process import die_with_parent, threads_elsewhere
 from ..certificate.certify import Certifier
 from ..certificate.plans import Plan
+from ..certificate.together import NoAnswerError
 from ..edits.installed_ops import load_ops
 from ..hooks.architectures import UnsupportedArchitectureError, describe
 from ..hooks.attention_kinds import attention_kinds
@@ -57,6 +60,11 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+logger = logging.getLogger(__name__)
+
+#: Exit code of a rank whose part of the certification failed while others wait for it.
+EXIT_ALONE = 71
 
 cpu_fp8.install()
 idle_sleep.install()
@@ -374,9 +382,14 @@ class MidstreamWorker(PlatformWorker):
             certifier, self._certifier = self._certifier, None
             return certifier.end(**arguments) if certifier is not None else None
         if action == "judge" and self._certifier is not None:
-            return msgspec.to_builtins(
-                self._certifier.judge(msgspec.convert(arguments, Plan)), builtin_types=(bytes,)
-            )
+            config = plane_config()
+            try:
+                with build_errors.kept_for_worker(config.spill_dir, config.boot):
+                    judgement = self._certifier.judge(msgspec.convert(arguments, Plan))
+            except NoAnswerError as error:
+                logger.critical("%s", error)
+                os._exit(EXIT_ALONE)
+            return msgspec.to_builtins(judgement, builtin_types=(bytes,))
         return getattr(self._certifier, action)(**arguments)
 
     def midstream_close(self) -> tuple[bool, str]:

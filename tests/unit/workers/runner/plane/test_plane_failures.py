@@ -15,13 +15,23 @@ from rank_kit import stream_of
 
 from midstream.workers.runner.base.host_memory import HostMemoryError
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
+from midstream.workers.runner.plane.step_loras import WrongAdapterError
 from midstream.workers.runner.rows.capture import Extent, Piece
 from midstream.workers.runner.rows.mover import Mover
 
 
+class Adapters:
+    """Adapters of a rank on which every row is computed as its request needs."""
+
+    def account(self, *_: Any) -> None:
+        return
+
+    used = account
+
+
 @pytest.fixture
 def rig(tmp_path: Path) -> Rig:
-    return Rig(tmp_path)
+    return Rig(tmp_path, loras=Adapters())
 
 
 def _raise(error: Exception) -> Callable[..., Any]:
@@ -38,6 +48,8 @@ FAILURES = [
     ("_overload", "wait", "capture_failed"),
     ("_slabs", "collect", "capture_failed"),
     ("_mover", "take", "capture_failed"),
+    ("_streams", "prepare", "capture_failed"),
+    ("loras", "account", ""),
     ("_slabs", "new_slab", "capture_failed"),
     ("_banks.first.planner._staging", "commit", ""),
     ("_banks.first.planner._staging", "take", "capture_failed"),
@@ -52,14 +64,15 @@ def test_a_failure_of_the_data_plane_fails_its_requests_only(
     would end it.
     """
     first = steered(1, captures=capturing(1).captures)
-    rig.step((first, 0, 4), new=[first])
+    if name != "prepare":  # called when a request begins
+        rig.step((first, 0, 4), new=[first])
     with monkeypatch.context() as broken:
         broken.setattr(
             operator.attrgetter(owner)(rig.plane),
             name,
             _raise(HostMemoryError("no 16384 bytes of page-locked memory")),
         )
-        rig.step((first, 4, 2))
+        rig.step((first, 4, 2), new=[first] if name == "of" else [])
     rig.step(finished=[first])
     later = capturing(2)
     run(rig, later)
@@ -182,3 +195,10 @@ def test_requests_that_end_wait_for_the_copies_and_not_the_step(
     assert receipt.status == "ok"
     assert not rig.plane._mover.waiting
     assert (rig.reader(request).array(1) == stream_of(1, "post_block", 1, 0, 7)).all()
+
+
+def test_rows_of_another_adapter_end_the_engine(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = capturing(1)
+    monkeypatch.setattr(rig.plane.loras, "account", _raise(WrongAdapterError("another")))
+    with pytest.raises(WrongAdapterError):
+        rig.step((request, 0, 4), new=[request])

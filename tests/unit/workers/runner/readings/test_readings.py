@@ -1,25 +1,37 @@
 """Parts of readings: how they are joined, and what a rank refuses."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from sae_rows import ROOT
 from safetensors.numpy import save_file
 
 from midstream.broker.ledger.results.readings import join_lens, readings
+from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.artifacts.tuned_lenses import StoredTuned
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.jobs.receipts import Consumed, Receipt
+from midstream.schemas.readings.features import StoredFeatures
 from midstream.schemas.readings.lens import LensPart, StoredLens
 from midstream.schemas.readings.readings import part_decoder
 from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
+from midstream.storage.formats.sae_files import reading
 from midstream.storage.formats.tuned_files import FILE, check_on
 from midstream.workers.runner.files.finished_rows import FinishedCapture
 from midstream.workers.runner.hooks.output_head import Shard
+from midstream.workers.runner.readings import features
 from midstream.workers.runner.readings.logit_lens import Lens
-from midstream.workers.runner.readings.readings import Readings
+from midstream.workers.runner.readings.readings import Readings, own_stream
+from midstream.workers.runner.readings.sae import Autoencoder, load
 from midstream.workers.runner.readings.tuned_lenses import TunedMaps
 
 LAYERS, POSITIONS, HIDDEN, VOCABULARY = [1, 3], [0, 4, 5], 6, 11
@@ -219,3 +231,84 @@ def test_a_tuned_lens_whose_file_has_changed_fails_the_reading(tmp_path: Path) -
     assert "'mine' has no lens.safetensors" in consumer.consume([asked])[0].error
     without = Readings({StoredLens: Lens(PlainHead(0, 1))}, 1 << 20)  # type: ignore[arg-type]
     assert "no tuned lenses are served" in without.consume([asked])[0].error
+
+
+def test_a_writer_thread_reads_on_one_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream costs a workspace of cuBLAS."""
+    made: list[object] = []
+
+    def stream(device: torch.device) -> object:
+        made.append(object())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    used: list[list[object]] = []
+
+    def read() -> None:
+        streams = []
+        for _ in range(3):
+            with own_stream(torch.device("cuda")) as current:
+                streams.append(current)
+        used.append(streams)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert used == [[made[0]] * 3, [made[1]] * 3]
+
+
+@pytest.mark.parametrize(("spare", "on_device"), [(0, True), (-1, False)])
+def test_autoencoders_encode_on_the_device_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, spare: int, on_device: bool
+) -> None:
+    """And on a stream of the writer's own."""
+    folder, log = ROOT / "standard", []
+    with reading(folder) as (content, _):
+        digest = content.digest
+    free = load(folder, digest).bytes + features._ROOM_BYTES + spare
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, free))
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda _: SimpleNamespace(synchronize=lambda: log.append("loaded")),
+    )
+    move, top = Autoencoder.to, Autoencoder.top
+
+    def to(sae: Autoencoder, device: torch.device) -> Autoencoder:
+        log.append(f"to {device}")
+        return move(sae, torch.device("cpu"))
+
+    def encode(sae: Autoencoder, *args: Any) -> Any:
+        log.append("encode")
+        return top(sae, *args)
+
+    @contextmanager
+    def stream(_: torch.device) -> Iterator[None]:
+        log.append("begin")
+        yield
+        log.append("end")
+
+    monkeypatch.setattr(Autoencoder, "to", to)
+    monkeypatch.setattr(Autoencoder, "top", encode)
+    monkeypatch.setattr(features, "own_stream", stream)
+    reader = features.Features([("post_block", 1)], torch.device("cuda"))
+    reader.put(digest, "post_block", 1, str(folder))
+    named = StoredSae(name="s", digest=digest, path="s", hook="post_block", layer=1, bytes=1)
+    sae = reader.prepare(asked := StoredFeatures(sae=named, top_k=2))
+    assert sae is not None
+    width = sae.form.d_in
+    rows = np.ones((len(POSITIONS), width), dtype=np.float32)
+    stored = msgspec.structs.replace(capture().capture, reading=asked)
+    reader(
+        capture(
+            capture=stored,
+            sites={"post_block": [1]},
+            hidden_size=width,
+            prepared=sae,
+            rows=lambda *_: [memoryview(rows.tobytes())],
+        ),
+        0,
+    )
+    assert log == ["to cuda", "loaded"] * on_device + ["begin", "encode", "end"]

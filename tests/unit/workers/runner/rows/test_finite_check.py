@@ -11,6 +11,8 @@ from plane_kit import Rig, capturing, steered
 from rank_kit import Request, steering, stream_of
 
 from midstream.schemas.prompts.selectors import Window
+from midstream.workers.runner.base.engine_step import Finish, RequestRows, StepView
+from midstream.workers.runner.rows.finite_check import _Finding
 
 
 @pytest.fixture
@@ -123,3 +125,34 @@ def test_requests_that_reused_broken_blocks_fail(rig: Rig) -> None:
         "j3": "intervention_failed",
         "j4": "",
     }
+
+
+class InFlight:
+    """The event of a step that is over when somebody has waited for it."""
+
+    def __init__(self) -> None:
+        self.waited = False
+
+    def query(self) -> bool:
+        return self.waited
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+@pytest.mark.parametrize(("last", "waits"), [(6, True), (7, False)])
+def test_an_ended_request_waits_for_the_steps_of_its_rows_alone(
+    rig: Rig, last: int, waits: bool
+) -> None:
+    """A step that was under way when the request ended has computed a row of its last token, which
+    was never to be fed back.
+    """
+    request, event = capturing(1), InFlight()
+    rig.step((request, 0, 6), new=[request])
+    for position in range(6, last + 1):
+        rig.step((request, position, 1))
+    view = StepView([RequestRows("1", 0, 1, last)], 1)
+    finding = _Finding(9, view, None, None, None, None, event)  # type: ignore[arg-type]
+    rig.plane._banks.first.finite._pending.append(finding)
+    rig.plane.begin([], {"1": Finish(list(range(1000, 1008)), False)}, 0)
+    assert event.waited == waits

@@ -3,6 +3,7 @@ what it is.
 """
 
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_kit import HIDDEN, Rank, Request, make_buffers, rows_of, steering, stream_of, wanted_rows
 
-from midstream.kernels.plan import ALIKE, ALIKE_FROM, DEPTH, EDITS, ROWS_PER_TOKEN
+from midstream.kernels.plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, DEPTH, EDITS, ROWS_PER_TOKEN
 from midstream.schemas.prompts.selectors import HOOKS, Window, select
 from midstream.schemas.requests.specs import SteeringRow, StoredCapture, StoredSteering, columns_of
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
+from midstream.workers.runner.base.engine_step import RequestRows
 from midstream.workers.runner.rows.buffers import Staging
 
 
@@ -353,18 +355,24 @@ def calls_of(layers: int) -> int:
     return _calls(rank, [(request, 0, 9) for request in requests])
 
 
-def calls_to_steer(requests: int) -> int:
-    """The same for a step of so many requests that decode, with two rows each."""
+def calls_to_steer(requests: int, *, repeated: bool = False) -> int:
+    """The same for a step of so many requests that decode, with two rows each; `repeated`: whose
+    last steps were alike.
+    """
     rank = Rank(layers=2, capacity=256)
     edits = [
         steering(rank.vector(np.ones(HIDDEN)), [0, 1], "pre_attn", positions)
         for positions in ("all", "all_generated")
     ]
-    return _calls(rank, [(rank.admit(Request(n, 9, 20, (), edits)), 9, 1) for n in range(requests)])
+    windows = [(rank.admit(Request(n, 9, 20, (), edits)), 9, 1) for n in range(requests)]
+    return _calls(rank, windows, repeated=repeated)
 
 
-def _calls(rank: Rank, windows: list[tuple[Request, int, int]]) -> int:
+def _calls(rank: Rank, windows: list[tuple[Request, int, int]], *, repeated: bool = False) -> int:
     rank.step(*windows)
+    rank.step(*windows)
+    if not repeated:
+        rank.planner.forget_step()
     counted = 0
 
     def count(_frame: object, event: str, _argument: object) -> None:
@@ -389,6 +397,9 @@ def test_step_cost_is_independent_of_layers() -> None:
 def test_a_further_steered_request_adds_no_array_to_a_step() -> None:  # field case 44
     assert calls_to_steer(100) - calls_to_steer(20) <= 80 * 2 * 14, (
         "a few calls for each row of each request"
+    )
+    assert calls_to_steer(100, repeated=True) - calls_to_steer(20, repeated=True) <= 80 * 6, (
+        "a repeated plan only counts each request's edits"
     )
 
 
@@ -442,3 +453,128 @@ def test_contiguous_single_row_edits_are_flagged_alike() -> None:
     assert alike((plain, 0, 2), (mine, 0, 3), (same, 3, 1)) == (row, 2)
     assert alike((mine, 3, 1), (plain, 2, 1), (same, 4, 1)) == (0, 0), "a gap"
     assert alike((mine, 4, 1), (other, 0, 3)) == (0, 0), "another row"
+
+
+#: A request without a spec, which only moves the rows of the others.
+PLAIN = 4
+
+
+class _Decoding:
+    """Requests of every kind of selector that decode together on one rank."""
+
+    def __init__(self, *, elsewhere: bool, repeats: bool) -> None:
+        self.rank = Rank(traced=elsewhere, policy="drop")
+        planner = self.rank.planner
+        if elsewhere:
+            buffers = self.rank.buffers
+            buffers.capture_slots = buffers.capture_slots.repeat(2 * len(self.rank.sites), 1)
+            planner._staging = _Elsewhere(buffers, traced=True)
+        repeated_by, self.repeated = planner._last_step.repeated_by, 0
+
+        def counted(request_rows: list) -> bool:
+            self.repeated += (repeated := repeats and repeated_by(request_rows))
+            return repeated
+
+        planner._last_step.repeated_by = counted  # type: ignore[method-assign]
+        name = self.rank.vector(np.ones(HIDDEN))
+        kinds: list[tuple] = [
+            ("all", "all_generated"),
+            ("last_prompt", Window(start=8, stop=17)),
+            ([2, 5], "all"),
+            (Window(start=14), "last_prompt"),
+        ]
+        self.requests = [
+            self.rank.admit(
+                Request(
+                    number,
+                    6,
+                    36,
+                    [
+                        capture(captured, post_block=[0], pre_attn=[0, 1]),
+                        capture("all_prompt", post_block=[1]),
+                    ],
+                    [
+                        steering(name, [0], "post_attn", edited, scale=1.0 + number),
+                        steering(name, [1], "mlp_in", "all_prompt"),
+                    ],
+                )
+            )
+            for number, (captured, edited) in enumerate(kinds)
+        ]
+        self.requests.append(Request(PLAIN, 6, 36))
+
+    def step(self, *windows: tuple[int, int, int]) -> tuple:
+        """(request, first position, how many); return all that the forward and its checks read."""
+        rank, planner, row = self.rank, self.rank.planner, 0
+        named, tracked = [], []
+        for number, first, count in windows:
+            named.append((self.requests[number], first, count))
+            if number != PLAIN:
+                place = RequestRows(str(number), row, count, first)
+                tracked.append((self.requests[number].tracked, place))
+            row += count
+        planner.plan_steering(tracked)
+        planner.plan_capture(tracked)
+        planner.commit()
+        buffers, due = rank.buffers, planner.due
+        slots = [int(row) for row in buffers.plan[:, [BEFORE.PATTERN, AFTER.PATTERN]].flatten()]
+        read = (
+            buffers.plan.tolist(),
+            buffers.lists[: planner._lists_end].tolist() if planner._staging._on_cpu else [],
+            buffers.token_rows.tolist() if planner.edits else [],
+            buffers.capture_slots[slots].tolist() if not planner._staging._on_cpu else [],
+            [site.busy for site in rank.sites],
+            due and (due.counts.tolist(), [(name, mask.tolist()) for name, mask in due.edits]),
+            due and [(name, mask.tolist()) for name, mask in due.captures],
+            [(run.first_position, run.count, run.slots.tolist()) for _, run in planner._runs],
+        )
+        if planner._staging._on_cpu:
+            rank.forward(*named)
+            buffers.counts.zero_()
+        planner.drain()
+        assert not buffers.plan.any()
+        return (*read, [(item.tracked.applied, item.tracked.reached) for item in self.requests])
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_repeated_step_is_planned_as_a_new_one_would_be(elsewhere: bool) -> None:
+    """Windows that begin and end, drafts that are rejected, a request that fails, one that leaves,
+    dropped rows, and a batch that is put in another order.
+    """
+    twins = [_Decoding(elsewhere=elsewhere, repeats=repeats) for repeats in (True, False)]
+
+    def step(position: int, count: int = 1, *, numbers: Sequence[int] = range(4)) -> bool:
+        windows = [(number, position, count) for number in numbers]
+        before = twins[0].repeated
+        repeating, new = (twin.step(*windows) for twin in twins)
+        assert repeating == new
+        return twins[0].repeated > before
+
+    step(0, 6)
+    # windows begin at 8 and 14, and one ends at 17
+    new = [position for position in range(6, 21) if not step(position)]
+    assert new == [6, 8, 14, 17]
+    assert not step(15), "it goes back"
+    assert [step(position, 3) for position in (20, 22, 21, 24)] == [False, True, True, True]
+    assert not step(24, 2)
+    for twin in twins:
+        twin.requests[0].tracked.reported = True
+    assert not step(26, 2)
+    assert step(27, 2)
+    for twin in twins:
+        twin.rank.backlog = 1000
+    assert step(29, 2), "the edits alone: its captured rows are dropped"
+    for twin in twins:
+        twin.rank.backlog = 0
+    assert not step(31)
+    assert not step(32, numbers=(3, 1, 0))
+    assert not step(33, numbers=(1, 3, 0))
+    assert not step(34, numbers=(PLAIN, 1, 3, 0))
+    assert [step(35, count, numbers=[3]) for count in (1, 1, 2)] == [False, True, False]
+    if not elsewhere:
+        assert_whole(twins[0].rank, twins[0].requests[2])
+        late = twins[0].requests[3]
+        finished = twins[0].rank.finish(late)
+        assert finished.positions == [*range(14, 29), *range(31, 35)], "two were dropped"
+        found = rows_of(finished, "pre_attn", 1)
+        assert (found == wanted_rows(late, finished, "pre_attn", 1)).all()

@@ -2,6 +2,8 @@
 wherever the rows lie.
 """
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from midstream.schemas.requests.specs import RankSpec, probe_captures
 from midstream.workers.runner.edits.steering_tables import VectorStore
 from midstream.workers.runner.plane.probe_scores import _BYTES, _CHUNK, Scorer
 from midstream.workers.runner.rows.capture import Extent, Recording, StepRows
-from midstream.workers.runner.rows.pending_rows import LANDED
+from midstream.workers.runner.rows.pending_rows import LANDED, Landing
 
 HIDDEN, LAYERS = 16, 3
 rng = np.random.default_rng(0)
@@ -126,9 +128,9 @@ def test_rows_that_follow_one_another_are_scored_where_they_lie() -> None:
 class Steps:
     """Requests with a probe each, at layer 0, and steps that compute rows of them."""
 
-    def __init__(self, *actions: Action, streams: bool = False) -> None:
+    def __init__(self, *actions: Action, streams: bool = False, waits: bool = True) -> None:
         self._vectors = VectorStore()
-        self.scorer = Scorer(self._vectors, HIDDEN, waits=True)
+        self.scorer = Scorer(self._vectors, HIDDEN, waits=waits)
         self.weights = [
             Weights(self._vectors, 0, 2, str(number), action)
             for number, action in enumerate(actions)
@@ -154,13 +156,15 @@ class Steps:
             assert watch is not None
             self.watches.append(watch)
 
-    def take(self, *windows: tuple[int, int, int], unused: int = 0) -> None:
+    def take(
+        self, *windows: tuple[int, int, int], unused: int = 0, landing: Landing = LANDED
+    ) -> None:
         """(request, first position, how many) of one step, whose slab has so many rows that no
         probe reads.
         """
         total = sum(count for _, _, count in windows)
         slab = torch.randn(total + unused, HIDDEN)
-        step = StepRows(slab, np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), LANDED)
+        step = StepRows(slab, np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), landing)
         items, at = [], 0
         for request, first, count in windows:
             self.rows[request] |= {first + n: slab[at + n].numpy() for n in range(count)}
@@ -199,10 +203,10 @@ def test_a_request_that_is_over_is_scored_and_others_wait_on() -> None:
     steps = Steps("flag", "flag")
     for position in range(3):
         steps.take((0, position, 1), (1, position, 1))
-    steps.scorer.settle(wait=True, over=[steps.watches[0]])
+    steps.scorer.settle({steps.watches[0]: 3})
     steps.assert_scored(0, 3)
     assert steps.watches[1].reached == 0
-    steps.scorer.settle(wait=True, over=steps.watches)
+    steps.scorer.settle(dict.fromkeys(steps.watches, 3))
     steps.assert_scored(1, 3)
 
 
@@ -239,5 +243,50 @@ def test_rows_that_cannot_be_scored_later_are_an_error_of_the_step_that_tries(
     steps.take((0, 0, 1))
     monkeypatch.setattr("midstream.workers.runner.plane.probe_scores._products", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        steps.scorer.settle(wait=True, over=steps.watches)
-    steps.scorer.settle(wait=True, over=steps.watches)  # said once
+        steps.scorer.settle(dict.fromkeys(steps.watches, 1))
+    steps.scorer.settle(dict.fromkeys(steps.watches, 1))  # said once
+
+
+class Copying:
+    """The landing of rows that an accelerator copies until it is told to be done."""
+
+    def __init__(self) -> None:
+        self.over, self.waited = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.waited.set()
+        assert self.over.wait(60)
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+
+def test_the_model_does_not_wait_while_another_thread_waits_for_rows() -> None:
+    """The thread of an asynchronous output waits for the news of its step."""
+    steps, landing = Steps("stop", waits=False), Copying()
+    steps.take((0, 0, 2), landing=landing)
+    reader = threading.Thread(target=steps.scorer.news())
+    reader.start()
+    assert landing.waited.wait(60)
+    model = threading.Thread(target=steps.scorer.settle)
+    model.start()
+    model.join(10)
+    blocked = model.is_alive()
+    landing.over.set()
+    for thread in (reader, model):
+        thread.join()
+    assert not blocked
+    steps.assert_scored(0, 2)
+
+
+def test_an_ended_request_waits_for_its_own_rows_alone() -> None:
+    """Not for another request's, nor for the row of its last token, which does not count."""
+    steps = Steps("stop", "flag", waits=False)
+    own, surplus, other = Copying(), Copying(), Copying()
+    own.over.set()
+    steps.take((0, 0, 2), landing=own)
+    steps.take((0, 2, 1), landing=surplus)
+    steps.take((1, 0, 1), landing=other)
+    steps.scorer.settle({steps.watches[0]: 2})
+    steps.assert_scored(0, 2)
+    assert [landing.waited.is_set() for landing in (own, surplus, other)] == [True, False, False]
