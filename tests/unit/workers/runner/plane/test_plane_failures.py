@@ -72,7 +72,7 @@ def test_a_failure_of_the_data_plane_fails_its_requests_only(
             name,
             _raise(HostMemoryError("no 16384 bytes of page-locked memory")),
         )
-        rig.step((first, 4, 2), new=[first] if name == "of" else [])
+        rig.step((first, 4, 2), new=[first] if name == "prepare" else [])
     rig.step(finished=[first])
     later = capturing(2)
     run(rig, later)
