@@ -16,7 +16,7 @@ from rank_kit import Request, stream_of
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.runner.base.host_memory import HostMemoryError
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
-from midstream.workers.runner.plane.step_loras import WrongAdapterError
+from midstream.workers.runner.plane.requests import WrongAdapterError
 from midstream.workers.runner.rows.capture import Extent, Selection
 
 
