@@ -25,7 +25,7 @@ from ....storage.formats.lora_files import CONFIG, WEIGHTS, digest_of, general_n
 from ..base.engine_step import StepView
 from ..edits.actions import ActionLedger
 from ..rows.planner import Tracked
-from .step_loras import WrongAdapterError
+from .requests import WrongAdapterError
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,12 @@ TAINTED = "its cached prefix was computed by a request whose intervention failed
 _TAINTING = "its cached prefix is being computed by a request whose intervention failed"
 
 
+class WrongAdapterError(RuntimeError):
+    """Rows were not computed with their request's adapter. Ends the engine: no row and no cached
+    block of this rank can be trusted.
+    """
+
+
 class Guard:
     """Context in which an error fails the given requests and nothing else."""
 

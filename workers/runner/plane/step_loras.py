@@ -4,17 +4,11 @@ from typing import TYPE_CHECKING
 
 from ....schemas.jobs.receipts import BY_REQUEST
 from ..edits.actions import ActionLedger
-from .requests import Requests
+from .requests import Requests, WrongAdapterError
 from .step_parts import RanStep, StepPart
 
 if TYPE_CHECKING:
     from .loras import Loras
-
-
-class WrongAdapterError(RuntimeError):
-    """Rows were not computed with their request's adapter. Ends the engine: no row and no cached
-    block of this rank can be trusted.
-    """
 
 
 class Adapters(StepPart):

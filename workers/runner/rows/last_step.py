@@ -5,13 +5,22 @@ rows of the batch are edited and recorded, at later positions.
 import itertools
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ....schemas.prompts.selectors import PositionSelector, end_position, lowest_position, select
+from ....schemas.requests.specs import RankSpec, SteeringRow
 from ..base.engine_step import RequestRows
+from .capture import Recording
 
-if TYPE_CHECKING:
-    from .planner import Tracked
+
+class Member(Protocol):
+    """What a plan depends on of a `planner.Tracked`."""
+
+    spec: RankSpec
+    rows: list[tuple[int, SteeringRow]]
+    recordings: dict[int, Recording]
+    reported: bool
+    gated: bool
 
 
 class LastStep:
@@ -20,10 +29,10 @@ class LastStep:
     def __init__(self, bank: str) -> None:
         self._bank = bank
         # each request, its rows of the step, and what its plan depended on
-        self._members: list[tuple[Tracked, RequestRows, tuple[object, ...]]] = []
+        self._members: list[tuple[Member, RequestRows, tuple[object, ...]]] = []
         self._ends: list[int] = []  # positions below which the plan is right; empty: not known yet
 
-    def keep(self, request_rows: Sequence[tuple["Tracked", RequestRows]]) -> None:
+    def keep(self, request_rows: Sequence[tuple[Member, RequestRows]]) -> None:
         self._members = [
             (tracked, rows, (tracked.rows, tracked.recordings, tracked.reported))
             for tracked, rows in request_rows
@@ -33,7 +42,7 @@ class LastStep:
     def forget(self) -> None:
         self._members = []
 
-    def repeated_by(self, request_rows: Sequence[tuple["Tracked", RequestRows]]) -> bool:
+    def repeated_by(self, request_rows: Sequence[tuple[Member, RequestRows]]) -> bool:
         """Return whether the plan of the last step is right for these rows, except for their
         positions.
         """
@@ -59,7 +68,7 @@ class LastStep:
             return self.repeated_by(request_rows)
         return True
 
-    def _end(self, tracked: "Tracked", rows: RequestRows) -> int:
+    def _end(self, tracked: Member, rows: RequestRows) -> int:
         if tracked.gated:
             return 0
         first, stop = rows.first_position, rows.first_position + rows.num_rows

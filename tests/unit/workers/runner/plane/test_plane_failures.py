@@ -15,7 +15,7 @@ from rank_kit import stream_of
 
 from midstream.workers.runner.base.host_memory import HostMemoryError
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
-from midstream.workers.runner.plane.step_loras import WrongAdapterError
+from midstream.workers.runner.plane.requests import WrongAdapterError
 from midstream.workers.runner.rows.capture import Extent, Piece
 from midstream.workers.runner.rows.mover import Mover
 

@@ -343,6 +343,7 @@ def test_a_long_capture_keeps_nothing_of_others_alive() -> None:
         )
         rank.step((long, at, 1), (other, 0, 30))
     del other
+    rank.planner.forget_step()
     rank.mover.close()
     gc.collect()
     rank.slabs.collect()

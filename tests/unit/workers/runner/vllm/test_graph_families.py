@@ -362,10 +362,8 @@ def test_the_setting_decides_whether_a_worker_asks_its_runner_for_families(
         cudagraph_dispatcher = CudagraphDispatcher(config)
 
     class Worker(worker_class.MidstreamWorker):
-        use_v2_model_runner = False
-
         def __init__(self) -> None:
-            pass
+            self.vllm_config = SimpleNamespace(use_v2_model_runner=False)
 
     monkeypatch.setattr(
         worker_class.PlatformWorker, "init_device", lambda self: vars(self).update(made=Runner())
