@@ -44,7 +44,7 @@ PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 SHARED = --dist loadfile --no-loadscope-reorder --numprocesses
 NOT_LONG := $(if $(LONG),,and not long)
 
-.PHONY: help setup model demo up test lint files format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-redis test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu pin-images lock clean
+.PHONY: help setup model demo up test lint files format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-redis test-triton test-torch test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu pin-images lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -210,6 +210,8 @@ LOCKED = requirements/locked.sh .cache/$* --quiet --no-deps --require-hashes $(T
 
 # Those without torch; Midstream itself is installed only where it is imported.
 LIGHT := docs inspect lm-eval redis
+# Other versions of torch and Triton, of the usual image for CUDA.
+OVER := torch-2.11 triton-3.6
 # Built by the tests' setuptools, so that nothing is downloaded without a hash.
 .cache/inspect/.ready: INSTALLED = rm -rf .cache/inspect/wheel && mkdir .cache/inspect/wheel \
 	&& $(BIN)/python -c 'from setuptools import build_meta; build_meta.build_editable(".cache/inspect/wheel")' >.cache/inspect/build.log 2>&1 \
@@ -217,12 +219,25 @@ LIGHT := docs inspect lm-eval redis
 .cache/inspect/.ready .cache/lm-eval/.ready: | $(READY)
 # `make docs` needs no engine, and so no environment of ours: any suitable Python makes its own.
 ANY_PYTHON = $(firstword $(PYTHON) $(wildcard $(BIN)/python) $(shell command -v python3.11 python3.12 python3.13 python3))
-$(LIGHT:%=.cache/%/.ready): .cache/%/.ready: requirements/%.lock pyproject.toml
+$(LIGHT:%=.cache/%/.ready) $(OVER:%=.cache/%/.ready): .cache/%/.ready: requirements/%.lock pyproject.toml
 	@echo "== environment in .cache/$*"
 	@$(ANY_PYTHON) -m venv .cache/$*
 	@$(LOCKED) -r $<
 	@$(INSTALLED)
 	@touch $@
+
+# Another version of torch or Triton comes before all other packages, which are those of .venv.
+$(OVER:%=.cache/%/.ready): INSTALLED = $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	>"$$(.cache/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth"
+$(OVER:%=.cache/%/.ready): | $(READY)
+
+test-triton: .cache/triton-3.6/.ready ## the kernels, interpreted and compiled for GPUs, with Triton 3.6; 10 minutes, 190 MB
+	@echo "== kernels with Triton 3.6"
+	@.cache/triton-3.6/bin/python -m pytest -ra $(PYTEST_ARGS) tests/unit/kernels/test_site_triton.py tests/unit/kernels/test_site_paper.py
+
+test-torch: .cache/torch-2.11/.ready ## the compiled forward passes with torch 2.11; 5 minutes, 3 GB
+	@echo "== compiled forward passes with torch 2.11"
+	@.cache/torch-2.11/bin/python -m pytest -ra $(PYTEST_ARGS) tests/unit/kernels/test_site_reference.py tests/unit/workers/runner/hooks/test_sites.py
 
 docs: .cache/docs/.ready ## build the documentation as a site in .cache/site, without the engine; links and anchors are checked
 	@echo "== documentation"
@@ -245,7 +260,7 @@ lens: $(READY) model .cache/lens/.ready ## install TransformerLens and recompute
 bench: $(READY) model ## run the benchmarks of benchmarks/RESULTS.md one after the other
 	@for script in $(filter-out benchmarks/engines.py benchmarks/shares.py benchmarks/lens.py benchmarks/lens_heads.py benchmarks/lens_facade.py benchmarks/tutorials.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
-bench-gpu: ## on a GPU machine: run benchmarks/gpu and write its RESULTS.md, 25 minutes (GPU_PYTHON: a Python with vLLM)
+bench-gpu: ## on a GPU machine: run benchmarks/gpu and write its RESULTS.md, 18 minutes (GPU_PYTHON: a Python with vLLM)
 	@$(GPU_PYTHON) benchmarks/gpu/all.py $(GPU_ARGS)
 
 pin-images: ## pin the images of others in Dockerfile, compose files and deploy/ to their present digests (needs Docker and the registries)

@@ -39,9 +39,9 @@ _LANES_PER_WARP = 512
 #: needs more: with 16-bit types at a width of 8192, ptxas spills 24 to 96 bytes.
 _REGISTERS = {2: 64, 4: 96}
 
-#: Whether a launch may begin before the previous one has ended, on GPUs that support this. It hides
-#: the launch latency.
-DEPENDENT_LAUNCH = True
+#: Whether a launch may begin before the previous one has ended, on GPUs that support this. It would
+#: hide the launch latency; off until `benchmarks/gpu/stage_kernels.py` has measured what it gains.
+DEPENDENT_LAUNCH = False
 #: First compute capability with dependent launches, times 10.
 _FIRST_DEPENDENT = 90
 

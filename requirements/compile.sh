@@ -16,6 +16,7 @@
 #   lm-eval.lock lm-evaluation-harness, in its own environment (`make lm-eval`)
 #   redis.lock   other versions of Redis and Valkey for the tests, in their own environment (`make test-redis`)
 #   docs.lock    the documentation's site, in its own environment (`make docs`)
+#   triton-3.6.lock, torch-2.11.lock  other versions before those of cpu.lock (`make test-triton`, `make test-torch`)
 #   torch-cuda.lock  the libraries that a CUDA build of torch needs even on a CPU, where no index has a CPU build
 #
 # Each fits Python 3.11 to 3.13: where they differ, a line carries an environment marker.
@@ -86,6 +87,9 @@ compile inspect.lock --extra inspect
 compile lm-eval.lock --extra lm-eval
 compile lens.lock --extra lens
 compile sae.lock --extra sae
+echo triton==3.6.0 >"$scratch/triton.in"
+source=triton.in
+compile triton-3.6.lock
 cuda_only=() cpu= # torch's own metadata: the libraries of CUDA belong to it
 compile gpu.lock --extra engine-gpu --extra model --extra otel --extra s3
 pins "$here/gpu.lock" >"$scratch/agreed-gpu"
@@ -93,4 +97,7 @@ mapfile -t present < <(sed 's/==.*//' "$scratch/agreed"; echo torch)
 grep '^torch==' "$scratch/agreed-gpu" >"$scratch/torch.in"
 source=torch.in
 compile torch-cuda.lock --constraint "$scratch/agreed-gpu" "${present[@]/#/--no-emit-package=}"
+echo torch==2.11.0 >"$scratch/torch.in"
+mapfile -t present < <(sed 's/==.*//' "$scratch/agreed" | grep -vx triton)
+compile torch-2.11.lock "${present[@]/#/--no-emit-package=}"
 grep -c '==' "$here"/*.lock

@@ -17,29 +17,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch
-import triton.language as tl
 from site_groups import check_groups, check_groups_against
 from site_kit import DTYPES, EXACT, Case, Op, begin, new_seed, random_case, run, same_bits
 from site_properties import PROPERTIES
-from triton.runtime import interpreter
+from site_rounding import round_as_gpus_do
 
 from midstream.kernels import reference, triton_site
 from midstream.kernels.plan import Does, SitePlan
-
-
-def _round_as_gpus_do() -> None:
-    """The interpreter cuts float32 to bfloat16; GPUs, and Triton's language by its definition,
-    round to the nearest, ties to even.
-    """
-    plain = interpreter.InterpreterBuilder.create_fp_trunc
-
-    def create_fp_trunc(self: object, source: object, target: object) -> object:
-        if target.scalar != tl.bfloat16:
-            return plain(self, source, target)
-        rounded = torch.from_numpy(source.data).to(torch.bfloat16).view(torch.uint16).numpy()
-        return interpreter.TensorHandle(rounded, tl.bfloat16)
-
-    interpreter.InterpreterBuilder.create_fp_trunc = create_fp_trunc
 
 
 def a_random_step_without_sums_gives_the_references_bits(pair_site: Op, single_site: Op) -> None:
@@ -159,7 +143,7 @@ SENTENCES = PROPERTIES | {
 
 def main(sentences: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    _round_as_gpus_do()
+    round_as_gpus_do()
     faults: dict[str, str | None] = {}
     for sentence in sentences:
         begin(sentence)

@@ -2,18 +2,22 @@
 RESULTS.md from them.
 
     python benchmarks/gpu/all.py [--device cpu --tiny] [--out DIR] [--stages kernels,graphs] \\
-        [--budget-minutes 25] [--again]
+        [--budget SECONDS] [--again]
     python benchmarks/gpu/all.py --render [--out DIR]
 
 Needs a GPU and a Python with vLLM; no network, no checkpoint, no Redis. A stage is a process with a
 time limit of its own: one that fails or hangs is recorded, and the next goes on. A stage whose
-result is there, from the same sources, libraries and device, is not run again. `--device cpu
---tiny` runs the same code with the smallest sizes, which shows that it works and measures nothing.
+result is there, from the same sources, libraries and device, is not run again. Where a command may
+take less time than all of them, give that as the budget and run the command again: it goes on with
+the stages that are missing. A stage that was killed, with or without this program, begins again;
+no process of it is left (`keeper.py`). `--device cpu --tiny` runs the same code with the smallest
+sizes, which shows that it works and measures nothing.
 """
 
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,13 +26,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import keeper
 import kit
 import render
 
 #: Beyond a stage's own time, in which it stops by itself: then it is killed.
-GRACE_S = 45.0
-#: A stage is not begun with less than this left.
-LEAST_S = 20.0
+GRACE_S = 30.0
+#: A stage is not begun with less than this share of its time.
+LEAST = 0.7
+#: Seconds of all stages together, and of what lies between them.
+BUDGET_S = 18 * 60.0
+#: What a CPU takes longer, with the smallest sizes.
+CPU_FACTOR = 4.0
 TAIL = 1500  # characters of a failed stage's log
 
 
@@ -41,42 +50,49 @@ class Stage:
     arguments: tuple[str, ...] = ()
 
 
-#: In the order of what matters most, if the time ends.
+#: In the order of what matters most, if the time ends; the tool that could hang is the last. The
+#: first four fit into ten minutes.
 STAGES: dict[str, Stage] = {
-    "kernels": Stage("stage_kernels.py", 240),
-    "graphs": Stage("stage_graphs.py", 300),
-    "serving-8b": Stage("stage_serving.py", 330, ("--model", "8b")),
-    "sweeps": Stage("stage_sweeps.py", 180),
-    "timeline": Stage("stage_timeline.py", 150),
-    "serving-70b-shard": Stage("stage_serving.py", 270, ("--model", "70b-shard")),
-    "serving-30b-a3b": Stage("stage_serving.py", 200, ("--model", "30b-a3b")),
-    "pipeline": Stage("stage_pipeline.py", 200),
+    "smoke": Stage("stage_smoke.py", 90),
+    "kernels": Stage("stage_kernels.py", 100),
+    "graphs": Stage("stage_graphs.py", 160),
+    "serving-8b": Stage("stage_serving.py", 195, ("--model", "8b")),
+    "sweeps": Stage("stage_sweeps.py", 90),
+    "timeline": Stage("stage_timeline.py", 70),
+    "serving-70b-shard": Stage("stage_serving.py", 140, ("--model", "70b-shard")),
+    "serving-30b-a3b": Stage("stage_serving.py", 85, ("--model", "30b-a3b")),
+    "pipeline": Stage("stage_pipeline.py", 60),
+    "sanitizer": Stage("stage_sanitizer.py", 60),
 }
-#: With the smallest model every one of those is the same: one stands for all.
-TINY = ("kernels", "graphs", "serving-8b", "sweeps", "timeline", "pipeline")
 
 
 def run(
     name: str, stage: Stage, asked: argparse.Namespace, key: str, seconds: float
 ) -> dict[str, Any]:
     """The stage's record: `status` ok, skipped or failed, with its result or what went wrong."""
-    result, log = asked.out / f"{name}.result", asked.out / "logs" / f"{name}.log"
-    result.unlink(missing_ok=True)
+    log, work = asked.out / "logs" / f"{name}.log", asked.out / "work" / name
+    shutil.rmtree(work, ignore_errors=True)
+    (asked.out / f"{name}.result").unlink(missing_ok=True)
+    record: dict[str, Any] = {"stage": name, "key": key, "tiny": asked.tiny, "at": time.time()}
+    record |= {"seconds": 0.0, "status": "running"}
+    kit.leave(asked.out / f"{name}.json", json.dumps(record))
     command = [
+        sys.executable,
+        str(kit.HERE / "keeper.py"),
+        str(os.getpid()),
         sys.executable,
         str(kit.HERE / stage.program),
         "--device",
         asked.device,
         "--out",
-        str(asked.out / "work" / name),
+        str(work),
         "--json",
-        str(result),
+        str(asked.out / f"{name}.result"),
         "--seconds",
         str(seconds),
         *stage.arguments,
         *(["--tiny"] if asked.tiny else []),
     ]
-    began = time.time()
     with log.open("wb") as into:
         process = subprocess.Popen(
             command,
@@ -92,65 +108,73 @@ def run(
         except subprocess.TimeoutExpired:
             wrong = f"did not end within {seconds + GRACE_S:.0f} s"
         finally:
-            end_group(process)
-    record: dict[str, Any] = {
-        "stage": name,
-        "key": key,
-        "tiny": asked.tiny,
-        "at": began,
-        "seconds": round(time.time() - began, 1),
-    }
+            end(process)
+            shutil.rmtree(kit.memory_folder(work), ignore_errors=True)
+    return settled(name, asked, record, time.time(), wrong)
+
+
+def settled(
+    name: str, asked: argparse.Namespace, record: dict[str, Any], ended: float, wrong: str
+) -> dict[str, Any]:
+    """Keeps the record of a stage that has ended, with what it has left. `wrong`: how it ended."""
+    result, log = asked.out / f"{name}.result", asked.out / "logs" / f"{name}.log"
+    record |= {"seconds": round(ended - record["at"], 1), "status": "ok"}
+    told: dict[str, Any] = {"partial": True}
     if result.exists():  # also of a stage that hung afterwards
         told = json.loads(result.read_text())
         result.unlink()
-        return record | {
-            "status": "skipped" if "skipped" in told else "ok",
-            "machine": kit.machine(asked.device),
-            **told,
-        }
-    return record | {
-        "status": "failed",
-        "error": wrong or "left no result",
-        "log": log.read_text(errors="replace")[-TAIL:],
-    }
+        record["machine"] = kit.machine(asked.device)
+    unfinished = told.pop("partial", False)
+    if "skipped" in told:
+        record["status"] = "skipped"
+    elif error := told.pop("wrong", "") or (unfinished and (wrong or "left no result")):
+        text = log.read_text(errors="replace")[-TAIL:] if log.exists() else ""
+        record |= {"status": "failed", "error": error, "log": text}
+    record |= told
+    kit.leave(asked.out / f"{name}.json", json.dumps(record, indent=1))
+    return record
 
 
-def end_group(process: "subprocess.Popen[bytes]") -> None:
-    """The stage and every process that it left."""
+def last_sign(name: str, asked: argparse.Namespace) -> float:
+    """When a stage that was killed with this program last wrote something."""
+    files = asked.out / f"{name}.json", asked.out / f"{name}.result"
+    return max(path.stat().st_mtime for path in files if path.exists())
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """The stage's keeper ends the stage and all that it started, then itself."""
+    process.terminate()
     try:
+        process.wait(keeper.ENDING_S + 5)
+    except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
+        process.wait()
 
 
 def run_all(stages: dict[str, Stage], asked: argparse.Namespace) -> list[str]:
     """Names of the stages that failed."""
     (asked.out / "logs").mkdir(parents=True, exist_ok=True)
-    deadline, failed = time.monotonic() + 60 * asked.budget_minutes, []
+    deadline, failed = kit.STARTED + asked.budget, []
     key = kit.source_hash(device=asked.device, tiny=asked.tiny)
     for name, stage in stages.items():
         path = asked.out / f"{name}.json"
-        if not asked.again and path.exists():
-            known = json.loads(path.read_text())
-            if known["key"] == key and known["status"] != "failed":
-                print(f"{name}: {known['status']} before, not run again", flush=True)
-                continue
+        known = json.loads(path.read_text()) if path.exists() else None
+        if known and known["status"] == "running":  # the program was killed meanwhile
+            known = settled(name, asked, known, last_sign(name, asked), "was killed")
+        if known and not asked.again and known["key"] == key and known["status"] != "failed":
+            print(f"{name}: {known['status']} before, not run again", flush=True)
+            continue
         left = deadline - time.monotonic() - GRACE_S
-        if left < LEAST_S:
+        planned = stage.seconds * (CPU_FACTOR if asked.device == "cpu" else 1)
+        if left < LEAST * planned:
             print(
-                (
-                    f"{name}: not run, the {asked.budget_minutes:g} minutes are over "
-                    "(--budget-minutes)"
-                ),
+                f"{name}: not run, the budget of {asked.budget:g} s is used up; run the command "
+                "again",
                 flush=True,
             )
             continue
         print(f"{name}: …", end="", flush=True)
-        record = run(name, stage, asked, key, min(stage.seconds, left))
-        aside = path.with_suffix(".part")
-        aside.write_text(json.dumps(record, indent=1))
-        aside.rename(path)
+        record = run(name, stage, asked, key, min(planned, left))
         print(
             (
                 f"\r{name}: {record['status']} in {record['seconds']:.0f} s "
@@ -178,10 +202,11 @@ def main() -> None:
     )
     parser.add_argument("--stages", help=f"some of {','.join(STAGES)}; default: all")
     parser.add_argument(
-        "--budget-minutes",
+        "--budget",
         type=float,
-        default=25.0,
-        help="no stage is begun after this (default: %(default)s)",
+        default=BUDGET_S,
+        metavar="SECONDS",
+        help="the command ends within this time (default: %(default)g)",
     )
     parser.add_argument(
         "--again", action="store_true", help="run stages whose results are there, too"
@@ -197,7 +222,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.device == "cpu" and not asked.tiny:
         parser.error("--device cpu needs --tiny: the real sizes take hours there")
-    names = asked.stages.split(",") if asked.stages else [*(TINY if asked.tiny else STAGES)]
+    names = asked.stages.split(",") if asked.stages else [*STAGES]
     if unknown := set(names) - set(STAGES):
         parser.error(f"no such stage: {', '.join(sorted(unknown))}; stages: {', '.join(STAGES)}")
     asked.out = asked.out.resolve()

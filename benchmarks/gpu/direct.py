@@ -16,6 +16,7 @@ import msgspec
 
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.tensors import Tensor, content_hash
+from midstream.schemas.requests.specs import PROBED
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.protocol import EngineRequest
 
@@ -152,7 +153,7 @@ def request(
     sampling = msgspec.structs.replace(
         Sampling(), max_tokens=generated, ignore_eos=True, temperature=0.0, logprobs=logprobs
     )
-    captured = {capture.tag: 1 for capture in wish.get("captures", ())}
+    captured = {capture.tag: 1 for capture in wish.get("captures", ()) if capture.tag != PROBED}
     return EngineRequest(
         job or f"job{number}", 0, 1, token_ids, sampling, captured=captured, **wish
     )

@@ -8,20 +8,19 @@ called.
 # ruff: noqa: E402 -- where our modules are is settled first
 
 import argparse
-import atexit
 import contextlib
 import functools
 import hashlib
 import json
 import os
 import random
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +28,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+#: From here on a stage's seconds count.
+STARTED = time.monotonic()
 #: Folders of modules that the stages use beside the package.
 SHARED = (ROOT / "benchmarks", ROOT / "tests", ROOT / "tests" / "engine")
 
@@ -37,15 +38,16 @@ def _settle() -> Path:
     """A folder in which `midstream` leads to the checkout; the processes that vLLM starts find it
     too.
     """
-    if link := os.environ.get("BENCH_GPU_LINK"):
-        return Path(link)
-    folder = Path(tempfile.mkdtemp(prefix="midstream-gpu-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "midstream").symlink_to(ROOT)
-    os.environ["BENCH_GPU_LINK"] = str(folder)
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    folder = ROOT / ".cache" / "gpu-path"
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "midstream"
+    if not (link.is_symlink() and link.resolve() == ROOT):
+        aside = folder / f"{os.getpid()}.part"
+        aside.symlink_to(ROOT)
+        aside.replace(link)  # another process may do the same
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(folder) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, paths)])
     return folder
 
 
@@ -86,6 +88,11 @@ class Options(argparse.Namespace):
     def gpu(self) -> bool:
         return self.device != "cpu"
 
+    @property
+    def left(self) -> float:
+        """Seconds until no new round is begun."""
+        return STARTED + self.seconds - time.monotonic()
+
 
 def options(describe: str | None) -> Options:
     parser = argparse.ArgumentParser(description=describe)
@@ -109,15 +116,23 @@ def options(describe: str | None) -> Options:
 
 def finish(asked: Options, result: dict[str, Any]) -> None:
     """Hand over the stage's result: `figures` (key → `figure`), `tables`, `notes`; or `skipped`,
-    and why.
+    and why. `wrong`, if not empty: what is not as it must be, so that the stage counts as failed.
     """
+    _write(asked, result)
+
+
+def so_far(asked: Options, result: dict[str, Any]) -> None:
+    """Leave what the stage has found until now, in case that it is killed."""
+    if asked.json is not None:
+        _write(asked, result | {"partial": True})
+
+
+def _write(asked: Options, result: dict[str, Any]) -> None:
     text = json.dumps(result, indent=1)
     if asked.json is None:
         print(text)
         return
-    aside = asked.json.with_suffix(".part")
-    aside.write_text(text)
-    aside.rename(asked.json)
+    leave(asked.json, text)
 
 
 def figure(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
@@ -185,6 +200,36 @@ print(json.dumps({"gpus": torch.cuda.device_count(), "gpu": here.name, "gpu_memo
 """
 
 
+# -- a stage's modes, each a process of its own ----------------------------------------------------
+
+
+def start_mode(asked: Options, program: str, mode: str) -> "subprocess.Popen[bytes]":
+    """The stage's program once more, for one of its modes: it leaves `MODE.facts` in `--out`."""
+    command = [sys.executable, program, "--device", asked.device, "--out", str(asked.out)]
+    command += ["--model", mode, "--seconds", str(asked.left)]
+    return subprocess.Popen([*command, *(["--tiny"] if asked.tiny else [])])
+
+
+def ended(modes: "dict[str, subprocess.Popen[bytes]]", mode: str, out: Path) -> dict[str, Any]:
+    """The facts of this mode, once it has ended. If one of the modes fails, all end."""
+    while modes[mode].poll() is None and not any(process.poll() for process in modes.values()):
+        time.sleep(0.1)
+    if wrong := {name: process.poll() for name, process in modes.items() if process.poll()}:
+        for process in modes.values():
+            process.kill()
+        sys.exit(f"modes that failed, and what they ended with: {wrong}")
+    facts: dict[str, Any] = json.loads((out / f"{mode}.facts").read_text())
+    assert not facts["failed"], facts["failed"][:3]
+    return facts
+
+
+def leave(path: Path, text: str) -> None:
+    """For other processes: the file is there once it is whole."""
+    aside = path.with_name(f"{path.name}.part")
+    aside.write_text(text)
+    aside.rename(path)
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 _LLAMA = {
@@ -223,6 +268,24 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
     }
     | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    "tiny-experts": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "vocab_size": 512,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
     "tiny": _LLAMA
     | {
         "hidden_size": 64,
@@ -314,10 +377,17 @@ def serving_settings(asked: Options, folder: Path, model: Path, **more: Any) -> 
         }
     given = (
         {"relay_url": "tcp://127.0.0.1:9", "worker_id": "bench", "enable_prefix_caching": False}
+        # The certificate leaves hooks out that weights without meaning do not prove.
+        | {"certify": False}
         | sizes
         | more
     )
     return msgspec.structs.replace(Settings(), model=str(model), data_dir=str(folder), **given)
+
+
+def memory_folder(out: Path) -> Path:
+    """Where a stage keeps files in memory, known to whoever has to delete them after it."""
+    return Path("/dev/shm") / f"midstream-gpu-{zlib.crc32(str(out.resolve()).encode()):08x}"
 
 
 def token_ids(count: int, length: int, vocabulary: int, seed: int = 0) -> list[list[int]]:

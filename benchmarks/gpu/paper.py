@@ -1,7 +1,7 @@
 """What the Triton kernel is on paper: registers, spills, width of loads and the idle path, compiled
 for GPUs that are not here.
 
-    python benchmarks/gpu/paper.py [--architecture 90] [--widths 8192 …] [--json]
+    python benchmarks/gpu/paper.py [--architecture 90] [--widths 8192 …] [--dependent] [--json]
 
 Needs torch, triton and the disassembler that comes with triton; no GPU. Prints a table of each
 variant that a model can need, then the estimated cost of a step from `benchmarks/site_costs.py`.
@@ -63,7 +63,8 @@ class Facts:
     instructions: int
     idle_instructions: int  # up to the first exit: all that runs where there is nothing to do
     idle_loads: int
-    # before it waits for the launch before it; −1: it does not, and is not begun early
+    # before it waits for the launch before it; −1: it does not, and is not begun early, as without
+    # `--dependent`
     early_loads: int
     wide: int  # 16-byte loads and stores
     narrow: int  # loads and stores of rows that are narrower; the numbers of the plan are not rows
@@ -174,8 +175,15 @@ def main() -> None:
     )
     parser.add_argument("--architecture", type=int, default=90)
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument(
+        "--dependent",
+        action="store_true",
+        help="with programmatic dependent launch, which is off by default",
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.dependent:
+        triton_site.DEPENDENT_LAUNCH = True
     found = all_facts(options.architecture, options.widths)
     if options.json:
         json.dump([asdict(each) for each in found], sys.stdout)

@@ -34,6 +34,10 @@ def _added(means: str, of: str, limit: float) -> Figure:
     return Figure(f"added by {means}", "%", f"≤ {limit:g} %", at_most(limit, of))
 
 
+def _limit(means: str, of: str, limit: float) -> Figure:
+    return Figure(means, "", f"≤ {limit:g}", at_most(limit, of), 4)
+
+
 #: Of which a kernel's rate is told.
 ROWS = (1, 64, 2048)
 
@@ -65,6 +69,34 @@ _SERVING = {
 }
 #: Stage → its figures, in the order of the page.
 FIGURES: dict[str, dict[str, Figure]] = {
+    "smoke": {
+        "cases": Figure("random sites of every family compared with the reference", digits=0),
+        "rows": Figure("rows of one engine with graphs compared with eager steps'", digits=0),
+        "row_error": _limit("largest error of those rows, of a row's length", "row_error", 0.03),
+        "effect": Figure(
+            "least change of a row by steering, of its length",
+            "",
+            "≥ 0.05",
+            at_least(0.05, "effect"),
+            3,
+        ),
+        "before_edit": _limit(
+            "change of the row before it is steered, of its length", "before_edit", 0.03
+        ),
+        "patched_wrong": Figure(
+            "patched rows with other bits than the source's",
+            "",
+            "0",
+            at_most(0, "patched_wrong"),
+            0,
+        ),
+        "score_error": _limit(
+            "largest error of a probe's scores against captured rows", "score_error", 0.02
+        ),
+        "logprob_error": _limit(
+            "largest error of a plain request's first log-probability", "logprob_error", 0.1
+        ),
+    },
     "kernels": {
         "cases": Figure(
             "random sites compared with the reference: every family, dtype and width", digits=0
@@ -76,6 +108,12 @@ FIGURES: dict[str, dict[str, Figure]] = {
             f"{name}_{rows}": _rate(name, what, rows)
             for name, what in (("gather", "capture"), ("steer", "addition"))
             for rows in ROWS
+        },
+        **{
+            f"dependent_{name}": Figure(
+                f"taken off 192 {name} sites by programmatic dependent launch, which is off", "%"
+            )
+            for name in ("idle", "steered")
         },
     },
     "graphs": {
@@ -118,6 +156,15 @@ FIGURES: dict[str, dict[str, Figure]] = {
             "steps are scheduled ahead with two stages (1: yes)", "", "1", at_least(1, "async"), 0
         ),
         "idle": Figure("added by idle hooks", "%", "≤ 0.5 %", at_most(0.5, "idle")),
+    },
+    "sanitizer": {
+        "clean": Figure(
+            "tools of compute-sanitizer without errors: memcheck, racecheck, initcheck",
+            "",
+            "3",
+            at_least(3, "clean"),
+            0,
+        ),
     },
 }
 
@@ -201,6 +248,8 @@ def _head(record: dict[str, Any] | None) -> str:
     day = time.strftime("%Y-%m-%d", time.gmtime(record["at"]))
     if record["status"] == "skipped":
         return f"Skipped on {day}: {record['skipped']}."
+    if record["status"] == "running":
+        return f"Begun on {day}, and killed with the benchmark."
     if record["status"] == "failed":
         return f"**Failed** on {day} after {record['seconds']:.0f} s: {record['error']}."
     return f"Run on {day} in {record['seconds']:.0f} s, sources `{record['key']}`."

@@ -3,35 +3,41 @@ without graphs, and as Python.
 
 A tiny model with random weights. `--model MODE` runs one of `MODES` and leaves its rows in `--out`;
 without it, all of them are run and compared. Each step is given to each engine with the same
-requests, so its batches are the same.
+requests, so its batches are the same. The first mode makes as many steps as its share of the time
+allows, and the others wait until they know how many those are.
 """
 
 import json
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import kit
 import numpy as np
+from tiny import checkpoint
 
 #: What runs on a GPU, and on a CPU, which has no graphs: there the same is run again, which shows
-#: that the steps are the same ones.
-MODES = {True: ("eager", "compiled", "graphs"), False: ("eager", "again")}
+#: that the steps are the same ones. The first decides how many steps there are; the last two are
+#: compared bit for bit.
+MODES = {True: ("compiled", "graphs", "eager"), False: ("again", "eager")}
 LIVE, LONGEST, VECTORS = 8, 12, 16
-STEPS = 10_000
-#: Of those, so many as Python, for the error alone.
+STEPS = {False: 10_000, True: 60}
+#: Of those, at most so many as Python, for the error alone.
 EAGER_STEPS = 2_000
+#: Share of the time left that the first mode may take for its steps; the next one takes as long.
+FIRST_SHARE = 0.45
 HOOKS = ("pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block")
 TAG = "memory"
 
 
-def mixed(direct: Any, steps: int, layers: int, hidden: int) -> list[tuple[str, int]]:
-    """Requests that come and go: plain, steered, captured, both.
+def mixed(
+    direct: Any, steps: int, layers: int, hidden: int, until: float
+) -> tuple[int, list[tuple[str, int]]]:
+    """Requests that come and go, until so many steps are made or the time is over: plain, steered,
+    captured, both.
 
-    (Job, prompt tokens) of those that capture, in order.
+    The steps until then; (job, prompt tokens) of those that capture, in order.
     """
     from direct import request
 
@@ -43,7 +49,7 @@ def mixed(direct: Any, steps: int, layers: int, hidden: int) -> list[tuple[str, 
         [from_numpy(values.standard_normal(hidden).astype(np.float32)) for _ in range(VECTORS)]
     )
     choose, captured, number = random.Random(1), [], 0
-    while direct.steps < steps:
+    while direct.steps < steps and time.monotonic() < until:
         while direct.live < LIVE and choose.random() < 0.6:
             number += 1
             prompt = [choose.randrange(4, 500) for _ in range(choose.randint(1, LONGEST))]
@@ -77,8 +83,9 @@ def mixed(direct: Any, steps: int, layers: int, hidden: int) -> list[tuple[str, 
                 captured.append((f"job{number}", len(prompt)))
             direct.add(request(number, prompt, generated, **wish))
         direct.step()
+    made = direct.steps
     direct.drain()
-    return captured
+    return made, captured
 
 
 def families(direct: Any, layers: int) -> int:
@@ -106,7 +113,6 @@ def families(direct: Any, layers: int) -> int:
 
 def one_mode(asked: kit.Options) -> None:
     from direct import Direct
-    from tiny import checkpoint
 
     from midstream.client.captures.reader import CaptureReader
 
@@ -144,11 +150,20 @@ def one_mode(asked: kit.Options) -> None:
     )
     direct = Direct(settings, extra)
     layers, hidden = direct.engine.info.num_layers, direct.engine.info.hidden_size
+    decided, until = asked.out / "steps", float("inf")
+    if mode == MODES[asked.gpu][0]:
+        steps, until = STEPS[asked.tiny], time.monotonic() + FIRST_SHARE * asked.left
+    else:
+        while not decided.exists():
+            time.sleep(0.05)
+        steps = int(decided.read_text())
+    if mode == "eager":
+        steps = min(steps, EAGER_STEPS)
     began = time.monotonic()
-    captured = mixed(
-        direct, 60 if asked.tiny else EAGER_STEPS if mode == "eager" else STEPS, layers, hidden
-    )
+    made, captured = mixed(direct, steps, layers, hidden, until)
     took, steps = time.monotonic() - began, direct.steps
+    if mode == MODES[asked.gpu][0]:
+        kit.leave(decided, str(made))
     different = families(direct, layers)
     told = direct.status() | {
         "step_ms": took / steps * 1e3,
@@ -173,24 +188,7 @@ def one_mode(asked: kit.Options) -> None:
         "failed": sink.failed,
         "captured": len(captured),
     }
-    (asked.out / f"{mode}.facts").write_text(json.dumps(facts))
-
-
-def run(asked: kit.Options, mode: str) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        __file__,
-        "--device",
-        asked.device,
-        "--out",
-        str(asked.out),
-        "--model",
-        mode,
-    ]
-    subprocess.run([*command, *(["--tiny"] if asked.tiny else [])], check=True)
-    facts: dict[str, Any] = json.loads((asked.out / f"{mode}.facts").read_text())
-    assert not facts["failed"], facts["failed"][:3]
-    return facts
+    kit.leave(asked.out / f"{mode}.facts", json.dumps(facts))
 
 
 def bits(rows: np.ndarray) -> np.ndarray:
@@ -225,29 +223,36 @@ def main() -> None:
         one_mode(asked)
         return
     asked.out.mkdir(parents=True, exist_ok=True)
-    facts = {mode: run(asked, mode) for mode in MODES[asked.gpu]}
-    *_, other, last = MODES[asked.gpu]
-    rows, wrong, _ = compared(asked.out, last, other)
-    rows_eager, of_eager, error = compared(asked.out, last, "eager")
-    figures = {
-        "steps": facts[last]["steps"],
-        "rows": rows,
-        "wrong_rows": wrong,
-        "eager_error": error,
-        "family_differences": facts[last]["families"],
-    }
-    notes = [
-        (
+    for left in asked.out.glob("*.facts"):
+        left.unlink()
+    (asked.out / "steps").unlink(missing_ok=True)
+    checkpoint("llama", asked.out / "llama")  # before three processes write it
+    result: dict[str, Any] = {"figures": {}, "notes": []}
+
+    def keep(*notes: str, **figures: float) -> None:
+        result["notes"] += notes
+        result["figures"] |= {name: {"value": value} for name, value in figures.items()}
+        kit.so_far(asked, result)
+
+    modes = {mode: kit.start_mode(asked, __file__, mode) for mode in MODES[asked.gpu]}
+    facts: dict[str, dict[str, Any]] = {}
+    for mode in modes:
+        facts[mode] = told = kit.ended(modes, mode, asked.out)
+        keep(
             f"{mode}: {told['step_ms']:.2f} ms a step, {told.get('idle_steps', '?')} idle, "
             f"{told['facts']}"
         )
-        for mode, told in facts.items()
-    ]
-    notes.append(f"{of_eager} of {rows_eager} rows differ in their bits from those of eager steps")
-    kit.finish(
-        asked,
-        {"figures": {name: {"value": value} for name, value in figures.items()}, "notes": notes},
-    )
+        if mode == "graphs":
+            rows, wrong, _ = compared(asked.out, "graphs", "compiled")
+            keep(steps=told["steps"], rows=rows, wrong_rows=wrong)
+            keep(family_differences=told["families"])
+    last = "graphs" if asked.gpu else "again"
+    rows, of_eager, error = compared(asked.out, last, "eager")
+    if last == "again":
+        keep(steps=facts[last]["steps"], rows=rows, wrong_rows=of_eager)
+        keep(family_differences=facts[last]["families"])
+    keep(f"{of_eager} of {rows} rows differ in their bits from eager steps'", eager_error=error)
+    kit.finish(asked, result)
 
 
 if __name__ == "__main__":

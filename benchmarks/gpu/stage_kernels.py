@@ -10,7 +10,6 @@ the times say nothing.
 import os
 import random
 import secrets
-import shutil
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,11 @@ from site_properties import PROPERTIES
 
 from midstream.kernels import reference, triton_site
 from midstream.kernels.plan import NO_SLOT, Does, Planned, SitePlan, lowrank
+
+if not ASKED.gpu:
+    from site_rounding import round_as_gpus_do
+
+    round_as_gpus_do()
 
 #: What the stage launches: not the ops of `midstream.kernels`, which on the CPU are the reference.
 pair_site, single_site = triton_site.pair_site, triton_site.single_site
@@ -55,6 +59,8 @@ if ASKED.tiny:
 LAUNCHES, REPLAYS = (1, 1) if ASKED.tiny else (20, 15)
 #: Sites of a 32-layer model with all six hooks.
 SITES = 2 if ASKED.tiny else 192
+#: Seconds that all after the random sites takes.
+SPARE_S = 45
 #: Elements beyond which a 32-bit offset would overflow.
 FAR = 2**31
 
@@ -81,11 +87,14 @@ def there_and_back(op: Op) -> Op:
 def check_properties() -> int:
     """Every sentence that the tests hold the implementations to."""
     on_gpu = there_and_back(pair_site), there_and_back(single_site)
-    chosen = [*PROPERTIES.items()][: 3 if ASKED.tiny else None]
-    for sentence, property_ in chosen:
+    done = 0
+    for sentence, property_ in [*PROPERTIES.items()][: 3 if ASKED.tiny else None]:
+        if ASKED.left < 0:
+            break
         property_(*on_gpu)
         print(f"  {sentence.replace('_', ' ')}")
-    return len(chosen)
+        done += 1
+    return done
 
 
 def compare(case: Case, pair: Op, single: Op) -> None:
@@ -102,11 +111,15 @@ def compare(case: Case, pair: Op, single: Op) -> None:
     assert found.hidden is None or same_bits(found.hidden, expected.hidden), f"{case.name}: hidden"
 
 
-def check_against_reference(shapes: Sequence[tuple[int, int]]) -> int:
-    """Every family alone, those without sums together, and all, in all dtypes."""
+def check_against_reference(shapes: Sequence[tuple[int, int]], spare_s: float = 0) -> int:
+    """Every family alone, those without sums together, and all, in all dtypes. How many; no shape
+    is begun with less than so many seconds left.
+    """
     cases = 0
-    for dtype in DTYPES:
-        for width, tokens in shapes:
+    for width, tokens in shapes:
+        if cases and ASKED.left < spare_s:
+            break
+        for dtype in DTYPES:
             for pair in (True, False):
                 for families in (
                     EXACT,
@@ -259,20 +272,21 @@ def seconds(work: Callable[[], Any], launches: int = LAUNCHES) -> float:
     """Median time of one `work`, from graphs that hold `launches` of them."""
     replay = captured(work, launches)
     replay()
-    times = []
-    for _ in range(REPLAYS):
-        if ASKED.gpu:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / launches)
-        else:
-            began = time.perf_counter()
-            replay()
-            times.append((time.perf_counter() - began) / launches)
-    return statistics.median(times)
+    return statistics.median(timed(replay) for _ in range(REPLAYS)) / launches
+
+
+def timed(replay: Callable[[], Any]) -> float:
+    """Seconds of one replay, on the device."""
+    if not ASKED.gpu:
+        began = time.perf_counter()
+        replay()
+        return time.perf_counter() - began
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def copy_bandwidth() -> float:
@@ -363,79 +377,123 @@ def time_idle_sites() -> dict[int, float]:
     return found
 
 
-def sanitized() -> str:
-    """What compute-sanitizer says of a few launches."""
-    tool = shutil.which("compute-sanitizer")
-    if tool is None or not ASKED.gpu:
-        return "not there"
-    command = [
-        tool,
-        "--tool",
-        "memcheck",
-        "--error-exitcode",
-        "9",
-        sys.executable,
-        __file__,
-        "--tiny",
-        "--model",
-        "sanitized",
-    ]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=max(10.0, ASKED.seconds / 2),
-            check=False,
+class Launches:
+    """Whether launches may begin before the previous one has ended, within the block."""
+
+    def __init__(self, *, dependent: bool) -> None:
+        self._dependent = dependent
+
+    def __enter__(self) -> None:
+        self._before = triton_site.DEPENDENT_LAUNCH
+        triton_site.DEPENDENT_LAUNCH = self._dependent
+
+    def __exit__(self, *_: object) -> None:
+        triton_site.DEPENDENT_LAUNCH = self._before
+
+
+def compare_launches() -> dict[str, dict[str, float]]:
+    """Time that programmatic dependent launch takes off the sites of a large model's decode step,
+    each after another kernel, as in a forward: idle and steered ones, both ways in turns.
+
+    Empty where the GPU or Triton has no such launches.
+    """
+    if ASKED.gpu and not triton_site.can_depend():
+        return {}
+    found = {}
+    for name, plan in (("idle", STEPS["idle"][0]), ("steered", STEPS["add"][0])):
+        written = [torch.zeros(64, HIDDEN, dtype=DTYPE, device=DEVICE) for _ in range(3)]
+        other = torch.zeros_like(written[0])
+        planned = plan(64).build(64, DTYPE, DEVICE)
+
+        def work(written: Any = written, other: Any = other, planned: Any = planned) -> None:
+            other.add_(1)
+            pair_site(*written, *planned)
+
+        replays = {}
+        for dependent in (False, True):
+            with Launches(dependent=dependent):
+                replays[dependent] = captured(work, SITES)
+        taken: dict[bool, list[float]] = {False: [], True: []}
+        for turn in range(REPLAYS + 1):  # the first is a warm-up
+            for dependent in (False, True) if turn % 2 else (True, False):
+                took = timed(replays[dependent])
+                if turn:
+                    taken[dependent].append(took)
+        found[name] = kit.figure(
+            [1 - mine / other for mine, other in zip(taken[True], taken[False], strict=True)], 100
         )
-    except subprocess.TimeoutExpired:
-        return "did not end in time"
-    assert done.returncode != 9, f"compute-sanitizer found errors:\n{done.stdout[-3000:]}"
-    return (
-        "no errors"
-        if done.returncode == 0
-        else f"ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
-    )
+    return found
+
+
+def compile_ahead() -> None:
+    """Fills Triton's cache from several processes, one for each width: the checks then compile
+    nothing. What fails there is compiled here.
+    """
+    major, minor = torch.cuda.get_device_capability()
+    program = [sys.executable, str(kit.HERE / "paper.py"), "--json"]
+    program += ["--architecture", str(10 * major + minor), "--widths"]
+    compiling = [
+        subprocess.Popen(
+            [*program, str(width)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for width in sorted({width for width, _ in SHAPES} | {HIDDEN})
+    ]
+    for process in compiling:
+        process.wait()
 
 
 def main() -> None:
-    if ASKED.model == "sanitized":
-        check_against_reference(SHAPES)
-        return
-    if not ASKED.gpu:
-        from site_interpreter import _round_as_gpus_do
+    if ASKED.gpu:
+        compile_ahead()
+    result: dict[str, Any] = {"figures": {}, "tables": [], "notes": []}
 
-        _round_as_gpus_do()
-    checks: dict[str, Any] = {
-        "properties": check_properties(),
-        "cases": check_against_reference(SHAPES) + check_shared_launches(),
-    }
-    checks |= {
-        "graph_replays": check_graphs(),
-        "far_offsets": check_far_offsets(),
-        "sanitizer": sanitized(),
-    }
-    figures = {name: {"value": checks[name]} for name in ("cases", "graph_replays")}
-    notes = [f"{name}: {found}" for name, found in checks.items()]
+    def keep(note: str, **figures: Any) -> None:
+        result["notes"].append(note)
+        result["figures"] |= {
+            name: value if isinstance(value, dict) else {"value": value}
+            for name, value in figures.items()
+        }
+        kit.so_far(ASKED, result)
+
+    cases = check_against_reference(SHAPES, SPARE_S)
+    keep(f"{cases} random sites as the reference", cases=cases)
+    cases += check_shared_launches()
+    keep("sites that share a launch", cases=cases)
+    replays = check_graphs()
+    keep(f"{replays} replays as the reference", graph_replays=replays)
+    if triton_site.can_depend():
+        with Launches(dependent=True):
+            replays += check_graphs()
+        keep("the same with programmatic dependent launch", graph_replays=replays)
+    keep(f"far offsets: {'checked' if check_far_offsets() else 'no memory for them'}")
     bandwidth = copy_bandwidth()
-    notes.append(f"a device copy of 1 GiB moves {bandwidth / 1e9:.0f} GB/s, read and written")
+    keep(f"a device copy of 1 GiB moves {bandwidth / 1e9:.0f} GB/s, read and written")
     rows = time_sites(bandwidth)
-    for step, name in (("capture all", "gather"), ("add", "steer")):
-        for row in rows:
-            if row["site"] == "pair" and row["step"] == step:
-                figures[f"{name}_{row['tokens']}"] = {"value": row["of_copy"] * 100}
-    idle = time_idle_sites()
-    notes.append(
-        f"{SITES} idle launches: "
-        + ", ".join(f"{us} µs at {tokens} tokens" for tokens, us in idle.items())
-    )
     columns = ["site", "tokens", "step", "us", "gb_per_s", "of_copy"]
-    table = {
-        "title": f"Sites of {HIDDEN} × bf16",
-        "columns": columns,
-        "rows": [[row[name] for name in columns] for row in rows],
+    result["tables"].append(
+        {
+            "title": f"Sites of {HIDDEN} × bf16",
+            "columns": columns,
+            "rows": [[row[name] for name in columns] for row in rows],
+        }
+    )
+    of_pairs = {
+        f"{name}_{row['tokens']}": row["of_copy"] * 100
+        for step, name in (("capture all", "gather"), ("add", "steer"))
+        for row in rows
+        if row["site"] == "pair" and row["step"] == step
     }
-    kit.finish(ASKED, {"figures": figures, "tables": [table], "notes": notes})
+    keep("rates of one launch", **of_pairs)
+    idle = time_idle_sites()
+    told = ", ".join(f"{us} µs at {tokens} tokens" for tokens, us in idle.items())
+    keep(f"{SITES} idle launches: {told}")
+    saved = compare_launches()
+    keep(
+        "programmatic dependent launch: " + ("in turns" if saved else "this GPU has none"),
+        **{f"dependent_{name}": figure for name, figure in saved.items()},
+    )
+    keep(f"{check_properties()} of {len(PROPERTIES)} properties")
+    kit.finish(ASKED, result)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Captured rows count until the last receipt says that they are durable.
 
 import os
 import shutil
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -101,10 +100,12 @@ def workloads_of(config: dict[str, Any], *, tiny: bool) -> dict[str, Workload]:
 def memory_folder(out: Path, *, tiny: bool) -> tuple[Path, str]:
     """A folder whose files are in memory, and what is wrong with it."""
     shared = Path("/dev/shm")
+    found = kit.memory_folder(out)
+    shutil.rmtree(found, ignore_errors=True)
     if shared.is_dir() and shutil.disk_usage(shared).free > (
         MOST_BYTES * 5 // 4 if not tiny else 1 << 20
     ):
-        return Path(tempfile.mkdtemp(dir=shared, prefix="midstream-gpu-")), ""
+        return found, ""
     return out / "memory", "files 'in memory' were on the disk: /dev/shm is too small"
 
 
@@ -191,9 +192,9 @@ class Pair:
         shutil.rmtree(self.root.parent.parent / "disk", ignore_errors=True)
 
 
-def measure(pair: Pair, asked: kit.Options, until: float) -> dict[str, Any]:
+def measure(pair: Pair, asked: kit.Options, notes: list[str]) -> dict[str, Any]:
     """Rounds until the time is over: in each every condition once, beside stock with the same
-    prompts.
+    prompts. What is found is left after each round.
     """
     workloads = workloads_of(pair.config, tiny=asked.tiny)
     vocabulary = int(pair.config["vocab_size"])
@@ -213,14 +214,19 @@ def measure(pair: Pair, asked: kit.Options, until: float) -> dict[str, Any]:
 
     for name in runs:
         once(name)  # graphs, vectors, pages: all is there when the time counts
-    while len(rates) < (2 if asked.tiny else ROUNDS) and (
-        len(rates) < 2 or time.monotonic() < until
-    ):
+    result: dict[str, Any] = {}
+    took = 0.0  # the last round
+    while len(rates) < (2 if asked.tiny else ROUNDS) and (len(rates) < 2 or asked.left > took):
+        began = time.monotonic()
         rates.append(kit.disk_rate(asked.out / "disk", 1 << 20 if asked.tiny else 2 << 30))
         order = list(runs) if len(rates) % 2 else list(runs)[::-1]
         for name in order:
             runs[name].append(once(name))
-    return figures_of(runs, rates, workloads)
+        result = figures_of(runs, rates, workloads)
+        result["notes"] += notes
+        kit.so_far(asked, result)
+        took = time.monotonic() - began
+    return result
 
 
 def figures_of(
@@ -267,27 +273,23 @@ def figures_of(
 
 def main() -> None:
     asked = kit.options(__doc__)
-    until = time.monotonic() + asked.seconds
     if asked.gpu and asked.model == "30b-a3b" and not kit.has_operators("_moe_C"):
         kit.finish(asked, {"skipped": "this vLLM lacks its fused MoE operators (vllm/_moe_C*.so)"})
         return
     memory_gib = kit.machine(asked.device).get("gpu_memory_gib", 1)
-    config, note = kit.shape("tiny"), ""
+    config, note = kit.shape("tiny-experts" if asked.model == "30b-a3b" else "tiny"), ""
     if not asked.tiny:
         config, note = fitted(kit.shape(asked.model, memory_gib), memory_gib)
     model = kit.write_model(asked.out / "model", config, "bfloat16" if asked.gpu else "float32")
     memory, missing = memory_folder(asked.out, tiny=asked.tiny)
     pair = Pair(asked, model, config, memory)
+    notes = [*filter(None, [note, missing])]
+    notes += [f"{kind}: {engine.facts}" for kind, engine in pair.engines.items()]
+    kit.so_far(asked, {"figures": {}, "notes": notes})
     try:
-        result = measure(pair, asked, until)
+        kit.finish(asked, measure(pair, asked, notes))
     finally:
-        facts = {kind: engine.facts for kind, engine in pair.engines.items()}
         pair.close()
-    result["notes"] += [
-        *filter(None, [note, missing]),
-        *(f"{kind}: {told}" for kind, told in facts.items()),
-    ]
-    kit.finish(asked, result)
 
 
 if __name__ == "__main__":

@@ -134,8 +134,7 @@ class Theirs:
         return time.perf_counter() - began
 
 
-async def measure(asked: kit.Options) -> dict[str, Any]:
-    until = time.monotonic() + asked.seconds
+async def measure(asked: kit.Options) -> None:
     config = kit.shape("tiny" if asked.tiny else "8b")
     dtype = "bfloat16" if asked.gpu else "float32"
     model = kit.write_model(asked.out / "model", config, dtype)
@@ -153,37 +152,34 @@ async def measure(asked: kit.Options) -> dict[str, Any]:
     ours = Ours(engine, IN_FLIGHT)
     told.append(ours)
     theirs = Theirs(model, asked.device, dtype)
+    facts = facts_of(engine._llm) | {"enters": engine.enters}
+    notes = [f"{layers} layers × {tokens} tokens, {IN_FLIGHT} cells at a time", f"ours: {facts}"]
+    result: dict[str, Any] = {"figures": {}, "notes": notes}
+    kit.so_far(asked, result)
     rates: dict[str, list[float]] = {"ours": [], "theirs": []}
     for turn in range(-1, 2 if asked.tiny else ROUNDS):  # the first is a warm-up
-        if turn > 0 and time.monotonic() > until:
+        if turn > 0 and asked.left < 0:
             break
         base, source = kit.token_ids(2, tokens, config["vocab_size"], seed=turn)
         taken = {
             "ours": await ours.sweep(base, source, layers),
             "theirs": theirs.sweep(base, source, layers),
         }
-        if turn >= 0:
-            for name, seconds in taken.items():
-                rates[name].append(layers * tokens / seconds)
-    facts = facts_of(engine._llm) | {"enters": engine.enters}
+        if turn < 0:
+            continue
+        for name, seconds in taken.items():
+            rates[name].append(layers * tokens / seconds)
+        pairs = zip(rates["ours"], rates["theirs"], strict=True)
+        result["figures"] = {
+            "cells": kit.figure(rates["ours"]),
+            "batched": kit.figure(rates["theirs"]),
+            "ratio": kit.figure([mine / other for mine, other in pairs]),
+        }
+        kit.so_far(asked, result)
+    kit.finish(asked, result)
     await engine.shutdown()
-    figures = {
-        "cells": kit.figure(rates["ours"]),
-        "batched": kit.figure(rates["theirs"]),
-        "ratio": kit.figure(
-            [mine / other for mine, other in zip(rates["ours"], rates["theirs"], strict=True)]
-        ),
-    }
-    return {
-        "figures": figures,
-        "notes": [
-            f"{layers} layers × {tokens} tokens, {IN_FLIGHT} cells at a time",
-            f"ours: {facts}",
-        ],
-    }
 
 
 if __name__ == "__main__":
-    chosen = kit.options(__doc__)
-    kit.finish(chosen, asyncio.run(measure(chosen)))
+    asyncio.run(measure(kit.options(__doc__)))
     os._exit(0)  # vLLM's own clean-up at the end prints a traceback

@@ -150,7 +150,7 @@ def nsys(asked: kit.Options) -> str:
             command + ["--tiny"] * asked.tiny,
             capture_output=True,
             text=True,
-            timeout=max(30, asked.seconds / 2),
+            timeout=max(10, asked.left),
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -167,39 +167,38 @@ def main() -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     direct = start(asked)
     sizes = (4, 6, 8) if asked.tiny else (64, 32, 40)
-    found = {}
+    if asked.model == "under-nsys":
+        for name in ("idle", "busy"):
+            fill(direct, *sizes, busy=name == "busy")
+            direct.drain()
+        direct.close()
+        return
+    result: dict[str, Any] = {"figures": {}, "tables": [], "notes": [f"{direct.facts}"]}
     for name in ("idle", "busy"):
         fill(direct, *sizes, busy=name == "busy")
-        if asked.model == "under-nsys":
-            direct.drain()
-            continue
-        found[name] = profiled(direct, asked, name)
+        found = profiled(direct, asked, name)
         direct.drain()
+        told = counts(found, asked.gpu)
+        figures = {"idle_site_launches": told["sites"]}
+        if name == "busy":
+            figures = {
+                "site_launches": told["sites"],
+                "launches": told["kernels"],
+                "host_launches": told["host"],
+            }
+            result["tables"].append(most_frequent(found, asked.gpu))
+        result["figures"] |= {key: {"value": value} for key, value in figures.items()}
+        kit.so_far(asked, result)
     direct.close()
-    if not found:
-        return
-    told = {name: counts(events, asked.gpu) for name, events in found.items()}
-    figures = {
-        "site_launches": told["busy"]["sites"],
-        "launches": told["busy"]["kernels"],
-        "idle_site_launches": told["idle"]["sites"],
-        "host_launches": told["busy"]["host"],
-    }
-    # of a CPU: the ops
-    kinds = [
-        name for name, _ in found["busy"].most_common() if name.startswith("gpu:") == asked.gpu
-    ]
-    rows = [[name.removeprefix("gpu:")[:90], found["busy"][name]] for name in kinds[:12]]
-    table = {"title": "Most frequent in the busy step", "columns": ["name", "times"], "rows": rows}
-    notes = [f"{direct.facts}", nsys(asked), f"traces: {asked.out}"]
-    kit.finish(
-        asked,
-        {
-            "figures": {name: {"value": value} for name, value in figures.items()},
-            "tables": [table],
-            "notes": notes,
-        },
-    )
+    result["notes"] += [nsys(asked), f"traces: {asked.out}"]
+    kit.finish(asked, result)
+
+
+def most_frequent(found: Counter[str], gpu: bool) -> dict[str, Any]:
+    """A table of kernels; of a CPU, of ops."""
+    kinds = [name for name, _ in found.most_common() if name.startswith("gpu:") == gpu]
+    rows = [[name.removeprefix("gpu:")[:90], found[name]] for name in kinds[:12]]
+    return {"title": "Most frequent in the busy step", "columns": ["name", "times"], "rows": rows}
 
 
 if __name__ == "__main__":

@@ -179,6 +179,9 @@ class Settings(Record):
     # The data plane
     # hook points to install, separated by commas: fewer cost less in compiled forward passes
     hooks: str = "all"
+    # a second CUDA graph for each batch shape, without sites, which idle steps replay; false: to
+    # find out whether a fault comes from it
+    graph_families: bool = True
     # distinct steering configurations in the engine; more than `max_num_seqs`: waiting requests
     # prepare theirs
     steering_rows: Count = 256

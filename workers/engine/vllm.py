@@ -128,6 +128,7 @@ class VllmEngine(RankControl):
             spill_dir=_spill_dir(settings),
             row_store_mib=_row_store_mib(settings),
             sweep_entry=settings.sweep_entry,
+            graph_families=settings.graph_families,
             writer_threads=settings.writer_threads,
             segment_limit_kib=settings.segment_limit_kib,
             segment_mib=settings.segment_mib,

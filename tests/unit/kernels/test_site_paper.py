@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
+from packaging.version import Version
 from tree import ROOT
 
 pytestmark = pytest.mark.long
 
-#: Bytes of a thread that are spilled at most, by the dtype's bytes.
-SPILLED = {2: 96, 4: 16}  # 88 before features of autoencoders that normalise rows
+#: Bytes of a thread that are spilled at most, by the dtype's bytes: 88 before features of
+#: autoencoders that normalise rows. Triton 3.6 keeps more values at a time.
+SPILLED = {2: 96, 4: 16} if Version(triton.__version__) >= Version("3.7") else {2: 120, 4: 16}
 REGISTERS = {2: 64, 4: 96}
 #: Before: 25, with 3 loads.
 IDLE_INSTRUCTIONS = 17
 WIDTH = 8192
 
 
-def paper(cache: Path, architecture: int) -> list[dict[str, Any]]:
+def paper(cache: Path, architecture: int, *options: str) -> list[dict[str, Any]]:
     script = ROOT / "benchmarks" / "gpu" / "paper.py"
     arguments = [
         sys.executable,
@@ -30,6 +33,7 @@ def paper(cache: Path, architecture: int) -> list[dict[str, Any]]:
         str(WIDTH),
         "--architecture",
         str(architecture),
+        *options,
     ]
     done = subprocess.run(
         arguments,
@@ -72,10 +76,13 @@ def test_an_idle_launch_reads_one_number_and_ends(hopper: list[dict[str, Any]]) 
         assert each["idle_instructions"] <= IDLE_INSTRUCTIONS, each
 
 
-def test_only_the_plan_is_read_before_the_launch_before_has_ended(
-    hopper: list[dict[str, Any]],
-) -> None:
-    assert {each["early_loads"] for each in hopper} == {1}
+def test_no_launch_begins_before_the_launch_before_has_ended(hopper: list[dict[str, Any]]) -> None:
+    """What that gains is not measured."""
+    assert {each["early_loads"] for each in hopper} == {-1}
+
+
+def test_a_launch_that_begins_early_reads_only_the_plan(tmp_path: Path) -> None:
+    assert {each["early_loads"] for each in paper(tmp_path, 90, "--dependent")} == {1}
 
 
 def test_counted_rows_are_added_without_waiting_for_the_sum(hopper: list[dict[str, Any]]) -> None:
@@ -83,4 +90,4 @@ def test_counted_rows_are_added_without_waiting_for_the_sum(hopper: list[dict[st
 
 
 def test_older_gpus_get_no_early_launches(tmp_path: Path) -> None:
-    assert {each["early_loads"] for each in paper(tmp_path, 80)} == {-1}
+    assert {each["early_loads"] for each in paper(tmp_path, 80, "--dependent")} == {-1}

@@ -83,6 +83,7 @@ class PlaneConfig(Record):
     memory_limit_kib: int
     capture_quota_mib: int
     cores: list[int]  # cores that the worker may run on; vLLM binds each rank to some of them
+    graph_families: bool = True  # idle steps have CUDA graphs of their own
     log_format: str = "text"
     log_level: str = "INFO"
     extensions: list[str] = []  # packages whose extensions are loaded

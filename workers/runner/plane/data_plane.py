@@ -218,7 +218,7 @@ class DataPlane:
         #: The order within each phase of a step, see `StepPart`.
         self._parts = tuple(part for part in parts if part is not None)
         self.load = Load()
-        self._traced = traced
+        self._families = traced and config.graph_families
         self._idle = False  # the next forward is of the idle family
         self._idle_steps = 0
         self._preemptions = 0
@@ -405,10 +405,10 @@ class DataPlane:
         family of graphs, in which sites do nothing.
 
         Depends only on data that every rank gets: the ranks of a stage must replay the same graph,
-        even if one of them records nothing or its plan fails. A forward that runs as Python has no
-        graph families, and is never idle.
+        even if one of them records nothing or its plan fails. A forward that runs as Python, or an
+        engine without the setting `graph_families`, has one family, and is never idle.
         """
-        self._idle = self._traced and not (
+        self._idle = self._families and not (
             self._tracked and any(self._touches(*window) for window in windows)
         )
         self._idle_steps += self._idle

@@ -109,7 +109,7 @@ class V1Adapter(_Adapter):
         dispatch_by_family(self.cudagraph_dispatcher)  # type: ignore[attr-defined]
 
     def _warmup_and_capture(self, desc: Any, *args: Any, **kwargs: Any) -> None:
-        with idle_sites(desc.idle):
+        with idle_sites(getattr(desc, "idle", False)):  # without families, it is vLLM's own
             super()._warmup_and_capture(desc, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(
@@ -165,6 +165,8 @@ class V1Adapter(_Adapter):
 class V2Adapter(_Adapter):
     """`vllm.v1.worker.gpu.model_runner.GPUModelRunner` and its CPU subclass."""
 
+    families = False
+
     def execute_model(
         self,
         scheduler_output: Any,
@@ -184,14 +186,17 @@ class V2Adapter(_Adapter):
         return output
 
     def two_families(self) -> None:
-        """Do nothing: the graphs' manager does not exist yet, see `initialize_kv_cache`."""
+        """Give two families to the graphs' managers, which do not exist yet: see
+        `initialize_kv_cache`.
+        """
+        self.families = True
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Call vLLM's method, and give the graph manager that it makes two families. vLLM makes one
+        """Call vLLM's method, and give the graph manager that it makes its families. vLLM makes one
         manager for profiling and one to keep.
         """
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
-        if self.cudagraph_manager is not None:  # type: ignore[attr-defined]
+        if self.families and self.cudagraph_manager is not None:  # type: ignore[attr-defined]
             capture_both_families(self.cudagraph_manager)  # type: ignore[attr-defined]
         return result
 

@@ -86,7 +86,8 @@ class MidstreamWorker(PlatformWorker):
         # vLLM hard-codes the platform's runner class, so the instance's class is replaced by a
         # subclass, which adds methods but no state.
         runner.__class__ = type(f"Midstream{type(runner).__name__}", (*mixed, type(runner)), {})
-        runner.two_families()
+        if plane_config().graph_families:
+            runner.two_families()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         check(self.vllm_config)

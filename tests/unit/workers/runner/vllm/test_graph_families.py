@@ -305,10 +305,60 @@ def test_v2_adapter_gives_both_families_to_every_manager_that_the_runner_makes(
         pass
 
     runner = Midstream()
+    runner.two_families()
     runner.initialize_kv_cache(None)
     for profiling in (True, False):
         runner.initialize_kv_cache("cache", is_profiling=profiling)
         assert len(runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]) == 2 * len(SIZES)
+
+
+# --- without families
+# --------------------------------------------------------------------------------------------------
+
+
+def test_without_families_v1_captures_vllms_graphs_with_their_sites(config: VllmConfig) -> None:
+    """The setting `graph_families=false`: nothing of vLLM's dispatcher is replaced."""
+    stock = CudagraphDispatcher(config)
+    stock.initialize_cudagraph_keys(CUDAGraphMode.FULL)
+    seen = []
+
+    class Runner:
+        def _warmup_and_capture(self, desc: Any, cudagraph_runtime_mode: CUDAGraphMode) -> None:
+            seen.append((desc, sites_idle()))
+
+    class Midstream(V1Adapter, Runner):
+        pass
+
+    for mode, descriptors in stock.get_capture_descs():
+        for descriptor in descriptors:
+            Midstream()._warmup_and_capture(descriptor, mode)
+    assert [(type(each), idle) for each, idle in seen] == [(BatchDescriptor, False)] * len(SIZES)
+
+
+def test_without_families_v2_keeps_vllms_manager(config: VllmConfig, manager: Any) -> None:
+    class Runner:
+        cudagraph_manager: Any = None
+
+        def initialize_kv_cache(self, kv_cache: Any, is_profiling: bool = False) -> None:
+            self.cudagraph_manager = ModelCudaGraphManager(config, torch.device("cpu"), BOTH, 1)
+
+    class Midstream(V2Adapter, Runner):
+        pass
+
+    runner = Midstream()
+    runner.initialize_kv_cache("cache")
+    assert type(runner.cudagraph_manager) is ModelCudaGraphManager
+    assert len(runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]) == len(SIZES)
+
+
+@pytest.mark.parametrize(("families", "idle"), [(True, [True, False]), (False, [False, False])])
+def test_without_families_no_step_is_idle(tmp_path: Path, families: bool, idle: list[bool]) -> None:
+    rig = Rig(tmp_path, traced=True, graph_families=families)
+    whole = capturing(1, total=7)
+    rig.step()
+    chosen = [rig.idle]
+    rig.step((whole, 0, 6), new=[whole])
+    assert [*chosen, rig.idle] == idle
 
 
 # --- which family a step is of
