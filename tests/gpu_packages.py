@@ -16,7 +16,8 @@ PACKED = """
     opentelemetry-api oss-harmony partial-json-parser prometheus_client propcache psutil py-cpuinfo
     pybase64 pyzmq requests sniffio starlette urllib3 uvloop xgrammar yarl annotated-types
     annotated-doc pydantic pydantic-core typing-inspection typing-extensions anyio idna h11 jiter
-    distro regex blake3 setproctitle gguf zlib-ng redis hiredis
+    distro regex blake3 setproctitle gguf zlib-ng redis hiredis truststore
+    compressed-tensors loguru
 """
 #: What an image with PyTorch for CUDA and transformers has.
 IMAGE = """

@@ -3,6 +3,7 @@ layer is held.
 """
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -495,3 +496,74 @@ def test_a_model_that_keeps_what_lies_between_layers_shares_nothing_between_them
     model.aux_hidden_state_layers = (1,)
     sites, _ = put(model, HANDED_ON, always=True)
     assert [site.hook for site in sites if not site.leads] == ["post_attn", "post_block"] * 2
+
+
+# -- through vLLM's compiler backend ---------------------------------------------------------------
+
+_library = torch.library.Library("midstream_test", "FRAGMENT")
+_library.define("between(Tensor x) -> Tensor")
+_library.impl("between", lambda x: x * 1.5, "CPU")
+_library._register_fake("between", torch.empty_like)
+
+
+class Attention(nn.Module):
+    """Its op stands for attention, at which vLLM splits the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.midstream_test.between(self.linear(x))
+
+
+@pytest.mark.long  # half a minute of inductor
+def test_pieces_of_vllms_backend_keep_every_site_and_copy_no_ring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make test-torch` runs this with torch 2.11, where vLLM splits and caches in other ways."""
+    from vllm.compilation.decorators import support_torch_compile
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+    from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
+    class Model(PairModel):
+        def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+            super().__init__()
+            for layer in self.layers:
+                layer.self_attn = Attention()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    # It rewrites calls of vLLM's CUDA ops, by names that a CPU build does not have.
+    monkeypatch.setattr(FixFunctionalizationPass, "__call__", lambda *_: None)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    config = VllmConfig()
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+    config.compilation_config.backend = "inductor"
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    config.compilation_config.compile_sizes = []
+    config.compilation_config.splitting_ops = ["midstream_test::between"]
+    with set_current_vllm_config(config):
+        torch.manual_seed(0)
+        model = support_torch_compile(Model)(vllm_config=config).requires_grad_(False)
+        sites, buffers = put(model, PAIR)
+        capture_all(sites, buffers)
+        expected = model.forward(X)
+        wanted = captured(sites, buffers)
+        buffers.ring.zero_()
+        with set_forward_context(None, config, num_tokens=TOKENS):
+            found = model(X)
+            rows = captured(sites, buffers)
+            buffers.ring.zero_()
+            with idle_sites(True):
+                idle = model(X)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert all(torch.allclose(rows[place], wanted[place], atol=1e-5) for place in wanted)
+    assert torch.equal(idle, found)
+    assert not buffers.ring.any()
+    code = "\n".join(path.read_text() for path in tmp_path.rglob("*.py"))
+    assert code.count("_site.default(") >= sum(site.leads for site in sites)
+    assert f"empty_strided_cpu(({len(buffers.ring)}," not in code
