@@ -41,7 +41,7 @@ class Benchmark:
         self._environment = environment() | {
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "MIDSTREAM_BENCH": str(out),  # what its processes are recognised by
+            "BENCH_GPU_TEST": str(out),  # what its processes are recognised by
         }
 
     def start(self) -> "subprocess.Popen[str]":
@@ -58,7 +58,7 @@ class Benchmark:
         return json.loads(path.read_text())["status"] if path.exists() else "missing"
 
     def processes(self) -> list[int]:
-        mark = f"MIDSTREAM_BENCH={self.out}".encode()
+        mark = f"BENCH_GPU_TEST={self.out}".encode()
         return [
             int(folder.name)
             for folder in Path("/proc").glob("[0-9]*")

@@ -27,6 +27,7 @@ from midstream.schemas.requests.specs import RankSpec, StoredCapture, touched
 from midstream.workers.runner.vllm.graph_families import (
     Batch,
     Execution,
+    FamilyDispatcher,
     capture_both_families,
     dispatch_by_family,
 )
@@ -349,6 +350,32 @@ def test_without_families_v2_keeps_vllms_manager(config: VllmConfig, manager: An
     runner.initialize_kv_cache("cache")
     assert type(runner.cudagraph_manager) is ModelCudaGraphManager
     assert len(runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]) == len(SIZES)
+
+
+@pytest.mark.parametrize("families", [True, False])
+def test_the_setting_decides_whether_a_worker_asks_its_runner_for_families(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, families: bool
+) -> None:
+    from midstream.workers.runner.vllm import worker_class
+
+    class Runner:
+        cudagraph_dispatcher = CudagraphDispatcher(config)
+
+    class Worker(worker_class.MidstreamWorker):
+        use_v2_model_runner = False
+
+        def __init__(self) -> None:
+            pass
+
+    monkeypatch.setattr(
+        worker_class.PlatformWorker, "init_device", lambda self: vars(self).update(made=Runner())
+    )
+    monkeypatch.setattr(Worker, "model_runner", property(lambda self: self.made), raising=False)
+    monkeypatch.setattr(
+        worker_class, "plane_config", lambda: SimpleNamespace(graph_families=families)
+    )
+    Worker().init_device()
+    assert isinstance(Runner.cudagraph_dispatcher, FamilyDispatcher) == families
 
 
 @pytest.mark.parametrize(("families", "idle"), [(True, [True, False]), (False, [False, False])])
