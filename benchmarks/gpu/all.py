@@ -15,6 +15,7 @@ sizes, which shows that it works and measures nothing.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -100,6 +101,7 @@ def run(
             stdout=into,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=[asked.lock.fileno()],
         )
         wrong = ""
         try:
@@ -155,6 +157,9 @@ def run_all(stages: dict[str, Stage], asked: argparse.Namespace) -> list[str]:
     """Names of the stages that failed."""
     (asked.out / "logs").mkdir(parents=True, exist_ok=True)
     deadline, failed = kit.STARTED + asked.budget, []
+    # Held by the keeper of a stage, too: what a killed run left has ended when this is free.
+    asked.lock = (asked.out / "lock").open("w")
+    fcntl.flock(asked.lock, fcntl.LOCK_EX)
     key = kit.source_hash(device=asked.device, tiny=asked.tiny)
     for name, stage in stages.items():
         path = asked.out / f"{name}.json"
