@@ -58,12 +58,12 @@ STAGES: dict[str, Stage] = {
     "kernels": Stage("stage_kernels.py", 100),
     "graphs": Stage("stage_graphs.py", 160),
     "serving-8b": Stage("stage_serving.py", 195, ("--model", "8b")),
-    "sweeps": Stage("stage_sweeps.py", 90),
+    "sweeps": Stage("stage_sweeps.py", 80),
     "timeline": Stage("stage_timeline.py", 70),
-    "serving-70b-shard": Stage("stage_serving.py", 140, ("--model", "70b-shard")),
+    "serving-70b-shard": Stage("stage_serving.py", 130, ("--model", "70b-shard")),
     "serving-30b-a3b": Stage("stage_serving.py", 85, ("--model", "30b-a3b")),
-    "pipeline": Stage("stage_pipeline.py", 60),
-    "sanitizer": Stage("stage_sanitizer.py", 60),
+    "pipeline": Stage("stage_pipeline.py", 100),
+    "sanitizer": Stage("stage_sanitizer.py", 40),
 }
 
 
