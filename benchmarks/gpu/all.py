@@ -15,6 +15,7 @@ sizes, which shows that it works and measures nothing.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -57,12 +58,12 @@ STAGES: dict[str, Stage] = {
     "kernels": Stage("stage_kernels.py", 100),
     "graphs": Stage("stage_graphs.py", 160),
     "serving-8b": Stage("stage_serving.py", 195, ("--model", "8b")),
-    "sweeps": Stage("stage_sweeps.py", 90),
+    "sweeps": Stage("stage_sweeps.py", 80),
     "timeline": Stage("stage_timeline.py", 70),
-    "serving-70b-shard": Stage("stage_serving.py", 140, ("--model", "70b-shard")),
+    "serving-70b-shard": Stage("stage_serving.py", 130, ("--model", "70b-shard")),
     "serving-30b-a3b": Stage("stage_serving.py", 85, ("--model", "30b-a3b")),
-    "pipeline": Stage("stage_pipeline.py", 60),
-    "sanitizer": Stage("stage_sanitizer.py", 60),
+    "pipeline": Stage("stage_pipeline.py", 100),
+    "sanitizer": Stage("stage_sanitizer.py", 40),
 }
 
 
@@ -100,6 +101,7 @@ def run(
             stdout=into,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=[asked.lock.fileno()],
         )
         wrong = ""
         try:
@@ -155,6 +157,9 @@ def run_all(stages: dict[str, Stage], asked: argparse.Namespace) -> list[str]:
     """Names of the stages that failed."""
     (asked.out / "logs").mkdir(parents=True, exist_ok=True)
     deadline, failed = kit.STARTED + asked.budget, []
+    # Held by the keeper of a stage, too: what a killed run left has ended when this is free.
+    asked.lock = (asked.out / "lock").open("w")
+    fcntl.flock(asked.lock, fcntl.LOCK_EX)
     key = kit.source_hash(device=asked.device, tiny=asked.tiny)
     for name, stage in stages.items():
         path = asked.out / f"{name}.json"

@@ -4,6 +4,8 @@ idle hooks cost nothing.
 With `--tiny`, two ranks on a CPU.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import kit
 import stage_serving
 from engines import EngineProcess
@@ -18,14 +20,17 @@ def main() -> None:
     config = kit.shape("tiny" if asked.tiny else "8b")
     model = kit.write_model(asked.out / "model", config, "bfloat16" if asked.gpu else "float32")
     extra = kit.without_weights(asked) | ({"kv_cache_memory_bytes": 6 << 30} if asked.gpu else {})
-    engines = {
-        kind: EngineProcess(
-            kind,
-            kit.serving_settings(asked, asked.out / kind, model, pipeline_parallel_size=2),
-            extra,
-        )
-        for kind in ("stock", "ours")
-    }
+    with ThreadPoolExecutor(2) as starting:
+        started = {
+            kind: starting.submit(
+                EngineProcess,
+                kind,
+                kit.serving_settings(asked, asked.out / kind, model, pipeline_parallel_size=2),
+                extra,
+            )
+            for kind in ("stock", "ours")
+        }
+    engines = {kind: engine.result() for kind, engine in started.items()}
     notes = [f"{kind}: {engine.facts}" for kind, engine in engines.items()]
     found: dict[str, dict[str, float]] = {
         "async": {"value": int(engines["ours"].facts["async_scheduling"])}

@@ -2,6 +2,7 @@
 shown beside their goals.
 """
 
+import fcntl
 import importlib.util
 import json
 import shutil
@@ -149,6 +150,17 @@ def test_a_killed_benchmark_leaves_no_process_and_goes_on_with_its_stage(tmp_pat
     assert record(tmp_path, "hangs")["error"] == "did not end within 2 s"
     assert record(tmp_path, "good")["at"] == first
     assert record(tmp_path, "last")["status"] == "ok"
+
+
+def test_a_run_waits_for_what_another_run_left_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = subprocess.Popen(command(tmp_path, ("good",)), stdout=subprocess.DEVNULL)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(5)
+    assert process.wait(60) == 0
+    assert record(tmp_path, "good")["status"] == "ok"
 
 
 def test_a_stage_that_ended_as_the_benchmark_was_killed_is_kept(tmp_path: Path) -> None:
