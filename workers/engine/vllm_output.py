@@ -46,23 +46,26 @@ def refusal(error: Exception, sampling: Sampling) -> MidstreamError:
     return invalid(getattr(error, "parameter", None) or field, shortened(str(error), MAX_DETAIL))
 
 
-def _merged(
-    self: RequestOutput, following: RequestOutput, aggregate: bool, merge: Any = RequestOutput.add
+def add(
+    self: RequestOutput,
+    next_output: RequestOutput,
+    aggregate: bool,
+    merge: Any = RequestOutput.add,
 ) -> None:
     """Replaces `RequestOutput.add`, with which vLLM joins outputs that are not read yet: it keeps
     only the last `kv_transfer_params`, but the scores of all outputs are needed.
     """
     scores = [
         item
-        for output in (self, following)
+        for output in (self, next_output)
         for item in (output.kv_transfer_params or {}).get(SCORES, ())
     ]
-    merge(self, following, aggregate)
+    merge(self, next_output, aggregate)
     if scores:
         self.kv_transfer_params = {**(self.kv_transfer_params or {}), SCORES: scores}
 
 
-RequestOutput.add = _merged
+RequestOutput.add = add
 
 
 class OutputJoiner:

@@ -39,7 +39,7 @@ class Certifier:
     def __init__(
         self,
         plane: "DataPlane",
-        runner: Any,
+        worker: Any,
         adapter: "Adapter",
         config: Any,
         hooks: Sequence[Hook],
@@ -49,7 +49,7 @@ class Certifier:
     ) -> None:
         """`hooks`: hooks of the residual stream; `inside`: locations of the other hooks."""
         self._inside, self._plane, self._config = inside, plane, config
-        self._model: Any = runner.get_model()
+        self._model: Any = worker.get_model()
         layers = dict(held_layers(self._model, adapter))
         self._stage = Stage(
             model=self._model,
@@ -61,7 +61,7 @@ class Certifier:
             records=get_tp_group().rank_in_group == 0,
         )
         self._layers, self._shape, self._records = layers, self._stage.shape, self._stage.records
-        self._seen = Observed(plane, runner, adapter, layers, traced=traced)
+        self._seen = Observed(plane, worker, adapter, layers, traced=traced)
         self._kept = self._seen.kept
         self._findings: list[Finding] = []
         self._skipped: dict[str, str] = {}

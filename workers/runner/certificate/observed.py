@@ -70,15 +70,20 @@ class Observed:
     def __init__(
         self,
         plane: "DataPlane",
-        runner: Any,
+        worker: Any,
         adapter: "Adapter",
         layers: Iterable[int],
         *,
         traced: bool,
     ) -> None:
         """`layers`: the layers of this rank's stage."""
-        self._plane, self._runner, self._adapter, self._traced = plane, runner, adapter, traced
-        self._model: Any = runner.get_model()
+        self._plane, self._runner, self._adapter, self._traced = (
+            plane,
+            worker.model_runner,
+            adapter,
+            traced,
+        )
+        self._model: Any = worker.get_model()
         self._layers = sorted(layers)
         self.skipped = ""  # why `aux` is empty
         # layer → the residual stream after it, as vLLM reads it for EAGLE-3

@@ -59,7 +59,7 @@ class Head:
             product: torch.Tensor = apply_head(lm_head, *args)
             return product
 
-        processor._apply_head = recorded_head
+        _replace_head(processor, recorded_head)
         self._product(torch.zeros(1, adapter.hidden_size, dtype=dtype, device=device))
         at = getattr(lm_heads[0], "shard_indices", None) if lm_heads else None
         if at is None or at.num_added_elements:
@@ -73,7 +73,7 @@ class Head:
             # vLLM's own product uses buffers that a concurrent forward pass uses too
             if "Unquantized" not in type(lm_head.quant_method).__name__:
                 raise NoHeadError("its output matrix is quantised, and the engine runs on a CPU")
-            processor._apply_head = partial(_linear, processor.head_dtype or dtype)
+            _replace_head(processor, partial(_linear, processor.head_dtype or dtype))
         self._lm_head = lm_head
         first = at.org_vocab_start_index
         self.shard = Shard(
@@ -117,8 +117,9 @@ class Head:
             torch.cuda.current_stream(self.device).synchronize()
         head: Head = copy.copy(self)
         top, processor = _separate(self._top)
-        processor._apply_head = lambda _, given, __: _linear(
-            processor.head_dtype or self.dtype, only, given, shift
+        _replace_head(
+            processor,
+            lambda _, given, __: _linear(processor.head_dtype or self.dtype, only, given, shift),
         )
         head._top, head.shard = top, Shard(0, len(tokens), 0, 1)
         return head
@@ -163,10 +164,26 @@ def _separate(root: Any) -> tuple[nn.Module, Any]:
     if not hasattr(processor, "_apply_head") or not hasattr(processor, "_gather_logits"):
         raise NoHeadError("it has none of vLLM's logits processors")
     top, processor = _copied(root), _copied(processor)
-    processor._gather_logits = lambda logits: logits
+    processor._gather_logits = _gather_logits
     top.__dict__.pop("compute_logits", None)  # wrappers of grading and certification
     top._modules["logits_processor"] = processor
     return top, processor
+
+
+def _gather_logits(logits: torch.Tensor) -> torch.Tensor:
+    """Return this rank's logits alone, in place of vLLM's collective."""
+    return logits
+
+
+def _replace_head(processor: Any, product: Callable[..., torch.Tensor]) -> None:
+    """Make the logits processor multiply with `product(lm_head, rows, bias)`."""
+
+    def _apply_head(
+        lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return product(lm_head, hidden_states, embedding_bias)
+
+    processor._apply_head = _apply_head
 
 
 def _linear(

@@ -179,7 +179,9 @@ def _transformers_names(model: Any, hf_config: Any) -> dict[str, str]:
     return {mapped.removesuffix(".weight"): name for mapped, name in mapped_names.items() if mapped}
 
 
-def _linear_only(name: str, module: torch.nn.Module, supported: list[str]) -> bool:
+def is_supported_lora_module(
+    module_name: str, module: torch.nn.Module, supported_lora_modules: list[str]
+) -> bool:
     """Return whether vLLM may replace this module by its LoRA layer.
 
     Adapters of experts, embeddings and `lm_head` are refused, and vLLM's LoRA layers for experts
@@ -187,13 +189,13 @@ def _linear_only(name: str, module: torch.nn.Module, supported: list[str]) -> bo
     """
     return (
         isinstance(module, LinearBase | BaseLayerWithLoRA)
-        and "lm_head" not in name
-        and _supported(name, module, supported)
+        and "lm_head" not in module_name
+        and _supported(module_name, module, supported_lora_modules)
     )
 
 
 _supported = model_manager.is_supported_lora_module
-model_manager.is_supported_lora_module = _linear_only
+model_manager.is_supported_lora_module = is_supported_lora_module
 
 
 def _parts(

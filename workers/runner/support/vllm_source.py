@@ -80,11 +80,7 @@ class Source:
             match["name"],
             [part.strip() for part in (match["takes"] or "").split(",") if part.strip()],
         )
-        result = (
-            self._member(module, owner, name, frozenset())
-            if owner
-            else (self.find(module, name) or (None, None))[1]
-        )
+        result = self.member(module, owner, name)
         if result is None:
             return f"expected {needed}, found no {name}"
         if not takes:
@@ -99,6 +95,12 @@ class Source:
             if missing or (names[: len(takes)] != takes and _positional(result))
             else ""
         )
+
+    def member(self, module: str, owner: str, name: str) -> ast.stmt | None:
+        """Return the definition of a name in a module, or with `owner` in a class of it."""
+        if owner:
+            return self._member(module, owner, name, frozenset())
+        return (self.find(module, name) or (None, None))[1]
 
     def _member(
         self, module: str, owner: str, name: str, visited: frozenset[str]

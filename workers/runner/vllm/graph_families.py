@@ -89,8 +89,8 @@ class _Capturing(CudaGraphManager):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        def of_family(descriptor: Any, *, warmup: bool) -> Callable[[CUDAGraphMode], None]:
-            forward = create_forward_fn(descriptor, warmup=warmup)
+        def of_family(descriptor: Any, *more: Any, **named: Any) -> Callable[[CUDAGraphMode], None]:
+            forward = create_forward_fn(descriptor, *more, **named)
 
             def run(mode: CUDAGraphMode) -> None:
                 with idle_sites(descriptor.idle):

@@ -56,7 +56,7 @@ class KeptBlocks:
         ):
             return
         self._pool.touch(blocks)
-        self._kept[name] = list(request.prompt_token_ids), blocks
+        self._kept[name] = list(request.all_token_ids[: request.num_prompt_tokens]), blocks
         while len(self._kept) > PROMPTS or self.number > self._pool.num_gpu_blocks // SHARE:
             self._give_up(next(iter(self._kept)))
 
@@ -68,7 +68,7 @@ class KeptBlocks:
         """
         prompt, blocks = self._kept.get(name, ([], []))
         if not 0 < tokens < request.num_prompt_tokens or prompt[:tokens] != list(
-            request.prompt_token_ids[:tokens]
+            request.all_token_ids[:tokens]
         ):
             return None
         self._kept.move_to_end(name)

@@ -26,12 +26,12 @@ def attach(output: Any, result: Callable[[], Sequence[Any]], name: str = _NON_FI
     output, `result` is called when the output is ready.
     """
     if isinstance(output, AsyncModelRunnerOutput):
-        get_output = output.get_output
+        original = output.get_output
 
-        def with_result() -> ModelRunnerOutput:
-            return _with(get_output(), result(), name)
+        def get_output() -> ModelRunnerOutput:
+            return _with(original(), result(), name)
 
-        output.get_output = with_result
+        output.get_output = get_output
         return output
     return (
         _with(output, result(), name)

@@ -4,15 +4,17 @@ Both adapters are mix-ins of the platform's runner class; see `docs/decisions/00
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ....kernels import idle_sites
+from ..base.config import plane_config
 from ..base.engine_step import NewRequest, RequestRows, StepView
 from ..base.packed_spec import packed_spec, unpack
 from ..probes.probe_news import NEWS
+from ..support import build_errors
 from .graph_families import capture_both_families, dispatch_by_family
 from .quarantine import attach
 from .scheduler import ends, finishes, keeping, load, waiting
@@ -61,6 +63,15 @@ class _Adapter:
 
     midstream: "DataPlane | None" = None
 
+    @contextmanager
+    def _step(self, scheduler_output: Any) -> Iterator[None]:
+        """Begin a step, and after the block, which runs the forward, drain it."""
+        config = plane_config()
+        with build_errors.kept_for_worker(config.spill_dir, config.boot):
+            with self._begin(scheduler_output):
+                yield
+            self._drain()
+
     def _begin(self, scheduler_output: Any) -> AbstractContextManager[None]:
         """Begin a step; return the context in which it must run, with its graph family."""
         idle = False
@@ -97,12 +108,10 @@ class V1Adapter(_Adapter):
     """`vllm.v1.worker.gpu_model_runner.GPUModelRunner` and its CPU subclass."""
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
-        with self._begin(scheduler_output):
-            output = super().execute_model(  # type: ignore[misc]
+        with self._step(scheduler_output):
+            return super().execute_model(  # type: ignore[misc]
                 scheduler_output, intermediate_tensors
             )
-        self._drain()
-        return output
 
     def two_families(self) -> None:
         """Give vLLM's dispatcher two graph families; call this before its keys are made."""
@@ -149,16 +158,15 @@ class V1Adapter(_Adapter):
         """Return the drafting model, if any."""
         return getattr(getattr(self, "drafter", None), "model", None)
 
-    def make_pipeline_buffers(self) -> None:
+    def make_pipeline_buffers(
+        self, model: Any, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Make the input buffers of a later pipeline stage: vLLM makes them in a dummy run, which
         eager engines on a CPU skip.
         """
         if self.intermediate_tensors is None:  # type: ignore[has-type]
-            model = self.model  # type: ignore[attr-defined]
             self.intermediate_tensors = model.make_empty_intermediate_tensors(
-                batch_size=self.max_num_tokens,  # type: ignore[attr-defined]
-                dtype=self.model_config.dtype,  # type: ignore[attr-defined]
-                device=self.device,  # type: ignore[attr-defined]
+                batch_size=batch_size, dtype=dtype, device=device
             )
 
 
@@ -170,18 +178,13 @@ class V2Adapter(_Adapter):
         scheduler_output: Any,
         intermediate_tensors: Any = None,
         dummy_run: bool = False,
+        *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if dummy_run:
+        with nullcontext() if dummy_run else self._step(scheduler_output):
             return super().execute_model(  # type: ignore[misc]
-                scheduler_output, intermediate_tensors, dummy_run=True, **kwargs
+                scheduler_output, intermediate_tensors, dummy_run, *args, **kwargs
             )
-        with self._begin(scheduler_output):
-            output = super().execute_model(  # type: ignore[misc]
-                scheduler_output, intermediate_tensors, **kwargs
-            )
-        self._drain()
-        return output
 
     def two_families(self) -> None:
         """Do nothing: the graphs' manager does not exist yet, see `initialize_kv_cache`."""
@@ -210,7 +213,7 @@ class V2Adapter(_Adapter):
         """Return the drafting model, if any."""
         return self.get_draft_model()  # type: ignore[attr-defined]
 
-    def make_pipeline_buffers(self) -> None:
+    def make_pipeline_buffers(self, *_: Any) -> None:
         """Do nothing: the v2 runner makes these buffers."""
 
 

@@ -107,7 +107,8 @@ class _Midstream:
         self._midstream_bases: dict[str, RepeatedPrompt] = {}  # live requests that repeat a prompt
         self._midstream_chunks: dict[str, int] = {}  # live requests → prompt tokens per step
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
-        config, model = plane_config(), self.vllm_config.model_config  # type: ignore[attr-defined]
+        vllm_config = self.vllm_config  # type: ignore[attr-defined]
+        config, model = plane_config(), vllm_config.model_config
         row_bytes = model.get_hidden_size() * model.dtype.itemsize
         block = manager.block_pool.hash_block_size
         self._midstream_rows = RowIndex(
@@ -115,10 +116,11 @@ class _Midstream:
         )
         stages = stage_layers(
             model.get_total_num_hidden_layers(),
-            self.parallel_config.pipeline_parallel_size,  # type: ignore[attr-defined]
+            vllm_config.parallel_config.pipeline_parallel_size,
         )
-        drafts = self.num_spec_tokens  # type: ignore[attr-defined]
-        self._midstream_ring = RingBudget(config.step_rows, stages, drafts)
+        self._midstream_ring = RingBudget(
+            config.step_rows, stages, vllm_config.num_speculative_tokens
+        )
         self._midstream_blocks = KeptBlocks(manager)
         self._midstream_cells = CellSteps(
             self._midstream_bases,
@@ -127,7 +129,7 @@ class _Midstream:
         )
         self._midstream_quarantine = Quarantine(manager)
         self._midstream_probes = ProbeNews()
-        manager.get_computed_blocks = self._capped(manager, manager.get_computed_blocks)
+        manager.get_computed_blocks = self._capped(manager.get_computed_blocks)
 
     def add_request(self, request: Any) -> None:
         spec = _spec(request)
@@ -145,7 +147,7 @@ class _Midstream:
                 request.request_id, spec.captures, spec.prompt_tokens, request.max_tokens
             )
             if spec.lowest_captured >= 0:
-                parallel = self.parallel_config  # type: ignore[attr-defined]
+                parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
                 self._midstream_capturing[request.request_id] = RequestCaptures(
                     spec, tensor_parallel=parallel.tensor_parallel_size > 1
                 )
@@ -328,7 +330,7 @@ class _Midstream:
         keeping.drop = rows.dropped()
         return keeping
 
-    def _capped(self, manager: Any, original: Any) -> Any:
+    def _capped(self, original: Any) -> Any:
         """Return `get_computed_blocks` with limits on the blocks that a request may reuse.
 
         A request that captures reuses cached blocks only as far as their captured rows are kept. A
@@ -338,40 +340,46 @@ class _Midstream:
         that it filled itself, before it was preempted, may lack the lower layers.
         """
 
-        def get_computed_blocks(request: Any) -> Any:
+        def get_computed_blocks(request: Any, max_cache_hit_length: int | None = None) -> Any:
             captures = self._midstream_capturing.get(request.request_id)
             base = self._midstream_bases.get(request.request_id, RepeatedPrompt("", 0, 0))
+            limits = [] if max_cache_hit_length is None else [max_cache_hit_length]
             if (
                 captures is None
-                and (result := self._midstream_blocks.find(base.run, request, base.touched))
+                and (
+                    result := self._midstream_blocks.find(
+                        base.run, request, min([base.touched, *limits])
+                    )
+                )
                 is not None
             ):
                 return *result, 0
-            limit = base.touched if base.layer else None
+            if base.layer:
+                limits.append(base.touched)
             if captures is not None:
                 # A preempted request keeps its recorded rows, and recomputes the others.
-                kept = (
+                limits.append(
                     captures.lowest_captured
                     if request.num_preemptions
                     else self._midstream_rows.reach(captures, request.block_hashes)
                 )
-                limit = kept if limit is None else min(kept, limit)
-            if limit is None:
-                return original(request)
-            lowest = limit
-            coordinator = manager.coordinator
-            find = coordinator.find_longest_cache_hit
-
-            def find_below(block_hashes: Any, max_length: int) -> Any:
-                return find(block_hashes, min(max_length, lowest))
-
-            coordinator.find_longest_cache_hit = find_below
-            try:
-                return original(request)
-            finally:
-                del coordinator.find_longest_cache_hit
+            return original(_Shortened(request, min(limits)) if limits else request)
 
         return get_computed_blocks
+
+
+class _Shortened:
+    """A request as vLLM's search for cached blocks sees it, which may find at most `limit` tokens.
+
+    vLLM takes that limit as an argument only from 0.33 on. Before, it is always all tokens but the
+    last, so here the request has fewer.
+    """
+
+    def __init__(self, request: Any, limit: int) -> None:
+        self._request, self.num_tokens = request, min(request.num_tokens, limit + 1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 class MidstreamScheduler(_Midstream, Scheduler):
@@ -408,7 +416,7 @@ def _rehash(request: Any, *, always: bool = False) -> None:
 def _install_block_keys() -> None:
     original = kv_cache_utils.generate_block_hash_extra_keys
 
-    def with_interventions(
+    def generate_block_hash_extra_keys(
         request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int
     ) -> Any:
         """Return the extra keys of a block's hash: blocks from the first affected position on have
@@ -429,7 +437,7 @@ def _install_block_keys() -> None:
             keys = (*(keys or ()), (_KEY, owner))
         return keys, next_mm_idx
 
-    kv_cache_utils.generate_block_hash_extra_keys = with_interventions
+    kv_cache_utils.generate_block_hash_extra_keys = generate_block_hash_extra_keys
 
 
 _install_block_keys()

@@ -80,7 +80,9 @@ class MidstreamWorker(PlatformWorker):
     def init_device(self) -> None:
         super().init_device()
         runner = self.model_runner
-        mixed: tuple[type, ...] = (V2Adapter if self.use_v2_model_runner else V1Adapter,)
+        mixed: tuple[type, ...] = (
+            V2Adapter if self.vllm_config.use_v2_model_runner else V1Adapter,
+        )
         if current_platform.is_cpu():
             mixed = (*mixed, zeroed_blocks.CpuBlocks)
         # vLLM hard-codes the platform's runner class, so the instance's class is replaced by a
@@ -90,7 +92,7 @@ class MidstreamWorker(PlatformWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         check(self.vllm_config)
-        config, model = plane_config(), self.model_config
+        config, model = plane_config(), self.vllm_config.model_config
         # both refuse models before the weights are read
         adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)
         quantisation = quantisation_of(self.vllm_config)
@@ -106,14 +108,14 @@ class MidstreamWorker(PlatformWorker):
             if quantisation.name:
                 # checked again: this machine's processor may differ from the worker's
                 check_kernels(self.vllm_config, quantisation.name)
-            refuse_shared_scales(self.model_runner.get_model())
+            refuse_shared_scales(self.get_model())
             with (
                 set_current_vllm_config(self.vllm_config),
                 set_forward_context(None, self.vllm_config),
             ):
                 adapter = complete(
                     adapter,
-                    self.model_runner.get_model(),
+                    self.get_model(),
                     model.hf_config.get_text_config(),
                     dtype=model.dtype,
                     device=self.device,
@@ -129,7 +131,7 @@ class MidstreamWorker(PlatformWorker):
         pp, tp = get_pp_group(), get_tp_group()
         if not self._found.refused:
             kinds = attention_kinds(
-                self.model_runner.get_model(),
+                self.get_model(),
                 adapter,
                 lambda values: tp.all_gather(values, 0),
                 tp.world_size,
@@ -144,7 +146,7 @@ class MidstreamWorker(PlatformWorker):
             for hook in adapter.hooks
             if hook in self._found.hooks and (not config.hooks or hook in config.hooks)
         )
-        loaded = self.model_runner.get_model()
+        loaded = self.get_model()
         sites, buffers = install(
             loaded,
             adapter,
@@ -183,7 +185,7 @@ class MidstreamWorker(PlatformWorker):
             warm_up(of_bank, its_buffers)
         place = Place(
             rank=self.rank,
-            world=self.parallel_config.world_size,
+            world=self.vllm_config.parallel_config.world_size,
             tp=tp.rank_in_group,
             pp=pp.rank_in_group,
             stages=pp.world_size,
@@ -235,16 +237,13 @@ class MidstreamWorker(PlatformWorker):
         if place.grades:
             tap(loaded, self._plane.grade)
         if not pp.is_first_rank:
-            self.model_runner.make_pipeline_buffers()
+            tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+            self.model_runner.make_pipeline_buffers(loaded, tokens, model.dtype, self.device)
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        config = plane_config()
-        with build_errors.kept_for_worker(config.spill_dir, config.boot):
-            return super().execute_model(*args, **kwargs)
-
-    def initialize_from_config(self, *args: Any, **kwargs: Any) -> Any:
+    def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Connect the plane to the runner, only now, so that profiling runs do not reach it."""
-        result = super().initialize_from_config(*args, **kwargs)
+        self.model_runner.num_blocks = kv_cache_config.num_blocks
+        result = super().initialize_from_config(kv_cache_config, *args, **kwargs)
         plane = self.model_runner.midstream = self._connected()
         if plane.block_size > 1:
             plane.block_size = self.vllm_config.cache_config.block_size or plane.block_size
@@ -303,7 +302,7 @@ class MidstreamWorker(PlatformWorker):
     def midstream_lora_modules(self) -> dict[str, Any]:
         """Return the modules that LoRA adapters may change."""
         with set_current_vllm_config(self.vllm_config):  # transformers may build vLLM's modules
-            return self._loras().modules(self.model_config.hf_config)
+            return self._loras().modules(self.vllm_config.model_config.hf_config)
 
     def midstream_prepare_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
         """Check whether a `GlobalSteering`, as plain containers, could be committed. Changes
@@ -362,7 +361,7 @@ class MidstreamWorker(PlatformWorker):
             adapter, hooks, traced, inner = self._certified
             self._certifier = Certifier(
                 self._connected(),
-                self.model_runner,
+                self,
                 adapter,
                 self.vllm_config,
                 hooks,

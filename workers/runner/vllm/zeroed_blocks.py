@@ -20,9 +20,13 @@ def install() -> None:
 
 
 class CpuBlocks:
-    """Mix-in of CPU model runners, v1 and v2, that zeroes blocks of all kinds, without Triton."""
+    """Mix-in of CPU model runners, v1 and v2, that zeroes blocks of all kinds, without Triton.
+
+    To the v2 runner it is also vLLM's `KVBlockZeroer`.
+    """
 
     kv_block_zeroer: "CpuBlocks"
+    num_blocks: int  # of the scheduler; set before vLLM allocates the caches
 
     def _init_kv_zero_meta(self) -> None:
         self.kv_block_zeroer = self
@@ -37,11 +41,13 @@ class CpuBlocks:
         """
         # layers may share a cache
         caches: dict[int, torch.Tensor] = {cache.data_ptr(): cache for cache in self._caches()}
-        num_blocks = self.kv_cache_config.num_blocks  # type: ignore[attr-defined]
         for cache in caches.values():
-            parts = cache.shape[0] // num_blocks
+            parts = cache.shape[0] // self.num_blocks
             for block in block_ids:
                 cache[block * parts : (block + 1) * parts].zero_()
+
+    def warmup(self, num_kv_blocks: int) -> None:
+        """Do nothing: there is no kernel to compile."""
 
     def _caches(self) -> list[torch.Tensor]:
         result: Any = self.kv_caches  # type: ignore[attr-defined]

@@ -1,21 +1,18 @@
-"""What we rely on inside vLLM is written down, is there, and is named where it is missing."""
+"""What we rely on inside vLLM is written down, is there, and is named where it is missing; what we
+put in its place accepts all its calls.
+"""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
+import vllm_extract
 from tree import ROOT, imports_of, sources
 
-from midstream.workers.runner.support import seams
-from midstream.workers.runner.support.seams import (
-    READ,
-    SEAMS,
-    WINDOW,
-    Seam,
-    SeamError,
-    mismatches,
-    verify,
-)
+from midstream.workers.runner.support import replacements, seams
+from midstream.workers.runner.support.seam_table import SEAMS, Seam
+from midstream.workers.runner.support.seams import READ, WINDOW, SeamError, mismatches, verify
 from midstream.workers.runner.support.vllm_source import Source, installed
 
 #: What vLLM documents, or exports for users, and what only types need.
@@ -54,18 +51,116 @@ def test_every_module_of_vllm_that_workers_import_is_a_seam() -> None:
     assert {each for each in roots if each.rpartition(".")[0] not in known | PUBLIC} == set()
 
 
+@pytest.mark.parametrize("version", READ)
+def test_a_version_that_is_not_installed_has_every_seam(version: str, tmp_path: Path) -> None:
+    source = vllm_extract.unpack(version, tmp_path)
+    assert source.version == version
+    assert list(mismatches(source)) == []
+
+
+def with_scheduler(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Compare vLLM with a scheduler of ours in which `old` is `new`."""
+    text = (ROOT / "workers" / "runner" / "vllm" / "scheduler.py").read_text()
+    assert text.count(old) == 1
+    changed, parsed = ast.parse(text.replace(old, new)), replacements._parsed
+    monkeypatch.setattr(
+        replacements,
+        "_parsed",
+        lambda file: changed if file == "vllm/scheduler.py" else parsed(file),
+    )
+
+
 @pytest.mark.parametrize(
-    "file", ["runner_adapters.py", "scheduler.py", "graph_families.py", "worker_class.py"]
+    ("old", "new", "problem"),
+    [
+        (
+            "request: Any, max_cache_hit_length: int | None = None",
+            "request: Any",
+            "get_computed_blocks does not accept "
+            "get_computed_blocks(request, max_cache_hit_length)",
+        ),
+        (
+            "request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any",
+            "request: Any, new_token_ids: list[int], *args: Any",
+            "_Midstream._update_request_with_output does not accept "
+            "_update_request_with_output(request=…, new_token_ids=…, is_stale=…)",
+        ),
+        (
+            "    def midstream_end(self,",
+            "    def gone(self): super().gone()\n\n    def midstream_end(self,",
+            "_Midstream.gone extends gone, which is not there",
+        ),
+    ],
 )
-def test_every_method_that_is_extended_is_a_seam(file: str) -> None:
-    extended = {
-        node.attr
-        for node in ast.walk(ast.parse((ROOT / "workers" / "runner" / "vllm" / file).read_text()))
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Call)
-        and ast.unparse(node.value.func) == "super"
-    }
-    assert extended - {"__init__"} - names() == set()
+def test_a_function_in_place_of_vllms_accepts_all_its_calls(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str, problem: str
+) -> None:
+    """The first is our scheduler as it was before vLLM 0.33, which fails at the first request."""
+    with_scheduler(monkeypatch, old, new)
+    found = mismatches(vllm_extract.unpack("0.33.0", tmp_path))
+    assert {line.partition("): ")[2] for line in found} == {problem}
+
+
+def test_a_function_that_has_a_name_of_vllms_by_accident_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_scheduler(monkeypatch, "def midstream_end(self, ends", "def finish_requests(self, ends")
+    problem = "_Midstream.finish_requests hides finish_requests, which Midstream does not know"
+    assert {line.partition("): ")[2] for line in mismatches(installed())} == {problem}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "call"),
+    [
+        ("a, b=0", "a, b=0", ""),
+        ("self, a, b=0", "self, *args, **kwargs", ""),
+        ("a, b=0", "a, *args, **kwargs", ""),
+        ("a, *, b", "a, **kwargs", ""),
+        ("a, /", "b", "a"),
+        ("a, b=0", "a", "a, b"),
+        ("a, b=0", "a, *args", "a=…, b=…"),
+        ("a, b=0", "a, *, b=0", "a, b"),
+        ("a, b=0", "a, b", "a=…"),
+        ("a, b", "b, a", "a, b"),
+        ("a, *, b", "a", "a, b=…"),
+        ("*args", "a=0", "args"),
+        ("**kwargs", "a=0", "kwargs=…"),
+    ],
+)
+def test_a_call_that_one_function_accepts_and_another_does_not(
+    theirs: str, ours: str, call: str
+) -> None:
+    given = []
+    for parameters in (theirs, ours):
+        function = ast.parse(f"def f({parameters}): ...").body[0]
+        assert isinstance(function, ast.FunctionDef)
+        given.append(replacements.signature_of(function))
+    assert replacements.refused_call(*given) == call
+
+
+def test_everything_in_place_of_vllms_is_compared() -> None:
+    """Classes that extend a class of vLLM's, and functions that are assigned to a name of vLLM's.
+
+    A model's `forward` is wrapped in functions that take any arguments.
+    """
+    known, seam_names = {name for seam in SEAMS for name in seam.ours}, names() - {"__init__"}
+    missed: list[str] = []
+    for path in sources("workers"):
+        tree = ast.parse(path.read_text())
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        for node in classes:
+            heirs = {other.name for other in classes if node.name in map(ast.unparse, other.bases)}
+            if not {node.name, *heirs} & known:
+                extended = set(re.findall(r"super\(\)\.(\w+)", ast.unparse(node)))
+                missed += [f"{path.name}: {node.name}.{name}" for name in extended & seam_names]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(
+                target := node.targets[0], ast.Attribute
+            ):
+                replaced = target.attr in seam_names - known - {"forward"}
+                if replaced and isinstance(node.value, ast.Name | ast.Lambda):
+                    missed.append(f"{path.name}: {ast.unparse(node)}")
+    assert missed == []
 
 
 def test_the_page_shows_the_seams() -> None:
