@@ -164,7 +164,12 @@ RULES = (
     Rule("diffusion_config", (None,), "a step computes rows of positions that are not final"),
     Rule("engram_config", (None,), "untested"),
     # State outside the batch
-    Rule("kv_transfer_config", (None,), _STATE),
+    Rule(
+        "kv_transfer_config",
+        (None,),
+        "requests could reuse cached blocks whose rows were not kept: the limit on reuse does not "
+        "cover a connector's blocks",
+    ),
     Rule("ec_transfer_config", (None,), _STATE),
     Rule("cache_config.kv_offloading_size", (None,), _STATE),
     Rule("cache_config.mamba_cache_mode", ("none",), _STATE),

@@ -16,9 +16,9 @@ from .vllm_source import Source, installed
 
 #: Versions whose runners the adapters were tested with, newest first. Other versions are refused,
 #: see `allowlist`.
-WINDOW: tuple[str, ...] = ("0.32.0", "0.31.0")
-#: Later versions whose source has every seam, but with which no test ran: accepted with the setting
-#: `engine_unproven`, on accelerators, with a caveat in manifests.
+WINDOW: tuple[str, ...] = ("0.32.0",)
+#: Later versions whose source has every seam, but with whose builds no test ran: accepted with the
+#: setting `engine_unproven`, and with a caveat in manifests.
 READ: tuple[str, ...] = ("0.33.0",)
 
 
@@ -56,7 +56,7 @@ def verify(source: Source | None = None, *, unproven: bool = False) -> list[str]
         more = (
             (
                 ", or this one with `engine_unproven`: its source has every seam, but no test "
-                "ran with it"
+                "ran with its builds"
             )
             if version in READ
             else ""
@@ -71,7 +71,7 @@ def verify(source: Source | None = None, *, unproven: bool = False) -> list[str]
             f"{'; '.join(result)}"
         )
     return (
-        [f"vLLM {version} has every seam, but no test of Midstream ran with it: rows may be wrong"]
+        [f"vLLM {version} has every seam, but no test ran with its builds: rows may be wrong"]
         if version in READ
         else []
     )

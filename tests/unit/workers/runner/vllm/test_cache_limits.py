@@ -1,4 +1,4 @@
-"""How many cached tokens a request may reuse, in vLLM that takes a limit and in vLLM that does not."""
+"""How many cached tokens a request may reuse, with a limit from vLLM and without one."""
 
 from types import SimpleNamespace
 from typing import Any
