@@ -161,7 +161,9 @@ class V1Adapter(_Adapter):
     def make_pipeline_buffers(
         self, model: Any, batch_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Make a later stage's input buffers, since eager CPU runs skip the dummy run for this."""
+        """Make the input buffers of a later pipeline stage: vLLM makes them in a dummy run, which
+        eager engines on a CPU skip.
+        """
         if self.intermediate_tensors is None:  # type: ignore[has-type]
             self.intermediate_tensors = model.make_empty_intermediate_tensors(
                 batch_size=batch_size, dtype=dtype, device=device
