@@ -82,7 +82,7 @@ def test_a_wheel_from_the_source_distribution_is_the_same(
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     again = wheel_kit.built(unpacked, tmp_path / "again")
     assert files_of(again) == files_of(wheel)
-    assert {"LICENSE", "README.md", "pyproject.toml"} <= {path.name for path in unpacked.iterdir()}
+    assert {"LICENSE", "PACKAGE.md", "pyproject.toml"} <= {path.name for path in unpacked.iterdir()}
 
 
 def test_the_wheel_names_its_version_extras_commands_and_licence(wheel: Path) -> None:

@@ -49,6 +49,12 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(path: Path) -> None:
     assert broken == []
 
 
+def test_the_package_index_shows_a_page_without_relative_links() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    links = _links((ROOT / project["readme"]).read_text())
+    assert [link for link in links if not link.startswith("https://")] == []
+
+
 def test_every_page_stands_in_the_index_once() -> None:
     """The site's navigation is read from there."""
     docs = ROOT / "docs"

@@ -155,6 +155,7 @@ TOP_LEVEL = {
     "pyproject.toml",
     "Makefile",
     "README.md",
+    "PACKAGE.md",
     "CONTRIBUTING.md",
     "LICENSE",
     "CHANGELOG.md",
