@@ -1,6 +1,7 @@
 """Does the picture of the service fit on a narrow terminal, and does the doctor read it rightly?"""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from midstream import __version__
 from midstream.client.render import status as show_status
-from midstream.client.stack.checks import service_checks
+from midstream.client.stack.checks import engine_checks, service_checks
 from midstream.client.stack.checks.finding import Finding
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
@@ -185,6 +186,14 @@ def test_the_doctor_grades_status_findings(changes: dict[str, Any], about: str, 
         [] if level == "ok" else [(about, level)]
     )
     assert all(finding.advice for finding in found)
+
+
+def test_the_doctor_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (found,) = engine_checks.vllm(Settings())
+    assert (found.level, found.about) == ("fail", "vllm")
+    assert found.found == "torch cannot be imported: OSError: libtorch.so: cannot open"
 
 
 def test_the_doctor_lists_allowed_hosts() -> None:
