@@ -161,7 +161,9 @@ def serve(
 
 def _run(command: str, set_: list[str] | None, options: dict[str, Any]) -> None:
     """Check the settings, and run the stack until Ctrl-C."""
-    settings = load_settings(given=overrides(set_ or []), **options)
+    given = overrides(set_ or [])
+    settings = load_settings(given=given, **options)
+    fixed = {*given, *(name for name, value in options.items() if value is not None)}
     if settings.engine == Settings().engine:
         parts = [part for part in COMMANDS[command] if part != "model" or not settings.model]
         need("cpu", f"`midstream {command}`", *parts)
@@ -176,4 +178,5 @@ def _run(command: str, set_: list[str] | None, options: dict[str, Any]) -> None:
     logging.disable(logging.WARNING)  # vLLM logs when it is imported
     check_options(settings)
     logging.disable(logging.NOTSET)
-    raise typer.Exit(Supervisor(settings, say=lambda line: print(line, flush=True)).run())
+    stack = Supervisor(settings, say=lambda line: print(line, flush=True), fixed=fixed)
+    raise typer.Exit(stack.run())

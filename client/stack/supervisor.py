@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -108,13 +108,19 @@ class Supervisor:
     `settings` may omit the model (the demo model is fetched), ports (0: free ports) and Redis (a
     private Redis is started). Raises SettingsError for an invalid setting,
     MidstreamError("conflict") if the data directory is in use, and MidstreamError with a child's
-    last error line if the stack does not start.
+    last error line if the stack does not start. `fixed`: settings of ports that the user chose: if
+    such a port is taken, or one that is not the default, no other is used.
     """
 
     def __init__(
-        self, settings: Settings, say: Say = print, waiting: Callable[[], None] = lambda: None
+        self,
+        settings: Settings,
+        say: Say = print,
+        waiting: Callable[[], None] = lambda: None,
+        fixed: Collection[str] = (),
     ):
         self._print = say
+        self._fixed = fixed
         self._waiting = waiting  # called several times a second while the stack starts
         self.data = Path(settings.data_dir).expanduser().resolve()
         self.settings = settings
@@ -208,7 +214,7 @@ class Supervisor:
         try:
             self._take_folder()
             self.settings = with_secrets(
-                prepare(self.settings, self.data, self._say), self.data, self._say
+                prepare(self.settings, self.data, self._say, self._fixed), self.data, self._say
             )
             logs = private_folder(self.data / "logs")
             for root in (self.settings.sae_root, self.settings.lens_root):
@@ -540,8 +546,9 @@ class Supervisor:
             self._unwritten = False
 
 
-def prepare(settings: Settings, data: Path, say: Say) -> Settings:
-    """Return the settings with absolute folders, free ports and a model.
+def prepare(settings: Settings, data: Path, say: Say, fixed: Collection[str] = ()) -> Settings:
+    """Return the settings with absolute folders, free ports and a model. `fixed`: as for
+    `Supervisor`.
 
     Raises SettingsError that names the setting.
     """
@@ -557,10 +564,10 @@ def prepare(settings: Settings, data: Path, say: Say) -> Settings:
         changes["model"] = _checkpoint("model", settings.model)
     if settings.draft_model:
         changes["draft_model"] = _checkpoint("draft_model", settings.draft_model)
-    changes["api_port"] = _available_port("api_port", settings.api_host, settings.api_port, say)
-    changes["flower_port"] = _available_port(
-        "flower_port", settings.flower_host, settings.flower_port, say
-    )
+    for name, host in (("api_port", settings.api_host), ("flower_port", settings.flower_host)):
+        port = getattr(settings, name)
+        may_move = name not in fixed and port == getattr(Settings(), name)
+        changes[name] = _available_port(name, host, port, say if may_move else None)
     if not settings.relay_url:
         changes["relay_url"] = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     return msgspec.structs.replace(settings, **changes)
@@ -627,8 +634,11 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _available_port(name: str, host: str, port: int, say: Say) -> int:
-    """Return `port` if it can be bound; otherwise, and for 0, a free port."""
+def _available_port(name: str, host: str, port: int, say: Say | None) -> int:
+    """Return `port` if it can be bound, and for 0 a free port.
+
+    Otherwise says that a free port is used, and returns it; without `say`, raises SettingsError.
+    """
     if not port:
         return free_port(host)
     with socket.socket(_family(host)) as probe:
@@ -636,8 +646,11 @@ def _available_port(name: str, host: str, port: int, say: Say) -> int:
         try:
             probe.bind((host, port))
         except OSError as error:
+            taken = f"{name} {port} is not available ({error.strerror})"
+            if say is None:
+                raise SettingsError(f"{taken}: 0 takes any free port") from None
             free = free_port(host)
-            say(f"{name} {port} is not available ({error.strerror}): using {free}")
+            say(f"{taken}: using {free}")
             return free
     return port
 

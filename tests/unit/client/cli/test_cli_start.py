@@ -20,7 +20,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
     """The settings of every stack that would have been started."""
     settings: list[Settings] = []
 
-    def stack(given: Settings, say: Any) -> SimpleNamespace:
+    def stack(given: Settings, say: Any, fixed: Any) -> SimpleNamespace:
         settings.append(given)
         return SimpleNamespace(run=lambda: 0)
 
@@ -53,6 +53,22 @@ def test_serve_starts_the_stack_with_these_settings(
     assert made.model == "/models/x"
     assert (made.api_port, made.tensor_parallel_size, made.enforce_eager) == (8000, 2, True)
     assert made.engine_options == {"seed": 7}
+
+
+def test_ports_that_are_given_as_options_are_fixed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found: list[set[str]] = []
+
+    def stack(given: Settings, say: Any, fixed: set[str]) -> SimpleNamespace:
+        found.append(fixed & {"api_port", "flower_port"})
+        return SimpleNamespace(run=lambda: 0)
+
+    monkeypatch.setattr(supervisor, "Supervisor", stack)
+    monkeypatch.chdir(tmp_path)
+    for options in ([], ["--port", "8321"], ["--set", "flower_port=5555"]):
+        assert call(capsys, "up", "--set", "engine=fake", *options)[0] == 0
+    assert found == [set(), {"api_port"}, {"flower_port"}]
 
 
 def test_serve_takes_any_setting(

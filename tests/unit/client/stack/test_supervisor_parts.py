@@ -104,21 +104,6 @@ def test_a_model_in_a_folder_needs_no_hub(tmp_path: Path) -> None:
     assert child_environment(Settings(model=str(tmp_path)))["HF_HUB_OFFLINE"] == "1"
 
 
-def test_a_taken_port_is_replaced_with_a_notice(tmp_path: Path) -> None:
-    said: list[str] = []
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        taken = other.getsockname()[1]
-        settings = prepare(
-            Settings(engine="fake", api_port=taken, flower_port=0), tmp_path, said.append
-        )
-    assert settings.api_port not in (0, taken)
-    assert settings.flower_port != 0
-    assert settings.relay_url.startswith("tcp://127.0.0.1:")
-    assert any(f"api_port {taken}" in line and str(settings.api_port) in line for line in said)
-
-
 @pytest.mark.parametrize(
     ("host", "url"),
     [
@@ -143,6 +128,26 @@ def test_a_port_is_found_on_the_loopback_of_ipv6_as_well(tmp_path: Path) -> None
     assert (
         prepare(Settings(engine="fake", api_host="::1", api_port=0), tmp_path, print).api_port > 0
     )
+
+
+def test_only_a_default_port_that_is_taken_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        settings = Settings(engine="fake", api_port=port, flower_port=0)
+        with pytest.raises(SettingsError, match=f"api_port {port} is not available .*: 0 takes"):
+            prepare(settings, tmp_path, said.append)
+        assert said == []
+        monkeypatch.setattr(supervisor, "Settings", lambda: settings)  # it is the default now
+        prepared = prepare(settings, tmp_path, said.append)
+        assert prepared.api_port not in (0, port)
+        assert (prepared.flower_port > 0, prepared.relay_url[:16]) == (True, "tcp://127.0.0.1:")
+        assert f"api_port {port} is not available" in said[0]
+        assert f"using {prepared.api_port}" in said[0]
+        with pytest.raises(SettingsError, match=f"api_port {port} is not available"):
+            prepare(settings, tmp_path, said.append, fixed={"api_port"})
 
 
 def test_a_folder_without_a_checkpoint_is_refused_by_the_settings_name(tmp_path: Path) -> None:
