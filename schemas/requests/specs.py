@@ -89,6 +89,13 @@ class CaptureSpec(SitesSpec):
     run: RunName | None = None
 
 
+FIRST_TOKEN = (
+    "`scale` is relative to the norm of each row (default: false). The first token's norm may be a "
+    'hundred times that of the others, and steering it then breaks the text: `positions` {"start": '
+    "1} leaves it out."
+)
+
+
 class SteeringSpec(Record):
     """Edit the rows at `hook` of each of `layers`, at `positions`, as `op` defines.
 
@@ -110,7 +117,7 @@ class SteeringSpec(Record):
     op: Annotated[SteeringOp, msgspec.Meta(description=MEANINGS)] | None = None  # default: add
     module: Reference | None = None
     scale: float | None = None  # default: 1
-    norm_match: bool | None = None  # default: false
+    norm_match: Annotated[bool, msgspec.Meta(description=FIRST_TOKEN)] | None = None
     alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # default: 1
     strength: float | None = None  # default: 1
     # limits of the component along v, in units of the stream; default: no limit
