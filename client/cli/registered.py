@@ -162,7 +162,7 @@ def loras_add(
 ) -> None:
     """Register an adapter, or replace it; running requests keep the previous one."""
     with connect(url) as client:
-        print_record(client.adapters.register(name, path, model, description), json_)
+        print_record(client.loras.register(name, path, model, description), json_)
 
 
 @sae_app.command("register")

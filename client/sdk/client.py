@@ -4,6 +4,7 @@ written once (`client.sdk.calls`).
 
 from typing import TYPE_CHECKING, NoReturn
 
+from ...schemas.base.errors import suggestion
 from .. import notebook
 from . import discovery, wire
 from .calls import Awaits, Blocks, Calls, M, stream, verb
@@ -14,9 +15,9 @@ from .jobs import Jobs
 from .mapping.map import over
 from .readings import Readings
 from .registered import (
-    Adapters,
     GlobalSteering,
     Lenses,
+    Loras,
     Modules,
     Probes,
     Saes,
@@ -26,6 +27,9 @@ from .server import Server
 from .service import Keys, Tenants, Webhooks
 from .sweeps import Sweeps
 from .transport import AwaitingTransport, BlockingTransport, Transport
+
+#: First guess at a call → advice.
+_MEANT = dict.fromkeys(("generate", "complete"), "did you mean 'run'?")
 
 
 class Verbs(Calls[M]):
@@ -63,7 +67,7 @@ class Verbs(Calls[M]):
         self.probes: Probes[M] = Probes(io, blocking)
         self.saes: Saes[M] = Saes(io, blocking)
         self.lenses: Lenses[M] = Lenses(io, blocking)
-        self.adapters: Adapters[M] = Adapters(io, blocking)
+        self.loras: Loras[M] = Loras(io, blocking)
         self.keys: Keys[M] = Keys(io, blocking)
         self.tenants: Tenants[M] = Tenants(io, blocking)
         self.webhooks: Webhooks[M] = Webhooks(io, blocking)
@@ -81,9 +85,12 @@ class Verbs(Calls[M]):
                 for call in dir(calls)
                 if call in words
             ]
-            hint = f"; did you mean {meant[0]!r}?" if meant else ""
+            hint = f"did you mean {meant[0]!r}?" if meant else _MEANT.get(name)
+            hint = hint or suggestion(name, dir(self))
             raise AttributeError(
-                f"{type(self).__name__} has no attribute {name!r}{hint}", name=name, obj=self
+                f"{type(self).__name__} has no attribute {name!r}" + (f"; {hint}" if hint else ""),
+                name=name,
+                obj=self,
             )
 
 

@@ -200,7 +200,7 @@ class GlobalSteering(Calls[M]):
         return await self._about("GET", _DYNAMIC, Dynamic, model)
 
 
-class Adapters(Named[M, Lora]):
+class Loras(Named[M, Lora]):
     """Calls on LoRA adapters."""
 
     _path, _record, _request, _page = "/v1/loras", Lora, LoraRequest, LoraPage

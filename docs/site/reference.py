@@ -22,13 +22,17 @@ def python() -> str:
     parts = [
         "# Python",
         (
-            "Every name of `midstream` and `midstream.lens`; [the client's "
-            "page](../client.md) shows their use."
+            "Every name of `midstream` and `midstream.lens`, and the groups of calls of a "
+            "client; [the client's page](../client.md) shows their use."
         ),
     ]
     for package in map(import_module, ("midstream", "midstream.lens")):
         values = [getattr(package, name) for name in package.__all__ if not name.startswith("__")]
         parts += [f"::: {_home(value)}" for value in values]
+    client = import_module("midstream").Client("127.0.0.1:1")  # it connects when it is called
+    for name, group in vars(client).items():
+        if not name.startswith("_") and not isinstance(group, str):
+            parts += [f"## `client.{name}`", f"::: {_home(type(group))}"]
     return "\n\n".join(parts) + "\n"
 
 

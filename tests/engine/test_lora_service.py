@@ -61,8 +61,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         Stack(folder / "stack", api=True, start_timeout_s=180, **options) as stack,
         Client(stack.url) as client,
     ):
-        client.adapters.register("one", "first")
-        client.adapters.register("two", "deep/second", description="attention only")
+        client.loras.register("one", "first")
+        client.loras.register("two", "deep/second", description="attention only")
         yield Served(stack, client, root, base, truth)
 
 
@@ -87,7 +87,7 @@ def test_a_job_names_an_adapter_and_gets_the_rows_of_merged_weights(served: Serv
                 assert (
                     relative_error(reader.array(layer, hook), wanted[hook, layer]) <= FP32_ROWS
                 ), (name, hook, layer)
-        lora = served.client.adapters.get(name) if name else None
+        lora = served.client.loras.get(name) if name else None
         manifest = httpx2.get(f"{served.stack.url}/v1/captures/{result.id}").json()
         for named in (result.lora, reader.manifest().lora):
             assert (named and (named.name, named.digest)) == (lora and (name, lora.digest))
@@ -118,10 +118,10 @@ def test_what_cannot_be_served_is_refused_when_it_is_registered(served: Served) 
                 served.root, path, checkpoint("qwen2", served.root.parent / "qwen2"), LLAMA
             )
         with pytest.raises(MidstreamError) as refused:
-            served.client.adapters.register("bad", path)
+            served.client.loras.register("bad", path)
         assert (refused.value.kind, refused.value.field) == ("invalid_request", "path")
         assert says in refused.value.detail
-    assert [lora.name for lora in served.client.adapters.list()] == ["one", "two"]
+    assert [lora.name for lora in served.client.loras.list()] == ["one", "two"]
 
 
 def test_completions_under_two_adapters_and_none_are_answered_side_by_side(served: Served) -> None:
@@ -191,32 +191,32 @@ def test_a_sweep_under_an_adapter_measures_the_merged_model(served: Served) -> N
 def test_a_name_may_be_pointed_at_other_content_and_removed(served: Served) -> None:
     """Accepted jobs keep what they had; a run says with which adapter its rows were computed."""
     make_adapter(served.root, "first-again", served.base, LLAMA[:1])
-    made = served.client.adapters.register("moving", "first")
+    made = served.client.loras.register("moving", "first")
     kept = served.client.run(
         model="llama",
         prompts=[[5, 6, 7]],
         lora="moving",
         capture={"layers": 2, "positions": "all_prompt", "run": "kept"},
     )
-    assert served.client.adapters.register("moving", "first").replaced == ""
-    assert served.client.adapters.register("moving", "first-again").replaced == made.digest
+    assert served.client.loras.register("moving", "first").replaced == ""
+    assert served.client.loras.register("moving", "first-again").replaced == made.digest
     assert httpx2.get(f"{served.stack.url}/v1/runs/kept").json()["lora"] == {
         "name": "moving",
         "digest": made.digest,
     }
     assert kept.lora.digest == made.digest
-    served.client.adapters.delete("moving")
+    served.client.loras.delete("moving")
     with pytest.raises(MidstreamError, match="unknown adapter 'moving'"):
         served.client.submit(model="llama", prompts=[[5]], lora="moving")
     with pytest.raises(MidstreamError, match="unknown adapter 'moving'"):
-        served.client.adapters.delete("moving")
+        served.client.loras.delete("moving")
 
 
 def test_files_that_change_behind_a_registration_fail_the_job_with_the_reason(
     served: Served,
 ) -> None:
     make_adapter(served.root, "editable", served.base, LLAMA[:1], alpha=2.0)
-    served.client.adapters.register("editable", "editable")
+    served.client.loras.register("editable", "editable")
     make_adapter(served.root, "editable", served.base, LLAMA[:1], alpha=3.0)
     with pytest.raises(
         MidstreamError, match="files have changed since it was registered"

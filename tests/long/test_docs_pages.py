@@ -80,8 +80,8 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(
             client.global_steering.clear()
             for module in client.modules.list():
                 client.modules.delete(module.name)
-            for lora in client.adapters.list():
-                client.adapters.delete(lora.name)
+            for lora in client.loras.list():
+                client.loras.delete(lora.name)
             for lens in client.lenses.list():
                 client.lenses.delete(lens.name)
             for sae in client.saes.list():

@@ -124,21 +124,21 @@ async def probes(client: AsyncClient) -> None:
 
 async def registries(client: AsyncClient) -> None:
     """Of what operators put into folders: there is none here."""
-    assert (await client.adapters.list(), await client.saes.list(), await client.lenses.list()) == (
+    assert (await client.loras.list(), await client.saes.list(), await client.lenses.list()) == (
         [],
         [],
         [],
     )
     for call in (
-        client.adapters.get,
-        client.adapters.delete,
+        client.loras.get,
+        client.loras.delete,
         client.saes.get,
         client.saes.delete,
         client.lenses.get,
         client.lenses.delete,
     ):
         await refused(call("none"), "not_found")
-    for register in (client.adapters.register, client.saes.register, client.lenses.register):
+    for register in (client.loras.register, client.saes.register, client.lenses.register):
         await refused(register("none", "nowhere"), "invalid_request")
     for features in (client.features("hi", "none"), client.readings.features_of("hi", ["none"])):
         await refused(features, "invalid_request")

@@ -32,7 +32,7 @@ from ..calls import Awaits, Calls
 from ..captures import Captures
 from ..fields import MapFields
 from ..jobs import Jobs
-from ..registered import Adapters, GlobalSteering, Lenses, Modules, Probes, Saes, SourceRuns
+from ..registered import GlobalSteering, Lenses, Loras, Modules, Probes, Saes, SourceRuns
 from ..server import Server
 from ..transport import Transport
 from . import key as map_key
@@ -61,7 +61,7 @@ MAX_PAUSE_S = 60.0
 _KINDS: dict[str, Any] = {
     "module": Modules,
     "sae": Saes,
-    "lora": Adapters,
+    "lora": Loras,
     "tuned": Lenses,
     "probe": Probes,
 }

@@ -47,6 +47,16 @@ def test_search_leaves_out_decisions_results_and_sources(pages: dict[str, str]) 
     assert not found & {"steering.md", "tour.md", "client.md", "repository/overview.md"}
 
 
+def test_the_python_reference_has_every_group_of_calls(pages: dict[str, str]) -> None:
+    shown = re.findall(
+        r"^## `client\.(\w+)`\n\n::: midstream\.client\.sdk\.\w+\.\w+$",
+        pages["reference/python.md"],
+        re.MULTILINE,
+    )
+    assert {"jobs", "captures", "modules", "loras", "webhooks"} <= set(shown)
+    assert len(shown) == 15
+
+
 def test_links_out_of_docs_lead_to_pages_of_the_site(pages: dict[str, str]) -> None:
     assert "](repository/overview.md)" in pages["README.md"]
     assert "](../repository/examples/first_hour.ipynb.md)" not in pages["README.md"]
