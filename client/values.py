@@ -16,7 +16,7 @@ from ..schemas.base.errors import NO_FIELD, MidstreamError, invalid, suggestion
 from ..schemas.base.records import Record
 from ..schemas.base.tensors import Tensor, from_numpy
 from ..schemas.jobs.jobs import JobRequest, Sampling
-from ..schemas.prompts.selectors import HookName
+from ..schemas.prompts.selectors import HookName, full_name
 from ..schemas.requests.specs import CaptureSpec, PatchSource
 from ..schemas.service.choices import refusal
 from .durations import seconds
@@ -40,6 +40,22 @@ _TAKES: dict[type[inspect.Type], tuple[type, ...]] = {
 #: Fields in seconds that also accept a text such as `90d`.
 _DURATIONS = frozenset({"expires_in", "keep_former_s"})
 _LISTS = (inspect.ListType, inspect.VarTupleType, inspect.TupleType)
+_PAIRS = {"pairs": "give the prompts as pairs=[{'clean': …, 'corrupt': …}]"}
+#: First guess at a keyword → field of the request that it may mean → advice.
+_MEANT: dict[str, dict[str, str]] = {
+    "text": {"prompts": "give the text as prompt=…", "prompt": "give the text as prompt=…"}
+    | _PAIRS,
+    "prompt": {"messages": "use messages=[{'role': 'user', 'content': …}], or completion"} | _PAIRS,
+    "layer": {"capture": "`capture`, `steering` and `patch` have layers"},
+    "extra_body": {"model": "its fields are arguments of the call"},
+    **dict.fromkeys(("clean", "corrupt", "corrupted"), _PAIRS),
+    **{
+        f"guided_{kind}": {"structured_outputs": f"use structured_outputs={{'{kind}': …}}"}
+        for kind in ("json", "regex", "choice", "grammar")
+    },
+}
+#: Most fields of a request that a message lists.
+_LISTED = 30
 
 
 class UnknownArgument(MidstreamError, TypeError):
@@ -62,6 +78,14 @@ def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
     Raises UnknownArgument for an unknown keyword, MidstreamError naming an invalid field.
     """
     if given is not None:
+        if not isinstance(given, kind | Mapping):
+            raise invalid(
+                "request",
+                f"expected a {kind.__name__}, got {type(given).__name__}",
+                hint=_advice("text", getattr(kind, "__struct_fields__", ()))
+                if isinstance(given, str)
+                else None,
+            )
         if fields:
             raise invalid(
                 next(iter(fields)), f"give either a {kind.__name__} or keyword arguments, not both"
@@ -72,18 +96,30 @@ def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
     return checked({name: value for name, value in fields.items() if value is not None}, kind)
 
 
-def known_keywords(fields: Iterable[str], kind: Any) -> None:
-    """Raise UnknownArgument for the first name that is neither a field of `kind` nor an alias."""
+def known_keywords(fields: Iterable[str], kind: Any, own: Iterable[str] = ()) -> None:
+    """Raise UnknownArgument for the first name that is neither a field of `kind` nor an alias.
+
+    `own`: other keywords of the call, which the message may suggest.
+    """
     names = [*kind.__struct_fields__, *(Sampling.__struct_fields__ if kind is JobRequest else ())]
     for name in fields:
         if name not in names and not (kind is JobRequest and name == "prompt"):
+            hint = suggestion(name, own) or _advice(name, names)
+            if hint is None and len(names) > _LISTED:
+                hint = "help() of the call lists its fields"
             raise UnknownArgument(
                 "invalid_request",
                 NO_FIELD,
                 field=name,
-                allowed=", ".join(kind.__struct_fields__),
-                hint=suggestion(name, names),
+                allowed=None if hint else ", ".join(kind.__struct_fields__),
+                hint=hint,
             )
+
+
+def _advice(name: str, names: Iterable[str]) -> str | None:
+    """Return what to use instead of an unknown name, as far as it can be guessed."""
+    meant = [advice for field, advice in _MEANT.get(name, {}).items() if field in names]
+    return meant[0] if meant else suggestion(name, names)
 
 
 def plain(value: Any, kind: Any, field: str = "") -> Any:
@@ -108,6 +144,9 @@ def _members(info: Any) -> list[Any]:
 def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any:
     """Convert one value. `listed`: a single item may replace a list of one."""
     structs = {kind.cls: kind for kind in kinds if isinstance(kind, inspect.StructType)}
+    if structs and isinstance(value, Mapping):
+        names = {item.name for kind in structs.values() for item in kind.fields}
+        value = _split_names(value, names, field)
     for cls, convert in _CONVERTERS.items():
         if cls in structs:
             value = convert(value, field)
@@ -227,6 +266,32 @@ def packed(values: Any, field: str) -> Tensor:
     if array.dtype.kind not in "fiu":
         raise invalid(field, f"must be numeric, not an array of {array.dtype}")
     return from_numpy(array)
+
+
+def _split_names(value: Mapping[Any, Any], names: set[str], field: str) -> Mapping[Any, Any]:
+    """Split TransformerLens' full names, such as `blocks.3.hook_resid_post`, at `hook` and `hooks`
+    into hook points and layers. `names`: the object's fields.
+    """
+    key = "hook" if value.get("hooks") is None else "hooks"
+    given = _builtin(value.get(key))
+    sites = [full_name(name) for name in (given if isinstance(given, list) else [given])]
+    if key not in names or not any(sites):
+        return value
+    path, layers = f"{field}.{key}" if field else key, "layers" if "layers" in names else "layer"
+    if layers not in names or value.get(layers) is not None or not all(sites):
+        raise invalid(path, f"a full name has its layer: give only full names, and no `{layers}`")
+    by_hook: dict[str, list[int]] = {}
+    for site in filter(None, sites):
+        by_hook.setdefault(site[0], []).append(site[1])
+    ((hook, first), *more) = by_hook.items()
+    rest = {name: item for name, item in value.items() if name not in (key, layers)}
+    if key == "hook":
+        return rest | {"hook": hook, layers: first[0]}
+    if "hook" in names:  # each hook may have its own layers
+        return rest | {"hooks": by_hook}
+    if any(set(others) != set(first) for _, others in more):
+        raise invalid(path, "every hook must be named at the same layers")
+    return rest | {"hooks": list(by_hook), "layers": first}
 
 
 def _tensor(value: Any, field: str) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -15,7 +15,14 @@ from ...schemas.model.attention import AttentionKind
 from ...schemas.model.banks import BANK, OF_HEADS
 from ...schemas.model.routing import routed
 from ...schemas.prompts.images import ImageSpan
-from ...schemas.prompts.selectors import ALIASES, FORWARD, LayerSelector, as_ranges
+from ...schemas.prompts.selectors import (
+    ALIASES,
+    FORWARD,
+    LENS_NAMES,
+    LayerSelector,
+    as_ranges,
+    full_name,
+)
 from ...storage.store import ArtifactStore, open_store
 from ..notebook import rendered
 from . import tables
@@ -28,6 +35,8 @@ if TYPE_CHECKING:
     import xarray
 
 Source = Path | str | ArtifactStore | Iterable[Path | str | Place]
+#: How `CaptureReader.arrays` names sites.
+Names = Literal["midstream", "transformer_lens"]
 DEFAULT_HOOK = "post_block"
 _PARTIAL = "partial=True reads the available rows"
 #: The most ranges of numbers that a message lists.
@@ -355,7 +364,7 @@ class CaptureReader(Plotted):
         chosen = self._hook(hook, request)
         return sorted(layer for name, layer in self._of(request).sites if name == chosen)
 
-    def site(self, layer: int, hook: str | None = None, request: int = 0) -> tuple[str, int]:
+    def site(self, layer: int | str, hook: str | None = None, request: int = 0) -> tuple[str, int]:
         """Return the hook point and the layer of `array(layer, hook, request)`."""
         name, _, number = self._tensor(layer, hook, request)[2].rpartition(".")
         return name, int(number)
@@ -402,16 +411,34 @@ class CaptureReader(Plotted):
         """Return the requested positions that at least one stage dropped under overload."""
         return self._of(request).dropped
 
-    def array(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
+    def array(self, layer: int | str, hook: str | None = None, request: int = 0) -> np.ndarray:
         """Return the rows of one site, `[positions, hidden]` float32, a copy.
 
         `hook`: may be a TransformerLens name; by default `post_block`, or the only captured hook.
-        `layer`: a negative number counts from the model's last layer, -1. Raises MidstreamError
-        that lists the captured layers.
+        `layer`: a negative number counts from the model's last layer, -1; or a full name of
+        TransformerLens, such as `blocks.3.hook_resid_post`. Raises MidstreamError that lists the
+        captured layers.
         """
         return self._joined(layer, hook, request, Blob.array)
 
-    def raw(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
+    def arrays(self, request: int = 0, *, names: Names = "midstream") -> dict[str, np.ndarray]:
+        """Return the rows of all captured sites, each as `array` does, by name: `post_block.3`, or
+        with `names="transformer_lens"`, `blocks.3.hook_resid_post`.
+
+        Hook points that TransformerLens does not have keep Midstream's name.
+        """
+        if names not in get_args(Names):
+            raise invalid("names", f"{names!r} is unknown", allowed=", ".join(get_args(Names)))
+        known = LENS_NAMES if names == "transformer_lens" else {}
+        return {
+            f"blocks.{layer}.{known[hook]}" if hook in known else f"{hook}.{layer}": self.array(
+                layer, hook, request
+            )
+            for hook in self.hooks(request)
+            for layer in self.layers(request, hook)
+        }
+
+    def raw(self, layer: int | str, hook: str | None = None, request: int = 0) -> np.ndarray:
         """Return `[positions, hidden]` as stored in the file: read-only and not copied; bfloat16 as
         uint16 bit patterns.
 
@@ -421,7 +448,11 @@ class CaptureReader(Plotted):
         return self._joined(layer, hook, request, Blob.raw)
 
     def _joined(
-        self, layer: int, hook: str | None, request: int, read: Callable[[Blob, str], np.ndarray]
+        self,
+        layer: int | str,
+        hook: str | None,
+        request: int,
+        read: Callable[[Blob, str], np.ndarray],
     ) -> np.ndarray:
         """Return the rows of one site, with the columns of all ranks side by side."""
         merged, blobs, name = self._tensor(layer, hook, request)
@@ -514,7 +545,7 @@ class CaptureReader(Plotted):
         _, blobs, site = self._tensor(layer, "q", request)
         return attention_at(blobs[0].header.manifest.attention, int(site.rpartition(".")[2]))
 
-    def heads(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
+    def heads(self, layer: int | str, hook: str | None = None, request: int = 0) -> np.ndarray:
         """Return the captured heads of a hook that has heads: `[positions, heads, head size]`
         float32.
         """
@@ -545,7 +576,7 @@ class CaptureReader(Plotted):
         return routed(self.array(layer, "router", request), kind)
 
     def row(
-        self, layer: int, position: int, hook: str | None = None, request: int = 0
+        self, layer: int | str, position: int, hook: str | None = None, request: int = 0
     ) -> np.ndarray:
         """Return the row at an absolute token position, `[hidden]` float32."""
         positions = self.positions(request)
@@ -633,8 +664,13 @@ class CaptureReader(Plotted):
         return hooks[0]
 
     def _tensor(
-        self, layer: int, hook: str | None, request: int
+        self, layer: int | str, hook: str | None, request: int
     ) -> tuple[_Request, list[Blob], str]:
+        if (site := full_name(layer)) and hook is None:
+            hook, layer = site
+        if not isinstance(layer, int | np.integer):
+            allowed = 'a number, or a full name such as "blocks.12.hook_resid_post" without `hook`'
+            raise invalid("layer", f"{layer!r} is not a layer", allowed=allowed)
         result, chosen = self._of(request), self._hook(hook, request)
         if layer < 0:
             layer = _from_the_end(layer, result.manifest)

@@ -423,15 +423,26 @@ def parse_patches(texts: Sequence[str]) -> list[Patch]:
     return [parse_patch(text) for text in texts]
 
 
+_TEXTS = "give one prompt per line, or a JSON list of texts"
+
+
 def read_prompts(path: Path) -> list[str]:
-    """Read a file with one prompt per line, or with a JSON list of texts."""
+    """Read a file with one prompt per line, or with a JSON list of texts. Raises MidstreamError for
+    other JSON.
+    """
     text = path.read_text()
-    if text.lstrip().startswith("["):
+    try:
         result = json.loads(text)
-        if not all(isinstance(entry, str) for entry in result):
-            raise invalid("file", f"{path}: a JSON file of prompts must be a list of texts")
-        return list(result)
-    return read_lines(path)
+    except ValueError as error:
+        if text.lstrip().startswith("["):
+            raise invalid("--file", f"{path} is not JSON: {error}", hint=_TEXTS) from None
+        return read_lines(path)
+    if isinstance(result, dict) or (
+        isinstance(result, list) and not all(isinstance(entry, str) for entry in result)
+    ):
+        detail = f"{path} holds JSON that is not a list of texts"
+        raise invalid("--file", detail, hint="--body takes a whole request")
+    return result if isinstance(result, list) else read_lines(path)
 
 
 def read_lines(path: Path) -> list[str]:

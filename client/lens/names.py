@@ -8,26 +8,18 @@ import msgspec
 
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.model.banks import BANK, OF_HEADS, RowShape
-from ...schemas.prompts.selectors import FORWARD, INSIDE, Hook
+from ...schemas.prompts.selectors import FORWARD, INSIDE, LENS_NAMES, Hook
 
+PATTERN = "attn.hook_pattern"
+_ORDER: tuple[tuple[Hook, ...], ...] = (
+    ("pre_attn",), ("q_proj",), ("k_proj",), ("v",), ("q",), ("k",), ("q", "k"), ("z",),
+    ("attn_out",), ("post_attn",), ("mlp_act",), ("mlp_out",), ("post_block",),
+)  # fmt: skip
 #: Names within a block, in the order of the forward pass → the hook points whose rows give the
 #: activation.
 BLOCK: dict[str, tuple[Hook, ...]] = {
-    "hook_resid_pre": ("pre_attn",),
-    "attn.hook_q": ("q_proj",),
-    "attn.hook_k": ("k_proj",),
-    "attn.hook_v": ("v",),
-    "attn.hook_rot_q": ("q",),
-    "attn.hook_rot_k": ("k",),
-    "attn.hook_pattern": ("q", "k"),
-    "attn.hook_z": ("z",),
-    "hook_attn_out": ("attn_out",),
-    "hook_resid_mid": ("post_attn",),
-    "mlp.hook_post": ("mlp_act",),
-    "hook_mlp_out": ("mlp_out",),
-    "hook_resid_post": ("post_block",),
-}  # fmt: skip
-PATTERN = "attn.hook_pattern"
+    LENS_NAMES[hooks[0]] if len(hooks) == 1 else PATTERN: hooks for hooks in _ORDER
+}
 #: TransformerLens' short names: the part after `hook_`, and its aliases.
 SHORT: dict[str, str] = {name.rpartition("hook_")[2]: name for name in BLOCK} | {
     "attn": PATTERN,

@@ -12,14 +12,15 @@ import numpy as np
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import Plotted
-from ...schemas.jobs.jobs import JobResult
+from ...schemas.jobs.jobs import JobRequest, JobResult
 from ...schemas.prompts.selectors import LayerSelector
 from ...schemas.readings.features import FeaturesReading
-from ...schemas.readings.lens import LensReading
+from ...schemas.readings.lens import LensReading, LensSpec
 from ...schemas.requests.specs import PatchSpec
 from .. import notebook
 from ..captures.patterns import Attention, attention_of
 from ..captures.reader import CaptureReader
+from ..values import known_keywords
 from . import wire
 from .attention import (
     Patterns,
@@ -209,6 +210,7 @@ class Readings(Calls[M]):
             tuned=tuned,
             at=at,
         )
+        known_keywords(fields, JobRequest, LensSpec.__struct_fields__)
         result = await self._run(prompt, max_tokens, sampling, timeout, {**fields, "lens": spec})
         if not result.lens:
             raise MidstreamError("not_found", f"job {result.id} has no lens")
@@ -278,6 +280,9 @@ class Readings(Calls[M]):
         and `CaptureReader.attention` raise.
         """
         own = {"progress": False, **fields}
+        known_keywords(
+            own.keys() - RunFields.__annotations__.keys(), JobRequest, ("layers", "heads")
+        )
         with await self._captured(capture_fields(prompt, layers, own)) as reader:
             return await self._io.work(attention_of, reader, layers, heads)
 

@@ -21,7 +21,7 @@ from ...schemas.base.errors import (
     error_of,
     invalid,
 )
-from ...schemas.base.records import to_json
+from ...schemas.base.records import Suggesting, to_json
 from ...schemas.base.secret_files import is_exposed
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import (
@@ -111,7 +111,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Suggesting):
     """The response to a completion or a chat, with Midstream's additions to OpenAI's fields."""
 
     job: str

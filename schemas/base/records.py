@@ -1,5 +1,6 @@
 """Base class and serialization of all records."""
 
+import re
 import time
 from array import array
 from collections.abc import Callable
@@ -15,11 +16,32 @@ T = TypeVar("T")
 html_renderer: Callable[[Any], str | None] | None = None
 #: Draws a result: takes it, a path or None, and options. Set by the client (`client.notebook`).
 plotter: Callable[..., Any] | None = None
-#: First guesses for `plot`, which errors translate.
-_PLOTS = frozenset({"draw", "figure", "heatmap", "imshow", "line", "show"})
+#: First guess at an attribute of a result → what it may mean, which errors name.
+_MEANT: dict[str, tuple[str, ...]] = {
+    "text": ("outputs[0].text",),
+    "texts": ("outputs",),
+    "output": ("outputs", "text"),
+    "outputs": ("texts",),
+    "choices": ("outputs", "texts"),
+    **dict.fromkeys(("draw", "figure", "heatmap", "imshow", "line", "show"), ("plot()",)),
+}
 
 
-class Plotted:
+class Suggesting:
+    """A result whose errors for unknown attributes name the one that was probably meant."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            names = {*dir(type(self)), *getattr(type(self), "__annotations__", ())}
+            meant = [use for use in _MEANT.get(name, ()) if re.match(r"\w+", use)[0] in names]
+            hint = f": use {meant[0]}" if meant else ""
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+
+
+class Plotted(Suggesting):
     """A result that can be drawn."""
 
     __slots__ = ()
@@ -34,12 +56,6 @@ class Plotted:
         if plotter is None:
             raise RuntimeError("`import midstream.client` before drawing")
         return plotter("plot", self, path, **options)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            hint = ": use plot()" if name in _PLOTS else ""
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
 
 # Type checkers do not inherit `frozen` and `kw_only` from a base class; these declare them.

@@ -125,6 +125,9 @@ ALIASES: dict[str, Hook] = {
     "attn.hook_rot_k": "k",
     "mlp.hook_post": "mlp_act",
 }
+#: Hook point → its name inside a block, as TransformerLens writes it: its last alias.
+LENS_NAMES: dict[Hook, str] = {hook: name for name, hook in ALIASES.items()}
+_FULL_NAME = re.compile(r"blocks\.(?P<layer>[0-9]{1,6})\.(?P<name>[a-z_.]+)")
 #: A hook point's name in requests.
 HookName = Hook | Alias
 
@@ -132,6 +135,15 @@ HookName = Hook | Alias
 def resolve_hook(name: HookName) -> Hook:
     """Return Midstream's name of a hook point; `name` may be TransformerLens' name."""
     return ALIASES.get(name) or cast(Hook, name)
+
+
+def full_name(text: object) -> tuple[Hook, int] | None:
+    """Return hook point and layer of a name such as `blocks.3.hook_resid_post`; None for any other
+    value.
+    """
+    match = _FULL_NAME.fullmatch(text) if isinstance(text, str) else None
+    hook = ALIASES.get(match["name"]) if match else None
+    return (hook, int(match["layer"])) if match and hook else None
 
 
 LayerNumber = Annotated[int, msgspec.Meta(ge=-MAX_LAYER, le=MAX_LAYER)]

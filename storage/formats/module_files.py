@@ -2,9 +2,10 @@
 tensors.
 
 Simple: tensors `{hook}.{layer}`, `[hidden_size]`, with Midstream's or TransformerLens's name of the
-hook; a `lowrank` entry has `{hook}.{layer}.rotation`, `.weight` and `.bias` instead. Each site is a
-separate entry. The file's `__metadata__` may hold the fields in `SHARED`, for all entries, written
-as in JSON; names may be bare: `{"op": "clamp", "low": "-1.5", "positions": "[0, -1]"}`.
+hook, or `blocks.{layer}.{name}`; a `lowrank` entry has `{hook}.{layer}.rotation`, `.weight` and
+`.bias` instead. Each site is a separate entry. The file's `__metadata__` may hold the fields in
+`SHARED`, for all entries, written as in JSON; names may be bare: `{"op": "clamp", "low": "-1.5",
+"positions": "[0, -1]"}`.
 
 General, which `to_bytes` writes: the metadata key `midstream` holds a JSON list of entries without
 their tensors, and tensor `{index}.{field}` belongs to entry `index`.
@@ -21,7 +22,7 @@ from ...schemas.base.dtypes import DTYPES, DType
 from ...schemas.base.json_bounds import TooManyValues, check_json
 from ...schemas.base.limits import MAX_ENTRIES, MAX_FILE_HEADER, MAX_FILE_TENSORS
 from ...schemas.base.tensors import Tensor
-from ...schemas.prompts.selectors import ALIASES, EVERY, resolve_hook
+from ...schemas.prompts.selectors import ALIASES, EVERY, full_name, resolve_hook
 from ...schemas.requests.interventions import STEERING_FIELDS, TENSORS
 from ...schemas.requests.specs import SteeringSpec
 from .capture_blobs import encode_safetensors
@@ -112,7 +113,8 @@ def of_sites(
     sites: dict[tuple[int, int], dict[str, Tensor]] = {}
     named: dict[tuple[int, int, str], str] = {}
     for key, tensor in tensors.items():
-        match = _SITE.fullmatch(key)
+        site_named = full_name(key)
+        match = _SITE.fullmatch(f"{site_named[0]}.{site_named[1]}" if site_named else key)
         # the next line checks that the name is a hook's
         hook = match and resolve_hook(match["hook"])  # type: ignore[arg-type]
         if match is None or hook not in EVERY:

@@ -42,6 +42,8 @@ RESULT = (
     "KEYS[2]), redis.call('HVALS', KEYS[3]), "
     "redis.call('INFO', 'persistence')}"
 )
+#: Where a client finds the ids of its jobs.
+LISTED = "`client.jobs.list()`, `midstream job list` and GET /v1/jobs list jobs"
 #: Crockford's base 32: no letter that reads like a digit.
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
@@ -96,7 +98,7 @@ def new_job_id() -> str:
 
 
 def not_found(job_id: str) -> MidstreamError:
-    return MidstreamError("not_found", f"unknown job {job_id}")
+    return MidstreamError("not_found", f"unknown job {job_id}", hint=LISTED)
 
 
 def _record(job_id: str, values: Sequence[bytes | None]) -> JobRecord:

@@ -1,21 +1,25 @@
-"""Tests the messages of nine mistakes that new users made first."""
+"""Tests the messages of mistakes that new users made first."""
 
 import socket
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from http_kit import reply, server
 
-from midstream import Client, MidstreamError, ServerTimeout, ServerUnreachable
+from midstream import Answer, Client, MidstreamError, ServerTimeout, ServerUnreachable
 from midstream.api.resolve.readings.readings import _check_served
-from midstream.client.cli.options import overrides
+from midstream.broker.ledger.jobs.ledger import not_found
+from midstream.client.cli.options import overrides, read_prompts
 from midstream.client.sdk import wire
 from midstream.lens import HookedModel
 from midstream.schemas.base.errors import invalid, unknown
 from midstream.schemas.base.settings import SettingsError, load_settings
+from midstream.schemas.base.states import State
+from midstream.schemas.jobs.jobs import CaptureResults, JobResult
 
 #: An address where nothing listens.
 CLOSED = "127.0.0.1:1"
@@ -104,12 +108,107 @@ def test_a_traceback_ends_one_frame_below_the_callers_line() -> None:
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("register_sae", "saes.register"), ("list_jobs", "jobs.list"), ("create_key", "keys.create")],
+    [
+        ("register_sae", "saes.register"),
+        ("list_jobs", "jobs.list"),
+        ("create_key", "keys.create"),
+        ("generate", "run"),
+        ("completions", "completion"),
+    ],
 )
 def test_a_call_of_a_group_is_suggested(name: str, meant: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'; did you mean '{meant}'"):
         getattr(Client(CLOSED), name)
     assert not hasattr(Client(CLOSED), "other")
+
+
+PAIRS = "give the prompts as pairs=[{'clean': …, 'corrupt': …}]"
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.lens("x", layer=3), "layer: unknown field; did you mean 'layers'?"),
+        (lambda c: c.attention("x", layer=3), "layer: unknown field; did you mean 'layers'?"),
+        (
+            lambda c: c.run(prompt="x", layer=3),
+            "layer: unknown field; `capture`, `steering` and `patch` have layers",
+        ),
+        (
+            lambda c: c.run("x", max_tokens=2),
+            "request: expected a JobRequest, got str; give the text as prompt=…",
+        ),
+        (
+            lambda c: c.submit("x"),
+            "request: expected a JobRequest, got str; give the text as prompt=…",
+        ),
+        (lambda c: c.sweep("x"), f"request: expected a SweepRequest, got str; {PAIRS}"),
+        (lambda c: c.sweep(clean="x", corrupt="y"), f"clean: unknown field; {PAIRS}"),
+        (
+            lambda c: c.chat(**CHAT, prompt="x"),
+            "prompt: unknown field; use messages=[{'role': 'user', 'content': …}], or completion",
+        ),
+        (
+            lambda c: c.chat(**CHAT, guided_json={}),
+            "guided_json: unknown field; use structured_outputs={'json': …}",
+        ),
+        (
+            lambda c: c.chat(**CHAT, extra_body={}),
+            "extra_body: unknown field; its fields are arguments of the call",
+        ),
+        (
+            lambda c: c.chat(**CHAT, other=1),
+            "other: unknown field; help() of the call lists its fields",
+        ),
+    ],
+)
+def test_a_wrong_argument_names_the_right_one(call: Any, message: str) -> None:
+    assert str(refusal(lambda: call(Client(CLOSED)))) == message
+
+
+def test_a_wrong_attribute_names_the_right_one() -> None:
+    result: Any = JobResult(
+        id="job_1",
+        model="m",
+        state=State.SUCCEEDED,
+        outputs=[],
+        capture_results=CaptureResults(status="not_requested", job="job_1"),
+        determinism=None,
+        attempt=1,
+    )
+    with pytest.raises(AttributeError, match=r"no attribute 'text': use outputs\[0\]\.text$"):
+        _ = result.text
+    answer: Any = Answer("job_1", ["x"], ["stop"], None, None, {})
+    with pytest.raises(AttributeError, match=r"Answer has no attribute 'outputs': use texts$"):
+        _ = answer.outputs
+
+
+def test_an_unknown_job_says_where_jobs_are_listed() -> None:
+    assert str(not_found("job_1")) == (
+        "unknown job job_1; `client.jobs.list()`, `midstream job list` and GET /v1/jobs list jobs"
+    )
+
+
+@pytest.mark.parametrize("text", ['{"prompts": ["x"]}', '[{"role": "user"}]', "[1]"])
+def test_a_file_of_prompts_that_is_a_request_names_the_option(text: str, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(text)
+    error = refusal(lambda: read_prompts(tmp_path / "job.json"))
+    assert (error.field, error.hint) == ("--file", "--body takes a whole request")
+
+
+def test_a_file_of_prompts_is_read_in_both_forms(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    for text, prompts in (
+        ('["a", "b\\nc"]', ["a", "b\nc"]),
+        ("a\n\n7\n", ["a", "7"]),
+        ("7", ["7"]),
+    ):
+        file.write_text(text)
+        assert read_prompts(file) == prompts
+    file.write_text('["a", ]')
+    error = refusal(lambda: read_prompts(file))
+    assert error.hint == "give one prompt per line, or a JSON list of texts"
 
 
 def test_a_vector_is_no_fit_of_a_probe() -> None:

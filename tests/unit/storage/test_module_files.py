@@ -47,7 +47,8 @@ def test_tensors_named_by_site_become_one_entry_each_in_the_order_of_a_forward()
             {
                 "post_block.10": JOY,
                 "mlp_out.3": JOY + 1,
-                "resid_post.2": JOY + 2,
+                "blocks.2.hook_resid_post": JOY + 4,
+                "resid_post.1": JOY + 2,
                 "hook_resid_pre.-1": JOY + 3,
             }
         )
@@ -55,10 +56,11 @@ def test_tensors_named_by_site_become_one_entry_each_in_the_order_of_a_forward()
     assert [(spec.hook, spec.layers) for spec in specs] == [
         ("pre_attn", -1),
         ("mlp_out", 3),
+        ("post_block", 1),
         ("post_block", 2),
         ("post_block", 10),
     ]
-    assert [spec.vector for spec in specs] == [from_numpy(JOY + add) for add in (3, 1, 2, 0)]
+    assert [spec.vector for spec in specs] == [from_numpy(JOY + add) for add in (3, 1, 2, 4, 0)]
     # add, 1, all
     assert {(spec.op, spec.scale, spec.positions) for spec in specs} == {(None, None, None)}
 

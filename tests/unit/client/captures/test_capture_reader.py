@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +66,31 @@ def test_the_hook_is_optional_where_there_is_one_and_takes_transformer_lens_name
     with pytest.raises(MidstreamError, match="layer 1 was not captured at mlp_out") as caught:
         reader.array(1, "mlp_out")
     assert caught.value.allowed == "hooks pre_attn"
+
+
+def test_sites_are_read_and_named_as_transformer_lens_names_them(store: ArtifactStore) -> None:
+    write(store, finished(sites={"mlp_in": [3], "post_block": [3, 7]}))
+    reader = CaptureReader(store, "job_x")
+    name = "blocks.7.hook_resid_post"
+    np.testing.assert_array_equal(reader.array(name), reader.array(7, "post_block"))
+    assert reader.site(name) == ("post_block", 7)
+    assert list(reader.arrays()) == ["mlp_in.3", "post_block.3", "post_block.7"]
+    arrays = reader.arrays(names="transformer_lens")
+    assert list(arrays) == ["mlp_in.3", "blocks.3.hook_resid_post", name]
+    np.testing.assert_array_equal(arrays[name], reader.array(7, "post_block"))
+    wrong: Any = "nnsight"
+    with pytest.raises(MidstreamError, match="names: 'nnsight' is unknown"):
+        reader.arrays(names=wrong)
+
+
+@pytest.mark.parametrize(("layer", "hook"), [("one", None), ("blocks.7.hook_resid_post", "z")])
+def test_a_text_that_is_no_site_is_no_layer(
+    store: ArtifactStore, layer: str, hook: str | None
+) -> None:
+    write(store, finished(sites={"post_block": [7]}))
+    with pytest.raises(MidstreamError, match=f"layer: '{layer}' is not a layer") as caught:
+        CaptureReader(store, "job_x").array(layer, hook)
+    assert "blocks.12.hook_resid_post" in str(caught.value.allowed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
