@@ -13,6 +13,8 @@ from typer.cli import get_docs_for_click
 
 METHODS = ("get", "post", "put", "patch", "delete")
 OR = " or "
+#: A group's calls are shown below the heading that names it in a client.
+GROUP = "    options:\n      show_root_heading: false\n      heading_level: 3"
 
 
 def python() -> str:
@@ -32,7 +34,7 @@ def python() -> str:
     client = import_module("midstream").Client("127.0.0.1:1")  # it connects when it is called
     for name, group in vars(client).items():
         if not name.startswith("_") and not isinstance(group, str):
-            parts += [f"## `client.{name}`", f"::: {_home(type(group))}"]
+            parts += [f"## `client.{name}`", f"::: {_home(type(group))}\n{GROUP}"]
     return "\n\n".join(parts) + "\n"
 
 
