@@ -81,7 +81,7 @@ class Registry(Generic[T]):
 modules_app = Registry("a module", "modules", ModuleView, attrgetter("modules")).commands(
     "Manage named modules: steering that requests refer to by name."
 )
-loras_app = Registry("an adapter", "adapters", Lora, attrgetter("adapters")).commands(
+loras_app = Registry("an adapter", "adapters", Lora, attrgetter("loras")).commands(
     "Manage LoRA adapters: requests name one with --lora."
 )
 sae_app = Registry("a sparse autoencoder", "sparse autoencoders", Sae, attrgetter("saes")).commands(

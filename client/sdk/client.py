@@ -29,7 +29,11 @@ from .sweeps import Sweeps
 from .transport import AwaitingTransport, BlockingTransport, Transport
 
 #: First guess at a call → advice.
-_MEANT = dict.fromkeys(("generate", "complete"), "did you mean 'run'?")
+_MEANT = {
+    "generate": "did you mean 'run'?",
+    "complete": "did you mean 'run'?",
+    "adapters": "did you mean 'loras'?",
+}
 
 
 class Verbs(Calls[M]):

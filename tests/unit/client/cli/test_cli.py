@@ -385,6 +385,10 @@ def test_prompts_come_from_lines_or_a_json_list(tmp_path: Path) -> None:
         (["up", "--model", "./nowhere"], "model='./nowhere'"),
         (["submit"], "prompts: give a prompt"),
         (["job", "show", "job_x"], "no Midstream server answers at http://127.0.0.1:1"),
+        *(
+            ([group, "list"], "no Midstream server answers")
+            for group in ("modules", "probe", "sae", "tuned", "loras")
+        ),
         (["capture", "show", "./nowhere"], "no such folder: ./nowhere"),
         (["submit", "--body", "missing.json"], "missing.json"),
     ],
