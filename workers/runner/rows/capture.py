@@ -155,7 +155,8 @@ class Recording:
     recorded: int = 0  # positions in `runs`
     # rows that an earlier request recorded, see `row_store`
     reused: list[Extent] = field(default_factory=list)
-    dropped: set[int] = field(default_factory=set)  # positions not recorded, under overload
+    # positions that were not recorded when they were last computed, under overload
+    dropped: set[int] = field(default_factory=set)
     stream: RowSink | None = None  # destination of rows that leave before the request ends
     watch: "Watch | None" = None  # the watch and the stack by which probes score the rows
     stack: "Stack | None" = None
@@ -211,6 +212,8 @@ class Recording:
     def add(self, run: Extent) -> None:
         self.runs.append(run)
         self.recorded += run.count
+        if self.dropped:
+            self.dropped.difference_update(run.positions)
 
     def leave(self, stop: int, least: int) -> int:
         """Hand runs that end at or before position `stop` to the stream, unless they have fewer
@@ -250,7 +253,12 @@ class Recording:
                 max(start, run.first_position), min(stop, run.first_position + run.count)
             )
             owners.update(dict.fromkeys(overlap, run))
-        return owners
+        # An earlier row of a dropped position is that of a rejected draft, or of a preempted run.
+        return (
+            {position: run for position, run in owners.items() if position not in self.dropped}
+            if self.dropped
+            else owners
+        )
 
     def selection(self, start: int, stop: int) -> "Selection | None":
         """Return the recorded rows of positions in `[start, stop)`, each once; None if there are

@@ -108,6 +108,8 @@ class Stream:
         with self._lock:
             if self._error is not None:
                 raise self._error
+            # earlier rows of dropped positions do not count, see `Recording.owners`
+            self._written &= ~np.isin(self._order, sorted(recording.dropped))
             if (
                 extra := {
                     int(position) for position in self._order[self._written] if position < stop
@@ -199,7 +201,7 @@ class Stream:
         """
         assert self._draft is not None
         stride, to = len(self._order) * self._row_bytes, self._header
-        runs = contiguous(kept)
+        runs = contiguous(kept) if len(kept) else []
         for place in range(len(self._ports)):
             for first, count in runs:
                 at, remaining = (
