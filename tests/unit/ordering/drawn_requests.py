@@ -115,7 +115,7 @@ class Asked:
                 (lowest_position(entry.positions, self.prompt) for entry in self.steering),
                 default=-1,
             ),
-            told_when_over=self.ending == "stop",
+            worker_reports_end=self.ending == "stop",
             probes=probes,
         )
         return self

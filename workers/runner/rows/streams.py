@@ -128,7 +128,8 @@ class Stream:
                 self._put(stretch.run, stretch.offset, stretch.count)
             kept = np.flatnonzero(self._written & (self._order < stop))
             positions: list[int] = self._order[kept].tolist()
-            assert self._draft is not None, "an empty stream was sealed"
+            if self._draft is None:  # only rows that do not count have left
+                self._draft, self._header = self._begin()
             self._move_together(kept)
             rows = SealedRows(
                 self._draft, self._ports, positions, self._row_bytes, self._header, self._bad
