@@ -230,25 +230,23 @@ class Banks:
             bank.planner.commit()
 
     def drain(self) -> list[tuple[Recording, Extent]]:
-        return [
-            recorded
-            for bank in self._banks
-            if bank.planner.busy
-            for recorded in bank.planner.drain()
-        ]
+        recorded: list[tuple[Recording, Extent]] = []
+        self._each(lambda bank: recorded.extend(bank.planner.drain() if bank.planner.busy else ()))
+        return recorded
 
     # --- Findings; the methods of `FiniteCheck`
 
     def take(self, step: int, view: StepView | None, hidden: torch.Tensor | None) -> None:
         """Observe the forward of `view`. `hidden`: output of the last layer, checked only once."""
-        for bank in self._banks:
-            bank.finite.take(
+        self._each(
+            lambda bank: bank.finite.take(
                 step,
                 view,
                 bank.planner.due,
                 bank.planner.edits,
                 hidden if bank is self._banks[0] else None,
             )
+        )
 
     def settle(self, needed: Mapping[str, int] | None = None) -> list[NonFinite | Miscount]:
         return [result for bank in self._banks for result in bank.finite.settle(needed)]
@@ -264,3 +262,16 @@ class Banks:
             if (finding := bank.finite.last) is not None
         ]
         return lambda: [item for finite, finding in last for item in finite.of(finding)]
+
+    def _each(self, action: Callable[[Bank], None]) -> None:
+        """Call `action` for every bank even if it raises for one, whose error is raised then: what
+        the step left in the other banks' buffers would be blamed on later steps.
+        """
+        errors = []
+        for bank in self._banks:
+            try:
+                action(bank)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]

@@ -217,7 +217,8 @@ class Recording:
     left: int = 0  # positions whose rows have left
     # rows that an earlier request recorded, see `row_store`
     reused: list[Extent] = field(default_factory=list)
-    dropped: set[int] = field(default_factory=set)  # positions not recorded, under overload
+    # positions that were not recorded when they were last computed, under overload
+    dropped: set[int] = field(default_factory=set)
     stream: "Stream | None" = None  # destination of rows that leave before the request ends
     watch: "Watch | None" = None  # the watch and the stack by which probes score the rows
     stack: "Stack | None" = None
@@ -455,6 +456,12 @@ class Recording:
         rows.
         """
         runs = [run for piece in pieces for run in piece.runs(stop=stop)]
+        if self.dropped:  # earlier rows of these are of rejected drafts, or of a preempted run
+            runs = [
+                part
+                for run in runs
+                for part in run.among(sorted(set(run.positions) - self.dropped))
+            ]
         held = {position for run in runs for position in run.positions}
         if extra := held - expected:
             raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded but not requested")

@@ -501,6 +501,7 @@ class Planner:
                 self._staging.take(self._step.slab)
                 for recording, run in self._runs:
                     recording.recorded += run.count
+                    recording.dropped.difference_update(run.positions)
                 self._mover.take(self._runs, spill=self._overload.spills())
         except Exception:
             self._last_step.forget()

@@ -108,6 +108,8 @@ class Stream:
         with self._lock:
             if self._error is not None:
                 raise self._error
+            # earlier rows of dropped positions do not count, see `Recording.dropped`
+            self._written &= ~np.isin(self._order, sorted(recording.dropped))
             if (
                 extra := {
                     int(position) for position in self._order[self._written] if position < stop
@@ -120,7 +122,8 @@ class Stream:
             self._write(reused)
             kept = np.flatnonzero(self._written & (self._order < stop))
             positions: list[int] = self._order[kept].tolist()
-            assert self._draft is not None, "an empty stream was sealed"
+            if self._draft is None:  # only rows that do not count have left
+                self._draft, self._header = self._begin()
             self._move_together(kept)
             rows = SealedRows(
                 self._draft, self._ports, positions, self._row_bytes, self._header, self._bad
@@ -189,7 +192,7 @@ class Stream:
         """
         assert self._draft is not None
         stride, to = len(self._order) * self._row_bytes, self._header
-        runs = contiguous(kept)
+        runs = contiguous(kept) if len(kept) else []
         for place in range(len(self._ports)):
             for first, count in runs:
                 at, remaining = (

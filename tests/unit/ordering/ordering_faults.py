@@ -1,0 +1,265 @@
+"""Faults of ordering that a simulation must find: each takes one wait, one copy of the data plane
+out of its place.
+
+Left out: memory of a slab that is reused before its copy landed, and filling the same half of the
+ring each step. The first is harmless within a bank, whose copies run in order on one stream, and
+otherwise needs a slab of a cancelled request in another bank, which no seed had; the second waits
+for the half's last copy, so it is slower, not wrong.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from simulated_rank import Simulation
+
+from midstream.broker.receipts.outbox import Outbox
+from midstream.schemas.jobs.receipts import Receipt
+from midstream.workers.runner.edits.vector_pool import EntryPool
+from midstream.workers.runner.files import layouts
+from midstream.workers.runner.rows import buffers, finite_check
+from midstream.workers.runner.rows.buffers import Staging, _Areas
+from midstream.workers.runner.rows.pending_rows import OnStream
+from midstream.workers.runner.rows.planner import Planner
+from midstream.workers.runner.rows.slabs import SlabPool
+
+Fault = Callable[[pytest.MonkeyPatch, Simulation], None]
+FAULTS: dict[str, Fault] = {}
+#: Body of `_Areas.take`: gets also the event of the current half.
+Body = Callable[[_Areas, Any, torch.Tensor, int], None]
+
+
+def fault(prepare: Fault) -> Fault:
+    FAULTS[prepare.__name__] = prepare
+    return prepare
+
+
+def _replaced(patch: pytest.MonkeyPatch, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    patch.setattr(owner, name, make(getattr(owner, name)))
+
+
+# --- The ring and the copy stream
+
+
+@fault
+def half_is_filled_before_its_rows_are_copied(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    def careless(function: Any) -> Any:
+        def next_half(self: _Areas) -> Any:
+            self._copied[1 - self._current] = None
+            return function(self)
+
+        return next_half
+
+    _replaced(patch, _Areas, "next", careless)
+
+
+def _take(
+    patch: pytest.MonkeyPatch, body: Callable[[_Areas, Any, torch.Tensor, int], None]
+) -> None:
+    """Replace `_Areas.take`. `body`: gets also the event of the current half."""
+
+    def take(self: _Areas, slab: torch.Tensor, rows: int) -> None:
+        body(self, self._copied[self._current], slab, rows)
+
+    patch.setattr(_Areas, "take", take)
+
+
+def _half(areas: _Areas, rows: int) -> torch.Tensor:
+    first = areas._current * areas.rows
+    return areas._ring[first : first + rows]
+
+
+@fault
+def copy_does_not_wait_for_the_forward(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    def body(self: _Areas, event: Any, slab: torch.Tensor, rows: int) -> None:
+        with torch.cuda.stream(self._stream):
+            slab.copy_(_half(self, rows), non_blocking=True)
+            event.record(self._stream)
+
+    _take(patch, body)
+
+
+@fault
+def event_is_recorded_before_the_copy(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    def body(self: _Areas, event: Any, slab: torch.Tensor, rows: int) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        event.record(self._stream)
+        with torch.cuda.stream(self._stream):
+            slab.copy_(_half(self, rows), non_blocking=True)
+
+    _take(patch, body)
+
+
+@fault
+def event_is_recorded_on_the_forwards_stream(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    def body(self: _Areas, event: Any, slab: torch.Tensor, rows: int) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            slab.copy_(_half(self, rows), non_blocking=True)
+        event.record(torch.cuda.current_stream())
+
+    _take(patch, body)
+
+
+@fault
+def copy_is_queued_on_a_stream_without_the_event(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    def body(self: _Areas, event: Any, slab: torch.Tensor, rows: int) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        slab.copy_(_half(self, rows), non_blocking=True)
+        event.record(self._stream)
+
+    _take(patch, body)
+
+
+@fault
+def the_other_half_is_copied(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    def other(function: Any) -> Any:
+        def take(self: _Areas, slab: torch.Tensor, rows: int) -> None:
+            # the event is shared, so that only the place is wrong
+            self._copied[1 - self._current] = self._copied[self._current]
+            self._current = 1 - self._current
+            function(self, slab, rows)
+            self._current = 1 - self._current
+
+        return take
+
+    _replaced(patch, _Areas, "take", other)
+
+
+# --- Landings and slabs
+
+
+@fault
+def rows_are_read_before_they_land(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    patch.setattr(OnStream, "wait", lambda self: None)
+
+
+@fault
+def slab_is_reused_while_it_is_referred_to(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    memory: dict[SlabPool, torch.Tensor] = {}
+
+    def new_slab(
+        self: SlabPool, rows: int, hidden_size: int, dtype: torch.dtype, *_: Any
+    ) -> torch.Tensor:
+        lent = memory.setdefault(self, torch.empty(1 << 20, dtype=torch.uint8))
+        size = rows * hidden_size * dtype.itemsize
+        return lent[:size].view(dtype).view(rows, hidden_size)
+
+    patch.setattr(SlabPool, "new_slab", new_slab)
+
+
+# --- The plan's way to the device
+
+
+@fault
+def staging_memory_is_used_again_while_it_is_copied(
+    patch: pytest.MonkeyPatch, _: Simulation
+) -> None:
+    memory: dict[Any, torch.Tensor] = {}
+
+    def locked_copy(values: torch.Tensor) -> torch.Tensor:
+        staged = memory.setdefault((values.shape, values.dtype), torch.empty_like(values))
+        return staged.copy_(values)
+
+    patch.setattr(buffers, "locked_copy", locked_copy)
+
+
+def _on_another_stream(function: Any) -> Any:
+    streams: list[Any] = []
+
+    def call(*arguments: Any) -> Any:
+        if not streams:
+            streams.append(torch.cuda.Stream())
+        with torch.cuda.stream(streams[0]):
+            return function(*arguments)
+
+    return call
+
+
+@fault
+def plan_is_uploaded_on_another_stream(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    _replaced(patch, Staging, "_upload", _on_another_stream)
+
+
+@fault
+def steering_is_written_on_another_stream(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    _replaced(patch, EntryPool, "write", _on_another_stream)
+
+
+@fault
+def steering_is_erased_on_another_stream(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    _replaced(patch, EntryPool, "erase", _on_another_stream)
+
+
+# --- The step's observations
+
+
+@fault
+def observations_are_copied_on_another_stream(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    _replaced(patch, finite_check, "_copy_to_host", _on_another_stream)
+
+
+@fault
+def observations_are_read_before_their_event(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    def made(function: Any) -> Any:
+        def init(self: Any, *arguments: Any) -> None:
+            function(self, *arguments[:-1], None)
+
+        return init
+
+    _replaced(patch, finite_check._Finding, "__init__", made)
+
+
+# --- Files and receipts
+
+
+@fault
+def receipt_precedes_its_file(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    """Publish a group's files together with those of the next group."""
+    late: list[tuple[Any, ...]] = []
+    publish = layouts.publish
+
+    def publish_later(*arguments: Any) -> None:
+        while late:
+            publish(*late.pop())
+        late.append(arguments)
+
+    patch.setattr(layouts, "publish", publish_later)
+
+
+@fault
+def receipt_is_lost(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    def rarely(function: Any) -> Any:
+        delivered = [0]
+
+        def append(self: Outbox, receipt: Receipt, *more: Any) -> None:
+            delivered[0] += 1
+            if delivered[0] != 4:
+                function(self, receipt, *more)
+
+        return append
+
+    _replaced(patch, Outbox, "append", rarely)
+
+
+@fault
+def rows_of_two_requests_are_swapped(patch: pytest.MonkeyPatch, _: Simulation) -> None:
+    """Give the rows of a step's first two runs to each other's recordings."""
+
+    def swapping(function: Any) -> Any:
+        def plan_capture(self: Planner, request_rows: Any) -> None:
+            function(self, request_rows)
+            if len(self._runs) > 1:
+                (one, first), (two, second), *rest = self._runs
+                if one.wants == two.wants and first.count == second.count:
+                    self._runs = [
+                        (one, replace(second, first_position=first.first_position)),
+                        (two, replace(first, first_position=second.first_position)),
+                        *rest,
+                    ]
+
+        return plan_capture
+
+    _replaced(patch, Planner, "plan_capture", swapping)

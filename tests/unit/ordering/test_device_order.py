@@ -1,0 +1,58 @@
+"""The rank's data plane on a device that works late and in an adversarial order: every finished
+capture has the rows that its request asked for, or the request failed with a reason.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from boundaries import inject
+from ordering_faults import FAULTS
+from simulated_rank import simulate
+
+#: Seeds of each simulation, those that `make test` runs too, and those that find every fault.
+SEEDS, FEW, ENOUGH = 200, 20, 20
+#: Faults that `make test` injects too, one of each kind.
+COMMON = (
+    "half_is_filled_before_its_rows_are_copied",
+    "staging_memory_is_used_again_while_it_is_copied",
+    "receipt_precedes_its_file",
+)
+#: The first seed; another one looks for rare orders on purpose.
+FIRST = int(os.environ.get("ORDERING_SEED", "0"))
+
+seeds = pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(FIRST + seed, marks=[] if seed < FEW else [pytest.mark.long])
+        for seed in range(SEEDS)
+    ],
+)
+
+
+@pytest.mark.timeout(120)
+@seeds
+def test_captures_are_whole_in_every_order_of_the_device(seed: int, tmp_path: Path) -> None:
+    assert simulate(seed, tmp_path).findings == []
+
+
+@pytest.mark.timeout(120)
+@seeds
+def test_one_failure_anywhere_fails_only_requests_that_ran(seed: int, tmp_path: Path) -> None:
+    assert simulate(seed, tmp_path, inject(seed)).findings == []
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in COMMON else [pytest.mark.long]) for name in FAULTS],
+)
+def test_a_fault_of_ordering_is_found(name: str, tmp_path: Path) -> None:
+    for seed in range(ENOUGH):
+        try:
+            found = simulate(seed, tmp_path / str(seed), FAULTS[name]).findings
+        except (AssertionError, IndexError, ValueError):
+            return
+        if found:
+            return
+    pytest.fail(f"{name} is not found by {ENOUGH} seeds")
