@@ -41,9 +41,11 @@ class Mover:
         new = self.memory.new_file if spill else self.memory.new_slab
 
         def copy() -> None:
-            for recording, run in runs:
-                recording.take(run, new)
-            self._taken += size
+            try:
+                for recording, run in runs:
+                    recording.take(run, new)
+            finally:
+                self._taken += size
 
         self._given += size
         copied = self.submit(copy)
