@@ -218,12 +218,22 @@ class Banks:
             bank.planner.forget_step()
 
     def plan_steering(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
-        for bank in self._banks:
-            bank.planner.plan_steering(request_rows)
+        try:
+            for bank in self._banks:
+                bank.planner.plan_steering(request_rows)
+        except Exception:  # the requests fail; no bank may edit as in the step before
+            for bank in self._banks:
+                bank.planner.clear_plan()
+            raise
 
     def plan_capture(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
-        for bank in self._banks:
-            bank.planner.plan_capture(request_rows)
+        try:
+            for bank in self._banks:
+                bank.planner.plan_capture(request_rows)
+        except Exception:  # as above; edits remain
+            for bank in self._banks:
+                bank.planner.clear_captures()
+            raise
 
     def commit(self) -> None:
         for bank in self._banks:

@@ -243,15 +243,7 @@ class Planner:
         if self._repeats:
             self._steer_again(request_rows)
             return
-        self._last_step.forget()
-        self._members = ()
-        self._plan[:] = 0
-        self._lists, self._lists_end, self._edit_lists = [], 0, (0, 0)
-        self._steered = []
-        if self._edited:
-            self._edits, self._edited = False, []
-            self._edit_counts[:] = 0
-            self._staging.clear_rows()
+        self.clear_plan()
         # runs of tokens that one row edits: (first token, count, column, row)
         runs: list[tuple[int, int, int, int]] = []
         used: dict[int, np.ndarray] = {}  # row → its sites
@@ -303,6 +295,23 @@ class Planner:
         self._edit_lists = len(self._lists), self._lists_end
         self._members = request_rows
 
+    def clear_plan(self) -> None:
+        """Plan nothing: neither the last step's work again nor what this step has planned so far."""
+        self._last_step.forget()
+        self._repeats, self._members = False, ()
+        self._plan[:] = 0
+        self._lists, self._lists_end, self._edit_lists = [], 0, (0, 0)
+        self._steered = []
+        if self._edited:
+            self._edits, self._edited = False, []
+            self._edit_counts[:] = 0
+            self._staging.clear_rows()
+
+    def clear_captures(self) -> None:
+        """Plan no captures, neither the last step's again nor those planned so far."""
+        self._repeats, self._members = False, ()
+        self._forget_captures()
+
     def _steer_again(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Count the edits of a repeated plan, which names all rows of a request or none."""
         for member, edits in self._steered:
@@ -326,8 +335,7 @@ class Planner:
             if self._window:
                 self._record(request_rows)
         except Exception:
-            self._repeats, self._members = False, ()
-            self._forget_captures()
+            self.clear_captures()
             raise
 
     def _plan_capture(
