@@ -1,7 +1,8 @@
 """Two pipeline stages on two GPUs: steps are scheduled ahead, as vLLM does with its v2 runner, and
 idle hooks cost nothing.
 
-With `--tiny`, two ranks on a CPU.
+With `--tiny`, two ranks on a CPU, and ours in place of stock: vLLM's eager runner for CPUs makes no
+buffers for what a later stage receives.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ def main() -> None:
         started = {
             kind: starting.submit(
                 EngineProcess,
-                kind,
+                kind if asked.gpu else "ours",
                 kit.serving_settings(asked, asked.out / kind, model, pipeline_parallel_size=2),
                 extra,
             )
