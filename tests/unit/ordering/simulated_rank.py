@@ -6,11 +6,13 @@ import contextlib
 import random
 import sqlite3
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,6 +61,7 @@ from midstream.workers.runner.hooks.sites import Buffers, Site, Sizes, buffers_o
 from midstream.workers.runner.plane import data_plane
 from midstream.workers.runner.plane.data_plane import DataPlane
 from midstream.workers.runner.rows.banks import Part
+from midstream.workers.runner.rows.mover import Mover
 
 #: Token rows of a step, requests that run together, and requests of a simulation.
 CAPACITY, TOGETHER, REQUESTS = 40, 5, 12
@@ -107,6 +110,22 @@ def visit(buffers: Buffers, number: int, rows: np.ndarray) -> None:
     capture(AFTER, CAPTURED_AFTER)
 
 
+def _delay_mover(patch: pytest.MonkeyPatch) -> None:
+    """Have steps run ahead of the mover, which waits for each copy and so hurries it."""
+    submit = Mover.submit
+
+    def late(mover: Mover, action: Callable[[], Any]) -> Any:
+        def run() -> Any:
+            until = time.monotonic() + 0.02
+            while mover._queue.qsize() < 2 and time.monotonic() < until:
+                time.sleep(0.0005)
+            return action()
+
+        return submit(mover, run)
+
+    patch.setattr(Mover, "submit", late)
+
+
 @dataclass
 class _Life:
     """A running request in the scheduler."""
@@ -146,6 +165,8 @@ class Simulation:
         self.delivered: list[Delivered] = []
         self._changed = threading.Condition()
         self._note_receipts(patch)
+        if seed % 5 == 2:
+            _delay_mover(patch)
         self._traced = draws.random() < 0.7
         self._shares = self.policy != "drop" and draws.random() < 0.8
         self.asked = draw(draws, REQUESTS, shares=self._shares)

@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from boundaries import inject
+from boundaries import BOUNDARIES, inject
 from ordering_faults import FAULTS
 from simulated_rank import simulate
+
+from midstream.workers.runner.rows.planner import Planner
 
 #: Seeds of each simulation, those that `make test` runs too, and those that find every fault.
 SEEDS, FEW, ENOUGH = 200, 20, 20
@@ -21,10 +23,13 @@ COMMON = (
 #: The first seed; another one looks for rare orders on purpose.
 FIRST = int(os.environ.get("ORDERING_SEED", "0"))
 
+#: Seeds that found a fault of the product.
+FAULTY = (73, 153)
+
 seeds = pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(FIRST + seed, marks=[] if seed < FEW else [pytest.mark.long])
+        pytest.param(FIRST + seed, marks=[] if seed < FEW or seed in FAULTY else [pytest.mark.long])
         for seed in range(SEEDS)
     ],
 )
@@ -40,6 +45,12 @@ def test_captures_are_whole_in_every_order_of_the_device(seed: int, tmp_path: Pa
 @seeds
 def test_one_failure_anywhere_fails_only_requests_that_ran(seed: int, tmp_path: Path) -> None:
     assert simulate(seed, tmp_path, inject(seed)).findings == []
+
+
+@pytest.mark.parametrize("seed", [29, 78])
+def test_no_bank_edits_as_before_when_planning_fails(seed: int, tmp_path: Path) -> None:
+    planning = BOUNDARIES.index((Planner, "plan_steering", False))
+    assert simulate(seed, tmp_path, inject(planning)).findings == []
 
 
 @pytest.mark.timeout(300)

@@ -291,13 +291,18 @@ class Recording:
 
     # --- In the mover
 
-    def take(self, run: Extent, new: NewMemory) -> None:
-        """Copy the rows of a run once they have landed. `finish` raises the first error."""
+    def take(self, run: Extent, new: NewMemory, *, begins: bool = True) -> None:
+        """Copy the rows of a run once they have landed. `finish` raises the first error.
+
+        `begins`: the run is the first of its step. Only then may pieces leave, since those that the
+        step completes may yet be kept for other requests.
+        """
         if self._forgotten or self._error is not None:
             return
         try:
             run.step.landing.wait()
-            self._leave()
+            if begins:
+                self._leave()
             at, stop = run.first_position, min(run.positions.stop, self.end)
             while at < stop:
                 piece = self._piece(at, run.step, new)

@@ -42,8 +42,10 @@ class Mover:
 
         def copy() -> None:
             try:
-                for recording, run in runs:
-                    recording.take(run, new)
+                before = None
+                for recording, run in runs:  # those of a recording follow each other
+                    recording.take(run, new, begins=recording is not before)
+                    before = recording
             finally:
                 self._taken += size
 

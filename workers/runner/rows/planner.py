@@ -296,7 +296,7 @@ class Planner:
         self._members = request_rows
 
     def clear_plan(self) -> None:
-        """Plan nothing: neither the last step's work again nor what this step has planned so far."""
+        """Plan nothing: neither the last step again nor what was planned of this step so far."""
         self._last_step.forget()
         self._repeats, self._members = False, ()
         self._plan[:] = 0
