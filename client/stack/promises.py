@@ -22,7 +22,7 @@ class Promise(NamedTuple):
     unit: str = ""
 
 
-#: In the order of the page. Costs are whole calls over HTTP, divided by those to stock vLLM's own
+#: In the order of the page. Costs are whole calls over HTTP, relative to those of stock vLLM's own
 #: server; docs/verify.md has the reasons for the limits.
 PROMISES = (
     Promise("certificate", "laws of the hook points that fail on the loaded model", 0),

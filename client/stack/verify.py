@@ -135,7 +135,10 @@ def certificate(rig: Rig) -> Measured:
 
 
 def costs(rig: Rig) -> dict[str, Measured]:
-    """Time the same calls to both servers in turns; return the ratios of each round."""
+    """Time the same calls to both servers in turns; return the ratios of each round.
+
+    An idle call is compared with stock vLLM; the others with the faster of these two.
+    """
     prompts = rig.prompts(BATCH)
     source = rig.submit(prompts[:1], 1, capture=EVERY_ROW)
     rig.client.wait(source.id, HTTP_S)
@@ -178,13 +181,16 @@ def costs(rig: Rig) -> dict[str, Measured]:
             taken[kind].append(timed(kind, tokens))
     medians = {kind: float(np.median(seconds)) for kind, seconds in taken.items()}
     work = f"{BATCH} prompts × {LENGTH} + {tokens} tokens, {len(taken['stock'])} pairs"
-    return {
-        kind: Measured(
-            [ours / stock for ours, stock in zip(taken[kind], taken["stock"], strict=True)],
-            f"{medians[kind]:.2f} s, stock {medians['stock']:.2f} s; {work}",
+    # where our idle call is faster than stock vLLM, an edit must not hide its cost behind that
+    faster = min("stock", "idle", key=lambda kind: medians[kind])
+    measured = {}
+    for kind in kinds:
+        base = "stock" if kind == "idle" else faster
+        measured[kind] = Measured(
+            [ours / other for ours, other in zip(taken[kind], taken[base], strict=True)],
+            f"{medians[kind]:.2f} s, {base} {medians[base]:.2f} s; {work}",
         )
-        for kind in kinds
-    }
+    return measured
 
 
 def neighbour(rig: Rig) -> Measured:

@@ -21,15 +21,16 @@ COSTS = {"idle", "capture", "steer", "patch"}
 def test_verify_measures_every_promise_of_the_real_engines(tmp_path: Path) -> None:
     model = checkpoint("llama", tmp_path / "llama")
     command = [sys.executable, "-m", "midstream.client", "verify", "--model", model]
-    command += ["--data-dir", tmp_path / "data", "--json", tmp_path / "page.json"]
     command += ["--seconds", "0", "--set", "kv_cache_gib=0.25", "--set", "max_model_len=1024"]
+    command += ["--data-dir", tmp_path / "data", "--json", tmp_path / "page.json"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ}
     )
+    print(done.stdout, done.stderr)
     report = json.loads((tmp_path / "page.json").read_text())
     outcomes = {outcome["name"]: outcome for outcome in report["outcomes"]}
     assert list(outcomes) == [promise.name for promise in PROMISES]
-    # four calls of a model that takes a millisecond say nothing of costs; all else has to hold
+    # four pairs on a machine with other tests say nothing of costs; all else has to hold
     failed = {name for name, outcome in outcomes.items() if outcome["verdict"] == "FAIL"}
     assert failed <= COSTS, done.stdout + done.stderr
     assert done.returncode == bool(failed)

@@ -87,7 +87,6 @@ def test_a_failed_measurement_does_not_end_the_others(monkeypatch: pytest.Monkey
 class FakeRig:
     """A service with one request beside another; `leak`: what steering adds to the other's rows."""
 
-    card = {"max_model_len": 999}
     prompts = verify.Rig.prompts
     steering = verify.Rig.steering
 
@@ -127,3 +126,50 @@ def test_bits_that_differ_by_the_batch_alone_are_no_leak() -> None:
     rig = FakeRig(shift=1e-7)
     rig.rows([])  # the run alone then has other bits than those beside
     assert list(verify.neighbour(rig).figures) == [0]  # type: ignore[arg-type]
+
+
+class TimedRig(FakeRig):
+    """Two servers with a clock that only calls move: `seconds` of each kind of call."""
+
+    name, stock, seconds = "m", "http://stock", 0.0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], lacking: int):
+        super().__init__()
+        self.clock, self.of, self.lacking = 0.0, seconds, lacking
+        clock = SimpleNamespace(perf_counter=lambda: self.clock, monotonic=lambda: self.clock)
+        monkeypatch.setattr(verify, "time", clock)
+        monkeypatch.setattr(verify.httpx2, "post", self.post)
+        deleted = SimpleNamespace(delete=lambda job: None)
+        self.client = SimpleNamespace(
+            wait=lambda *_: None, completion=self.completion, captures=deleted
+        )
+
+    def usage(self, kind: str, tokens: int) -> dict[str, Any]:
+        self.clock += self.of[kind]
+        made = verify.BATCH * tokens - self.lacking * (kind == "steer")
+        return {"usage": {"completion_tokens": made}}
+
+    def post(self, url: str, json: Any, timeout: float) -> Any:
+        made = self.usage("stock", json["max_tokens"])
+        return SimpleNamespace(raise_for_status=lambda: None, json=lambda: made)
+
+    def submit(self, prompts: Any, tokens: int, capture: Any, steering: Any = None) -> Any:
+        return SimpleNamespace(id="source")
+
+    def completion(self, model: str, prompts: Any, max_tokens: int, **fields: Any) -> Any:
+        names = {"capture": "capture", "steering": "steer", "patch": "patch"}
+        kind = next((names[name] for name in names if name in fields), "idle")
+        return SimpleNamespace(raw=self.usage(kind, max_tokens), job="job")
+
+
+def test_a_fast_idle_call_does_not_hide_what_edits_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"stock": 2.0, "idle": 1.0, "capture": 1.25, "steer": 1.0, "patch": 1.5}
+    taken = verify.costs(TimedRig(monkeypatch, seconds, 0))  # type: ignore[arg-type]
+    figures = {kind: set(measured.figures) for kind, measured in taken.items()}
+    assert figures == {"idle": {0.5}, "capture": {1.25}, "steer": {1.0}, "patch": {1.5}}
+
+
+def test_calls_with_too_few_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = dict.fromkeys(("stock", "idle", "capture", "steer", "patch"), 1.0)
+    with pytest.raises(MidstreamError, match="steer: 511 tokens instead of 512"):
+        verify.costs(TimedRig(monkeypatch, seconds, 1))  # type: ignore[arg-type]
