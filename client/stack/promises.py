@@ -31,7 +31,7 @@ PROMISES = (
     Promise("steer", "cost of steering every token in every layer", 1.10, "×"),
     Promise("patch", "cost of patching a prompt token in every layer", 1.10, "×"),
     Promise("neighbour", "rows beside a steered request that differ from those without it", 0),
-    Promise("noise", "difference of a row alone and in a batch, relative to its norm", 0.0),
+    Promise("noise", "difference of a row alone and in a batch, relative to its norm", 1e-3),
     Promise("receipts", "files and receipts missing or wrong when a held response arrives", 0),
     Promise("durability", "accepted jobs lost when a process is killed", 0),
     Promise("processes", "processes left behind at the end", 0),

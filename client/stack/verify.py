@@ -48,8 +48,10 @@ EVERY_ROW = {**LAYERS, "positions": "all_prompt"}
 GENTLE, STRONG = 0.01, 4.0
 #: Pairs of runs beside another request until all are composed alike; tokens of both requests.
 LEAST_TRIES, TRIES, OWN_TOKENS, OTHERS_TOKENS = 3, 10, 4, 64
-#: The law of the certificate whose tolerance bounds the noise floor.
-BATCH_LAW = "rows in a mixed batch = those alone"
+#: The law of the certificate whose tolerance bounds the noise floor: in units of the dtype's
+#: precision, and at least a thousandth, as docs/architectures.md says.
+BATCH_LAW = "post_block: rows in a mixed batch = those alone"
+EPS, LEAST_NOISE = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}, 1e-3
 #: Jobs that are in progress when a process is killed, and their prompts.
 JOBS, JOB_PROMPTS, RECOVERY_S = 12, 4, 300.0
 END_S = 10.0
@@ -237,7 +239,8 @@ def noise(rig: Rig) -> Measured:
     batched, _ = rig.rows([prompt, *others])
     errors = np.linalg.norm(batched - alone, axis=-1) / np.linalg.norm(alone, axis=-1)
     laws = rig.certificate.laws if rig.certificate else []
-    limit = next((law.tolerance for law in laws if law.law == BATCH_LAW), None)
+    units = next((law.tolerance for law in laws if law.law == BATCH_LAW), 0.0)
+    limit = max(units * EPS.get(rig.card["dtype"], 0.0), LEAST_NOISE)
     return Measured(
         [float(np.median(errors))],
         f"the median of {errors.size} rows; the largest {errors.max():.2g}; limit: the "

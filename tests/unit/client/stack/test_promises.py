@@ -128,6 +128,18 @@ def test_bits_that_differ_by_the_batch_alone_are_no_leak() -> None:
     assert list(verify.neighbour(rig).figures) == [0]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.25), ("float32", 1e-3)])
+def test_the_noise_floor_is_bounded_by_the_certificates_tolerance(dtype: str, limit: float) -> None:
+    rig = FakeRig(shift=1e-6)
+    rig.card["dtype"] = dtype
+    rig.certificate = SimpleNamespace(  # type: ignore[attr-defined]
+        laws=[SimpleNamespace(law=verify.BATCH_LAW, tolerance=32.0)]
+    )
+    measured = verify.noise(rig)  # type: ignore[arg-type]
+    assert measured.limit == limit
+    assert measured.figures[0] == pytest.approx(1e-6, rel=1e-3)
+
+
 class TimedRig(FakeRig):
     """Two servers with a clock that only calls move: `seconds` of each kind of call."""
 
