@@ -35,6 +35,7 @@ COMMANDS = {
     "up": ("client", "up", "model", "cpu"),
     "serve": ("client", "up", "cpu"),
     "demo": ("client", "up", "plots", "model", "cpu"),
+    "verify": ("client", "up", "model", "cpu"),
 }
 #: Missing modules that an error names; more are counted.
 NAMED = 5

@@ -69,6 +69,7 @@ LONGEST = (
     "test_openai.py",
     "test_inspect.py",
     "test_harvest.py",
+    "test_verify.py",
     "test_service.py",
     "test_worker_processes.py",
 )

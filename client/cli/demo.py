@@ -41,7 +41,7 @@ from ..render import steering as show_steering
 from ..render.steering import DIGEST
 from ..sdk.client import Client
 from ..sdk.wire import Answer
-from ..stack.processes import wait_for
+from ..stack.processes import sigterm_as_interrupt, wait_for
 from ..stack.supervisor import LOCK_FILE, Supervisor, read_state
 from ..study.patch_study import PatchStudy
 
@@ -139,7 +139,7 @@ def run_demo(
     )
     settings = _settings(data, console)
     with (
-        _sigterm_as_interrupt(),
+        sigterm_as_interrupt(),
         _started(settings, console) as stack,
         Client(stack.url, stack.settings.admin_key) as client,
     ):
@@ -585,17 +585,3 @@ def _short(path: Path) -> str:
 def _in_use(folder: Path) -> bool:
     """Return whether a supervisor may still use the folder; it then reports the conflict itself."""
     return bool(read_state(folder))
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt, like Ctrl-C, so that the stack is stopped."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -27,6 +27,7 @@ from . import (
     stack,
     start,
     sweeps,
+    verify,
     webhooks,
 )
 from .jobs import AsJson, Url, connect, err, out
@@ -39,6 +40,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Operations": (
         "top",
         "doctor",
+        "verify",
         "dynamic",
         "keys",
         "tenants",
@@ -189,6 +191,7 @@ for _module in (
     sweeps,
     harvests,
     service,
+    verify,
     stack,
     webhooks,
     keys,

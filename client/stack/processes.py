@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -331,3 +331,17 @@ def _signal(pid: int, number: signal.Signals) -> None:
 def exit_name(code: int | None) -> str:
     """Return an exit code as text: `70`, or the name of the signal that ended the process."""
     return next((known.name for known in signal.Signals if code == -known), str(code))
+
+
+@contextlib.contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt, like Ctrl-C, so that the stack is stopped."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

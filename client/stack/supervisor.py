@@ -387,6 +387,12 @@ class Supervisor:
         """Return the pids of running processes that this stack started, directly or indirectly."""
         return sorted(pid for session in self._sessions for pid in members(session))
 
+    def kill(self, name: str) -> None:
+        """Kill a child as a crash would; `tend` restarts it."""
+        process = self._children[name].process
+        if process is not None:
+            process.kill()
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._stopping.is_set():
             self._hurry = True

@@ -32,7 +32,7 @@ STARTERS = {
     "client/stack/supervisor.py", "client/stack/plan.py",
     "client/stack/checks/engine_checks.py", "client/stack/checks/redis_checks.py",
     "client/stack/checks/service_checks.py",
-    "client/cli/main.py", "client/cli/start.py", "client/cli/keys.py",
+    "client/cli/main.py", "client/cli/start.py", "client/cli/keys.py", "client/cli/verify.py",
 }  # fmt: skip
 #: Imported inside functions only, so it may reach further at its top.
 LOADED_LATE = {"client/cli/demo.py", "client/harvest/training.py", "client/inspect_provider.py"}

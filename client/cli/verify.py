@@ -1,0 +1,93 @@
+"""`midstream verify`: one page on what holds on this machine, with this model."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...schemas.base.records import to_json
+from ...schemas.base.settings import SettingsError, engine_options, load_settings
+from ..extras import COMMANDS, need
+from ..render.verification import page
+from ..stack.processes import sigterm_as_interrupt
+from .jobs import err
+from .options import overrides
+from .start import DataDir, Unproven
+
+#: Seconds of the timed pairs, with which the whole command takes about three minutes.
+PAIRS_S = 60.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add `verify` to `midstream`."""
+    app.command()(verify)
+
+
+def verify(
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint folder or hub name; default: the demo model.")
+    ] = None,
+    json_: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the page as JSON.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Time for the calls to both servers.", min=0, max=3600)
+    ] = PAIRS_S,
+    kill_worker: Annotated[
+        bool, typer.Option("--kill-worker", help="Also kill the worker: a minute more.")
+    ] = False,
+    data_dir: DataDir = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option("--engine", metavar="NAME=VALUE", help="An option of vLLM; repeatable."),
+    ] = None,
+    engine_unproven: Unproven = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable."),
+    ] = None,
+) -> None:
+    """Check on this machine, with this model, what Midstream promises; print one page.
+
+    Starts stock vLLM's server and the stack, and stops both. Takes about three minutes with the
+    demo model on two cores. Exit code 1 if a promise does not hold.
+    """
+    need("cpu", "`midstream verify`", *COMMANDS["verify"])
+    from ...workers.engines import check_options
+    from ..stack.verify import verify as verified
+
+    try:
+        base = load_settings(data_dir=str(data_dir) if data_dir else None)
+        folder = Path(base.data_dir).expanduser().resolve() / "verify"
+        settings = load_settings(
+            given=overrides(set_ or []),
+            model=model,
+            engine_options=engine_options(engine or []) or None,
+            engine_unproven=engine_unproven or None,
+            data_dir=str(folder),
+            api_port=0,
+            flower_port=0,
+            redis_url="",
+            relay_url="",
+        )
+        logging.disable(logging.WARNING)  # vLLM logs when it is imported
+        check_options(settings)
+        logging.disable(logging.NOTSET)
+    except SettingsError as error:
+        raise typer.BadParameter(str(error)) from error
+    if json_ is not None and not json_.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--json {json_}: no such folder")
+    # both engines compute on the same number of cores, as stock vLLM does by default
+    if len(os.sched_getaffinity(0)) > 1:
+        os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
+    shutil.rmtree(folder, ignore_errors=True)
+    killed = ("relay", "worker") if kill_worker else ("relay",)
+    with sigterm_as_interrupt():
+        report = verified(settings, seconds, killed, lambda line: err.print(line, style="dim"))
+    print(page(report), flush=True)
+    if json_ is not None:
+        json_.write_bytes(to_json(report))
+    raise typer.Exit(1 if report.failed else 0)

@@ -1,0 +1,43 @@
+"""Does `midstream verify` take every measurement, with stock vLLM beside the real stack?"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import checkpoint
+
+from midstream.client.stack.promises import PROMISES
+from midstream.client.stack.verify import LEAST_PAIRS
+
+COSTS = {"idle", "capture", "steer", "patch"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_verify_measures_every_promise_of_the_real_engines(tmp_path: Path) -> None:
+    model = checkpoint("llama", tmp_path / "llama")
+    command = [sys.executable, "-m", "midstream.client", "verify", "--model", model]
+    command += ["--seconds", "0", "--set", "kv_cache_gib=0.25", "--set", "max_model_len=1024"]
+    command += ["--data-dir", tmp_path / "data", "--json", tmp_path / "page.json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ}
+    )
+    print(done.stdout, done.stderr)
+    report = json.loads((tmp_path / "page.json").read_text())
+    outcomes = {outcome["name"]: outcome for outcome in report["outcomes"]}
+    assert list(outcomes) == [promise.name for promise in PROMISES]
+    # four pairs on a machine with other tests say nothing of costs; all else has to hold
+    failed = {name for name, outcome in outcomes.items() if outcome["verdict"] == "FAIL"}
+    assert failed <= COSTS, done.stdout + done.stderr
+    assert done.returncode == bool(failed)
+    for name in COSTS:
+        assert len(outcomes[name]["figures"]) == LEAST_PAIRS
+        assert all(math.isfinite(figure) and figure > 0 for figure in outcomes[name]["figures"])
+    assert f"{len(outcomes)} promises" in done.stdout
+    assert report["model"]["name"] == "llama"
+    assert report["settings"]["enable_prefix_caching"] == "False"
+    assert report["host"]["vllm"]
