@@ -9,6 +9,8 @@ import re
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import setuptools
+
 #: What is packed: vLLM, and what it and Midstream's workers import.
 PACKED = """
     vllm aiohappyeyeballs aiohttp aiosignal apache-tvm-ffi attrs cachetools cbor2 charset-normalizer
@@ -36,11 +38,12 @@ def _normal(name: str) -> str:
 
 def hidden() -> list[str]:
     """Top-level modules of installed packages that such a machine does not have."""
+    vendored = {path.name for path in Path(setuptools.__file__).parent.glob("_vendor/*")}
     there = {_normal(name) for name in f"{PACKED} {IMAGE} {STAND_INS}".split()}
     return sorted(
         module
         for module, names in packages_distributions().items()
-        if not there & {_normal(name) for name in names}
+        if module not in vendored and not there & {_normal(name) for name in names}
     )
 
 

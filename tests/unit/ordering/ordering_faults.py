@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_rank import Simulation
+from simulated_rank import Simulation, delay_mover
 
 from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.jobs.receipts import Receipt
@@ -52,6 +52,7 @@ def half_is_filled_before_its_rows_are_copied(patch: pytest.MonkeyPatch, _: Simu
 
         return next_half
 
+    delay_mover(patch)
     _replaced(patch, _Areas, "next", careless)
 
 

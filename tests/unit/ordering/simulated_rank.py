@@ -110,13 +110,13 @@ def visit(buffers: Buffers, number: int, rows: np.ndarray) -> None:
     capture(AFTER, CAPTURED_AFTER)
 
 
-def _delay_mover(patch: pytest.MonkeyPatch) -> None:
+def delay_mover(patch: pytest.MonkeyPatch) -> None:
     """Have steps run ahead of the mover, which waits for each copy and so hurries it."""
     submit = Mover.submit
 
     def late(mover: Mover, action: Callable[[], Any]) -> Any:
         def run() -> Any:
-            until = time.monotonic() + 0.02
+            until = time.monotonic() + 0.05
             while mover._queue.qsize() < 2 and time.monotonic() < until:
                 time.sleep(0.0005)
             return action()
@@ -165,8 +165,6 @@ class Simulation:
         self.delivered: list[Delivered] = []
         self._changed = threading.Condition()
         self._note_receipts(patch)
-        if seed % 5 == 2:
-            _delay_mover(patch)
         self._traced = draws.random() < 0.7
         self._shares = self.policy != "drop" and draws.random() < 0.8
         self.asked = draw(draws, REQUESTS, shares=self._shares)

@@ -16,7 +16,7 @@ from midstream.workers.runner.rows.planner import Planner
 SEEDS, FEW, ENOUGH = 200, 20, 20
 #: Faults that `make test` injects too, one of each kind.
 COMMON = (
-    "half_is_filled_before_its_rows_are_copied",
+    "copy_does_not_wait_for_the_forward",
     "staging_memory_is_used_again_while_it_is_copied",
     "receipt_precedes_its_file",
 )

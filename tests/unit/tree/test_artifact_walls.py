@@ -35,6 +35,7 @@ OPENS: dict[str, str] = {
     "client/cli/jobs.py": "the user's request",
     "client/cli/options.py": "the user's vectors, options, corpora and requests",
     "client/cli/probes.py": "the user's examples and weights",
+    "client/cli/verify.py": "the stack of a verification, in a folder of its own",
     "client/cli/stack.py": "logs; sizes of all parts of the data directory",
     "client/harvest/exports.py": "the user's export",
     "client/images.py": "the user's images",
@@ -47,6 +48,7 @@ OPENS: dict[str, str] = {
     "client/stack/checks/disk_checks.py": "a file without a name, to time the disk",
     "client/stack/plan.py": "a checkpoint's config.json",
     "client/stack/processes.py": "/proc and logs",
+    "client/stack/verify.py": "/proc, and the files of a capture, which are checked",
     "client/stack/supervisor.py": "the lock and state of a stack",
     "client/study/patch_study.py": "the user's study",
     "client/vectors/arrays.py": "members of the user's archives, in memory",
@@ -77,6 +79,7 @@ OPENS: dict[str, str] = {
     "workers/runner/base/process.py": "/proc",
     "workers/runner/support/quantisation.py": "a checkpoint's files",
     "workers/runner/rows/slabs.py": "rows that wait on the disk before they are captures",
+    "workers/runner/support/replacements.py": "our own source",
     "workers/runner/support/vllm_source.py": "vLLM's source",
     "workers/serving/harvest_process.py": "/proc",
 }
@@ -93,7 +96,14 @@ NAMES = {
     "workers/engine/vllm.py",
 }
 #: Methods of our own that are called like those of paths.
-OTHERS = {"span.rename", "self._gate.open", "store.open", "self._store.open", "place.store.open"}
+OTHERS = {
+    "ast.walk",
+    "span.rename",
+    "self._gate.open",
+    "store.open",
+    "self._store.open",
+    "place.store.open",
+}
 
 _FUNCTIONS = re.compile(
     r"open|io\.open|mmap\.mmap|shutil\.(rmtree|move|copy\w*)|tempfile\.\w*File"

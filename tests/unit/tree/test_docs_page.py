@@ -17,6 +17,7 @@ REASONS = (
     "it takes minutes",
     "it installs system packages",
     "it ends the stack",
+    "it starts two engines",
     "the path is a placeholder",
     "the tests start one stack",
     "the tests have it on the path",

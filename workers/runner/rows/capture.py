@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from .pending_rows import LANDED, Landing
 if TYPE_CHECKING:
     from ..probes.watches import Watch
     from ..probes.weight_stacks import Stack
-    from .streams import SealedRows, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -201,6 +200,21 @@ class Piece:
         return copied
 
 
+class RowSink(Protocol):
+    """Destination of rows that leave a recording before its request ends: see `streams`."""
+
+    part: int  # bytes of rows that leave together, at least
+    begun: bool  # whether rows have left
+
+    def push(self, pieces: list[Piece]) -> None: ...
+
+    def drop(self) -> None: ...
+
+    def seal(
+        self, recording: "Recording", pieces: list[Piece], expected: set[int], stop: int
+    ) -> tuple[list[int], int, Any]: ...
+
+
 @dataclass
 class Recording:
     """One capture of one request on this rank.
@@ -219,7 +233,7 @@ class Recording:
     reused: list[Extent] = field(default_factory=list)
     # positions that were not recorded when they were last computed, under overload
     dropped: set[int] = field(default_factory=set)
-    stream: "Stream | None" = None  # destination of rows that leave before the request ends
+    stream: "RowSink | None" = None  # destination of rows that leave before the request ends
     watch: "Watch | None" = None  # the watch and the stack by which probes score the rows
     stack: "Stack | None" = None
     prepared: Any = None  # see `FinishedCapture`
@@ -416,7 +430,7 @@ class Recording:
             else set()
         )
         stored_as = dtype if self.capture.dtype == "model" else getattr(torch, self.capture.dtype)
-        result: _Rows | SealedRows
+        result: Any  # `_Rows`, or those of the stream
         pieces = self.pieces()
         if self.stream is not None and self.stream.begun:
             positions, reused, result = self.stream.seal(self, pieces, expected, stop)
