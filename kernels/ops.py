@@ -64,22 +64,6 @@ def _unless_idle(site: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _of_views(site: Callable[..., None]) -> Callable[..., None]:
-    """Let a single site take rows that are columns of a wider tensor: it copies them while it has
-    work, so that graphs of idle steps hold no copies.
-    """
-
-    def run(stream: torch.Tensor, *arguments: Any) -> None:
-        if stream.is_contiguous():
-            site(stream, *arguments)
-            return
-        rows = stream.contiguous()
-        site(rows, *arguments)
-        stream.copy_(rows)
-
-    return run
-
-
 def _nothing(*_: Any) -> None:
     """Stand in for an op while tracing: no result, and no shape changes."""
 
@@ -98,9 +82,9 @@ def _single_site_on_gpu(*arguments: Any) -> None:
 
 
 _library.impl("pair_site", _unless_idle(reference.pair_site), "CPU")
-_library.impl("single_site", _unless_idle(_of_views(reference.single_site)), "CPU")
+_library.impl("single_site", _unless_idle(reference.single_site), "CPU")
 _library.impl("pair_site", _unless_idle(_pair_site_on_gpu), "CUDA")
-_library.impl("single_site", _unless_idle(_of_views(_single_site_on_gpu)), "CUDA")
+_library.impl("single_site", _unless_idle(_single_site_on_gpu), "CUDA")
 _library._register_fake("pair_site", _nothing)
 _library._register_fake("single_site", _nothing)
 

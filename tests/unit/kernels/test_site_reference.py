@@ -15,7 +15,7 @@ from site_truth import ORDER
 from torch._inductor.utils import run_and_get_code
 from tree import ROOT
 
-from midstream.kernels import idle_sites, pair_site, reference, single_site
+from midstream.kernels import pair_site, reference, single_site
 from midstream.kernels.plan import (
     AFTER,
     ALIKE,
@@ -413,41 +413,3 @@ def test_a_run_of_tokens_with_one_row_has_the_bits_of_tokens_taken_one_by_one(
         found.append(torch.stack(streams))
     assert torch.equal(found[0].view(torch.uint8), found[1].view(torch.uint8))
     assert torch.equal(found[0][1], residual) == (not configuration)
-
-
-class Fused(Layer):
-    """Sites on columns of a fused projection and on what attention takes of it."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.fused = torch.nn.Linear(WIDTH, 3 * WIDTH)
-        self.requires_grad_(False)
-
-    def forward(self, stream: torch.Tensor) -> torch.Tensor:
-        fused = self.fused(stream)
-        single_site(fused[:, :WIDTH], *self.site())
-        query, key, value = fused.split(WIDTH, dim=1)
-        key = torch.tanh(key)
-        single_site(key, *self.site())
-        single_site(value, *self.site())
-        return self.linear(query * key) + value
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_sites_on_columns_of_a_tensor_make_no_copies_of_it() -> None:
-    """Copies would also be in the graphs of idle steps."""
-    case = busy_case(pair=False)
-    eager, traced = Fused(case), Fused(case)
-    traced.load_state_dict(eager.state_dict())
-    with torch.no_grad():
-        expected = eager(case.stream.clone())
-        found, (code, *_) = run_and_get_code(
-            torch.compile(traced, fullgraph=True), case.stream.clone()
-        )
-        with idle_sites(True):
-            assert torch.equal(eager(case.stream), torch.compile(traced)(case.stream))
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(traced.ring, eager.ring, equal_nan=True)
-    assert code.count("midstream.single_site.default(") == 3
-    # the projection's output, the keys and the product: no copies of columns
-    assert len(re.findall(r"= empty_strided", code)) == 3

@@ -404,12 +404,10 @@ def _wrap(module: nn.Module, visits: Sequence[tuple[Inner, Visit, Site]], always
     def with_sites(*args: Any, **kwargs: Any) -> Any:
         for side, width, visit, site in inputs:
             if torch.compiler.is_compiling() or always or site.busy:
-                rows = args[side] if side < len(args) else kwargs[names[side]]
-                rows = _visited(visit, rows, width, traced=always)
                 if side < len(args):
-                    args = (*args[:side], rows, *args[side + 1 :])
+                    args = (*args[:side], _visited(visit, args[side], width), *args[side + 1 :])
                 else:
-                    kwargs = {**kwargs, names[side]: rows}
+                    kwargs = {**kwargs, names[side]: _visited(visit, kwargs[names[side]], width)}
         result = forward(*args, **kwargs)
         for first, width, visit, site in outputs:
             if torch.compiler.is_compiling() or always or site.busy:
@@ -421,15 +419,11 @@ def _wrap(module: nn.Module, visits: Sequence[tuple[Inner, Visit, Site]], always
     module.forward = with_sites
 
 
-def _visited(visit: Visit, rows: torch.Tensor, width: int, *, traced: bool) -> torch.Tensor:
+def _visited(visit: Visit, rows: torch.Tensor, width: int) -> torch.Tensor:
     """Return `rows`, of any shape with `width` numbers for each token, after the site's visit.
 
-    Views of a larger tensor are copied, but not in a traced forward, where idle steps would copy
-    too: there they are edited in place, as contiguous rows are.
+    Views of a larger tensor are copied.
     """
-    if traced and rows.ndim == 2 and rows.shape[1] == width:
-        visit(rows, None)
-        return rows
     flat = rows.reshape(-1, width).contiguous()
     visit(flat, None)
     return flat.view(rows.shape)
@@ -437,4 +431,10 @@ def _visited(visit: Visit, rows: torch.Tensor, width: int, *, traced: bool) -> t
 
 def _visit_columns(visit: Visit, rows: torch.Tensor, first: int, width: int) -> None:
     """Have the site visit `width` columns of `rows` `[tokens, …]` in place, from `first` on."""
-    visit(rows.view(-1, rows.shape[-1])[:, first : first + width], None)
+    flat = rows.view(-1, rows.shape[-1])
+    if flat.shape[1] == width:
+        visit(flat, None)
+        return
+    part = flat[:, first : first + width].contiguous()
+    visit(part, None)
+    flat[:, first : first + width] = part

@@ -43,7 +43,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def kept_for_worker(folder: str, boot: str) -> Iterator[None]:
-    """Write an error of the block to a file for `kept`, if it is the first of any rank.
+    """Write an error of the block to a file for `kept`.
 
     `kept` reads it on the same machine; ranks on other machines have it in their log only.
     """
@@ -52,9 +52,7 @@ def kept_for_worker(folder: str, boot: str) -> Iterator[None]:
     except Exception as error:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            # later errors are of ranks that lost the first one
-            with contextlib.suppress(FileExistsError), _file(folder, boot).open("x") as file:
-                file.write(reason_of(error))
+            _file(folder, boot).write_text(reason_of(error))
         except OSError as failure:
             logger.warning("the error's reason could not be written: %s", failure)
         raise
