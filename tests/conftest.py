@@ -73,8 +73,15 @@ LONGEST = (
     "test_service.py",
     "test_worker_processes.py",
 )
-#: Engines that take a minute to start → the one file whose tests of them are not `long`.
-SLOW_ENGINES = {"compiled": "test_modes.py", "v2": "test_modes.py"}
+#: Engines that are slow to start, or started for few tests → the one file whose tests of them
+#: are not `long`.
+SLOW_ENGINES = {
+    "compiled": "test_modes.py",
+    "v2": "test_modes.py",
+    "overlapped": "test_modes.py",
+    "pp2": "test_modes.py",
+    "nurseries": "test_real_model.py",
+}
 #: Folders in the order in which they run.
 STAGES = ("unit", "system", "web", "engine", "faults", "long", "machines")
 
