@@ -6,10 +6,8 @@ every process that has the environment of `environment`.
 
 import os
 import re
-from importlib.metadata import packages_distributions
+from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
-
-import setuptools
 
 #: What is packed: vLLM, and what it and Midstream's workers import.
 PACKED = """
@@ -38,7 +36,8 @@ def _normal(name: str) -> str:
 
 def hidden() -> list[str]:
     """Top-level modules of installed packages that such a machine does not have."""
-    vendored = {path.name for path in Path(setuptools.__file__).parent.glob("_vendor/*")}
+    vendor = Path(str(distribution("setuptools").locate_file("setuptools/_vendor")))
+    vendored = {path.name for path in vendor.iterdir()}
     there = {_normal(name) for name in f"{PACKED} {IMAGE} {STAND_INS}".split()}
     return sorted(
         module
