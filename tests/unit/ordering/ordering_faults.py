@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_rank import Simulation, delay_mover
+from simulated_rank import Simulation
 
 from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.jobs.receipts import Receipt
@@ -41,19 +41,6 @@ def _replaced(patch: pytest.MonkeyPatch, owner: Any, name: str, make: Callable[[
 
 
 # --- The ring and the copy stream
-
-
-@fault
-def half_is_filled_before_its_rows_are_copied(patch: pytest.MonkeyPatch, _: Simulation) -> None:
-    def careless(function: Any) -> Any:
-        def next_half(self: _Areas) -> Any:
-            self._copied[1 - self._current] = None
-            return function(self)
-
-        return next_half
-
-    delay_mover(patch)
-    _replaced(patch, _Areas, "next", careless)
 
 
 def _take(

@@ -6,13 +6,11 @@ import contextlib
 import random
 import sqlite3
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +59,6 @@ from midstream.workers.runner.hooks.sites import Buffers, Site, Sizes, buffers_o
 from midstream.workers.runner.plane import data_plane
 from midstream.workers.runner.plane.data_plane import DataPlane
 from midstream.workers.runner.rows.banks import Part
-from midstream.workers.runner.rows.mover import Mover
 
 #: Token rows of a step, requests that run together, and requests of a simulation.
 CAPACITY, TOGETHER, REQUESTS = 40, 5, 12
@@ -108,22 +105,6 @@ def visit(buffers: Buffers, number: int, rows: np.ndarray) -> None:
         if (entries > 0).any() and not np.isfinite(rows[token]).all() and not of["broken"][token]:
             of["broken"][token] = plan[SITE]
     capture(AFTER, CAPTURED_AFTER)
-
-
-def delay_mover(patch: pytest.MonkeyPatch) -> None:
-    """Have steps run ahead of the mover, which waits for each copy and so hurries it."""
-    submit = Mover.submit
-
-    def late(mover: Mover, action: Callable[[], Any]) -> Any:
-        def run() -> Any:
-            until = time.monotonic() + 0.05
-            while mover._queue.qsize() < 2 and time.monotonic() < until:
-                time.sleep(0.0005)
-            return action()
-
-        return submit(mover, run)
-
-    patch.setattr(Mover, "submit", late)
 
 
 @dataclass
