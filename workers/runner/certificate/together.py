@@ -51,7 +51,7 @@ class Together:
         except Exception as error:
             logger.warning("certification: %s", part, exc_info=True)
             failure = error
-        why = "" if failure is None else str(failure) or type(failure).__name__
+        why = "" if failure is None else str(failure).strip() or type(failure).__name__
         answers = self._answers(part, why)
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(answers) if text]
         if failed and (needed or len(failed) < len(answers)):
