@@ -45,14 +45,18 @@ def reason_of(error: BaseException) -> str:
 def kept_for_worker(folder: str, boot: str) -> Iterator[None]:
     """Write an error of the block to a file for `kept`.
 
-    `kept` reads it on the same machine; ranks on other machines have it in their log only.
+    The first rank that fails writes it: the others may only fail because that one is gone. `kept`
+    reads it on the same machine; ranks on other machines have it in their log only.
     """
     try:
         yield
     except Exception as error:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            _file(folder, boot).write_text(reason_of(error))
+            with open(_file(folder, boot), "x") as file:
+                file.write(reason_of(error))
+        except FileExistsError:
+            logger.warning("not the first rank that failed: %s", error)
         except OSError as failure:
             logger.warning("the error's reason could not be written: %s", failure)
         raise

@@ -33,3 +33,11 @@ def test_what_a_rank_keeps_is_read_once_and_by_its_own_start(tmp_path: Path) -> 
     assert build_errors.kept(folder, "boot-2") == ""
     assert build_errors.kept(folder, "boot-1") == "AssertionError"
     assert build_errors.kept(folder, "boot-1") == ""
+
+
+def test_the_reason_is_that_of_the_first_rank_that_failed(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    for reason in ("out of memory", "connection closed by peer"):
+        with pytest.raises(RuntimeError), build_errors.kept_for_worker(folder, "boot"):
+            raise RuntimeError(reason)
+    assert build_errors.kept(folder, "boot") == "out of memory"
