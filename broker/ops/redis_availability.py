@@ -36,6 +36,8 @@ _CLASSES = (
     redis.exceptions.OutOfMemoryError,
     redis.exceptions.ClusterDownError,
     redis.exceptions.TryAgainError,
+    # redis-py loads a missing script and then calls it by its hash: Redis was restarted in between
+    redis.exceptions.NoScriptError,
 )
 #: Written to test whether Redis takes writes.
 PROBE_KEY = "ms:probe"
@@ -49,8 +51,8 @@ class LossyRedis(redis.exceptions.ConnectionError):
 
 
 def is_redis_unavailable(error: BaseException) -> bool:
-    """Return whether Redis is unreachable, loading, read-only, full, unable to write or in a long
-    script: the request is not at fault.
+    """Return whether Redis is unreachable, loading, restarted during the call, read-only, full,
+    unable to write or in a long script: the request is not at fault.
     """
     if isinstance(error, _CLASSES):
         return True
@@ -65,6 +67,8 @@ def detail_of(error: BaseException) -> str:
         return str(error)
     if trouble := disk_trouble(str(error)):
         return f"{trouble}: Redis cannot write its log"
+    if isinstance(error, redis.exceptions.NoScriptError):
+        return "the job ledger is unavailable: Redis was restarted during the call"
     return f"the job ledger is unavailable: {error}"
 
 

@@ -14,11 +14,12 @@ Processes: `redis`, `relay`, `callbacks`, `worker` (also `worker-2`, … when as
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from ports import free_port
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import make_app
+from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import now
 from midstream.schemas.base.settings import Settings, to_environment
 from midstream.schemas.jobs.jobs import (
@@ -58,6 +60,17 @@ START_TIMEOUT_S, STOP_TIMEOUT_S, WAIT_TIMEOUT_S = 120.0, 180.0, 180.0
 POLL_S = 0.02
 #: What the shortest sleep takes, in microseconds.
 SLEEP_US = 60
+#: The begin of a record in a log; lines of a traceback belong to the record before them.
+RECORD = re.compile(r"^(?=\d{4}-\d\d-\d\d )", re.MULTILINE)
+
+
+def unsuccessful(views: Iterable[JobView]) -> dict[str, tuple[State, Problem | None]]:
+    """Return state and error of each job that has not succeeded: a test that expects an empty dict
+    says why it fails.
+    """
+    return {
+        view.id: (view.state, view.error) for view in views if view.state is not State.SUCCEEDED
+    }
 
 
 class Stack:
@@ -209,6 +222,15 @@ class Stack:
     def log(self, name: str) -> str:
         path = self.directory / "logs" / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def records(self, word: str) -> str:
+        """The records that contain `word`, from the logs of all processes."""
+        return "".join(
+            f"{name}: {record}"
+            for name in self.processes
+            for record in RECORD.split(self.log(name))
+            if word in record
+        )
 
     def _start_redis(self) -> None:
         self._redis = redis_server.start(self.directory / "redis", port=self._redis_port)
@@ -364,11 +386,17 @@ class Stack:
         timeout: float = WAIT_TIMEOUT_S,
         until: Callable[[JobView], bool] | None = None,
     ) -> JobView:
-        """The job's view once it is over, or once `until(view)` holds."""
+        """The job's view once it is over, or once `until(view)` holds.
+
+        If it is over and has not succeeded, its error and log records are printed, which pytest
+        shows if the test fails.
+        """
         deadline = time.monotonic() + timeout
         while True:
             view = self.view(job_id)
             if until(view) if until else view.state in TERMINAL:
+                if view.state in TERMINAL and view.state is not State.SUCCEEDED:
+                    print(f"{job_id} {view.state}: {view.error}\n{self.records(job_id)}")
                 return view
             if time.monotonic() > deadline:
                 raise AssertionError(

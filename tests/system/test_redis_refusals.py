@@ -1,6 +1,8 @@
 """What does the service do while Redis refuses writes, and after Redis has lost its data?"""
 
+import contextlib
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -8,8 +10,9 @@ import httpx2
 import pytest
 import redis
 from ports import free_port
-from stack import Stack
+from stack import Stack, unsuccessful
 
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import State
 
 WAIT_S = 90.0
@@ -119,6 +122,35 @@ def test_processes_wait_for_a_redis_out_of_memory(stack: Stack) -> None:
     assert stack.wait(job, WAIT_S).state is State.SUCCEEDED
     # once a second
     until(lambda: ask(stack).status_code == 202, "the API has looked at the memory again")
+    runs_a_job(stack)
+    assert stack.processes == processes
+    assert all(process.poll() is None for process in processes.values())
+
+
+def test_scripts_that_redis_forgets_between_load_and_call_cost_no_job(stack: Stack) -> None:
+    """A restart between the two has the same effect."""
+    processes = dict(stack.processes)
+    jobs: list[str] = []
+    enough = threading.Event()
+
+    def forget() -> None:
+        with redis.Redis.from_url(stack.settings.redis_url) as client:
+            while not enough.is_set():
+                client.script_flush()
+
+    def noticed() -> bool:
+        with contextlib.suppress(MidstreamError):  # not accepted, and said so
+            jobs.append(stack.submit(["hello"]))
+        return "Redis was restarted during the call" in stack.log("worker")
+
+    forgetting = threading.Thread(target=forget)
+    forgetting.start()
+    try:
+        until(noticed, "the worker misses a script that it has just loaded")
+    finally:
+        enough.set()
+        forgetting.join()
+    assert unsuccessful(stack.wait(job, WAIT_S) for job in jobs) == {}
     runs_a_job(stack)
     assert stack.processes == processes
     assert all(process.poll() is None for process in processes.values())

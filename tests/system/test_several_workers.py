@@ -6,12 +6,11 @@ import signal
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Iterator
 
 import httpx2
 import pytest
-from stack import Stack, free_port
+from stack import Stack, free_port, unsuccessful
 
 from midstream.client import Client
 from midstream.schemas.jobs.jobs import TERMINAL
@@ -96,7 +95,7 @@ def test_another_worker_finishes_the_jobs_of_a_killed_one(stack: Stack, client: 
     stack.kill("worker")
     views = [client.wait(job, 90) for job in jobs]
     start(stack, "worker")
-    assert {view.state for view in views} == {"succeeded"}
+    assert unsuccessful(views) == {}
     again = [view for view in views if view.attempt > 1]
     assert again, "it held nothing when it was killed: this has shown nothing"
     assert {view.id for view in again} <= set(held)
@@ -168,7 +167,7 @@ def test_a_rolling_restart_under_load_loses_nothing(stack: Stack, client: Client
     assert load.failed == []
     assert load.held > 0
     views = [client.wait(job, 90) for job in load.accepted]
-    assert Counter(view.state for view in views) == {"succeeded": len(load.accepted)}
+    assert unsuccessful(views) == {}
     assert len(set(load.accepted)) == len(load.accepted)
     assert {view.receipts for view in views} == {1}
     ends = [

@@ -178,6 +178,7 @@ def test_event_ids_are_checked_before_they_reach_redis() -> None:
             True,
         ),
         (redis.exceptions.ReadOnlyError("You can't write against a read only replica."), True),
+        (redis.exceptions.NoScriptError("No matching script."), True),
         (
             redis.exceptions.ResponseError(
                 "WRONGTYPE Operation against a key holding the wrong kind of value"
