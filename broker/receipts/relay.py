@@ -25,6 +25,7 @@ import redis
 import redis.backoff
 import redis.retry
 import zmq
+from redis.exceptions import NoScriptError
 
 from ...schemas.base import faults
 from ...schemas.base.faults import crash_point
@@ -363,7 +364,7 @@ class Relay:
         while not self._gave_up:
             try:
                 return call()
-            except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+            except (redis.ConnectionError, redis.TimeoutError, NoScriptError, OSError) as error:
                 if self._stopping:
                     self._gave_up = True
                     log.warning(

@@ -135,6 +135,40 @@ def test_receipts_lost_by_a_restarted_redis_are_not_acknowledged(
         servers[-1].stop()
 
 
+def test_a_relay_settles_again_when_redis_forgot_a_script_after_its_load(
+    redis_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    jobs, client = Jobs(redis_url), connect_redis(redis_url)
+    client.script_flush()
+    load, forgotten = client.script_load, list[str]()
+
+    def forget(text: str) -> str:
+        sha = load(text)
+        if not forgotten:  # as a restart does
+            client.script_flush()
+            forgotten.append(sha)
+        return sha
+
+    monkeypatch.setattr(client, "script_load", forget)
+    relay = Relay(Settler(client, jobs.settings), "", client)
+    thread = threading.Thread(target=relay.serve)
+    thread.start()
+    try:
+        (job,) = jobs.claim(1, 1)
+        with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
+            outbox.append(receipt(job, 0))
+            assert outbox.flush(LONG_S)
+        assert jobs.arrived(job) == once_each(1)
+    finally:
+        relay.stop()
+        thread.join()
+    assert forgotten
+    assert "Redis rejects receipts" not in caplog.text
+
+
 def test_writes_to_a_dead_redis_are_not_confirmed_by_its_successor(tmp_path: Path) -> None:
     async def main() -> None:
         nonlocal server
