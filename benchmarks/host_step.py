@@ -15,25 +15,16 @@ import json
 import statistics
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
-from probe_steps import CAPACITY, PROMPT, Stand
+from probe_steps import CAPACITY, PARTS, PROMPT, Stand, arriving, spec_of
 
-from midstream import __version__
 from midstream.schemas.base.tensors import content_hash, from_numpy
-from midstream.schemas.requests.specs import (
-    RankSpec,
-    StoredCapture,
-    StoredSteering,
-    steering_digest,
-)
-from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
+from midstream.schemas.requests.specs import StoredCapture, StoredSteering, steering_digest
+from midstream.workers.runner.base.engine_step import Finish
 
-PARTS = ("begin", "choose", "plan", "drain")
 KINDS = {"idle": (False, False), "captured": (True, False), "steered": (False, True)} | {
     "both": (True, True)
 }
@@ -60,14 +51,10 @@ class Load:
                 tensors=[content_hash(vector)],
             )
         ] * steered
-        self._spec = RankSpec(
-            version=__version__,
-            job="",
-            request=0,
-            attempt=1,
-            prompt_tokens=PROMPT,
-            captures=[StoredCapture(sites={"post_block": [layers // 2]}, positions="all", tag="t")]
-            * captured,
+        capture = StoredCapture(sites={"post_block": [layers // 2]}, positions="all", tag="t")
+        self._spec = spec_of(
+            PROMPT,
+            captures=[capture] * captured,
             steering=steering,
             digest=steering_digest(steering),
         )
@@ -76,46 +63,17 @@ class Load:
         """Seconds of `PARTS` in each step that generates, from the prompts to the end."""
         self._round += 1
         ids = [f"{self._round}.{number}" for number in range(self._requests)]
-        new = []
-        if self._kind != "idle":
-            new = [
-                NewRequest(one, msgspec.structs.replace(self._spec, job=f"j{one}"), 0, LIFE)
-                for one in ids
-            ]
+        new = [] if self._kind == "idle" else arriving(ids, self._spec, LIFE)
         prompts = CAPACITY // PROMPT
         for batch in range(0, len(ids), prompts):
             part = slice(batch, batch + prompts)
-            self._step(new[part], {}, ids[part], 0, PROMPT)
-        times = [self._step([], {}, ids, PROMPT + step, 1) for step in range(LIFE)]
+            self._stand.parts(new[part], {}, [(one, 0, PROMPT) for one in ids[part]])
+        times = [
+            self._stand.parts([], {}, [(one, PROMPT + step, 1) for one in ids])
+            for step in range(LIFE)
+        ]
         tokens = list(range(PROMPT + LIFE + 1))
-        self._step([], {one: Finish(tokens, False) for one in ids}, [], 0, 0)
-        return times
-
-    def _step(
-        self,
-        new: list[NewRequest],
-        ended: dict[str, Finish],
-        ids: list[str],
-        first: int,
-        count: int,
-    ) -> list[float]:
-        windows = [(one, first, count) for one in ids]
-        view = StepView(
-            [RequestRows(one, row * count, count, first) for row, one in enumerate(ids)],
-            count * len(ids),
-        )
-        times = []
-        for part in (
-            lambda: self._plane.begin(new, ended, 0),
-            lambda: self._plane.choose(windows),
-            lambda: self._plane.plan(view),
-            lambda: self._plane.drain(),
-        ):
-            if len(times) == PARTS.index("drain"):
-                self._stand.forward(view.num_rows)
-            start = time.thread_time()
-            part()
-            times.append(time.thread_time() - start)
+        self._stand.parts([], {one: Finish(tokens, False) for one in ids}, [])
         return times
 
     def close(self) -> None:
@@ -174,10 +132,12 @@ def main() -> None:
             for load in loads.values():
                 load.close()
         for kind, steps in times.items():
-            parts = [statistics.median(part) * 1e6 for part in zip(*steps, strict=True)]
+            medians = [statistics.median(part) * 1e6 for part in zip(*steps, strict=True)]
+            parts = dict(zip(PARTS, medians, strict=True))
+            del parts["forward"]  # without a model it says nothing
             results.append({"requests": requests, "kind": kind, "steps": len(steps)})
-            results[-1] |= dict(zip(PARTS, (round(part, 1) for part in parts), strict=True))
-            results[-1]["sum"] = round(sum(parts), 1)
+            results[-1] |= {part: round(us, 1) for part, us in parts.items()}
+            results[-1]["sum"] = round(sum(parts.values()), 1)
             print("  ".join(f"{name} {value}" for name, value in results[-1].items()), flush=True)
     print(json.dumps({"benchmark": "host_step", **vars(options), "results": results}))
 

@@ -18,13 +18,11 @@ import threading
 import time
 from pathlib import Path
 
-import msgspec
 import torch
-from probe_steps import CAPACITY, PROMPT, Stand
+from probe_steps import CAPACITY, PARTS, PROMPT, Stand, arriving, spec_of
 
-from midstream import __version__
-from midstream.schemas.requests.specs import RankSpec, StoredCapture
-from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
+from midstream.schemas.requests.specs import StoredCapture
+from midstream.workers.runner.base.engine_step import Finish, NewRequest
 
 #: Kind of step → prompt tokens, generated tokens.
 KINDS = {"decode": (PROMPT, 64), "prompts": (128, 1)}
@@ -45,7 +43,7 @@ class Load:
     """Requests on one plane that come together, capture every layer, and end together."""
 
     def __init__(self, stand: Stand, kind: str, requests: int, layers: int) -> None:
-        self._plane, self._forward = stand.plane, stand.forward
+        self._stand = stand
         self._prompt, self._generated = KINDS[kind]
         self._requests, self._lives, self._model_s = requests, 0, 0.0
         capture = StoredCapture(
@@ -54,14 +52,7 @@ class Load:
             tag="t",
             layout="packed",
         )
-        self._spec = RankSpec(
-            version=__version__,
-            job="",
-            request=0,
-            attempt=1,
-            prompt_tokens=self._prompt,
-            captures=[capture],
-        )
+        self._spec = spec_of(self._prompt, captures=[capture])
 
     def life(self) -> tuple[int, float, float]:
         """Return the steps, and the seconds of the helpers and of the model's thread."""
@@ -71,41 +62,23 @@ class Load:
         at_once = CAPACITY // self._prompt
         for first in range(0, len(ids), at_once):
             some = ids[first : first + at_once]
-            new = [
-                NewRequest(
-                    one, msgspec.structs.replace(self._spec, job=f"j{one}"), 0, self._generated
-                )
-                for one in some
-            ]
-            self._step(new, {}, some, 0, self._prompt)
+            new = arriving(some, self._spec, self._generated)
+            self._step(new, {}, [(one, 0, self._prompt) for one in some])
             steps += 1
         for position in range(self._prompt, self._prompt + self._generated - 1):
-            self._step([], {}, ids, position, 1)
+            self._step([], {}, [(one, position, 1) for one in ids])
             steps += 1
         tokens = list(range(self._prompt + self._generated))
-        self._step([], {one: Finish(tokens, False) for one in ids}, [], 0, 0)
-        while self._plane._writer.busy():
+        self._step([], {one: Finish(tokens, False) for one in ids}, [])
+        while self._stand.plane._writer.busy():
             time.sleep(0.01)
         return steps, helpers_s() - before, self._model_s
 
     def _step(
-        self,
-        new: list[NewRequest],
-        ended: dict[str, Finish],
-        ids: list[str],
-        first: int,
-        count: int,
+        self, new: list[NewRequest], ended: dict[str, Finish], windows: list[tuple[str, int, int]]
     ) -> None:
-        rows = [RequestRows(one, row * count, count, first) for row, one in enumerate(ids)]
-        began = time.thread_time()
-        self._plane.begin(new, ended, 0)
-        self._plane.choose([(one, first, count) for one in ids])
-        self._plane.plan(StepView(rows, count * len(ids)))
-        self._model_s += time.thread_time() - began
-        self._forward(count * len(ids))
-        began = time.thread_time()
-        self._plane.drain()
-        self._model_s += time.thread_time() - began
+        seconds = dict(zip(PARTS, self._stand.parts(new, ended, windows), strict=True))
+        self._model_s += sum(seconds.values()) - seconds["forward"]
 
 
 def measure(requests: int, layers: int, hidden: int, folder: str | None) -> dict[str, list[float]]:

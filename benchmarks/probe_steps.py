@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,6 +35,8 @@ CAPACITY = 2048
 _CACHES = 1 << 27
 #: Of a long request: positions grow from step to step.
 PROMPT = 32
+#: Of a step of the model's thread.
+PARTS = ("begin", "choose", "plan", "forward", "drain")
 
 
 def made(probes: int, layers: int, hidden: int, plane: DataPlane) -> list[StoredProbe]:
@@ -122,25 +125,47 @@ class Stand:
         for visit in self._visits:
             visit(self._streams[0, :rows], self._streams[1, :rows])
 
+    def parts(
+        self, new: list[NewRequest], ended: dict[str, Finish], windows: list[tuple[str, int, int]]
+    ) -> list[float]:
+        """Run a step; return the seconds of `PARTS`. `windows`: request, first position, count."""
+        rows, row = [], 0
+        for request, first, count in windows:
+            rows.append(RequestRows(request, row, count, first))
+            row += count
+        times = []
+        for part in (
+            lambda: self.plane.begin(new, ended, 0),
+            lambda: self.plane.choose(windows),
+            lambda: self.plane.plan(StepView(rows, row)),
+            lambda: self.forward(row),
+            lambda: self.plane.drain(),
+        ):
+            began = time.thread_time()
+            part()
+            times.append(time.thread_time() - began)
+        return times
+
     def step(
         self, new: list[NewRequest], ended: dict[str, Finish], windows: list[tuple[str, int, int]]
     ) -> list[float]:
         """Seconds of admission and planning, of the sites, of what follows the forward."""
         # as a model's weights, it leaves nothing of the step before in the caches
         self._weights.add_(1.0)
-        began = time.thread_time()
-        self.plane.begin(new, ended, 0)
-        self.plane.choose(windows)
-        rows, row = [], 0
-        for request, first, count in windows:
-            rows.append(RequestRows(request, row, count, first))
-            row += count
-        self.plane.plan(StepView(rows, row))
-        planned = time.thread_time()
-        self.forward(row)
-        visited = time.thread_time()
-        self.plane.drain()
-        return [planned - began, visited - planned, time.thread_time() - visited]
+        *planning, forward, drain = self.parts(new, ended, windows)
+        return [sum(planning), forward, drain]
+
+
+def spec_of(prompt: int, **wish: Any) -> RankSpec:
+    """The spec of a request with so many prompt tokens. `wish`: captures, steering, probes."""
+    return RankSpec(version=__version__, job="", request=0, attempt=1, prompt_tokens=prompt, **wish)
+
+
+def arriving(ids: list[str], spec: RankSpec, generated: int) -> list[NewRequest]:
+    """Requests with this spec, each of a job of its own."""
+    return [
+        NewRequest(one, msgspec.structs.replace(spec, job=f"j{one}"), 0, generated) for one in ids
+    ]
 
 
 def cost(
@@ -155,39 +180,27 @@ def cost(
         stand = Stand(Path(folder), layers, hidden)
         probed = made(probes, at, hidden, stand.plane)
         prompt = PROMPT if tokens == 1 else tokens
-        spec = RankSpec(
-            version=__version__,
-            job="",
-            request=0,
-            attempt=1,
-            prompt_tokens=prompt,
-            captures=probe_captures(probed),
-            probes=probed,
-        )
+        spec = spec_of(prompt, captures=probe_captures(probed), probes=probed)
 
-        def arriving(step: int) -> list[NewRequest]:
-            each = [
-                msgspec.structs.replace(spec, job=f"j{step}", request=number)
-                for number in range(requests if probes else 0)
-            ]
-            return [NewRequest(f"{step}.{one.request}", one, 0, 1000) for one in each]
+        def new(step: int) -> list[NewRequest]:
+            return arriving(names(step), spec, 1000) if probes else []
+
+        def names(step: int) -> list[str]:
+            return [f"{step}.{number}" for number in range(requests)]
 
         def windows(step: int, first: int, count: int) -> list[tuple[str, int, int]]:
-            return [(f"{step}.{number}", first, count) for number in range(requests)]
+            return [(name, first, count) for name in names(step)]
 
         times = []
         if tokens == 1:
-            stand.step(arriving(0), {}, windows(0, 0, PROMPT - 1))
+            stand.step(new(0), {}, windows(0, 0, PROMPT - 1))
             for step in range(steps):
                 times.append(stand.step([], {}, windows(0, PROMPT - 1 + step, 1)))
         else:
             ended: dict[str, Finish] = {}
             for step in range(steps // 10):
-                times.append(stand.step(arriving(step), ended, windows(step, 0, tokens)))
-                ended = {
-                    f"{step}.{number}": Finish(list(range(tokens + 1)), False)
-                    for number in range(requests)
-                }
+                times.append(stand.step(new(step), ended, windows(step, 0, tokens)))
+                ended = {name: Finish(list(range(tokens + 1)), False) for name in names(step)}
         stand.plane.close()
     return [statistics.median(each) * 1e6 for each in zip(*times, strict=True)]
 

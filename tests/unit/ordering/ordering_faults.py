@@ -9,6 +9,7 @@ for the half's last copy, so it is slower, not wrong.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,8 +28,6 @@ from midstream.workers.runner.rows.slabs import SlabPool
 
 Fault = Callable[[pytest.MonkeyPatch, Simulation], None]
 FAULTS: dict[str, Fault] = {}
-#: Body of `_Areas.take`: gets also the event of the current half.
-Body = Callable[[_Areas, Any, torch.Tensor, int], None]
 
 
 def fault(prepare: Fault) -> Fault:
@@ -42,63 +41,51 @@ def _replaced(patch: pytest.MonkeyPatch, owner: Any, name: str, make: Callable[[
 
 # --- The ring and the copy stream
 
+#: A part of `_Areas.take`. Gets the areas, the event of the current half, the slab, and the rows.
+Part = Callable[[_Areas, Any, torch.Tensor, int], None]
 
-def _take(
-    patch: pytest.MonkeyPatch, body: Callable[[_Areas, Any, torch.Tensor, int], None]
-) -> None:
-    """Replace `_Areas.take`. `body`: gets also the event of the current half."""
 
+def _wait(areas: _Areas, *_: Any) -> None:
+    areas._stream.wait_stream(torch.cuda.current_stream())
+
+
+def _copy(areas: _Areas, event: Any, slab: torch.Tensor, rows: int) -> None:
+    with torch.cuda.stream(areas._stream):
+        _copy_here(areas, event, slab, rows)
+
+
+def _copy_here(areas: _Areas, _: Any, slab: torch.Tensor, rows: int) -> None:
+    first = areas._current * areas.rows
+    slab.copy_(areas._ring[first : first + rows], non_blocking=True)
+
+
+def _record(areas: _Areas, event: Any, *_: Any) -> None:
+    event.record(areas._stream)
+
+
+def _record_here(areas: _Areas, event: Any, *_: Any) -> None:
+    event.record(torch.cuda.current_stream())
+
+
+#: Fault → the parts of `_Areas.take` in its order; without a fault they are `_wait`, `_copy` and
+#: `_record`. `_here`: on the forward's stream.
+TAKES: dict[str, tuple[Part, ...]] = {
+    "copy_does_not_wait_for_the_forward": (_copy, _record),
+    "event_is_recorded_before_the_copy": (_wait, _record, _copy),
+    "event_is_recorded_on_the_forwards_stream": (_wait, _copy, _record_here),
+    "copy_is_queued_on_a_stream_without_the_event": (_wait, _copy_here, _record),
+}
+
+
+def _taking(patch: pytest.MonkeyPatch, _: Simulation, *, parts: tuple[Part, ...]) -> None:
     def take(self: _Areas, slab: torch.Tensor, rows: int) -> None:
-        body(self, self._copied[self._current], slab, rows)
+        for part in parts:
+            part(self, self._copied[self._current], slab, rows)
 
     patch.setattr(_Areas, "take", take)
 
 
-def _half(areas: _Areas, rows: int) -> torch.Tensor:
-    first = areas._current * areas.rows
-    return areas._ring[first : first + rows]
-
-
-@fault
-def copy_does_not_wait_for_the_forward(patch: pytest.MonkeyPatch, _: Simulation) -> None:
-    def body(self: _Areas, event: Any, slab: torch.Tensor, rows: int) -> None:
-        with torch.cuda.stream(self._stream):
-            slab.copy_(_half(self, rows), non_blocking=True)
-            event.record(self._stream)
-
-    _take(patch, body)
-
-
-@fault
-def event_is_recorded_before_the_copy(patch: pytest.MonkeyPatch, _: Simulation) -> None:
-    def body(self: _Areas, event: Any, slab: torch.Tensor, rows: int) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        event.record(self._stream)
-        with torch.cuda.stream(self._stream):
-            slab.copy_(_half(self, rows), non_blocking=True)
-
-    _take(patch, body)
-
-
-@fault
-def event_is_recorded_on_the_forwards_stream(patch: pytest.MonkeyPatch, _: Simulation) -> None:
-    def body(self: _Areas, event: Any, slab: torch.Tensor, rows: int) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            slab.copy_(_half(self, rows), non_blocking=True)
-        event.record(torch.cuda.current_stream())
-
-    _take(patch, body)
-
-
-@fault
-def copy_is_queued_on_a_stream_without_the_event(patch: pytest.MonkeyPatch, _: Simulation) -> None:
-    def body(self: _Areas, event: Any, slab: torch.Tensor, rows: int) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        slab.copy_(_half(self, rows), non_blocking=True)
-        event.record(self._stream)
-
-    _take(patch, body)
+FAULTS |= {name: partial(_taking, parts=parts) for name, parts in TAKES.items()}
 
 
 @fault
@@ -154,8 +141,17 @@ def staging_memory_is_used_again_while_it_is_copied(
     patch.setattr(buffers, "locked_copy", locked_copy)
 
 
-def _on_another_stream(function: Any) -> Any:
-    streams: list[Any] = []
+#: Fault → the function that runs on a stream of its own.
+MOVED: dict[str, tuple[Any, str]] = {
+    "plan_is_uploaded_on_another_stream": (Staging, "_upload"),
+    "steering_is_written_on_another_stream": (EntryPool, "write"),
+    "steering_is_erased_on_another_stream": (EntryPool, "erase"),
+    "observations_are_copied_on_another_stream": (finite_check, "_copy_to_host"),
+}
+
+
+def _moved(patch: pytest.MonkeyPatch, _: Simulation, *, owner: Any, name: str) -> None:
+    function, streams = getattr(owner, name), list[Any]()
 
     def call(*arguments: Any) -> Any:
         if not streams:
@@ -163,30 +159,13 @@ def _on_another_stream(function: Any) -> Any:
         with torch.cuda.stream(streams[0]):
             return function(*arguments)
 
-    return call
+    patch.setattr(owner, name, call)
 
 
-@fault
-def plan_is_uploaded_on_another_stream(patch: pytest.MonkeyPatch, _: Simulation) -> None:
-    _replaced(patch, Staging, "_upload", _on_another_stream)
-
-
-@fault
-def steering_is_written_on_another_stream(patch: pytest.MonkeyPatch, _: Simulation) -> None:
-    _replaced(patch, EntryPool, "write", _on_another_stream)
-
-
-@fault
-def steering_is_erased_on_another_stream(patch: pytest.MonkeyPatch, _: Simulation) -> None:
-    _replaced(patch, EntryPool, "erase", _on_another_stream)
+FAULTS |= {fault: partial(_moved, owner=owner, name=name) for fault, (owner, name) in MOVED.items()}
 
 
 # --- The step's observations
-
-
-@fault
-def observations_are_copied_on_another_stream(patch: pytest.MonkeyPatch, _: Simulation) -> None:
-    _replaced(patch, finite_check, "_copy_to_host", _on_another_stream)
 
 
 @fault
