@@ -44,7 +44,7 @@ def planned(
             gpu=gpu,
             tokens_per_second=tokens_per_second,
             gpu_bytes=int(gpu_memory_gib * 2**30),
-            host_bytes=_host_bytes(),
+            host_bytes=host_bytes(),
         )
     except OSError as error:
         raise MidstreamError(
@@ -55,7 +55,7 @@ def planned(
         raise MidstreamError("invalid_request", f"{file}: {missing}") from error
 
 
-def _host_bytes() -> int:
+def host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

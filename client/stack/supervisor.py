@@ -506,7 +506,7 @@ class Supervisor:
         deadline = time.monotonic() + timeout
         worker = self._children["worker"]
         with httpx2.Client(timeout=5.0) as http:
-            while not (WORKER_READY in worker.output() and _answers(http, f"{self.url}/readyz")):
+            while not (WORKER_READY in worker.output() and answers(http, f"{self.url}/readyz")):
                 for child in self._children.values():
                     if child.exit_code is not None:
                         detail = (
@@ -669,7 +669,7 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _answers(http: httpx2.Client, url: str) -> bool:
+def answers(http: httpx2.Client, url: str) -> bool:
     try:
         return http.get(url).status_code == 200
     except httpx2.TransportError:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tiny import checkpoint
 
+from midstream.client.stack.measurements.costs import LEAST_PAIRS
 from midstream.client.stack.promises import PROMISES
-from midstream.client.stack.verify import LEAST_PAIRS
 
 COSTS = {"idle", "capture", "steer", "patch"}
 

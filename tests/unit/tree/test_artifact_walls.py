@@ -48,7 +48,7 @@ OPENS: dict[str, str] = {
     "client/stack/checks/disk_checks.py": "a file without a name, to time the disk",
     "client/stack/plan.py": "a checkpoint's config.json",
     "client/stack/processes.py": "/proc and logs",
-    "client/stack/verify.py": "/proc, and the files of a capture, which are checked",
+    "client/stack/measurements/facts.py": "/proc",
     "client/stack/supervisor.py": "the lock and state of a stack",
     "client/study/patch_study.py": "the user's study",
     "client/vectors/arrays.py": "members of the user's archives, in memory",

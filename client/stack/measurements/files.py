@@ -1,0 +1,87 @@
+"""Whether captures are complete and undamaged: when a response arrives, and after processes were
+killed.
+"""
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ....schemas.base.errors import MidstreamError
+from ..processes import wait_for
+from ..promises import Measured
+from .rig import BATCH, EVERY_ROW, GENTLE, OWN_TOKENS, Rig
+
+#: Jobs that are in progress when a process is killed, their prompts, and tokens of each.
+JOBS, JOB_PROMPTS, JOB_TOKENS = 12, 4, 16
+RECOVERY_S = 300.0
+
+
+def receipts(rig: Rig) -> Measured:
+    """Count what is missing or wrong when a held response arrives: files, checksums, ranks that
+    disagree.
+    """
+    answer = rig.client.completion(
+        rig.card["id"],
+        rig.prompts(BATCH // 4),
+        max_tokens=OWN_TOKENS,
+        ignore_eos=True,
+        capture=EVERY_ROW,
+        capture_wait=True,
+        steering=rig.steering(GENTLE),
+    )
+    results, determinism = answer.capture_results, answer.determinism
+    if results is None or determinism is None:
+        return Measured([], "the response has no receipts")
+    root = Path(results.root) if results.root and "://" not in results.root else None
+    absent = sum(root is not None and not (root / file.path).is_file() for file in results.files)
+    with rig.client.capture(answer.job) as reader:
+        bad = sum(not check.ok for check in reader.verify())
+    reports = [report for stage in determinism.stages for report in stage.ranks]
+    wrong = absent + bad + (not determinism.consistent) + (results.status != "ok")
+    wrong += sum(report.applied == 0 for report in reports) + (not results.files)
+    return Measured(
+        [wrong],
+        f"{len(results.files)} files, {results.rows} rows, CRC32 recomputed; "
+        f"{len(reports)} receipts of {len({report.rank for report in reports})} ranks agree",
+    )
+
+
+def durability(rig: Rig) -> Measured:
+    """Kill processes while jobs run; count the accepted jobs whose captures are not complete."""
+    lost, notes = 0, []
+    for name in rig.killed:
+        prompts = [rig.prompts(JOB_PROMPTS) for _ in range(JOBS)]
+        ids = [rig.submit(each, JOB_TOKENS, capture=EVERY_ROW).id for each in prompts]
+        rig.await_start(ids[0])
+        rig.stack.kill(name)
+        start = time.monotonic()
+        unfinished = sum(not _finished(rig, id) for id in ids)
+
+        def recovered(ids: list[str] = ids) -> bool:
+            rig.stack.tend()
+            return all(_finished(rig, id) for id in ids)
+
+        wait_for(recovered, RECOVERY_S, step=0.1)
+        intact = sum(_intact(rig, id) for id in ids)
+        lost += JOBS - intact
+        notes.append(
+            f"{name} killed with {unfinished} of {JOBS} jobs unfinished: {intact} complete "
+            f"after {time.monotonic() - start:.1f} s"
+        )
+    return Measured([lost], "; ".join(notes))
+
+
+def _finished(rig: Rig, job: str) -> bool:
+    with suppress(MidstreamError):  # such as an API that waits for Redis
+        return rig.client.jobs.get(job).finished is not None
+    return False
+
+
+def _intact(rig: Rig, job: str) -> bool:
+    """Return whether a job succeeded and all its files are present and undamaged."""
+    try:
+        found = rig.client.result(job).determinism
+        with rig.client.capture(job) as reader:
+            return bool(found and found.consistent) and all(check.ok for check in reader.verify())
+    except (MidstreamError, OSError):
+        return False
