@@ -63,7 +63,8 @@ class Load:
         """Seconds of `PARTS` in each step that generates, from the prompts to the end."""
         self._round += 1
         ids = [f"{self._round}.{number}" for number in range(self._requests)]
-        new = [] if self._kind == "idle" else arriving(ids, self._spec, LIFE)
+        # the step of its prompt makes a request's first token
+        new = [] if self._kind == "idle" else arriving(ids, self._spec, 1 + LIFE)
         prompts = CAPACITY // PROMPT
         for batch in range(0, len(ids), prompts):
             part = slice(batch, batch + prompts)
