@@ -24,6 +24,7 @@ from tolerances import FP32_HOOKS
 from midstream.schemas.base.settings import Settings
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner.support import seams
+from midstream.workers.runner.support.seam_table import Seam
 
 pytestmark = [pytest.mark.matrix, pytest.mark.ranks]
 
@@ -112,7 +113,7 @@ def test_an_engine_does_not_start_where_a_seam_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = checkpoint("llama", tmp_path / "llama")
-    gone = seams.Seam("vllm.v1.request:Request", ("gone_in_a_later_version",), "nothing")
+    gone = Seam("vllm.v1.request:Request", ("gone_in_a_later_version",), "nothing")
     monkeypatch.setattr(seams, "SEAMS", (*seams.SEAMS, gone))
     with pytest.raises(
         Exception,
@@ -120,6 +121,11 @@ def test_an_engine_does_not_start_where_a_seam_is_missing(
     ):
         asyncio.run(
             VllmEngine(
-                Settings(model=str(path), data_dir=str(tmp_path / "data"), dtype="float32")
+                Settings(
+                    model=str(path),
+                    data_dir=str(tmp_path / "data"),
+                    dtype="float32",
+                    engine_unproven=True,
+                )
             ).start()
         )
