@@ -159,7 +159,7 @@ test-redis: $(READY) model .cache/redis/.ready ## system tests over other versio
 	exit $$failed
 
 # Each extra in an environment of its own outside of the repository. TORCH_INDEX as for the setup.
-test-packages: $(READY) ## the wheel alone and complete on Python 3.11, 3.12 and 3.13, and with each extra; gigabytes of downloads, an hour
+test-packages: $(READY) ## the wheel alone, complete and with each extra, on Python 3.11, 3.12 and 3.13; gigabytes of downloads, 70 minutes
 	@echo "== packages"
 	@$(PYTEST) -m packages tests
 
