@@ -4,7 +4,7 @@ place of a list.
 Every request body of both clients goes through `checked`, so a new field needs no conversion code.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -104,16 +104,18 @@ def known_keywords(fields: Iterable[str], kind: Any, own: Iterable[str] = ()) ->
     names = [*kind.__struct_fields__, *(Sampling.__struct_fields__ if kind is JobRequest else ())]
     for name in fields:
         if name not in names and not (kind is JobRequest and name == "prompt"):
-            hint = suggestion(name, own) or _advice(name, names)
-            if hint is None and len(names) > _LISTED:
-                hint = "help() of the call lists its fields"
-            raise UnknownArgument(
-                "invalid_request",
-                NO_FIELD,
-                field=name,
-                allowed=None if hint else ", ".join(kind.__struct_fields__),
-                hint=hint,
-            )
+            raise unknown_argument(name, names, own)
+
+
+def unknown_argument(name: str, names: Sequence[str], own: Iterable[str] = ()) -> UnknownArgument:
+    """Return the error for a keyword that is not among `names`: it suggests one, also of `own`, or
+    lists `names`.
+    """
+    hint = suggestion(name, own) or _advice(name, names)
+    if hint is None and len(names) > _LISTED:
+        hint = "help() of the call lists its fields"
+    allowed = None if hint else ", ".join(names)
+    return UnknownArgument("invalid_request", NO_FIELD, field=name, allowed=allowed, hint=hint)
 
 
 def _advice(name: str, names: Iterable[str]) -> str | None:

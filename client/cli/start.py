@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ...schemas.base.settings import Settings, engine_options, load_settings
+from ...schemas.base.settings import Settings, chosen, engine_options, load_settings
 from ...schemas.service.global_capture import from_settings
 from ..extras import COMMANDS, need
 from .options import HOOKS_FORM, overrides
@@ -163,7 +163,7 @@ def _run(command: str, set_: list[str] | None, options: dict[str, Any]) -> None:
     """Check the settings, and run the stack until Ctrl-C."""
     given = overrides(set_ or [])
     settings = load_settings(given=given, **options)
-    fixed = {*given, *(name for name, value in options.items() if value is not None)}
+    fixed = chosen(given=given, **options).keys()
     if settings.engine == Settings().engine:
         parts = [part for part in COMMANDS[command] if part != "model" or not settings.model]
         need("cpu", f"`midstream {command}`", *parts)

@@ -7,7 +7,8 @@ transport, a call never suspends.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import aclosing
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from types import MethodType
@@ -16,6 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 import httpx2
 
 from ...schemas.base.errors import MidstreamError
+from .. import values
 from . import fields, wire
 from .transport import Transport
 from .wire import Call
@@ -149,14 +151,21 @@ class call(_Method, Generic[P, T]):
     """
 
     def __init__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]):
+        check = _keyword_check(function)
+
+        @wraps(function)
+        async def awaiting(group: Any, /, *args: P.args, **options: P.kwargs) -> T:
+            check(options)
+            return await function(group, *args, **options)
+
         @wraps(function)
         def blocking(group: Any, /, *args: P.args, **options: P.kwargs) -> T:
             try:
-                return finish(function(group._awaited, *args, **options))
+                return finish(awaiting(group._awaited, *args, **options))
             except MidstreamError as error:  # its traceback ends here, below the caller's line
                 raise error.with_traceback(None) from None
 
-        super().__init__(function, blocking)
+        super().__init__(awaiting, blocking)
 
     @overload
     def __get__(self, group: None, kind: type[Any]) -> Callable[Concatenate[Any, P], T]: ...
@@ -174,13 +183,23 @@ class stream(_Method, Generic[P, T]):
     """
 
     def __init__(self, function: Callable[Concatenate[Any, P], AsyncIterator[T]]):
+        check = _keyword_check(function)
+
+        @wraps(function)
+        async def awaiting(group: Any, /, *args: P.args, **options: P.kwargs) -> AsyncIterator[T]:
+            check(options)
+            items = cast(AsyncGenerator[T, None], function(group, *args, **options))
+            async with aclosing(items):
+                async for item in items:
+                    yield item
+
         @wraps(function)
         def blocking(group: Any, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
             return iterate(
-                cast(AsyncGenerator[T, None], function(group._awaited, *args, **options))
+                cast(AsyncGenerator[T, None], awaiting(group._awaited, *args, **options))
             )
 
-        super().__init__(function, blocking)
+        super().__init__(awaiting, blocking)
 
     @overload
     def __get__(
@@ -214,6 +233,22 @@ class verb(Generic[P, T]):
         if client is None:
             return vars(group)[name]._bound(None, kind)
         return getattr(group(client._io, client._blocking), name)
+
+
+def _keyword_check(function: Callable[..., Any]) -> Callable[[Iterable[str]], None]:
+    """Return a function that raises UnknownArgument for the first keyword that `function` does not
+    take, in place of Python's TypeError, which does not name those that it takes.
+    """
+    _, *parameters = signature(function).parameters.values()
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+    names = [each.name for each in parameters if each.kind is not Parameter.POSITIONAL_ONLY]
+
+    def check(given: Iterable[str]) -> None:
+        for name in given:
+            if not (takes_any or name in names):
+                raise values.unknown_argument(name, names)
+
+    return check
 
 
 class _Text(str):

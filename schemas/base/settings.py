@@ -395,6 +395,16 @@ def load_settings(
 
     Raises SettingsError naming the setting and its source.
     """
+    values = chosen(environ, given, **overrides)
+    return _with_tls(_with_sentinel_password(_with_password(_with_store(Settings(**values)))))
+
+
+def chosen(
+    environ: dict[str, str] | None = None, given: Mapping[str, str] | None = None, **overrides: Any
+) -> dict[str, Any]:
+    """Return the settings that a source names, also with the default as the value; all others are
+    left at their defaults. Arguments and errors are those of `load_settings`.
+    """
     env = dict(os.environ) if environ is None else environ
     known = {field.name: field for field in msgspec.structs.fields(Settings)}
     values: dict[str, Any] = {}
@@ -439,7 +449,7 @@ def load_settings(
             )
     if len(to_json(values.get("engine_options", {}))) > ENGINE_OPTIONS_BYTES:
         raise SettingsError(f"engine_options: longer than {ENGINE_OPTIONS_BYTES >> 10} KiB as JSON")
-    return _with_tls(_with_sentinel_password(_with_password(_with_store(Settings(**values)))))
+    return values
 
 
 def refuse_exposed(label: str, path: str, reason: str = "") -> None:

@@ -133,6 +133,14 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
         (lambda c: c.lens("x", layer=3), "layer: unknown field; did you mean 'layers'?"),
         (lambda c: c.attention("x", layer=3), "layer: unknown field; did you mean 'layers'?"),
         (
+            lambda c: c.capture("x", layer=3),
+            "layer: unknown field (allowed: job_id, folder, tag, partial)",
+        ),
+        (
+            lambda c: next(c.jobs.events("x", afer=1)),
+            "afer: unknown field; did you mean 'after'?",
+        ),
+        (
             lambda c: c.run(prompt="x", layer=3),
             "layer: unknown field; `capture`, `steering` and `patch` have layers",
         ),

@@ -2,6 +2,7 @@
 changes nothing.
 """
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -101,6 +102,19 @@ def test_the_packages_test_covers_every_extra() -> None:
         "optional-dependencies"
     ]
     assert wheel_kit.EXTRAS.keys() == project.keys()
+
+
+def test_the_packages_test_imports_modules_that_exist() -> None:
+    """That test itself runs only before a release."""
+    programs = " ".join(extra.program for extra in wheel_kit.EXTRAS.values())
+    modules = set(re.findall(r"midstream(?:\.[a-z_]\w*)+", programs))
+    assert len(modules) > 15
+    places = {name: ROOT.joinpath(*name.split(".")[1:]) for name in modules}
+    assert [
+        name
+        for name, place in places.items()
+        if not (place.is_dir() or place.with_suffix(".py").is_file())
+    ] == []
 
 
 def test_a_folder_called_midstream_does_not_shadow_the_package(tmp_path: Path) -> None:

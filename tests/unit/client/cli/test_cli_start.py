@@ -55,7 +55,7 @@ def test_serve_starts_the_stack_with_these_settings(
     assert made.engine_options == {"seed": 7}
 
 
-def test_ports_that_are_given_as_options_are_fixed(
+def test_ports_that_are_chosen_anywhere_are_fixed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found: list[set[str]] = []
@@ -68,7 +68,12 @@ def test_ports_that_are_given_as_options_are_fixed(
     monkeypatch.chdir(tmp_path)
     for options in ([], ["--port", "8321"], ["--set", "flower_port=5555"]):
         assert call(capsys, "up", "--set", "engine=fake", *options)[0] == 0
-    assert found == [set(), {"api_port"}, {"flower_port"}]
+    (tmp_path / "settings.toml").write_text("flower_port = 5555")
+    for variable, value in {"API_PORT": "8321", "CONFIG": "settings.toml"}.items():
+        with monkeypatch.context() as environment:
+            environment.setenv(f"MIDSTREAM_{variable}", value)
+            assert call(capsys, "up", "--set", "engine=fake")[0] == 0
+    assert found == [set(), {"api_port"}, {"flower_port"}, {"api_port"}, {"flower_port"}]
 
 
 def test_serve_takes_any_setting(
