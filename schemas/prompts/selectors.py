@@ -51,6 +51,10 @@ Hook = Literal[
 #: Hook points with rows of the residual stream's width.
 HOOKS: tuple[Hook, ...] = get_args(Hook)[:6]
 INSIDE: tuple[Hook, ...] = get_args(Hook)[6:]
+#: Why a model does not serve a hook inside attention or the MLP, and how to change that.
+NOT_SET = (
+    "the worker's setting hooks must name it, or `inside` (`midstream up --set hooks=all,inside`)"
+)
 EVERY: tuple[Hook, ...] = get_args(Hook)
 #: All hook points, in the order of a layer's forward pass.
 FORWARD: tuple[Hook, ...] = (
@@ -347,7 +351,7 @@ def resolve_sites(
         if hook not in hooks:
             why = (absent or {}).get(
                 hook,
-                "the worker's setting hooks must name it, or `inside`" if hook in INSIDE else "",
+                NOT_SET if hook in INSIDE else "",
             )
             wrong = f"hook {name!r} is not served: {why};" if why else f"unknown hook {name!r}:"
             raise SelectorError(f"{wrong} the model has {', '.join(hooks)}", f".{name}")

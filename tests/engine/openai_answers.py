@@ -8,11 +8,12 @@ equal. Numbers may differ by `TOLERANCE`.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ IGNORED = {
 #: vLLM's own server and our worker get the same engine.
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16}
 TOOL_PARSER = "hermes"
-START_S, CALL_S = 400.0, 300.0
+START_S, CALL_S = 1200.0, 600.0
 
 
 @contextmanager
@@ -68,7 +69,10 @@ def stock_server(folder: Path) -> Iterator[str]:
     }
     with (
         (folder / "stock.log").open("wb") as log,
-        subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process,
+        # a session of its own: its engine is a process of its own, which outlives a killed server
+        subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True
+        ) as process,
     ):
         try:
             deadline = time.monotonic() + START_S
@@ -89,7 +93,10 @@ def stock_server(folder: Path) -> Iterator[str]:
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
-                process.kill()
+                pass
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def answer(url: str, call: Call) -> dict[str, Any]:

@@ -143,9 +143,11 @@ def test_the_page_computes_the_patterns_of_the_client(
 
 def test_modules_lists_every_kind_and_deletes(site: Site, visit: Visit) -> None:
     with Client(site.url, api_key=site.alice.key) as client:
-        client.modules.register("short-lived", [{"layers": [0], "vector": np.ones(HIDDEN)}])
+        entry = {"layers": [0], "vector": np.ones(HIDDEN), "positions": {"start": 1}}
+        client.modules.register("short-lived", [entry])
     visit.log_in(site.alice, "modules")
     page = visit.page
+    expect(page.get_by_role("article", name="short-lived")).to_contain_text("· tokens from 1 ·")
     for name in ("sea", "calm", "tiny", "short-lived"):
         expect(page.get_by_role("article", name=name)).to_be_visible()
     expect(page.get_by_role("article", name="sea")).to_contain_text("add at post_block, layers 1-2")

@@ -1,14 +1,10 @@
 """Checks of this environment's engine: vLLM, its options, and extensions."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 from ....schemas.base.settings import Settings, SettingsError
+from ...extras import COMPANIONS_ADVICE, companions_trouble, import_trouble
 from .finding import Finding
-
-#: Most seconds that an import may take; on a cold disk, torch takes tens of them.
-IMPORT_S = 120.0
 
 
 def vllm(settings: Settings) -> Iterator[Finding]:
@@ -24,9 +20,12 @@ def vllm(settings: Settings) -> Iterator[Finding]:
         source = installed()
     except ModuleNotFoundError:
         return
-    if trouble := _import_trouble("torch"):
+    if trouble := import_trouble("torch"):
         advice = "reinstall the extra `cpu` or `gpu` in this environment"
         yield Finding("fail", "vllm", f"torch cannot be imported: {trouble}", advice)
+        return
+    if trouble := companions_trouble():
+        yield Finding("fail", "vllm", trouble, COMPANIONS_ADVICE)
         return
     try:
         caveats = verify(source, unproven=settings.engine_unproven)
@@ -50,19 +49,6 @@ def vllm(settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "fail", "vllm options", str(error), "docs/engine-options.md lists what is accepted"
         )
-
-
-def _import_trouble(module: str) -> str:
-    """Import a module in another process; return why that failed, or an empty string."""
-    command = [sys.executable, "-P", "-c", f"import {module}"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=IMPORT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"the import takes more than {IMPORT_S:.0f} s"
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return lines[-1] if done.returncode else ""
 
 
 def extensions(settings: Settings) -> Iterator[Finding]:

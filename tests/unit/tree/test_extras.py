@@ -2,6 +2,7 @@
 changes nothing.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -61,6 +62,28 @@ def test_a_missing_extra_is_named_with_its_command(
     assert missing[0] in last
     if extra != "client" or "midstream'" in program:
         assert "Traceback" not in done.stderr
+
+
+def test_a_torchvision_for_another_torch_is_named_before_anything_starts(tmp_path: Path) -> None:
+    for path, text in {
+        "torchvision/__init__.py": "raise RuntimeError('operator torchvision::nms is missing')",
+        "torchvision-0.28.0.dist-info/METADATA": "Name: torchvision\nVersion: 0.28.0+other\n",
+    }.items():
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {CLI.format(arguments=['up'])}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert "torchvision 0.28.0+other: not built for torch" in line
+    assert "torchvision::nms is missing" in line
+    assert "pip uninstall torchvision" in line
 
 
 def test_an_import_error_without_an_extra_is_unchanged() -> None:

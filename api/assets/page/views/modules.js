@@ -18,7 +18,11 @@ function ranges(layers) {
   return found.map(([from, to]) => (from === to ? `${from}` : `${from}-${to}`)).join(", ");
 }
 
-const positionsOf = (positions) => (typeof positions === "string" ? positions : JSON.stringify(positions));
+function positionsOf(positions) {
+  if (typeof positions === "string") return positions;
+  const { start, ...others } = positions;
+  return start > 0 && !Object.keys(others).length ? `tokens from ${start}` : JSON.stringify(positions);
+}
 const entry = ({ op, hook, layers, positions, scale, norm_match, rank }) =>
   [`${op} at ${hook}, layer${layers.length > 1 ? "s" : ""} ${ranges(layers)}`, positionsOf(positions), op === "add" || op === "replace" ? `scale ${short(scale)}${norm_match ? " × norm" : ""}` : rank ? `rank ${rank}` : ""].filter(Boolean).join(" · ");
 
@@ -50,7 +54,7 @@ const KINDS = [
   },
   {
     title: "LoRA adapters", path: "/v1/loras", list: "loras",
-    empty: "Trained changes of linear layers, from a folder below lora_dir.", command: "midstream lora register NAME PATH",
+    empty: "Trained changes of linear layers, from a folder below lora_dir.", command: "midstream loras add NAME PATH",
     what: ({ rank, modules }) => `rank ${rank} · ${count(modules.length, "linear layer")}`,
     facts: ({ modules, path, bytes: size, digest }) => [["Linear layers", modules.join(", ")], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
   },

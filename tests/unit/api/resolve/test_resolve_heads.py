@@ -93,7 +93,7 @@ def test_replaced_heads_leave_the_others_as_they_are() -> None:
             "steering[0].vector.shape",
             "must be [12]",
         ),
-        ({"hook": "router"}, "steering[0].hook", "the worker's setting hooks must name it"),
+        ({"hook": "router"}, "steering[0].hook", "`midstream up --set hooks=all,inside`"),
         (
             {"hook": "z", "norm_match": True, "vector": from_numpy(np.ones(12, np.float32))},
             "steering[0].norm_match",

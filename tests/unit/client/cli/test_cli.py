@@ -682,3 +682,17 @@ def test_a_feature_of_an_autoencoder_steers_from_the_command_line() -> None:
     for wrong in ("%", "%tiny:x", "%tiny:1:2:3", "%tiny:1:scale=2"):
         with pytest.raises(MidstreamError):
             options.parse_steering([wrong])
+
+
+def test_commands_that_the_page_names_exist() -> None:
+    views = Path(main.__file__).parents[2] / "api" / "assets" / "page" / "views"
+    named = {
+        tuple(words.split())
+        for view in views.glob("*.js")
+        for words in re.findall(r'command: "midstream ([a-z ]+)', view.read_text())
+    }
+    assert ("probe", "train") in named
+    for group, name in named:
+        (commands,) = (each for each in main.app.registered_groups if each.name == group)
+        assert commands.typer_instance is not None
+        assert name in [each.name for each in commands.typer_instance.registered_commands]

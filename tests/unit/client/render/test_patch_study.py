@@ -201,7 +201,7 @@ def test_a_data_frame_is_made_of_the_records_and_a_missing_pandas_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     study = swept()
-    frame, records = study.to_dataframe(), study.to_records()
+    frame, records = study.to_pandas(), study.to_records()
     assert list(frame.columns) == list(records[0])
     assert len(frame) == len(records)
     assert frame["value"].isna().sum() == sum(each["value"] is None for each in records)
@@ -211,7 +211,7 @@ def test_a_data_frame_is_made_of_the_records_and_a_missing_pandas_is_named(
     ]
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MidstreamError, match="needs pandas"):
-        swept().to_dataframe()
+        swept().to_pandas()
 
 
 def test_zoom_asks_for_each_token_of_the_named_columns_by_itself() -> None:

@@ -270,6 +270,7 @@ def test_the_command_draws_a_capture_and_gives_its_scores(
     ("options", "words"),
     [
         ([], "give either a prompt or a capture"),
+        (["two words"], "give it as --prompt TEXT"),
         (["job_x", "--prompt", "a"], "give either a prompt or a capture"),
         (["job_x", "--behaviour", "sideways"], "'sideways' is not known"),
         (["job_x", "--figure", "out.xyz"], "not a figure format"),

@@ -316,6 +316,14 @@ def test_an_error_shows_what_is_allowed_and_what_was_meant(make: Any, words: str
     assert words in str(caught.value)
 
 
+def test_a_module_named_by_a_text_is_shown_as_an_intervention() -> None:
+    with pytest.raises(MidstreamError) as caught:
+        job(steering="@sea:0.5")
+    assert str(caught.value) == (
+        "steering: expected interventions, got a text; give {'module': 'sea'}"
+    )
+
+
 def test_a_job_is_named_by_its_id_or_by_what_a_call_returned() -> None:
     with server(reply(VIEW)) as (url, seen), Client(url) as client:
         for given in ("job_1", VIEW):
