@@ -7,7 +7,7 @@
 #
 # BASE_IMAGE is any Debian with Python 3.11, 3.12 or 3.13 and its venv module. pip inside the build is configured by the PIP_* arguments,
 # as by its environment variables: they reach only the build stages and remain in no shipped image.
-ARG BASE_IMAGE=python:3.11-slim-bookworm
+ARG BASE_IMAGE=python:3.11-slim-bookworm@sha256:2333bd330d12de02514770b3585cad313644316047cdee24a7acfdece6de6efb
 
 # Midstream itself, as a wheel in a separate stage: a code change then leaves the layers with its packages unchanged.
 FROM ${BASE_IMAGE} AS wheel

@@ -3,7 +3,7 @@
 # usage: compose/pin.sh      (`make pin-images`; needs docker with buildx, and the registries)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-files=(Dockerfile compose.yaml compose/minio.yaml deploy/kubernetes/base/redis.yaml)
+files=(Dockerfile compose.yaml deploy/kubernetes/base/redis.yaml)
 mapfile -t images < <(grep -hoE '(_IMAGE:-|_IMAGE=|image: )[a-z0-9./-]+:[A-Za-z0-9][A-Za-z0-9._-]*' "${files[@]}" |
     sed -E 's/^(_IMAGE:-|_IMAGE=|image: )//' | sort -u)
 for image in "${images[@]}"; do

@@ -32,7 +32,6 @@ secret redis_password "$(random 'A-Za-z0-9' 40)"
 secret admin_key "ms_$(random 'a-z0-9' 12)_$(random 'A-Za-z0-9' 43)"
 secret observe_key "ms_$(random 'a-z0-9' 12)_$(random 'A-Za-z0-9' 43)" # for Prometheus
 secret flower_auth "flower:$(random 'A-Za-z0-9' 24)"
-secret minio_secret_key "$(random 'A-Za-z0-9' 40)" # used with compose/minio.yaml alone
 secret grafana_password "$(random 'A-Za-z0-9' 24)"
 if [ $# = 0 ] && [ ! -e "$root/.env" ]; then
     cp "$root/.env.example" "$root/.env"

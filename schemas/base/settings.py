@@ -215,7 +215,7 @@ class Settings(Record):
 
     # Where captures are kept
     artifact_store: str = ""  # s3://bucket/prefix, or a folder; empty: `captures` in `data_dir`
-    artifact_endpoint: str = ""  # of a store other than AWS, such as http://minio:9000
+    artifact_endpoint: str = ""  # of a store other than AWS, such as https://s3.example:9000
     artifact_region: str = ""  # of the bucket; empty: AWS_REGION, or us-east-1
     artifact_access_key: str = ""  # empty: AWS' own variables, credentials file or role
     artifact_secret_key: str = ""

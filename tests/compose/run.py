@@ -155,18 +155,6 @@ def valid_for_every_profile(stack: Deployment, verdict: Verdict) -> None:
         verdict.check(
             "midstream-service" in text, f"compose.yaml is valid with the profiles {profiles}"
         )
-    minio = run(
-        *stack.compose_command,
-        "-f",
-        "compose.yaml",
-        "-f",
-        "compose/minio.yaml",
-        "config",
-        env=stack.environment,
-    )
-    # the older Compose also shows the worker of the other profile
-    stores = minio.count("MIDSTREAM_ARTIFACT_STORE")
-    verdict.check(stores in (3, 4), "compose/minio.yaml is valid with it")
 
 
 def contained(stack: Deployment, verdict: Verdict) -> None:
