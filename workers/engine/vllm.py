@@ -552,14 +552,22 @@ class VllmEngine(RankControl):
                 )
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
         try:
-            results: list[Any] = await self._llm.collective_rpc(method, args=args)
+            # a core that dies while the call is on its way never answers it
+            while not call.done():
+                await asyncio.wait({call}, timeout=_HEALTH_INTERVAL_S)
+                if self._llm.errored and not call.done():
+                    raise EngineDeadError
+            results: list[Any] = call.result()
         except EngineDeadError as error:
             raise MidstreamError("engine_failed", f"the engine died: {error}") from error
         except Exception as error:
             # vLLM leaves the other ranks' answers unread, and the next call would return them.
             self._broken = f"a rank failed in {method}: {error}"
             raise MidstreamError("engine_failed", self._broken) from error
+        finally:
+            call.cancel()
         return results
 
 

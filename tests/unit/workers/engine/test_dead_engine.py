@@ -1,0 +1,56 @@
+"""A call that is on its way when vLLM's core dies ends with an error, and nothing waits for it."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from midstream.schemas.base.errors import MidstreamError
+from midstream.workers.engine.vllm import VllmEngine
+
+LONG_S = 10.0
+
+
+class Core:
+    """A core that takes calls, never answers, and is dead once `errored` is set."""
+
+    def __init__(self) -> None:
+        self.errored, self.cancelled = False, 0
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled += 1
+        return []
+
+
+def engine_on(core: Any) -> VllmEngine:
+    engine = object.__new__(VllmEngine)
+    engine._llm = core
+    return engine
+
+
+def test_a_call_that_a_dying_core_took_fails() -> None:
+    async def main() -> None:
+        core = Core()
+        call = asyncio.create_task(engine_on(core)._call("midstream_status", ()))
+        await asyncio.sleep(0.4)
+        assert not call.done(), "a slow call is waited for while the core lives"
+        core.errored = True
+        with pytest.raises(MidstreamError, match="the engine died") as raised:
+            await asyncio.wait_for(call, LONG_S)
+        assert raised.value.kind == "engine_failed"
+        await asyncio.sleep(0)
+        assert core.cancelled == 1
+
+    asyncio.run(main())
+
+
+def test_an_answer_counts_even_if_the_core_has_died_since() -> None:
+    async def answer(method: str, args: tuple[Any, ...]) -> list[Any]:
+        return [method, *args]
+
+    engine = engine_on(SimpleNamespace(collective_rpc=answer, errored=True))
+    assert asyncio.run(engine._call("midstream_status", (1,))) == ["midstream_status", 1]
