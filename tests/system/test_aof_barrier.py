@@ -6,7 +6,8 @@ And is what it has written told?
 import asyncio
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,17 @@ from midstream.schemas.jobs.receipts import Receipt
 
 #: Only ends what hangs.
 LONG_S = 60.0
+
+
+@contextmanager
+def serving(relay: Relay) -> Iterator[Relay]:
+    thread = threading.Thread(target=relay.serve)
+    thread.start()
+    try:
+        yield relay
+    finally:
+        relay.stop()
+        thread.join()
 
 
 def slow_redis(directory: Path, monkeypatch: pytest.MonkeyPatch) -> redis_server.RedisServer:
@@ -113,25 +125,21 @@ def test_receipts_lost_by_a_restarted_redis_are_not_acknowledged(
             return mark
 
     client = connect_redis(servers[0].url)
-    relay = Relay(Forgetful(client, jobs.settings), "", client)
-    thread = threading.Thread(target=relay.serve)
-    thread.start()
     try:
-        (job,) = jobs.claim(1, 2)
-        with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
-            outbox.append(receipt(job, 0))
-            assert outbox.flush(LONG_S)
-            hold_back(servers[0].url)
-            outbox.append(receipt(job, 1))
-            assert outbox.flush(LONG_S)
-            assert len(servers) == 2
-            assert jobs.mark(outbox.epoch) == 2, (
-                "it came again: what was committed first was forgotten"
-            )
-        assert jobs.arrived(job) == once_each(2)
+        with serving(Relay(Forgetful(client, jobs.settings), "", client)) as relay:
+            (job,) = jobs.claim(1, 2)
+            with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
+                outbox.append(receipt(job, 0))
+                assert outbox.flush(LONG_S)
+                hold_back(servers[0].url)
+                outbox.append(receipt(job, 1))
+                assert outbox.flush(LONG_S)
+                assert len(servers) == 2
+                assert jobs.mark(outbox.epoch) == 2, (
+                    "it came again: what was committed first was forgotten"
+                )
+            assert jobs.arrived(job) == once_each(2)
     finally:
-        relay.stop()
-        thread.join()
         servers[-1].stop()
 
 
@@ -153,18 +161,12 @@ def test_a_relay_settles_again_when_redis_forgot_a_script_after_its_load(
         return sha
 
     monkeypatch.setattr(client, "script_load", forget)
-    relay = Relay(Settler(client, jobs.settings), "", client)
-    thread = threading.Thread(target=relay.serve)
-    thread.start()
-    try:
+    with serving(Relay(Settler(client, jobs.settings), "", client)) as relay:
         (job,) = jobs.claim(1, 1)
         with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
             outbox.append(receipt(job, 0))
             assert outbox.flush(LONG_S)
         assert jobs.arrived(job) == once_each(1)
-    finally:
-        relay.stop()
-        thread.join()
     assert forgotten
     assert "Redis rejects receipts" not in caplog.text
 
