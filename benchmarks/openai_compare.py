@@ -43,7 +43,7 @@ def compared(only: str, folder: Path) -> list[tuple[Call, list[str]]]:
     stack = Stack(
         folder,
         api=True,
-        start_timeout_s=1200,
+        start_timeout_s=400,
         lease_s=60.0,
         visibility_timeout_s=120,
         **options,
