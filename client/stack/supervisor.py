@@ -171,7 +171,7 @@ class Supervisor:
         return f"midstream {__version__} ready: " + " · ".join(part for part in parts if part)
 
     def _dtype(self) -> str:
-        """What the model computes in, and why, as the worker printed it."""
+        """Return the model's dtype and its reason, as the worker printed them."""
         worker = self._children.get("worker")
         match = re.search(r" dtype=(\S+ \(.*\))$", worker.output() if worker else "", re.MULTILINE)
         return f" in {match[1]}" if match else ""

@@ -1,4 +1,4 @@
-"""What Midstream adds to a call, relative to stock vLLM's own server."""
+"""Measures what Midstream adds to a call, relative to stock vLLM's own server."""
 
 import time
 from typing import Any

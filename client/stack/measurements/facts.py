@@ -1,4 +1,4 @@
-"""What was verified, for the page: versions, hardware, the model, and the settings."""
+"""Collects what was verified, for the page: versions, hardware, the model, and the settings."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Whether captures are complete and undamaged: when a response arrives, and after processes were
+"""Checks that captures are complete and undamaged when a response arrives, and after processes were
 killed.
 """
 

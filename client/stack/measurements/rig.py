@@ -1,4 +1,4 @@
-"""What the measurements of `midstream verify` share: both servers, and requests to Midstream."""
+"""Holds what all measurements of `midstream verify` use: both servers, and their requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,6 +1,4 @@
-"""Whether captured rows are right: the laws of the certificate, and what other requests in the
-batch do to them.
-"""
+"""Checks captured rows: by the laws of the certificate, and beside other requests in the batch."""
 
 import numpy as np
 
