@@ -173,16 +173,19 @@ def one_mode(asked: kit.Options) -> None:
     }
     direct.close()
     sink.wait(len(captured), 60)
-    rows, of_prompt = [], []
-    for job, prompt_tokens in captured:
+    rows, places = [], []
+    for number, (job, _) in enumerate(captured):
         with CaptureReader(settings.capture_root / TAG, job) as reader:
             positions = np.array(reader.positions(0))
             for hook in reader.hooks():
                 for layer in reader.layers(hook=hook):
                     rows.append(reader.array(layer, hook).astype(np.float32))
-                    of_prompt.append(positions < prompt_tokens)
+                    places.append(np.stack([np.full_like(positions, number), positions], 1))
     np.save(asked.out / f"{mode}.npy", np.concatenate(rows))
-    np.save(asked.out / f"{mode}.prompt.npy", np.concatenate(of_prompt))
+    np.save(asked.out / f"{mode}.places.npy", np.concatenate(places))
+    outputs = [[token for token, _ in direct.outputs[f"{job}.0.1"]] for job, _ in captured]
+    prompts = [prompt_tokens for _, prompt_tokens in captured]
+    kit.leave(asked.out / f"{mode}.tokens", json.dumps({"prompts": prompts, "outputs": outputs}))
     names = ("steps", "step_ms", "families", "idle_steps", "facts")
     facts = {name: told[name] for name in names if name in told} | {
         "failed": sink.failed,
@@ -195,26 +198,47 @@ def bits(rows: np.ndarray) -> np.ndarray:
     return rows.view(np.int32)
 
 
-def compared(folder: Path, mode: str, other: str) -> tuple[int, int, float]:
-    """Rows, those with other bits (or that one of them lacks), and the largest error of a prompt's
-    row, of its length.
+def _common(tokens: list[int], others: list[int]) -> int:
+    """Return how many tokens are the same from the beginning."""
+    pairs = enumerate(zip(tokens, others, strict=True))
+    return next((place for place, (one, two) in pairs if one != two), len(tokens))
 
-    Of eager steps, which are fewer, the same first requests.
+
+def compared(folder: Path, mode: str, other: str) -> dict[str, float]:
+    """Compare rows of two modes.
+
+    `rows`: how many; `wrong_rows`: those with other bits, or that one of them lacks; `wrong_same`:
+    those of them that follow from the same tokens; `same_error`: the largest error of a row that
+    follows from the same tokens, of its length; `other_tokens`: requests that generated other
+    tokens, which depend on the last bit of a logit. Of eager steps, which are fewer, the same
+    first requests.
     """
-    mine, theirs = (np.load(folder / f"{each}.npy") for each in (mode, other))
+    first, second = (np.load(folder / f"{name}.npy") for name in (mode, other))
     if other == "eager":
-        mine = mine[: len(theirs)]
-    if mine.shape != theirs.shape:
-        return max(len(mine), len(theirs)), max(len(mine), len(theirs)), float("inf")
-    wrong = int((bits(mine) != bits(theirs)).any(1).sum())
-    # what is generated depends on the last bit of a logit
-    prompt = np.load(folder / f"{mode}.prompt.npy")[: len(mine)]
-    lengths = np.maximum(np.linalg.norm(theirs[prompt], axis=1), 1e-6)
-    return (
-        len(mine),
-        wrong,
-        float((np.linalg.norm(mine[prompt] - theirs[prompt], axis=1) / lengths).max()),
+        first = first[: len(second)]
+    if first.shape != second.shape:
+        longest = max(len(first), len(second))
+        return {"rows": longest, "wrong_rows": longest, "wrong_same": longest}
+    texts = [json.loads((folder / f"{name}.tokens").read_text()) for name in (mode, other)]
+    outputs = list(zip(*(text["outputs"] for text in texts), strict=False))
+    ends = np.array(
+        [
+            prompt + _common(*pair)
+            for prompt, pair in zip(texts[0]["prompts"], outputs, strict=False)
+        ]
     )
+    places = np.load(folder / f"{mode}.places.npy")[: len(first)]
+    same = places[:, 1] < ends[places[:, 0]]
+    wrong = (bits(first) != bits(second)).any(1)
+    lengths = np.maximum(np.linalg.norm(second, axis=1), 1e-6)
+    errors = np.linalg.norm(first - second, axis=1) / lengths
+    return {
+        "rows": len(first),
+        "wrong_rows": int(wrong.sum()),
+        "wrong_same": int((wrong & same).sum()),
+        "same_error": float(errors[same].max()),
+        "other_tokens": sum(one != two for one, two in outputs),
+    }
 
 
 def main() -> None:
@@ -243,15 +267,18 @@ def main() -> None:
             f"{told['facts']}"
         )
         if mode == "graphs":
-            rows, wrong, _ = compared(asked.out, "graphs", "compiled")
-            keep(steps=told["steps"], rows=rows, wrong_rows=wrong)
+            keep(steps=told["steps"], **compared(asked.out, "graphs", "compiled"))
             keep(family_differences=told["families"])
     last = "graphs" if asked.gpu else "again"
-    rows, of_eager, error = compared(asked.out, last, "eager")
+    of_eager = compared(asked.out, last, "eager")
     if last == "again":
-        keep(steps=facts[last]["steps"], rows=rows, wrong_rows=of_eager)
+        keep(steps=facts[last]["steps"], **of_eager)
         keep(family_differences=facts[last]["families"])
-    keep(f"{of_eager} of {rows} rows differ in their bits from eager steps'", eager_error=error)
+    keep(
+        f"{of_eager['wrong_rows']} of {of_eager['rows']} rows differ in their bits from eager "
+        "steps'",
+        eager_error=of_eager.get("same_error", float("inf")),
+    )
     kit.finish(asked, result)
 
 

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import kit
+import shares
 from engines import EngineProcess
 
 ROUNDS = 12
+#: Batches with graphs: few, because each takes its time at the start, twice for ours.
+GRAPH_SIZES = [1, 8, 16, 32, 64]
 #: Files larger than this are deleted between runs.
 KEPT_BYTES = 64 << 10
 #: Share of the GPU's memory that the weights of both engines may take.
@@ -133,6 +136,7 @@ class Pair:
                 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
             )
             extra["kv_cache_memory_bytes"] = int(1.5 * tokens * per_token) + (256 << 20)
+            extra["cudagraph_capture_sizes"] = GRAPH_SIZES
         common = {"relay_url": self.sink.url}
         with ThreadPoolExecutor(2) as starting:
             started = {
@@ -141,6 +145,7 @@ class Pair:
                     kind,
                     kit.serving_settings(asked, asked.out / kind, model, **common),
                     extra,
+                    timed=asked.out / "shares" if kind == "ours" else None,
                 )
                 for kind in ("stock", "ours")
             }
@@ -176,6 +181,7 @@ class Pair:
             "seconds": answer["seconds"],
             "durable": durable,
             "bytes": self.sink.bytes - written,
+            **answer["ours"],
         }
 
     def clear(self) -> None:
@@ -268,7 +274,27 @@ def figures_of(
         "columns": ["condition", "stock", "ours", "ours, until durable"],
         "rows": rows,
     }
-    return {"figures": found, "tables": [table], "notes": notes}
+    return {"figures": found, "tables": [table, host_times(runs)], "notes": notes}
+
+
+def host_times(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Where the thread that runs the model was in our code, from its first step to its last."""
+    parts = [name for part in shares.PARTS[:-1] for name in (part, f"{part} in all")]
+    rows = [
+        [
+            name,
+            *(
+                round(kit.figure([run[part] for run in runs[name]], 1e3)["value"], 1)
+                for part in parts
+            ),
+        ]
+        for name in CONDITIONS
+    ]
+    return {
+        "title": "Median milliseconds of a run in our parts of a step, on the CPU and in all",
+        "columns": ["condition", *parts],
+        "rows": rows,
+    }
 
 
 def main() -> None:
