@@ -212,7 +212,7 @@ class Points:
         return Projection(path, torch.arange(size if part == 0 else keys))
 
     def batch(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return token ids `[batch, longest]`, padded at the end, where no earlier token attends."""
+        """Return token ids `[batch, longest]`, padded at the end: no earlier token sees that."""
         longest = max(map(len, prompts))
         rows = [[*tokens, *[tokens[-1]] * (longest - len(tokens))] for tokens in prompts]
         return torch.tensor(rows, device=self.device)
