@@ -82,15 +82,22 @@ class Pair:
     """One pair's unpatched runs, which all estimates start from."""
 
     def __init__(
-        self, points: Points, sweep: StoredSweep, number: int, mask: torch.Tensor | None = None
+        self,
+        points: Points,
+        sweep: StoredSweep,
+        number: int,
+        mask: torch.Tensor | None = None,
+        sites: Sequence[Site] | None = None,
     ) -> None:
+        """`sites`: whose rows are replaced; null: the sweep's."""
         if sweep.path is not None:
             raise PairError("a path has no estimates: omit `path`")
         self.points, self.sweep, self.stored = points, sweep, sweep.pairs[number]
         self.number = number
         self.columns = Columns(sweep, number, mask)
         self.metric = PairMetric(sweep.metric, self.stored)
-        self.sites: list[Site] = [(hook, layer) for hook in sweep.hooks for layer in sweep.layers]
+        own: list[Site] = [(hook, layer) for hook in sweep.hooks for layer in sweep.layers]
+        self.sites = own if sites is None else list(sites)
         #: Sites with a QK correction.
         self.attended = [site for site in self.sites if site[0] in saturation.KINDS]
         self._source: dict[Site, torch.Tensor] = {}
@@ -136,6 +143,15 @@ class Pair:
         """Return the columns by the dimensions that they write at a site."""
         return self.columns.parts(self.replaced(site, run)[1])
 
+    def require_slope(self) -> None:
+        """Raises PairError if the metric has no gradient at the unpatched prompt."""
+        clean_is_base = self.sweep.ablation is not None or self.sweep.direction == "noise"
+        if self.sweep.metric == "kl" and clean_is_base:
+            raise PairError(
+                "kl of the clean prompt to itself has a gradient of zero: use integrated "
+                "gradients, or the metric logprob or logit_diff"
+            )
+
     def scale(self, base: float, source: float | None) -> float:
         """Return what effects in nats are multiplied by. Raises PairError."""
         if self.sweep.metric != "recovered":
@@ -168,12 +184,8 @@ def estimate_pair(
     value = pair.metric.value(run.logits)
     nats = value.item()
     base = pair.metric.baseline(run.logits.detach(), nats)
-    clean_is_base = sweep.ablation is not None or sweep.direction == "noise"
-    if sweep.metric == "kl" and clean_is_base and not integrated:
-        raise PairError(
-            "kl of the clean prompt to itself has a gradient of zero: use the method `integrated`, "
-            "or the metric logprob or logit_diff"
-        )
+    if not integrated:
+        pair.require_slope()
     scale = pair.scale(nats, None if source is None else source.value)
     result = PairEstimate(base, source, 0.0 if sweep.metric == "recovered" else nats)
     if integrated:
