@@ -40,12 +40,10 @@ def feature_effects(
     activations are the mean over the prompt. Raises PairError and NonFiniteGradient.
     """
     pair = Pair(points, sweep, number, sites=[site])
-    source = pair.run_source()
-    run = pair.run_base()
-    value = pair.metric.value(run.logits)
+    run = pair.run()
     pair.require_slope()
-    scale = pair.scale(value.item(), None if source is None else source.value)
-    slopes = rows_at(run.gradients(value)[site].float().sum(0), pair.columns.base)
+    scale = pair.scale()
+    slopes = rows_at(run.gradients(pair.value)[site].float().sum(0), pair.columns.base)
     base, differences = pair.replaced(site, run)
     require_finite({site: differences * slopes})
     sae, columns = sae.to(base.device), pair.columns
