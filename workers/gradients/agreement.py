@@ -1,9 +1,9 @@
 """Agreement of the gradient worker's rows with the vLLM worker's, hook by hook, on a fixed prompt.
 
-The vLLM worker's rows come from an ordinary capture job in the model's queue. They are judged as the
-certificate judges them (`workers.engine.proof.comparison`): the error of a row is relative to the
-hook's own scale, because the first token of many models has a norm a hundred times the others', and
-float32 rounds it by more than a layer adds to it.
+The vLLM worker's rows come from an ordinary capture job in the model's queue. They are judged as
+the certificate judges them (`workers.engine.proof.comparison`). What a layer adds to the stream is
+no scale for the error of `post_block` alone: the first token's norm may be a thousand times that,
+and float32 rounds the stream by as much as 1e-3 of it.
 """
 
 import asyncio
