@@ -181,7 +181,7 @@ class Points:
             self.absent["mlp_act"] = "the neurons of its experts are in one fused kernel"
         else:
             self._inside["mlp_act"] = Tap(down, "input")
-            self._neurons = _width(layer.get_submodule(down))
+            self._neurons = weight_of(layer.get_submodule(down)).shape[0]
         for name in ("q_proj", "k_proj"):
             self._inside[name] = Tap(self.projections[name].path, "output")  # type: ignore[index]
         present = {*self.taps, *self._inside, "q", "k", "v"}
@@ -235,7 +235,7 @@ class Points:
         return Projection(path, torch.arange(size if part == 0 else keys))
 
     def batch(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return token ids `[batch, longest]`, padded at the end, where no token before attends."""
+        """Return token ids `[batch, longest]`, padded at the end: no earlier token sees that."""
         longest = max(map(len, prompts))
         rows = [[*tokens, *[tokens[-1]] * (longest - len(tokens))] for tokens in prompts]
         return torch.tensor(rows, device=self.device)
@@ -363,7 +363,7 @@ def _register(module: nn.Module, tap: Tap, site: Site, visit: _Visit) -> Any:
     return module.register_forward_hook(leaving)
 
 
-def _width(module: nn.Module) -> int:
-    """Return the number of inputs of a linear module; Conv1D's weight is transposed."""
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """Return the weight of a linear module or a Conv1D, `[inputs, outputs]`."""
     weight: torch.Tensor = module.weight
-    return weight.shape[1] if isinstance(module, nn.Linear) else weight.shape[0]
+    return weight.T if isinstance(module, nn.Linear) else weight
