@@ -1,0 +1,7 @@
+"""Jobs of the gradient queue: the table of what runs each kind on a gradient worker."""
+
+from collections.abc import Mapping
+
+from ..serving.attempts import Work
+
+WORKS: Mapping[str, Work] = {}
