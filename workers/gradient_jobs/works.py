@@ -3,5 +3,6 @@
 from collections.abc import Mapping
 
 from ..serving.attempts import Work
+from .attribution_attempt import estimate_cells
 
-WORKS: Mapping[str, Work] = {}
+WORKS: Mapping[str, Work] = {"attribution": estimate_cells}
