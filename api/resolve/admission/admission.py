@@ -288,10 +288,11 @@ def check_alone(parsed: ParsedRequest) -> None:
     }
     beside |= {name: spec for name, spec in parsed.readings.items() if name != "capture"}
     beside["messages"] = any(prompt.images for prompt in parsed.prompts)
-    unset = Sampling(max_tokens=parsed.sampling.max_tokens)
-    beside["sampling"] = parsed.sampling != unset
-    for field, given in beside.items():
-        if given:
+    given = msgspec.structs.asdict(parsed.sampling)
+    unset = msgspec.structs.asdict(Sampling(max_tokens=parsed.sampling.max_tokens))
+    beside["sampling"] = given != unset
+    for field, present in beside.items():
+        if present:
             what = {"messages": "an image is", "sampling": "no token is generated: sampling is"}
             raise invalid(
                 field,
