@@ -297,9 +297,21 @@ def test_attribute_sends_the_method_and_what_to_verify_and_draws(
 ) -> None:
     path = tmp_path / "both.png"
     answers = (reply(VIEW, 202), reply(VIEW), reply(job_result(attribution())))
-    asking = "--model m --method integrated --steps 4 --verify top=4,tolerance=0.5".split()
+    asking = ["--model", "m", "--method", "integrated", "--steps", "4"]
     with server(*answers) as (url, seen), pytest.raises(SystemExit) as caught:
-        main.main(["attribute", *PROMPTS, *asking, "--png", str(path), "--url", url])
+        main.main(
+            [
+                "attribute",
+                *PROMPTS,
+                *asking,
+                "--verify",
+                "top=4,tolerance=0.5",
+                "--png",
+                str(path),
+                "--url",
+                url,
+            ]
+        )
     assert not caught.value.code
     asked = from_json(seen.bodies[0], AttributionRequest)
     assert (asked.method, asked.steps, asked.pairs[0].foil) == ("integrated", 4, " Rome")
