@@ -16,7 +16,8 @@ from ...schemas.base.records import to_json
 from ...schemas.base.settings import load_settings
 from ...schemas.jobs.jobs import JobRequest, JobResult, JobView, Output, SamplingRequest, State
 from ..images import with_images
-from ..render import jobs, readings, records, sweeps
+from ..render import attributions, jobs, readings, records, sweeps
+from ..sdk.answers.attribution import attribution_of
 from ..sdk.client import Client
 from ..sdk.wire import returned_rows
 from . import options
@@ -378,6 +379,9 @@ def report_end(client: Client, view: JobView, as_json: bool) -> None:
 def print_result(client: Client, result: JobResult) -> None:
     if result.sweep is not None:
         out.print(sweeps.report(result.sweep))
+        return
+    if result.attribution:
+        out.print(attributions.report(attribution_of(result)))
         return
     out.print(records.listed(result.outputs, Output))
     if result.probes:

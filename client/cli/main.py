@@ -35,7 +35,17 @@ from .jobs import AsJson, Url, connect, err, out
 #: Section of `midstream --help` → its commands and groups, in this order.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start and stop": ("up", "serve", "demo", "status", "logs", "down", "model"),
-    "Requests": ("submit", "sweep", "lens", "features", "attention", "job", "capture", "harvest"),
+    "Requests": (
+        "submit",
+        "sweep",
+        "attribute",
+        "lens",
+        "features",
+        "attention",
+        "job",
+        "capture",
+        "harvest",
+    ),
     "Named artifacts": ("modules", "global", "runs", "probe", "sae", "tuned", "loras"),
     "Operations": (
         "top",

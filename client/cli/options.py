@@ -3,7 +3,7 @@
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -512,34 +512,51 @@ HANDLING: dict[str, HandlingOption] = {
 }
 
 
-def with_handling(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command: replace its parameter `handling`, the fields to submit, by the options in
-    `HANDLING`.
+def with_options(
+    name: str, options: Mapping[str, inspect.Parameter], read: Callable[[dict[str, Any]], Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator of commands: it replaces the parameter `name` by `options`; the command
+    gets what `read` makes of their values.
     """
 
-    @wraps(command)
-    def takes_options(**arguments: Any) -> None:
-        values = {name: arguments.pop(name) for name in HANDLING}
-        fields = {
-            HANDLING[name].field: HANDLING[name].read(value)
-            for name, value in values.items()
-            if value not in (None, [])
-        }
-        command(**arguments, handling=fields)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def takes_options(**arguments: Any) -> None:
+            values = {option: arguments.pop(option) for option in options}
+            command(**arguments, **{name: read(values)})
 
-    signature = inspect.signature(command)
-    kind = inspect.Parameter.KEYWORD_ONLY
-    options = [
-        inspect.Parameter(name, kind, default=None, annotation=option.kind)
+        signature = inspect.signature(command)
+        parameters = [
+            item
+            for parameter in signature.parameters.values()
+            for item in (options.values() if parameter.name == name else [parameter])
+        ]
+        vars(takes_options)["__signature__"] = signature.replace(parameters=parameters)
+        return takes_options
+
+    return decorate
+
+
+def _handled(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        HANDLING[name].field: HANDLING[name].read(value)
+        for name, value in values.items()
+        if value not in (None, [])
+    }
+
+
+#: Decorates a command: replaces its parameter `handling`, the fields to submit, by the options in
+#: `HANDLING`.
+with_handling = with_options(
+    "handling",
+    {
+        name: inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option.kind
+        )
         for name, option in HANDLING.items()
-    ]
-    parameters = [
-        item
-        for name, parameter in signature.parameters.items()
-        for item in (options if name == "handling" else [parameter])
-    ]
-    vars(takes_options)["__signature__"] = signature.replace(parameters=parameters)
-    return takes_options
+    },
+    _handled,
+)
 
 
 def overrides(pairs: list[str]) -> dict[str, str]:

@@ -1,18 +1,26 @@
-"""The command `midstream sweep`: submits, follows, draws and saves a sweep."""
+"""The commands `midstream sweep` and `midstream attribute`: submit, follow, draw and save."""
 
+import inspect
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.base.records import to_json
+from ...schemas.jobs.attributions import AttributionRequest
+from ...schemas.jobs.jobs import JobView
 from ...schemas.jobs.sweeps import SweepRequest
+from ...schemas.requests.attributions import Verify
+from ..render import attributions as show_attributions
+from ..render import figures
 from ..render import sweeps as show_sweeps
 from ..render.figures import check
-from ..render.figures import heatmap as draw
-from ..sdk import sweeps
 from ..sdk.answers.progress import bar
+from ..sdk.client import Client
+from ..sdk.sweeps import sweep_request
 from ..study.patch_study import PatchStudy
 from . import jobs, options
 from .jobs import AsJson, Url, connect, out, print_json
@@ -20,16 +28,33 @@ from .jobs import AsJson, Url, connect, out, print_json
 #: The groups of options in `--help`.
 PAIR: dict[str, Any] = {"rich_help_panel": "Prompts"}
 CELLS: dict[str, Any] = {"rich_help_panel": "Cells"}
+ESTIMATE: dict[str, Any] = {"rich_help_panel": "Estimates"}
 RESULT: dict[str, Any] = {"rich_help_panel": "Result"}
+#: What `parse_verify` reads.
+VERIFY_FORM = "defaults|NAME=NUMBER,…"
+#: The options of path patching, which attributions lack.
+_PATH = ("sender", "receivers", "frozen")
+R = TypeVar("R", bound=SweepRequest)
+
+
+class Asked(NamedTuple):
+    """The options for prompts and cells."""
+
+    body: Path | None
+    pairs: Path | None
+    pair: dict[str, str | None]  # the fields of the only pair
+    spans: list[str]
+    fields: dict[str, Any]
 
 
 def register(app: typer.Typer) -> None:
-    """Add this module's command to `midstream`."""
+    """Add this module's commands to `midstream`."""
     app.command()(sweep)
+    app.command()(attribute)
 
 
-@options.with_handling
-def sweep(
+def cells(
+    *,
     clean: Annotated[
         str | None, typer.Option(help="The prompt with the right answer.", **PAIR)
     ] = None,
@@ -53,7 +78,7 @@ def sweep(
     ] = None,
     body: Annotated[
         Path | None,
-        typer.Option(help="A whole SweepRequest as JSON, instead of the options.", **PAIR),
+        typer.Option(help="The whole body of the request as JSON, instead of the options.", **PAIR),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Default: the first model served.", **PAIR)
@@ -168,7 +193,56 @@ def sweep(
             help="Number of no-op patches that measure the noise floor; default: 8.", **CELLS
         ),
     ] = None,
+) -> Asked:
+    """Convert the options for prompts and cells, which are its parameters."""
+    return Asked(
+        body,
+        pairs,
+        {"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil},
+        span or [],
+        {
+            "model": model,
+            **options.sweep_sites(hooks, layers),
+            "positions": positions and options.parse_positions(positions),
+            "window": window and parse_window(window),
+            "axis": axis,
+            "heads": heads and options.parse_layers(heads),
+            "neurons": neurons and parse_neurons(neurons),
+            "path": parse_path(sender, receivers, frozen),
+            "metric": metric,
+            "direction": direction,
+            "ablation": ablation,
+            "alignment": alignment,
+            "alpha": alpha,
+            "mask": mask and options.parse_layers(mask),
+            "noise": noise,
+        },
+    )
+
+
+#: The options of `cells`, those of `midstream attribute`, and what both commands have as well.
+_CELLS = inspect.signature(cells).parameters
+_ESTIMATED = {name: item for name, item in _CELLS.items() if name not in _PATH}
+Pair = Annotated[
+    int | None, typer.Option(help="Show this pair; default: the mean of all.", **RESULT)
+]
+JobId = Annotated[
+    str | None,
+    typer.Option(help="Show this job (waiting for it) instead of submitting one.", **RESULT),
+]
+Wait = Annotated[
+    bool,
+    typer.Option(
+        "--wait/--no-wait", help="Wait for the result, or print the id and exit.", **RESULT
+    ),
+]
+
+
+@options.with_options("asked", _CELLS, lambda values: cells(**values))
+@options.with_handling
+def sweep(
     *,
+    asked: Asked,
     handling: dict[str, Any],  # the options of `with_handling`
     heatmap: Annotated[
         Path | None,
@@ -177,20 +251,10 @@ def sweep(
     save: Annotated[
         Path | None, typer.Option(help="Save as JSON, for PatchStudy.load.", **RESULT)
     ] = None,
-    pair: Annotated[
-        int | None, typer.Option(help="Show this pair; default: the mean of all.", **RESULT)
-    ] = None,
+    pair: Pair = None,
     top: Annotated[int, typer.Option(help="Number of strongest cells to list.", **RESULT)] = 5,
-    job: Annotated[
-        str | None,
-        typer.Option(help="Show this sweep (waiting for it) instead of submitting one.", **RESULT),
-    ] = None,
-    wait: Annotated[
-        bool,
-        typer.Option(
-            "--wait/--no-wait", help="Wait for the result, or print the id and exit.", **RESULT
-        ),
-    ] = True,
+    job: JobId = None,
+    wait: Wait = True,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
@@ -206,49 +270,18 @@ def sweep(
     with connect(url) as client:
         request = None
         if job is None:
-            request = _request(
-                body,
-                pairs,
-                {"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil},
-                span or [],
-                {
-                    "model": model,
-                    **options.sweep_sites(hooks, layers),
-                    "positions": positions and options.parse_positions(positions),
-                    "window": window and parse_window(window),
-                    "axis": axis,
-                    "heads": heads and options.parse_layers(heads),
-                    "neurons": neurons and parse_neurons(neurons),
-                    "path": parse_path(sender, receivers, frozen),
-                    "metric": metric,
-                    "direction": direction,
-                    "ablation": ablation,
-                    "alignment": alignment,
-                    "alpha": alpha,
-                    "mask": mask and options.parse_layers(mask),
-                    "noise": noise,
-                    **handling,
-                },
-                lambda: jobs.only_model(client),
-            )
-            if pair is not None and not 0 <= pair < len(request.pairs):
-                raise invalid("--pair", f"no pair {pair}", allowed=f"0 to {len(request.pairs) - 1}")
-            view = client.sweeps.submit(request)
-            if not wait:
-                print(to_json(view).decode() if json_ else view.id)
+            request = _request(client, asked, handling, pair, SweepRequest)
+            job = _submitted(client.sweeps.submit(request), wait, json_)
+            if job is None:
                 return
-            job = view.id
         with bar() as progress:
             result = client.sweeps.result(job, progress, cancel=request is not None)
     if save is not None and request is not None:
         PatchStudy.of(job, request, result).save(save)
     if not print_json(result, json_):
         out.print(show_sweeps.report(result, pair, top))
-        out.print(f"job: {job}", style="dim", markup=False, soft_wrap=True)
-    if heatmap is not None:
-        draw(result, heatmap, pair)
-        if not json_:
-            out.print(f"drawn: {heatmap}", markup=False, soft_wrap=True)
+    draw = None if heatmap is None else partial(figures.heatmap, result, pair=pair)
+    _finish(job, heatmap, draw, json_)
     if not result.summary.cells:  # exit non-zero, so that a script stops
         raise MidstreamError(
             "intervention_failed",
@@ -256,39 +289,154 @@ def sweep(
         )
 
 
+@options.with_options("asked", _ESTIMATED, lambda values: cells(**values))
+@options.with_handling
+def attribute(
+    *,
+    asked: Asked,
+    method: Annotated[
+        str | None,
+        typer.Option(help="attribution (default), integrated, edges or adaptive.", **ESTIMATE),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Points between the prompts at which gradients are taken; default: 1, and 8 for "
+            "integrated.",
+            **ESTIMATE,
+        ),
+    ] = None,
+    sae: Annotated[
+        str | None,
+        typer.Option(
+            help="Estimate the features of this sparse autoencoder, and its error.", **ESTIMATE
+        ),
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(help="Edges or features to keep; default: 1000.", **ESTIMATE)
+    ] = None,
+    verify: Annotated[
+        str | None,
+        typer.Option(
+            metavar=VERIFY_FORM,
+            help="Compute cells exactly: the largest estimates, random ones, and those where the "
+            "method is known to fail.",
+            **ESTIMATE,
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the random cells.", **ESTIMATE)] = None,
+    handling: dict[str, Any],
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw estimates beside exact values: out.png, out.pdf or out.svg (matplotlib).",
+            **RESULT,
+        ),
+    ] = None,
+    pair: Pair = None,
+    top: Annotated[
+        int, typer.Option(help="Number of cells, edges or features to list.", **RESULT)
+    ] = 10,
+    job: JobId = None,
+    wait: Wait = True,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Attribution: estimate the cells of a sweep by gradients, and compute some of them exactly to
+    see how far the estimates can be trusted.
+    """
+    if png is not None:
+        check(png, "png")
+    chosen: dict[str, Any] = {
+        "method": method,
+        "steps": steps,
+        "sae": sae,
+        "keep": keep,
+        "seed": seed,
+    }
+    chosen["verify"] = None if verify is None else parse_verify(verify)
+    with connect(url) as client:
+        request = None
+        if job is None:
+            request = _request(client, asked, {**chosen, **handling}, pair, AttributionRequest)
+            job = _submitted(client.attributions.submit(request), wait, json_)
+            if job is None:
+                return
+        with bar("attribution") as progress:
+            found = client.attributions.result(job, progress, cancel=request is not None)
+    shown = found if pair is None else found.of(pair)
+    if not print_json(found.result, json_):
+        out.print(show_attributions.report(shown, top))
+    _finish(job, png, None if png is None else shown.plot, json_)
+
+
+def _submitted(view: JobView, wait: bool, as_json: bool) -> str | None:
+    """Return the id of a job to wait for; without `wait`, print it and return None."""
+    if wait:
+        return view.id
+    print(to_json(view).decode() if as_json else view.id)
+    return None
+
+
+def _finish(job: str, path: Path | None, draw: Callable[..., Any] | None, as_json: bool) -> None:
+    """Draw the figure, if there is one, and print where things are."""
+    if not as_json:
+        out.print(f"job: {job}", style="dim", markup=False, soft_wrap=True)
+    if draw is not None:
+        draw(path)
+        if not as_json:
+            out.print(f"drawn: {path}", markup=False, soft_wrap=True)
+
+
 def _request(
-    body: Path | None,
-    pairs: Path | None,
-    pair: dict[str, str | None],
-    spans: list[str],
-    fields: dict[str, Any],
-    only_model: Any,
-) -> SweepRequest:
-    """Build the request from the options. Raises MidstreamError naming the option or the field."""
-    fields = {name: value for name, value in fields.items() if value is not None}
-    prompts = {name: value for name, value in pair.items() if value is not None}
-    if body is not None:
-        if fields or prompts or spans or pairs:
+    client: Client, asked: Asked, other: dict[str, Any], shown: int | None, kind: type[R]
+) -> R:
+    """Build the request from the options. `other`: further fields; `shown`: the pair of `--pair`.
+    Raises MidstreamError naming the option or the field.
+    """
+    given = {**asked.fields, **other}
+    fields = {name: value for name, value in given.items() if value is not None}
+    prompts = {name: value for name, value in asked.pair.items() if value is not None}
+    pairs = asked.pairs
+    if asked.body is not None:
+        if fields or prompts or asked.spans or pairs:
             raise invalid(
                 "--body", "is the whole request: not valid with options for prompts or cells"
             )
-        whole: SweepRequest = options.read_json(body, SweepRequest, "--body")
-        return whole
-    if pairs is not None and prompts:
-        raise invalid(
-            f"--{next(iter(prompts))}", "is not valid with --pairs, whose file contains it"
+        request: R = options.read_json(asked.body, kind, "--body")
+    else:
+        if pairs is not None and prompts:
+            raise invalid(
+                f"--{next(iter(prompts))}", "is not valid with --pairs, whose file contains it"
+            )
+        if pairs is None and "clean" not in prompts:
+            raise invalid("--clean", "is required unless --pairs, --body or --job is given")
+        listed: list[dict[str, Any]] = (
+            options.read_json(pairs, list[dict[str, Any]], "--pairs") if pairs else [prompts]
         )
-    if pairs is None and "clean" not in prompts:
-        raise invalid("--clean", "is required unless --pairs, --body or --job is given")
-    request: list[dict[str, Any]] = (
-        options.read_json(pairs, list[dict[str, Any]], "--pairs") if pairs else [prompts]
-    )
-    if spans:
-        columns = [parse_span(text) for text in spans]
-        request = [{**item, "spans": columns} for item in request]
-    return sweeps.sweep_request(
-        None, {"model": fields.pop("model", None) or only_model(), "pairs": request, **fields}
-    )
+        if asked.spans:
+            columns = [parse_span(text) for text in asked.spans]
+            listed = [{**item, "spans": columns} for item in listed]
+        model = fields.pop("model", None) or jobs.only_model(client)
+        request = sweep_request(None, {"model": model, "pairs": listed, **fields}, kind)
+    if shown is not None and not 0 <= shown < len(request.pairs):
+        raise invalid("--pair", f"no pair {shown}", allowed=f"0 to {len(request.pairs) - 1}")
+    return request
+
+
+def parse_verify(text: str) -> dict[str, float]:
+    """Parse `top=20,random=20,tolerance=0.05`, the fields of `Verify`; `defaults` has none. Raises
+    MidstreamError naming `--verify`.
+    """
+    try:
+        parts = [] if text == "defaults" else [part.split("=") for part in text.split(",")]
+        return {name: float(value) if "." in value else int(value) for name, value in parts}
+    except ValueError:
+        raise invalid(
+            "--verify",
+            f"{text!r} is not valid",
+            allowed=f"defaults, or NAME=NUMBER with {', '.join(Verify.__struct_fields__)}",
+        ) from None
 
 
 def parse_window(text: str) -> dict[str, int]:

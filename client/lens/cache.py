@@ -1,7 +1,7 @@
 """Gives a run's captured activations under TransformerLens' names, as numpy arrays."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ REFUSED: dict[str, str] = {
     "stack_head_results": "it needs the output matrices of attention, which are not served",
     "stack_neuron_results": "it needs the output matrix of the MLP, which is not served",
     "to": "activations are numpy arrays: torch.from_numpy takes them",
-    "toggle_autodiff": "there are no gradients: rows come from a server",
+    "toggle_autodiff": "rows come from a server: run_with_cache(..., incl_bwd=True) has gradients",
 }
 _LN = "norms are not applied: their scales are not served"
 
@@ -40,6 +40,18 @@ def refused(table: Mapping[str, str], owner: str, name: str) -> AttributeError:
     return AttributeError(f"{owner!r} object has no attribute {name!r}")
 
 
+#: The end of the names of gradients.
+GRAD = "_grad"
+
+
+class Gradients(NamedTuple):
+    """The captured gradients of a run."""
+
+    reader: CaptureReader
+    sites: list[Site]
+    scale: float  # of the rows: from the server's scalar to the caller's
+
+
 class ActivationCache(Mapping[str, np.ndarray]):
     """Maps `cache["blocks.3.hook_resid_post"]` or `cache["resid_post", 3]` to float32 arrays, read
     on access.
@@ -47,7 +59,8 @@ class ActivationCache(Mapping[str, np.ndarray]):
     Shapes are TransformerLens': `[batch, pos, d_model]`; `[batch, pos, head, d_head]` for `hook_q`,
     `hook_k`, `hook_v`, `hook_z`, `hook_rot_q` and `hook_rot_k` (keys and values have key heads);
     `[batch, head, query, key]` for `hook_pattern`; `[batch, pos, d_mlp]` for `mlp.hook_post`. Rows
-    include the run's own edits. An activation that was not captured raises MidstreamError that
+    include the run's own edits. With `gradients`, `cache["blocks.3.hook_resid_post_grad"]` has the
+    gradient at that activation. An activation that was not captured raises MidstreamError that
     lists the captured activations.
     """
 
@@ -58,8 +71,9 @@ class ActivationCache(Mapping[str, np.ndarray]):
         sites: Sequence[Site],
         prompts: Sequence[Sequence[int]],
         batch: bool = True,
+        gradients: Gradients | None = None,
     ):
-        self.reader, self.card = reader, card
+        self.reader, self.card, self.gradients = reader, card, gradients
         self.sites = list(sites)
         self.prompts = [list(prompt) for prompt in prompts]  # token ids
         self.has_batch_dim = batch
@@ -82,37 +96,53 @@ class ActivationCache(Mapping[str, np.ndarray]):
         return self.reader.job
 
     def __len__(self) -> int:
-        return len(self.sites)
+        return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[str]:
-        return (site.full for site in self.sites)
+        yield from (site.full for site in self.sites)
+        if self.gradients is not None:
+            yield from (site.full + GRAD for site in self.gradients.sites)
 
     def __contains__(self, key: object) -> bool:
+        plain, sites = self._named(key)
         try:
-            return site_of(key, self.card) in self.sites  # type: ignore[arg-type]
+            return site_of(plain, self.card) in sites
         except MidstreamError:
             return False
 
     def __getitem__(self, key: Key) -> np.ndarray:
-        site = site_of(key, self.card)
-        if site not in self.sites:
+        plain, sites = self._named(key)
+        site, end = site_of(plain, self.card), "" if plain is key else GRAD
+        if site not in sites:
             kinds = ", ".join(
-                name for name in BLOCK if any(item.name == name for item in self.sites)
+                name + end for name in BLOCK if any(item.name == name for item in sites)
             )
             raise MidstreamError(
                 "not_found",
-                f"{site.full} was not captured",
+                f"{site.full}{end} was not captured",
                 field="names_filter",
-                allowed=f"{kinds} of captured layers",
+                allowed=f"{kinds} of captured layers" if sites else "incl_bwd=True, for gradients",
             )
-        rows = np.stack([self._of(site, request) for request in range(len(self.prompts))])
+        source = self.gradients if end and self.gradients else Gradients(self.reader, [], 1.0)
+        rows = np.stack([self._of(site, request, source) for request in range(len(self.prompts))])
         return rows if self.has_batch_dim else rows[0]
 
-    def _of(self, site: Site, request: int) -> np.ndarray:
+    def _named(self, key: Any) -> tuple[Any, list[Site]]:
+        """Return the key of an activation, without `GRAD`, and the sites that were captured so."""
+        first, *rest = key if isinstance(key, tuple) and key else (key,)
+        if not isinstance(first, str) or not first.endswith(GRAD):
+            return key, self.sites
+        plain = first.removesuffix(GRAD)
+        sites = [] if self.gradients is None else self.gradients.sites
+        return (plain, *rest) if isinstance(key, tuple) else plain, sites
+
+    def _of(self, site: Site, request: int, source: Gradients) -> np.ndarray:
         if site.name == PATTERN:
-            return self.reader.attention(site.layer, request=request)
+            return source.reader.attention(site.layer, request=request)
         (hook,) = BLOCK[site.name]
-        rows = self.reader.array(site.layer, hook, request)
+        rows = source.reader.array(site.layer, hook, request)
+        if source.scale != 1.0:
+            rows = rows * np.float32(source.scale)
         return rows.reshape(len(rows), *self.card.shape(hook))
 
     def remove_batch_dim(self) -> "ActivationCache":
@@ -123,7 +153,9 @@ class ActivationCache(Mapping[str, np.ndarray]):
             raise invalid(
                 "remove_batch_dim", f"there are {len(self.prompts)} prompts", allowed="one prompt"
             )
-        return ActivationCache(self.reader, self.card, self.sites, self.prompts, batch=False)
+        return ActivationCache(
+            self.reader, self.card, self.sites, self.prompts, False, self.gradients
+        )
 
     def _layers(self, layer: int | None, upto: int) -> int:
         """Resolve a `layer` argument: None and -1 stand for the number of layers.

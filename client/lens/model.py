@@ -3,7 +3,7 @@ and with edits, tokens, generation.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +19,18 @@ from ..sdk import wire
 from ..sdk.client import Client
 from ..sdk.fields import ReadingFields
 from ..values import is_torch
-from .cache import ActivationCache, refused
+from .cache import ActivationCache, Gradients, refused
 from .logits import Logits, Predictions
-from .names import Card, Filter, Site, chosen, hooks_of
+from .names import PATTERN, Card, Filter, Site, chosen, hooks_of
 from .ops import Op
 
 #: Number of top tokens at each prompt's last position that every run fetches.
 FIRST_TOP = 20
 _WEIGHTS = "weights are not served; captures, edits and Client.lens compute with them on the server"
-_GRADIENTS = "there are no gradients: the forward pass runs in a server"
+_GRADIENTS = (
+    "no gradients flow through a server's forward pass; run_with_cache(..., incl_bwd=True) has "
+    "those at activations"
+)
 #: Attributes of TransformerLens' models that `HookedModel` lacks → the reason.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
@@ -169,6 +172,8 @@ class HookedModel:
         return_type: str | None = "logits",
         remove_batch_dim: bool = False,
         prepend_bos: bool | None = None,
+        incl_bwd: bool = False,
+        scalar: Mapping[str, Any] | None = None,
         **fields: Unpack[ReadingFields],
     ) -> tuple[Any, ActivationCache]:
         """Run one job; return (logits, cache). The cache has the activations that `names_filter`
@@ -177,13 +182,22 @@ class HookedModel:
         `names_filter`: a name, a list of names or pairs such as `("resid_post", 3)`, or a predicate
         of a name. The rows stay on the server until they are deleted (`ActivationCache.job`).
         `fields`: other fields of the job, such as `lora`.
+
+        `incl_bwd`: also cache the gradient at each activation except attention patterns, under its
+        name with `_grad`: of the loss, which `return_type` must then select, or of `scalar`, such
+        as `{"kind": "logit", "token": " Paris", "foil": " Rome"}` (`capture.scalar` of a job). A
+        second job on the model's gradient worker computes them, without edits.
         """
         sites = chosen(names_filter, self.card)
         run = _Run(self, input, [*self._hooks, *fwd_hooks], prepend_bos, dict(fields))
+        if incl_bwd:
+            _check_backward(run, scalar, return_type)
         result = run.first(
             capture={"hooks": hooks_of(sites), "positions": "all_prompt", "at": "after"}
         )
-        cache = ActivationCache(self.client.capture(result), self.card, sites, run.prompts)
+        gradients = run.gradients(sites, scalar) if incl_bwd else None
+        reader = self.client.capture(result)
+        cache = ActivationCache(reader, self.card, sites, run.prompts, gradients=gradients)
         return run.answer(return_type), cache.remove_batch_dim() if remove_batch_dim else cache
 
     def run_with_hooks(
@@ -388,6 +402,18 @@ def _one(prompts: list[list[int]], field: str) -> list[int]:
     return prompts[0]
 
 
+def _check_backward(run: "_Run", scalar: Mapping[str, Any] | None, return_type: str | None) -> None:
+    """Raise MidstreamError unless `run` has gradients."""
+    if scalar is None and return_type not in ("loss", "both"):
+        raise invalid(
+            "incl_bwd",
+            f"return_type {return_type!r} is no scalar",
+            allowed="return_type='loss', or a scalar such as {'kind': 'logit', 'token': …}",
+        )
+    if any(run.edits.values()):
+        raise invalid("incl_bwd", "gradients are of the unedited model", hint="omit edits")
+
+
 def edits_of(hooks: Sequence[Hook], card: Card) -> dict[str, Any]:
     """Convert edits to a request's `steering` and `patch`, and to attention `patterns`.
 
@@ -502,6 +528,21 @@ class _Run:
         for reading in result.lens or []:
             self.known.learn(reading, reading.request)
         return result
+
+    def gradients(self, sites: Sequence[Site], scalar: Mapping[str, Any] | None) -> Gradients:
+        """Capture the gradients at `sites` that are rows: of the mean loss, or of `scalar`."""
+        rows = [site for site in sites if site.name != PATTERN]
+        capture = {
+            "hooks": hooks_of(rows),
+            "positions": "all_prompt",
+            "of": "gradient",
+            "scalar": dict(scalar or {"kind": "loss"}),
+        }
+        result = self.send(self.inputs, capture=capture)
+        # the server's loss is a sum over tokens, this interface's the mean over tokens and prompts
+        predicted = sum(len(prompt) - 1 for prompt in self.prompts)
+        scale = 1.0 if scalar is not None else 1.0 / max(predicted, 1)
+        return Gradients(self.model.client.capture(result), rows, scale)
 
     def _lens(self, positions: Any, top: int, tokens: list[int]) -> dict[str, Any]:
         return {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ..captures.patterns import Attention
 from ..captures.reader import CaptureReader
 from ..harvest.reader import Harvest
 from ..probes import Fit
+from ..sdk.answers.attribution import Attribution, attribution_of, estimated, marks
 from ..sdk.answers.grid import MEANING, Grid, described, grid_of, titled
 from ..sdk.readings import Features, Lens, lens_of
 from .attention import Panel, panels_of, written
@@ -55,6 +56,8 @@ DIVERGING = "RdBu_r"
 #: Sizes in a heatmap, in inches: width and height of a cell, the margin around the panels, the
 #: smallest and largest width and height of a panel, and the colour bar's width.
 _COLUMN, _ROW, _AROUND, _WIDTH, _HEIGHT, _BAR = 0.1, 0.18, 1.5, (2.2, 7.0), (1.3, 11.0), 0.09
+#: The most edges or features in a figure.
+_BARS = 20
 #: The approximate number of layers with a tick label.
 _TICKS = 8
 #: Characters per inch of the title.
@@ -170,10 +173,23 @@ def grid_figure(grid: Grid, path: Path | str | None = None) -> "Figure":
     return _saved(path, "path", lambda: _draw_grid(grid, [MEANING[grid.metric]]))
 
 
-def _draw_grid(grid: Grid, title: list[str]) -> "Figure":
-    panels, rows = len(grid.hooks), len(grid.labels)
+class _Panel(NamedTuple):
+    title: str
+    values: np.ndarray  # [layers, columns]
+    marks: Sequence[tuple[int, int]] = ()  # (index of the layer, column)
+
+
+def _draw_grid(
+    grid: Grid,
+    title: list[str],
+    rows: Sequence[Sequence[_Panel]] = (),
+    limits: tuple[float, float] | None = None,
+) -> "Figure":
+    """Draw a grid, by default one panel per hook. `rows`: panels of its shape instead, in rows."""
+    rows = rows or [[_Panel(titled(hook), grid.values[hook]) for hook in grid.hooks]]
+    panels, names = len(rows[0]), len(grid.labels)
     width = float(np.clip(_COLUMN * len(grid.layers), *_WIDTH))
-    height = float(np.clip(_ROW * rows, *_HEIGHT))
+    height = float(np.clip(_ROW * names, *_HEIGHT))
     figure_width = max(panels * width + _AROUND, 5.0)
     lines = [
         line
@@ -181,36 +197,71 @@ def _draw_grid(grid: Grid, title: list[str]) -> "Figure":
         for line in textwrap.wrap(part, int(figure_width * _PER_INCH)) or [""]
     ]
     drawn = figure_class()(
-        figsize=(figure_width, height + 0.75 + 0.16 * len(lines)), layout="constrained"
+        figsize=(figure_width, len(rows) * height + 0.75 + 0.16 * len(lines)), layout="constrained"
     )
-    axes = drawn.subplots(1, panels, sharex=True, sharey=True, squeeze=False)[0]
-    low, high = grid.limits
+    axes = drawn.subplots(len(rows), panels, sharex=True, sharey=True, squeeze=False)
+    low, high = limits or grid.limits
     scale = {"vmin": low, "vmax": high, "cmap": DIVERGING}
-    for axis, hook in zip(axes, grid.hooks, strict=True):
+    for axis, panel in zip(axes.flat, (panel for row in rows for panel in row), strict=True):
         # the background, visible in cells without a value
         axis.patch.set(facecolor="0.93", edgecolor="0.6", hatch="/////", linewidth=0)
-        mesh = axis.pcolormesh(grid.values[hook].T, edgecolors="face", linewidth=0.1, **scale)
-        axis.set_title(titled(hook), fontsize=8)
-        axis.set_xlabel("layer")
+        mesh = axis.pcolormesh(panel.values.T, edgecolors="face", linewidth=0.1, **scale)
+        if panel.marks:
+            layers, columns = np.array(panel.marks).T + 0.5
+            axis.scatter(layers, columns, marker="x", s=14, linewidths=0.9, color="black")
+        axis.set_title(panel.title, fontsize=8)
         step = max(1, -(-len(grid.layers) // _TICKS))
         axis.set_xticks(
             np.arange(0, len(grid.layers), step) + 0.5,
             [str(layer) for layer in grid.layers[::step]],
         )
         axis.tick_params(length=2, width=0.6)
-    size = float(np.clip(0.75 * 72 * height / max(rows, 1), 3.0, 8.0))
-    axes[0].set_yticks(np.arange(rows) + 0.5, grid.names, fontsize=size)
-    axes[0].invert_yaxis()
-    values = np.concatenate([value.ravel() for value in grid.values.values()])
+    for axis in axes[-1]:
+        axis.set_xlabel("layer")
+    size = float(np.clip(0.75 * 72 * height / max(names, 1), 3.0, 8.0))
+    for axis in axes[:, 0]:
+        axis.set_yticks(np.arange(names) + 0.5, grid.names, fontsize=size)
+    axes[0, 0].invert_yaxis()
+    values = np.concatenate([panel.values.ravel() for row in rows for panel in row])
     bar = drawn.colorbar(
-        mesh, ax=list(axes), extend=_beyond(values, low, high), aspect=height / _BAR, pad=0.02
+        mesh, ax=list(axes.flat), extend=_beyond(values, low, high), aspect=height / _BAR, pad=0.02
     )
     middle = "" if math.isnan(grid.base) else f"; white: unpatched ({grid.base:.3g})"
     _bar(bar, f"{MEANING[grid.metric]}{middle}")
-    if grid.missing:
-        lines[-1] += f" · hatched: no value ({grid.missing} of {values.size} cells)"
+    if missing := int(np.isnan(values).sum()):
+        lines[-1] += f" · hatched: no value ({missing} of {values.size} cells)"
     drawn.suptitle("\n".join(lines), fontsize=8)
     return drawn  # type: ignore[no-any-return]
+
+
+def attribution_figure(attribution: Attribution, path: Path | str | None = None) -> "Figure":
+    """Draw the estimates, beside them the exact values if there are any, with a cross on each cell
+    where they disagree; of edges and features, the strongest.
+    """
+    if scores := (attribution.edges or attribution.features)[:_BARS]:
+
+        def bars(axis: Any) -> None:
+            axis.barh([item.name for item in scores], [item.score for item in scores])
+            axis.tick_params(axis="y", labelsize=6)
+            axis.invert_yaxis()
+            axis.set(xlabel=MEANING[attribution.result.metric], title="strongest estimated effects")
+
+        return _chart(path, bars)
+    estimate, exact, crosses = attribution.estimates, attribution.exact, marks(attribution)
+    both = [(estimate, "estimate")] + [(exact, "exact")] * any(exact.cells())
+    rows = [
+        [
+            _Panel(f"{titled(hook)}: {name}", grid.values[hook], crosses.get(hook, ()))
+            for grid, name in both
+        ]
+        for hook in estimate.hooks
+    ]
+    ends = [grid.limits for grid, _ in both]
+    limits = min(low for low, _ in ends), max(high for _, high in ends)
+    title = described(estimated(attribution.result), attribution.pair)
+    if attribution.off:
+        title[-1] += " · crosses: estimate and exact value disagree"
+    return _saved(path, "png", lambda: _draw_grid(estimate, title, rows, limits))
 
 
 def _beyond(values: np.ndarray, low: float, high: float) -> str:
@@ -453,6 +504,8 @@ def job_figure(
     """
     if result.sweep is not None:
         return heatmap(result.sweep, path, **options)
+    if result.attribution:
+        return attribution_figure(attribution_of(result), path, **options)
     computed: list[Any] = [lens_of(each) for each in result.lens or () if each.request == request]
     computed += [
         Features(result.id, each) for each in result.features or () if each.request == request
@@ -470,6 +523,7 @@ def job_figure(
 #: Class → the function that draws it, with its path and options.
 PLOTS: dict[type, Callable[..., "Figure"]] = {
     Attention: attention_figure,
+    Attribution: attribution_figure,
     CaptureReader: capture_figure,
     Features: features_figure,
     Fit: fit_figure,

@@ -14,7 +14,7 @@ from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
 from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
-from ...schemas.jobs.jobs import JobView, Output
+from ...schemas.jobs.jobs import SWEEPS, JobView, Output
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunView
@@ -94,7 +94,7 @@ def _since(record: Any) -> str:
 
 
 def _extent(view: JobView) -> str:
-    if view.kind == "sweep":
+    if view.kind in SWEEPS:
         return f"{view.cells} of {view.cells_expected} cells"
     return count(view.prompts, "prompt")
 

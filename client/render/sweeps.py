@@ -174,12 +174,15 @@ def report(result: SweepResult, pair: int | None = None, count: int = 5) -> Rend
 
 def findings(result: SweepResult, pair: int | None = None, count: int = 5) -> RenderableType:
     """Return the strongest cells, baselines, notes, and why cells have no value."""
-    parts: list[RenderableType] = [strongest(result, pair, count)]
-    parts += [Text(line, style="dim") for line in _baselines(result)]
+    return Group(strongest(result, pair, count), *remarks(result))
+
+
+def remarks(result: SweepResult) -> list[RenderableType]:
+    """Return lines with baselines, notes, and why cells have no value."""
+    parts: list[RenderableType] = [Text(line, style="dim") for line in _baselines(result)]
     for number, item in enumerate(result.pairs):
         parts += [Text(f"note{_of(result, number)}: {note}", style="yellow") for note in item.notes]
-    parts += [Text(line, style="yellow") for line in without_value(result)]
-    return Group(*parts)
+    return [*parts, *(Text(line, style="yellow") for line in without_value(result))]
 
 
 def _of(result: SweepResult, pair: int) -> str:

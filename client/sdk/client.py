@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ...schemas.base.errors import suggestion
 from .. import notebook
 from . import discovery, wire
+from .attributions import Attributions
 from .calls import Awaits, Blocks, Calls, M, stream, verb
 from .captures import Captures
 from .completions import Completions
@@ -51,6 +52,7 @@ class Verbs(Calls[M]):
     features = verb(Readings.features)
     attention = verb(Readings.attention)
     sweep = verb(Sweeps.run)
+    attribute = verb(Attributions.run)
     models = verb(Server.models)
     model = verb(Server.model)
     ready = verb(Server.ready)
@@ -64,6 +66,7 @@ class Verbs(Calls[M]):
         self.captures: Captures[M] = Captures(io, blocking)
         self.readings: Readings[M] = Readings(io, blocking)
         self.sweeps: Sweeps[M] = Sweeps(io, blocking)
+        self.attributions: Attributions[M] = Attributions(io, blocking)
         self.harvests: Harvests[M] = Harvests(io, blocking)
         self.modules: Modules[M] = Modules(io, blocking)
         self.global_steering: GlobalSteering[M] = GlobalSteering(io, blocking)

@@ -32,6 +32,7 @@ from ...schemas.prompts.sites import At
 from ...schemas.readings.features import FeatureSpec
 from ...schemas.readings.installed import ReaderSpec
 from ...schemas.readings.lens import LensSpec
+from ...schemas.requests.attributions import Method, Verify
 from ...schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 from ...schemas.requests.sweep_paths import SweepPath
 
@@ -191,6 +192,26 @@ class Paired(TypedDict, total=False):
 
 class SweepFields(Paired, StudyFields, total=False):
     """`POST /v1/sweeps`."""
+
+
+class AttributionFields(SweepFields, total=False):
+    """`POST /v1/attributions`."""
+
+    method: Method | None
+    steps: int | None
+    verify: Verify | Fields | None
+    seed: int | None
+    sae: str | None
+    keep: int | None
+
+
+class AttributeFields(AttributionFields, total=False):
+    """An attribution, and the prompts of its only pair."""
+
+    clean: Prompt | None
+    corrupt: Prompt | None
+    answer: Prompt | None
+    foil: Prompt | None
 
 
 class HarvestFields(TypedDict, total=False):

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import msgspec
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.attributions import EstimatedPair
 from ...schemas.jobs.jobs import Event, JobResult, JobView
 from ...schemas.jobs.sweeps import (
     Metric,
@@ -32,19 +33,21 @@ from .fields import SweepFields
 from .jobs import Jobs
 from .wire import Call, JobLike
 
-_KINDS: dict[str, type[SweepStart] | type[SweepCell] | type[SweepSummary]] = {
-    "start": SweepStart, "cell": SweepCell, "summary": SweepSummary,
+R = TypeVar("R", bound=SweepRequest)
+
+_KINDS: dict[str, type[SweepEvent]] = {
+    "start": SweepStart, "estimate": EstimatedPair, "cell": SweepCell, "summary": SweepSummary,
 }  # fmt: skip
 
 
-def sweep_request(request: SweepRequest | None, fields: dict[str, Any]) -> SweepRequest:
-    """Build the body of a sweep from a struct or from keyword arguments. Raises MidstreamError
-    naming the field.
+def sweep_request(request: R | None, fields: dict[str, Any], kind: type[R]) -> R:
+    """Build the body of a sweep, or of an attribution, from a struct or from keyword arguments.
+    Raises MidstreamError naming the field.
 
     An ablation has one prompt, but the default metric `recovered` needs two: without a metric, an
     ablation gets the one that its pairs allow.
     """
-    body = values.request(request, fields, SweepRequest)
+    body = values.request(request, fields, kind)
     if request is not None or body.ablation is None or "metric" in fields:
         return body
     return msgspec.structs.replace(body, metric=_ablation_metric(body.pairs))
@@ -68,26 +71,56 @@ def sweep_event(event: Event) -> SweepEvent | None:
         ) from error
 
 
-def _submission(request: SweepRequest | None, key: str | None, fields: dict[str, Any]) -> Call:
-    headers = {"idempotency-key": key or wire.idempotency_key(), "prefer": "respond-async"}
-    return Call("POST", "/v1/sweeps", body=sweep_request(request, fields), headers=headers)
-
-
 def _grid(result: JobResult) -> SweepResult:
     if result.sweep is None:
         raise MidstreamError("not_found", f"job {result.id} is not a sweep")
     return result.sweep
 
 
-def _note_cancel(interrupt: BaseException, job_id: JobLike, error: MidstreamError | None) -> None:
-    """Add to an interrupt whether the sweep was cancelled."""
-    sweep = f"sweep {wire.id_of(job_id)}"
-    interrupt.add_note(
-        f"{sweep} was cancelled" if error is None else f"{sweep} could not be cancelled: {error}"
-    )
+class Gridded(Calls[M]):
+    """What the calls on sweeps and on attributions share."""
+
+    _kind = "sweep"
+
+    async def _submitted(self, body: SweepRequest, key: str | None) -> JobView:
+        headers = {"idempotency-key": key or wire.idempotency_key(), "prefer": "respond-async"}
+        return await self._ask_patiently(
+            Call("POST", f"/v1/{self._kind}s", body=body, headers=headers), JobView
+        )
+
+    async def _awaited_result(
+        self, job_id: JobLike, progress: Progress | None, cancel: bool
+    ) -> JobResult:
+        jobs = Jobs[Awaits](self._io)
+        try:
+            if progress is not None:
+                async for sweep_event in self.events(job_id):
+                    progress(sweep_event)
+            await jobs.wait(job_id)
+            return await jobs.result(job_id)
+        except (KeyboardInterrupt, asyncio.CancelledError) as interrupt:
+            if cancel:
+                asked = f"{self._kind} {wire.id_of(job_id)}"
+                try:
+                    await jobs.cancel(job_id)
+                    interrupt.add_note(f"{asked} was cancelled")
+                except MidstreamError as error:
+                    interrupt.add_note(f"{asked} could not be cancelled: {error}")
+            raise
+
+    @stream
+    async def events(self, job_id: JobLike, after: str = "") -> AsyncIterator[SweepEvent]:
+        """Yield the events of a sweep or an attribution, from its start (or after the event
+        `after`) to its end; reconnects after a lost connection.
+        """
+        async with aclosing(Jobs[Awaits](self._io).events(job_id, after)) as events:
+            async for event in events:
+                item = sweep_event(event)
+                if item is not None:
+                    yield item
 
 
-class Sweeps(Calls[M]):
+class Sweeps(Gridded[M]):
     """Calls on sweeps."""
 
     @call
@@ -102,8 +135,9 @@ class Sweeps(Calls[M]):
         """Submit a sweep, by struct or by its fields (`model=…, pairs=[…], hooks=[…]`); returns
         immediately. Safe to repeat.
         """
-        call = _submission(request, idempotency_key, dict(fields))
-        return await self._ask_patiently(call, JobView)
+        return await self._submitted(
+            sweep_request(request, dict(fields), SweepRequest), idempotency_key
+        )
 
     @call
     async def run(
@@ -130,29 +164,4 @@ class Sweeps(Calls[M]):
 
         `cancel`: interrupting the wait cancels the sweep.
         """
-        jobs = Jobs[Awaits](self._io)
-        try:
-            if progress is not None:
-                async for sweep_event in self.events(job_id):
-                    progress(sweep_event)
-            await jobs.wait(job_id)
-            return _grid(await jobs.result(job_id))
-        except (KeyboardInterrupt, asyncio.CancelledError) as interrupt:
-            if cancel:
-                try:
-                    await jobs.cancel(job_id)
-                    _note_cancel(interrupt, job_id, None)
-                except MidstreamError as error:
-                    _note_cancel(interrupt, job_id, error)
-            raise
-
-    @stream
-    async def events(self, job_id: JobLike, after: str = "") -> AsyncIterator[SweepEvent]:
-        """Yield a sweep's events, from its start (or after the event `after`) to its end;
-        reconnects after a lost connection.
-        """
-        async with aclosing(Jobs[Awaits](self._io).events(job_id, after)) as events:
-            async for event in events:
-                item = sweep_event(event)
-                if item is not None:
-                    yield item
+        return _grid(await self._awaited_result(job_id, progress, cancel))

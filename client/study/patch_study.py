@@ -279,7 +279,7 @@ class _Study(Generic[C]):
                 _pair({**_fields(pair), **columns}, f"pairs[{number}]")
                 for number, pair in enumerate(self._unzoomed or pairs)
             ]
-        return sweeps.sweep_request(None, {"model": model, "pairs": pairs, **fields})
+        return sweeps.sweep_request(None, {"model": model, "pairs": pairs, **fields}, SweepRequest)
 
     def _zoomed(
         self,

@@ -770,3 +770,39 @@ def test_a_fast_stream_of_cells_stalls_neither_frames_nor_input(site: Site, visi
     )
     assert told["maps"] <= told["frames"] + 1, "drawn at most once for each frame"
     assert told["drawn"] <= 40 * 60 + told["updates"], "a frame draws what has changed, not all"
+
+
+# --- Attributions
+# --------------------------------------------------------------------------------------------------
+
+
+def test_estimates_stand_beside_exact_values_with_disagreeing_cells_marked(
+    site: Site, visit: Visit
+) -> None:
+    site.stack.spawn("worker-g", engine="gradients-fake")
+    site.stack.wait_ready("worker-g")
+    visit.log_in(site.alice, "sweep")
+    fill(visit.page, PAIR)
+    visit.page.get_by_label("Metric").select_option("logit_diff")
+    visit.page.get_by_label("Method", exact=True).select_option("attribution")
+    visit.page.get_by_label("Compute some cells exactly").select_option("defaults")
+    visit.page.get_by_role("button", name="Run the sweep").click()
+    expect(visit.page).to_have_url(re.compile(r"#/attribution/job_"))
+    expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded")
+    job_id = visit.page.url.rpartition("/")[2]
+    answer = site.alice.get(f"/v1/attributions/{job_id}")["result"]["estimated"][0]
+    off = sum(cell["off"] for cell in answer["checked"])
+    assert 0 < off < len(answer["checked"])
+    rows = visit.page.locator("[data-part=checked] tbody tr")
+    expect(rows).to_have_count(len(answer["checked"]))
+    expect(rows.filter(has_text="off")).to_have_count(off)
+    expect(visit.page.locator(".finding")).to_contain_text(f"{off} of ")
+    for name in ("Estimates", "Exact values"):
+        panel = visit.page.get_by_role("region", name=name)
+        expect(panel.locator(".mark")).to_have_count(off)
+    settled(visit.page, wrong=0, empty=0)
+    visit.open("jobs")
+    visit.page.get_by_role("row").filter(has_text="attribution").first.click()
+    expect(visit.page.get_by_role("link", name="Open the heatmap")).to_have_attribute(
+        "href", f"#/attribution/{job_id}"
+    )

@@ -14,6 +14,7 @@ const VIEWS = {
   jobs: { title: "Jobs", group: "Runs", load: async () => (await import("./views/jobs.js")).default },
   sweep: { title: "Sweep", group: "Study", load: async () => (await import("./views/sweeps.js")).default },
   capture: { title: "Capture", group: "Study", load: async () => (await import("./views/capture.js")).default },
+  attribution: { title: "Attribution", load: async () => (await import("./views/attribution.js")).default }, // not in the list: opened from jobs
   lens: { title: "Lens", group: "Read", load: async () => (await import("./views/lens.js")).default },
   attention: { title: "Attention", group: "Read", load: async () => (await import("./views/attention.js")).default },
   features: { title: "Features", group: "Read", load: async () => (await import("./views/features.js")).default },

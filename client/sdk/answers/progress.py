@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ....schemas.jobs.attributions import EstimatedPair
 from ....schemas.jobs.harvests import HarvestView
 from ....schemas.jobs.jobs import Event
 from ....schemas.jobs.sweeps import SweepCell, SweepStart, SweepSummary
 from ...notebook import in_notebook
 
-#: The events that only sweeps have.
-SweepEvent = SweepStart | SweepCell | SweepSummary
+#: The events that only sweeps and attributions have.
+SweepEvent = SweepStart | EstimatedPair | SweepCell | SweepSummary
 Progress = Callable[[SweepEvent], None]
 
 #: Seconds before a bar appears: jobs that end sooner show none.
@@ -98,10 +99,17 @@ class _Cells:
     def __init__(self, drawn: Any):
         self._drawn = drawn
         self._seen: set[tuple[int, str, int, int]] = set()
+        # of an attribution: pair → the number of its cells that are computed
+        self._chosen: dict[int, int] = {}
 
     def __call__(self, event: SweepEvent) -> None:
         before = len(self._seen)
-        if isinstance(event, SweepStart):
+        if isinstance(event, EstimatedPair):
+            if not self._chosen:
+                self._seen.clear()  # skipped cells are none of the chosen ones
+            self._chosen[event.pair] = len(event.attribution.checked)
+            self._drawn.total = sum(self._chosen.values()) or None
+        elif isinstance(event, SweepStart) and not self._chosen:
             self._seen |= {
                 (item.pair, item.hook, layer, item.column)
                 for item in event.skipped

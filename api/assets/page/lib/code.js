@@ -43,7 +43,7 @@ ${given(fields, "        ")}    )
 `;
 }
 
-const CALLS = { "/v1/jobs": "run", "/v1/completions": "completion", "/v1/chat/completions": "chat", };
+const CALLS = { "/v1/jobs": "run", "/v1/completions": "completion", "/v1/chat/completions": "chat", "/v1/attributions": "attribute" };
 const IS_NAME = /^[A-Za-z_][A-Za-z0-9_]*$/;
 const KEYWORDS = new Set("False None True and as assert async await break class continue def del elif else except finally for from global if import in is lambda nonlocal not or pass raise return try while with yield".split(" "));
 
@@ -56,7 +56,7 @@ function inPython(path, body, url, keyed) {
     ? names.map((name) => `        ${name}=${python(fields[name], "        ")},\n`).join("")
     : `        **${python(fields, "        ")},\n`;
   const call = CALLS[path];
-  const show = { run: ["for output in answer.outputs:", "    print(output.text)"] }[call] || ["print(answer.text)"];
+  const show = { run: ["for output in answer.outputs:", "    print(output.text)"], attribute: ["print(answer)", "print(answer.to_pandas())"] }[call] || ["print(answer.text)"];
   if (fields.probes && call !== "run") show.push("print(answer.probes)");
   return `from midstream import Client
 
@@ -84,8 +84,11 @@ function asJob(path, body) {
   return job;
 }
 
+/** Path → the command that takes its body. */
+const GRIDS = { "/v1/sweeps": "sweep", "/v1/attributions": "attribute" };
+
 function inShell(path, body, url) {
-  const [verb, fields] = path === "/v1/sweeps" ? ["sweep", body] : ["submit", asJob(path, body)];
+  const [verb, fields] = path in GRIDS ? [GRIDS[path], body] : ["submit", asJob(path, body)];
   if (fields === null) return null;
   return `midstream ${verb} --url ${shell(url)} --body /dev/stdin <<'JSON'
 ${JSON.stringify(fields, null, 2)}

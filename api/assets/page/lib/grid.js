@@ -83,6 +83,17 @@ export class SweepGrid {
     else this.values[pair][hook][index] = value;
   }
 
+  /** Cells of a pair that are to get no value get its reason, if `which(hook, index)`. They do not count as known. */
+  leave(pair, which, reason) {
+    for (const hook of this.hooks) {
+      this.states[pair][hook].forEach((state, index, states) => {
+        if (state !== WAITING || !which(hook, index)) return;
+        states[index] = NONE;
+        this.reasons.set(`${pair}/${hook}/${index}`, reason);
+      });
+    }
+  }
+
   get total() {
     return this.size * this.hooks.length * this.pairs.length;
   }

@@ -4,7 +4,7 @@
 const DEFAULTS = {
   layers: "all", positions: "all_prompt", axis: "position", heads: null, neurons: null, path: null, window: { layers: 1, positions: 1 }, metric: "recovered",
   direction: "denoise", ablation: null, alignment: "auto", alpha: 1, mask: null, noise: 8, metadata: {}, priority: "normal", expires_in: null,
-  callback_url: null, callback_events: null, lora: null,
+  callback_url: null, callback_events: null, lora: null, method: "", verify: null, keep: 1000,
 };
 /** Fields whose controls no JSON may bypass: the form could not show what it sends. */
 const OWN = ["model", "pairs", "hooks"];
@@ -27,7 +27,7 @@ export const EXAMPLE = {
 
 export const TEXTS = ["clean", "corrupt", "answer", "foil"];
 /** Fields with a control of their own, as the form keeps them: text. */
-const PLAIN = ["layers", "positions", "axis", "metric", "direction", "ablation", "alignment", "noise"];
+const PLAIN = ["layers", "positions", "axis", "metric", "direction", "ablation", "alignment", "noise", "method", "verify"];
 export const emptyPair = () => ({ clean: "", corrupt: "", answer: "", foil: "", more: "" });
 
 const integers = /^\s*-?\d{1,9}(\s*,\s*-?\d{1,9})*\s*$/;
@@ -51,7 +51,7 @@ function textOf(value) {
 export function blankForm(model = "", hooks = []) {
   return {
     model, hooks, layers: "all", positions: "all_prompt", axis: "position", metric: "recovered", direction: "denoise", ablation: "", alignment: "auto",
-    windowLayers: "1", windowPositions: "1", noise: "8", more: "", name: "", pairs: [emptyPair()],
+    windowLayers: "1", windowPositions: "1", noise: "8", more: "", name: "", method: "", verify: "", pairs: [emptyPair()],
   };
 }
 
@@ -105,7 +105,7 @@ export function requestOf(form) {
     layers: form.layers.trim(),
     positions: positionsOf(form.positions),
     axis: form.axis, metric: form.metric, direction: form.direction, ablation: form.ablation || null, alignment: form.alignment,
-    window, noise: number(form.noise),
+    window, noise: number(form.noise), method: form.method, verify: form.method && form.verify ? {} : null,
     ...extra(form.more, "more", OWN),
   };
   if (form.name.trim()) request.metadata = { ...request.metadata, name: form.name.trim() };

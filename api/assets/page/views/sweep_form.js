@@ -17,6 +17,8 @@ const CHOICES = {
   direction: { denoise: "denoise: patch clean into corrupt", noise: "noise: patch corrupt into clean" },
   ablation: { "": "none: patch rows of the other prompt", zeros: "zeros (no second prompt)", mean: "mean of the prompt's own rows (no second prompt)" },
   axis: { position: "position: one token per column", together: "together: all positions in one column", head: "head: one head per column", head_position: "head_position: one head at one position per column", neuron: "neuron (list them below)" },
+  method: { "": "patching: compute every cell", attribution: "attribution: estimate the cells from one gradient", integrated: "integrated: from gradients at several points", edges: "edges: estimate connections between heads and MLPs", adaptive: "adaptive: estimate, then compute the strongest cells" },
+  verify: { "": "no: estimates only", defaults: "yes: the largest, random and doubtful ones" },
   alignment: { auto: "auto: corresponding tokens only", left: "left: count from the start", right: "right: count from the end" },
 };
 export default function Form({ like }) {
@@ -48,6 +50,7 @@ export default function Form({ like }) {
   const asked = useMemo(() => (form ? requestOf(form) : {}), [form]);
   const wanting = form ? lacking(asked) : "";
   const body = asked.request && !wanting ? JSON.stringify(asked.request) : "";
+  const kind = asked.request && asked.request.method ? "attribution" : "sweep";
 
   useEffect(() => {
     setPlan(({ found }) => (body && found ? { found, stale: true } : {}));
@@ -55,7 +58,7 @@ export default function Form({ like }) {
     const stop = new AbortController();
     const timer = setTimeout(async () => {
       try {
-        setPlan({ found: await post("/v1/sweeps/plan", JSON.parse(body), { signal: stop.signal }) });
+        setPlan({ found: await post(`/v1/${kind}s/plan`, JSON.parse(body), { signal: stop.signal }) });
       } catch (error) {
         if (error.name !== "AbortError") setPlan({ error });
       }
@@ -87,8 +90,8 @@ export default function Form({ like }) {
     if (sent.current.body !== body) sent.current = { body, key: crypto.getRandomValues(new Uint32Array(4)).join("-") };
     const { key } = sent.current; // the same form sent again, after a lost connection too, is the same sweep
     try {
-      const job = await post("/v1/sweeps", JSON.parse(body), { headers: { "idempotency-key": key } });
-      location.hash = `#/sweep/${job.id}`;
+      const job = await post(`/v1/${kind}s`, JSON.parse(body), { headers: { "idempotency-key": key } });
+      location.hash = `#/${kind}/${job.id}`;
     } catch (failure) {
       setProblem(failure);
     }
@@ -113,6 +116,8 @@ export default function Form({ like }) {
         <${Text} name="positions" label="Positions of the patched prompt" hint="all_prompt, last_prompt, 0,5,-1 or 5:9" form=${form} told=${told} change=${change} />
         <${Choice} name="metric" label="Metric" form=${form} told=${told} change=${change} />
         <${Choice} name="direction" label="Direction" form=${form} told=${told} change=${change} />
+        <${Choice} name="method" label="Method" form=${form} told=${told} change=${change} />
+        ${form.method && html`<${Choice} name="verify" label="Compute some cells exactly" form=${form} told=${told} change=${change} />`}
         <${Text} name="name" label="Name" hint="to find it again; optional" form=${form} told=${told} change=${change} />
       </div></fieldset>
       <${Hooks} model=${model} chosen=${form.hooks} error=${told.hooks} change=${(hooks) => change("hooks", hooks)} />
@@ -139,7 +144,7 @@ function controlOf(field, form) {
   const pair = /^pairs\[(\d+)\]\.?([a-z]*)/.exec(field);
   if (pair && form.pairs[Number(pair[1])]) return TEXTS.includes(pair[2]) ? `pairs[${pair[1]}].${pair[2]}` : pair[2] === "positions" && !form.pairs[Number(pair[1])].more ? "positions" : `pairs[${pair[1]}].more`;
   const [name] = field.split(/[.[]/);
-  if (["model", "hooks", "layers", "positions", "axis", "metric", "direction", "ablation", "alignment", "noise"].includes(name)) return name;
+  if (["model", "hooks", "layers", "positions", "axis", "metric", "direction", "ablation", "alignment", "noise", "method"].includes(name)) return name;
   if (field === "metadata.name") return "name";
   if (name === "window") return field.startsWith("window.positions") ? "window.positions" : "window.layers";
   return ["heads", "neurons", "path", "mask", "alpha", "lora", "priority", "metadata", "expires_in", "callback_url", "callback_events"].includes(name) ? "more" : null;

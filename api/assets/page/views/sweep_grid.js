@@ -14,6 +14,7 @@ import { finding } from "../lib/finding.js";
 import { Id, State as Pill } from "../lib/parts.js";
 import { picture, save } from "../lib/sweep_export.js";
 
+export const isOver = (job) => OVER.includes(job.state);
 const OVER = ["succeeded", "failed", "cancelled", "aborted", "expired"];
 /** Milliseconds between two looks of text and table at the grid; the heatmaps are drawn at every frame. */
 const TEXT_MS = 250;
@@ -21,8 +22,10 @@ const MOST_ASKED = 5; // times for the unpatched values while cells arrive: they
 const PANEL = 330; // least width of a panel, in CSS pixels
 const FRAME = 22; // of it are its padding and border
 
-/** The sweep, its grid, and how it goes on; `events` are the heatmaps' listeners. */
-function useSweep(id) {
+const sweepGrid = (view) => new SweepGrid(view);
+
+/** The sweep (or attribution, by `kind`), its grid, and how it goes on; `events` are the heatmaps' listeners. */
+export function useSweep(id, kind = "sweep", make = sweepGrid) {
   const [view, setView] = useState(null);
   const [error, setError] = useState(null);
   const [, look] = useState(0);
@@ -40,14 +43,15 @@ function useSweep(id) {
       timer = timer || setTimeout(() => ((timer = null), look((n) => n + 1)), TEXT_MS);
     };
     const load = async () => {
-      const found = await get(`/v1/sweeps/${encodeURIComponent(id)}`, { signal: stop.signal });
+      const found = await get(`/v1/${kind}s/${encodeURIComponent(id)}`, { signal: stop.signal });
       if (grid.current) grid.current.take(found);
-      else grid.current = new SweepGrid(found);
+      else grid.current = make(found);
       setView(found);
       setError(null);
       tell(null);
       return found;
     };
+    const again = () => (asking = asking || load().catch(() => {}).finally(() => (asking = null)));
     const follow = async () => {
       const { job, last_event: after } = await load();
       if (OVER.includes(job.state)) return;
@@ -61,8 +65,9 @@ function useSweep(id) {
             tell(grid.current.cell(data));
             soon();
             const pair = grid.current.pairs[data.pair];
-            if (!pair.base && !asking && (asked += 1) <= MOST_ASKED) asking = load().catch(() => {}).finally(() => (asking = null)); // the scale's middle
-          } else if (event === "done") stream.abort();
+            if (!pair.base && !asking && (asked += 1) <= MOST_ASKED) again(); // the scale's middle
+          } else if (event === "estimate") again();
+           else if (event === "done") stream.abort();
           else if (event === "state") setView((known) => ({ ...known, job: { ...known.job, state: data.state, attempt: data.attempt } }));
         },
       });
@@ -111,10 +116,7 @@ export default function Grid({ id, session, jobs }) {
     <${Problem} error=${error} />
     ${job.error && html`<${Problem} error=${job.error.detail} title=${job.error.title} />`}
     <div class="tools">
-      ${grid.pairs.length > 1 && html`<label>Pairs <select data-field="pair" value=${pair === null ? "" : String(pair)} onChange=${(event) => setPair(event.target.value === "" ? null : Number(event.target.value))}>
-        <option value="">mean over all ${grid.pairs.length}</option>
-        ${grid.pairs.map((each, n) => html`<option value=${String(n)}>${n + 1}: ${short(each.base_tokens.join(""))}</option>`)}
-      </select></label>`}
+      <${Pairs} grid=${grid} pair=${pair} setPair=${setPair} />
       <${Button} aria-pressed=${asTable ? "true" : "false"} onClick=${() => setAsTable(!asTable)}>As table<//>
       <span class="soft">Save as</span>
       <${Button} onClick=${() => save(`${id}.png`, picture(grid, chosen, titleOf(grid, chosen)))} onError=${setError}>PNG<//>
@@ -134,9 +136,16 @@ export default function Grid({ id, session, jobs }) {
   </div>`;
 }
 
+export function Pairs({ grid, pair, setPair }) {
+  return grid.pairs.length > 1 && html`<label>Pairs <select data-field="pair" value=${pair === null ? "" : String(pair)} onChange=${(event) => setPair(event.target.value === "" ? null : Number(event.target.value))}>
+    <option value="">mean over all ${grid.pairs.length}</option>
+    ${grid.pairs.map((each, n) => html`<option value=${String(n)}>${n + 1}: ${short(each.base_tokens.join(""))}</option>`)}
+  </select></label>`;
+}
+
 const short = (text) => (text.length > 60 ? `${text.slice(0, 30)} … ${text.slice(-25)}` : text);
 
-function titleOf(grid, pair) {
+export function titleOf(grid, pair) {
   const { result } = grid;
   const ablated = { zeros: ", rows set to zero", mean: ", rows set to their mean" }[result.ablation] || "";
   if (pair === null) return `Mean over ${grid.pairs.length} pairs of prompts${ablated}`;
@@ -147,7 +156,7 @@ function titleOf(grid, pair) {
   return `${what}${answers}`;
 }
 
-const notesOf = (grid) => [...new Set(grid.pairs.flatMap((pair) => pair.notes))].slice(0, 20);
+export const notesOf = (grid) => [...new Set(grid.pairs.flatMap((pair) => pair.notes))].slice(0, 20);
 
 /** A study that `PatchStudy.load` reads. */
 async function exported(id, session) {
@@ -166,11 +175,11 @@ const STALL_S = 20; // without a new cell: said
 /** Seconds that the rest takes: by this sweep's own speed, before its first cells by that of the last one of this model; null: not known. */
 function remaining(job, grid, began, now, jobs) {
   if (began.current && grid.known > began.current.known) return ((now - began.current.at) / (grid.known - began.current.known)) * (grid.total - grid.known);
-  const last = jobs && jobs.list.find((each) => each.state === "succeeded" && each.kind === "sweep" && each.model === job.model && each.cells > 0);
+  const last = jobs && jobs.list.find((each) => each.state === "succeeded" && each.kind === job.kind && each.model === job.model && each.cells > 0);
   return last ? ((last.finished - last.started) / last.cells) * (grid.total - grid.known) : null;
 }
 
-function State({ job, grid, over, lost, jobs, onError }) {
+export function State({ job, grid, over, lost, jobs, onError }) {
   const now = useNow(1);
   const began = useRef(null);
   const news = useRef({ known: grid.known, at: now });
@@ -196,14 +205,17 @@ function State({ job, grid, over, lost, jobs, onError }) {
   };
   return html`<div class="sweep-state" data-state=${job.state}>
     <${Pill} state=${job.state} /> <${Progress} value=${grid.known} total=${grid.total} label=${label} /> <span class="soft">${told}</span>
-    <span class="visually-hidden" role="status">The sweep is ${job.state}.</span>
+    <span class="visually-hidden" role="status">The ${job.kind} is ${job.state}.</span>
     ${lost && !over && html`<span class="bad" role="status">Connection lost; reconnecting …</span>`}
     ${!over && html`<${Button} disabled=${job.state === "cancelling"} onClick=${cancel}>Cancel<//>`}
   </div>`;
 }
 
-/** All hooks side by side, with one cursor and one selection. */
-function Maps({ grid, pair, listeners, cursor, setCursor, part, look, select }) {
+/** Whether there is a closer look → what the keys do about it. */
+const CLOSER = { true: ", Shift+arrows select several, Enter opens a closer look", false: "" };
+
+/** All hooks side by side, with one cursor and one selection; without `look` and `select`: without a selection. */
+export function Maps({ grid, pair, listeners, cursor, setCursor, part, look, select }) {
   const area = useRef(null);
   const [width, setWidth] = useState(0);
   useEffect(() => {
@@ -213,7 +225,7 @@ function Maps({ grid, pair, listeners, cursor, setCursor, part, look, select }) 
   }, []);
   const across = Math.max(1, Math.min(grid.hooks.length, Math.floor(width / PANEL)));
   const panel = Math.floor((width - 12 * (across - 1)) / across) - FRAME;
-  const told = cursor ? grid.words(pair, cursor.hook, cursor.row, cursor.column) : "Arrow keys move between cells, Shift+arrows select several, Enter opens a closer look.";
+  const told = cursor ? grid.words(pair, cursor.hook, cursor.row, cursor.column) : `Arrow keys move between cells${CLOSER[Boolean(look)]}.`;
   return html`<div class="maps" ref=${area}>
       ${width > 0 && grid.hooks.map((hook) => html`<${Map_} key=${hook} hook=${hook} grid=${grid} pair=${pair} width=${panel} listeners=${listeners} cursor=${cursor} setCursor=${setCursor} part=${part} look=${look} select=${select} />`)}
     </div>
@@ -267,7 +279,7 @@ function Map_({ hook, grid, pair, width, listeners, cursor, setCursor, part, loo
   const move = (event) => {
     const cell = cellAt(event);
     setTip(cell ? { ...cell, x: event.offsetX, y: event.offsetY } : null);
-    if (cell && from.current && event.buttons & 1) select(between(from.current, cell));
+    if (look && cell && from.current && event.buttons & 1) select(between(from.current, cell));
   };
   const down = (event) => {
     const cell = event.button === 0 ? cellAt(event) : null;
@@ -276,7 +288,7 @@ function Map_({ hook, grid, pair, width, listeners, cursor, setCursor, part, loo
   };
   const up = (event) => {
     const cell = cellAt(event);
-    if (cell && from.current) look(between(from.current, cell));
+    if (look && cell && from.current) look(between(from.current, cell));
     from.current = null;
   };
   const key = (event) => {
@@ -286,15 +298,16 @@ function Map_({ hook, grid, pair, width, listeners, cursor, setCursor, part, loo
     const step = steps[event.key];
     if (step) {
       const next = here ? { hook, row: Math.min(rows - 1, Math.max(0, at.row + step[0])), column: Math.min(columns - 1, Math.max(0, at.column + step[1])) } : at;
-      if (event.shiftKey) {
+      if (look && event.shiftKey) {
         from.current = from.current || at;
         select(between(from.current, next));
       } else {
         from.current = null;
-        look(null);
+        if (look) look(null);
       }
       setCursor(next);
-    } else if (event.key === "Enter" || event.key === " ") look(own || between(at, at));
+    } else if (!look) return;
+    else if (event.key === "Enter" || event.key === " ") look(own || between(at, at));
     else if (event.key === "Escape") {
       from.current = null;
       look(null);
@@ -302,12 +315,13 @@ function Map_({ hook, grid, pair, width, listeners, cursor, setCursor, part, loo
     event.preventDefault();
   };
   const placed = ({ left, top, width: w, height: h }) => ({ left: `${left}px`, top: `${top}px`, width: `${w}px`, height: `${h}px` });
-  const label = `${hookTitle(hook)}: ${grid.columns} tokens by ${grid.layers.length} layers. Arrow keys move, Shift+arrows select, Enter opens a closer look.`;
+  const label = `${hookTitle(hook)}: ${grid.columns} tokens by ${grid.layers.length} layers. Arrow keys move between cells${CLOSER[Boolean(look)]}.`;
   return html`<figure class="map">
     <figcaption>${hookName(hook)} <code>${hookCode(hook)}</code></figcaption>
     <div class="cells" data-hook=${hook} role="application" aria-roledescription="heatmap" aria-label=${label} tabindex="0" onKeyDown=${key} onFocus=${() => here || setCursor({ hook, row: 0, column: 0 })}>
       <canvas ref=${canvas} onPointerMove=${move} onPointerDown=${down} onPointerUp=${up} onPointerLeave=${() => setTip(null)}></canvas>
       ${here && map.current && html`<div class="cursor" style=${placed(map.current.box(here.column, here.row))}></div>`}
+      ${grid.marks && map.current && grid.marks(pair, hook).map(({ row, column }) => html`<div class="mark" style=${placed(map.current.box(column, row))}></div>`)}
       ${own && map.current && html`<div class="part" style=${placed(map.current.box(own.columns[0], own.rows[0], own.columns[1] - own.columns[0] + 1, own.rows[1] - own.rows[0] + 1))}></div>`}
       ${tip && html`<div class="tip" aria-hidden="true" style=${{ left: `${Math.max(0, Math.min(tip.x + 12, width - 200))}px`, top: `${tip.y + 14}px` }}>${grid.words(pair, hook, tip.row, tip.column)}</div>`}
     </div>
@@ -358,7 +372,7 @@ function Table({ grid, pair, over }) {
 
 const REASONS = 8;
 
-function Missing({ grid }) {
+export function Missing({ grid }) {
   const counts = new Map();
   for (const reason of grid.reasons.values()) counts.set(reason, (counts.get(reason) || 0) + 1);
   if (!counts.size) return null;

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from attribution_kit import attribution, job_result
 from http_kit import reply, server
 from sweep_kit import VIEW, over, result
 
@@ -15,7 +16,9 @@ from midstream.client import PatchStudy
 from midstream.client.cli import main, options, sweeps
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.jobs.attributions import AttributionRequest, AttributionResult
 from midstream.schemas.jobs.sweeps import SweepRequest, SweepResult
+from midstream.schemas.requests.attributions import Verify
 from midstream.schemas.requests.sweep_paths import PathEnd, SweepPath
 
 PROMPTS = (
@@ -284,3 +287,55 @@ def test_a_file_that_does_not_fit_is_named_with_the_place(tmp_path: Path) -> Non
     with pytest.raises(MidstreamError, match=r"body.json: pairs\[0\].clean") as caught:
         options.read_json(tmp_path / "body.json", SweepRequest, "--body")
     assert caught.value.field == "--body"
+
+
+# --- midstream attribute
+
+
+def test_attribute_sends_the_method_and_what_to_verify_and_draws(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "both.png"
+    answers = (reply(VIEW, 202), reply(VIEW), reply(job_result(attribution())))
+    asking = ["--model", "m", "--method", "integrated", "--steps", "4"]
+    with server(*answers) as (url, seen), pytest.raises(SystemExit) as caught:
+        main.main(
+            [
+                "attribute",
+                *PROMPTS,
+                *asking,
+                "--verify",
+                "top=4,tolerance=0.5",
+                "--png",
+                str(path),
+                "--url",
+                url,
+            ]
+        )
+    assert not caught.value.code
+    asked = from_json(seen.bodies[0], AttributionRequest)
+    assert (asked.method, asked.steps, asked.pairs[0].foil) == ("integrated", 4, " Rome")
+    assert asked.verify == Verify(top=4, tolerance=0.5)
+    assert "off by more than the noise floor" in capsys.readouterr().out
+    assert path.stat().st_size > 10_000
+
+
+def test_attribute_prints_json_of_an_earlier_job(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = (reply(VIEW), reply(job_result(attribution())))
+    with server(*answers) as (url, _), pytest.raises(SystemExit) as caught:
+        main.main(["attribute", "--job", "job_1", "--json", "--url", url])
+    assert not caught.value.code
+    assert from_json(capsys.readouterr().out.encode(), AttributionResult) == attribution()
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"), [("defaults", {}), ("top=3,tolerance=0.1", {"top": 3, "tolerance": 0.1})]
+)
+def test_verify_is_parsed(text: str, fields: dict[str, float]) -> None:
+    assert sweeps.parse_verify(text) == fields
+
+
+@pytest.mark.parametrize("text", ["20", "top=x", "top=1,"])
+def test_an_invalid_verify_names_its_fields(text: str) -> None:
+    with pytest.raises(MidstreamError, match=r"--verify.*tolerance"):
+        sweeps.parse_verify(text)

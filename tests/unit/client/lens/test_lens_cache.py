@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream.client.lens.cache import ActivationCache
+from midstream.client.lens.cache import ActivationCache, Gradients
 from midstream.client.lens.names import BLOCK, Card, Site, chosen
 from midstream.lens import ops
 from midstream.schemas.base.errors import MidstreamError
@@ -178,3 +178,21 @@ def test_rows_are_patched_from_one_of_the_cached_prompts() -> None:
         ops.patch(found, pos=2)
     with pytest.raises(MidstreamError, match=r"has no blocks\.0\.hook_resid_post"):
         ops.patch(found, prompt=0).entries(Site("hook_resid_post", 0), CARD, "fwd_hooks[0]")
+
+
+def test_gradients_have_the_names_of_their_activations_with_grad_at_the_end() -> None:
+    sites = chosen([("resid_post", 1)], CARD)
+    gradients = Gradients(Rows(), sites, 0.5)  # type: ignore[arg-type]
+    prompts = [[5] * TOKENS]
+    both = ActivationCache(Rows(), CARD, sites, prompts, gradients=gradients)  # type: ignore[arg-type]
+    name = "blocks.1.hook_resid_post"
+    assert list(both) == [name, f"{name}_grad"]
+    assert np.array_equal(both[f"{name}_grad"], both[name] / 2)
+    assert np.array_equal(both["resid_post_grad", 1], both[f"{name}_grad"])
+    assert both.remove_batch_dim()["resid_post_grad", 1].shape == (TOKENS, WIDTH)
+    assert ("resid_post_grad", 1) in both
+    assert ("resid_post_grad", 2) not in both
+    with pytest.raises(MidstreamError, match="hook_mlp_out_grad was not captured"):
+        both["mlp_out_grad", 1]
+    with pytest.raises(MidstreamError, match="incl_bwd=True"):
+        cache()["resid_post_grad", 1]

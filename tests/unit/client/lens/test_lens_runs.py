@@ -241,3 +241,30 @@ def test_a_model_without_a_lens_says_so_when_logits_are_asked_for() -> None:
     with pytest.raises(MidstreamError, match="the head is split"):
         logits[0, -1, 5]
     assert hooked("a", return_type=None) is None
+
+
+def test_incl_bwd_captures_gradients_of_the_mean_loss_in_a_second_job() -> None:
+    model, client = served()
+    with pytest.raises(MidstreamError, match="return_type 'logits' is no scalar"):
+        model.run_with_cache("abc", incl_bwd=True)
+    assert client.asked == []
+    scalar = {"kind": "logit", "token": "x"}
+    _, cache = model.run_with_cache(["abc", "abd"], POST, incl_bwd=True, scalar=scalar)
+    _, asked = client.asked
+    assert asked["capture"] == {
+        "hooks": {"post_block": [1]},
+        "positions": "all_prompt",
+        "of": "gradient",
+        "scalar": scalar,
+    }
+    assert cache.gradients is not None
+    assert cache.gradients.scale == 1.0
+
+
+def test_incl_bwd_refuses_edits() -> None:
+    model, client = served()
+    with pytest.raises(MidstreamError, match="unedited"):
+        model.run_with_cache(
+            "a", fwd_hooks=[(POST, ADD)], return_type=None, incl_bwd=True, scalar={"kind": "loss"}
+        )
+    assert client.asked == []

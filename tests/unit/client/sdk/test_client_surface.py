@@ -19,6 +19,7 @@ from midstream.client.sdk import fields
 from midstream.client.sdk.calls import Awaits, Blocks, Calls, M, call, finish, iterate, stream
 from midstream.client.sdk.transport import AwaitingTransport, BlockingTransport
 from midstream.schemas.artifacts.probes import ProbeRequest
+from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.harvests import HarvestRequest
 from midstream.schemas.jobs.jobs import Event, JobRequest, JobResult, JobView, Sampling
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest, Unserved
@@ -68,6 +69,7 @@ def test_both_clients_have_the_same_calls_and_signatures(name: str) -> None:
 KEYWORDS: dict[Any, tuple[Any, set[str]]] = {
     fields.JobFields: (JobRequest, set()),
     fields.SweepFields: (SweepRequest, set()),
+    fields.AttributionFields: (AttributionRequest, set()),
     fields.HarvestFields: (HarvestRequest, set()),
     fields.CompletionFields: (CompletionRequest, {"model", "prompt"}),
     fields.ChatFields: (ChatRequest, {"model", "messages"}),

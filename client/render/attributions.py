@@ -1,0 +1,113 @@
+"""Terminal output of an attribution: its estimates, and the cells whose exact value is known."""
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from ...schemas.jobs.attributions import CheckedCell, NotLookedAt
+from ..sdk.answers.attribution import Attribution, Score, difference, estimated
+from ..sdk.answers.grid import titled, written
+from .jobs import count, table
+from .sweeps import Heatmap, remarks
+
+#: Shown for a number that is not known.
+_NONE = "–"
+
+
+def report(attribution: Attribution, most: int = 10) -> RenderableType:
+    """Return the estimates as a heatmap (of edges and features: a list), the `most` strongest cells
+    whose exact value is known and all that disagree, and how well both agree.
+    """
+    parts: list[RenderableType] = []
+    if scores := attribution.edges or attribution.features:
+        parts.append(scores_table(scores, most))
+    else:
+        parts.append(Heatmap(estimated(attribution.result), attribution.pair))
+    return Group(*parts, Text(""), findings(attribution, most))
+
+
+def findings(attribution: Attribution, most: int = 10) -> RenderableType:
+    """Return what `report` does, without the estimates."""
+    parts: list[RenderableType] = []
+    if attribution.cells:
+        parts.append(checked_table(attribution, most))
+    parts += [Text(line) for line in agreement(attribution)]
+    return Group(*parts, *remarks(attribution.result))
+
+
+def scores_table(scores: list[Score], most: int) -> Table:
+    """Return a table of the strongest edges or features."""
+    shown = table(f"The {min(most, len(scores))} strongest of {len(scores)}", "what", "score")
+    shown.columns[1].justify = "right"
+    for item in scores[:most]:
+        shown.add_row(escape(item.name), f"{item.score:+.3f}")
+    return shown
+
+
+def checked_table(attribution: Attribution, most: int) -> Table:
+    """Return a table of the strongest cells with an exact value, and of all that disagree."""
+    numbers = ("layer", "estimate", "exact", "difference")
+    shown = table("Cells computed exactly", "at", "hook", *numbers, "chosen as", "")
+    for column in shown.columns[2:6]:
+        column.justify = "right"
+    cells = attribution.cells
+    for place, cell in enumerate(cells):
+        if place < most or cell.off:
+            shown.add_row(
+                escape(written(cell.label)), titled(cell.hook), str(cell.layer),
+                *_values(cell), ", ".join(cell.why), "[red]off[/]" if cell.off else "",
+            )  # fmt: skip
+    return shown
+
+
+def _values(cell: CheckedCell) -> Iterator[str]:
+    for value, form in ((cell.estimate, ".3f"), (cell.exact, ".3f"), (difference(cell), "+.3f")):
+        yield _NONE if value is None else format(value, form)
+
+
+def agreement(attribution: Attribution) -> Iterator[str]:
+    """Yield lines on how well estimates and exact values agree, and what they cost."""
+    result, cells = attribution.result, attribution.cells
+    known = sum(cell.exact is not None for cell in cells)
+    if result.verify is not None and known:
+        yield (
+            f"{len(attribution.off)} of {count(known, 'cell')} off by more than the noise floor "
+            f"and {result.verify.tolerance:g}"
+        )
+    correlations = (
+        ("the random cells, which stand for the grid", attribution.spearman),
+        ("all computed cells, chosen ones included", attribution.spearman_checked),
+    )
+    for over, value in correlations:
+        if value is not None:
+            yield f"Spearman's rank correlation over {over}: {value:.3f}"
+    if attribution.recall is not None and result.verify is not None:
+        yield (
+            f"{attribution.recall:.0%} of the {result.verify.top} strongest computed cells are "
+            f"among the {result.verify.top} largest estimates of computed cells"
+        )
+    for number, item in enumerate(result.estimated):
+        if attribution.pair not in (None, number):
+            continue
+        of = f" of pair {number}" if len(result.estimated) > 1 else ""
+        if item.reason:
+            yield f"no estimates{of}: {item.reason}"
+        if item.not_looked_at is not None:
+            yield f"not computed{of}: {_left(item.not_looked_at)}"
+    forwards = sum(item.forwards for item in result.estimated)
+    if forwards:
+        yield f"the estimates took the time of {forwards:.1f} forward passes of both prompts"
+
+
+def _left(left: NotLookedAt) -> str:
+    figures = (
+        ("largest estimated effect", left.largest),
+        ("at most, by the worst error seen nearby", left.bound),
+        ("weakest of the top cells", left.last),
+    )
+    known = [f"{name} {value:.3f}" for name, value in figures if value is not None]
+    end = "settled" if left.settled else "not settled: the budget was used up"
+    return "; ".join([count(left.cells, "cell"), *known, end])

@@ -1,0 +1,118 @@
+"""An attribution read from its result: grids of estimates and exact values, the cells that
+disagree, edges and features, and how both agree.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from attribution_kit import (
+    FAILED,
+    HOOK,
+    STRONG,
+    WRONG,
+    attribution,
+    edges,
+    estimated,
+    features,
+    job_result,
+)
+from http_kit import reply, server
+from msgspec import UNSET
+from msgspec.structs import replace
+from sweep_kit import VIEW
+
+from midstream.client import Client
+from midstream.client.sdk.answers.attribution import Attribution
+from midstream.client.sdk.answers.progress import _Cells
+from midstream.client.values import UnknownArgument
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.attributions import EstimatedPair
+from midstream.schemas.jobs.sweeps import SweepCell
+
+
+def found(*pairs: Any, **given: Any) -> Attribution:
+    return Attribution("job_1", attribution(*pairs, **given))
+
+
+def test_grids_have_estimates_and_exact_values_in_the_same_places() -> None:
+    whole = found()
+    assert whole.estimates.values[HOOK][STRONG] == 0.9
+    assert whole.exact.values[HOOK][STRONG] == 0.95
+    assert np.isnan(whole.exact.values[HOOK]).sum() == whole.exact.values[HOOK].size - 2
+
+
+def test_cells_are_strongest_first_and_those_off_are_listed() -> None:
+    whole = found()
+    assert [(cell.layer, cell.column) for cell in whole.cells] == [STRONG, WRONG, FAILED]
+    assert [(cell.layer, cell.column) for cell in whole.off] == [WRONG]
+    assert repr(whole).startswith("Attribution(job='job_1', method='attribution', pairs=1, cells=")
+    assert repr(whole).endswith("checked=3, off=1, spearman=0.5, recall=0.75)")
+
+
+def test_figures_of_agreement_are_over_all_pairs_or_one() -> None:
+    other = estimated(random=None, recall=None)
+    both = found(estimated(), other)
+    assert (both.spearman, both.spearman_checked, both.recall) == (0.5, 0.9, 0.75)
+    assert (both.of(1).spearman, both.of(1).recall) == (None, None)
+    assert (len(both.cells), len(both.of(1).cells)) == (6, 3)
+    with pytest.raises(MidstreamError, match="no pair 2"):
+        both.of(2)
+
+
+def test_edges_and_features_are_named_and_strongest_first() -> None:
+    names = [(item.name, item.score) for item in Attribution("job_1", edges()).edges]
+    assert names == [("head 3.5 → q 7.2", -0.4), ("embed → mlp 0", 0.1)]
+    labelled = [item.name for item in Attribution("job_1", features()).features]
+    assert labelled == ["feature 12 at um 3", "error at um 3"]
+    assert [row["score"] for row in Attribution("job_1", edges()).records()] == [-0.4, 0.1]
+
+
+def test_a_record_has_both_values_and_whether_they_disagree() -> None:
+    records = {(row["hook"], row["layer"], row["column"]): row for row in found().records()}
+    wrong, unknown = records[HOOK, *WRONG], records["mlp_out", *WRONG]
+    assert (wrong["exact"], wrong["off"], wrong["why"]) == (0.1, True, ["top"])
+    assert wrong["estimate"] == pytest.approx(0.9 / 14)
+    assert (unknown["exact"], unknown["off"], unknown["why"]) == (None, None, [])
+    assert records[HOOK, *FAILED]["off"] is None
+    assert len(found().to_pandas()) == len(records)
+
+
+def test_a_call_takes_one_pair_by_its_fields_and_returns_the_answer() -> None:
+    answers = (reply(VIEW, 202), reply(VIEW), reply(job_result(attribution())))
+    with server(*answers) as (url, seen), Client(url) as client:
+        answer = client.attribute(
+            model="m", clean="a", corrupt="b", answer=" c", method="integrated", verify={"top": 4}
+        )
+    assert answer.off[0].exact == 0.1
+    sent = json.loads(seen.bodies[0])
+    assert (sent["method"], sent["verify"]["top"]) == ("integrated", 4)
+    assert [sent["pairs"][0][name] for name in ("clean", "corrupt", "answer")] == ["a", "b", " c"]
+    assert seen[0].startswith("POST /v1/attributions")
+
+
+def test_a_job_of_another_kind_and_a_wrong_keyword_are_refused() -> None:
+    nothing = replace(job_result(attribution()), attribution=UNSET)
+    with server(reply(VIEW), reply(nothing)) as (url, _), Client(url) as client:
+        with pytest.raises(MidstreamError, match="job_1 is not an attribution"):
+            client.attributions.result("job_1")
+        with pytest.raises(UnknownArgument, match="method"):
+            client.attribute(methods="edges")  # type: ignore[call-arg]
+        with pytest.raises(MidstreamError, match="clean"):
+            client.attribute(clean="a", pairs=[{"clean": "b"}])
+
+
+def test_progress_counts_the_chosen_cells_only() -> None:
+    class Bar:
+        total, n = None, 0
+
+        def update(self, more: int) -> None:
+            self.n += more
+
+    bar = Bar()
+    show = _Cells(bar)
+    show(EstimatedPair(pair=0, attribution=estimated()))
+    for _ in range(2):  # a cell that is sent again counts once
+        show(SweepCell(pair=0, hook="pre_attn", layer=2, column=1, label="x", value=0.1))
+    assert (bar.n, bar.total) == (1, 3)
