@@ -13,7 +13,9 @@ from . import torch_file
 from .arrays import Array
 
 
-def convert(file: str | Path, folder: str | Path, checkpoint: str | Path | None = None) -> list[int]:
+def convert(
+    file: str | Path, folder: str | Path, checkpoint: str | Path | None = None
+) -> list[int]:
     """Write the lens in `file` to `folder`, with the output matrix of the model in the folder
     `checkpoint`, which edits need; return its layers.
 

@@ -84,7 +84,9 @@ def read(raw: bytes, most: int = MAX_VECTOR_FILE) -> Any:
         raise ValueError(
             f"its {PICKLE} has {archive.sizes[pickles[0]]} bytes; valid: at most {MAX_FILE_HEADER}"
         )
-    return _Storages(archive, f"{folder}data/", most).resolved(_interpret(member(archive, pickles[0])))
+    return _Storages(archive, f"{folder}data/", most).resolved(
+        _interpret(member(archive, pickles[0]))
+    )
 
 
 # --- The pickle

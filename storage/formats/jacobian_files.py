@@ -113,9 +113,7 @@ def check_on(folder: Path, num_layers: int, hidden_size: int) -> Content:
                 _check_finite(UNEMBEDDING, values)
             raw = file.metadata.get(RECORD)
             fit = None if raw is None else msgspec.json.decode(raw, type=JacobianRecord)
-            return Content(
-                file.digest().hex(), layers, file.bytes, shape[0] if shape else 0, fit
-            )
+            return Content(file.digest().hex(), layers, file.bytes, shape[0] if shape else 0, fit)
     except (TensorFileError, msgspec.DecodeError) as error:
         raise MidstreamError("invalid_request", str(error), field="path") from error
 

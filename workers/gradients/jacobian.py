@@ -71,8 +71,8 @@ def fit_jacobian_lens(
         done += 1
     if lacking := int((tally.counts[:width] == 0).sum()):
         raise ValueError(
-            f"{lacking} of {width} dimensions have no gradient from {done} prompts ({short} are too "
-            f"short, {tally.not_finite} gradients are not finite): rank {rank} needs at least "
+            f"{lacking} of {width} dimensions have no gradient from {done} prompts ({short} are "
+            f"too short, {tally.not_finite} gradients are not finite): rank {rank} needs at least "
             f"{-(-width // rank)} prompts of more than {fit.skip_first + 1} tokens"
         )
     jacobians, errors = tally.means()

@@ -17,7 +17,10 @@ from midstream.storage.formats.jacobian_files import Matrix, check_on, direction
 from midstream.storage.formats.tuned_files import map_of, reading
 
 WIDTH, VOCABULARY = 8, 20
-JACOBIANS = {layer: torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(layer)) for layer in (0, 2)}
+JACOBIANS = {
+    layer: torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(layer))
+    for layer in (0, 2)
+}
 HEAD = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(9))
 FIT = JacobianRecord("exact", 3, rank=WIDTH)
 METADATA: dict[str, Any] = {

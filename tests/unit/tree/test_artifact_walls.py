@@ -57,7 +57,7 @@ OPENS: dict[str, str] = {
     "storage/disk.py": "a file without a name, to probe the disk",
     "schemas/base/faults.py": "notes of crash points",
     "schemas/base/instance.py": "/proc",
-    "storage/formats/jacobian_files.py": "lenses that a fit writes, and a checkpoint's output matrix",
+    "storage/formats/jacobian_files.py": "lenses, and a checkpoint's output matrix",
     "storage/formats/folders.py": "files of LoRA adapters and sparse autoencoders",
     "schemas/base/settings.py": "settings and secrets",
     "storage/formats/tensor_files.py": "tensors that operators provide",

@@ -36,9 +36,7 @@ def tiny(name: str) -> Any:
 
 def corpus(count: int) -> list[list[int]]:
     random = torch.Generator().manual_seed(1)
-    return [
-        torch.randint(49, (6 + n % 5,), generator=random).tolist() for n in range(count)
-    ]
+    return [torch.randint(49, (6 + n % 5,), generator=random).tolist() for n in range(count)]
 
 
 def by_definition(model: Any, tokens: list[int], layer: int) -> torch.Tensor:
