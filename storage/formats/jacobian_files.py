@@ -14,7 +14,7 @@ import numpy as np
 from ...schemas.artifacts.jacobian_lenses import JacobianRecord
 from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, narrowed
 from ...schemas.base.errors import MidstreamError
-from .capture_blobs import DTYPE_NAMES, DamagedBlob, read_tensors, safetensors_header
+from .capture_blobs import DTYPE_NAMES, DamagedBlob, TensorPlace, read_tensors, safetensors_header
 from .tensor_files import TensorFile, TensorFileError
 from .tuned_files import FILE, layers_of, map_of, reading
 
@@ -127,7 +127,7 @@ def directions(
     The final norm's weight is not part of it, as in the field. Raises TensorFileError.
     """
     rows = np.stack([file.read(UNEMBEDDING, token) for token in tokens])
-    result = {}
+    result: dict[tuple[int, int], np.ndarray] = {}
     for layer in layers:
         vectors = rows @ map_of(file, layer)[0]
         result |= {(layer, token): row for token, row in zip(tokens, vectors, strict=True)}
@@ -158,7 +158,7 @@ def output_matrix(checkpoint: Path) -> Matrix:
         files = [checkpoint / file for file in dict.fromkeys(names.values())]
     else:
         files = sorted(checkpoint.glob("*.safetensors"))
-    found = {}
+    found: dict[str, tuple[Path, TensorPlace]] = {}
     for path in files:
         with path.open("rb") as file:
 
