@@ -48,7 +48,7 @@ def convert(
         dtype = matrix.dtype if key == "J" else "float32"
         jacobians[layer] = matrix.numpy() / (1 if key == "J" else prompts)
     metadata = value.get("metadata")
-    stated = (metadata if isinstance(metadata, Mapping) else {}) | {
+    stated: dict[str, Any] = (metadata if isinstance(metadata, dict) else {}) | {
         name: value[name] for name in ("model_name", "corpus", "target_layer") if name in value
     }
     if "target_layer" in stated and stated["target_layer"] <= max(jacobians):
@@ -57,8 +57,8 @@ def convert(
             "layer, above those that it maps"
         )
     fit = JacobianRecord(
-        "imported",
-        prompts,
+        method="imported",
+        prompts=prompts,
         skip_first=_number(stated, "skip_first_positions", value.get("skip_first", SKIP_FIRST)),
         max_tokens=_number(stated, "max_seq_len", 0),
         source={"file": path.name} | {str(name): str(stated[name])[:200] for name in stated},

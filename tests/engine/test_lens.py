@@ -132,7 +132,7 @@ def test_a_fitted_jacobian_lens_reads_and_edits_by_definition(v1: Host, truth: T
         steering=v1.steering(*plain),
         capture=[
             capture_of(ALL, "all_prompt"),
-            capture_of([2], "all_prompt", at="after"),
+            capture_of([2], "all_prompt", at="after", tag="after"),
             lens(found.layers, tuned=found.stored(), at="before"),
         ],
     )

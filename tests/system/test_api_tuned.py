@@ -49,7 +49,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     write(folder / "lenses/other", [1], head=np.ones(3, np.float32))
     eye, head = np.eye(HIDDEN_SIZE, dtype=np.float32), np.ones((1000, HIDDEN_SIZE), np.float32)
     head[:, 0] = np.arange(1000)
-    fit = JacobianRecord("sketched", 9, errors=[0.125])
+    fit = JacobianRecord(method="sketched", prompts=9, errors=[0.125])
     jacobian_files.write(folder / "lenses/jacobian", {1: eye}, fit, jacobian_files.Matrix(head))
     jacobian_files.write(folder / "lenses/bare", {1: eye}, fit)
     options = {

@@ -8,6 +8,7 @@ import msgspec
 from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.named.registry import Registry
 from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
+from ....schemas.artifacts.registered import Kind
 from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TUNED_LENSES, TunedLens
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
@@ -19,7 +20,7 @@ from ..prompts.tokenizer import Codec, TooLong
 from .reading_captures import reading_captures
 
 #: Field of a lens → the kind of what it names, whose maps rows go through first.
-_MAPS = {"tuned": TUNED_LENSES, "jacobian": JACOBIAN_LENSES}
+_MAPS: dict[str, Kind[Any]] = {"tuned": TUNED_LENSES, "jacobian": JACOBIAN_LENSES}
 
 
 class FittedLens(LensSpec, kw_only=True):
@@ -45,7 +46,9 @@ async def with_maps(
         raise invalid(f"{field}.jacobian", "is not valid together with tuned", hint="omit one")
     ((kind, name),) = named
     at = f"{field}.{kind}"
-    found = await Registry(ledger, _MAPS[kind]).known(model.name, name, at, "invalid_request")
+    found: TunedLens = await Registry(ledger, _MAPS[kind]).known(
+        model.name, name, at, "invalid_request"
+    )
     check_shape(found, model, at)
     return FittedLens(**msgspec.structs.asdict(spec), found=found), found.digest
 

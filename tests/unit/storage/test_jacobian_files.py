@@ -22,7 +22,7 @@ JACOBIANS = {
     for layer in (0, 2)
 }
 HEAD = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(9))
-FIT = JacobianRecord("exact", 3, rank=WIDTH)
+FIT = JacobianRecord(method="exact", prompts=3, rank=WIDTH)
 METADATA: dict[str, Any] = {
     "model_name": "gpt2",
     "model_revision": None,

@@ -56,7 +56,7 @@ ROWS = torch.tensor(RANDOM.normal(size=(5, WIDTH)) * 10, dtype=torch.float32)
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lenses")
-    write(folder / "mine", J, JacobianRecord("exact", 1), Matrix(HEAD))
+    write(folder / "mine", J, JacobianRecord(method="exact", prompts=1), Matrix(HEAD))
     return folder
 
 
@@ -176,11 +176,13 @@ def test_what_a_lens_cannot_do_is_refused_by_field(
 
 
 def test_a_lens_that_has_changed_is_refused_and_many_layers_are_limited(tmp_path: Path) -> None:
-    write(tmp_path / "mine", J, JacobianRecord("exact", 1), Matrix(HEAD))
+    write(tmp_path / "mine", J, JacobianRecord(method="exact", prompts=1), Matrix(HEAD))
     lens = lens_in(tmp_path)
     spec = SteeringSpec(jacobian="mine", token=4, layers="all")
     (directed,) = check_directed([spec], {"mine": lens}, MODEL)
-    write(tmp_path / "mine", {**J, 1: J[0]}, JacobianRecord("exact", 1), Matrix(HEAD))
+    write(
+        tmp_path / "mine", {**J, 1: J[0]}, JacobianRecord(method="exact", prompts=1), Matrix(HEAD)
+    )
     with pytest.raises(MidstreamError, match="has changed since it was registered"):
         DirectionFiles(str(tmp_path)).plain_specs(directed, [4])
     with pytest.raises(MidstreamError, match="has directions for"):
