@@ -16,6 +16,7 @@ import torch
 
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, JacobianRecord
 from midstream.workers.gradients.jacobian import fit_jacobian_lens, fit_memory
+from midstream.workers.gradients.points import Points
 
 DIRECTIONS = 256
 
@@ -25,7 +26,7 @@ def fitted(
 ) -> tuple[dict[int, torch.Tensor], JacobianRecord, float]:
     fit = JacobianFit(rank=rank, skip_first=options.skip_first, max_tokens=options.tokens)
     began = time.perf_counter()
-    jacobians, record = fit_jacobian_lens(model, prompts, options.layers, fit)
+    jacobians, record = fit_jacobian_lens(Points(model), prompts, options.layers, fit)
     return jacobians, record, time.perf_counter() - began
 
 

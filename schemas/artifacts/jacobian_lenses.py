@@ -49,6 +49,27 @@ class JacobianRecord(Record):
     source: dict[str, str] = {}  # of an imported lens: what its file states
 
 
+class StoredLensFit(Record, tag="jacobian_lens"):
+    """A fit of a Jacobian lens after validation, as a job stores it."""
+
+    name: str  # of the lens, and of its folder below `lens_dir`
+    layers: list[int]
+    prompts: list[list[int]]  # token ids
+    fit: JacobianFit
+    hidden_size: int  # of the model
+
+    @property
+    def title(self) -> str:
+        """Return the text by which people recognise the job."""
+        return f"{self.name}: Jacobian lens"
+
+    @property
+    def tokens(self) -> int:
+        """Return an estimate of the tokens that it computes: a backward pass for each dimension."""
+        used = sum(min(len(tokens), self.fit.max_tokens) for tokens in self.prompts)
+        return used * (1 + (self.fit.rank or self.hidden_size))
+
+
 class JacobianLensRequest(FolderRequest):
     """Body of `POST /v1/jacobians`."""
 

@@ -22,6 +22,7 @@ from midstream.schemas.requests.specs import SteeringSpec
 from midstream.storage.formats.jacobian_files import Matrix, write
 from midstream.storage.formats.tuned_files import check_on
 from midstream.workers.gradients.jacobian import fit_jacobian_lens
+from midstream.workers.gradients.points import Points
 
 ALL = list(range(LAYERS))
 NAMED = (7, 123, 499)
@@ -112,7 +113,7 @@ def test_a_fitted_jacobian_lens_reads_and_edits_by_definition(v1: Host, truth: T
     tokens' coordinates in the same run changes rows as V (σ(c) − c) says.
     """
     corpus = [prompt_of(24, seed=seed) for seed in range(4)]
-    jacobians, fit = fit_jacobian_lens(truth.model, corpus, [0, 2], JacobianFit())
+    jacobians, fit = fit_jacobian_lens(Points(truth.model), corpus, [0, 2], JacobianFit())
     head = truth.model.get_output_embeddings().weight.detach().numpy()
     write(
         Path(v1.settings.lens_dir, "jacobian"),

@@ -8,12 +8,15 @@ same, effects on all later target positions are summed, and source positions are
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...schemas.artifacts.jacobian_lenses import JacobianFit, JacobianRecord
+from ...schemas.artifacts.jacobian_lenses import JacobianFit, JacobianRecord, StoredLensFit
+from ...storage.formats.jacobian_files import Matrix, write
+from .points import Points
 
 #: Random vectors on which the error of a sketch is measured; each costs every prompt one more
 #: vector-Jacobian product.
@@ -32,7 +35,7 @@ def fit_memory(layers: int, width: int) -> int:
 
 
 def fit_jacobian_lens(
-    model: Any,
+    points: Points,
     prompts: Iterable[Sequence[int]],
     layers: Sequence[int],
     fit: JacobianFit,
@@ -48,11 +51,10 @@ def fit_jacobian_lens(
 
     Raises ValueError when a dimension has no prompt.
     """
-    stack = decoder_layers(model)
     wanted = sorted({*layers})
-    if not wanted or wanted[0] < 0 or wanted[-1] >= len(stack) - 1:
-        raise ValueError(f"layers are {list(layers)}; valid: some of 0 to {len(stack) - 2}")
-    width = model.config.get_text_config().hidden_size
+    if not wanted or wanted[0] < 0 or wanted[-1] >= points.num_layers - 1:
+        raise ValueError(f"layers are {list(layers)}; valid: some of 0 to {points.num_layers - 2}")
+    width = points.hidden_size
     rank = width if fit.rank is None else min(fit.rank, width)
     random = torch.Generator().manual_seed(fit.seed)
     order = torch.randperm(width, generator=random)
@@ -66,7 +68,7 @@ def fit_jacobian_lens(
             continue
         rows = order[(done * rank + torch.arange(rank)) % width]
         places = slice(fit.skip_first, len(ids) - 1)
-        for vectors, means in _products(model, stack, ids, places, tally, rows, batch, check):
+        for vectors, means in _products(points, ids, places, tally, rows, batch, check):
             tally.add(vectors, means)
         done += 1
     if lacking := int((tally.counts[:width] == 0).sum()):
@@ -87,6 +89,24 @@ def fit_jacobian_lens(
         not_finite=tally.not_finite,
         errors=errors,
     )
+
+
+def fit_to_folder(
+    points: Points, stored: StoredLensFit, folder: Path, check: Callable[[], None] = lambda: None
+) -> JacobianRecord:
+    """Fit a lens and write it to `folder`, with the model's output matrix in its own dtype; the
+    folder can be registered. Returns the record of the fit.
+
+    Raises what `fit_jacobian_lens` raises, OSError.
+    """
+    jacobians, record = fit_jacobian_lens(points, stored.prompts, stored.layers, stored.fit, check)
+    head = points.model.get_output_embeddings().weight.detach().cpu()
+    dtype = str(head.dtype).removeprefix("torch.")
+    if dtype == "bfloat16":  # numpy has none
+        head = head.view(torch.uint16)
+    arrays = {layer: matrix.numpy() for layer, matrix in jacobians.items()}
+    write(folder, arrays, record, Matrix(head.numpy(), dtype))
+    return record
 
 
 class _Tally:
@@ -132,8 +152,7 @@ class _Tally:
 
 
 def _products(
-    model: Any,
-    stack: nn.ModuleList,
+    points: Points,
     ids: list[int],
     places: slice,
     tally: _Tally,
@@ -149,7 +168,7 @@ def _products(
     numbers = torch.cat([rows, held_out])
     batch = min(batch, len(numbers))
     check()
-    with _graph(model, stack, ids, tally.layers, batch) as (target, sources):
+    with _graph(points, ids, tally.layers, batch) as (target, sources):
         for start in range(0, len(numbers), batch):
             check()
             chunk = numbers[start : start + batch]
@@ -166,12 +185,13 @@ def _products(
 
 @contextmanager
 def _graph(
-    model: Any, stack: nn.ModuleList, ids: list[int], layers: Sequence[int], batch: int
+    points: Points, ids: list[int], layers: Sequence[int], batch: int
 ) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
     """Yield the outputs of the last layer and of `layers`, `[batch, tokens, hidden]` each, of one
     forward pass of `batch` copies; the graph begins at the first of `layers`, without parameters.
     """
     seen: dict[int, torch.Tensor] = {}
+    model = points.model
 
     def hook(layer: int) -> Callable[[nn.Module, Any, Any], None]:
         def keep(module: nn.Module, given: Any, output: Any) -> None:
@@ -180,14 +200,14 @@ def _graph(
 
         return keep
 
-    places = [*layers, len(stack) - 1]
-    handles = [stack[layer].register_forward_hook(hook(layer)) for layer in places]
+    places = [*layers, points.num_layers - 1]
+    handles = [points.layers[layer].register_forward_hook(hook(layer)) for layer in places]
     frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:
         with torch.enable_grad():
-            tokens = torch.tensor([ids], device=model.get_input_embeddings().weight.device)
+            tokens = torch.tensor([ids], device=points.device)
             model.base_model(input_ids=tokens.expand(batch, -1), use_cache=False)
             yield seen[places[-1]], [seen[layer] for layer in layers]
     finally:
@@ -196,12 +216,3 @@ def _graph(
             handle.remove()
         for parameter in frozen:
             parameter.requires_grad_(True)
-
-
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """Return the decoder layers of a transformers model. Raises ValueError if it has none."""
-    count = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers")

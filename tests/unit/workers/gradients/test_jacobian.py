@@ -3,14 +3,19 @@ its error.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from midstream.schemas.artifacts.jacobian_lenses import JacobianFit
-from midstream.workers.gradients.jacobian import decoder_layers, fit_jacobian_lens
+from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
+from midstream.storage.formats.jacobian_files import check_on, directions
+from midstream.storage.formats.tuned_files import reading
+from midstream.workers.gradients import attention
+from midstream.workers.gradients.jacobian import fit_jacobian_lens, fit_to_folder
+from midstream.workers.gradients.points import Points
 
 WIDTH, LAYERS, SKIP = 16, 4, 2
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -29,9 +34,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def tiny(name: str) -> Any:
+def tiny(name: str) -> Points:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        CONFIGS[name](), dtype=torch.float32, attn_implementation=attention.NAME
+    )
+    return Points(model.eval())
 
 
 def corpus(count: int) -> list[list[int]]:
@@ -39,9 +47,9 @@ def corpus(count: int) -> list[list[int]]:
     return [torch.randint(49, (6 + n % 5,), generator=random).tolist() for n in range(count)]
 
 
-def by_definition(model: Any, tokens: list[int], layer: int) -> torch.Tensor:
+def by_definition(points: Points, tokens: list[int], layer: int) -> torch.Tensor:
     """Of one prompt, from `torch.autograd.functional.jacobian` of the layers behind `layer`."""
-    stack = decoder_layers(model)
+    model, stack = points.model, points.layers
 
     def final(hidden: torch.Tensor) -> torch.Tensor:
         seen: list[torch.Tensor] = []
@@ -65,25 +73,25 @@ def by_definition(model: Any, tokens: list[int], layer: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("batch", [1, 5])
 def test_an_exact_fit_is_the_mean_jacobian_by_definition(name: str, batch: int) -> None:
-    model, prompts = tiny(name), corpus(3)
+    points, prompts = tiny(name), corpus(3)
     jacobians, record = fit_jacobian_lens(
-        model, prompts, [0, 2], JacobianFit(skip_first=SKIP), batch=batch
+        points, prompts, [0, 2], JacobianFit(skip_first=SKIP), batch=batch
     )
     assert (record.method, record.prompts, record.errors) == ("exact", 3, [])
     for layer, found in jacobians.items():
-        wanted = torch.stack([by_definition(model, tokens, layer) for tokens in prompts]).mean(0)
+        wanted = torch.stack([by_definition(points, tokens, layer) for tokens in prompts]).mean(0)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert all(parameter.requires_grad for parameter in points.model.parameters())
 
 
 def test_a_sketch_states_its_error_and_repeats_from_its_seed() -> None:
-    model, prompts = tiny("llama"), corpus(24)
-    exact, _ = fit_jacobian_lens(model, prompts, [1], JacobianFit(skip_first=SKIP))
+    points, prompts = tiny("llama"), corpus(24)
+    exact, _ = fit_jacobian_lens(points, prompts, [1], JacobianFit(skip_first=SKIP))
     stated, real = [], []
     for rank in (2, 8):
         fit = JacobianFit(skip_first=SKIP, rank=rank, seed=7)
-        found, record = fit_jacobian_lens(model, iter(prompts), [1], fit)
-        again, _ = fit_jacobian_lens(model, iter(prompts), [1], fit, batch=3)
+        found, record = fit_jacobian_lens(points, iter(prompts), [1], fit)
+        again, _ = fit_jacobian_lens(points, iter(prompts), [1], fit, batch=3)
         torch.testing.assert_close(found[1], again[1], atol=1e-6, rtol=1e-5)
         stated.append(record.errors[0])
         real.append(float((found[1] - exact[1]).norm() / exact[1].norm()))
@@ -91,12 +99,35 @@ def test_a_sketch_states_its_error_and_repeats_from_its_seed() -> None:
     assert real[1] < 0.7 * real[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fit_job_writes_a_folder_that_can_be_registered(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    points = tiny("llama")
+    points.model.to(dtype)
+    stored = StoredLensFit(
+        name="mine",
+        layers=[0, 2],
+        prompts=corpus(4),
+        fit=JacobianFit(skip_first=SKIP, rank=4),
+        hidden_size=WIDTH,
+    )
+    record = fit_to_folder(points, stored, tmp_path)
+    content = check_on(tmp_path, LAYERS, WIDTH)
+    assert (content.layers, content.vocabulary, content.fit) == ([0, 2], 50, record)
+    jacobians, _ = fit_jacobian_lens(points, corpus(4), [0, 2], stored.fit)
+    with reading(tmp_path) as file:
+        found = directions(file, [2], [7])[2, 7]
+    head = points.model.get_output_embeddings().weight[7].detach().float()
+    torch.testing.assert_close(torch.from_numpy(found), jacobians[2].T @ head)
+
+
 def test_too_few_prompts_and_layers_without_a_map_are_refused() -> None:
-    model = tiny("llama")
+    points = tiny("llama")
     with pytest.raises(ValueError, match=r"8 of 16 .* rank 4 needs at least 4 prompts"):
-        fit_jacobian_lens(model, [*corpus(2), [1, 2]], [0], JacobianFit(skip_first=SKIP, rank=4))
+        fit_jacobian_lens(points, [*corpus(2), [1, 2]], [0], JacobianFit(skip_first=SKIP, rank=4))
     with pytest.raises(ValueError, match="valid: some of 0 to 2"):
-        fit_jacobian_lens(model, corpus(1), [3], JacobianFit())
+        fit_jacobian_lens(points, corpus(1), [3], JacobianFit())
 
 
 def test_a_fit_ends_with_what_its_check_raises() -> None:
@@ -107,19 +138,19 @@ def test_a_fit_ends_with_what_its_check_raises() -> None:
         if len(calls) == 3:
             raise InterruptedError
 
-    model = tiny("llama")
+    points = tiny("llama")
     with pytest.raises(InterruptedError):
-        fit_jacobian_lens(model, corpus(5), [0], JacobianFit(skip_first=SKIP), check)
+        fit_jacobian_lens(points, corpus(5), [0], JacobianFit(skip_first=SKIP), check)
     assert len(calls) == 3
-    assert not decoder_layers(model)[0]._forward_hooks
+    assert not points.layers[0]._forward_hooks
 
 
 def test_gradients_that_are_not_finite_are_left_out_and_counted() -> None:
-    model, prompts = tiny("llama"), corpus(3)
+    points, prompts = tiny("llama"), corpus(3)
     with torch.no_grad():
-        model.get_input_embeddings().weight[49] = torch.nan
+        points.model.get_input_embeddings().weight[49] = torch.nan
     spoilt = [*prompts[:1], [49] * 8, *prompts[1:]]
     wanted, _ = fit_jacobian_lens(tiny("llama"), prompts, [0], JacobianFit(skip_first=SKIP))
-    found, record = fit_jacobian_lens(model, spoilt, [0], JacobianFit(skip_first=SKIP))
+    found, record = fit_jacobian_lens(points, spoilt, [0], JacobianFit(skip_first=SKIP))
     assert (record.prompts, record.not_finite) == (4, WIDTH)
     torch.testing.assert_close(found[0], wanted[0])
