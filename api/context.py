@@ -62,7 +62,7 @@ from .resolve.prompts.tokenizer import Codec
 from .resolve.prompts.tokenizer_pool import BundleHelpers, Helpers
 from .resolve.prompts.vllm_lens_fields import check_answer
 from .resolve.readings.jacobian_lenses import named_jacobian
-from .resolve.readings.lens import token_ids
+from .resolve.readings.lens import single_tokens
 from .resolve.readings.probes import probes_of
 from .resolve.readings.readings import with_artifacts
 from .resolve.readings.saes import named_sae
@@ -331,9 +331,10 @@ class AppContext:
             rows |= {(name, feature): value for feature, value in result.items()}
         plain = {}
         for directed in check_directed(specs, lenses, info):
-            ids = await token_ids(directed.tokens, await self.codec(info))
+            ids = await single_tokens(directed.tokens, await self.codec(info))
+            tokens, limiter = list(ids.values()), self._reading_features
             plain[directed.at] = await anyio.to_thread.run_sync(
-                self._directions.plain_specs, directed, ids, limiter=self._reading_features
+                self._directions.plain_specs, directed, tokens, limiter=limiter
             )
         return Named(saes, rows, lenses, plain) if saes or lenses else NONE
 

@@ -39,10 +39,12 @@ from ..schemas.base.settings import (
     load_settings,
     relay_addresses,
 )
+from ..schemas.requests.attributions import GRADIENTS
 from ..schemas.service.global_capture import from_settings
 from ..storage.disk import disk_trouble
 from .engine.identity import WorkerLock, with_worker_id
-from .engines import check_options
+from .engines import VLLM, check_options
+from .gradient_jobs.works import WORKS
 
 # Importing it registers the remote-control commands.
 from .serving import remote_control as _control  # noqa: F401
@@ -56,6 +58,9 @@ EXIT_NO_ENGINE = 3  # the engine never started
 EXIT_ENGINE_DIED = 70
 #: An orderly end after the engine's death takes a second or two; after this the process is killed.
 EXIT_DEADLINE_S = 6.0
+#: Concurrent jobs of a gradient worker, which takes turns between them: others wait in the queue,
+#: for any worker.
+GRADIENT_JOBS = 4
 #: The environment variable that names the file which `compose/worker.sh` makes and
 #: `broker.health.worker` reads. Docker keeps 4 KiB of what a health check prints.
 NOTE_VARIABLE, NOTE_CHARS = "WORKER_STARTING_NOTE", 2000
@@ -98,7 +103,8 @@ def make_worker_app(settings: Settings) -> Celery:
     # not in `make_app`, which Flower also uses: Flower recognises a broker by its URL's scheme, and
     # this setting would override it
     app.conf.broker_transport = transport_of(settings.redis_url)
-    app.engine_host = EngineHost(app, settings, on_death=lambda reason: _end_process(app))
+    works = WORKS if settings.queue == GRADIENTS else {}
+    app.engine_host = EngineHost(app, settings, lambda reason: _end_process(app), works)
     # a dead engine's messages must come back to the queue
     app.may_renew = lambda: not app.engine_host.death
     register_tasks(app, app.engine_host)
@@ -176,8 +182,12 @@ def main(arguments: Sequence[str] = ()) -> int:
     worker = app.Worker(
         hostname=host_format(default_nodename(f"{settings.worker_id}@%h")),
         pool="threads",
-        concurrency=settings.worker_concurrency,
-        queues=[queue_of(settings.served_model)],
+        concurrency=(
+            min(settings.worker_concurrency, GRADIENT_JOBS)
+            if settings.queue == GRADIENTS
+            else settings.worker_concurrency
+        ),
+        queues=[queue_of(settings.served_model, settings.queue)],
         task_events=True,
         without_gossip=True,
         without_mingle=True,
@@ -226,7 +236,7 @@ def _check(settings: Settings) -> None:
     if not settings.served_model:
         raise SettingsError("MIDSTREAM_MODEL: is required by a worker")
     if (
-        settings.engine == "vllm"
+        settings.engine in (VLLM, GRADIENTS)
         and os.path.isabs(settings.model)
         and not os.path.exists(settings.model)
     ):

@@ -176,6 +176,15 @@ class Settings(Record):
     # with the caveat that they are unproven
     certify: bool = True
 
+    # Gradients
+    # `midstream up` also starts a worker that computes gradients with transformers
+    gradients: bool = False
+    # device of the gradient worker's model: cpu, cuda:N, or `auto`: the GPU with the most free
+    # memory, several GPUs if one is too small, the CPU where there is none
+    gradients_device: str = "auto"
+    # seconds without a job after which the gradient worker drops its model from memory
+    gradients_idle_s: Positive = 600.0
+
     # The data plane
     # hook points to install, separated by commas: fewer cost less in compiled forward passes
     hooks: str = "all"
@@ -266,7 +275,8 @@ class Settings(Record):
     harvest_requests_in_flight: Count = 64
 
     # The worker
-    # `vllm`, or an entry point of the group `midstream.engines`
+    # `vllm`, `gradients`, or an entry point of the group `midstream.engines`; an engine named
+    # `gradients` or `gradients-…` serves the model's queue of gradient jobs
     engine: str = "vllm"
     worker_id: str = ""  # stable over restarts; empty: host name and model
     worker_concurrency: Count = 128  # concurrent jobs of one worker
@@ -352,6 +362,13 @@ class Settings(Record):
     @property
     def served_model(self) -> str:
         return self.model_name or Path(self.model).name
+
+    @property
+    def queue(self) -> Literal["", "gradients"]:
+        """The queue of the model that a worker with these settings serves, see
+        `schemas.requests.attributions.Queue`.
+        """
+        return "gradients" if self.engine.partition("-")[0] == "gradients" else ""
 
     @property
     def capture_root(self) -> Path:

@@ -39,6 +39,7 @@ from ..base.states import State as State
 from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef
 from ..readings.readings import ReadingRequest, ReadingResults
+from ..requests.attributions import Queue
 from ..requests.harvest_work import HarvestPart
 from ..requests.specs import (
     CaptureSpec,
@@ -48,7 +49,11 @@ from ..requests.specs import (
     StoredCapture,
     StoredSteering,
 )
+from .attributions import AttributionResult
 from .sweeps import StoredSweep, SweepResult
+
+#: Kinds of jobs with the units of a sweep.
+SWEEPS = ("sweep", "attribution")
 
 #: A prompt is text or token ids.
 Prompt = Text | TokenIds
@@ -168,7 +173,7 @@ class Job(Record, dict=True, omit_defaults=True):
     """
 
     id: str
-    kind: Literal["generate", "completion", "chat", "sweep", "harvest"]
+    kind: Literal["generate", "completion", "chat", "sweep", "attribution", "fit", "harvest"]
     model: str
     prompts: list[StoredPrompt]  # empty for a sweep or harvest
     sampling: Sampling
@@ -210,6 +215,8 @@ class Job(Record, dict=True, omit_defaults=True):
     identity: str = ""
     # artifacts that it names or that the operator adds: `sae/NAME`, `watching/NAME`, … → digest
     contents: dict[str, str] = {}
+    # the queue that it enters first; its record has the queue that it is in
+    queue: Queue = ""
 
     @property
     def wants_receipts(self) -> bool:
@@ -411,6 +418,7 @@ class JobView(Record, omit_defaults=True):
     # version of the global steering that its attempt began under; null: it has not begun
     global_version: int | None = None
     retry_reason: str = ""  # why its previous attempt ended; empty: there was none
+    queue: Queue = ""  # whose workers run it now: those of vLLM, or `gradients`
 
 
 class JobResult(Plotted, ReadingResults):
@@ -424,6 +432,7 @@ class JobResult(Plotted, ReadingResults):
     determinism: Determinism | None  # null when nothing of the job was captured, steered or probed
     attempt: int
     sweep: SweepResult | None = None
+    attribution: AttributionResult | UnsetType = UNSET
     lora: LoraUse | None = None  # the adapter that it ran with
     probes: list[ProbeResult] = []
     identity: str = ""  # of the model that computed it
@@ -437,7 +446,7 @@ class JobPage(Record):
 #: Not an event of a job: the last event of a stream, with the problem that ended it.
 PROBLEM_EVENT = "error"
 EventKind = Literal[
-    "state", "token", "score", "output", "receipt", "start", "cell", "summary", "done"
+    "state", "token", "score", "output", "receipt", "start", "estimate", "cell", "summary", "done"
 ]
 
 
@@ -449,7 +458,8 @@ class Event(Record):
     position, scores: {probe: {label: score}}, aggregates: likewise} · output: {index} · receipt:
     {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} ·
     done: {state} · a sweep has no `output` events, and `receipt` events only where ranks disagree;
-    instead, it has start: SweepStart · cell: SweepCell · summary: SweepSummary
+    instead, it has start: SweepStart · cell: SweepCell · summary: SweepSummary; an attribution has
+    also estimate: EstimatedPair
     """
 
     event: EventKind

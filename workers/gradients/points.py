@@ -90,17 +90,40 @@ class Run:
         }
 
 
-def load(folder: Path, dtype: torch.dtype, device: Any = "cpu") -> Any:
+def load(
+    folder: Path | str,
+    dtype: torch.dtype,
+    device: Any = "cpu",
+    *,
+    config: Any = None,
+    model_class: Any = None,
+    revision: str | None = None,
+) -> Any:
     """Load the checkpoint in `folder` for gradients with respect to rows; its weights have none.
 
-    `device`: a device, or one of accelerate's device maps.
+    `device`: a device, or one of accelerate's device maps. `config` and `model_class` replace those
+    that the checkpoint names. Raises UnsupportedArchitectureError if weights are missing.
     """
-    config = transformers.AutoConfig.from_pretrained(folder)
-    named = (config.architectures or [""])[0]
-    kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
-    model = kind.from_pretrained(
-        folder, dtype=dtype, device_map=device, attn_implementation=attention.NAME
+    if config is None:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    if model_class is None:
+        named = (config.architectures or [""])[0]
+        model_class = getattr(transformers, named, transformers.AutoModelForCausalLM)
+    model, report = model_class.from_pretrained(
+        folder,
+        config=config,
+        revision=revision or "main",
+        dtype=dtype,
+        device_map=None if device == "cpu" else device,
+        attn_implementation=attention.NAME,
+        output_loading_info=True,
     )
+    missing = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
+    if missing:
+        raise UnsupportedArchitectureError(
+            f"transformers' {type(model).__name__} has weights that the checkpoint does not: "
+            f"{missing[0]}"
+        )
     return model.eval().requires_grad_(False)
 
 

@@ -1,6 +1,6 @@
 """Resolution of the logit lens, with or without the maps of a tuned or Jacobian lens."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -67,38 +67,28 @@ def check_shape(lens: TunedLens, model: ModelInfo, at: str) -> None:
 
 async def with_token_ids(spec: LensSpec, codec: Codec) -> LensSpec:
     """Return the lens with ids in place of texts. Raises a 400 for a text that is not one token."""
-    ids = await token_ids(
-        {f"lens.tokens[{index}]": token for index, token in enumerate(spec.tokens)}, codec
-    )
-    return msgspec.structs.replace(spec, tokens=ids)
+    named = {f"lens.tokens[{index}]": token for index, token in enumerate(spec.tokens)}
+    return msgspec.structs.replace(spec, tokens=list((await single_tokens(named, codec)).values()))
 
 
-async def token_ids(tokens: Mapping[str, NamedToken], codec: Codec) -> list[int]:
-    """Return the ids of tokens; those given as texts must be one token each.
-
-    `tokens`: place in the body → token. Raises a 400 naming the place.
-    """
-    texts = {at: token for at, token in tokens.items() if isinstance(token, str)}
+async def single_tokens(named: Mapping[str, NamedToken], codec: Codec) -> dict[str, int]:
+    """Return field → token id, for ids and texts. Raises a 400 for a text that is not one token."""
+    texts = {field: token for field, token in named.items() if isinstance(token, str)}
     try:
         encoded = await codec.encode(list(texts.values()), special_tokens=False) if texts else []
     except TooLong as error:
         raise invalid(list(texts)[error.index], error.detail) from None
-    found = dict(zip(texts, encoded, strict=True))
-    return [
-        token if isinstance(token, int) else await _one(token, at, found[at], codec)
-        for at, token in tokens.items()
-    ]
-
-
-async def _one(token: str, at: str, ids: Sequence[int], codec: Codec) -> int:
-    if len(ids) == 1:
-        return ids[0]
-    _, pieces = await codec.decode(list(ids))
-    raise invalid(
-        at,
-        f"{token!r} is {len(ids)} tokens: {', '.join(map(repr, pieces[:8]))}",
-        allowed="a text that is one token, with its leading space, or a token id",
-    )
+    result = {field: token for field, token in named.items() if isinstance(token, int)}
+    for (field, text), ids in zip(texts.items(), encoded, strict=True):
+        if len(ids) != 1:
+            _, pieces = await codec.decode(list(ids))
+            raise invalid(
+                field,
+                f"{text!r} is {len(ids)} tokens: {', '.join(map(repr, pieces[:8]))}",
+                allowed="a text that is one token, with its leading space, or a token id",
+            )
+        result[field] = ids[0]
+    return {field: result[field] for field in named}
 
 
 # --- Rules

@@ -17,6 +17,7 @@ from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import Bounds
 from ..prompts.tokenizer import Codec
 from .features import resolve_features, with_sae
+from .gradients import resolve_gradients, with_artifact, with_scalar_tokens
 from .lens import resolve_lens, with_maps, with_token_ids
 from .readers import resolve_reader
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class ReadingKind:
     """A kind of reading, and how a request's specs of it are resolved."""
 
-    kind: str  # as workers report it
+    kind: str  # as workers report it; empty: their ranks do not compute it
     captures: Callable[[Any, Bounds, str], list[StoredCapture]]  # one per prompt
     #: Returns a spec with the registered artifact that it names, and the artifact's digest. Raises
     #: a 400 naming the field.
@@ -42,6 +43,8 @@ READINGS: dict[str, ReadingKind] = {
     "lens": ReadingKind("lens", resolve_lens, with_maps, with_token_ids),
     "features": ReadingKind("features", resolve_features, with_sae),
     "readers": ReadingKind("reader", resolve_reader),
+    # rows of gradients: like a reading, it may name an artifact and tokens
+    "capture": ReadingKind("", resolve_gradients, with_artifact, with_scalar_tokens),
 }
 
 
@@ -107,7 +110,8 @@ def resolve_readings(
     stored_captures: list[tuple[str, list[StoredCapture]]] = []
     for field, at, spec in _each(parsed):
         reading = READINGS[field]
-        _check_served(reading.kind, at, bounds.model)
+        if reading.kind:
+            _check_served(reading.kind, at, bounds.model)
         captures = reading.captures(spec, bounds, at)
         if twin := next((other for other, before in stored_captures if before == captures), ""):
             raise invalid(at, f"asks the same as {twin}", hint="omit one of them")
@@ -122,5 +126,11 @@ def _check_served(kind: str, field: str, model: ModelInfo) -> None:
 
 
 def positions_asked(parsed: "ParsedRequest") -> list[tuple[str, RequestedPositions]]:
-    """Return (field, positions) of each reading."""
-    return [(f"{at}.positions", spec.positions) for _, at, spec in _each(parsed)]
+    """Return (field, positions) of each reading, and of the scalar of gradient rows."""
+    found = []
+    for _, at, spec in _each(parsed):
+        scalar = getattr(spec, "scalar", None)
+        found.append((f"{at}.positions", spec.positions))
+        if scalar is not None and scalar.positions is not None:
+            found.append((f"{at}.scalar.positions", scalar.positions))
+    return found

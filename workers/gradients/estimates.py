@@ -1,0 +1,130 @@
+"""Estimates of a pair as an attribution's record has them, by the method of its sweep."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ...schemas.artifacts.saes import StoredSae
+from ...schemas.base.tensors import to_numpy
+from ...schemas.jobs.sweeps import StoredSweep
+from ...schemas.prompts.selectors import Hook
+from ...schemas.requests.attributions import Edge, EdgeEnd, Estimate, FeatureScore
+from ..engine.protocol import EstimateRequest
+from ..runner.readings.sae import Autoencoder
+from .attribution import Options, estimate_pair
+from .edges import edge_scores
+from .features import feature_effects
+from .loading import GIB, refused
+from .memory import Footprint
+from .points import Points, Site
+
+#: The most prompts in one pass of integrated gradients.
+MOST_AT_ONCE = 8
+
+
+def at_once(footprint: Footprint, tokens: int, sites: list[Site], free: int) -> int:
+    """Return how many prompts one pass may hold in `free` bytes, at most `MOST_AT_ONCE`.
+
+    Raises MidstreamError("gradients_refused") with the figures if one does not fit.
+    """
+
+    def needed(batch: int) -> int:
+        memory = footprint.memory(tokens, batch, sites)
+        return memory.total - memory.parameters  # which are there already
+
+    for batch in range(MOST_AT_ONCE, 0, -1):
+        if needed(batch) <= free:
+            return batch
+    raise refused(
+        f"gradients of {len(sites)} sites at {tokens} tokens need about {needed(1) / GIB:.2f} GiB, "
+        f"and {free / GIB:.2f} GiB are free: use a shorter prompt, or fewer hooks or layers"
+    )
+
+
+def estimate(
+    points: Points,
+    footprint: Footprint,
+    ask: EstimateRequest,
+    free: int,
+    load_sae: Callable[[StoredSae], Autoencoder],
+    check: Callable[[], None],
+) -> Estimate:
+    """Return the estimates of a pair. `free`: bytes for activations.
+
+    Raises MidstreamError and UnsupportedArchitectureError for a pair without estimates.
+    """
+    sweep, stored = ask.sweep, ask.sweep.attributed
+    assert stored is not None, "the sweep of an attribution"
+    if stored.sae is not None:
+        sites: list[Site] = [(stored.sae.hook, stored.sae.layer)]
+    elif stored.method == "edges":
+        edges_of: tuple[Hook, ...] = ("z", "mlp_out", "q_proj", "k_proj", "v", "mlp_in", "pre_attn")
+        sites = [(hook, layer) for hook in edges_of for layer in range(points.num_layers)]
+    else:
+        sites = [(hook, layer) for hook in sweep.hooks for layer in sweep.layers]
+    batch = at_once(footprint, sweep.pairs[ask.pair].longest, sites, free)
+    if stored.sae is not None:
+        return _features(points, sweep, ask.pair, sites[0], load_sae(stored.sae), stored.keep)
+    if stored.method == "edges":
+        return _edges(points, sweep, ask.pair, stored.steps, stored.keep, check)
+    options = Options(
+        method="integrated" if stored.method == "integrated" else "attribution",
+        steps=stored.steps,
+        batch=batch,
+        doubts=stored.verify is not None and stored.verify.doubtful > 0,
+        mask=None if ask.mask is None else torch.tensor(to_numpy(ask.mask)).bool(),
+        check=check,
+    )
+    found = estimate_pair(points, sweep, ask.pair, options)
+    values = np.concatenate([found.values()[hook].ravel() for hook in sweep.hooks])
+    doubtful: list[int] = []
+    if found.doubts:
+        doubts = np.concatenate([found.doubts[hook].ravel() for hook in sweep.hooks])
+        order = np.argsort(-np.nan_to_num(doubts), kind="stable")[: stored.most]
+        doubtful = [int(place) for place in order if doubts[place] > 0]
+    return Estimate(
+        base=found.base.value,
+        source=None if found.source is None else found.source.value,
+        values=[float(value) if np.isfinite(value) else None for value in values],
+        doubtful=doubtful,
+    )
+
+
+def _edges(
+    points: Points,
+    sweep: StoredSweep,
+    pair: int,
+    steps: int,
+    keep: int,
+    check: Callable[[], None],
+) -> Estimate:
+    found = edge_scores(points, sweep, pair, steps, check)
+    return Estimate(
+        base=found.base.value,
+        source=None if found.source is None else found.source.value,
+        edges=[
+            Edge(
+                sender=EdgeEnd(**sender._asdict()),
+                receiver=EdgeEnd(**receiver._asdict()),
+                score=score,
+            )
+            for sender, receiver, score in found.top(keep)
+        ],
+    )
+
+
+def _features(
+    points: Points, sweep: StoredSweep, pair: int, site: Site, sae: Autoencoder, keep: int
+) -> Estimate:
+    found = feature_effects(points, sweep, pair, site, sae, keep)
+    scores = []
+    for column, stored in enumerate(sweep.pairs[pair].columns):
+        if stored.places:
+            parts = [*zip(found.indices[column], found.effects[column], strict=True)]
+            scores += [
+                FeatureScore(column=column, feature=int(feature), score=float(effect))
+                for feature, effect in (*parts, (-1, found.error[column]))
+            ]
+    scores.sort(key=lambda score: -abs(score.score))
+    return Estimate(base=found.base, source=found.source, features=scores[:keep])
