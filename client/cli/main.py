@@ -46,7 +46,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "capture",
         "harvest",
     ),
-    "Named artifacts": ("modules", "global", "runs", "probe", "sae", "tuned", "loras"),
+    "Named artifacts": ("modules", "global", "runs", "probe", "sae", "tuned", "jacobian", "loras"),
     "Operations": (
         "top",
         "doctor",

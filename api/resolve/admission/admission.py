@@ -570,8 +570,7 @@ def _contents(
     probes: Sequence[StoredProbe],
 ) -> dict[str, str]:
     """Return the value of `Job.contents`."""
-    steered = {f"sae/{sae.name}": sae.digest for sae in model_state.features.saes.values()}
-    contents = steered | parsed.contents
+    contents = model_state.features.contents | parsed.contents
     if lora is not None:
         contents[f"lora/{lora.name}"] = lora.digest
     for probe in probes:
