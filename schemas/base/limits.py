@@ -156,8 +156,10 @@ MAX_NEURONS = 4096  # neurons of a column of the axis `neuron` that are chosen b
 
 # --- Fits
 
+MIN_FIT_EXAMPLES = 8  # of each list that a fit needs
 MAX_FIT_EXAMPLES = 4096  # of each list
 MAX_FIT_TOKENS = 1 << 18  # of all examples
+MAX_FIT_WORK = 1 << 26  # tokens that a fit computes, see `StoredModuleFit.tokens`
 MAX_FIT_STEPS = 2000
 MAX_FIT_BATCH = 64
 MAX_TARGET_TOKENS = 512  # of the continuation of one example

@@ -35,6 +35,7 @@ from ..prompts.selectors import (
     RequestedPositions,
 )
 from ..requests.interventions import MAX_RANK
+from ..requests.steering import SteeringTemplate
 from ..requests.trainings import BY_GRADIENT, FitMethod, Training
 
 #: When the module is registered. `if_better`: if its effect on held-out examples exceeds the
@@ -96,11 +97,18 @@ class StoredModuleFit(Record, tag="module"):
     """A fit of a module after validation."""
 
     request: FitRequest  # without its prompts and examples
-    hook: Hook
-    layers: list[int]
+    template: SteeringTemplate  # of the module's entries, without tensors
     positive: list[FitTokens] = []
     negative: list[FitTokens] = []
     examples: list[FitTokens] = []
+
+    @property
+    def hook(self) -> Hook:
+        return self.template.hook
+
+    @property
+    def layers(self) -> list[int]:
+        return self.template.layers
 
     @property
     def every(self) -> list[FitTokens]:
@@ -110,9 +118,8 @@ class StoredModuleFit(Record, tag="module"):
     def tokens(self) -> int:
         """Return an estimate of the tokens that it computes; a gradient counts as two passes."""
         total, request = sum(len(example.token_ids) for example in self.every), self.request
-        if request.method not in BY_GRADIENT:
-            return 2 * total
-        return 2 * total + 3 * request.steps * request.batch * total // len(self.examples)
+        steps = request.steps if request.method in BY_GRADIENT else 0
+        return 2 * total + 3 * steps * request.batch * total // max(1, len(self.examples))
 
     @property
     def digest(self) -> str:

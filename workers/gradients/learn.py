@@ -382,8 +382,8 @@ class _Fit:
 
 
 def held_out(examples: int, share: float) -> int:
-    """Return how many of the examples are held out: at least two."""
-    return max(2, round(share * examples))
+    """Return how many of the examples are held out: at least four."""
+    return max(4, round(share * examples))
 
 
 def _batches(examples: int, size: int, generator: torch.Generator) -> Iterator[list[int]]:
