@@ -379,6 +379,9 @@ def print_result(client: Client, result: JobResult) -> None:
     if result.sweep is not None:
         out.print(sweeps.report(result.sweep))
         return
+    if result.fit:
+        out.print(records.one(result.fit))
+        return
     out.print(records.listed(result.outputs, Output))
     if result.probes:
         out.print(readings.scores(result))

@@ -10,6 +10,7 @@ from . import discovery, wire
 from .calls import Awaits, Blocks, Calls, M, stream, verb
 from .captures import Captures
 from .completions import Completions
+from .fits import Fits
 from .harvests import Harvests
 from .jobs import Jobs
 from .mapping.map import over
@@ -51,6 +52,7 @@ class Verbs(Calls[M]):
     features = verb(Readings.features)
     attention = verb(Readings.attention)
     sweep = verb(Sweeps.run)
+    fit_module = verb(Fits.module)
     models = verb(Server.models)
     model = verb(Server.model)
     ready = verb(Server.ready)
@@ -64,6 +66,7 @@ class Verbs(Calls[M]):
         self.captures: Captures[M] = Captures(io, blocking)
         self.readings: Readings[M] = Readings(io, blocking)
         self.sweeps: Sweeps[M] = Sweeps(io, blocking)
+        self.fits: Fits[M] = Fits(io, blocking)
         self.harvests: Harvests[M] = Harvests(io, blocking)
         self.modules: Modules[M] = Modules(io, blocking)
         self.global_steering: GlobalSteering[M] = GlobalSteering(io, blocking)

@@ -103,6 +103,11 @@ class StoredModuleFit(Record, tag="module"):
     examples: list[FitTokens] = []
 
     @property
+    def title(self) -> str:
+        """Return the text by which people recognise the job."""
+        return f"{self.request.name}: {self.request.method}"
+
+    @property
     def hook(self) -> Hook:
         return self.template.hook
 

@@ -48,6 +48,7 @@ from ..requests.specs import (
     StoredCapture,
     StoredSteering,
 )
+from .fits import FitResult, StoredFit
 from .sweeps import StoredSweep, SweepResult
 
 #: A prompt is text or token ids.
@@ -186,6 +187,7 @@ class Job(Record, dict=True, omit_defaults=True):
     run: str = ""  # its captures are kept as the source run of this name
     sweep: StoredSweep | None = None
     harvest: HarvestPart | None = None
+    fit: StoredFit | None = None
     # owner of the job, its captures and its source run; invisible to other tenants
     tenant: str = DEFAULT_TENANT
     key: str = ""  # id of the API key that it was submitted with; empty: authentication is off
@@ -424,6 +426,7 @@ class JobResult(Plotted, ReadingResults):
     determinism: Determinism | None  # null when nothing of the job was captured, steered or probed
     attempt: int
     sweep: SweepResult | None = None
+    fit: FitResult | UnsetType = UNSET
     lora: LoraUse | None = None  # the adapter that it ran with
     probes: list[ProbeResult] = []
     identity: str = ""  # of the model that computed it

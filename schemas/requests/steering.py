@@ -20,8 +20,8 @@ from ..prompts.selectors import (
     resolve_positions,
 )
 from .interventions import FAMILY, Family
-from .trainings import Training
 from .specs import SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, steering_rows
+from .trainings import Training
 
 Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
 

@@ -23,6 +23,7 @@ from ...schemas.base.errors import MidstreamError, Problem
 from ...schemas.base.faults import crash_point
 from ...schemas.base.records import now
 from ...schemas.base.tensors import Tensor, content_hash
+from ...schemas.jobs.fits import FitResult
 from ...schemas.jobs.jobs import Event, Job, Output, State
 from ...schemas.prompts.images import digest_of
 from ...schemas.requests.harvest_work import SHARDS_AT_ONCE
@@ -34,6 +35,7 @@ from ..engine.protocol import Engine, Progress, StoredArtifact, check_lengths
 from ..engine.ranks.collective import Quarantined
 from ..engine.requests import format_request, prompt_request, tensors_of
 from .attempt import Attempt, AttemptOutcome, JobFailed, StoreUnavailable
+from .fits import FitAttempt
 from .harvests import HarvestAttempt
 from .progress import AttemptProgress, Totals
 from .redis_retry import UNAVAILABLE, patiently
@@ -347,7 +349,9 @@ class Attempts:
                 await self._engine.release_vectors(names)
         return [output.result() for output in outputs]
 
-    async def _work(self, attempt: Attempt) -> list[Output]:
+    async def _work(self, attempt: Attempt) -> list[Output] | FitResult:
+        if attempt.job.fit is not None:
+            return await FitAttempt(self._ledger, self._engine, attempt).run()
         if attempt.job.harvest is not None:
             return await self._harvest(attempt)
         return await (

@@ -4,12 +4,14 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+from msgspec import UNSET
 
 from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import from_msgpack, now
 from ....schemas.base.settings import Settings
+from ....schemas.jobs.fits import FitResult
 from ....schemas.jobs.jobs import (
     TERMINAL,
     CaptureResults,
@@ -79,7 +81,8 @@ def result(
         id=view.id,
         model=view.model,
         state=view.state,
-        outputs=from_msgpack(outputs, list[Output]) if outputs else [],
+        outputs=from_msgpack(outputs, list[Output]) if outputs and view.kind != "fit" else [],
+        fit=from_msgpack(outputs, FitResult) if outputs and view.kind == "fit" else UNSET,
         capture_results=capture_results(view, record, ticket, settings),
         determinism=determinism(view, record, ticket)
         if record.captures or view.steered or any(item.scores for item in ticket)
