@@ -48,7 +48,7 @@ async def resolve_fit(body: FitRequest, model: ModelInfo, codec: Codec) -> Store
         examples=await _with_targets(body, prompts["examples"], model, codec),
         **{
             name: [
-                _example(f"{name}[{index}]", "read", body.read, ids, len(ids))
+                _example(f"{name}[{index}]", "read", body.read, ids, len(ids), model)
                 for index, ids in enumerate(prompts[name])
             ]
             for name in FROM_ROWS
@@ -142,11 +142,7 @@ async def _with_targets(
             allowed = f"1 to {MAX_TARGET_TOKENS} tokens"
             raise invalid(field, f"has {len(target)} tokens", allowed=allowed)
         every = [*ids, *target]
-        if len(every) > model.max_model_len:
-            raise too_long(TooLong(0, len(every)), field, model)
-        made.append(
-            _example(field.removesuffix(".target"), "positions", body.positions, every, len(ids))
-        )
+        made.append(_example(field, "positions", body.positions, every, len(ids), model))
     return made
 
 
@@ -157,9 +153,18 @@ def _texts(examples: Sequence[FitExample]) -> Iterator[tuple[int, str]]:
 
 
 def _example(
-    at: str, field: str, positions: RequestedPositions, ids: list[int], prompt_tokens: int
+    at: str,
+    field: str,
+    positions: RequestedPositions,
+    ids: list[int],
+    prompt_tokens: int,
+    model: ModelInfo,
 ) -> FitTokens:
-    """Return an example with its positions. Raises a 400 naming `field` if it has none of them."""
+    """Return an example with its positions. Raises a 400 naming `at` if it is too long, and `field`
+    if it has none of the positions.
+    """
+    if len(ids) > model.max_model_len:
+        raise too_long(TooLong(0, len(ids)), at, model)
     try:
         resolved = resolve_positions(positions, prompt_tokens)
     except SelectorError as error:

@@ -23,7 +23,7 @@ STEPS: dict[str, dict[Priority, int]] = {
 
 def cost_of(job: Job) -> int:
     """Return the cost of a job in tokens, charged to its tenant's share: its prompts and the most
-    that it may generate; for a sweep, the tokens of all its requests; for a fit, and for a part of a
+    that it may generate; for a sweep, the tokens of all its requests; for a fit or a part of a
     harvest, an estimate of the tokens of its units.
     """
     if job.harvest is not None:

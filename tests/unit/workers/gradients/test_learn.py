@@ -16,6 +16,7 @@ from sklearn.metrics import roc_auc_score
 from midstream.kernels.plan import lowrank
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.fits import FitRequest, FitTokens, StoredModuleFit
+from midstream.schemas.requests.steering import SteeringTemplate
 from midstream.workers.gradients import learn
 from midstream.workers.gradients.points import Points, load
 from tests.engine.tiny import checkpoint
@@ -65,7 +66,10 @@ def stored(method: str, layers: Any = (1, 2), hook: Any = "post_block", **fields
         name: fields.pop(name) for name in ("positive", "negative", "examples") if name in fields
     }
     request = FitRequest(model="m", name="n", method=method, layers=list(layers), **fields)
-    return StoredModuleFit(request=request, hook=hook, layers=list(layers), **examples)
+    template = SteeringTemplate(
+        layers=list(layers), hook=hook, positions="all", family="add", tensors=[]
+    )
+    return StoredModuleFit(request=request, template=template, **examples)
 
 
 # --- Closed forms
@@ -244,7 +248,7 @@ def test_effect_is_that_of_the_edited_model(points: Points) -> None:
     examples = targets(8, 33, at=[1, 3])
     wanted = stored("vector", layers=[1], examples=examples, steps=5, learning_rate=0.1)
     fitted = learn.fit(points, wanted)
-    order = torch.randperm(8, generator=torch.Generator().manual_seed(0)).tolist()[:2][1::2]
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0)).tolist()[:4][1::2]
 
     def add(_: Any, __: Any, output: Any) -> Any:
         output[:, [1, 3]] += fitted.tensors[1]["vector"]
