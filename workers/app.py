@@ -39,10 +39,12 @@ from ..schemas.base.settings import (
     load_settings,
     relay_addresses,
 )
+from ..schemas.requests.attributions import GRADIENTS
 from ..schemas.service.global_capture import from_settings
 from ..storage.disk import disk_trouble
 from .engine.identity import WorkerLock, with_worker_id
 from .engines import check_options
+from .gradient_jobs.works import WORKS
 
 # Importing it registers the remote-control commands.
 from .serving import remote_control as _control  # noqa: F401
@@ -98,7 +100,8 @@ def make_worker_app(settings: Settings) -> Celery:
     # not in `make_app`, which Flower also uses: Flower recognises a broker by its URL's scheme, and
     # this setting would override it
     app.conf.broker_transport = transport_of(settings.redis_url)
-    app.engine_host = EngineHost(app, settings, on_death=lambda reason: _end_process(app))
+    works = WORKS if settings.queue == GRADIENTS else {}
+    app.engine_host = EngineHost(app, settings, lambda reason: _end_process(app), works)
     # a dead engine's messages must come back to the queue
     app.may_renew = lambda: not app.engine_host.death
     register_tasks(app, app.engine_host)
@@ -177,7 +180,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         hostname=host_format(default_nodename(f"{settings.worker_id}@%h")),
         pool="threads",
         concurrency=settings.worker_concurrency,
-        queues=[queue_of(settings.served_model)],
+        queues=[queue_of(settings.served_model, settings.queue)],
         task_events=True,
         without_gossip=True,
         without_mingle=True,

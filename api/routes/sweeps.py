@@ -9,7 +9,8 @@ from litestar.params import JSONBody
 from ...broker.ledger.jobs.ledger import new_job_id
 from ...broker.ledger.jobs.sweeps import Sweeps
 from ...schemas.access.keys import Caller
-from ...schemas.base.records import now, to_json
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import from_json, now, to_json
 from ...schemas.jobs.jobs import Job, JobResult, JobView, Sampling
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.jobs.sweep_units import Units
@@ -157,9 +158,12 @@ def _planned_pair(sweep: StoredSweep, pair: StoredPair, clean_is_patched: bool) 
 )
 async def get_sweep(job_id: JobId, context: AppContext, caller: Caller) -> SweepView:
     view = seen(caller, await context.ledger.view(job_id))
-    requested, result, last_event = await Sweeps(context.ledger).standing(job_id)
+    if view.kind != "sweep":
+        raise MidstreamError("not_found", f"job {job_id} is not a sweep")
+    raw, result, last_event = await Sweeps(context.ledger).standing(job_id)
     await context.ledger.written()
-    return SweepView(job=view, request=requested, result=result, last_event=last_event)
+    request = from_json(raw, SweepRequest) if raw else None
+    return SweepView(job=view, request=request, result=result, last_event=last_event)
 
 
 ROUTES = [post_sweep, post_sweep_plan, get_sweep]

@@ -13,6 +13,7 @@ from celery import Celery
 from kombu import Queue
 
 from ...schemas.base.settings import Settings
+from ...schemas.requests.attributions import Queue as QueueName
 from ..ops import redis_open
 
 #: kombu's Redis priorities: one list per step; 0 is served first.
@@ -46,9 +47,12 @@ UNACKED, UNACKED_INDEX, UNACKED_MUTEX = (
 SEPARATOR = "\x06\x16"
 
 
-def queue_of(model: str) -> str:
-    """Return `midstream.<model>`; a character not allowed in a queue's name becomes `_<code>_`."""
-    return "midstream." + re.sub(r"[^A-Za-z0-9.-]", lambda odd: f"_{ord(odd[0]):x}_", model)
+def queue_of(model: str, queue: QueueName = "") -> str:
+    """Return `midstream.<model>`, followed by `_<queue>` for a queue other than that of its vLLM
+    workers; a character not allowed in a queue's name becomes `_<code>_`.
+    """
+    name = re.sub(r"[^A-Za-z0-9.-]", lambda odd: f"_{ord(odd[0]):x}_", model)
+    return f"midstream.{name}_{queue}" if queue else f"midstream.{name}"
 
 
 def lists_of(queue: str) -> list[str]:
@@ -58,7 +62,7 @@ def lists_of(queue: str) -> list[str]:
 
 def task_of(kind: str) -> str:
     """Return the name of the task that runs jobs of a kind: `midstream.generate`, `.completion`,
-    `.chat`, `.sweep`, `.harvest`.
+    `.chat`, `.sweep`, `.attribution`, `.fit`, `.harvest`.
     """
     return f"midstream.{kind}"
 

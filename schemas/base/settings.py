@@ -266,7 +266,8 @@ class Settings(Record):
     harvest_requests_in_flight: Count = 64
 
     # The worker
-    # `vllm`, or an entry point of the group `midstream.engines`
+    # `vllm`, `gradients`, or an entry point of the group `midstream.engines`; an engine named
+    # `gradients` or `gradients-…` serves the model's queue of gradient jobs
     engine: str = "vllm"
     worker_id: str = ""  # stable over restarts; empty: host name and model
     worker_concurrency: Count = 128  # concurrent jobs of one worker
@@ -352,6 +353,13 @@ class Settings(Record):
     @property
     def served_model(self) -> str:
         return self.model_name or Path(self.model).name
+
+    @property
+    def queue(self) -> Literal["", "gradients"]:
+        """The queue of the model that a worker with these settings serves, see
+        `schemas.requests.attributions.Queue`.
+        """
+        return "gradients" if self.engine.partition("-")[0] == "gradients" else ""
 
     @property
     def capture_root(self) -> Path:

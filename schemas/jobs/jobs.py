@@ -39,6 +39,7 @@ from ..base.states import State as State
 from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef
 from ..readings.readings import ReadingRequest, ReadingResults
+from ..requests.attributions import Queue
 from ..requests.harvest_work import HarvestPart
 from ..requests.specs import (
     CaptureSpec,
@@ -48,8 +49,12 @@ from ..requests.specs import (
     StoredCapture,
     StoredSteering,
 )
+from .attributions import AttributionResult
 from .fits import FitResult, StoredFit
 from .sweeps import StoredSweep, SweepResult
+
+#: Kinds of jobs with the units of a sweep.
+SWEEPS = ("sweep", "attribution")
 
 #: A prompt is text or token ids.
 Prompt = Text | TokenIds
@@ -169,7 +174,7 @@ class Job(Record, dict=True, omit_defaults=True):
     """
 
     id: str
-    kind: Literal["generate", "completion", "chat", "sweep", "harvest"]
+    kind: Literal["generate", "completion", "chat", "sweep", "attribution", "fit", "harvest"]
     model: str
     prompts: list[StoredPrompt]  # empty for a sweep or harvest
     sampling: Sampling
@@ -212,6 +217,8 @@ class Job(Record, dict=True, omit_defaults=True):
     identity: str = ""
     # artifacts that it names or that the operator adds: `sae/NAME`, `watching/NAME`, … → digest
     contents: dict[str, str] = {}
+    # the queue that it enters first; its record has the queue that it is in
+    queue: Queue = ""
 
     @property
     def wants_receipts(self) -> bool:
@@ -413,6 +420,7 @@ class JobView(Record, omit_defaults=True):
     # version of the global steering that its attempt began under; null: it has not begun
     global_version: int | None = None
     retry_reason: str = ""  # why its previous attempt ended; empty: there was none
+    queue: Queue = ""  # whose workers run it now: those of vLLM, or `gradients`
 
 
 class JobResult(Plotted, ReadingResults):
@@ -426,6 +434,7 @@ class JobResult(Plotted, ReadingResults):
     determinism: Determinism | None  # null when nothing of the job was captured, steered or probed
     attempt: int
     sweep: SweepResult | None = None
+    attribution: AttributionResult | UnsetType = UNSET
     fit: FitResult | UnsetType = UNSET
     lora: LoraUse | None = None  # the adapter that it ran with
     probes: list[ProbeResult] = []
@@ -440,7 +449,17 @@ class JobPage(Record):
 #: Not an event of a job: the last event of a stream, with the problem that ended it.
 PROBLEM_EVENT = "error"
 EventKind = Literal[
-    "state", "token", "score", "output", "receipt", "start", "cell", "summary", "done"
+    "state",
+    "token",
+    "score",
+    "output",
+    "receipt",
+    "start",
+    "estimate",
+    "fit",
+    "cell",
+    "summary",
+    "done",
 ]
 
 
@@ -452,7 +471,8 @@ class Event(Record):
     position, scores: {probe: {label: score}}, aggregates: likewise} · output: {index} · receipt:
     {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} ·
     done: {state} · a sweep has no `output` events, and `receipt` events only where ranks disagree;
-    instead, it has start: SweepStart · cell: SweepCell · summary: SweepSummary
+    instead, it has start: SweepStart · cell: SweepCell · summary: SweepSummary; an attribution has
+    also estimate: EstimatedPair; a fit has fit: FitPoint
     """
 
     event: EventKind

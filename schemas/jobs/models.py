@@ -84,6 +84,21 @@ class ModelInfo(Published):
         return not self.capture_row_limit or -(-rows // self.pp) <= self.capture_row_limit
 
 
+class GradientInfo(Published):
+    """Facts about a model on its gradient workers. A worker publishes them when it can take jobs,
+    and again when it has compared its rows; they stay when the worker stops.
+    """
+
+    model: str
+    identity: str  # of the model, as in `ModelInfo`
+    dtype: str
+    device: str
+    # why no gradient job of the model can run, with figures: its rows differ from the vLLM
+    # worker's, or it cannot be loaded; empty: jobs are accepted
+    refused: str = ""
+    absent: dict[str, str] = {}  # hook point without gradients → the reason
+
+
 class TokenizerBundle(Record):
     """The tokenizer exactly as the worker's engine uses it; `tokenizers` loads it without torch."""
 
@@ -149,3 +164,4 @@ class WorkerInfo(Published):
     wire: int = 0  # see `schemas.service.compatibility`
     oldest_wire: int = 0
     identity: str = ""  # of the model that it serves
+    queue: str = ""  # that it serves, see `schemas.requests.attributions.Queue`

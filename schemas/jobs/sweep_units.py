@@ -1,7 +1,8 @@
 """The requests of a sweep and their numbering, shared by planner, worker and reader.
 
 First come the control units of each pair: base, source (not in an ablation), sender (if the sweep's
-path has one) and `noise` no-op patches; then all cells, ordered by pair, hook, layer and column. A
+path has one) and `noise` no-op patches; then all cells, ordered by pair, hook, layer and column;
+then, of an attribution, the estimates of each pair. A
 unit takes one request per node (see `Node`): an answer of several tokens is graded token by token,
 each after the previous ones. A cell of a path may take two passes.
 """
@@ -49,25 +50,28 @@ class Units:
     @cached_property
     def requests(self) -> int:
         """The exclusive upper bound of request numbers. Not all numbers are in use."""
-        return (self.first_cell + self._sweep.num_cells) * self.width
+        estimates = len(self._sweep.pairs) if self._sweep.attributed is not None else 0
+        return (self.first_cell + self._sweep.num_cells + estimates) * self.width
 
     @cached_property
     def tokens(self) -> int:
         """The number of tokens of all requests: their prompts, and one graded token each.
 
         Skipped cells do not count. Tokens that the engine computes once for several requests count
-        for each request.
+        for each request. Of an attribution, every point at which gradients are taken counts as
+        three passes of both prompts: one forward, and a backward pass of two.
         """
         sweep, total = self._sweep, 0
+        attributed = sweep.attributed
+        most = sweep.cells_of_pair if attributed is None else attributed.most
         for stored, nodes in zip(sweep.pairs, self.nodes, strict=True):
             columns = sum(bool(column.places) for column in stored.columns)
-            patched = (
-                self._sends
-                + sweep.noise
-                + self.passes * columns * len(sweep.hooks) * len(sweep.layers)
-                if columns
-                else 0
-            )
+            cells = min(columns * len(sweep.hooks) * len(sweep.layers), most)
+            if attributed is not None:
+                total += 3 * attributed.steps * (len(stored.base) + len(stored.source))
+                if not cells:
+                    continue
+            patched = self._sends + sweep.noise + self.passes * cells if columns else 0
             continuation = sum(len(node.prefix) + 1 for node in nodes)
             total += (1 + patched) * (len(nodes) * len(stored.base) + continuation)
             total += len(nodes) * len(stored.source) + continuation if stored.source else 0
@@ -107,20 +111,32 @@ class Units:
             )
         return units
 
+    @property
+    def cell_numbers(self) -> range:
+        return range(self.first_cell, self.first_cell + self._sweep.num_cells)
+
+    def cells_of(self, pair: int) -> range:
+        """Return the numbers of a pair's cells."""
+        many = self._sweep.cells_of_pair
+        return self.cell_numbers[pair * many : (pair + 1) * many]
+
     def cells(self, pair: int) -> Iterator[Unit]:
         """Yield all cells of a pair, including skipped ones, by number."""
         sweep = self._sweep
-        number = self.first_cell + pair * len(sweep.hooks) * len(sweep.layers) * sweep.num_columns
+        number = self.cells_of(pair).start
         for hook in range(len(sweep.hooks)):
             for layer in range(len(sweep.layers)):
                 for column in range(sweep.num_columns):
                     yield Unit(number, "cell", pair, hook, layer, column)
                     number += 1
 
+    def estimate(self, pair: int) -> Unit:
+        return Unit(self.first_cell + self._sweep.num_cells + pair, "estimate", pair)
+
     def cell(self, number: int) -> Unit | None:
         """Return the unit with this number if it is a cell; otherwise None."""
         remaining = number - self.first_cell
-        if remaining < 0:
+        if not 0 <= remaining < self._sweep.num_cells:
             return None
         remaining, column = divmod(remaining, self._sweep.num_columns)
         remaining, layer = divmod(remaining, len(self._sweep.layers))

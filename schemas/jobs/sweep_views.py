@@ -1,9 +1,10 @@
-"""Views of a sweep other than its result: the plan of a request, and a sweep in progress with its
-request.
+"""Views of a sweep or an attribution other than its result: the plan of a request, and a job in
+progress with its request.
 """
 
 from ..base.records import Record
 from ..prompts.selectors import Hook
+from .attributions import AttributionRequest, AttributionResult
 from .jobs import JobView
 from .sweeps import Axis, SweepRequest, SweepResult
 
@@ -51,4 +52,13 @@ class SweepView(Record):
     job: JobView
     request: SweepRequest | None  # as it was sent; null: an older server accepted it
     result: SweepResult  # the results so far
+    last_event: str  # pass it as `Last-Event-ID` to receive later events
+
+
+class AttributionView(Record):
+    """Answer of `GET /v1/attributions/{id}`."""
+
+    job: JobView
+    request: AttributionRequest
+    result: AttributionResult  # the results so far
     last_event: str  # pass it as `Last-Event-ID` to receive later events

@@ -7,6 +7,7 @@ readers get a `SweepResult`.
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from ..artifacts.loras import Adapted
 from ..base.limits import (
@@ -35,6 +36,7 @@ from ..prompts.selectors import (
     Place,
     PromptPositions,
 )
+from ..requests.attributions import Estimate, StoredAttribution
 from ..requests.sweep_paths import StoredPath, SweepPath
 from .receipts import Receipt
 
@@ -221,6 +223,12 @@ class StoredSweep(Record):
     noise: int = 8
     axis: Axis = "position"
     path: StoredPath | None = None
+    attribution: StoredAttribution | UnsetType = UNSET
+
+    @property
+    def attributed(self) -> StoredAttribution | None:
+        """The method that estimates the cells; None: all are computed."""
+        return None if isinstance(self.attribution, UnsetType) else self.attribution
 
     @property
     def num_columns(self) -> int:
@@ -229,12 +237,24 @@ class StoredSweep(Record):
     @property
     def num_cells(self) -> int:
         """The number of cells in the grids of all pairs, including skipped cells."""
-        return len(self.pairs) * len(self.hooks) * len(self.layers) * self.num_columns
+        return len(self.pairs) * self.cells_of_pair
+
+    @property
+    def cells_of_pair(self) -> int:
+        return len(self.hooks) * len(self.layers) * self.num_columns
+
+    @property
+    def num_exact(self) -> int:
+        """The most cells that are computed exactly: all of them, or those of an attribution."""
+        if self.attributed is None:
+            return self.num_cells
+        return len(self.pairs) * min(self.cells_of_pair, self.attributed.most)
 
 
 #: Kinds of units, in this order: the patched prompt without a patch; the prompt whose rows are
-#: written; the first pass of a path with a fixed sender; a no-op patch; a cell.
-UnitKind = Literal["base", "source", "sender", "noise", "cell"]
+#: written; the first pass of a path with a fixed sender; a no-op patch; a cell; the estimates of
+#: all cells of a pair.
+UnitKind = Literal["base", "source", "sender", "noise", "cell", "estimate"]
 
 
 class Unit(NamedTuple):
@@ -265,6 +285,11 @@ class UnitRecord(Record):
     neurons: list[int] = []  # the first `SHOWN_NEURONS` of the dimensions that the worker chose
     # for `base`, `source` and `sender`: the ranks' receipts, which name the files of captured rows
     receipts: list[Receipt] = []
+    estimate: Estimate | UnsetType = UNSET  # of a unit `estimate`
+
+    @property
+    def estimated(self) -> Estimate | None:
+        return None if isinstance(self.estimate, UnsetType) else self.estimate
 
 
 class Baseline(Record):

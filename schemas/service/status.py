@@ -5,13 +5,14 @@ from ..jobs.models import WorkerInfo
 
 
 class QueueStatus(Published):
-    """The jobs of one model and priority that no worker has begun."""
+    """The jobs of one model, queue and priority that no worker has begun."""
 
     model: str
     # high | interactive (a client waits for a held response) | batch | low: served in this order
     priority: str
     sent: int  # jobs whose message is in Celery's queue
     waiting: dict[str, int]  # tenant → jobs that wait in the ledger
+    queue: str = ""  # of the model: empty for its vLLM workers, or `gradients`
 
 
 class RedisStatus(Published):

@@ -27,6 +27,7 @@ from midstream.schemas.artifacts.tuned_lenses import TunedLens
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import to_json, to_msgpack
 from midstream.schemas.base.tensors import Tensor
+from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.harvests import (
     HarvestPlan,
     HarvestSource,
@@ -37,7 +38,7 @@ from midstream.schemas.jobs.harvests import (
     UnitEntry,
 )
 from midstream.schemas.jobs.jobs import Event, Job, Output
-from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle, WorkerInfo
+from midstream.schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle, WorkerInfo
 from midstream.schemas.jobs.receipts import LostRange, Receipt
 from midstream.schemas.jobs.sweeps import Neurons, SweepRequest, UnitRecord
 from midstream.schemas.readings.features import FeaturesPart
@@ -85,6 +86,7 @@ MSGPACK: tuple[Any, ...] = (
 )
 JSON: tuple[Any, ...] = (
     ModelInfo,
+    GradientInfo,
     WorkerInfo,
     Event,
     Problem,
@@ -96,6 +98,7 @@ JSON: tuple[Any, ...] = (
     PlanFile,
     PartManifest,
     SweepRequest,
+    AttributionRequest,
 )
 
 #: Where a value is bound by more than its type.
@@ -122,6 +125,8 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("Event", "data"): {"state": "running", "attempt": 1},
     ("SweepRequest", "neurons"): Neurons(top=[1, 4]),
     ("SweepRequest", "path"): SweepPath(receivers="logits"),
+    ("AttributionRequest", "neurons"): Neurons(top=[1, 4]),
+    ("AttributionRequest", "path"): SweepPath(receivers="logits"),
     ("StoredHarvest", "source"): HarvestSource(path="corpus", field="body"),
 }
 TEXTS = {"name": "alpha", "tenant": "team", "id": "0123456789ab", "tag": "t", "sha256": "0" * 64}

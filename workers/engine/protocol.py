@@ -11,9 +11,11 @@ from ...schemas.artifacts.saes import StoredSae
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.jobs import Job, MessageDelta, Output, Prompted, Sampling, TokenLogprob
-from ...schemas.jobs.models import ModelInfo, TokenizerBundle
+from ...schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle
+from ...schemas.jobs.sweeps import StoredSweep
 from ...schemas.prompts.chat import ToolUse
 from ...schemas.prompts.images import ImageRef, ImageSpan
+from ...schemas.requests.attributions import Estimate
 from ...schemas.requests.source_runs import RunFiles
 from ...schemas.requests.specs import Entry, Grade, StoredCapture, StoredSteering
 from ...schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
@@ -106,6 +108,20 @@ class Progress:
     logprobs: Sequence[TokenLogprob] = ()  # of `token_ids`, if requested
     prompt: Prompted | None = None  # only in the first `Progress`, if requested
     stopped_by: str = ""  # with `finished`: the probe that ended the request
+
+
+@dataclass(frozen=True)
+class EstimateRequest:
+    """The estimates of one pair of an attribution."""
+
+    job: str
+    request: int  # that its receipt names
+    attempt: int
+    sweep: StoredSweep  # with `attribution`
+    pair: int
+    mask: Tensor | None = None  # `StoredSweep.mask`: [row size], 1 for dimensions that are written
+    trace: str = ""
+    tenant: str = DEFAULT_TENANT
 
 
 class Engine(Protocol):
@@ -248,3 +264,23 @@ class Engine(Protocol):
 
     async def failed(self) -> str:
         """Wait until the engine dies unexpectedly; return the reason."""
+
+
+class GradientEngine(Engine, Protocol):
+    """An engine that computes gradients, for the queue `gradients` of its model: one rank, which
+    generates nothing.
+    """
+
+    gradients: GradientInfo  # of its model; what is published
+
+    async def estimate(self, ask: EstimateRequest) -> Estimate:
+        """Estimate all cells, edges or features of a pair: values in nats, see `Estimate`.
+
+        The rank sends one receipt for `ask.request` with a checksum of everything that the estimate
+        was computed from and of its values; it is sent also when this raises. Cancelling the call
+        stops the computation after its current pass.
+
+        Raises MidstreamError("intervention_failed") for a pair that cannot be estimated (values
+        that are not finite, more memory than there is, with figures), which fails the pair alone,
+        and MidstreamError("engine_failed") when the engine has died.
+        """

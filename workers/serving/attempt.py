@@ -29,6 +29,7 @@ class AttemptOutcome(StrEnum):
     BUSY = "busy"
     # the ranks disagree; another attempt follows, or the job has failed because of it
     OUT_OF_STEP = "out of step"
+    HANDED_ON = "handed on"  # workers of another queue continue the job
     PUT_BACK = "put back"  # not begun: the worker does not serve, or has enough harvest parts
 
 
@@ -72,6 +73,10 @@ class Attempt:
         if not self.closed and self.ending is None:
             self.ending, self.detail = ending, detail
             self.task.cancel()
+
+    def refused(self, kept: str) -> None:
+        """Stop because the ledger has not kept something: its answer is `stale` or `cancelling`."""
+        self.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
 
     async def emit(self, ledger: Ledger, event: Event) -> None:
         """Write an event, after those before it. Its number makes sure that retries write it once.

@@ -9,15 +9,14 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from types import MappingProxyType
 
 import msgspec
 
 from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, EventsLost, Ledger
-from ...broker.ledger.jobs.sweeps import Kept
 from ...broker.ledger.recovery.harvests import PARTS_PER_WORKER, Harvests
-from ...broker.ledger.recovery.harvests import Kept as HarvestKept
 from ...schemas.artifacts.probes import TokenScores, label_starts
 from ...schemas.base.errors import MidstreamError, Problem
 from ...schemas.base.faults import crash_point
@@ -31,11 +30,10 @@ from ...schemas.requests.source_runs import ZEROS, is_row, runs_named
 from ...schemas.requests.steering import GlobalSteering
 from ..engine.admission import CellSlots, CrowdedOut
 from ..engine.prompts.format_check import FormatsBusy
-from ..engine.protocol import Engine, Progress, StoredArtifact, check_lengths
+from ..engine.protocol import Engine, Fetch, Progress, StoredArtifact, check_lengths
 from ..engine.ranks.collective import Quarantined
 from ..engine.requests import format_request, prompt_request, tensors_of
 from .attempt import Attempt, AttemptOutcome, JobFailed, StoreUnavailable
-from .fits import FitAttempt
 from .harvests import HarvestAttempt
 from .progress import AttemptProgress, Totals
 from .redis_retry import UNAVAILABLE, patiently
@@ -45,6 +43,9 @@ from .steering_leases import SteeringLease
 from .sweeps import SweepAttempt
 
 logger = logging.getLogger(__name__)
+
+#: Runs a claimed job of a kind to its outputs; None: it has handed the job on to another queue.
+Work = Callable[[Ledger, Engine, Attempt, Fetch], Awaitable[list[Output] | FitResult | None]]
 
 #: A request may see the engine's death before the watch on the engine does: wait this long for the
 #: watch.
@@ -72,10 +73,15 @@ class Attempts:
         boot: str,
         engine_died: asyncio.Event,
         unreachable: Callable[[], str] = lambda: "",
+        works: Mapping[str, Work] = MappingProxyType({}),
     ):
-        """`unreachable` returns why the artifact store takes no writes; empty while it does."""
+        """`unreachable` returns why the artifact store takes no writes; empty while it does.
+
+        `works`: kind of job → what runs it here, instead of the engine's requests.
+        """
         self._ledger = ledger
         self._engine = engine
+        self._works = works
         self._reconciler = reconciler
         reconciler.stop_runs = self._stop_reported
         self._worker = worker
@@ -191,7 +197,7 @@ class Attempts:
 
     async def _another_serves(self) -> bool:
         try:
-            workers = await self._ledger.workers()
+            workers = await self._ledger.workers(self._ledger.settings.queue)
         except MidstreamError as error:
             if error.kind != UNAVAILABLE:
                 raise
@@ -272,6 +278,9 @@ class Attempts:
             check_lengths(attempt.job, self._engine.info)
             async with self._artifacts(attempt.job):
                 outputs = await self._work(attempt)
+            if outputs is None:
+                attempt.closed = True
+                return AttemptOutcome.HANDED_ON
             attempt.check()
             crash_point("worker.generated")
             began = now()
@@ -349,9 +358,9 @@ class Attempts:
                 await self._engine.release_vectors(names)
         return [output.result() for output in outputs]
 
-    async def _work(self, attempt: Attempt) -> list[Output] | FitResult:
-        if attempt.job.fit is not None:
-            return await FitAttempt(self._ledger, self._engine, attempt).run()
+    async def _work(self, attempt: Attempt) -> list[Output] | FitResult | None:
+        if (work := self._works.get(attempt.job.kind)) is not None:
+            return await work(self._ledger, self._engine, attempt, self._fetch)
         if attempt.job.harvest is not None:
             return await self._harvest(attempt)
         return await (
@@ -361,22 +370,27 @@ class Attempts:
     async def _harvest(self, attempt: Attempt) -> list[Output]:
         """Run a part of a harvest; the part stores its results itself, so there are no outputs."""
 
-        def refused(kept: HarvestKept) -> None:
-            attempt.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
-
         await HarvestAttempt(
-            self._ledger, self._engine, attempt, self._sequences, self._shards, self._fetch, refused
+            self._ledger,
+            self._engine,
+            attempt,
+            self._sequences,
+            self._shards,
+            self._fetch,
+            attempt.refused,
         ).run()
         return []
 
     async def _sweep(self, attempt: Attempt) -> list[Output]:
         """Run a sweep; it stores its cells itself, so there are no outputs."""
-
-        def refused(kept: Kept) -> None:
-            attempt.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
-
         await SweepAttempt(
-            self._ledger, self._engine, self.sources, attempt, self._cells, self._fetch, refused
+            self._ledger,
+            self._engine,
+            self.sources,
+            attempt,
+            self._cells,
+            self._fetch,
+            attempt.refused,
         ).run()
         return []
 

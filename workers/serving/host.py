@@ -12,10 +12,11 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import msgspec
 from celery import Celery
@@ -29,13 +30,14 @@ from ...schemas.base.settings import Settings
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import JobView
 from ...schemas.jobs.models import WorkerInfo, encode_bundle
+from ...schemas.requests.attributions import GRADIENTS
 from ...storage.disk import probe
 from ...storage.store import open_store
 from ..engine.identity import BOOT
-from ..engine.protocol import Engine
+from ..engine.protocol import Engine, GradientEngine
 from ..engines import make_engine
 from .attempt import AttemptOutcome
-from .attempts import Attempts
+from .attempts import Attempts, Work
 from .heartbeat import Heartbeat
 from .metrics import WorkerMetrics, versions
 from .redis_retry import end_tasks, patiently
@@ -57,7 +59,14 @@ class EngineHost:
     `on_death(reason)` is called once, on that thread, if the engine dies unexpectedly.
     """
 
-    def __init__(self, app: Celery, settings: Settings, on_death: Callable[[str], None]):
+    def __init__(
+        self,
+        app: Celery,
+        settings: Settings,
+        on_death: Callable[[str], None],
+        works: Mapping[str, Work] = MappingProxyType({}),
+    ):
+        """`works`: see `Attempts`."""
         self._app = app
         self.settings = settings
         self.started_at = now()
@@ -65,6 +74,7 @@ class EngineHost:
         self._disk_trouble = ""  # why captures or receipts cannot be written
         self._store_trouble = ""  # why captures cannot be written
         self._on_death = on_death
+        self._works = works
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._background: list[asyncio.Task[None]] = []
@@ -204,6 +214,7 @@ class EngineHost:
             BOOT,
             died,
             lambda: self._store_trouble,
+            self._works,
         )
         self._metrics = WorkerMetrics(
             engine.info.name, self._attempts, reconciler, lambda: engine.waiting
@@ -226,11 +237,15 @@ class EngineHost:
         Raises MidstreamError("model_changed"), see `Ledger.publish_model`.
         """
         assert self._engine is not None
-        name, raw = encode_bundle(self._engine.tokenizer)
-        await self._ledger.put_blob(name, raw)
         worker = self._info()
         if starting:
             worker = msgspec.structs.replace(worker, healthy=False, detail="starting")
+        if self.settings.queue == GRADIENTS:
+            gradients = cast(GradientEngine, self._engine).gradients
+            await self._ledger.publish_gradients(gradients, worker)
+            return
+        name, raw = encode_bundle(self._engine.tokenizer)
+        await self._ledger.put_blob(name, raw)
         await self._ledger.publish_model(
             msgspec.structs.replace(self._engine.info, tokenizer=name), worker
         )
@@ -252,6 +267,7 @@ class EngineHost:
             detail=self._trouble,
             stats=self._metrics.stats() if self._metrics is not None else None,
             identity=info.identity,
+            queue=self.settings.queue,
         )
 
     @property

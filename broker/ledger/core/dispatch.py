@@ -1,6 +1,6 @@
 """Priorities and costs of jobs, which decide the order in which they reach the workers.
 
-The ledger decides (`lua/shared/dispatch.lua`). Per model and priority step, at most
+The ledger decides (`lua/shared/dispatch.lua`). Per model, queue and priority step, at most
 `dispatch_window` messages are in the queue, sent but not claimed; the other jobs wait in Redis.
 Every claim picks the next job, of the tenant that has received the least, and sends its message.
 """
@@ -11,7 +11,15 @@ from ....schemas.jobs.sweep_units import Units
 from ...queue.celery_app import PRIORITY_STEPS
 
 #: Clients of the OpenAI-style endpoints wait for an answer; batch jobs are not urgent.
-PRIORITY_OF_KIND = {"chat": 3, "completion": 3, "generate": 6, "sweep": 6, "harvest": 9}
+PRIORITY_OF_KIND = {
+    "chat": 3,
+    "completion": 3,
+    "generate": 6,
+    "sweep": 6,
+    "attribution": 6,
+    "fit": 6,
+    "harvest": 9,
+}
 #: Lower is earlier.
 URGENCY: dict[Priority, int] = {"high": 0, "normal": 1, "low": 2}
 #: Kind of job → priority → step of the queue. `normal` is the default of the kind.

@@ -19,6 +19,7 @@ from ....schemas.base.records import from_json, to_json
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import Job, JobView, State
 from ....schemas.jobs.sweep_units import Units
+from ....schemas.requests.attributions import Queue
 from ....schemas.requests.specs import CaptureStatus
 from .dispatch import cost_of
 from .script_arguments import binary
@@ -44,7 +45,7 @@ SHOWN = 160
 DERIVED = {"id", "steered", "receipts_expected", "callback_url"}
 #: Type of a field → its decoder; fields of other types are JSON.
 TEXT: dict[Any, Callable[[bytes], Any]] = {
-    **dict.fromkeys((str, str | None, CaptureStatus, Priority), bytes.decode),
+    **dict.fromkeys((str, str | None, CaptureStatus, Priority, Queue), bytes.decode),
     **dict.fromkeys((int, int | None), int),
     float: float,
     float | None: float,
@@ -77,7 +78,11 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
 
     `request`: the body as JSON; empty: it is not kept.
     """
-    captures = any(job.captures) or job.sweep is not None or bool(job.global_captures)
+    captures = (
+        any(job.captures)
+        or bool(job.global_captures)
+        or (job.sweep is not None and job.sweep.num_exact > 0)
+    )
     fields = {
         **{name: getattr(job, name) for name in AS_IN_JOB},
         "state": State.QUEUED,
@@ -92,7 +97,7 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
         "receipts": 0,
         "expected": 0,
         "cells": 0,
-        "cells_expected": job.sweep.num_cells if job.sweep is not None else 0,
+        "cells_expected": job.sweep.num_exact if job.sweep is not None else 0,
         "lora": use_of(job.lora),
         # the key names the secret that signs the job's webhooks
         "callback": job.callback and msgspec.structs.replace(job.callback, key=job.key),

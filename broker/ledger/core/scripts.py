@@ -24,9 +24,10 @@ from ....schemas.base.records import now, to_json, to_msgpack
 from ....schemas.base.settings import Settings
 from ....schemas.base.version import __version__
 from ....schemas.jobs.harvests import OVER
-from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State, StoredPrompt
+from ....schemas.jobs.jobs import SWEEPS, TERMINAL, TRANSITIONS, Job, State, StoredPrompt
 from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, LostRange, Receipt
+from ....schemas.requests.attributions import Queue
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.source_runs import Run
 from ....schemas.requests.steering import Module, Proposal
@@ -45,7 +46,7 @@ QUEUED_LOOK_S = 10.0
 SHELVED_S = 10.0
 #: Kinds of job whose workers read the receipts from the ticket: these receipts neither count
 #: towards the job nor fail it.
-READS_RECEIPTS = ("sweep", "harvest")
+READS_RECEIPTS = (*SWEEPS, "fit", "harvest")
 #: Limit on a sweep's events that are not cells. Each attempt adds a few, so it is rarely reached.
 SWEEP_EVENTS = 1000
 #: Retention of the mark of a receipt stream; by then its worker is long gone. (A worker that
@@ -62,6 +63,7 @@ NAMES = (
     "fail",
     "cancel",
     "cancelled",
+    "hand_on",
     "release",
     "release_boots",
     "renew",
@@ -107,8 +109,9 @@ STAMP: dict[State, str] = {
     **dict.fromkeys(TERMINAL, "finished"),
 }
 
-#: Number of the unit, its packed record, and its event as JSON; empty: the unit is not a cell.
-KeptUnit = tuple[int, bytes, bytes]
+#: Number of the unit, its packed record, its event as JSON (empty: it has none), and whether it
+#: is a cell.
+KeptUnit = tuple[int, bytes, bytes, bool]
 
 
 class Registry(Protocol):
@@ -165,6 +168,7 @@ def _tables() -> str:
             f"local QUEUED_LOOK_S = {QUEUED_LOOK_S}",
             f"local SWEEP_EVENTS = {SWEEP_EVENTS}",
             f"local READS_RECEIPTS = {_lua(dict.fromkeys(READS_RECEIPTS, True))}",
+            f"local SWEEPS = {_lua(dict.fromkeys(SWEEPS, True))}",
             f"local MARK_TTL_S = {MARK_TTL_S}",
             f"local SHELVED_S = {SHELVED_S}",
             f"local SHOWN_IDENTITY = {SHOWN_IDENTITY}",
@@ -209,7 +213,9 @@ def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]
 
 def stored_tags(job: Job) -> list[str]:
     """Return the tags under which the job's captures become files; the user's tags first."""
-    result = [] if job.sweep is None else ["base"] if job.sweep.ablation else ["base", "source"]
+    result = ["base", "source"] if job.sweep is not None and job.sweep.num_exact else []
+    if job.sweep is not None and job.sweep.ablation:
+        result = result[:1]
     result += [
         capture.tag
         for captures in job.captures
@@ -324,6 +330,7 @@ def claim(
     global_version: int,
     everyone: bool,
     unreachable: str = "",
+    queue: Queue = "",
 ) -> list[bytes]:
     """Return ARGV of `claim`, with a unique id that identifies the call if redis-py repeats it.
 
@@ -340,6 +347,7 @@ def claim(
         everyone=everyone,
         call=secrets.token_hex(8),
         unreachable=unreachable,
+        queue=queue,
         identity=identity,
         on_model_change=settings.on_model_change,
     )
@@ -383,8 +391,8 @@ def keep_units(
     units: Iterable[KeptUnit],
 ) -> list[bytes]:
     rows = [
-        (number, binary(record), binary(event) if event else False)
-        for number, record, event in units
+        (number, binary(record), binary(event) if event else False, cell)
+        for number, record, event, cell in units
     ]
     return pack(
         settings, id=job_id, attempt=attempt, width=width, ranks=ranks, stages=stages, units=rows

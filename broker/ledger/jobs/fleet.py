@@ -6,7 +6,8 @@ import redis.asyncio
 from ....schemas.base.errors import MidstreamError
 from ....schemas.base.records import from_json, to_json
 from ....schemas.base.settings import Settings
-from ....schemas.jobs.models import SHOWN_IDENTITY, ModelInfo, WorkerInfo
+from ....schemas.jobs.models import SHOWN_IDENTITY, GradientInfo, ModelInfo, WorkerInfo
+from ....schemas.requests.attributions import Queue
 from ....schemas.service.compatibility import OLDEST_WIRE, WIRE
 from ..core import scripts
 from ..core.connection import Connection, reachable
@@ -55,6 +56,19 @@ class Fleet(Connection):
                 "serve this one under another model_name",
                 field="model",
             )
+
+    @reachable
+    async def publish_gradients(self, info: GradientInfo, worker: WorkerInfo) -> None:
+        """Publish what `worker`, a gradient worker, knows of its model, and that it is alive."""
+        await self.redis.hset("ms:gradients", info.model, to_json(info))
+        await self.heartbeat(worker)
+
+    @reachable
+    async def gradients(self, model: ModelInfo) -> GradientInfo | None:
+        """Return what a gradient worker of this very model has published; None: there was none."""
+        raw = await self.redis.hget("ms:gradients", model.name)
+        info = None if raw is None else from_json(raw, GradientInfo)
+        return info if info is not None and info.identity == model.identity else None
 
     @reachable
     async def model(self, name: str) -> ModelInfo | None:
@@ -107,8 +121,8 @@ class Fleet(Connection):
             await pipe.execute()
 
     @reachable
-    async def workers(self) -> list[WorkerInfo]:
-        """Return the workers whose heartbeat is fresh, by id."""
+    async def workers(self, queue: Queue | None = "") -> list[WorkerInfo]:
+        """Return the workers of a queue whose heartbeat is fresh, by id; None: of all queues."""
         raw = await self.redis.hgetall("ms:workers")
         infos = [from_json(raw[name], WorkerInfo) for name in sorted(raw)]
         boots = (
@@ -117,5 +131,7 @@ class Fleet(Connection):
         return [
             info
             for info, boot in zip(infos, boots, strict=True)
-            if boot is not None and boot.decode() == info.boot
+            if boot is not None
+            and boot.decode() == info.boot
+            and (queue is None or info.queue == queue)
         ]

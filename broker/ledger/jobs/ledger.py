@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 import redis.asyncio
@@ -20,8 +20,9 @@ from ....schemas.base.settings import Settings
 from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
 from ....schemas.jobs.fits import FitResult
-from ....schemas.jobs.jobs import Event, Job, JobPage, JobResult, JobView, Output, State
+from ....schemas.jobs.jobs import SWEEPS, Event, Job, JobPage, JobResult, JobView, Output, State
 from ....schemas.jobs.sweeps import UnitRecord
+from ....schemas.requests.attributions import Queue
 from ..core import scripts
 from ..core.aof_barrier import Barrier, persistence_in
 from ..core.connection import reachable as reachable
@@ -165,7 +166,7 @@ class Ledger(Fleet):
         outcome, job_id = scripts.text(reply[:2])
         if outcome == "refused":
             used, allowed, seconds = scripts.text(reply[2:])
-            cells = job.sweep.num_cells if job.sweep is not None else 0
+            cells = job.sweep.num_exact if job.sweep is not None else 0
             raise refusal(
                 job.tenant,
                 job_id,
@@ -271,6 +272,7 @@ class Ledger(Fleet):
             global_version,
             everyone,
             unreachable,
+            self.settings.queue,
         )
         outcome, *rest = await self._scripts.claim(args=arguments)
         if outcome == b"unknown":
@@ -338,6 +340,17 @@ class Ledger(Fleet):
         False: the attempt is stale, or no cancel was requested.
         """
         return await self._report("cancelled", job_id, attempt) == "cancelled"
+
+    async def hand_on(
+        self, job_id: str, attempt: int, queue: Queue, cells: int
+    ) -> Literal["handed_on", "cancelling", "stale"]:
+        """Give the job to the workers of another queue; the attempt does not count.
+
+        `cells`: how many cells of it will be computed exactly. `cancelling`: cancellation was
+        requested; `stale`: the attempt is no longer current. It is not handed on then.
+        """
+        outcome = await self._report("hand_on", job_id, attempt, queue=queue, cells=cells)
+        return cast(Literal["handed_on", "cancelling", "stale"], outcome)
 
     async def release(
         self, job_id: str, attempt: int, unreachable: str = "", later: bool = False
@@ -442,7 +455,7 @@ class Ledger(Fleet):
         written = not self.settings.redis_replicas and Barrier(lossy=True).passed(
             persistence_in(persistence)
         )
-        if view.state is State.EXPIRED or view.kind == "sweep":
+        if view.state is State.EXPIRED or view.kind in SWEEPS:
             return Outcome(view, written=written)
         return Outcome(view, views.result(view, record, outputs, receipts, self.settings), written)
 

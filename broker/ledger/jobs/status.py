@@ -39,7 +39,7 @@ async def read_status(ledger: Ledger, held: int = 0) -> Status:
         ).get(RELAY_KEY).get(REAPER_KEY)
         pipe.zcard("ms:hooks").zrange("ms:hooks", 0, 0, withscores=True)
         counts, live, queued, queues, relay, sweep, pending, first = await pipe.execute()
-    workers = [judged(worker) for worker in await ledger.workers()]
+    workers = [judged(worker) for worker in await ledger.workers(queue=None)]
     at = now()
     return Status(
         version=__version__,
@@ -75,8 +75,11 @@ def _counts(raw: dict[bytes, bytes]) -> dict[str, dict[str, int]]:
 
 
 async def _queue(ledger: Ledger, name: str) -> QueueStatus | None:
-    """Return the status of one queue, `{model}:{step}`; None if it is empty."""
-    model, _, step = name.rpartition(":")
+    """Return the status of one line, `{model}:{step}` or `{model}:{step}.{queue}`; None if it is
+    empty.
+    """
+    model, _, line = name.rpartition(":")
+    step, _, queue = line.partition(".")
     tenants: list[bytes] = await ledger.redis.zrange(f"ms:fair:{name}", 0, -1)
     async with ledger.redis.pipeline(transaction=False) as pipe:
         pipe.scard(f"ms:sent:{name}")
@@ -87,7 +90,13 @@ async def _queue(ledger: Ledger, name: str) -> QueueStatus | None:
         tenant.decode(): count for tenant, count in zip(tenants, waiting, strict=True) if count
     }
     return (
-        QueueStatus(model=model, priority=NAME_OF_STEP.get(step, step), sent=sent, waiting=result)
+        QueueStatus(
+            model=model,
+            priority=NAME_OF_STEP.get(step, step),
+            sent=sent,
+            waiting=result,
+            queue=queue,
+        )
         if sent or result
         else None
     )

@@ -5,13 +5,16 @@ stored and outlive an attempt.
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
+from msgspec import UnsetType
+
 from ....schemas.base.errors import MidstreamError
-from ....schemas.base.records import from_json, to_json, to_msgpack
+from ....schemas.base.records import to_json, to_msgpack
 from ....schemas.base.settings import Settings
-from ....schemas.jobs.jobs import Event, Job
+from ....schemas.jobs.attributions import EstimatedPair
+from ....schemas.jobs.jobs import Event, EventKind, Job
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
 from ....schemas.jobs.sweep_units import Units
-from ....schemas.jobs.sweeps import SweepCell, SweepRequest, SweepResult, UnitRecord
+from ....schemas.jobs.sweeps import SweepCell, SweepResult, UnitRecord
 from ..core import scripts
 from .ledger import Ledger, not_found, reachable, unit_decoder
 
@@ -24,7 +27,7 @@ Kept = Literal["kept", "stale", "cancelling"]
 class SweepSnapshot(NamedTuple):
     """A sweep's request and what is known of its result so far."""
 
-    request: SweepRequest | None  # None: an older server accepted it
+    request: bytes  # as it was sent, JSON; empty: an older server accepted it
     result: SweepResult
     last_event: str  # id of the last event that `result` surely includes; empty: no events
 
@@ -55,11 +58,12 @@ class Sweeps:
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hget(f"ms:job:{job_id}", "request").xrevrange(f"ms:events:{job_id}", count=1)
             raw, newest = await pipe.execute()
-        result = (await self._ledger.result(job_id)).sweep
+        whole = await self._ledger.result(job_id)
+        result = whole.sweep if isinstance(whole.attribution, UnsetType) else whole.attribution
         if result is None:
             raise MidstreamError("not_found", f"job {job_id} is not a sweep")
         return SweepSnapshot(
-            from_json(raw, SweepRequest) if raw else None,
+            raw or b"",
             result,
             newest[0][0].decode() if newest else "",
         )
@@ -101,12 +105,12 @@ class Sweeps:
         self,
         job: Job,
         attempt: int,
-        units: Iterable[tuple[UnitRecord, SweepCell | None]],
+        units: Iterable[tuple[UnitRecord, SweepCell | EstimatedPair | None]],
         ranks: int,
         stages: int,
     ) -> Kept:
-        """Store unit records, in this order, each with its event (none if it is not a cell), and
-        drop their receipts.
+        """Store unit records, in this order, each with its event (none if it is neither a cell nor
+        an estimate), and drop their receipts.
 
         An existing record of a unit is not replaced. `stale`: the attempt is no longer current.
         `cancelling`: the sweep is being cancelled. In both cases nothing of the batch is kept.
@@ -118,11 +122,10 @@ class Sweeps:
             (
                 record.unit,
                 to_msgpack(record),
-                b""
-                if cell is None
-                else to_json(Event(event="cell", data=_data(cell), attempt=attempt)),
+                b"" if shown is None else to_json(_event(shown, attempt)),
+                isinstance(shown, SweepCell),
             )
-            for record, cell in units
+            for record, shown in units
         ]
         outcome = "kept"
         for start in range(0, len(packed), BATCH):
@@ -137,5 +140,7 @@ class Sweeps:
         return cast(Kept, outcome)
 
 
-def _data(cell: SweepCell) -> dict[str, Any]:
-    return {name: getattr(cell, name) for name in cell.__struct_fields__}
+def _event(shown: SweepCell | EstimatedPair, attempt: int) -> Event:
+    data = {name: getattr(shown, name) for name in shown.__struct_fields__}
+    kind: EventKind = "cell" if isinstance(shown, SweepCell) else "estimate"
+    return Event(event=kind, data=data, attempt=attempt)

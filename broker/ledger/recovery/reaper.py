@@ -12,12 +12,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from ....schemas.base.faults import crash_point
 from ....schemas.base.records import now
 from ....schemas.base.settings import Settings
 from ....schemas.base.states import State
+from ....schemas.requests.attributions import Queue
 from ...queue.celery_app import UNACKED, lists_of, queue_of
 from ...queue.messages import job_of_task
 from ..core import scripts
@@ -111,7 +112,7 @@ class Reaper:
         """
         at = now() if at is None else at
         report = ReaperReport()
-        queued: dict[str, list[Queued]] = defaultdict(list)  # by model
+        queued: dict[str, list[Queued]] = defaultdict(list)  # by queue of Celery
         due: list[bytes] = await self._redis.zrangebyscore(
             "ms:live", "-inf", at, start=0, num=SWEEP_LIMIT
         )
@@ -130,16 +131,16 @@ class Reaper:
             result, *record = scripts.text(reply)
             if result in ("gone", "held"):
                 continue
-            model, attempt = record
+            model, attempt, queue = record
             if result == "queued":
-                queued[model].append(Queued(job_id, int(attempt)))
+                queued[queue_of(model, cast(Queue, queue))].append(Queued(job_id, int(attempt)))
             else:
                 getattr(report, result).append(job_id)
                 log.warning("job %s, attempt %s: %s", job_id, attempt, result)
             if result == "requeued":
                 crash_point("sweeper.requeued")
-        for model, jobs in queued.items():
-            report.resent += await self._resend_lost(model, jobs, at)
+        for queue, jobs in queued.items():
+            report.resent += await self._resend_lost(queue, jobs, at)
         report.picked = scripts.text(
             await self._scripts.top_up(args=scripts.pack(self._settings, at))
         )
@@ -189,9 +190,9 @@ class Reaper:
             log.warning("usage counters corrected: %s", "; ".join(differed))
         return differed
 
-    async def _resend_lost(self, model: str, jobs: list[Queued], at: float) -> list[str]:
+    async def _resend_lost(self, queue: str, jobs: list[Queued], at: float) -> list[str]:
         """Send a message again for each of `jobs` that has none; returns their ids."""
-        waiting, read = await self._messages(queue_of(model))
+        waiting, read = await self._messages(queue)
         resent = []
         for job_id, attempt in jobs:
             present = waiting.get(job_id, NOWHERE) >= attempt

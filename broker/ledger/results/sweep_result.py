@@ -64,7 +64,8 @@ def sweep_result(sweep: StoredSweep, records: Records, seconds: float | None) ->
 def sweep_summary(sweep: StoredSweep, records: Records, seconds: float | None) -> SweepSummary:
     """Return the progress of the sweep; arguments as for `sweep_result`."""
     units, pairs = Units(sweep), range(len(sweep.pairs))
-    known = [record for number, record in records.items() if number >= units.first_cell]
+    cells = units.cell_numbers
+    known = [record for number, record in records.items() if number in cells]
     with_value = sum(record.value is not None for record in known)
     return SweepSummary(
         cells=with_value,
@@ -74,7 +75,7 @@ def sweep_summary(sweep: StoredSweep, records: Records, seconds: float | None) -
         metric=sweep.metric,
         base=[_value(records.get(units.base(pair).number)) for pair in pairs],
         source=[_value(records.get(units.source(pair).number)) for pair in pairs],
-        noise_floor=[_noise_floor(sweep, records, pair) for pair in pairs],
+        noise_floor=[noise_floor_of(sweep, records, pair) for pair in pairs],
     )
 
 
@@ -124,11 +125,17 @@ def sweep_cell(sweep: StoredSweep, unit: Unit, record: UnitRecord) -> SweepCell:
     )
 
 
-def _grids(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, Grid]:
+def grid_of(sweep: StoredSweep, pair: int, values: Mapping[int, float | None]) -> dict[Hook, Grid]:
+    """Return a pair's grids from the number of each cell → its value."""
     return {
-        hook: [[_value(records.get(number)) for number in row] for row in rows]
+        hook: [[values.get(number) for number in row] for row in rows]
         for hook, rows in _numbers(sweep, pair).items()
     }
+
+
+def _grids(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, Grid]:
+    numbers = Units(sweep).cells_of(pair)
+    return grid_of(sweep, pair, {number: _value(records.get(number)) for number in numbers})
 
 
 def _neurons(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, list[list[list[int]]]]:
@@ -147,7 +154,7 @@ def _neurons(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, list
 def _numbers(sweep: StoredSweep, pair: int) -> dict[Hook, list[range]]:
     """Return the numbers of a pair's cells, `[layers][columns]`."""
     width, layers = sweep.num_columns, len(sweep.layers)
-    first = Units(sweep).first_cell + pair * len(sweep.hooks) * layers * width
+    first = Units(sweep).cells_of(pair).start
     return {
         hook: [
             range(start, start + width)
@@ -191,7 +198,7 @@ def _pair_result(
         foil=stored.foil_text,
         base=_baseline(stored, records.get(units.base(pair).number)),
         source=_baseline(stored, records.get(units.source(pair).number)),
-        noise_floor=_noise_floor(sweep, records, pair),
+        noise_floor=noise_floor_of(sweep, records, pair),
         noise_probes=sum(
             _value(records.get(unit.number)) is not None for unit in units.noise(pair)
         ),
@@ -208,7 +215,8 @@ def _baseline(pair: StoredPair, record: UnitRecord | None) -> Baseline | None:
     return Baseline(value=record.value, logprob=record.logprob, foil_logprob=record.foil_logprob)
 
 
-def _noise_floor(sweep: StoredSweep, records: Records, pair: int) -> float | None:
+def noise_floor_of(sweep: StoredSweep, records: Records, pair: int) -> float | None:
+    """Return `PairResult.noise_floor`."""
     units = Units(sweep)
     values = [_value(records.get(unit.number)) for unit in units.noise(pair)]
     return noise_floor(
@@ -225,7 +233,7 @@ def _skipped(sweep: StoredSweep, records: Records) -> list[Skipped]:
     for number in sorted(
         number
         for number, record in records.items()
-        if number >= units.first_cell and record.value is None
+        if number in units.cell_numbers and record.value is None
     ):
         cell = units.cell(number)
         assert cell is not None

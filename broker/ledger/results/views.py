@@ -4,15 +4,17 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import from_msgpack, now
 from ....schemas.base.settings import Settings
+from ....schemas.jobs.attributions import AttributionResult
 from ....schemas.jobs.fits import FitResult
 from ....schemas.jobs.jobs import (
+    SWEEPS,
     TERMINAL,
     CaptureResults,
     ConsumerReport,
@@ -26,11 +28,12 @@ from ....schemas.jobs.jobs import (
     State,
 )
 from ....schemas.jobs.receipts import CapturedFile, Receipt, receipt_decoder
-from ....schemas.jobs.sweeps import StoredSweep
+from ....schemas.jobs.sweeps import StoredSweep, SweepResult
 from ....schemas.prompts.selectors import as_ranges
 from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
 from ..core.record import JobRecord
+from .attribution_result import attribution_result
 from .readings import readings
 from .sweep_result import Records, sweep_result
 
@@ -47,7 +50,7 @@ def view(record: JobRecord, settings: Settings) -> JobView:
     fields = {name: getattr(record, name) for name in JobView.__struct_fields__} | {
         "state": State.EXPIRED if record.state in TERMINAL and past else record.state,
         "receipts_expected": record.expected,
-        "prompts": 0 if record.kind in ("sweep", "harvest") else record.prompts,
+        "prompts": 0 if record.kind in (*SWEEPS, "harvest") else record.prompts,
         "run": shown(record.run) if record.run else "",
         "callback_url": record.callback.url if record.callback is not None else None,
         "steered": record.steers or record.everyone,
@@ -67,7 +70,8 @@ def result(
     receipts of one attempt, in any order. `swept`: of a sweep, with its unit records.
     """
     decoded = [receipt_decoder.decode(raw) for raw in receipts]
-    sweep = None
+    sweep: SweepResult | None = None
+    attribution: AttributionResult | UnsetType = UNSET
     if swept is not None:
         decoded += [receipt for unit in swept[1].values() for receipt in unit.receipts]
         seconds = (
@@ -75,8 +79,13 @@ def result(
             if view.generated is not None and view.started is not None
             else None
         )
-        sweep = sweep_result(*swept, seconds)
+        if swept[0].attributed is None:
+            sweep = sweep_result(*swept, seconds)
+        else:
+            attribution = attribution_result(*swept, seconds)
     ticket = sorted(decoded, key=lambda receipt: (receipt.request, receipt.pp, receipt.rank))
+    scored = any(item.scores for item in ticket)
+    reported = record.captures or view.steered or swept is not None or scored
     return JobResult(
         id=view.id,
         model=view.model,
@@ -84,11 +93,10 @@ def result(
         outputs=from_msgpack(outputs, list[Output]) if outputs and view.kind != "fit" else [],
         fit=from_msgpack(outputs, FitResult) if outputs and view.kind == "fit" else UNSET,
         capture_results=capture_results(view, record, ticket, settings),
-        determinism=determinism(view, record, ticket)
-        if record.captures or view.steered or any(item.scores for item in ticket)
-        else None,
+        determinism=determinism(view, record, ticket) if reported else None,
         attempt=view.attempt,
         sweep=sweep,
+        attribution=attribution,
         lora=view.lora,
         **readings(ticket),
         probes=[
@@ -191,7 +199,7 @@ def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
     if view.error is not None:
         return view.error.detail
     if view.capture_status == "pending":
-        if view.kind == "sweep" and view.state is not State.QUEUED:
+        if view.kind in SWEEPS and view.state is not State.QUEUED:
             return f"cells done: {view.cells} of {view.cells_expected}"
         if view.receipts_expected == 0:
             return "no worker has started the job yet"

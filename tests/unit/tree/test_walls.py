@@ -73,8 +73,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "workers": (
         "__main__ remote follower",
         "app",
+        "gradient_jobs",
         "serving",
         "engines demo_model",
+        "gradients",
         "engine",
         "runner",
     ),

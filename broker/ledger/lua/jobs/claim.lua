@@ -2,7 +2,7 @@
 -- args: id, worker, boot, ranks, lease_s, global_version (of the global steering that the worker has applied), everyone (whether it
 --       has entries: then every prompt gets receipts, not only those that the job edits or captures), call (random id of this call),
 --       unreachable (why the worker's artifact store is unavailable; empty: it is not), identity (of the worker's model),
---       on_model_change ('fail' or 'wait')
+--       on_model_change ('fail' or 'wait'), queue (that the worker serves)
 -- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', desired version}
 --         | {'claimed', attempt, spec, time of queueing}
 local id, worker = args.id, args.worker
@@ -15,6 +15,9 @@ if job.state ~= 'queued' then
   if job.state == 'running' and call == args.call then -- a repeat: the connection broke before the reply arrived
     return {'claimed', job.attempt, spec, queued}
   end
+  return {'refused', job.state}
+end
+if job.queue ~= (args.queue or '') then -- a message from before the job was handed on
   return {'refused', job.state}
 end
 if overdue(job) then

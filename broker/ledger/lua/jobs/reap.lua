@@ -1,7 +1,7 @@
 -- Check one job that is due for the reaper.
 -- args: id, capture_timeout, lease_s, up_since (when Redis started: while it was down no lease could be renewed and no receipt settled),
 --       relay_since (since when a relay has been alive; the present time while none is: no receipt can arrive)
--- returns {finding or action, model, attempt}:
+-- returns {finding or action, model, attempt, queue}:
 --   gone | held (not due after all) | queued (look for its message) | late (aborted) | requeued | failed | timed_out | cancelled
 local id, capture_timeout = args.id, args.capture_timeout
 local job = read(id)
@@ -10,14 +10,14 @@ if not job or TERMINAL[job.state] then
   return {'gone'}
 end
 local function answer(what)
-  return {what, job.model, job.attempt}
+  return {what, job.model, job.attempt, job.queue}
 end
 if job.state == 'queued' then
   if overdue(job) then
     fail(job, 'not_started_in_time', LATE, nil, 'aborted')
     return answer('late')
   end
-  if redis.call('ZSCORE', turn('wait', job.model, job.step, job.tenant), id) then
+  if redis.call('ZSCORE', turn('wait', job.model, job.line, job.tenant), id) then
     look_at_queued(job, math.huge)
     return answer('held')
   end
@@ -26,7 +26,7 @@ if job.state == 'queued' then
     send(job)
     return answer('held')
   end
-  redis.call('SADD', turn('sent', job.model, job.step), id) -- including jobs accepted before windows existed
+  redis.call('SADD', turn('sent', job.model, job.line), id) -- including jobs accepted before windows existed
   return answer('queued')
 end
 local grace = args.lease_s

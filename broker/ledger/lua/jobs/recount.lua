@@ -22,22 +22,23 @@ end
 -- Only the required fields are read.
 local look = {}
 function look.live(id)
-  local state, kind, tenant, expected, cells, model, step =
-    unpack(redis.call('HMGET', key('job', id), 'state', 'kind', 'tenant', 'cells_expected', 'cells', 'model', 'step'))
+  local state, kind, tenant, expected, cells, model, step, queue =
+    unpack(redis.call('HMGET', key('job', id), 'state', 'kind', 'tenant', 'cells_expected', 'cells', 'model', 'step', 'queue'))
   if not state or TERMINAL[state] or redis.call('SADD', SEEN, key('job', id)) == 0 then
     return
   end
   tenant = tenant or 'default'
   add(tenant, 'jobs', 1)
-  if kind == 'sweep' then
+  if SWEEPS[kind] then
     add(tenant, 'cells', tonumber(expected) - tonumber(cells))
     add('', 'cells', tonumber(expected) - tonumber(cells))
   end
   if state == 'queued' then
     add('', 'queued', 1)
     step = step or STEPS[kind].normal
-    if not redis.call('ZSCORE', turn('wait', model, step, tenant), id)
-      and redis.call('SISMEMBER', turn('sent', model, step), id) == 0 then
+    local line = (queue or '') == '' and step or step .. '.' .. queue
+    if not redis.call('ZSCORE', turn('wait', model, line, tenant), id)
+      and redis.call('SISMEMBER', turn('sent', model, line), id) == 0 then
       redis.call('ZADD', 'ms:live', now, id)
     end
   end

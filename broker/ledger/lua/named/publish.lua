@@ -3,7 +3,7 @@
 -- returns {'refused', the other worker, its identity ('': it reports none)} | {'published'}
 for _, raw in ipairs(redis.call('HVALS', 'ms:workers')) do
   local other = cjson.decode(raw)
-  if other.worker ~= args.worker and other.model == args.name and other.identity ~= args.identity
+  if other.worker ~= args.worker and (other.queue or '') == '' and other.model == args.name and other.identity ~= args.identity
     and redis.call('GET', key('alive', other.worker)) == other.boot then
     return {'refused', other.worker, other.identity or ''}
   end

@@ -10,7 +10,7 @@ end
 local FIELDS = {
   'state', 'attempt', 'version', 'worker', 'boot', 'lease', 'generated', 'receipts', 'expected',
   'captures', 'steers', 'everyone', 'partial', 'kind', 'model', 'asked', 'prompts', 'retried', 'cells_expected',
-  'tenant', 'priority', 'expires', 'callback', 'step', 'cost', 'cells', 'shelved', 'identity', 'created',
+  'tenant', 'priority', 'expires', 'callback', 'step', 'cost', 'cells', 'shelved', 'identity', 'created', 'queue',
 }
 
 -- The job as a table, or nil if there is none.
@@ -30,6 +30,8 @@ local function read(id)
   -- Jobs from before tenants existed have neither a tenant nor a step.
   job.tenant = job.tenant or 'default'
   job.step = tonumber(job.step) or STEPS[job.kind].normal
+  job.queue = job.queue or '' -- before there were several
+  job.line = job.queue == '' and job.step or job.step .. '.' .. job.queue -- see dispatch.lua
   job.captures = job.captures == '1'
   job.steers = job.steers == '1' or job.everyone == '1' -- by its own entries or by global steering
   return job
@@ -67,7 +69,7 @@ end
 
 -- Maximum length of the job's event stream: a sweep's holds all its cells.
 local function events_kept(job)
-  if job.kind ~= 'sweep' then
+  if not SWEEPS[job.kind] then
     return args.event_limit
   end
   return math.max(args.event_limit, job.cells_expected + SWEEP_EVENTS)

@@ -12,14 +12,15 @@ local function code(char)
   return string.format('_%x_', point)
 end
 
-local function queue_of(model)
-  return 'midstream.' .. string.gsub(model, '[^A-Za-z0-9.-][\128-\191]*', code)
+local function queue_of(job)
+  local name = 'midstream.' .. string.gsub(job.model, '[^A-Za-z0-9.-][\128-\191]*', code)
+  return job.queue == '' and name or name .. '_' .. job.queue
 end
 
 -- Put the job's message into its queue and notify Flower. Every message has a unique tag: its task and the time.
 local function post(job)
   local task = job.attempt == 0 and job.id or job.id .. '.' .. job.attempt
-  local of = {job = job.id, task = task, kind = job.kind, queue = queue_of(job.model), step = job.step, at = args.at}
+  local of = {job = job.id, task = task, kind = job.kind, queue = queue_of(job), step = job.step, at = args.at}
   local list = job.step == 0 and of.queue or of.queue .. SEPARATOR .. job.step
   if type(redis.pcall('LPUSH', list, MESSAGE(of))) == 'table' then
     look_at(job, now) -- refused: a user of an older `users.acl` may not write queues; the reaper may

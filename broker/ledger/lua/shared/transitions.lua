@@ -42,7 +42,7 @@ function on_enter.queued(job)
   redis.call('HDEL', hash, 'worker', 'boot', 'lease', 'started', 'generated', 'partial', 'everyone', 'global_version')
   redis.call('HSET', hash, 'receipts', 0, 'expected', 0)
   job.generated, job.receipts, job.expected, job.partial = nil, 0, 0, nil
-  if job.kind ~= 'sweep' then
+  if not SWEEPS[job.kind] then
     charge(job.id, -(tonumber(redis.call('HGET', key('capture', job.id), 'bytes')) or 0))
     note_capture(job, 'bytes', 0, 'rows', 0)
   end
@@ -60,7 +60,7 @@ local function ended(job, capture_status)
     end
   end
   tally(hash, job.tenant, 'jobs', -1)
-  if job.kind == 'sweep' then
+  if SWEEPS[job.kind] then
     tally_cells(job, job.cells - job.cells_expected)
   end
   event(job, 'done', '{"state":"' .. job.state .. '"}')
@@ -134,9 +134,9 @@ local function await_store(job, why)
     local kind = redis.call('EXISTS', key('capture', job.id)) == 1 and 'capture_failed' or 'intervention_failed'
     fail(job, kind, why .. '; the job has waited ' .. args.store_wait .. ' s for the artifact store (artifact_wait_s)')
   elseif job.state == 'queued' then
-    redis.call('SREM', turn('sent', job.model, job.step), job.id)
+    redis.call('SREM', turn('sent', job.model, job.line), job.id)
     shelve(job)
-    fill(job.model, job.step)
+    fill(job.model, job.line)
   else
     redis.call('HINCRBY', hash, 'excused', 1)
     job.shelved = '1'
@@ -147,9 +147,9 @@ end
 -- The worker's model has another identity than the job's: the job fails, or waits for a worker with its model.
 local function refuse_model(job)
   if args.on_model_change == 'wait' and (job.identity or '') ~= '' then
-    redis.call('SREM', turn('sent', job.model, job.step), job.id)
+    redis.call('SREM', turn('sent', job.model, job.line), job.id)
     shelve(job)
-    fill(job.model, job.step)
+    fill(job.model, job.line)
     return
   end
   local accepted = (job.identity or '') == '' and 'by a version of midstream that recorded no identity of the model'

@@ -5,7 +5,7 @@ registered.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -21,8 +21,9 @@ from ...schemas.jobs.jobs import Event, State
 from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import Module, SteeringTemplate, content_digest
 from ...schemas.requests.trainings import FitEffect, FitPoint, Training
-from .attempt import Attempt, AttemptOutcome
-from .redis_retry import patiently
+from ..engine.protocol import Engine
+from ..serving.attempt import Attempt
+from ..serving.redis_retry import patiently
 
 if TYPE_CHECKING:
     from ..gradients.learn import Fitted
@@ -116,9 +117,8 @@ class FitAttempt:
             training=training,
         )
         view = await patiently(lambda: self._ledger.view(job.id), f"view of {job.id}")
-        if (view.attempt, view.state) != (self._attempt.number, State.RUNNING):
-            cancelled = view.state is State.CANCELLING and view.attempt == self._attempt.number
-            self._attempt.stop(AttemptOutcome.CANCELLED if cancelled else AttemptOutcome.LOST)
+        if view.attempt != self._attempt.number or view.state is not State.RUNNING:
+            self._attempt.refused("cancelling" if view.state is State.CANCELLING else "stale")
         self._attempt.check()
         await patiently(lambda: self._steering.put_module(module, blobs), f"module of {job.id}")
         return module.digest
@@ -136,3 +136,8 @@ def _reason_against(register: str, effect: FitEffect) -> str:
             "or with register='always'"
         )
     return ""
+
+
+async def fit(ledger: Ledger, engine: Engine, attempt: Attempt, fetch: object) -> FitResult:
+    """Run a job of kind `fit`."""
+    return await FitAttempt(ledger, cast(GradientEngine, engine), attempt).run()

@@ -1,0 +1,180 @@
+"""Assembles the estimates of an attribution and compares them with the exact values."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from ....schemas.jobs.attributions import (
+    Agreement,
+    AttributionResult,
+    CheckedCell,
+    EstimatedPair,
+    PairAttribution,
+    Recall,
+)
+from ....schemas.jobs.sweep_units import Units
+from ....schemas.jobs.sweeps import StoredSweep, UnitRecord
+from ....schemas.requests.attributions import Estimate, Why
+from .attribution_cells import Records, adaptive_round, effects, unchanged
+from .sweep_result import grid_of, noise_floor_of, sweep_result
+
+#: A rank correlation of fewer cells says nothing.
+LEAST_CELLS = 3
+
+
+def attribution_result(
+    sweep: StoredSweep, records: Records, seconds: float | None
+) -> AttributionResult:
+    """Return the result so far; arguments as for `sweep_result`."""
+    attribution, exact = sweep.attributed, sweep_result(sweep, records, seconds)
+    assert attribution is not None
+    return AttributionResult(
+        **{name: getattr(exact, name) for name in exact.__struct_fields__},
+        method=attribution.method,
+        steps=attribution.steps,
+        seed=attribution.seed,
+        verify=attribution.verify,
+        estimated=[pair_attribution(sweep, pair, records) for pair in range(len(sweep.pairs))],
+    )
+
+
+def estimated_pair(sweep: StoredSweep, pair: int, record: UnitRecord) -> EstimatedPair:
+    """Return a pair's estimates as readers get them before any cell is computed."""
+    return EstimatedPair(
+        pair=pair, attribution=pair_attribution(sweep, pair, {record.unit: record})
+    )
+
+
+def pair_attribution(sweep: StoredSweep, pair: int, records: Records) -> PairAttribution:
+    """Return the estimates of a pair, and how they agree with the cells in `records`."""
+    units = Units(sweep)
+    record = records.get(units.estimate(pair).number)
+    estimate = None if record is None else record.estimated
+    values = [] if estimate is None else estimate.values
+    estimates = grid_of(sweep, pair, dict(zip(units.cells_of(pair), values, strict=False)))
+    if estimate is None:
+        reason = "" if record is None else record.reason
+        return PairAttribution(estimates=estimates, base=None, source=None, reason=reason)
+    comparison = _Comparison(sweep, pair, estimate, records)
+    adaptive = sweep.attributed is not None and sweep.attributed.method == "adaptive"
+    return PairAttribution(
+        estimates=estimates,
+        base=estimate.base,
+        source=estimate.source,
+        checked=comparison.checked(),
+        all=comparison.agreement(comparison.whys),
+        random=comparison.agreement(estimate.chosen.get("random", ())),
+        recall=comparison.recall(),
+        not_looked_at=adaptive_round(sweep, pair, estimate, records).left if adaptive else None,
+        edges=estimate.edges,
+        features=estimate.features,
+        forwards=estimate.forwards,
+    )
+
+
+class _Comparison:
+    """The chosen cells of a pair: estimates and exact values."""
+
+    def __init__(self, sweep: StoredSweep, pair: int, estimate: Estimate, records: Records) -> None:
+        self._sweep, self._pair, self._records, self._units = sweep, pair, records, Units(sweep)
+        numbers = self._units.cells_of(pair)
+        self._estimates = dict(zip(numbers, estimate.values, strict=False))
+        self._sizes = effects(sweep, pair, estimate)
+        #: number of the cell → why it was chosen
+        self.whys: dict[int, list[Why]] = {}
+        for why, chosen in estimate.chosen.items():
+            for number in chosen:
+                self.whys.setdefault(number, []).append(why)
+        self._verify = None if sweep.attributed is None else sweep.attributed.verify
+        if sweep.attributed is not None and sweep.attributed.method == "adaptive":
+            self.whys = {number: ["adaptive"] for number in numbers if number in records}
+        self._noise = noise_floor_of(sweep, records, pair) or 0.0
+        base = records.get(self._units.base(pair).number)
+        # an exact effect is a difference to the base of the same worker
+        self._nothing = unchanged(
+            sweep.metric, estimate.base if base is None or base.value is None else base.value
+        )
+
+    def checked(self) -> list[CheckedCell]:
+        if self._verify is None:
+            return []
+        limit = self._noise + self._verify.tolerance
+        return [self._cell(number, limit) for number in sorted(self.whys)]
+
+    def _cell(self, number: int, limit: float) -> CheckedCell:
+        unit, record = self._units.cell(number), self._records.get(number)
+        assert unit is not None
+        estimate, exact = self._estimates.get(number), None if record is None else record.value
+        return CheckedCell(
+            hook=self._sweep.hooks[unit.hook],
+            layer=self._sweep.layers[unit.layer],
+            column=unit.column,
+            label=self._sweep.pairs[self._pair].columns[unit.column].label,
+            why=self.whys[number],
+            estimate=estimate,
+            exact=exact,
+            off=estimate is not None and exact is not None and abs(estimate - exact) > limit,
+            reason="" if record is None else record.reason,
+        )
+
+    def _known(self, numbers: Iterable[int]) -> dict[int, float]:
+        """Return the cells that have both values → the size of their exact effect."""
+        return {
+            number: abs(value - self._nothing)
+            for number in numbers
+            if number in self._sizes
+            and (record := self._records.get(number)) is not None
+            and (value := record.value) is not None
+        }
+
+    def agreement(self, numbers: Iterable[int]) -> Agreement | None:
+        known = self._known(numbers)
+        if not known:
+            return None
+        values = [self._estimates[number] or 0.0 for number in known]
+        exact = [self._records[number].value or 0.0 for number in known]
+        return Agreement(
+            cells=len(known),
+            spearman=spearman(values, exact),
+            unchanged=sum(
+                max(effect, self._sizes[number]) <= self._noise for number, effect in known.items()
+            ),
+        )
+
+    def recall(self) -> Recall | None:
+        verify, known = self._verify, self._known(self.whys)
+        if verify is None or not 0 < verify.top < len(known):
+            return None
+        exact = sorted(known, key=lambda number: (-known[number], number))[: verify.top]
+        estimated = [number for number in self._sizes if number in known][: verify.top]
+        found = len({*exact} & {*estimated})
+        return Recall(top=verify.top, known=len(known), found=found, recall=found / verify.top)
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Return Spearman's rank correlation; equal values get the mean of their ranks, because ranks
+    in the order of the cells would agree where nothing does. None for fewer than `LEAST_CELLS`
+    values, or if one side is constant.
+    """
+    if len(first) < LEAST_CELLS:
+        return None
+    ranks = [_ranks(first), _ranks(second)]
+    middle = (len(first) - 1) / 2
+    spreads = [math.fsum((rank - middle) ** 2 for rank in side) for side in ranks]
+    if not all(spreads):
+        return None
+    return math.fsum(
+        (one - middle) * (other - middle) for one, other in zip(*ranks, strict=True)
+    ) / math.sqrt(spreads[0] * spreads[1])
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks, start = [0.0] * len(values), 0
+    while start < len(order):
+        stop = start
+        while stop < len(order) and values[order[stop]] == values[order[start]]:
+            stop += 1
+        for place in order[start:stop]:
+            ranks[place] = (start + stop - 1) / 2
+        start = stop
+    return ranks

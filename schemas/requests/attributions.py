@@ -1,0 +1,107 @@
+"""Attributions: a gradient worker estimates the cells of a sweep, and some of them are then
+computed exactly.
+
+The first-order estimate is attribution patching (Nanda 2023; arXiv:2310.10348), the corrected one
+AtP* (arXiv:2403.00745), `integrated` averages gradients between the two prompts (arXiv:1703.01365),
+and `edges` is edge attribution patching, with `steps` > 1 its integrated form (arXiv:2403.17806).
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ..artifacts.saes import StoredSae
+from ..base.limits import MAX_VERIFIED
+from ..base.records import Record
+from .sweep_paths import PathEnd
+
+#: The queue of a model that a job waits in: that of its vLLM workers, or that of its gradient
+#: workers.
+Queue = Literal["", "gradients"]
+GRADIENTS: Queue = "gradients"
+
+Method = Literal["attribution", "integrated", "edges", "adaptive"]
+#: Why a cell is computed exactly: among the largest estimates, drawn at random, known to be
+#: estimated badly, or chosen by the method `adaptive`.
+Why = Literal["top", "random", "doubtful", "adaptive"]
+
+Chosen = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERIFIED)]
+Tolerance = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
+
+class Verify(Record):
+    """The cells of every pair that are computed exactly, by patching on a vLLM worker."""
+
+    top: Chosen = 20  # with the largest estimated effects
+    random: Chosen = 20  # drawn without replacement from all other cells that can be patched
+    doubtful: Chosen = 10  # where the method is known to fail
+    # estimates that differ from the exact value by more than the noise floor and this are marked;
+    # in the metric's units
+    tolerance: Tolerance = 0.05
+    # of the method `adaptive`: the most cells of a pair; null: a tenth of its grid, and at least 4
+    # times `top`
+    budget: Annotated[int, msgspec.Meta(ge=1, le=MAX_VERIFIED)] | None = None
+
+    @property
+    def most(self) -> int:
+        """The most cells of a pair; those of `adaptive` have `StoredAttribution.budget`."""
+        return self.top + self.random + self.doubtful
+
+
+class StoredAttribution(Record):
+    """The resolved method of an attribution, in its `StoredSweep`."""
+
+    method: Method
+    steps: int  # points between the prompts at which gradients are taken
+    seed: int  # of the random cells
+    keep: int  # how many edges or features are listed, strongest first
+    verify: Verify | None = None
+    budget: int = 0  # of `adaptive`: the most cells of a pair
+    sae: StoredSae | None = None  # estimates are of its features and its error, not of cells
+
+    @property
+    def most(self) -> int:
+        """The most cells of a pair that are computed exactly."""
+        if self.verify is None:
+            return 0
+        return self.budget if self.method == "adaptive" else self.verify.most
+
+
+class Edge(Record):
+    """An edge between two sites. `score`: the estimated effect on the metric, in its units, of
+    replacing what the sender contributes to the receiver, over all positions.
+    """
+
+    sender: PathEnd
+    receiver: PathEnd
+    score: float
+
+
+class FeatureScore(Record):
+    """The estimated effect of one feature of a sparse autoencoder at one position of the patched
+    prompt, in the metric's units.
+    """
+
+    layer: int
+    position: int
+    feature: int  # −1: the autoencoder's error
+    score: float
+
+
+class Estimate(Record):
+    """The estimates of one pair, in the record of its estimate unit.
+
+    A gradient engine returns it with values in nats and without `chosen`.
+    """
+
+    # the metric of the patched and of the other prompt on the gradient worker, in nats
+    base: float
+    source: float | None = None  # null: an ablation
+    # of the pair's cells, in the order of their numbers: the metric with the cell's patch; null:
+    # the column is skipped, or the estimate is not finite; empty for edges and features
+    values: list[float | None] = []
+    doubtful: list[int] = []  # indices in `values`, most doubtful first
+    edges: list[Edge] = []  # strongest first
+    features: list[FeatureScore] = []  # strongest first
+    forwards: float = 0.0  # the time that it took, in forward passes of the two prompts
+    chosen: dict[Why, list[int]] = {}  # numbers of the cells to be computed exactly

@@ -1,0 +1,8 @@
+"""Jobs of the gradient queue: the table of what runs each kind on a gradient worker."""
+
+from collections.abc import Mapping
+
+from ..serving.attempts import Work
+from .fit_attempt import fit
+
+WORKS: Mapping[str, Work] = {"fit": fit}
