@@ -274,6 +274,10 @@ def test_training_stops_when_the_validation_loss_rises(points: Points) -> None:
     assert fitted.losses[-1].step == best.step + 10 * learn.PATIENCE < 200
     assert fitted.steps == best.step
     assert (fitted.losses[-1].loss or 0) < (fitted.losses[1].loss or 0)
+    run = learn._Fit(points, wanted, lambda: None)
+    validation = run._split(examples)[1][::2]
+    total = run._log_probabilities(validation, fitted.tensors).sum()
+    assert -float(total) / (2 * len(validation)) == pytest.approx(best.validation_loss, abs=1e-4)
 
 
 def test_check_ends_a_fit(points: Points) -> None:
@@ -295,6 +299,9 @@ def test_passes_are_bounded_and_change_nothing(
     wanted = stored("vector", layers=[1], examples=targets(12, 33), steps=4)
     whole = learn.fit(points, wanted)
     monkeypatch.setattr(learn, "PASS_TOKENS", 16)
+    passes = learn._passes(wanted.examples)
+    assert all(len(p) * max(len(example.token_ids) for example in p) <= 16 for p in passes)
+    assert [example for p in passes for example in p] == wanted.examples
     cut = learn.fit(points, wanted)
     torch.testing.assert_close(
         whole.tensors[1]["vector"], cut.tensors[1]["vector"], rtol=1e-3, atol=1e-5
