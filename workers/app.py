@@ -43,7 +43,7 @@ from ..schemas.requests.attributions import GRADIENTS
 from ..schemas.service.global_capture import from_settings
 from ..storage.disk import disk_trouble
 from .engine.identity import WorkerLock, with_worker_id
-from .engines import check_options
+from .engines import GRADIENTS, VLLM, check_options
 from .gradient_jobs.works import WORKS
 
 # Importing it registers the remote-control commands.
@@ -229,7 +229,7 @@ def _check(settings: Settings) -> None:
     if not settings.served_model:
         raise SettingsError("MIDSTREAM_MODEL: is required by a worker")
     if (
-        settings.engine == "vllm"
+        settings.engine in (VLLM, GRADIENTS)
         and os.path.isabs(settings.model)
         and not os.path.exists(settings.model)
     ):

@@ -1,4 +1,4 @@
-"""Chooses the engine that a worker hosts: vLLM, or one that an installed package offers."""
+"""Chooses the engine that a worker hosts: vLLM, gradients, or one of an installed package."""
 
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
@@ -9,7 +9,7 @@ from ..schemas.model.banks import asked_hooks
 from .engine.protocol import Engine
 from .runner.base.extensions import check_installed
 
-VLLM = "vllm"
+VLLM, GRADIENTS = "vllm", "gradients"
 #: Entry points of this group are functions or classes that make an `Engine` from the settings.
 GROUP = "midstream.engines"
 
@@ -20,9 +20,13 @@ def make_engine(settings: Settings) -> Engine:
     Raises MidstreamError("engine_failed") where vLLM is not installed, and SettingsError for an
     unknown engine.
     """
-    if settings.engine != VLLM:
+    if settings.engine not in (VLLM, GRADIENTS):
         return cast(Engine, _offered(settings.engine).load()(settings))
     try:
+        if settings.engine == GRADIENTS:
+            from .gradients.engine import GradientEngine
+
+            return GradientEngine(settings)
         from .engine.vllm import VllmEngine
     except ModuleNotFoundError as error:
         raise MidstreamError(
@@ -37,7 +41,7 @@ def check_options(settings: Settings) -> list[str]:
 
     Other engines check their own options. Raises SettingsError, also for an unknown engine.
     """
-    if settings.engine != VLLM:
+    if settings.engine not in (VLLM, GRADIENTS):
         _offered(settings.engine)
         return []
     asked_hooks(settings.hooks)
@@ -63,7 +67,8 @@ def _offered(name: str) -> EntryPoint:
     offers = entry_points(group=GROUP)
     named = [offer for offer in offers if offer.name == name]
     if len(named) != 1:
-        valid = ", ".join([VLLM, *sorted({offer.name for offer in offers} - {VLLM})])
+        own = [VLLM, GRADIENTS]
+        valid = ", ".join([*own, *sorted({offer.name for offer in offers} - {*own})])
         wrong = "several packages offer this engine" if named else "unknown engine"
         raise SettingsError(f"engine={name!r}: {wrong}; valid: {valid}")
     return named[0]

@@ -72,6 +72,8 @@ MODULES = {
     "api": Part("midstream.api", 15.0),
     "callbacks": Part("midstream.broker.callbacks", 15.0),
 }
+#: With the setting `gradients`: a worker whose engine computes gradients.
+GRADIENTS = Part("midstream.workers", 60.0, longest_pause_s=30.0)
 FLOWER = Part("midstream.broker.flower", 5.0, longest_pause_s=30.0)
 #: Secret → the children that get it. The worker gets none, because it may run code that comes with
 #: its model.
@@ -81,10 +83,10 @@ SECRET_HOLDERS = {
     f"{PREFIX}FLOWER_AUTH": {"flower"},
 }
 #: Child → offset of its metrics port from `metrics_port`; the API serves its metrics at /metrics.
-METRICS_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2}
+METRICS_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2, "gradients": 3}
 #: Processes that create work stop first, then the worker, then the relay, which receives the
 #: worker's receipts; Redis stops last.
-STOP_ORDER = ("api", "callbacks", "flower", "worker", "relay")
+STOP_ORDER = ("api", "callbacks", "flower", "gradients", "worker", "relay")
 #: The worker prints this once its engine is up. `/readyz` alone is not enough: an old heartbeat in
 #: Redis could make it report a ready worker too early.
 WORKER_READY = "worker ready"
@@ -474,6 +476,8 @@ class Supervisor:
             self._say("flower is not installed: no dashboard")
         else:
             parts["flower"] = FLOWER
+        if self.settings.gradients:
+            parts["gradients"] = GRADIENTS
         for name, part in parts.items():
             command = [sys.executable, "-P", "-m", part.module]
             yield Child(
@@ -487,8 +491,15 @@ class Supervisor:
 
     def _environment(self, name: str) -> dict[str, str]:
         """Return a child's environment: its own metrics port, and no secrets of other children."""
+        settings = self.settings
+        if name == "gradients":
+            settings = msgspec.structs.replace(
+                settings,
+                engine="gradients",
+                worker_id=f"{settings.worker_id}-gradients" if settings.worker_id else "",
+            )
         environment = (
-            child_environment(self.settings) | self._metrics_port(name) | {MARK: str(self.data)}
+            child_environment(settings) | self._metrics_port(name) | {MARK: str(self.data)}
         )
         return {
             variable: value
@@ -559,6 +570,11 @@ def prepare(settings: Settings, data: Path, say: Say, fixed: Collection[str] = (
     Raises SettingsError that names the setting.
     """
     changes: dict[str, Any] = {"data_dir": str(data)}
+    if settings.gradients and settings.engine != "vllm":
+        raise SettingsError(
+            f"gradients=true with engine={settings.engine!r}: a gradient worker needs workers of "
+            "engine='vllm', whose rows its own are compared with"
+        )
     if settings.engine != "vllm":
         changes["model_name"] = settings.served_model or settings.engine
     elif not settings.model:

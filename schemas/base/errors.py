@@ -40,6 +40,8 @@ STATUS_OF_KIND: dict[str, int] = {
     "worker_lost": 500,  # every attempt ended with the worker's death
     "version_mismatch": 500,  # two parts of Midstream run different versions; the detail names both
     "unavailable": 503,
+    # the gradient worker cannot compute gradients of this model, or has too little memory for them
+    "gradients_refused": 422,
     # a sweep's two prompts differ too little to compute the recovered share of the difference
     "useless_baseline": 422,
     "too_many_cells": 429,  # limit on the cells of waiting and running sweeps

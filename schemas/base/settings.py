@@ -176,6 +176,15 @@ class Settings(Record):
     # with the caveat that they are unproven
     certify: bool = True
 
+    # Gradients
+    # `midstream up` also starts a worker that computes gradients with transformers
+    gradients: bool = False
+    # device of the gradient worker's model: cpu, cuda:N, or `auto`: the GPU with the most free
+    # memory, several GPUs if one is too small, the CPU where there is none
+    gradients_device: str = "auto"
+    # seconds without a job after which the gradient worker drops its model from memory
+    gradients_idle_s: Positive = 600.0
+
     # The data plane
     # hook points to install, separated by commas: fewer cost less in compiled forward passes
     hooks: str = "all"

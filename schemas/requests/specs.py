@@ -43,6 +43,7 @@ from ..prompts.sites import At, SitesSpec
 from ..readings.readings import Reading
 from .harvest_work import HarvestPlace
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
+from .scalars import ScalarSpec, StoredScalar
 
 #: A tag is a folder name: one path segment, so it cannot leave the capture root. (`(?!\n)`, because
 #: Python's `$` also matches before a final line break.)
@@ -74,6 +75,9 @@ class CaptureSpec(SitesSpec):
     replaces `hook` and `layers`. `all_generated` selects the generated tokens that were fed back to
     the model: the last sampled token never is, so n generated tokens give n − 1 rows. `every_n`
     keeps only every n-th generated token, from the first.
+
+    With `of` = `gradient` the rows are d `scalar` / d row, computed by the model's gradient worker
+    from the prompt alone: nothing is generated, and nothing else may be requested.
     """
 
     positions: RequestedPositions = "last_prompt"
@@ -87,6 +91,13 @@ class CaptureSpec(SitesSpec):
     heads: HeadSelector | None = None
     # keep the rows as a source run of this name, for patches; requires the consumer `filesystem`
     run: RunName | None = None
+    of: Literal["activation", "gradient"] = "activation"
+    scalar: ScalarSpec | None = None  # required with `of` = `gradient`
+
+    @property
+    def references(self) -> list[tuple[str, str]]:
+        """(Kind, name) of the registered artifacts that it names."""
+        return [] if self.scalar is None else self.scalar.references
 
 
 FIRST_TOKEN = (
@@ -267,6 +278,8 @@ class StoredCapture(Record, omit_defaults=True):
     heads: list[int] = []  # stored heads, ascending; empty: whole rows
     # destination of a harvest's rows; `consumers` has only `harvest_work.HARVEST`
     harvest: HarvestPlace | None = None
+    # its rows are gradients of this number; null: activations
+    gradient: StoredScalar | None = None
 
     @property
     def bank(self) -> str:
@@ -287,6 +300,12 @@ class StoredCapture(Record, omit_defaults=True):
         if self.row is None:
             return hidden_size
         return len(self.heads) * self.row.width if self.heads else self.row.size
+
+    @property
+    def tensors(self) -> list[str]:
+        """The names of the tensors that its computation needs: those of a scalar's probe."""
+        probe = None if self.gradient is None else self.gradient.probe
+        return [] if probe is None else probe.content.tensors
 
     @property
     def everywhere(self) -> bool:

@@ -23,7 +23,8 @@ def with_worker_id(settings: Settings) -> Settings:
     """Returns the settings with `worker_id` filled in: stable over restarts, and valid as a file
     and node name.
     """
-    needed = settings.worker_id or f"{socket.gethostname()}-{settings.served_model}"
+    kind = "-gradients" if settings.engine == "gradients" else ""
+    needed = settings.worker_id or f"{socket.gethostname()}-{settings.served_model}{kind}"
     return msgspec.structs.replace(settings, worker_id=re.sub(r"[^A-Za-z0-9_.-]", "-", needed))
 
 

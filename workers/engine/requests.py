@@ -104,10 +104,11 @@ def trial_request(
 
 def tensors_of(job: Job, global_steering: GlobalSteering) -> set[str]:
     """Return the names of the tensors that every request of a job needs on the ranks: those of
-    global steering and of the job's probes.
+    global steering, of the job's probes and of the scalars of its gradient rows.
     """
     return {
         *global_steering.tensors,
+        *(name for captures in job.captures for capture in captures for name in capture.tensors),
         *(name for probe in job.probes for name in probe.content.tensors),
     }
 

@@ -90,17 +90,40 @@ class Run:
         }
 
 
-def load(folder: Path, dtype: torch.dtype, device: Any = "cpu") -> Any:
+def load(
+    folder: Path | str,
+    dtype: torch.dtype,
+    device: Any = "cpu",
+    *,
+    config: Any = None,
+    model_class: Any = None,
+    revision: str | None = None,
+) -> Any:
     """Load the checkpoint in `folder` for gradients with respect to rows; its weights have none.
 
-    `device`: a device, or one of accelerate's device maps.
+    `device`: a device, or one of accelerate's device maps. `config` and `model_class` replace those
+    that the checkpoint names. Raises UnsupportedArchitectureError if weights are missing.
     """
-    config = transformers.AutoConfig.from_pretrained(folder)
-    named = (config.architectures or [""])[0]
-    kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
-    model = kind.from_pretrained(
-        folder, dtype=dtype, device_map=device, attn_implementation=attention.NAME
+    if config is None:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    if model_class is None:
+        named = (config.architectures or [""])[0]
+        model_class = getattr(transformers, named, transformers.AutoModelForCausalLM)
+    model, report = model_class.from_pretrained(
+        folder,
+        config=config,
+        revision=revision or "main",
+        dtype=dtype,
+        device_map=None if device == "cpu" else device,
+        attn_implementation=attention.NAME,
+        output_loading_info=True,
     )
+    missing = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
+    if missing:
+        raise UnsupportedArchitectureError(
+            f"transformers' {type(model).__name__} has weights that the checkpoint does not: "
+            f"{missing[0]}"
+        )
     return model.eval().requires_grad_(False)
 
 
@@ -158,7 +181,7 @@ class Points:
             self.absent["mlp_act"] = "the neurons of its experts are in one fused kernel"
         else:
             self._inside["mlp_act"] = Tap(down, "input")
-            self._neurons = _width(layer.get_submodule(down))
+            self._neurons = weight_of(layer.get_submodule(down)).shape[0]
         for name in ("q_proj", "k_proj"):
             self._inside[name] = Tap(self.projections[name].path, "output")  # type: ignore[index]
         present = {*self.taps, *self._inside, "q", "k", "v"}
@@ -212,7 +235,7 @@ class Points:
         return Projection(path, torch.arange(size if part == 0 else keys))
 
     def batch(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return token ids `[batch, longest]`, padded at the end, where no earlier token attends."""
+        """Return token ids `[batch, longest]`, padded at the end: no earlier token sees that."""
         longest = max(map(len, prompts))
         rows = [[*tokens, *[tokens[-1]] * (longest - len(tokens))] for tokens in prompts]
         return torch.tensor(rows, device=self.device)
@@ -340,7 +363,7 @@ def _register(module: nn.Module, tap: Tap, site: Site, visit: _Visit) -> Any:
     return module.register_forward_hook(leaving)
 
 
-def _width(module: nn.Module) -> int:
-    """Return the number of inputs of a linear module; Conv1D's weight is transposed."""
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """Return the weight of a linear module or a Conv1D, `[inputs, outputs]`."""
     weight: torch.Tensor = module.weight
-    return weight.shape[1] if isinstance(module, nn.Linear) else weight.shape[0]
+    return weight.T if isinstance(module, nn.Linear) else weight

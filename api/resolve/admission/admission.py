@@ -278,6 +278,27 @@ def _likely(parsers: Sequence[str]) -> str:
     return f"; its chat template suggests {' or '.join(parsers)}" if parsers else ""
 
 
+def check_alone(parsed: ParsedRequest) -> None:
+    """Raises a 400 for what a request of gradient rows may not have: the gradient worker runs the
+    unedited model on texts, and generates nothing.
+    """
+    beside: dict[str, Any] = {
+        name: getattr(parsed, name) for name in ("steering", "patch", "probes", "lora")
+    }
+    beside |= {name: spec for name, spec in parsed.readings.items() if name != "capture"}
+    beside["messages"] = any(prompt.images for prompt in parsed.prompts)
+    unset = Sampling(max_tokens=parsed.sampling.max_tokens)
+    beside["sampling"] = parsed.sampling != unset
+    for field, given in beside.items():
+        if given:
+            what = {"messages": "an image is", "sampling": "no token is generated: sampling is"}
+            raise invalid(
+                field,
+                f"{what.get(field, 'it is')} not valid with capture.of = 'gradient'",
+                hint="omit it, or submit it as another job",
+            )
+
+
 # --- Captures and steering ------------------------------------------------------------------------
 
 Resolved = tuple[list[list[StoredCapture]], list[list[StoredSteering]], dict[str, bytes]]
@@ -486,6 +507,10 @@ async def admit(
 
     Raises a 400 with the path of the field at fault.
     """
+    if "capture" in parsed.readings:
+        check_alone(parsed)
+        parsed, probes = replace(parsed, sampling=Sampling(max_tokens=1)), ()
+        model = msgspec.structs.replace(model, global_captures=[])
     check_sampling(
         parsed.sampling,
         parsed.sampling_at,
@@ -529,6 +554,7 @@ async def admit(
     )
     named = {name for module in model_state.modules.values() for name in module.tensors}
     named |= {name for probe in probes for name in probe.content.tensors}
+    named |= {name for of_prompt in captures for capture in of_prompt for name in capture.tensors}
     blobs |= {digest_of(data): data for prompt in parsed.prompts for data in prompt.images}
     return Admitted(job, blobs, sorted(named - blobs.keys()))
 

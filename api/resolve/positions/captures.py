@@ -172,6 +172,17 @@ def _heads(spec: CaptureSpec, bounds: Bounds) -> list[int]:
     return heads_of(spec.heads, list(_sites(spec, bounds)), bounds.model)
 
 
+def _of(spec: CaptureSpec, bounds: Bounds) -> None:
+    """Check that the rows are activations: `readings.gradients` resolves the others."""
+    if spec.of != "activation":
+        raise ValueError("gradient rows are served by POST /v1/jobs only")
+
+
+def _scalar(spec: CaptureSpec, bounds: Bounds) -> None:
+    if spec.scalar is not None:
+        raise ValueError("is valid with of = 'gradient' only: omit it, or set of")
+
+
 def _run(spec: CaptureSpec, bounds: Bounds) -> None:
     """Check that a source run is stored as files, which workers may read long after the job."""
     if spec.run is not None and spec.heads is not None:
@@ -196,6 +207,8 @@ CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
     ("positions", positions_of_each),
     ("consumers", _consumers),
     ("run", _run),
+    ("of", _of),
+    ("scalar", _scalar),
 )
 
 
@@ -219,7 +232,7 @@ def resolve_captures(
             "capture.tag",
             f"{spec.tag!r} is the tag of the operator's global capture: choose another",
         )
-    request = [("capture", _captures(spec, bounds, "capture"))] if spec is not None else []
+    request = [("capture", stored_captures(spec, bounds, "capture"))] if spec is not None else []
     for field, captures in [*request, *readings]:
         for index, capture in enumerate(captures):
             per_prompt[index].append(capture)
@@ -243,8 +256,8 @@ def split(captures: Sequence[StoredCapture], model: ModelInfo) -> list[StoredCap
     return [part for capture in captures for part in capture.split(model.inside)]
 
 
-def _captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
-    """Return one capture per prompt."""
+def stored_captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
+    """Return one capture per prompt. Raises a 400 naming the field below `at`."""
     made = apply_rules(CAPTURE_RULES, spec, bounds, at)
     return [
         StoredCapture(

@@ -175,9 +175,15 @@ _SAME = ("model", "capture", "steering", "patch", "lora", "probes")
 
 def _parsed(body: JobRequest | OpenAIRequest, **own: Any) -> ParsedRequest:
     """Return the request with the members that all bodies share; `own`: the others."""
+    same = {name: getattr(body, name) for name in _SAME}
+    readings = {name: spec for name in FIELDS if (spec := getattr(body, name))}
+    if body.capture is not None and body.capture.of == "gradient":
+        if own["kind"] != "generate":
+            raise invalid("capture.of", "gradient rows are served by POST /v1/jobs only")
+        readings["capture"], same["capture"] = body.capture, None
     return ParsedRequest(
-        **{name: getattr(body, name) for name in _SAME},
-        readings={name: spec for name in FIELDS if (spec := getattr(body, name))},
+        **same,
+        readings=readings,
         metadata=body.metadata or {},
         handling=handling_of(body),
         **own,

@@ -1,6 +1,6 @@
 """Resolution of the logit lens, with or without a tuned lens's maps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -50,33 +50,28 @@ async def with_tuned_lens(
 
 async def with_token_ids(spec: LensSpec, codec: Codec) -> LensSpec:
     """Return the lens with ids in place of texts. Raises a 400 for a text that is not one token."""
-    if all(isinstance(token, int) for token in spec.tokens):
-        return spec
-    texts = [token for token in spec.tokens if isinstance(token, str)]
+    named = {f"lens.tokens[{index}]": token for index, token in enumerate(spec.tokens)}
+    return msgspec.structs.replace(spec, tokens=list((await single_tokens(named, codec)).values()))
+
+
+async def single_tokens(named: Mapping[str, NamedToken], codec: Codec) -> dict[str, int]:
+    """Return field → token id, for ids and texts. Raises a 400 for a text that is not one token."""
+    texts = {field: token for field, token in named.items() if isinstance(token, str)}
     try:
-        encoded = iter(await codec.encode(texts, special_tokens=False))
+        encoded = await codec.encode(list(texts.values()), special_tokens=False) if texts else []
     except TooLong as error:
-        raise invalid("lens.tokens", error.detail) from None
-    return msgspec.structs.replace(
-        spec,
-        tokens=[
-            await _one(token, index, encoded, codec) for index, token in enumerate(spec.tokens)
-        ],
-    )
-
-
-async def _one(token: NamedToken, index: int, encoded: Any, codec: Codec) -> int:
-    if isinstance(token, int):
-        return token
-    ids: Sequence[int] = next(encoded)
-    if len(ids) == 1:
-        return ids[0]
-    _, pieces = await codec.decode(list(ids))
-    raise invalid(
-        f"lens.tokens[{index}]",
-        f"{token!r} is {len(ids)} tokens: {', '.join(map(repr, pieces[:8]))}",
-        allowed="a text that is one token, with its leading space, or a token id",
-    )
+        raise invalid(list(texts)[error.index], error.detail) from None
+    result = {field: token for field, token in named.items() if isinstance(token, int)}
+    for (field, text), ids in zip(texts.items(), encoded, strict=True):
+        if len(ids) != 1:
+            _, pieces = await codec.decode(list(ids))
+            raise invalid(
+                field,
+                f"{text!r} is {len(ids)} tokens: {', '.join(map(repr, pieces[:8]))}",
+                allowed="a text that is one token, with its leading space, or a token id",
+            )
+        result[field] = ids[0]
+    return {field: result[field] for field in named}
 
 
 # --- Rules

@@ -17,6 +17,7 @@ from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import Bounds
 from ..prompts.tokenizer import Codec
 from .features import resolve_features, with_sae
+from .gradients import resolve_gradients, with_artifact, with_scalar_tokens
 from .lens import resolve_lens, with_token_ids, with_tuned_lens
 from .readers import resolve_reader
 
@@ -42,6 +43,8 @@ READINGS: dict[str, ReadingKind] = {
     "lens": ReadingKind("lens", resolve_lens, with_tuned_lens, with_token_ids),
     "features": ReadingKind("features", resolve_features, with_sae),
     "readers": ReadingKind("reader", resolve_reader),
+    # rows of gradients: like a reading, it may name an artifact and tokens
+    "capture": ReadingKind("gradient", resolve_gradients, with_artifact, with_scalar_tokens),
 }
 
 
@@ -122,5 +125,11 @@ def _check_served(kind: str, field: str, model: ModelInfo) -> None:
 
 
 def positions_asked(parsed: "ParsedRequest") -> list[tuple[str, RequestedPositions]]:
-    """Return (field, positions) of each reading."""
-    return [(f"{at}.positions", spec.positions) for _, at, spec in _each(parsed)]
+    """Return (field, positions) of each reading, and of the scalar of gradient rows."""
+    found = []
+    for _, at, spec in _each(parsed):
+        scalar = getattr(spec, "scalar", None)
+        found.append((f"{at}.positions", spec.positions))
+        if scalar is not None and scalar.positions is not None:
+            found.append((f"{at}.scalar.positions", scalar.positions))
+    return found

@@ -9,13 +9,13 @@ import asyncio
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.certificates import LawFigure
-from ....schemas.prompts.selectors import HOOKS, Hook
+from ....schemas.prompts.selectors import HOOKS, INSIDE, Hook
 from ...runner.hooks.config_rules import as_served
 from ..options.option_check import accepted
 from .reference import NotComparableError, Reference, Tensors
@@ -29,8 +29,8 @@ FLOORS = {"float32": 1e-4, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 #: Errors of `post_block` are relative to what the layer adds, or to this share of the stream if
 #: that is more, because the stream itself is rounded.
 LEAST_SHARE = 1 / 16
-#: Tensors of transformers' layer that are the residual stream. Tensors of the other hooks are
-#: searched for by their rows.
+#: Tensors of transformers' layer that are the residual stream. Tensors of the other hooks have the
+#: hook's name, or are searched for by their rows.
 STREAM_TENSORS: Mapping[Hook, str] = {"pre_attn": "input", "post_block": "output"}
 #: Seconds that reading the weights and the comparison may take, after the certification run.
 TIMEOUT_S = 300.0
@@ -105,6 +105,19 @@ class Difference(NamedTuple):
             f"{where} differs from transformers' by {self.error:.3g} (tolerance "
             f"{self.tolerance:.2g}, relative)"
         )
+
+
+class Traced(Protocol):
+    """transformers' model of the checkpoint, as `differences` uses it; see `Reference`."""
+
+    @property
+    def routed(self) -> Sequence[bool]: ...
+
+    def trace(self, tokens: Sequence[int], positions: Sequence[int]) -> Sequence[Tensors]: ...
+
+    def round(self, dtype: torch.dtype) -> None: ...
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor: ...
 
 
 class Comparison:
@@ -190,7 +203,7 @@ def _open(source: Source) -> Reference:
 
 
 def differences(
-    reference: Reference, prompts: Sequence[Prompt], head: Head | None, dtype: str
+    reference: Traced, prompts: Sequence[Prompt], head: Head | None, dtype: str
 ) -> list[Difference]:
     """Return all differences, in order of layers and hooks. Raises NotComparableError."""
     exact = [reference.trace(prompt.tokens, prompt.positions) for prompt in prompts]
@@ -241,11 +254,11 @@ def _layer_differences(
     layer: int, rows: Rows, exact: Tensors, rounded: Tensors | None, floor: float, *, median: bool
 ) -> Iterator[Difference]:
     added = (exact["output"] - exact["input"]).norm(dim=-1)
-    for hook in (hook for hook in HOOKS if (hook, layer) in rows):
+    for hook in (hook for hook in (*HOOKS, *INSIDE) if (hook, layer) in rows):
         served = rows[hook, layer]
         names = (
-            [STREAM_TENSORS[hook]]
-            if hook in STREAM_TENSORS
+            [STREAM_TENSORS.get(hook, hook)]
+            if hook in STREAM_TENSORS or hook in exact
             else [name for name, value in exact.items() if value.shape == served.shape]
         )
 

@@ -131,15 +131,7 @@ class Reference:
         that the model may use.
         """
         self._path, self._revision = path, revision
-        self.config = _attempt(
-            "its config", lambda: AutoConfig.from_pretrained(path, revision=revision)
-        )
-        text = self.config.get_text_config()
-        for name, value in overrides.items():
-            (self.config if name in self.config.to_dict() else text).update({name: value})
-        self._class = _class_of(architecture, self.config)
-        if getattr(self.config, "quantization_config", None) is not None:
-            raise NotComparableError("it is quantised, and transformers computes other kernels")
+        self.config, self._class = configured(path, architecture, revision, overrides)
         with torch.device("meta"):
             bare = _attempt("its class", lambda: self._class(copy.deepcopy(self.config)))
         self._layers, stack = _stack(bare, self.config.get_text_config().num_hidden_layers)
@@ -264,6 +256,22 @@ def _recorder(
         keep("output", output)
 
     return record
+
+
+def configured(
+    path: str, architecture: str, revision: str | None, overrides: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Returns a checkpoint's config, with `overrides` in place of its fields, and transformers'
+    class of the model. Raises NotComparableError, also for a quantised checkpoint.
+    """
+    config = _attempt("its config", lambda: AutoConfig.from_pretrained(path, revision=revision))
+    text = config.get_text_config()
+    for name, value in overrides.items():
+        (config if name in config.to_dict() else text).update({name: value})
+    model_class = _class_of(architecture, config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotComparableError("it is quantised, and transformers computes other kernels")
+    return config, model_class
 
 
 def _class_of(architecture: str, config: Any) -> Any:

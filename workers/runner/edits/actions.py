@@ -22,6 +22,7 @@ Kind = Literal[
     "steer",
     "lora",
     "probe",
+    "gradient",
 ]
 
 #: Kind of action → the values that are folded into the checksum. Rejected actions are not folded.
@@ -42,6 +43,7 @@ KINDS: dict[Kind, tuple[str, ...]] = {
         "attempt",
         "crc32 of the scores of all its tokens, and of where its gates were open",
     ),
+    "gradient": ("job", "request", "attempt", "crc32 of what was computed"),
 }
 
 _MASK = (1 << 64) - 1

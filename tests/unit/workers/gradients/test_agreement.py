@@ -1,0 +1,95 @@
+"""The gradient worker's rows are judged as the certificate judges rows: by hook, at its own scale."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from midstream.schemas.base.errors import MidstreamError
+from midstream.workers.engine.proof.comparison import Prompt
+from midstream.workers.gradients import attention
+from midstream.workers.gradients.agreement import Traces, compared, prompt_of
+from midstream.workers.gradients.points import Points
+
+HOOKS = ["pre_attn", "attn_out", "mlp_out", "post_block", "z"]
+TOKENS, POSITIONS = list(range(3, 15)), [0, 2, 5, 11]
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation=attention.NAME,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+
+
+def served_by(points: Points) -> Prompt:
+    """Rows as a vLLM worker would have supplied them, with its own rounding."""
+    rows = Traces(points, HOOKS).trace(TOKENS, POSITIONS)
+    return Prompt(
+        TOKENS,
+        POSITIONS,
+        {
+            (hook, layer): of_layer[hook] * (1 + 1e-6)
+            for layer, of_layer in enumerate(rows)
+            for hook in HOOKS
+        },
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_the_same_model_agree_in_every_hook_and_layer(dtype: str) -> None:
+    points = Points(model_of(getattr(torch, dtype)))
+    found = compared(points, served_by(points), dtype)
+    assert {(item.hook, item.layer) for item in found} == {
+        (hook, layer) for hook in HOOKS for layer in range(3)
+    }
+
+
+def test_a_hook_that_differs_is_refused_with_its_layer_and_figure() -> None:
+    points = Points(model_of())
+    served = served_by(points)
+    served.rows["mlp_out", 1][:] *= 1.001  # type: ignore[index]
+    with pytest.raises(MidstreamError) as refused:
+        compared(points, served, "float32")
+    assert refused.value.kind == "gradients_refused"
+    assert "mlp_out of layer 1 differs from transformers' by 0.001" in refused.value.detail
+    assert "tolerance 0.0001" in refused.value.detail
+
+
+def test_rounding_of_a_huge_first_token_is_no_difference() -> None:
+    model = model_of()
+    model.model.embed_tokens.weight[TOKENS[0]] *= 3e5
+    points = Points(model)
+    served = served_by(points)
+    rounded = {site: row * (1 + 2**-22) for site, row in served.rows.items()}
+    added = served.rows["post_block", 1][0] - served.rows["pre_attn", 1][0]
+    error = rounded["post_block", 1][0] - served.rows["post_block", 1][0]
+    assert error.norm() / added.norm() > 1e-4  # what the layer adds is the wrong scale
+    compared(points, served._replace(rows=rounded), "float32")
+
+
+def test_exact_rows_of_a_bfloat16_model_are_those_in_float32() -> None:
+    model = model_of(torch.bfloat16)
+    expected = Traces(Points(copy.deepcopy(model).float()), HOOKS).trace(TOKENS, POSITIONS)
+    traces = Traces(Points(model), HOOKS)
+    exact = traces.trace(TOKENS, POSITIONS)
+    traces.round(torch.bfloat16)
+    own = traces.trace(TOKENS, POSITIONS)
+    assert torch.equal(exact[2]["post_block"], expected[2]["post_block"])
+    assert not torch.equal(own[2]["post_block"], expected[2]["post_block"])
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+def test_the_prompt_has_its_first_token_among_the_compared_positions() -> None:
+    tokens, positions = prompt_of(100, 30, 512)
+    assert (len(tokens), positions[0], positions[-1]) == (34, 0, 33)
+    assert (min(tokens) >= 12, max(tokens) < 50) == (True, True)
+    assert len(prompt_of(100, 30, 10)[0]) == 9

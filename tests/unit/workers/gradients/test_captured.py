@@ -1,0 +1,154 @@
+"""Gradient rows of a request: which rows, of which scalar, in which dtype and columns."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
+from midstream.schemas.jobs.jobs import Sampling
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.model.banks import RowShape
+from midstream.schemas.requests.scalars import StoredScalar
+from midstream.schemas.requests.specs import StoredCapture
+from midstream.workers.engine.protocol import EngineRequest
+from midstream.workers.gradients import attention
+from midstream.workers.gradients.captured import Rows, rows_of
+from midstream.workers.gradients.points import Points
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2]
+LOGIT = StoredScalar(kind="logit", token=7, foil=8)
+
+
+@pytest.fixture(scope="module")
+def points() -> Points:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        attn_implementation=attention.NAME,
+    )
+    return Points(LlamaForCausalLM(config).eval().requires_grad_(False))
+
+
+def request_of(*captures: StoredCapture) -> EngineRequest:
+    return EngineRequest("job_1", 0, 1, TOKENS, Sampling(max_tokens=1), captures=list(captures))
+
+
+def rows(points: Points, *captures: StoredCapture, **tensors: torch.Tensor) -> list[Rows]:
+    return rows_of(points, request_of(*captures), tensors, "/nowhere", lambda: None)
+
+
+def array(part: Rows, hook: str, layer: int) -> np.ndarray:
+    flat = np.frombuffer(part.rows[hook, layer], dtype=part.dtype)
+    return flat.reshape(len(part.positions), -1)
+
+
+def by_hand(points: Points, scalar: str) -> np.ndarray:
+    """d scalar / d (output of layer 0), `[tokens, hidden]`, by autograd on transformers' model."""
+    kept = []
+
+    def keep(_module: object, _args: object, output: torch.Tensor) -> torch.Tensor:
+        kept.append(output.requires_grad_())
+        return kept[0]
+
+    handle = points.model.model.layers[0].register_forward_hook(keep)
+    logits = points.model(input_ids=torch.tensor([TOKENS])).logits[0]
+    handle.remove()
+    values = {
+        "logit": logits[-1, 7] - logits[-1, 8],
+        "loss": -sum(logits[at - 1].log_softmax(-1)[TOKENS[at]] for at in range(1, len(TOKENS))),
+        "probe": (kept[0][0, [2, 4]] @ torch.arange(16.0)).sum(),
+    }
+    (gradient,) = torch.autograd.grad(values[scalar], kept)
+    return gradient[0].numpy()
+
+
+PROBE = StoredProbe(
+    name="p",
+    digest="",
+    content=ProbeContent("post_block", 0, ["weight", "bias"], ["a", "b"], [None, None]),
+    model="m",
+    action="none",
+)
+SCALARS = {
+    "logit": LOGIT,
+    "loss": StoredScalar(kind="loss", positions=list(range(1, len(TOKENS)))),
+    "probe": StoredScalar(kind="probe", probe=PROBE, label=1, positions=[2, 4]),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_rows_are_those_of_autograd_by_hand(points: Points, name: str) -> None:
+    capture = StoredCapture({"post_block": [0]}, "all_prompt", "t", gradient=SCALARS[name])
+    tensors = {
+        "weight": torch.stack([torch.zeros(16), torch.arange(16.0)]),
+        "bias": torch.zeros(2),
+    }
+    (part,) = rows(points, capture, **tensors)
+    np.testing.assert_allclose(array(part, "post_block", 0), by_hand(points, name), atol=1e-6)
+
+
+def test_only_the_selected_positions_and_heads_are_kept(points: Points) -> None:
+    whole = StoredCapture(
+        {"z": [1]}, "all_prompt", "a", gradient=LOGIT, row=RowShape(heads=4, width=4)
+    )
+    part = StoredCapture(
+        {"z": [1]}, [0, 6], "b", gradient=LOGIT, row=RowShape(heads=4, width=4), heads=[1, 3]
+    )
+    every, chosen = rows(points, whole, part)
+    expected = array(every, "z", 1).reshape(7, 4, 4)[[0, 6]][:, [1, 3]].reshape(2, 8)
+    np.testing.assert_array_equal(array(chosen, "z", 1), expected)
+
+
+def test_rows_that_overflow_the_stored_dtype_are_counted(points: Points) -> None:
+    large = StoredScalar(kind="probe", probe=PROBE, label=0, positions=[2])
+    capture = StoredCapture({"post_block": [0]}, [1, 2], "t", dtype="float16", gradient=large)
+    tensors = {"weight": torch.full((2, 16), 1e6), "bias": torch.zeros(2)}
+    (part,) = rows(points, capture, **tensors)
+    assert part.non_finite == {("post_block", 0): 1}
+
+
+def test_the_finished_capture_has_the_manifest_of_any_capture(points: Points) -> None:
+    capture = StoredCapture({"post_block": [0, 1]}, [2, 5], "t", gradient=LOGIT)
+    ask = request_of(capture)
+    info = ModelInfo(
+        name="m",
+        version="1",
+        architecture="LlamaForCausalLM",
+        num_layers=2,
+        hidden_size=16,
+        vocab_size=32,
+        max_model_len=64,
+        dtype="float32",
+        hooks=[],
+        tokenizer="",
+        identity="i" * 64,
+    )
+    (part,) = rows_of(points, ask, {}, "/nowhere", lambda: None)
+    finished = part.finished(ask, info, "w1")
+    manifest = finished.manifest(finished.sites)
+    assert (manifest.positions, manifest.token_ids, manifest.sites, manifest.dtype) == (
+        [2, 5],
+        [4, 9],
+        {"post_block": [0, 1]},
+        "float32",
+    )
+    assert (manifest.identity, manifest.worker, finished.size) == ("i" * 64, "w1", 256)
+    assert len(finished.rows("post_block", 1)[0]) == 128
+
+
+def test_a_stopped_job_computes_no_further_capture(points: Points) -> None:
+    calls: list[int] = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            raise RuntimeError("stopped")
+
+    capture = StoredCapture({"post_block": [0]}, [1], "t", gradient=LOGIT)
+    with pytest.raises(RuntimeError, match="stopped"):
+        rows_of(points, request_of(capture, capture), {}, "/nowhere", check)

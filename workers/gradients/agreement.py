@@ -1,0 +1,211 @@
+"""Agreement of the gradient worker's rows with the vLLM worker's, hook by hook, on a fixed prompt.
+
+The vLLM worker's rows come from an ordinary capture job in the model's queue. They are judged as
+the certificate judges them (`workers.engine.proof.comparison`). What a layer adds to the stream is
+no scale for the error of `post_block` alone: the first token's norm may be a thousand times that,
+and float32 rounds the stream by as much as 1e-3 of it.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...broker.artifacts.source_run_files import on_disk, run_files, shortfall
+from ...broker.ledger.jobs.captures import Captures
+from ...broker.ledger.jobs.ledger import Ledger, new_job_id
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import now
+from ...schemas.jobs.jobs import TERMINAL, Job, Sampling, State, StoredPrompt
+from ...schemas.jobs.models import ModelInfo
+from ...schemas.prompts.selectors import Hook
+from ...schemas.requests.source_runs import run_key
+from ...schemas.requests.specs import StoredCapture
+from ...storage.store import open_store
+from ..engine.proof.comparison import STREAM_TENSORS, Difference, Prompt, differences
+from ..runner.edits.source_runs import RunStore
+from ..runner.hooks.sites import Site
+from .points import Points
+
+logger = logging.getLogger(__name__)
+
+#: Tag of the capture job, and the tenant that owns it.
+TAG = "gradient-worker"
+#: Tokens of the prompt at most, and about how many of its positions are compared.
+TOKENS, COMPARED = 64, 8
+#: Seconds that a vLLM worker has to begin the capture job, and to end it.
+PATIENCE_S, RUN_S = 30.0, 120.0
+_LOOK_S = 0.25
+_SEED = 1
+
+
+class RowsAwaited(MidstreamError):
+    """No vLLM worker has supplied rows to compare with: the job is tried again later."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("unavailable", detail)
+
+
+class Traces:
+    """The worker's model as `differences` takes it: first its rows in float32, after `round` as
+    they are.
+    """
+
+    def __init__(self, points: Points, hooks: Sequence[Hook]) -> None:
+        self._points, self._exact = points, True
+        self._hooks = list(dict.fromkeys([*STREAM_TENSORS, *hooks]))
+        routes = [
+            any("experts" in name for name, _ in layer.named_modules()) for layer in points.layers
+        ]
+        self.routed = [any(routes[: place + 1]) for place in range(points.num_layers)]
+
+    def trace(
+        self, tokens: Sequence[int], positions: Sequence[int]
+    ) -> list[dict[str, torch.Tensor]]:
+        """Returns for each layer its rows at `positions`, `[positions, width]` float32, by hook."""
+        points = self._points
+        sites = [(hook, layer) for layer in range(points.num_layers) for hook in self._hooks]
+        with _in_float32(points.model if self._exact else None):
+            run = points.run(points.batch([list(tokens)]), sites)
+        rows = [
+            {
+                str(hook): run.rows((hook, layer))[0, list(positions)].float().cpu()
+                for hook in self._hooks
+            }
+            for layer in range(points.num_layers)
+        ]
+        return [of | {name: of[hook] for hook, name in STREAM_TENSORS.items()} for of in rows]
+
+    def round(self, dtype: torch.dtype) -> None:
+        self._exact = False
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("logits are not compared: the hooks determine them")
+
+
+@contextlib.contextmanager
+def _in_float32(model: Any | None) -> Iterator[None]:
+    """Computes in float32 inside the block; weights are widened module by module, which is exact,
+    so that only the largest module's take twice the memory. None: changes nothing.
+    """
+    handles = []
+
+    def widen(module: Any, *_: Any) -> None:
+        kept[module] = [(weight, weight.data) for weight in module.parameters(recurse=False)]
+        for weight, data in kept[module]:
+            weight.data = data.float()
+
+    def restore(module: Any, *_: Any) -> None:
+        for weight, data in kept.pop(module):
+            weight.data = data
+
+    kept: dict[Any, list[Any]] = {}
+    for module in model.modules() if model is not None else ():
+        if next(module.parameters(recurse=False), None) is not None:
+            handles.append(module.register_forward_pre_hook(widen, prepend=True))
+            handles.append(module.register_forward_hook(restore, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def prompt_of(vocab_size: int, num_layers: int, max_model_len: int) -> tuple[list[int], list[int]]:
+    """Returns the prompt's tokens, drawn as the certificate draws its own, and the positions that
+    are compared, ascending from the first.
+    """
+    length = min(max(16, num_layers + 4), TOKENS, max_model_len - 1)
+    generator = np.random.default_rng(_SEED)
+    tokens = generator.integers(vocab_size // 8, vocab_size // 2, size=length).tolist()
+    return tokens, sorted({0, *range(length - 1, 0, -max(1, length // COMPARED))})
+
+
+async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) -> Prompt:
+    """Returns rows that a vLLM worker of the model computed for the fixed prompt, at every layer.
+
+    Raises RowsAwaited while no vLLM worker takes the capture job, and
+    MidstreamError("gradients_refused") if it fails.
+    """
+    tokens, positions = prompt_of(info.vocab_size, info.num_layers, info.max_model_len)
+    layers = list(range(info.num_layers))
+    capture = StoredCapture(sites={hook: layers for hook in hooks}, positions=positions, tag=TAG)
+    job = Job(
+        id=new_job_id(),
+        kind="generate",
+        model=info.name,
+        prompts=[StoredPrompt(token_ids=tokens)],
+        sampling=Sampling(max_tokens=1),
+        created=now(),
+        captures=[capture.split(info.inside)],
+        tenant=TAG,
+        priority="high",
+        expires=now() + PATIENCE_S,
+        identity=info.identity,
+    )
+    await ledger.submit(job, {})
+    try:
+        await _ended(ledger, job.id)
+        rows = await asyncio.to_thread(_read, ledger.settings.artifacts, job.id, info, capture)
+    finally:
+        with contextlib.suppress(MidstreamError):  # retention deletes what is left
+            await Captures(ledger).delete(job.id)
+    return Prompt(tokens, positions, rows)
+
+
+async def _ended(ledger: Ledger, job_id: str) -> None:
+    """Waits until the capture job has succeeded."""
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S + RUN_S
+    while (view := await ledger.view(job_id)).state not in TERMINAL:
+        if asyncio.get_running_loop().time() > deadline:
+            await ledger.request_cancel(job_id)
+            raise RowsAwaited(f"the vLLM worker's rows did not arrive within {RUN_S:g} s")
+        await asyncio.sleep(_LOOK_S)
+    if view.state is State.ABORTED:
+        raise RowsAwaited(f"no vLLM worker of {view.model!r} began within {PATIENCE_S:g} s")
+    if view.state is not State.SUCCEEDED:
+        why = view.error.detail if view.error is not None else view.state
+        raise MidstreamError(
+            "gradients_refused", f"the vLLM worker supplied no rows to compare with: {why}"
+        )
+    if view.steered:
+        raise MidstreamError(
+            "gradients_refused",
+            "global steering is active: the vLLM worker's rows are those of the steered model",
+        )
+
+
+def _read(
+    artifacts: str, job_id: str, info: ModelInfo, capture: StoredCapture
+) -> Mapping[tuple[Hook, int], torch.Tensor]:
+    store, key = open_store(artifacts), run_key(job_id, 0, TAG)
+    sites = [(hook, layer) for hook, layers in capture.sites.items() for layer in layers]
+    runs = RunStore(store, [Site(hook, layer, "single") for hook, layer in sites], info.hidden_size)
+    blobs = on_disk(store, job_id, TAG).get(0, [])
+    if why := shortfall(blobs):
+        raise MidstreamError("gradients_refused", f"the vLLM worker's rows are incomplete: {why}")
+    files = run_files(key, blobs)
+    runs.put(files)
+    return {
+        (hook, layer): runs.rows(key, hook, layer, files.positions).float() for hook, layer in sites
+    }
+
+
+def compared(points: Points, served: Prompt, dtype: str) -> list[Difference]:
+    """Returns the difference of each hook in each layer. Raises MidstreamError("gradients_refused")
+    for the first that is beyond its tolerance.
+    """
+    hooks = list(dict.fromkeys(hook for hook, _ in served.rows))
+    found = differences(Traces(points, hooks), [served], None, dtype)
+    worst = max(found, key=lambda item: item.share)
+    logger.info("%d rows compared with the vLLM worker's; worst: %s", len(found), worst)
+    if not worst.ok:
+        raise MidstreamError(
+            "gradients_refused",
+            f"the vLLM worker's and the gradient worker's rows differ: {worst}",
+        )
+    return found

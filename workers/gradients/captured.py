@@ -1,0 +1,119 @@
+"""Gradient rows of a prompt: from a stored scalar to a capture that the writer takes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from ...schemas.jobs.models import ModelInfo
+from ...schemas.prompts.selectors import Hook
+from ...schemas.requests.scalars import StoredScalar
+from ...schemas.requests.steering import GlobalSteering
+from ...storage.formats.sae_files import folder_of
+from ..engine.protocol import EngineRequest
+from ..engine.ranks.rank_spec import rank_spec
+from ..runner.files.finished_rows import Columns, FinishedCapture
+from ..runner.readings.sae import load as load_sae
+from .points import Points, Site
+from .scalars import FeatureActivation, Logit, Loss, ProbeScore, Scalar, gradient_rows
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The gradient rows of one capture of a request."""
+
+    place: int  # of the capture in the request
+    positions: list[int]
+    dtype: str
+    rows: dict[tuple[str, int], bytes]  # (hook, layer) → `[positions, stored elements]`
+    non_finite: dict[tuple[str, int], int]  # how many rows overflow the stored dtype
+
+    def finished(self, ask: EngineRequest, info: ModelInfo, worker: str) -> FinishedCapture:
+        """Return the capture for the writer."""
+        capture, spec = ask.captures[self.place], rank_spec(ask, GlobalSteering())
+        assert spec is not None, "the request has captures"
+        return FinishedCapture(
+            spec=spec,
+            capture=capture,
+            sites={str(hook): layers for hook, layers in capture.sites.items()},
+            hidden_size=capture.stored_size(info.hidden_size),
+            dtype=self.dtype,
+            positions=self.positions,
+            token_ids=[ask.token_ids[position] for position in self.positions],
+            worker=worker,
+            rank=0,
+            pp=0,
+            stages=1,
+            rows=lambda hook, layer: [memoryview(self.rows[hook, layer])],
+            num_layers=info.num_layers,
+            identity=info.identity,
+            non_finite=self.non_finite,
+            columns=None if capture.row is None else Columns(capture.row, 0, capture.row.size),
+        )
+
+
+def sites_of(ask: EngineRequest) -> list[Site]:
+    """Return the sites of all captures of a request."""
+    every = (capture.sites.items() for capture in ask.captures)
+    return list({(hook, layer) for sites in every for hook, layers in sites for layer in layers})
+
+
+def rows_of(
+    points: Points,
+    ask: EngineRequest,
+    tensors: Mapping[str, torch.Tensor],
+    sae_root: str,
+    check: Callable[[], None],
+) -> list[Rows]:
+    """Return the gradient rows of each capture of a request; captures with the same scalar share a
+    backward pass. `tensors`: those of probes, by name.
+
+    Raises NonFiniteGradient, UnsupportedArchitectureError, and SaeError for changed files.
+    """
+    gradients: dict[bytes, dict[Site, torch.Tensor]] = {}
+    tokens, result = list(ask.token_ids), []
+    for place, capture in enumerate(ask.captures):
+        stored, key = capture.gradient, msgspec.msgpack.encode(capture.gradient)
+        assert stored is not None, "a gradient job captures gradients only"
+        check()
+        if key not in gradients:
+            same = [other.sites for other in ask.captures if other.gradient == stored]
+            sites = [(h, layer) for one in same for h, layers in one.items() for layer in layers]
+            scalar = scalar_of(stored, tensors, sae_root)
+            gradients[key] = gradient_rows(points, tokens, scalar, sites).rows
+        positions = list(capture.select(0, len(tokens), len(tokens)))
+        dtype = points.model.dtype if capture.dtype == "model" else getattr(torch, capture.dtype)
+        chosen = (
+            [slice(None)]
+            if capture.row is None
+            else Columns(capture.row, 0, capture.row.size).chosen(capture.heads)
+        )
+        rows: dict[tuple[str, int], bytes] = {}
+        overflowed: dict[tuple[str, int], int] = {}
+        for hook, layers in capture.sites.items():
+            for layer in layers:
+                whole = gradients[key][hook, layer][positions]
+                kept = torch.cat([whole[:, part] for part in chosen], 1).to(dtype).cpu()
+                rows[hook, layer] = kept.contiguous().view(torch.uint8).numpy().tobytes()
+                overflowed[hook, layer] = int((~kept.isfinite()).any(1).sum())
+        name = str(dtype).removeprefix("torch.")
+        result.append(Rows(place, positions, name, rows, overflowed))
+    return result
+
+
+def scalar_of(stored: StoredScalar, tensors: Mapping[str, torch.Tensor], sae_root: str) -> Scalar:
+    """Return the scalar that `gradient_rows` takes. Raises SaeError for changed files."""
+    if stored.kind == "logit":
+        return Logit(stored.token, stored.foil)
+    if stored.kind == "loss":
+        return Loss(stored.positions)
+    if stored.kind == "probe":
+        assert stored.probe is not None
+        content = stored.probe.content
+        weight, bias = (tensors[name][stored.label] for name in content.tensors)
+        return ProbeScore((content.hook, content.layer), weight, float(bias), stored.positions)
+    assert stored.sae is not None
+    sae = load_sae(folder_of(sae_root, stored.sae.path), stored.sae.digest)
+    site: tuple[Hook, int] = (stored.sae.hook, stored.sae.layer)
+    return FeatureActivation(site, sae, stored.feature, stored.positions)

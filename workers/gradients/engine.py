@@ -1,0 +1,417 @@
+"""The gradient worker's engine: the served checkpoint in transformers, loaded while jobs need it.
+
+One thread computes, one call after the other. The model is compared with the vLLM worker's rows
+whenever it is loaded (`agreement`), and dropped from memory after `gradients_idle_s` without a
+job.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+import zlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from ...broker.ledger.jobs.ledger import Ledger
+from ...broker.receipts.curve import client_keys
+from ...broker.receipts.outbox import Outbox
+from ...schemas.artifacts.saes import StoredSae
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.settings import Settings, SettingsError
+from ...schemas.base.tensors import Tensor, to_numpy
+from ...schemas.base.version import __version__
+from ...schemas.jobs.jobs import Output
+from ...schemas.jobs.models import ModelInfo, TokenizerBundle
+from ...schemas.jobs.receipts import Receipt
+from ...schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
+from ...storage.store import open_store
+from ..engine.checkpoint import check_folder
+from ..engine.identity import BOOT
+from ..engine.model_identity import identity_of
+from ..engine.options.engine_arguments import dtype_of, prepare_environment
+from ..engine.prompts.tokenizer import bundle_of
+from ..engine.proof.comparison import source_of
+from ..engine.protocol import EngineRequest, Fetch, Locate, Progress, StoredArtifact
+from ..engine.vllm import configured
+from ..runner.edits.actions import ActionLedger
+from ..runner.files.layouts import StoreConfig
+from ..runner.files.writer import BOOT_DIGITS, WriteJob, Writer
+from ..runner.hooks.architectures import UnsupportedArchitectureError
+from ..runner.support.build_errors import reason_of
+from ..runner.support.quantisation import quantisation_of
+from . import agreement, captured
+from .loading import free_on, give_back_memory, load_points, refused
+from .points import Points
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+#: Called between steps of a computation; raises if its job was stopped.
+Check = Callable[[], None]
+
+_IDLE_LOOKS = 8  # within `gradients_idle_s`
+FLUSH_S = 5.0  # the longest that the end waits for the relay
+#: Settings of vLLM's engine that do not belong to the model, with values that any machine takes.
+_ALONE = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "executor": "auto",
+    "nodes": 1,
+    "speculative_tokens": 0,
+    "lora_dir": "",
+}
+
+
+class Stopped(Exception):
+    """The job of a computation was stopped."""
+
+
+class GradientEngine:
+    """`workers.engine.protocol.Engine` on transformers, for one rank: it generates no tokens, and
+    no steering applies to it. `run` computes with the model.
+    """
+
+    info: ModelInfo
+    tokenizer: TokenizerBundle
+    enters = False
+    world = 1
+    waiting = 0
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.on_quarantine: Callable[[str], None] = lambda reason: None
+        self._points: Points | None = None
+        self._turn = asyncio.Lock()
+        self._used = time.monotonic()  # when the last computation ended
+        self._steps = self._running = 0
+        self._thread = ThreadPoolExecutor(1, "gradients")
+        self._actions = ActionLedger()
+        self._global = GlobalSteering()
+        self._tensors: dict[str, tuple[Tensor, int]] = {}  # name → tensor, number of holders
+        self._died: asyncio.Future[str] | None = None
+
+    async def start(self) -> None:
+        settings = self._settings
+        self._died = asyncio.get_running_loop().create_future()
+        try:
+            prepare_environment(settings)
+            check_folder(settings)
+            vllm_config, _ = await asyncio.to_thread(
+                configured, msgspec.structs.replace(settings, **_ALONE)
+            )
+            config = vllm_config.model_config
+            quantisation = quantisation_of(vllm_config).name
+            # the rows are compared with the vLLM worker's in any case
+            self._source = source_of(
+                msgspec.structs.replace(settings, compare="auto"), config, quantisation
+            )
+            self.tokenizer = await asyncio.to_thread(bundle_of, config)
+            self.info = ModelInfo(
+                name=settings.served_model,
+                version=__version__,
+                architecture=config.architectures[0],
+                num_layers=config.get_total_num_hidden_layers(),
+                hidden_size=config.get_hidden_size(),
+                vocab_size=config.get_vocab_size(),
+                max_model_len=config.max_model_len,
+                dtype=str(config.dtype).removeprefix("torch."),
+                dtype_reason=dtype_of(settings).why,
+                hooks=[],
+                tokenizer="",
+                quantization=quantisation,
+                identity=await asyncio.to_thread(identity_of, settings, config),
+            )
+        except (MidstreamError, SettingsError):  # their text explains itself
+            raise
+        except Exception as error:
+            raise MidstreamError(
+                "engine_failed", f"the gradient worker did not start: {reason_of(error)}"
+            ) from error
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        data, loop = Path(settings.data_dir).resolve(), asyncio.get_running_loop()
+
+        def fatal(error: Exception) -> None:
+            loop.call_soon_threadsafe(self._die, str(error))
+
+        self._outbox = Outbox(
+            data / "outbox",
+            settings.worker_id,
+            0,
+            settings.relay_url,
+            on_fatal=fatal,
+            curve=client_keys(settings.curve_secret_file, settings.curve_server_key),
+        )
+        store = StoreConfig(
+            store=open_store(settings.artifacts),
+            owner=f"{settings.worker_id}.{BOOT[:BOOT_DIGITS]}.0",
+            segment_limit=settings.segment_limit_kib << 10,
+            segment_bytes=settings.segment_mib << 20,
+            quota=settings.capture_quota_mib << 20,
+        )
+        self._writer = Writer(
+            store, self._outbox, settings.writer_threads, settings.memory_limit_kib << 10
+        )
+        self._ledger = Ledger.connect(settings)
+        self._idle = asyncio.create_task(self._unload_when_idle(), name="idle")
+
+    # -- Computations
+
+    async def run(self, work: Callable[[Points, Check], T]) -> T:
+        """Return what `work(points, check)` returns in the thread that computes.
+
+        Loads the model if it is not in memory. `work` calls `check` often: it raises once the
+        caller was cancelled. Raises MidstreamError("gradients_refused") for a model whose gradients
+        cannot be computed here, RowsAwaited, and what `work` raises.
+        """
+        async with self._turn:
+            self._running += 1
+            try:
+                points = self._points or await self._load()
+                return await self._compute(partial(work, points))
+            except torch.OutOfMemoryError as error:
+                give_back_memory()
+                raise refused(f"memory ran out: {error}") from error
+            except UnsupportedArchitectureError as error:
+                raise refused(str(error)) from error
+            finally:
+                self._running -= 1
+                self._used = time.monotonic()
+
+    async def _load(self) -> Points:
+        began = time.monotonic()
+        served = await self._ledger.model(self.info.name)
+        if served is None or served.identity != self.info.identity:
+            raise agreement.RowsAwaited(f"no vLLM worker serves {self.info.name!r} yet")
+        points = await self._compute(
+            lambda _: load_points(self._source, self.info.dtype, self._settings.gradients_device)
+        )
+        hooks = [hook for hook in points.hooks if hook in served.hooks]
+        rows = await agreement.served_rows(self._ledger, served, hooks)
+        await self._compute(lambda _: agreement.compared(points, rows, self.info.dtype))
+        logger.info("model loaded and compared in %.1f s", time.monotonic() - began)
+        self._points = points
+        return points
+
+    async def _compute(self, work: Callable[[Check], T]) -> T:
+        stopped = threading.Event()
+
+        def check() -> None:
+            if stopped.is_set():
+                raise Stopped
+
+        future = asyncio.get_running_loop().run_in_executor(self._thread, work, check)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            stopped.set()
+            await asyncio.wait([future])  # the next computation must not begin before
+            if not future.cancelled():
+                future.exception()  # it is not reported as lost
+            raise
+
+    async def _unload_when_idle(self) -> None:
+        idle_s = self._settings.gradients_idle_s
+        while True:
+            await asyncio.sleep(idle_s / _IDLE_LOOKS)
+            async with self._turn:
+                if self._points is not None and time.monotonic() - self._used >= idle_s:
+                    self._points = None
+                    await asyncio.to_thread(give_back_memory)
+                    logger.info("model dropped from memory after %.0f s without a job", idle_s)
+
+    def require_memory(self, points: Points, needed: int, what: str) -> None:
+        """Raises MidstreamError("gradients_refused") if `needed` bytes are not free for `what`."""
+        free = free_on(points)
+        if needed > free:
+            raise refused(
+                f"{what} needs about {needed / (1 << 30):.2f} GiB, and {free / (1 << 30):.2f} GiB "
+                "are free: shorten the prompt, or request fewer hooks and layers at a time"
+            )
+
+    def receipt(self, job: str, request: int, attempt: int, content: int, **fields: Any) -> Receipt:
+        """Return the receipt of a computation, and account for it. `content`: the CRC32 of what
+        was computed; `fields`: further fields of the receipt.
+        """
+        self._steps += 1
+        self._actions.fold(self._steps, "gradient", job, request, attempt, content)
+        return Receipt(
+            version=__version__,
+            worker=self._settings.worker_id,
+            boot=BOOT,
+            job=job,
+            request=request,
+            attempt=attempt,
+            rank=0,
+            world=1,
+            tp=0,
+            pp=0,
+            step=self._steps,
+            actions=self._actions.count,
+            checksum=self._actions.checksum,
+            epoch=self._actions.epoch,
+            identity=self.info.identity,
+            status="ok",
+            **fields,
+        )
+
+    def require_unsteered(self, steering: GlobalSteering) -> None:
+        """Raises MidstreamError("gradients_refused") if `steering` would edit a job's rows."""
+        if steering.entries:
+            raise refused(
+                f"global steering version {steering.version} is active, and gradients are those of "
+                "the unsteered model: clear it, or use another worker"
+            )
+
+    async def check(self, ask: EngineRequest) -> None:
+        """Does nothing: no output has a format."""
+
+    async def generate(
+        self, ask: EngineRequest, global_steering: GlobalSteering
+    ) -> AsyncGenerator[Progress, None]:
+        """Compute the gradient rows of one prompt, and pass them on; no token is generated."""
+        self.require_unsteered(global_steering)
+        tensors = {name: torch.tensor(to_numpy(kept)) for name, (kept, _) in self._tensors.items()}
+
+        def work(points: Points, check: Check) -> list[captured.Rows]:
+            return captured.rows_of(points, ask, tensors, self._settings.sae_root, check)
+
+        rows = await self.run(work)
+        crc = crc_of(part for of in rows for part in of.rows.values())
+        receipt = self.receipt(
+            ask.job,
+            ask.request,
+            ask.attempt,
+            crc,
+            trace=ask.trace,
+            global_version=global_steering.version,
+        )
+        builds = [partial(of.finished, ask, self.info, self._settings.worker_id) for of in rows]
+        size = sum(len(part) for of in rows for part in of.rows.values())
+        self._writer.submit(WriteJob(receipt, builds, size))
+        output = Output(
+            index=ask.request,
+            text="",
+            token_ids=[],
+            finish_reason="length",
+            prompt_tokens=len(ask.token_ids),
+        )
+        yield Progress(ask.request, "", [], output)
+
+    async def abort(self, job_id: str, attempt: int) -> None:
+        """Does nothing: a computation ends with its task."""
+
+    # -- What requests name
+
+    async def hold_vectors(
+        self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False, users: Any = ()
+    ) -> None:
+        """Hold tensors for jobs; those of global steering and modules (`pinned`) are not needed."""
+        fetched = {name: await fetch(name) for name in names if not pinned}
+        for name, tensor in fetched.items():
+            self._tensors[name] = (tensor, self._tensors.get(name, (tensor, 0))[1] + 1)
+
+    async def release_vectors(self, names: Sequence[str], *, pinned: bool = False) -> None:
+        for name in names if not pinned else ():
+            tensor, users = self._tensors.pop(name)
+            if users > 1:
+                self._tensors[name] = (tensor, users - 1)
+
+    async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
+        if keys:
+            raise MidstreamError("invalid_request", "a gradient job takes no source runs")
+
+    async def release_runs(self, keys: Sequence[str]) -> None:
+        """Does nothing: none is held."""
+
+    def held_runs(self) -> list[str]:
+        return []
+
+    async def hold_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
+        """Accept sparse autoencoders, which a computation reads itself."""
+        if not all(isinstance(artifact, StoredSae) for artifact in artifacts):
+            raise MidstreamError("invalid_request", "a gradient job takes no adapter", field="lora")
+
+    async def release_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
+        """Does nothing: none is held."""
+
+    # -- Steering: this worker follows its versions, so that it may claim jobs, and applies none
+
+    async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
+        return [RankApplied(rank=0, ok=True)]
+
+    async def commit_global(self, steering: GlobalSteering) -> list[RankApplied]:
+        self._global = steering
+        return [RankApplied(rank=0, ok=True)]
+
+    async def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> list[RankApplied]:
+        return [RankApplied(rank=0, ok=True)]
+
+    async def steering_status(self) -> list[RankSteering]:
+        totals = self._writer.totals
+        status = RankSteering(
+            rank=0,
+            tp=0,
+            pp=0,
+            step=self._steps,
+            checksum=self._actions.checksum,
+            actions=self._actions.count,
+            epoch=self._actions.epoch,
+            global_version=self._global.version,
+            global_digest=self._global.digest,
+            modules={},
+            rows_used=0,
+            rows=0,
+            entries_used=0,
+            entries=0,
+            vectors=len(self._tensors),
+            requests=self._running,
+            outbox=self._outbox.depth(),
+            backlog=self._writer.backlog,
+            running=self._running,
+            captured_rows=totals["captured_rows"],
+            captured_bytes=totals["captured_bytes"],
+        )
+        return [status]
+
+    async def restart_ledgers(self) -> None:
+        self._actions.restart()
+
+    async def same_content(self) -> bool:
+        return True
+
+    # -- The end
+
+    def _die(self, reason: str) -> None:
+        if self._died is not None and not self._died.done():
+            self._died.set_result(reason)
+
+    async def failed(self) -> str:
+        assert self._died is not None, "start() first"
+        return await asyncio.shield(self._died)
+
+    async def shutdown(self) -> None:
+        """Stop computing, once rows and receipts are written and sent."""
+        self._idle.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._idle
+        await asyncio.to_thread(self._writer.close)
+        await asyncio.to_thread(self._outbox.flush, FLUSH_S)
+        await asyncio.to_thread(self._outbox.close)
+        await self._ledger.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def crc_of(parts: Iterable[bytes]) -> int:
+    """Return the CRC32 over `parts`, in order."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc

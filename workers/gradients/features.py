@@ -1,0 +1,90 @@
+"""Effects of a sparse autoencoder's features, and of what it does not reconstruct.
+
+A row is scale · decoder(activations) + shift + error; the effect of a feature is the difference of
+its activations, times its decoder row at the patched prompt's scale, times the gradient (Marks et
+al. 2024, arXiv:2403.19647). All effects of a place, with that of the error, sum to the effect of
+its row.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...schemas.jobs.sweeps import StoredSweep
+from ..runner.readings.sae import NORMALISATIONS, Autoencoder
+from .attribution import Pair
+from .columns import rows_at
+from .points import Points, Site
+from .scalars import require_finite
+
+#: Rows that are encoded at a time for their mean.
+_ROWS = 64
+
+
+class FeatureEffects(NamedTuple):
+    """Effects in the metric's units. Skipped columns have index −1 and NaN."""
+
+    indices: np.ndarray  # int64 [columns, k]: the largest |effect| first
+    effects: np.ndarray  # float64 [columns, k]
+    rest: np.ndarray  # float64 [columns]: sum over all other features
+    error: np.ndarray  # float64 [columns]
+
+
+def feature_effects(
+    points: Points, sweep: StoredSweep, number: int, site: Site, sae: Autoencoder, top: int
+) -> FeatureEffects:
+    """Return the effects at one site of pair `number`: the `top` features of each column.
+
+    In an ablation with zeros, activations and error are zero, and the biases stay; with `mean`,
+    activations are the mean over the prompt. Raises PairError and NonFiniteGradient.
+    """
+    pair = Pair(points, sweep, number, sites=[site])
+    source = pair.run_source()
+    run = pair.run_base()
+    value = pair.metric.value(run.logits)
+    pair.require_slope()
+    scale = pair.scale(value.item(), None if source is None else source.value)
+    slopes = rows_at(run.gradients(value)[site].float().sum(0), pair.columns.base)
+    base, differences = pair.replaced(site, run)
+    require_finite({site: differences * slopes})
+    sae, columns = sae.to(base.device), pair.columns
+    prompt = run.rows(site)[0, : len(pair.stored.base)].float()
+    mean = (
+        torch.stack([sae.encode(rows).sum(0) for rows in prompt.split(_ROWS)]).sum(0) / len(prompt)
+        if sweep.ablation == "mean"
+        else None
+    )
+    count = min(top, sae.form.d_sae)
+    result = FeatureEffects(
+        np.full((len(columns.member), count), -1),
+        np.full((len(columns.member), count), np.nan),
+        *(np.full(len(columns.member), np.nan) for _ in range(2)),
+    )
+    for column, member in enumerate(columns.member):
+        if column in columns.skipped:
+            continue
+        places = member.bool().to(base.device)
+        rows, slope = base[places], slopes[places]
+        scaled = NORMALISATIONS[sae.form.normalize_activations](rows)
+        with torch.enable_grad():
+            active = sae.encode(rows).requires_grad_()
+            decoded = sae.decode(active)
+            (gain,) = torch.autograd.grad(decoded, active, slope * scaled.scale)
+        active = active.detach()
+        if sweep.ablation == "zeros":
+            goal = torch.zeros_like(active)
+        else:
+            goal = sae.encode(rows + differences[places] / sweep.alpha) if mean is None else mean
+        effects = (sweep.alpha * (goal - active).double() * gain.double()).sum(0) * scale
+        chosen = effects.abs().topk(count).indices
+        lost = rows - (decoded.detach() * scaled.scale + scaled.shift)
+        whole = (differences[places].double() * slope).sum() * scale
+        error = whole - effects.sum()
+        if sweep.ablation == "zeros":
+            error = -sweep.alpha * (lost.double() * slope).sum() * scale
+        result.indices[column] = chosen.cpu().numpy()
+        result.effects[column] = effects[chosen].cpu().numpy()
+        result.rest[column] = (effects.sum() - effects[chosen].sum()).item()
+        result.error[column] = error.item()
+    return result

@@ -1,0 +1,122 @@
+"""Loads the served checkpoint in transformers, where there is memory for it."""
+
+import copy
+import ctypes
+import gc
+from typing import NamedTuple
+
+import torch
+
+from ...schemas.base.errors import MidstreamError
+from ..engine.proof.comparison import Source
+from ..engine.proof.reference import NotComparableError, configured, free_bytes
+from ..runner.hooks.architectures import UnsupportedArchitectureError
+from .points import Points, load
+
+#: dtypes in which gradients are computed.
+DTYPES = ("float32", "bfloat16")
+#: Memory that a model takes while it is loaded, in multiples of its weights.
+_LOADING = 1.1
+GIB = 1 << 30
+
+
+def refused(why: str) -> MidstreamError:
+    return MidstreamError("gradients_refused", why)
+
+
+class Device(NamedTuple):
+    """Where the model goes, as transformers' `device_map`; and the bytes that are free there."""
+
+    place: str
+    free: int
+
+
+def load_points(source: Source, dtype: str, setting: str) -> Points:
+    """Load the checkpoint. `setting`: the setting `gradients_device`.
+
+    Raises MidstreamError("gradients_refused") for a checkpoint whose gradients cannot be computed
+    here, with the reason.
+    """
+    if source.refused:
+        raise refused(f"its gradients are not computed: {source.refused}")
+    if dtype not in DTYPES:
+        raise refused(f"gradients are computed in {' or '.join(DTYPES)}; the model is in {dtype}")
+    try:
+        config, model_class = configured(
+            source.path, source.architecture, source.revision, source.overrides
+        )
+        with torch.device("meta"):
+            bare = model_class(copy.deepcopy(config))
+        Points(bare)  # an unknown architecture is refused before its weights are read
+        needed = sum(weight.numel() for weight in bare.parameters())
+        needed = int(_LOADING * needed * getattr(torch, dtype).itemsize)
+        place = device_for(needed, dtype, setting).place
+        model = load(
+            source.path,
+            getattr(torch, dtype),
+            place,
+            config=config,
+            model_class=model_class,
+            revision=source.revision,
+        )
+        return Points(model)
+    except (NotComparableError, UnsupportedArchitectureError) as error:
+        raise refused(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise refused(f"memory ran out while the weights were read: {error}") from error
+
+
+def device_for(needed: int, dtype: str, setting: str) -> Device:
+    """Return the device for `needed` bytes of weights: the one that `setting` names; for `auto`
+    the GPU with the most free memory, all GPUs if only together they have enough, or the CPU where
+    there is none.
+
+    Raises MidstreamError("gradients_refused") with the figures if the memory is not there.
+    """
+    gpus = {
+        f"cuda:{index}": torch.cuda.mem_get_info(index)[0]
+        for index in range(torch.cuda.device_count())
+    }
+    devices = [Device("cpu", free_bytes())]
+    if setting == "auto" and gpus:
+        devices = [Device(name, gpus[name]) for name in sorted(gpus, key=lambda name: -gpus[name])]
+        devices = [devices[0], Device("auto", sum(gpus.values()))]
+    elif setting not in ("auto", "cpu"):
+        if setting not in gpus:
+            have = ", ".join(["cpu", *gpus])
+            raise refused(f"gradients_device={setting!r} does not exist here; valid: auto, {have}")
+        devices = [Device(setting, gpus[setting])]
+    for device in devices:
+        if needed <= device.free:
+            return device
+    where = {"auto": "all GPUs together"}.get(devices[-1].place, devices[-1].place)
+    raise refused(
+        f"its weights take {needed / GIB:.1f} GiB in {dtype}, and {devices[-1].free / GIB:.1f} GiB "
+        f"are free on {where} (settings gradients_device, dtype)"
+    )
+
+
+def free_on(points: Points) -> int:
+    """Return the bytes that are free for activations where the model is; of several GPUs, on the
+    one with the least.
+    """
+    devices = {weight.device for weight in points.model.parameters() if weight.is_cuda}
+    if not devices:
+        return free_bytes()
+    free: int = min(
+        torch.cuda.mem_get_info(device)[0]
+        + torch.cuda.memory_reserved(device)
+        - torch.cuda.memory_allocated(device)
+        for device in devices
+    )
+    return free
+
+
+def give_back_memory() -> None:
+    """Return the memory of dropped tensors to the device and to the operating system."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed memory
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,89 @@
+"""Estimate of the memory of a run with gradients, before it starts.
+
+What autograd keeps is measured, not derived: three short runs give its bytes as a quadratic
+polynomial in the number of tokens, which holds for any architecture, dtype and attention kernel.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .points import Points, Site
+
+#: Lengths of the runs that are measured, in tokens.
+_LENGTHS = (16, 32, 64)
+#: Layers' worth of kept tensors that a pass holds beside them: the temporaries of the layer that it
+#: computes, and their gradients.
+_WORKING_LAYERS = 3
+#: Bytes of a logit: in the model's dtype, in float64, its logarithm and their gradients.
+_PER_LOGIT = 48
+#: What the allocator and the libraries may take beyond this, once.
+SLACK_BYTES = 64 << 20
+
+
+class Memory(NamedTuple):
+    """Bytes of one pass forward and back."""
+
+    parameters: int
+    activations: int  # that autograd keeps
+    gradients: int  # of the rows of sites, and these rows in the source run
+    working: int  # temporaries, logits, slack
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class Footprint:
+    """The memory of a loaded model's runs. `memory` is an upper bound of the peak, and at most
+    about twice as much for runs whose kept tensors exceed `SLACK_BYTES`.
+    """
+
+    def __init__(self, points: Points) -> None:
+        """Run the model three times on short prompts."""
+        model = points.model
+        self._points = points
+        self._weights = {id(part.untyped_storage()): part for part in model.parameters()}
+        self._weights |= {id(part.untyped_storage()): part for part in model.buffers()}
+        self._parameters = sum(part.nbytes for part in {*model.parameters(), *model.buffers()})
+        self._item = next(model.parameters()).element_size()
+        kept = [self._kept(length) for length in _LENGTHS]
+        self._curve = np.polyfit(_LENGTHS, kept, 2)
+
+    def _kept(self, length: int) -> int:
+        """Return the bytes that autograd keeps for a prompt, beside the model's own tensors."""
+        owned = {tensor.untyped_storage().data_ptr() for tensor in self._weights.values()}
+        seen: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in owned:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        tokens = self._points.batch([[0] * length])
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            run = self._points.run(tokens, [("pre_attn", 0)], grad=True)
+        del run
+        return sum(seen.values())
+
+    def memory(
+        self, tokens: int, batch: int = 1, sites: Collection[Site] = (), kept: int = 1
+    ) -> Memory:
+        """Return the memory of a run of `batch` prompts of `tokens` tokens.
+
+        `sites`: whose gradients are computed; `kept`: positions whose logits are computed.
+        """
+        points = self._points
+        activations = batch * max(float(np.polyval(self._curve, tokens)), 0.0)
+        rows = sum(points.width(hook) for hook, _ in sites) * tokens * batch * self._item
+        logits = batch * kept * points.model.config.get_text_config().vocab_size * _PER_LOGIT
+        layer = activations / points.num_layers
+        return Memory(
+            self._parameters,
+            int(activations),
+            2 * rows,
+            int(_WORKING_LAYERS * layer) + logits + SLACK_BYTES,
+        )
