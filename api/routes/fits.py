@@ -11,9 +11,11 @@ from ...schemas.access.keys import Caller
 from ...schemas.base.records import now, to_json
 from ...schemas.jobs.fits import FitRequest
 from ...schemas.jobs.jobs import Job, JobResult, JobView, Sampling
+from ...schemas.requests.attributions import GRADIENTS
 from ..context import AppContext
 from ..resolve.admission.admission import handled
 from ..resolve.admission.fits import resolve_fit
+from ..resolve.admission.gradients import check_gradients
 from ..web.auth import needs
 from ..web.body import JsonRequest
 from .jobs import SUBMIT_ERRORS, Key, Prefer, answer_submission
@@ -46,6 +48,10 @@ async def post_fit(
 ) -> Response[JobView]:
     info, idempotency = await context.model(data.model), request.idempotency(key)
     if not (idempotency and (job_id := await context.ledger.repeated(idempotency))):
+        fit = await resolve_fit(data, info, await context.codec(info))
+        state = await context.model_state(info.name, [], caller)
+        gradients = await context.ledger.gradients(info)
+        check_gradients({"hook": fit.hook}, info, gradients, bool(state.global_steering.entries))
         job = Job(
             id=new_job_id(),
             kind="fit",
@@ -54,9 +60,9 @@ async def post_fit(
             sampling=Sampling(max_tokens=1),
             created=now(),
             metadata=data.metadata,
-            fit=await resolve_fit(data, info, await context.codec(info)),
+            fit=fit,
             identity=info.identity,
-            queue="gradients",
+            queue=GRADIENTS,
             **handled(data, caller),
         )
         job_id = await context.accept(job, info, {}, idempotency, request=to_json(data))

@@ -7,8 +7,10 @@ import msgspec
 import pytest
 
 from midstream.api.resolve.admission import fits
+from midstream.api.resolve.admission.gradients import check_gradients
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.fits import FitRequest, FitTokens, StoredModuleFit
+from midstream.schemas.jobs.models import GradientInfo
 from tests.unit.api.resolve.test_sweep_plan import CODEC, model
 
 HERE, THERE = ["The Eiffel Tower is in"] * 8, ["The Colosseum is in"] * 8
@@ -129,3 +131,11 @@ def test_hooks_inside_attention_are_refused() -> None:
     with pytest.raises(MidstreamError) as refused:
         asyncio.run(fits.resolve_fit(body, info, CODEC))
     assert refused.value.field == "hook"
+
+
+def test_global_steering_is_a_conflict() -> None:
+    served = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
+    check_gradients({"hook": "post_block"}, model(), served, steered=False)
+    with pytest.raises(MidstreamError, match="global steering") as refused:
+        check_gradients({"hook": "post_block"}, model(), served, steered=True)
+    assert refused.value.kind == "conflict"
