@@ -20,6 +20,7 @@ from ..schemas.base.version import __version__
 from . import openapi
 from .context import context_of, open_context
 from .routes import (
+    attributions,
     captures,
     completions,
     feed,
@@ -58,6 +59,7 @@ ROUTES = [
     *probes.ROUTES,
     *sweeps.ROUTES,
     *fits.ROUTES,
+    *attributions.ROUTES,
     *harvests.ROUTES,
     *webhooks.ROUTES,
     *keys.ROUTES,

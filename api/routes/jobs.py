@@ -278,6 +278,7 @@ PATHS = {
     "completion": "/v1/completions",
     "chat": "/v1/chat/completions",
     "sweep": "/v1/sweeps",
+    "attribution": "/v1/attributions",
 }
 
 

@@ -11,15 +11,24 @@ from ...broker.ledger.jobs.sweeps import Sweeps
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import from_json, now, to_json
+from ...schemas.jobs.attributions import AttributionRequest
 from ...schemas.jobs.jobs import Job, JobResult, JobView, Sampling
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.jobs.sweep_units import Units
 from ...schemas.jobs.sweep_views import PlannedColumn, PlannedPair, SweepPlan, SweepView
 from ...schemas.jobs.sweeps import StoredPair, StoredSweep, SweepRequest
+from ...schemas.requests.attributions import GRADIENTS
 from ..context import AppContext
 from ..resolve.admission.admission import handled
 from ..resolve.edits.loras import named_lora
+from ..resolve.readings.saes import named_sae
 from ..resolve.sweeps.alignment import CLEAN, CORRUPT
+from ..resolve.sweeps.attribution import (
+    attributed,
+    check_gradients,
+    check_method,
+    on_its_site,
+)
 from ..resolve.sweeps.plan import Planned, plan_sweep
 from ..web.auth import needs, seen
 from ..web.body import JsonRequest
@@ -29,7 +38,9 @@ from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, JobId, Key, Prefer, answer_sub
 async def submit_sweep(
     context: AppContext, body: SweepRequest, idempotency: tuple[str, str] | None, caller: Caller
 ) -> str:
-    """Submit a sweep like `AppContext.submit`. Raises MidstreamError, also `too_many_cells`."""
+    """Submit a sweep or an attribution like `AppContext.submit`. Raises MidstreamError, also
+    `too_many_cells`.
+    """
     info = await context.model(body.model)
     if idempotency and (known := await context.ledger.repeated(idempotency)):
         return known  # its cells are counted already
@@ -38,7 +49,7 @@ async def submit_sweep(
     sweep, blobs = await _planned(context, body, info, caller)
     job = Job(
         id=new_job_id(),
-        kind="sweep",
+        kind="sweep" if sweep.attributed is None else "attribution",
         model=info.name,
         prompts=[],
         sampling=Sampling(max_tokens=1),
@@ -48,6 +59,7 @@ async def submit_sweep(
         lora=lora,
         probes=probes,
         global_captures=info.global_captures,
+        queue="" if sweep.attributed is None else GRADIENTS,
         identity=info.identity,
         **handled(body, caller),
     )
@@ -59,9 +71,20 @@ async def _planned(
     context: AppContext, body: SweepRequest, info: ModelInfo, caller: Caller
 ) -> Planned:
     global_steering = (await context.model_state(info.name, [], caller)).global_steering
-    return await plan_sweep(
+    sae = None
+    if isinstance(body, AttributionRequest):
+        check_method(body)
+        if body.sae is not None:
+            sae = (await named_sae(body.sae, "sae", info, context.ledger)).stored()
+            body = on_its_site(body, sae)
+        gradients = await context.ledger.gradients(info)
+        check_gradients(body, info, gradients, bool(global_steering.entries))
+    planned = await plan_sweep(
         body, info, await context.codec(info), context.settings, global_steering
     )
+    if isinstance(body, AttributionRequest):
+        return planned._replace(sweep=attributed(planned.sweep, body, sae))
+    return planned
 
 
 @post(
@@ -106,6 +129,11 @@ async def post_sweep(
 async def post_sweep_plan(
     data: JSONBody[SweepRequest], context: AppContext, caller: Caller
 ) -> SweepPlan:
+    return await plan_of(data, context, caller)
+
+
+async def plan_of(data: SweepRequest, context: AppContext, caller: Caller) -> SweepPlan:
+    """Return what a sweep or an attribution with this body would run."""
     info = await context.model(data.model)
     await named_lora(data.lora, info, context.ledger)
     sweep, _ = await _planned(context, data, info, caller)

@@ -186,7 +186,8 @@ def _queues(status: Status) -> Iterator[Sample]:
 
 
 def _workers(status: Status) -> Iterator[Sample]:
-    counts = Tally((worker.model, str(worker.healthy).lower()) for worker in status.workers)
+    workers = [worker for worker in status.workers if not worker.queue]
+    counts = Tally((worker.model, str(worker.healthy).lower()) for worker in workers)
     return iter(counts.items())
 
 

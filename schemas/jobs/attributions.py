@@ -86,7 +86,7 @@ class PairAttribution(Record):
 
     # `[layers][columns]`, in the metric's units; null: skipped, not finite, or not known yet
     estimates: dict[Hook, list[list[float | None]]]
-    base: float | None  # metric of the patched prompt on the gradient worker, as `Baseline.value`
+    base: float | None  # of the patched prompt on the gradient worker, as `Baseline.value`
     source: float | None
     checked: list[CheckedCell] = []
     all: Agreement | None = None  # over all cells with an exact value: the chosen ones raise it

@@ -13,7 +13,6 @@ import msgspec
 from ..artifacts.saes import StoredSae
 from ..base.limits import MAX_VERIFIED
 from ..base.records import Record
-from .sweep_paths import PathEnd
 
 #: The queue of a model that a job waits in: that of its vLLM workers, or that of its gradient
 #: workers.
@@ -67,38 +66,46 @@ class StoredAttribution(Record):
         return self.budget if self.method == "adaptive" else self.verify.most
 
 
-class Edge(Record):
-    """An edge between two sites. `score`: the estimated effect on the metric, in its units, of
-    replacing what the sender contributes to the receiver, over all positions.
+class EdgeEnd(Record):
+    """An end of an edge. Senders: `embed`, `head`, `mlp`; receivers: the inputs of a head (`q`,
+    `k`, `v`) and of an MLP, and `logits`.
     """
 
-    sender: PathEnd
-    receiver: PathEnd
+    kind: Literal["embed", "head", "mlp", "q", "k", "v", "logits"]
+    layer: int  # −1 for `embed`, the number of layers for `logits`
+    head: int = -1  # −1: not of a head
+
+
+class Edge(Record):
+    """An edge between two parts of the model. `score`: the estimated effect on the metric, in its
+    units, of patching what the sender contributes to the receiver, at all positions.
+    """
+
+    sender: EdgeEnd
+    receiver: EdgeEnd
     score: float
 
 
 class FeatureScore(Record):
-    """The estimated effect of one feature of a sparse autoencoder at one position of the patched
-    prompt, in the metric's units.
+    """The estimated effect of patching one feature of a sparse autoencoder in one column, in the
+    metric's units.
     """
 
-    layer: int
-    position: int
+    column: int  # of the grid
     feature: int  # −1: the autoencoder's error
     score: float
 
 
 class Estimate(Record):
-    """The estimates of one pair, in the record of its estimate unit.
-
-    A gradient engine returns it with values in nats and without `chosen`.
+    """The estimates of one pair, in the record of its estimate unit. A gradient engine returns it
+    without `chosen`.
     """
 
-    # the metric of the patched and of the other prompt on the gradient worker, in nats
+    # the metric of the patched and of the other prompt on the gradient worker, as `Baseline.value`
     base: float
     source: float | None = None  # null: an ablation
-    # of the pair's cells, in the order of their numbers: the metric with the cell's patch; null:
-    # the column is skipped, or the estimate is not finite; empty for edges and features
+    # of the pair's cells, in the order of their numbers: the metric with the cell's patch, in its
+    # units; null: the column is skipped; empty for edges and features
     values: list[float | None] = []
     doubtful: list[int] = []  # indices in `values`, most doubtful first
     edges: list[Edge] = []  # strongest first

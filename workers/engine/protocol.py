@@ -274,7 +274,7 @@ class GradientEngine(Engine, Protocol):
     gradients: GradientInfo  # of its model; what is published
 
     async def estimate(self, ask: EstimateRequest) -> Estimate:
-        """Estimate all cells, edges or features of a pair: values in nats, see `Estimate`.
+        """Estimate all cells, edges or features of a pair.
 
         The rank sends one receipt for `ask.request` with a checksum of everything that the estimate
         was computed from and of its values; it is sent also when this raises. Cancelling the call

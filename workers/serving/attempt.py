@@ -74,6 +74,15 @@ class Attempt:
             self.ending, self.detail = ending, detail
             self.task.cancel()
 
+    def check_unsteered(self) -> None:
+        """Raise MidstreamError("conflict") under global steering, which estimates do not have."""
+        if self.lease.steering.entries:
+            raise MidstreamError(
+                "conflict",
+                f"global steering version {self.lease.steering.version} edits the model, and "
+                "gradients are computed without it: clear it, and submit the job again",
+            )
+
     def refused(self, kept: str) -> None:
         """Stop because the ledger has not kept something: its answer is `stale` or `cancelling`."""
         self.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)

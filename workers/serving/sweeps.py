@@ -17,6 +17,7 @@ from typing import Any
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.jobs.status import relay_alive_for
 from ...broker.ledger.jobs.sweeps import Kept, Sweeps
+from ...broker.ledger.results.attribution_cells import cells_to_compute
 from ...broker.ledger.results.sweep_metrics import in_nats, recovered, useless_baseline
 from ...broker.ledger.results.sweep_result import sweep_cell, sweep_start, sweep_summary
 from ...schemas.base.errors import MidstreamError
@@ -122,6 +123,8 @@ class SweepAttempt:
             attempt.job, attempt.number, engine.info, enters, settings.sweep_entry
         )
         self._units = self._requests.units
+        attributed = self._sweep.attributed
+        self._adaptive = attributed is not None and attributed.method == "adaptive"
         # request → first pass of a cell, until its second pass has ended
         self._firsts: dict[int, tuple[Unit, list[Receipt]]] = {}
         self._slots = cells_in_flight
@@ -149,6 +152,8 @@ class SweepAttempt:
                 "the worker's engine cannot return log-probabilities of given tokens",
             )
         job = self._attempt.job
+        if self._sweep.attributed is not None:
+            self._attempt.check_unsteered()
         self._records = await patiently(lambda: self._sweeps.records(job.id), f"units of {job.id}")
         if not self._records:
             await self._emit("start", sweep_start(self._sweep))
@@ -209,7 +214,7 @@ class SweepAttempt:
 
     async def _all_pairs(self) -> None:
         for pair in range(len(self._sweep.pairs)):
-            for unit in self._units.cells(pair):
+            for unit in self._units.cells(pair) if self._sweep.attributed is None else ():
                 column = self._sweep.pairs[pair].columns[unit.column]
                 if not column.places and unit.number not in self._records:
                     self._decide(unit, column.reason or "the column is skipped")
@@ -225,6 +230,8 @@ class SweepAttempt:
     async def _pair(self, pair: int) -> None:
         """Compute all units of a pair that have no record."""
         state, missing = self._pairs[pair], self._missing(pair)
+        if self._sweep.attributed is not None and not any(u.kind == "cell" for u in missing):
+            return
         reason = await self._controls(pair, bool(missing))
         if reason or (state.useless and len(self._pairs) > 1):
             for unit in missing:
@@ -246,12 +253,15 @@ class SweepAttempt:
             # A pair takes all its runs together and then waits for no others, so two pairs never
             # wait for each other's space.
             async with self._holding(pair, runs), asyncio.TaskGroup() as group:
-                kept = [
-                    (await self._begin(group, unit)).kept
-                    for unit in missing
-                    if not self._given_up(unit)
-                ]
-                await asyncio.gather(*kept)
+                while missing:
+                    kept = [
+                        (await self._begin(group, unit)).kept
+                        for unit in missing
+                        if not self._given_up(unit)
+                    ]
+                    await asyncio.gather(*kept)
+                    # further rounds of the method `adaptive`; one that was given up is over
+                    missing = self._missing(pair) if self._adaptive and kept else []
         except MidstreamError as error:  # from loading the runs; requests raise a group
             reason = _reason_or_raise(error)
             for unit in missing:
@@ -354,10 +364,13 @@ class SweepAttempt:
         """
         noise = [unit for unit in self._units.noise(pair) if unit.number not in self._records]
         columns = self._sweep.pairs[pair].columns
+        wanted = cells_to_compute(self._sweep, pair, self._records)
         cells = [
             unit
             for unit in self._units.cells(pair)
-            if columns[unit.column].places and unit.number not in self._records
+            if columns[unit.column].places
+            and unit.number not in self._records
+            and (wanted is None or unit.number in wanted)
         ]
         self._pairs[pair].noise_left = len(noise)
         early = self._sweep.metric == "recovered"

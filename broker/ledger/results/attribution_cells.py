@@ -12,10 +12,7 @@ from ....schemas.jobs.attributions import NotLookedAt
 from ....schemas.jobs.sweep_units import Units
 from ....schemas.jobs.sweeps import Metric, StoredSweep, UnitRecord
 from ....schemas.requests.attributions import Estimate, Why
-from .sweep_metrics import recovered
 
-#: The method `adaptive` divides a pair's grid into about this many parts for each of its top cells.
-PARTS_PER_TOP = 1
 #: Cells that it computes at a time, at the least: forward passes are batched.
 LEAST_ROUND = 8
 
@@ -25,18 +22,6 @@ Records = Mapping[int, UnitRecord]
 def unchanged(metric: Metric, base: float) -> float:
     """Return the value of a cell whose patch changes nothing, in the metric's units."""
     return 0.0 if metric == "recovered" else base
-
-
-def in_units(metric: Metric, estimate: Estimate) -> tuple[list[float | None], float]:
-    """Return an engine's values, which are in nats, in the metric's units; and the factor of
-    scores: effects per nat.
-    """
-    if metric != "recovered" or estimate.source is None:
-        return estimate.values, 1.0
-    base, source = estimate.base, estimate.source
-    values = estimate.values
-    shares = [None if value is None else recovered(value, base, source) for value in values]
-    return shares, 1 / (source - base)
 
 
 def effects(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[int, float]:
@@ -112,7 +97,7 @@ def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: R
     assert attribution.verify is not None
     top, budget = attribution.verify.top, attribution.budget
     sizes = effects(sweep, pair, estimate)
-    part_of = _parts(sweep, top * PARTS_PER_TOP)
+    part_of = _parts(sweep, top)
     looked = [number for number in units.cells_of(pair) if number in records]
     exact: dict[int, float] = {}
     base = records.get(units.base(pair).number)

@@ -136,7 +136,7 @@ def parts(status: Status, settings: Settings) -> Iterator[Finding]:
     )
     more = f", the oldest overdue by {overdue:.0f} s" if overdue >= 1 else ""
     yield Finding("warn" if late else "ok", "webhooks", f"{pending} pending{more}", advice)
-    served = {worker.model for worker in status.workers if worker.healthy}
+    served = {worker.model for worker in status.workers if worker.healthy and not worker.queue}
     for queue in status.queues:
         if queue.model not in served:
             waiting = queue.sent + sum(queue.waiting.values())

@@ -1,0 +1,120 @@
+"""Resolves how an attribution estimates and checks its cells; a 400 names what is not valid."""
+
+import secrets
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from ....schemas.artifacts.saes import StoredSae
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.jobs.attributions import AttributionRequest
+from ....schemas.jobs.models import GradientInfo, ModelInfo
+from ....schemas.jobs.sweeps import StoredSweep, SweepPair
+from ....schemas.requests.attributions import StoredAttribution, Verify
+
+#: Points between the prompts if the request names none.
+INTEGRATED_STEPS = 8
+#: `adaptive` computes at most this share of a pair's grid, and at least `LEAST_TOPS` × its top
+#: cells.
+BUDGET_SHARE, LEAST_TOPS = 0.1, 4
+START = "start one: `midstream up --set gradients=true`"
+#: Fields that choose cells; not valid where there is no grid.
+CELLS = ("hooks", "layers", "heads", "neurons", "window", "alpha", "mask")
+
+
+def check_gradients(
+    body: AttributionRequest, model: ModelInfo, gradients: GradientInfo | None, steered: bool
+) -> None:
+    """Check that the model's gradient workers can serve the request. Raises MidstreamError: a 400,
+    or `conflict` under global steering (`steered`).
+    """
+    if gradients is None:
+        raise invalid("model", f"no gradient worker has served {model.name!r} yet", hint=START)
+    if gradients.refused:
+        raise invalid("model", f"gradients of {model.name!r} are not served: {gradients.refused}")
+    for index, hook in enumerate(body.hooks):
+        if hook in gradients.absent:
+            raise invalid(f"hooks[{index}]", f"no gradients at {hook}: {gradients.absent[hook]}")
+    if steered:
+        raise MidstreamError(
+            "conflict",
+            f"global steering edits {model.name!r}, and gradients are computed without it",
+            hint="clear global steering first",
+        )
+
+
+def on_its_site(body: AttributionRequest, sae: StoredSae) -> AttributionRequest:
+    """Return the request at the hook and layer of the autoencoder that it names."""
+    _check_defaults(body, "sae, whose hook and layer are used", CELLS)
+    return replace(body, hooks=[sae.hook], layers=[sae.layer])
+
+
+def check_method(body: AttributionRequest) -> None:
+    """Check fields that exclude or require each other. Raises a 400."""
+    method, verify = body.method, body.verify
+    if body.path is not None:
+        raise invalid("path", "is not valid: estimates are of cells without a path; omit it")
+    if body.lora is not None:
+        raise invalid("lora", "is not valid: gradient workers load no adapters; omit it")
+    if method == "edges":
+        _check_defaults(body, "method 'edges', which scores all edges", ("axis", *CELLS))
+        if body.ablation is not None:
+            raise invalid("ablation", "is not valid with method 'edges': give pairs with `corrupt`")
+        if verify is not None:
+            raise invalid(
+                "verify",
+                "is not valid with method 'edges': an edge is no cell of the grid",
+                hint="patch an edge exactly by POST /v1/sweeps with `path`",
+            )
+    if body.sae is not None and (verify is not None or method in ("edges", "adaptive")):
+        wrong = "verify" if verify is not None else "method"
+        raise invalid(wrong, "is not valid with sae: features are estimated only")
+    steps = steps_of(body)
+    if method == "attribution" and steps > 1:
+        raise invalid("steps", "is not valid with method 'attribution'", allowed="1")
+    if method == "integrated" and steps < 2:
+        raise invalid("steps", "must be larger for method 'integrated'", allowed="2 or more")
+    if body.metric == "kl" and steps == 1 and (body.ablation or body.direction == "noise"):
+        raise invalid(
+            "metric",
+            "the gradient of kl is zero at the clean prompt, which is the patched one here",
+            hint="use method 'integrated', direction 'denoise', or another metric",
+        )
+    if verify is None:
+        return
+    if method != "adaptive" and verify.budget is not None:
+        raise invalid("verify.budget", "is valid with method 'adaptive' only: omit it")
+    if method == "adaptive" and not verify.top:
+        raise invalid("verify.top", "must be at least 1 for method 'adaptive'")
+    if not verify.most:
+        raise invalid("verify", "chooses no cells", allowed="null, or a count above 0")
+
+
+def steps_of(body: AttributionRequest) -> int:
+    return body.steps or (INTEGRATED_STEPS if body.method == "integrated" else 1)
+
+
+def attributed(sweep: StoredSweep, body: AttributionRequest, sae: StoredSae | None) -> StoredSweep:
+    """Return the planned sweep with how its cells are estimated and checked."""
+    verify = body.verify or (Verify() if body.method == "adaptive" else None)
+    budget = 0
+    if verify is not None and body.method == "adaptive":
+        least = max(int(BUDGET_SHARE * sweep.cells_of_pair), LEAST_TOPS * verify.top)
+        budget = min(verify.budget or least, sweep.cells_of_pair)
+    attribution = StoredAttribution(
+        method=body.method,
+        steps=steps_of(body),
+        seed=secrets.randbelow(1 << 31) if body.seed is None else body.seed,
+        keep=body.keep,
+        verify=verify,
+        budget=budget,
+        sae=sae,
+    )
+    return replace(sweep, attribution=attribution)
+
+
+def _check_defaults(body: AttributionRequest, reason: str, names: Iterable[str]) -> None:
+    default = AttributionRequest(model="", pairs=[SweepPair(clean="")])
+    for name in names:
+        if getattr(body, name) != getattr(default, name):
+            raise invalid(name, f"is not valid with {reason}: omit it")

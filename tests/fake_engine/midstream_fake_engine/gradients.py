@@ -1,0 +1,95 @@
+"""The fake gradient engine: estimates of a sweep's cells, some of which are wrong on purpose.
+
+An estimate is the cell's exact value in the fake model; that of every `OFF`th cell, which is
+doubtful, is off by `ERROR`. Faults that `settings.fault` may name, beside those of the fake engine:
+`estimate:pair=N` (that pair of each job cannot be estimated).
+"""
+
+import asyncio
+from itertools import product
+
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.version import __version__
+from midstream.schemas.jobs.jobs import Sampling
+from midstream.schemas.jobs.models import GradientInfo
+from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
+from midstream.schemas.requests.attributions import Estimate
+from midstream.schemas.requests.specs import RankSpec
+from midstream.workers.engine.protocol import EngineRequest, EstimateRequest
+
+from .engine import FakeEngine
+from .grades import Edit, expected_logprob, own_row, replaced
+
+#: Every this many cells, the estimate is wrong, by this many nats.
+OFF, ERROR = 5, 3.0
+
+
+class FakeGradients(FakeEngine):
+    """A `GradientEngine` without a model: one rank."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.gradients = GradientInfo(
+            model=self.info.name, identity=self.info.identity, dtype="float32", device="cpu"
+        )
+
+    async def estimate(self, ask: EstimateRequest) -> Estimate:
+        await asyncio.sleep(self._token_s)
+        if self._reason:
+            raise MidstreamError("engine_failed", self._reason)
+        base = ask.sweep.pairs[ask.pair].base
+        spec = RankSpec(
+            version=__version__,
+            job=ask.job,
+            request=ask.request,
+            attempt=ask.attempt,
+            prompt_tokens=len(base),
+        )
+        request = EngineRequest(ask.job, ask.request, ask.attempt, base, Sampling())
+        self.ranks.begin(spec)
+        self.ranks.end(spec)
+        self.ranks.report(request, spec, [])
+        if (fault := self.faults.get("estimate")) is not None and int(fault["pair"]) == ask.pair:
+            raise MidstreamError("intervention_failed", "the gradients are not finite")
+        return estimate_of(ask.sweep, ask.pair)
+
+
+def estimate_of(sweep: StoredSweep, pair: int) -> Estimate:
+    """Return the estimates of a pair, in nats; of sweeps that replace whole rows."""
+    stored = sweep.pairs[pair]
+    cells = list(product(sweep.hooks, sweep.layers, stored.columns))
+    values = [_value(hook, layer, column, stored) for hook, layer, column in cells]
+    wrong = [place for place in range(len(cells)) if is_off(place) and values[place] is not None]
+    return Estimate(
+        base=measured(stored.base, [], stored),
+        source=measured(stored.source, [], stored),
+        values=[
+            None if value is None else value + ERROR * is_off(place)
+            for place, value in enumerate(values)
+        ],
+        doubtful=wrong,
+        forwards=3.0,
+    )
+
+
+def is_off(place: int) -> bool:
+    """Whether the estimate of the cell with this index in its pair's grid is wrong."""
+    return place % OFF == 2
+
+
+def measured(token_ids: list[int], edits: list[Edit], pair: StoredPair) -> float:
+    """The difference between answer and foil, of one token each, in nats."""
+    (answer,), (foil,) = pair.answer, pair.foil
+    return expected_logprob(token_ids, edits, answer) - expected_logprob(token_ids, edits, foil)
+
+
+def _value(hook: str, layer: int, column: Column, pair: StoredPair) -> float | None:
+    if not column.places:
+        return None
+    edits = [
+        edit
+        for to, of in column.places
+        for edit in replaced(hook, layer, to, pair.base, own_row(hook, layer, of, pair.source))
+    ]
+    return measured(pair.base, edits, pair)

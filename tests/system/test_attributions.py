@@ -1,0 +1,252 @@
+"""Does an attribution pass from its gradient worker to a vLLM worker, whoever is killed, and does
+it compare its estimates with the exact values?
+
+Everything real but the model.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from midstream_fake_engine.gradients import ERROR, estimate_of, is_off
+from msgspec.structs import replace
+from stack import Stack
+from sweep_rig import CLEAN, CORRUPT, TOLERANCE, pair, sweep, sweep_job
+
+from midstream.schemas.base.faults import FOLDER
+from midstream.schemas.jobs.attributions import AttributionResult
+from midstream.schemas.jobs.jobs import Event, JobView, State
+from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweeps import StoredSweep
+from midstream.schemas.requests.attributions import (
+    GRADIENTS,
+    Method,
+    StoredAttribution,
+    Verify,
+)
+
+TOP, RANDOM, DOUBTFUL = 4, 6, 2
+BOTH = [pair(), pair(CLEAN.replace("The", "Our"), CORRUPT.replace("The", "Our"))]
+DEADLINE_S = 60.0
+
+
+def attribution(
+    method: Method = "attribution", verify: Verify | None = None, budget: int = 0, **changes: Any
+) -> StoredSweep:
+    how = StoredAttribution(method=method, steps=1, seed=7, keep=10, verify=verify, budget=budget)
+    return sweep(*BOTH, attribution=how, **changes)
+
+
+VERIFIED = attribution(verify=Verify(top=TOP, random=RANDOM, doubtful=DOUBTFUL, tolerance=0.5))
+
+
+def submit(stack: Stack, asked: StoredSweep, **changes: Any) -> str:
+    job = sweep_job(asked, stack.settings.served_model)
+    job = replace(job, kind="attribution", queue=GRADIENTS, **changes)
+    stack.do(lambda ledger: ledger.submit(job, {}))
+    return job.id
+
+
+def view_of(stack: Stack, job_id: str) -> JobView:
+    return stack.do(lambda ledger: ledger.view(job_id))
+
+
+def until(stack: Stack, job_id: str, holds: Callable[[JobView], bool]) -> JobView:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds(view := view_of(stack, job_id)):
+        assert time.monotonic() < deadline, view
+        time.sleep(0.05)
+    return view
+
+
+def result_of(stack: Stack, job_id: str) -> AttributionResult:
+    result = stack.result(job_id).attribution
+    assert isinstance(result, AttributionResult)
+    return result
+
+
+def events_of(stack: Stack, job_id: str) -> list[Event]:
+    return stack.do(lambda ledger: ledger.events(job_id, count=100_000))
+
+
+def check(result: AttributionResult, asked: StoredSweep = VERIFIED) -> None:
+    """The estimates are those of the fake engine, and every chosen cell has its exact value."""
+    units = Units(asked)
+    for number, (found, exact) in enumerate(zip(result.estimated, result.pairs, strict=True)):
+        estimate = estimate_of(asked, number)
+        assert found.estimates == {
+            "post_block": [
+                estimate.values[start : start + asked.num_columns]
+                for start in range(0, asked.cells_of_pair, asked.num_columns)
+            ]
+        }
+        known = {
+            (cell.layer, cell.column): cell.exact
+            for cell in found.checked
+            if cell.exact is not None
+        }
+        assert len(known) == len(found.checked) > 0
+        for place, unit in enumerate(units.cells(number)):
+            value = exact.grids["post_block"][unit.layer][unit.column]
+            at = asked.layers[unit.layer], unit.column
+            assert (value is None) == (at not in known)
+            if value is not None:
+                expected = (estimate.values[place] or 0.0) - ERROR * is_off(place)
+                assert value == known[at] == pytest.approx(expected, abs=TOLERANCE)
+        for cell in found.checked:
+            place = cell.layer * asked.num_columns + cell.column
+            assert cell.off == is_off(place)
+
+
+@contextlib.contextmanager
+def both_kinds(directory: Any, fault: str = "", **settings: Any) -> Iterator[Stack]:
+    """A vLLM worker and a gradient worker, which has `fault`."""
+    with Stack(directory, **settings) as running:
+        running.spawn("worker-g", engine="gradients-fake", fault=fault)
+        running.wait_ready("worker-g")
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with both_kinds(tmp_path_factory.mktemp("attributions"), api=True) as running:
+        yield running
+
+
+def test_estimates_are_verified_by_exact_cells_in_the_same_job(stack: Stack) -> None:
+    job_id = submit(stack, VERIFIED)
+    view = until(stack, job_id, lambda view: view.state is State.SUCCEEDED)
+    assert (view.queue, view.attempt, view.cells) == ("", 2, view.cells_expected)
+    result = result_of(stack, job_id)
+    check(result)
+    for found in result.estimated:
+        whys = [why for cell in found.checked for why in cell.why]
+        counts = (whys.count("top"), whys.count("random"))
+        assert counts == (TOP, RANDOM)
+        assert whys.count("doubtful") <= DOUBTFUL
+        assert found.all is not None
+        assert found.all.cells == len(found.checked)
+        assert found.random is not None
+        assert found.random.cells == RANDOM
+        assert found.recall is not None
+        assert found.recall.known == len(found.checked)
+    kinds = [event.event for event in events_of(stack, job_id)]
+    assert [kinds.count(kind) for kind in ("start", "estimate", "summary")] == [1, 2, 1]
+    assert kinds.index("cell") > kinds.index("estimate")
+    assert kinds.count("cell") == view.cells
+    ranks = stack.result(job_id).determinism
+    assert ranks is not None
+    assert ranks.consistent
+    estimates = [Units(VERIFIED).estimate(number).number for number in range(2)]
+    reported = {rank.request for stage in ranks.stages for rank in stage.ranks}
+    assert {number * Units(VERIFIED).width for number in estimates} <= reported
+
+
+def test_without_verify_the_gradient_worker_ends_the_job(stack: Stack) -> None:
+    job_id = submit(stack, attribution())
+    view = until(stack, job_id, lambda view: view.state is State.SUCCEEDED)
+    assert (view.queue, view.attempt, view.cells_expected) == (GRADIENTS, 1, 0)
+    result = result_of(stack, job_id)
+    assert [found.checked for found in result.estimated] == [[], []]
+    assert result.summary.cells == 0
+
+
+def test_adaptive_finds_the_top_cells_and_says_what_it_left(stack: Stack) -> None:
+    asked = attribution("adaptive", Verify(top=3), budget=40)
+    job_id = submit(stack, asked)
+    until(stack, job_id, lambda view: view.state is State.SUCCEEDED)
+    result = result_of(stack, job_id)
+    for number, found in enumerate(result.estimated):
+        left = found.not_looked_at
+        assert left is not None
+        assert left.cells > 0
+        estimate = estimate_of(asked, number)
+        sizes = {
+            place: abs(value - ERROR * is_off(place) - estimate.base)
+            for place, value in enumerate(estimate.values)
+            if value is not None
+        }
+        best = sorted(sizes, key=lambda place: -sizes[place])[:3]
+        looked = {cell.layer * asked.num_columns + cell.column for cell in found.checked}
+        assert len(looked) == len(sizes) - left.cells
+        if left.settled:
+            assert {*best} <= looked
+
+
+def test_a_pair_that_cannot_be_estimated_fails_alone(tmp_path: Any) -> None:
+    with both_kinds(tmp_path, fault="estimate:pair=1") as running:
+        job_id = submit(running, VERIFIED)
+        until(running, job_id, lambda view: view.state is State.SUCCEEDED)
+        first, second = result_of(running, job_id).estimated
+        assert len(first.checked) > 0
+        assert (second.reason, second.checked) == ("the gradients are not finite", [])
+
+
+@pytest.mark.parametrize(
+    "point", ["worker.claimed", "attribution.kept", "attribution.estimated", "attribution.handed"]
+)
+def test_a_killed_gradient_worker_loses_no_estimate(tmp_path: Any, point: str) -> None:
+    with both_kinds(tmp_path, fault=f"crash:at={point}") as running:
+        job_id = submit(running, VERIFIED)
+        running.exit_code("worker-g")
+        assert (tmp_path / FOLDER / point).exists()
+        running.restart("worker-g", engine="gradients-fake")
+        until(running, job_id, lambda view: view.state is State.SUCCEEDED)
+        check(result_of(running, job_id))
+        kinds = [event.event for event in events_of(running, job_id)]
+        assert (kinds.count("estimate"), kinds.count("done")) == (2, 1)
+
+
+def test_a_killed_vllm_worker_loses_no_cell(tmp_path: Any) -> None:
+    with both_kinds(tmp_path) as running:
+        running.end("worker")
+        running.restart("worker", fault="crash:at=sweep.kept")
+        job_id = submit(running, VERIFIED)
+        running.exit_code("worker")
+        running.restart("worker")
+        view = until(running, job_id, lambda view: view.state is State.SUCCEEDED)
+        check(result_of(running, job_id))
+        kinds = [event.event for event in events_of(running, job_id)]
+        assert (kinds.count("estimate"), kinds.count("cell")) == (2, view.cells)
+
+
+def test_a_job_is_cancelled_in_both_phases(tmp_path: Any) -> None:
+    with both_kinds(tmp_path) as running:
+        running.end("worker-g")
+        running.restart("worker-g", engine="gradients-fake", engine_options={"token_s": 1.0})
+        running.end("worker")
+        running.restart("worker", engine_options={"token_s": 1.0})
+        first, second = submit(running, VERIFIED), submit(running, VERIFIED)
+        until(running, first, lambda view: view.state is State.RUNNING)
+        running.do(lambda ledger: ledger.request_cancel(first))
+        until(running, first, lambda view: view.state is State.CANCELLED)
+        phase = until(running, second, lambda view: view.queue == "" and view.attempt == 2)
+        assert phase.state is State.RUNNING
+        running.do(lambda ledger: ledger.request_cancel(second))
+        until(running, second, lambda view: view.state is State.CANCELLED)
+
+
+def test_the_api_takes_an_attribution_and_shows_it(stack: Stack) -> None:
+    body = {
+        "model": stack.settings.served_model,
+        "pairs": [{"clean": CLEAN, "corrupt": CORRUPT, "answer": "P", "foil": "R"}],
+        "alignment": "left",
+        "metric": "logit_diff",
+        "seed": 3,
+        "verify": {"top": 2, "random": 3, "doubtful": 0},
+    }
+    with httpx.Client(base_url=stack.url, timeout=DEADLINE_S) as http:
+        planned = http.post("/v1/attributions/plan", json=body)
+        assert (planned.status_code, planned.json()["cells"] > 5) == (200, True)
+        done = http.post("/v1/attributions", json=body, headers={"Prefer": "wait=50"})
+        assert done.status_code == 200, done.text
+        result = done.json()["attribution"]
+        assert (result["method"], result["seed"], result["steps"]) == ("attribution", 3, 1)
+        assert "attribution" not in http.get("/v1/jobs").json()["jobs"][0]
+        shown = http.get(f"/v1/attributions/{done.json()['id']}").json()
+        assert shown["result"]["estimated"] == result["estimated"]
+        assert shown["request"]["verify"]["top"] == 2
+        assert http.get(f"/v1/sweeps/{done.json()['id']}").status_code == 404

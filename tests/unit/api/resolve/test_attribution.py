@@ -1,0 +1,111 @@
+"""How an attribution is resolved, and which requests are refused by name."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from test_sweep_plan import model, pair, plan
+
+from midstream.api.resolve.sweeps.attribution import (
+    attributed,
+    check_gradients,
+    check_method,
+    on_its_site,
+)
+from midstream.schemas.artifacts.saes import StoredSae
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.attributions import AttributionRequest
+from midstream.schemas.jobs.models import GradientInfo
+
+INFO = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
+SAE = StoredSae(name="s", digest="", path="s", hook="post_block", layer=1, bytes=1)
+
+
+def body(**fields: Any) -> AttributionRequest:
+    return msgspec.convert({"model": "m", "pairs": [pair()], **fields}, AttributionRequest)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"path": {"receivers": "logits"}}, "path"),
+        ({"lora": "tuned"}, "lora"),
+        ({"method": "edges", "verify": {}}, "verify"),
+        ({"method": "edges", "hooks": ["pre_attn"]}, "hooks"),
+        ({"method": "edges", "axis": "head"}, "axis"),
+        ({"method": "edges", "ablation": "zeros"}, "ablation"),
+        ({"method": "attribution", "steps": 4}, "steps"),
+        ({"method": "integrated", "steps": 1}, "steps"),
+        ({"metric": "kl", "direction": "noise"}, "metric"),
+        ({"metric": "kl", "ablation": "zeros"}, "metric"),
+        ({"verify": {"budget": 3}}, "verify.budget"),
+        ({"verify": {"top": 0, "random": 0, "doubtful": 0}}, "verify"),
+        ({"method": "adaptive", "verify": {"top": 0}}, "verify.top"),
+        ({"sae": "s", "verify": {}}, "verify"),
+        ({"sae": "s", "method": "edges"}, "method"),
+    ],
+)
+def test_what_cannot_be_estimated_or_checked_is_refused(fields: Any, field: str) -> None:
+    with pytest.raises(MidstreamError) as refused:
+        check_method(body(**fields))
+    assert (refused.value.status, refused.value.field) == (400, field)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metric": "kl"},
+        {"metric": "kl", "direction": "noise", "method": "integrated"},
+        {"method": "edges", "steps": 5},
+        {"method": "adaptive"},
+        {"sae": "s"},
+        {"ablation": "mean", "metric": "logprob", "verify": {}},
+    ],
+)
+def test_what_can_be_estimated_is_accepted(fields: Any) -> None:
+    check_method(body(**fields))
+
+
+def test_a_model_without_gradient_workers_is_refused_with_how_to_start_one() -> None:
+    with pytest.raises(MidstreamError) as refused:
+        check_gradients(body(), model(), None, False)
+    assert (refused.value.status, refused.value.field) == (400, "model")
+    assert "gradients=true" in (refused.value.hint or "")
+
+
+def test_gradients_that_differ_or_lack_a_hook_are_refused_with_the_reason() -> None:
+    differs = msgspec.structs.replace(INFO, refused="rows of post_block 3 differ by 0.2")
+    with pytest.raises(MidstreamError, match="post_block 3 differ"):
+        check_gradients(body(), model(), differs, False)
+    lacks = msgspec.structs.replace(INFO, absent={"post_block": "the norm comes after"})
+    with pytest.raises(MidstreamError, match="the norm comes after") as refused:
+        check_gradients(body(), model(), lacks, False)
+    assert refused.value.field == "hooks[0]"
+
+
+def test_global_steering_is_a_conflict() -> None:
+    with pytest.raises(MidstreamError) as refused:
+        check_gradients(body(), model(), INFO, True)
+    assert refused.value.status == 409
+
+
+def test_the_plan_bounds_the_exact_cells_and_draws_a_seed() -> None:
+    asked = body(verify={"top": 2, "random": 1, "doubtful": 0})
+    sweep = attributed(plan().sweep, asked, None)
+    assert sweep.num_exact == 3 < sweep.num_cells
+    assert sweep.attributed is not None
+    assert (sweep.attributed.steps, sweep.attributed.budget) == (1, 0)
+    other = attributed(plan().sweep, asked, None).attributed
+    assert other is not None
+    assert other.seed != sweep.attributed.seed
+    adaptive = attributed(plan().sweep, body(method="adaptive"), None)
+    assert adaptive.num_exact == adaptive.num_cells, "the grid is smaller than its least budget"
+    assert attributed(plan().sweep, body(), None).num_exact == 0
+
+
+def test_features_are_of_the_site_of_the_autoencoder() -> None:
+    request = on_its_site(body(sae="s"), SAE)
+    assert (request.hooks, request.layers) == (["post_block"], [1])
+    with pytest.raises(MidstreamError) as refused:
+        on_its_site(body(sae="s", layers=[0]), SAE)
+    assert refused.value.field == "layers"

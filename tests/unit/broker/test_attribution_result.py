@@ -1,0 +1,176 @@
+"""Which cells of an attribution are computed exactly, and how its estimates compare with them."""
+
+from typing import Any
+
+import pytest
+
+from midstream.broker.ledger.results.attribution_cells import (
+    adaptive_round,
+    cells_to_compute,
+    chosen_cells,
+)
+from midstream.broker.ledger.results.attribution_result import pair_attribution, spearman
+from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, UnitRecord
+from midstream.schemas.requests.attributions import Estimate, StoredAttribution, Verify
+
+LAYERS, COLUMNS = 6, 8
+CELLS = LAYERS * COLUMNS
+
+
+def sweep(verify: Verify | None, **changes: Any) -> StoredSweep:
+    """One pair; the last column is skipped."""
+    columns = [
+        Column(label=str(place), places=[(place, place)] if place < COLUMNS - 1 else [])
+        for place in range(COLUMNS)
+    ]
+    how = {"method": "attribution", "steps": 1, "seed": 5, "keep": 1, "verify": verify}
+    return StoredSweep(
+        pairs=[StoredPair(base=[1] * COLUMNS, source=[2] * COLUMNS, columns=columns)],
+        hooks=["post_block"],
+        layers=list(range(LAYERS)),
+        metric="logit_diff",
+        direction="denoise",
+        noise=1,
+        attribution=StoredAttribution(**(how | changes)),
+    )
+
+
+def estimate(effects: dict[int, float], **changes: Any) -> Estimate:
+    """Estimates with these effects by index of the cell, and none elsewhere; the base is 10."""
+    values = [
+        None if place % COLUMNS == COLUMNS - 1 else 10.0 + effects.get(place, 0.0)
+        for place in range(CELLS)
+    ]
+    return Estimate(base=10.0, values=values, **changes)
+
+
+def records(asked: StoredSweep, stored: Estimate, exact: dict[int, float]) -> dict[int, UnitRecord]:
+    """What is kept once cells with these exact effects are known; a no-op patch changes 0.1."""
+    units = Units(asked)
+    (noise,) = units.noise(0)
+    known = {units.base(0).number: 10.0, noise.number: 10.1}
+    known |= {units.first_cell + place: 10.0 + effect for place, effect in exact.items()}
+    kept = {number: UnitRecord(unit=number, value=value) for number, value in known.items()}
+    number = units.estimate(0).number
+    return kept | {number: UnitRecord(unit=number, estimate=stored)}
+
+
+def test_top_random_and_doubtful_cells_are_chosen() -> None:
+    asked = sweep(Verify(top=2, random=5, doubtful=2))
+    stored = estimate({3: -4.0, 9: 2.0, 20: 1.0}, doubtful=[9, 20, 7, 30, 31])
+    chosen, first = chosen_cells(asked, 0, stored), Units(asked).first_cell
+    assert chosen["top"] == [first + 3, first + 9]
+    assert chosen["doubtful"] == [first + 20, first + 30], "7 is skipped, 9 is a top cell"
+    assert len({*chosen["random"]}) == 5
+    assert all((number - first) % COLUMNS != COLUMNS - 1 for number in chosen["random"])
+    assert chosen_cells(asked, 0, stored) == chosen, "the seed decides"
+
+
+def test_random_cells_are_drawn_from_the_whole_grid() -> None:
+    asked = sweep(Verify(top=3, random=CELLS, doubtful=0))
+    chosen = chosen_cells(asked, 0, estimate({3: -4.0}))
+    assert {*chosen["top"]} <= {*chosen["random"]}
+    assert len(chosen["random"]) == LAYERS * (COLUMNS - 1)
+
+
+def test_only_chosen_cells_are_computed() -> None:
+    asked = sweep(Verify(top=2, random=0, doubtful=0))
+    stored = estimate({3: -4.0, 9: 2.0})
+    first = Units(asked).first_cell
+    assert cells_to_compute(asked, 0, {}) == set(), (
+        "without estimates nothing is known to be wanted"
+    )
+    kept = records(asked, Estimate(base=10.0, chosen={"top": [first + 3]}), {})
+    assert cells_to_compute(asked, 0, kept) == {first + 3}
+    assert stored.base == 10.0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([1, 2, 3, 4], [10, 20, 30, 40], 1.0),
+        ([1, 2, 3, 4], [40, 30, 20, 10], -1.0),
+        ([0, 0, 0, 0, 5], [0.1, -0.1, 0.2, 0.0, 9], 0.7071),  # scipy.stats.spearmanr
+        ([1, 2, 2, 3], [1, 3, 2, 4], 0.9487),
+        ([1, 1, 1], [1, 2, 3], None),
+        ([1, 2], [1, 2], None),
+    ],
+)
+def test_equal_values_share_their_mean_rank(
+    first: list[float], second: list[float], expected: float | None
+) -> None:
+    """Cells whose patch changes nothing have equal estimates: in the order of the cells, their
+    ranks would agree perfectly with those of anything else that is sorted alike.
+    """
+    assert spearman(first, second) == (expected and pytest.approx(expected, abs=1e-4))
+
+
+def test_a_cell_is_off_beyond_noise_floor_and_tolerance() -> None:
+    asked = sweep(Verify(top=2, random=0, doubtful=0, tolerance=0.5))
+    stored = estimate({3: 4.0, 9: 2.0})
+    first = Units(asked).first_cell
+    chosen = Estimate(base=10.0, values=stored.values, chosen={"top": [first + 3, first + 9]})
+    found = pair_attribution(asked, 0, records(asked, chosen, {3: 4.59, 9: 2.61}))
+    assert [(cell.layer, cell.column, cell.off) for cell in found.checked] == [
+        (0, 3, False),
+        (1, 1, True),
+    ]
+
+
+def test_recall_is_of_known_cells_and_needs_others_than_the_top() -> None:
+    asked = sweep(Verify(top=2, random=2, doubtful=0))
+    first = Units(asked).first_cell
+    values = estimate({3: 4.0, 9: 2.0}).values
+    top = {"top": [first + 3, first + 9]}
+    alone = Estimate(base=10.0, values=values, chosen=top)
+    exact = {3: 4.0, 9: 2.0}
+    assert pair_attribution(asked, 0, records(asked, alone, exact)).recall is None
+    more = Estimate(base=10.0, values=values, chosen=top | {"random": [first + 1, first + 2]})
+    found = pair_attribution(asked, 0, records(asked, more, exact | {1: 0.0, 2: -3.0}))
+    recall = found.recall
+    assert recall is not None
+    assert (recall.known, recall.found, recall.recall) == (4, 1, 0.5)
+    assert found.random is not None
+    assert (found.random.cells, found.random.spearman, found.random.unchanged) == (2, None, 1)
+
+
+def run_adaptive(
+    asked: StoredSweep, stored: Estimate, truth: dict[int, float]
+) -> tuple[set[int], Any, int]:
+    """Rounds to the end; the indices of the cells looked at, what is said of the rest, rounds."""
+    first, exact, rounds = Units(asked).first_cell, dict[int, float](), 0
+    while True:
+        following = adaptive_round(asked, 0, stored, records(asked, stored, exact))
+        if not following.cells:
+            return {*exact}, following.left, rounds
+        assert not {number - first for number in following.cells} & {*exact}
+        exact |= {number - first: truth.get(number - first, 0.0) for number in following.cells}
+        rounds += 1
+
+
+def test_adaptive_stops_soon_where_estimates_are_right() -> None:
+    truth = {3: 4.0, 9: 2.0, 20: 1.0}
+    asked = sweep(Verify(top=2), method="adaptive", budget=CELLS)
+    looked, left, rounds = run_adaptive(asked, estimate(truth), truth)
+    assert {3, 9} <= looked
+    assert len(looked) <= 6
+    assert (left.settled, left.last, rounds) == (True, 2.0, 1)
+    assert left.cells == LAYERS * (COLUMNS - 1) - len(looked)
+
+
+def test_adaptive_looks_closer_where_an_estimate_was_too_small() -> None:
+    """The strongest cell of a part was estimated far too small, and so was its neighbour."""
+    stored = estimate({3: 4.0, 9: 2.0, 45: 0.2, 44: 0.1})
+    asked = sweep(Verify(top=3), method="adaptive", budget=CELLS)
+    looked, left, _ = run_adaptive(asked, stored, {3: 4.0, 9: 2.0, 45: 5.0, 44: 3.0})
+    assert {3, 44, 45} <= looked
+    assert left.settled
+
+
+def test_adaptive_ends_with_its_budget_and_admits_it() -> None:
+    stored = estimate({3: 4.0})
+    asked = sweep(Verify(top=2), method="adaptive", budget=5)
+    looked, left, _ = run_adaptive(asked, stored, {})
+    assert len(looked) == 5
+    assert not left.settled

@@ -1,0 +1,164 @@
+"""Estimates of an attribution on a gradient worker: pair by pair, each kept once its receipt has
+arrived; then the job is handed on to a vLLM worker, if cells are to be computed exactly.
+"""
+
+import asyncio
+import time
+from typing import Any, cast
+
+from msgspec.structs import replace
+
+from ...broker.ledger.jobs.ledger import Ledger
+from ...broker.ledger.jobs.status import relay_alive_for
+from ...broker.ledger.jobs.sweeps import Sweeps
+from ...broker.ledger.results.attribution_cells import chosen_cells
+from ...broker.ledger.results.attribution_result import estimated_pair
+from ...broker.ledger.results.sweep_result import sweep_start, sweep_summary
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.faults import crash_point
+from ...schemas.base.records import from_json, to_json
+from ...schemas.base.tensors import Tensor
+from ...schemas.jobs.jobs import Event, EventKind, Output
+from ...schemas.jobs.receipts import Receipt
+from ...schemas.jobs.sweep_units import Units
+from ...schemas.jobs.sweeps import SweepStart, SweepSummary, UnitRecord
+from ..engine.protocol import Engine, EstimateRequest, Fetch, GradientEngine
+from ..serving.attempt import Attempt
+from ..serving.redis_retry import patiently
+from ..serving.sweep_verdict import UnverifiedUnit, verified
+
+#: How often the receipt of an estimate is looked for.
+POLL_S = 0.05
+
+
+async def estimate_cells(
+    ledger: Ledger, engine: Engine, attempt: Attempt, fetch: Fetch
+) -> list[Output] | None:
+    """Run the part of an attribution that needs gradients. None: the job was handed on.
+
+    Raises MidstreamError when no pair could be estimated, and CancelledError when the attempt is
+    stopped.
+    """
+    return await _AttributionAttempt(ledger, cast(GradientEngine, engine), attempt).run(fetch)
+
+
+class _AttributionAttempt:
+    def __init__(self, ledger: Ledger, engine: GradientEngine, attempt: Attempt) -> None:
+        assert attempt.job.sweep is not None
+        self._ledger, self._sweeps, self._engine = ledger, Sweeps(ledger), engine
+        self._attempt, self._job = attempt, attempt.job
+        self._sweep, self._units = attempt.job.sweep, Units(attempt.job.sweep)
+        self._patience_s = ledger.settings.capture_timeout_s
+
+    async def run(self, fetch: Fetch) -> list[Output] | None:
+        self._attempt.check_unsteered()
+        began, job = time.monotonic(), self._job.id
+        records = await patiently(lambda: self._sweeps.records(job), f"units of {job}")
+        if not records:
+            await self._emit("start", sweep_start(self._sweep))
+        mask = await fetch(self._sweep.mask) if self._sweep.mask else None
+        estimates = []
+        for pair in range(len(self._sweep.pairs)):
+            number = self._units.estimate(pair).number
+            if number not in records:
+                records[number] = await self._estimate(pair, number, mask)
+                await self._keep(pair, records[number])
+            estimates.append(records[number])
+        if all(record.estimated is None for record in estimates):
+            raise MidstreamError("intervention_failed", estimates[0].reason)
+        attributed = self._sweep.attributed
+        if attributed is not None and attributed.verify is not None:
+            await self._hand_on(estimates)
+            return None
+        seconds = time.monotonic() - began
+        await self._emit("summary", sweep_summary(self._sweep, records, seconds))
+        return []
+
+    async def _estimate(self, pair: int, number: int, mask: Tensor | None) -> UnitRecord:
+        """Return the record of a pair's estimates, or of the reason why there are none."""
+        ask = EstimateRequest(
+            job=self._job.id,
+            request=number * self._units.width,
+            attempt=self._attempt.number,
+            sweep=self._sweep,
+            pair=pair,
+            mask=mask,
+            trace=self._attempt.progress.span.traceparent,
+            tenant=self._job.tenant,
+        )
+        record = UnitRecord(unit=number, attempt=self._attempt.number)
+        self._attempt.progress.totals.prompt_tokens += len(self._sweep.pairs[pair].base)
+        try:
+            estimate = await self._engine.estimate(ask)
+        except MidstreamError as error:
+            if error.kind != "intervention_failed":
+                raise
+            return replace(record, reason=error.detail)
+        finally:
+            self._attempt.check()
+        receipts = await self._receipts(ask.request)
+        try:
+            verified([receipts], self._engine.world)
+        except UnverifiedUnit as error:
+            return replace(record, reason=str(error))
+        chosen = chosen_cells(self._sweep, pair, estimate)
+        return replace(record, estimate=replace(estimate, chosen=chosen), receipts=receipts)
+
+    async def _receipts(self, request: int) -> list[Receipt]:
+        """Wait for the receipt of an estimate; empty if it does not arrive in time."""
+        job, since = self._job.id, time.monotonic()
+        while True:
+            found = await patiently(
+                lambda: self._sweeps.receipts(job, [request], self._engine.world),
+                f"receipts of {job}",
+            )
+            self._attempt.check()
+            if found:
+                return found[request]
+            if time.monotonic() - since > self._patience_s and await patiently(
+                lambda: relay_alive_for(self._ledger, self._patience_s), f"receipts of {job}"
+            ):
+                return []
+            await asyncio.sleep(POLL_S)
+
+    async def _keep(self, pair: int, record: UnitRecord) -> None:
+        shown = estimated_pair(self._sweep, pair, record)
+        kept = await patiently(
+            lambda: self._sweeps.keep(
+                self._job, self._attempt.number, [(record, shown)], self._engine.world, 1
+            ),
+            f"estimates of {self._job.id}",
+        )
+        crash_point("attribution.kept")
+        self._continue(kept == "kept", kept)
+
+    async def _hand_on(self, estimates: list[UnitRecord]) -> None:
+        chosen = {
+            number
+            for record in estimates
+            if record.estimated is not None
+            for numbers in record.estimated.chosen.values()
+            for number in numbers
+        }
+        adaptive = (
+            self._sweep.attributed is not None and self._sweep.attributed.method == "adaptive"
+        )
+        cells = self._sweep.num_exact if adaptive else len(chosen)
+        crash_point("attribution.estimated")
+        outcome = await patiently(
+            lambda: self._ledger.hand_on(self._job.id, self._attempt.number, "", cells),
+            f"hand-on of {self._job.id}",
+        )
+        crash_point("attribution.handed")
+        self._continue(outcome == "handed_on", outcome)
+
+    def _continue(self, goes_on: bool, outcome: str) -> None:
+        """Raise CancelledError unless the ledger has accepted what this attempt reported."""
+        if not goes_on:
+            self._attempt.refused(outcome)
+        self._attempt.check()
+
+    async def _emit(self, kind: EventKind, data: SweepStart | SweepSummary) -> None:
+        shown = from_json(to_json(data), dict[str, Any])
+        event = Event(event=kind, data=shown, attempt=self._attempt.number)
+        await self._attempt.emit(self._ledger, event)
