@@ -43,7 +43,7 @@ from ..schemas.requests.attributions import GRADIENTS
 from ..schemas.service.global_capture import from_settings
 from ..storage.disk import disk_trouble
 from .engine.identity import WorkerLock, with_worker_id
-from .engines import GRADIENTS, VLLM, check_options
+from .engines import VLLM, check_options
 from .gradient_jobs.works import WORKS
 
 # Importing it registers the remote-control commands.

@@ -6,10 +6,11 @@ from typing import cast
 from ..schemas.base.errors import MidstreamError
 from ..schemas.base.settings import NO_TOOLS, Settings, SettingsError
 from ..schemas.model.banks import asked_hooks
+from ..schemas.requests.attributions import GRADIENTS
 from .engine.protocol import Engine
 from .runner.base.extensions import check_installed
 
-VLLM, GRADIENTS = "vllm", "gradients"
+VLLM = "vllm"
 #: Entry points of this group are functions or classes that make an `Engine` from the settings.
 GROUP = "midstream.engines"
 
@@ -24,9 +25,9 @@ def make_engine(settings: Settings) -> Engine:
         return cast(Engine, _offered(settings.engine).load()(settings))
     try:
         if settings.engine == GRADIENTS:
-            from .gradients.engine import GradientEngine
+            from .gradients.engine import TransformersEngine
 
-            return GradientEngine(settings)
+            return TransformersEngine(settings)
         from .engine.vllm import VllmEngine
     except ModuleNotFoundError as error:
         raise MidstreamError(

@@ -71,6 +71,15 @@ class EngineRequest:
     fills: bool = False
 
 
+class NotYet(MidstreamError):
+    """The engine cannot run the job now, and may later: the attempt ends without being counted, and
+    another follows.
+    """
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("unavailable", detail)
+
+
 def check_lengths(job: Job, info: ModelInfo) -> None:
     """Raises MidstreamError("prompt_too_long") for a job accepted under a larger `max_model_len`
     than this worker's.

@@ -27,6 +27,7 @@ from ...schemas.requests.source_runs import run_key
 from ...schemas.requests.specs import StoredCapture
 from ...storage.store import open_store
 from ..engine.proof.comparison import STREAM_TENSORS, Difference, Prompt, differences
+from ..engine.protocol import NotYet
 from ..runner.edits.source_runs import RunStore
 from ..runner.hooks.sites import Site
 from .points import Points
@@ -43,11 +44,8 @@ _LOOK_S = 0.25
 _SEED = 1
 
 
-class RowsAwaited(MidstreamError):
-    """No vLLM worker has supplied rows to compare with: the job is tried again later."""
-
-    def __init__(self, detail: str) -> None:
-        super().__init__("unavailable", detail)
+class RowsAwaited(NotYet):
+    """No vLLM worker has supplied rows to compare with."""
 
 
 class Traces:

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from ...schemas.artifacts.saes import StoredSae
 from ...schemas.jobs.models import ModelInfo
-from ...schemas.prompts.selectors import Hook
 from ...schemas.requests.scalars import StoredScalar
 from ...schemas.requests.steering import GlobalSteering
-from ...storage.formats.sae_files import folder_of
 from ..engine.protocol import EngineRequest
 from ..engine.ranks.rank_spec import rank_spec
 from ..runner.files.finished_rows import Columns, FinishedCapture
-from ..runner.readings.sae import load as load_sae
+from ..runner.readings.sae import Autoencoder
 from .points import Points, Site
 from .scalars import FeatureActivation, Logit, Loss, ProbeScore, Scalar, gradient_rows
 
@@ -63,7 +62,7 @@ def rows_of(
     points: Points,
     ask: EngineRequest,
     tensors: Mapping[str, torch.Tensor],
-    sae_root: str,
+    load_sae: Callable[[StoredSae], Autoencoder],
     check: Callable[[], None],
 ) -> list[Rows]:
     """Return the gradient rows of each capture of a request; captures with the same scalar share a
@@ -80,7 +79,7 @@ def rows_of(
         if key not in gradients:
             same = [other.sites for other in ask.captures if other.gradient == stored]
             sites = [(h, layer) for one in same for h, layers in one.items() for layer in layers]
-            scalar = scalar_of(stored, tensors, sae_root)
+            scalar = scalar_of(stored, tensors, load_sae)
             gradients[key] = gradient_rows(points, tokens, scalar, sites).rows
         positions = list(capture.select(0, len(tokens), len(tokens)))
         dtype = points.model.dtype if capture.dtype == "model" else getattr(torch, capture.dtype)
@@ -102,7 +101,11 @@ def rows_of(
     return result
 
 
-def scalar_of(stored: StoredScalar, tensors: Mapping[str, torch.Tensor], sae_root: str) -> Scalar:
+def scalar_of(
+    stored: StoredScalar,
+    tensors: Mapping[str, torch.Tensor],
+    load_sae: Callable[[StoredSae], Autoencoder],
+) -> Scalar:
     """Return the scalar that `gradient_rows` takes. Raises SaeError for changed files."""
     if stored.kind == "logit":
         return Logit(stored.token, stored.foil)
@@ -114,6 +117,5 @@ def scalar_of(stored: StoredScalar, tensors: Mapping[str, torch.Tensor], sae_roo
         weight, bias = (tensors[name][stored.label] for name in content.tensors)
         return ProbeScore((content.hook, content.layer), weight, float(bias), stored.positions)
     assert stored.sae is not None
-    sae = load_sae(folder_of(sae_root, stored.sae.path), stored.sae.digest)
-    site: tuple[Hook, int] = (stored.sae.hook, stored.sae.layer)
-    return FeatureActivation(site, sae, stored.feature, stored.positions)
+    site: Site = (stored.sae.hook, stored.sae.layer)
+    return FeatureActivation(site, load_sae(stored.sae), stored.feature, stored.positions)

@@ -30,9 +30,11 @@ from ...schemas.base.settings import Settings, SettingsError
 from ...schemas.base.tensors import Tensor, to_numpy
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import Output
-from ...schemas.jobs.models import ModelInfo, TokenizerBundle
+from ...schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle
 from ...schemas.jobs.receipts import Receipt
+from ...schemas.requests.attributions import Estimate
 from ...schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
+from ...storage.formats.sae_files import folder_of
 from ...storage.store import open_store
 from ..engine.checkpoint import check_folder
 from ..engine.identity import BOOT
@@ -40,16 +42,26 @@ from ..engine.model_identity import identity_of
 from ..engine.options.engine_arguments import dtype_of, prepare_environment
 from ..engine.prompts.tokenizer import bundle_of
 from ..engine.proof.comparison import source_of
-from ..engine.protocol import EngineRequest, Fetch, Locate, Progress, StoredArtifact
+from ..engine.protocol import (
+    EngineRequest,
+    EstimateRequest,
+    Fetch,
+    Locate,
+    Progress,
+    StoredArtifact,
+)
 from ..engine.vllm import configured
 from ..runner.edits.actions import ActionLedger
 from ..runner.files.layouts import StoreConfig
 from ..runner.files.writer import BOOT_DIGITS, WriteJob, Writer
 from ..runner.hooks.architectures import UnsupportedArchitectureError
+from ..runner.readings.sae import Autoencoder
+from ..runner.readings.sae import load as load_sae
 from ..runner.support.build_errors import reason_of
 from ..runner.support.quantisation import quantisation_of
-from . import agreement, captured
-from .loading import free_on, give_back_memory, load_points, refused
+from . import agreement, captured, estimates
+from .loading import bare_points, free_on, give_back_memory, load_points, refused
+from .memory import Footprint
 from .points import Points
 
 logger = logging.getLogger(__name__)
@@ -74,12 +86,13 @@ class Stopped(Exception):
     """The job of a computation was stopped."""
 
 
-class GradientEngine:
-    """`workers.engine.protocol.Engine` on transformers, for one rank: it generates no tokens, and
-    no steering applies to it. `run` computes with the model.
+class TransformersEngine:
+    """`workers.engine.protocol.GradientEngine` on transformers: it generates no tokens, and no
+    steering applies to it. `run` computes with the model.
     """
 
     info: ModelInfo
+    gradients: GradientInfo
     tokenizer: TokenizerBundle
     enters = False
     world = 1
@@ -97,6 +110,7 @@ class GradientEngine:
         self._global = GlobalSteering()
         self._tensors: dict[str, tuple[Tensor, int]] = {}  # name → tensor, number of holders
         self._died: asyncio.Future[str] | None = None
+        self._pace: tuple[str, float] | None = None  # job; seconds of a forward pass for each token
 
     async def start(self) -> None:
         settings = self._settings
@@ -129,6 +143,7 @@ class GradientEngine:
                 quantization=quantisation,
                 identity=await asyncio.to_thread(identity_of, settings, config),
             )
+            self.gradients = await asyncio.to_thread(self._facts)
         except (MidstreamError, SettingsError):  # their text explains itself
             raise
         except Exception as error:
@@ -161,6 +176,23 @@ class GradientEngine:
         )
         self._ledger = Ledger.connect(settings)
         self._idle = asyncio.create_task(self._unload_when_idle(), name="idle")
+
+    def _facts(self) -> GradientInfo:
+        """Return what can be said of the model before it is loaded."""
+        facts = GradientInfo(
+            model=self.info.name,
+            identity=self.info.identity,
+            dtype=self.info.dtype,
+            device=self._settings.gradients_device,
+        )
+        try:
+            points = bare_points(self._source, self.info.dtype)[2]
+        except MidstreamError as error:
+            logger.warning("no gradients of %s: %s", self.info.name, error.detail)
+            return msgspec.structs.replace(facts, refused=error.detail)
+        return msgspec.structs.replace(
+            facts, absent={str(hook): why for hook, why in points.absent.items()}
+        )
 
     # -- Computations
 
@@ -195,7 +227,15 @@ class GradientEngine:
         )
         hooks = [hook for hook in points.hooks if hook in served.hooks]
         rows = await agreement.served_rows(self._ledger, served, hooks)
-        await self._compute(lambda _: agreement.compared(points, rows, self.info.dtype))
+        try:
+            await self._compute(lambda _: agreement.compared(points, rows, self.info.dtype))
+        except MidstreamError as error:
+            # published with the next heartbeat: further jobs are refused when they are submitted
+            why = f"{error.detail} (when it was loaded; a restart of this worker compares again)"
+            self.gradients = msgspec.structs.replace(self.gradients, refused=why)
+            raise
+        self._footprint = await self._compute(lambda _: Footprint(points))
+        self.gradients = msgspec.structs.replace(self.gradients, device=str(points.device))
         logger.info("model loaded and compared in %.1f s", time.monotonic() - began)
         self._points = points
         return points
@@ -227,21 +267,17 @@ class GradientEngine:
                     await asyncio.to_thread(give_back_memory)
                     logger.info("model dropped from memory after %.0f s without a job", idle_s)
 
-    def require_memory(self, points: Points, needed: int, what: str) -> None:
-        """Raises MidstreamError("gradients_refused") if `needed` bytes are not free for `what`."""
-        free = free_on(points)
-        if needed > free:
-            raise refused(
-                f"{what} needs about {needed / (1 << 30):.2f} GiB, and {free / (1 << 30):.2f} GiB "
-                "are free: shorten the prompt, or request fewer hooks and layers at a time"
-            )
-
-    def receipt(self, job: str, request: int, attempt: int, content: int, **fields: Any) -> Receipt:
-        """Return the receipt of a computation, and account for it. `content`: the CRC32 of what
-        was computed; `fields`: further fields of the receipt.
+    def _receipt(
+        self, job: str, request: int, attempt: int, content: Iterable[bytes], **fields: Any
+    ) -> Receipt:
+        """Return the receipt of a computation, and account for it. `content`: what was computed,
+        and from what; `fields`: further fields of the receipt.
         """
         self._steps += 1
-        self._actions.fold(self._steps, "gradient", job, request, attempt, content)
+        crc = 0
+        for part in content:
+            crc = zlib.crc32(part, crc)
+        self._actions.fold(self._steps, "gradient", job, request, attempt, crc)
         return Receipt(
             version=__version__,
             worker=self._settings.worker_id,
@@ -258,17 +294,46 @@ class GradientEngine:
             checksum=self._actions.checksum,
             epoch=self._actions.epoch,
             identity=self.info.identity,
-            status="ok",
-            **fields,
+            **{"status": "ok"} | fields,
         )
 
-    def require_unsteered(self, steering: GlobalSteering) -> None:
-        """Raises MidstreamError("gradients_refused") if `steering` would edit a job's rows."""
-        if steering.entries:
-            raise refused(
-                f"global steering version {steering.version} is active, and gradients are those of "
-                "the unsteered model: clear it, or use another worker"
-            )
+    async def estimate(self, ask: EstimateRequest) -> Estimate:
+        def work(points: Points, check: Check) -> Estimate:
+            try:
+                pace = self._pace_of(points, ask)
+                began = time.perf_counter()
+                found = estimates.estimate(
+                    points, self._footprint, ask, free_on(points), self._load_sae, check
+                )
+            except (MidstreamError, UnsupportedArchitectureError) as error:
+                why = error.detail if isinstance(error, MidstreamError) else str(error)
+                raise MidstreamError("intervention_failed", why) from error
+            forwards = (time.perf_counter() - began) / pace
+            return msgspec.structs.replace(found, forwards=round(forwards, 2))
+
+        asked = msgspec.msgpack.encode((ask.sweep, ask.pair, ask.mask))
+        send = partial(self._receipt, ask.job, ask.request, ask.attempt, trace=ask.trace)
+        try:
+            found = await self.run(work)
+        except MidstreamError as error:
+            if error.kind == "intervention_failed":
+                failed = {"status": "error", "kind": error.kind, "message": error.detail}
+                self._writer.submit(WriteJob(send([asked], **failed)))
+            raise
+        self._writer.submit(WriteJob(send([asked, msgspec.msgpack.encode(found.values)])))
+        return found
+
+    def _pace_of(self, points: Points, ask: EstimateRequest) -> float:
+        """Return the seconds of a forward pass of the pair's two prompts; measured once a job."""
+        pair = ask.sweep.pairs[ask.pair]
+        if self._pace is None or self._pace[0] != ask.job:
+            began = time.perf_counter()
+            points.run(points.batch([pair.base]))
+            self._pace = ask.job, (time.perf_counter() - began) / len(pair.base)
+        return self._pace[1] * (len(pair.base) + len(pair.source))
+
+    def _load_sae(self, sae: StoredSae) -> Autoencoder:
+        return load_sae(folder_of(self._settings.sae_root, sae.path), sae.digest)
 
     async def check(self, ask: EngineRequest) -> None:
         """Does nothing: no output has a format."""
@@ -277,19 +342,24 @@ class GradientEngine:
         self, ask: EngineRequest, global_steering: GlobalSteering
     ) -> AsyncGenerator[Progress, None]:
         """Compute the gradient rows of one prompt, and pass them on; no token is generated."""
-        self.require_unsteered(global_steering)
+        if global_steering.entries:
+            raise refused(
+                f"global steering version {global_steering.version} is active, and gradients are "
+                "those of the unsteered model: clear it first"
+            )
         tensors = {name: torch.tensor(to_numpy(kept)) for name, (kept, _) in self._tensors.items()}
 
         def work(points: Points, check: Check) -> list[captured.Rows]:
-            return captured.rows_of(points, ask, tensors, self._settings.sae_root, check)
+            sites = captured.sites_of(ask)
+            estimates.at_once(self._footprint, len(ask.token_ids), sites, free_on(points))
+            return captured.rows_of(points, ask, tensors, self._load_sae, check)
 
         rows = await self.run(work)
-        crc = crc_of(part for of in rows for part in of.rows.values())
-        receipt = self.receipt(
+        receipt = self._receipt(
             ask.job,
             ask.request,
             ask.attempt,
-            crc,
+            (part for of in rows for part in of.rows.values()),
             trace=ask.trace,
             global_version=global_steering.version,
         )
@@ -407,11 +477,3 @@ class GradientEngine:
         await asyncio.to_thread(self._outbox.close)
         await self._ledger.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def crc_of(parts: Iterable[bytes]) -> int:
-    """Return the CRC32 over `parts`, in order."""
-    crc = 0
-    for part in parts:
-        crc = zlib.crc32(part, crc)
-    return crc

@@ -29,6 +29,8 @@ class FeatureEffects(NamedTuple):
     effects: np.ndarray  # float64 [columns, k]
     rest: np.ndarray  # float64 [columns]: sum over all other features
     error: np.ndarray  # float64 [columns]
+    base: float  # the metric of the patched prompt, in nats
+    source: float | None  # of the other prompt; None in an ablation
 
 
 def feature_effects(
@@ -59,7 +61,10 @@ def feature_effects(
     result = FeatureEffects(
         np.full((len(columns.member), count), -1),
         np.full((len(columns.member), count), np.nan),
-        *(np.full(len(columns.member), np.nan) for _ in range(2)),
+        np.full(len(columns.member), np.nan),
+        np.full(len(columns.member), np.nan),
+        base=value.item(),
+        source=None if source is None else source.value,
     )
     for column, member in enumerate(columns.member):
         if column in columns.skipped:

@@ -3,7 +3,7 @@
 import copy
 import ctypes
 import gc
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,30 @@ def load_points(source: Source, dtype: str, setting: str) -> Points:
     Raises MidstreamError("gradients_refused") for a checkpoint whose gradients cannot be computed
     here, with the reason.
     """
+    try:
+        config, model_class, bare = bare_points(source, dtype)
+        needed = sum(weight.numel() for weight in bare.model.parameters())
+        needed = int(_LOADING * needed * getattr(torch, dtype).itemsize)
+        model = load(
+            source.path,
+            getattr(torch, dtype),
+            device_for(needed, dtype, setting).place,
+            config=config,
+            model_class=model_class,
+            revision=source.revision,
+        )
+        return Points(model)
+    except UnsupportedArchitectureError as error:
+        raise refused(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise refused(f"memory ran out while the weights were read: {error}") from error
+
+
+def bare_points(source: Source, dtype: str) -> tuple[Any, Any, Points]:
+    """Return the checkpoint's config, transformers' class, and its hook points without weights.
+
+    Raises MidstreamError("gradients_refused") for a checkpoint that has no gradients.
+    """
     if source.refused:
         raise refused(f"its gradients are not computed: {source.refused}")
     if dtype not in DTYPES:
@@ -46,24 +70,9 @@ def load_points(source: Source, dtype: str, setting: str) -> Points:
             source.path, source.architecture, source.revision, source.overrides
         )
         with torch.device("meta"):
-            bare = model_class(copy.deepcopy(config))
-        Points(bare)  # an unknown architecture is refused before its weights are read
-        needed = sum(weight.numel() for weight in bare.parameters())
-        needed = int(_LOADING * needed * getattr(torch, dtype).itemsize)
-        place = device_for(needed, dtype, setting).place
-        model = load(
-            source.path,
-            getattr(torch, dtype),
-            place,
-            config=config,
-            model_class=model_class,
-            revision=source.revision,
-        )
-        return Points(model)
+            return config, model_class, Points(model_class(copy.deepcopy(config)))
     except (NotComparableError, UnsupportedArchitectureError) as error:
         raise refused(str(error)) from error
-    except torch.OutOfMemoryError as error:
-        raise refused(f"memory ran out while the weights were read: {error}") from error
 
 
 def device_for(needed: int, dtype: str, setting: str) -> Device:

@@ -29,8 +29,7 @@ from ...schemas.requests.harvest_work import SHARDS_AT_ONCE
 from ...schemas.requests.source_runs import ZEROS, is_row, runs_named
 from ...schemas.requests.steering import GlobalSteering
 from ..engine.admission import CellSlots, CrowdedOut
-from ..engine.prompts.format_check import FormatsBusy
-from ..engine.protocol import Engine, Fetch, Progress, StoredArtifact, check_lengths
+from ..engine.protocol import Engine, Fetch, NotYet, Progress, StoredArtifact, check_lengths
 from ..engine.ranks.collective import Quarantined
 from ..engine.requests import format_request, prompt_request, tensors_of
 from .attempt import Attempt, AttemptOutcome, JobFailed, StoreUnavailable
@@ -525,7 +524,7 @@ def _ending_for_retry(error: BaseException) -> AttemptOutcome | None:
         return AttemptOutcome.OUT_OF_STEP
     if any(isinstance(leaf, StoreUnavailable) for leaf in leaves):
         return AttemptOutcome.STORE_UNAVAILABLE
-    if any(isinstance(leaf, FormatsBusy) for leaf in leaves):
+    if any(isinstance(leaf, NotYet) for leaf in leaves):
         return AttemptOutcome.BUSY
     return (
         AttemptOutcome.RELEASED

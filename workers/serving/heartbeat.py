@@ -30,9 +30,9 @@ SHORTEST_TRY_S = 0.5
 class Heartbeat:
     """Renews leases and the worker's record, on its own connections to Redis; close with `close()`.
 
-    `publish` is called again after Redis was unreachable, and whenever Redis lacks the model, whose
-    record it may have lost. If another worker has taken the model's name meanwhile, `publish`
-    raises and the worker ends.
+    `publish` is called again after Redis was unreachable, and whenever Redis does not have what was
+    `published`: it may have lost the record, or the record has changed. If another worker has taken
+    the model's name meanwhile, `publish` raises and the worker ends.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Heartbeat:
         attempts: Attempts,
         info: Callable[[], WorkerInfo],
         publish: Callable[[], Awaitable[None]],
+        published: Callable[[], Awaitable[bool]],
     ):
         self._ledger = Ledger.connect(
             settings, answer_s=max(SHORTEST_TRY_S, settings.lease_s / TRIES_PER_LEASE)
@@ -50,7 +51,7 @@ class Heartbeat:
         self._attempts = attempts
         self._period_s = settings.lease_s / RENEWALS_PER_LEASE
         self._info = info
-        self._publish = publish
+        self._publish, self._published = publish, published
 
     async def run(self) -> str:
         """Beat until cancelled; never returns. Raises all errors except transient ones of Redis."""
@@ -61,9 +62,7 @@ class Heartbeat:
             )
             try:
                 await self.beat()
-                if unreachable or not await self._ledger.serves(
-                    self._settings.served_model, self._info().identity
-                ):
+                if unreachable or not await self._published():
                     logger.warning("Redis was unreachable, or lacks the model: publishing it again")
                     await self._publish()
                 unreachable = False

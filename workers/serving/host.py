@@ -220,7 +220,9 @@ class EngineHost:
             engine.info.name, self._attempts, reconciler, lambda: engine.waiting
         )
         self._metrics.register()
-        heartbeat = self._heartbeat = Heartbeat(settings, self._attempts, self._info, self._publish)
+        heartbeat = self._heartbeat = Heartbeat(
+            settings, self._attempts, self._info, self._publish, self._published
+        )
         await patiently(lambda: self._publish(starting=True), "start")
         await reconciler.start()  # before the first job
         await patiently(heartbeat.beat, "start")
@@ -249,6 +251,16 @@ class EngineHost:
         await self._ledger.publish_model(
             msgspec.structs.replace(self._engine.info, tokenizer=name), worker
         )
+
+    async def _published(self) -> bool:
+        """Return whether Redis has what `_publish` stores."""
+        assert self._engine is not None
+        info = self._engine.info
+        if self.settings.queue == GRADIENTS:
+            return (
+                await self._ledger.gradients(info) == cast(GradientEngine, self._engine).gradients
+            )
+        return await self._ledger.serves(info.name, info.identity)
 
     def _info(self) -> WorkerInfo:
         assert self._engine is not None

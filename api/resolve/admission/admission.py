@@ -35,6 +35,7 @@ from ....schemas.prompts.selectors import (
     no_text,
     parts_of,
 )
+from ....schemas.requests.attributions import GRADIENTS
 from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of
@@ -549,6 +550,7 @@ async def admit(
         lora=lora,
         probes=list(probes),
         identity=model.identity,
+        queue=GRADIENTS if "capture" in parsed.readings else "",
         contents=_contents(parsed, model, model_state, lora, probes),
         **handled(parsed.handling, caller),
     )

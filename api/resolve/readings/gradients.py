@@ -26,6 +26,7 @@ class GradientsOf(CaptureSpec, kw_only=True):
     """A capture of gradients whose probe or autoencoder, if it names one, is looked up."""
 
     found: Probe | Sae | None
+    absent: dict[str, str]  # hook point without gradients → the reason
 
 
 async def with_artifact(
@@ -35,6 +36,16 @@ async def with_artifact(
 
     Raises a 400 naming the field below `field`, also for a scalar with fields of another kind.
     """
+    facts = await ledger.gradients(model)
+    if facts is None:
+        raise invalid(
+            f"{field}.of",
+            f"no gradient worker of {model.name!r} has been started",
+            hint="the operator starts one with the setting gradients=true of `midstream up`, or "
+            "engine=gradients of a worker",
+        )
+    if facts.refused:
+        raise invalid(f"{field}.of", f"{model.name!r} has no gradients: {facts.refused}")
     scalar, at = spec.scalar, f"{field}.scalar"
     if scalar is None:
         raise invalid(at, "is required with of = 'gradient'", allowed=", ".join(SCALAR_FIELDS))
@@ -55,7 +66,8 @@ async def with_artifact(
             features = f"0 to {found.form.d_sae - 1}"
             raise invalid(f"{at}.feature", f"{scalar.feature} does not exist", allowed=features)
     digest = "" if found is None else found.digest
-    return GradientsOf(**msgspec.structs.asdict(spec), found=found), digest
+    fields = msgspec.structs.asdict(spec)
+    return GradientsOf(**fields, found=found, absent=facts.absent), digest
 
 
 def _check_fields(scalar: ScalarSpec, at: str) -> None:
@@ -94,6 +106,9 @@ def resolve_gradients(spec: GradientsOf, bounds: Bounds, at: str) -> list[Stored
             raise invalid(f"{at}.scalar.{name}", f"{token} is no token id", allowed=size)
     plain = msgspec.structs.replace(spec, of="activation", scalar=None)
     captures = stored_captures(plain, bounds, at)
+    for hook in captures[0].sites:
+        if hook in spec.absent:
+            raise invalid(f"{at}.hooks", f"{hook} has no gradients: {spec.absent[hook]}")
     for index, capture in enumerate(captures):
         _in_prompt(capture.positions, index, bounds, f"{at}.positions")
     scalars = _scalars(spec, bounds, f"{at}.scalar")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class ReadingKind:
     """A kind of reading, and how a request's specs of it are resolved."""
 
-    kind: str  # as workers report it
+    kind: str  # as workers report it; empty: their ranks do not compute it
     captures: Callable[[Any, Bounds, str], list[StoredCapture]]  # one per prompt
     #: Returns a spec with the registered artifact that it names, and the artifact's digest. Raises
     #: a 400 naming the field.
@@ -44,7 +44,7 @@ READINGS: dict[str, ReadingKind] = {
     "features": ReadingKind("features", resolve_features, with_sae),
     "readers": ReadingKind("reader", resolve_reader),
     # rows of gradients: like a reading, it may name an artifact and tokens
-    "capture": ReadingKind("gradient", resolve_gradients, with_artifact, with_scalar_tokens),
+    "capture": ReadingKind("", resolve_gradients, with_artifact, with_scalar_tokens),
 }
 
 
@@ -110,7 +110,8 @@ def resolve_readings(
     stored_captures: list[tuple[str, list[StoredCapture]]] = []
     for field, at, spec in _each(parsed):
         reading = READINGS[field]
-        _check_served(reading.kind, at, bounds.model)
+        if reading.kind:
+            _check_served(reading.kind, at, bounds.model)
         captures = reading.captures(spec, bounds, at)
         if twin := next((other for other, before in stored_captures if before == captures), ""):
             raise invalid(at, f"asks the same as {twin}", hint="omit one of them")

@@ -26,6 +26,7 @@ import msgspec
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.records import to_json
 from ..admission import FairTurns
+from ..protocol import NotYet
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +49,8 @@ JOBS = 64
 _SMALLER = "a smaller schema, grammar, expression or list of tools"
 
 
-class FormatsBusy(MidstreamError):
-    """The queue for format checks is full: the attempt ends, which frees its place in the worker,
-    and another attempt follows.
-    """
-
-    def __init__(self, detail: str) -> None:
-        super().__init__("unavailable", detail)
+class FormatsBusy(NotYet):
+    """The queue for format checks is full: the job frees its place in the worker."""
 
 
 class FormatChecker:

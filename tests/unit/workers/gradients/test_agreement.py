@@ -1,4 +1,4 @@
-"""The gradient worker's rows are judged as the certificate judges rows: by hook, at its own scale."""
+"""The gradient worker's rows are judged as the certificate judges rows: each hook at its scale."""
 
 import copy
 

@@ -1,5 +1,7 @@
 """Gradient rows of a request: which rows, of which scalar, in which dtype and columns."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,10 @@ from midstream.workers.gradients.points import Points
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2]
 LOGIT = StoredScalar(kind="logit", token=7, foil=8)
+
+
+def no_sae(_sae: object) -> Any:
+    raise AssertionError("no scalar names an autoencoder")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +45,7 @@ def request_of(*captures: StoredCapture) -> EngineRequest:
 
 
 def rows(points: Points, *captures: StoredCapture, **tensors: torch.Tensor) -> list[Rows]:
-    return rows_of(points, request_of(*captures), tensors, "/nowhere", lambda: None)
+    return rows_of(points, request_of(*captures), tensors, no_sae, lambda: None)
 
 
 def array(part: Rows, hook: str, layer: int) -> np.ndarray:
@@ -128,7 +134,7 @@ def test_the_finished_capture_has_the_manifest_of_any_capture(points: Points) ->
         tokenizer="",
         identity="i" * 64,
     )
-    (part,) = rows_of(points, ask, {}, "/nowhere", lambda: None)
+    (part,) = rows_of(points, ask, {}, no_sae, lambda: None)
     finished = part.finished(ask, info, "w1")
     manifest = finished.manifest(finished.sites)
     assert (manifest.positions, manifest.token_ids, manifest.sites, manifest.dtype) == (
@@ -151,4 +157,4 @@ def test_a_stopped_job_computes_no_further_capture(points: Points) -> None:
 
     capture = StoredCapture({"post_block": [0]}, [1], "t", gradient=LOGIT)
     with pytest.raises(RuntimeError, match="stopped"):
-        rows_of(points, request_of(capture, capture), {}, "/nowhere", check)
+        rows_of(points, request_of(capture, capture), {}, no_sae, check)

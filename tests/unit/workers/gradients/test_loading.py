@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CTRLConfig, LlamaConfig, LlamaForCausalLM
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.workers.engine.proof.comparison import Source
@@ -63,8 +63,10 @@ def test_a_reason_of_the_worker_is_passed_on(checkpoint: Path) -> None:
     assert refusal(source).endswith("its weights are quantised (awq)")
 
 
-def test_an_unknown_architecture_is_refused_by_name(checkpoint: Path) -> None:
-    assert "NoSuchForCausalLM" in refusal(Source(str(checkpoint), "NoSuchForCausalLM"))
+def test_an_architecture_without_hook_points_is_refused_by_name(tmp_path: Path) -> None:
+    config = CTRLConfig(n_embd=16, n_layer=2, n_head=2, dff=32, vocab_size=32)
+    config.save_pretrained(tmp_path)  # it is refused before weights are read
+    assert "CTRLLMHeadModel" in refusal(Source(str(tmp_path), "CTRLLMHeadModel"))
 
 
 def test_float16_is_refused(checkpoint: Path) -> None:

@@ -1,0 +1,199 @@
+"""Gradient jobs on a real stack: a vLLM worker and a gradient worker of one tiny model in float32,
+which agree on every row, and what the gradient worker computes equals autograd written by hand.
+"""
+
+import json
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stack import Stack
+from transformers import AutoModelForCausalLM
+
+from midstream.client.captures.reader import CaptureReader
+from midstream.schemas.base.records import from_json
+from midstream.schemas.jobs.jobs import TERMINAL, JobResult, JobView, State
+
+pytestmark = pytest.mark.long
+
+TOKENS = list(range(40, 64))
+WORKER = "worker-gradients"
+IDLE_S = 3.0
+LOSS: dict[str, Any] = {
+    "prompts": [TOKENS],
+    "capture": {"of": "gradient", "layers": [0], "positions": [3], "scalar": {"kind": "loss"}},
+}
+
+
+class Service:
+    def __init__(self, stack: Stack, model: Path) -> None:
+        self.stack = stack
+        self.http = httpx2.Client(base_url=stack.url, timeout=90)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def post(self, path: str, **body: Any) -> Any:
+        return self.http.post(path, json={"model": "tiny", **body})
+
+    def job(self, **capture: Any) -> str:
+        answer = self.post(
+            "/v1/jobs", prompts=[TOKENS], capture={"of": "gradient", "tag": "g", **capture}
+        )
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+    def ended(self, job: str, path: str = "/v1/jobs") -> JobView:
+        while True:
+            answer = self.http.get(f"{path}/{job}", params={"wait": 30})
+            view = from_json(answer.content, JobView)
+            if view.state in TERMINAL:
+                return view
+
+    def rows(self, job: str) -> CaptureReader:
+        view = self.ended(job)
+        assert view.state is State.SUCCEEDED, (view.error, self.stack.log(WORKER)[-3000:])
+        assert view.receipts == view.receipts_expected == 1
+        return CaptureReader(self.stack.settings.capture_root / "g", job)
+
+    def by_hand(self, layer: int, scalar: str) -> np.ndarray:
+        """d scalar / d (output of `layer`), `[tokens, hidden]`."""
+        kept: list[torch.Tensor] = []
+
+        def keep(_module: object, _args: object, output: Any) -> Any:
+            kept.append(output[0] if isinstance(output, tuple) else output)
+            kept[0].requires_grad_()
+
+        self.model.requires_grad_(False)
+        handle = self.model.model.layers[layer].register_forward_hook(keep)
+        logits = self.model(input_ids=torch.tensor([TOKENS])).logits[0].double()
+        handle.remove()
+        losses = [logits[at - 1].log_softmax(-1)[TOKENS[at]] for at in range(1, len(TOKENS))]
+        values = {"logit": logits[-1, 7] - logits[-1, 8], "loss": -torch.stack(losses).sum()}
+        (gradient,) = torch.autograd.grad(values[scalar], kept)
+        return gradient[0].numpy()
+
+
+@pytest.fixture(scope="module")
+def service(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("gradients")
+    model = shutil.copytree(llama, folder / "tiny")
+    with Stack(
+        folder / "data",
+        api=True,
+        callbacks=False,
+        start_timeout_s=600,
+        engine="vllm",
+        model=str(model),
+        model_name="tiny",
+        dtype="float32",
+        max_model_len=256,
+        kv_cache_gib=0.25,
+        hooks="all,inside",
+        gradients_idle_s=IDLE_S,
+        lease_s=6.0,
+        visibility_timeout_s=12,
+    ) as stack:
+        stack.spawn(WORKER, engine="gradients")
+        stack.wait_log(WORKER, "worker ready")
+        yield Service(stack, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "scalar"),
+    [
+        ("logit", {"kind": "logit", "token": 7, "foil": 8}),
+        ("loss", {"kind": "loss"}),
+    ],
+)
+def test_gradient_rows_are_those_of_autograd_by_hand(
+    service: Service, name: str, scalar: dict[str, Any]
+) -> None:
+    job = service.job(hooks={"post_block": "all"}, positions="all_prompt", scalar=scalar)
+    reader = service.rows(job)
+    for layer in range(service.model.config.num_hidden_layers):
+        expected = service.by_hand(layer, name)
+        scale = max(1.0, float(np.abs(expected).max()))
+        got = reader.array(layer, "post_block")
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * scale)
+    result = from_json(service.http.get(f"/v1/jobs/{job}/result").content, JobResult)
+    assert [output.token_ids for output in result.outputs] == [[]]
+    assert "rows compared with the vLLM worker's" in service.stack.log(WORKER)
+
+
+def test_the_model_leaves_memory_when_idle_and_loads_again(service: Service) -> None:
+    scalar = {"kind": "logit", "token": 7}
+    first = service.rows(service.job(layers=[0], positions=[3], scalar=scalar))
+    service.stack.wait_log(WORKER, "model dropped from memory")
+    loads = service.stack.log(WORKER).count("model loaded and compared")
+    again = service.rows(service.job(layers=[0], positions=[3], scalar=scalar))
+    assert service.stack.log(WORKER).count("model loaded and compared") == loads + 1
+    np.testing.assert_array_equal(first.array(0), again.array(0))
+
+
+def test_a_job_survives_the_death_of_its_worker(service: Service) -> None:
+    stack = service.stack
+    stack.wait_log(WORKER, "model dropped from memory")
+    stack.kill(WORKER)
+    job = service.job(layers=[1], positions=[3], scalar={"kind": "loss"})
+    stack.restart(WORKER, engine="gradients")
+    while stack.view(job).state is State.QUEUED:
+        time.sleep(0.01)
+    stack.kill(WORKER, signal.SIGKILL)  # while it loads the model
+    stack.restart(WORKER, engine="gradients")
+    reader = service.rows(job)
+    assert stack.view(job).attempt == 2
+    np.testing.assert_allclose(reader.array(1)[0], service.by_hand(1, "loss")[3], atol=1e-4)
+
+
+def test_a_model_of_other_numbers_is_refused_with_hook_layer_and_figure(
+    service: Service, tmp_path: Path
+) -> None:
+    """The gradient worker reads other weights under the same identity, because the known digests of
+    its files are those of the vLLM worker's files.
+    """
+    stack, original = service.stack, Path(service.stack.settings.model)
+    other = shutil.copytree(original, tmp_path / "tiny")
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"] *= 1.01
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    known = json.loads((stack.directory / "checkpoint-digests.json").read_text())
+    forged = {}
+    for file in other.iterdir():
+        stat = file.stat()
+        facts = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
+        forged[str(file.resolve())] = [facts, known[str((original / file.name).resolve())][1]]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "checkpoint-digests.json").write_text(json.dumps(forged))
+    stack.end(WORKER)
+    stack.spawn(
+        WORKER,
+        engine="gradients",
+        model=str(other),
+        data_dir=str(tmp_path / "data"),
+        artifact_store=str(stack.settings.capture_root),
+    )
+    stack.wait_log(WORKER, "worker ready")
+    view = service.ended(service.job(layers=[0], positions=[3], scalar={"kind": "loss"}))
+    assert (view.state, view.error and view.error.type) == (
+        State.FAILED,
+        "urn:midstream:gradients_refused",
+    )
+    assert view.error is not None
+    assert re.search(r"(mlp_out|post_block) of layer 1 differs .* by 0\.0\d+", view.error.detail)
+    deadline = time.monotonic() + 30  # until the next heartbeat
+    while (answer := service.post("/v1/jobs", **LOSS)).status_code == 202:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert (answer.status_code, answer.json()["field"]) == (400, "capture.of")
+    assert "of layer 1 differs" in answer.json()["detail"]
+    stack.end(WORKER)
+    stack.spawn(WORKER, engine="gradients")
+    stack.wait_log(WORKER, "worker ready")
