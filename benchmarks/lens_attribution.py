@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lens_heads import ANSWER, CLEAN, CORRUPT, FOIL
 
 from lens import MODEL, Lens
-from lens_heads import ANSWER, CLEAN, CORRUPT, FOIL
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "data" / "attribution.safetensors"

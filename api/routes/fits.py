@@ -15,7 +15,7 @@ from ...schemas.requests.attributions import GRADIENTS
 from ..context import AppContext
 from ..resolve.admission.admission import handled
 from ..resolve.admission.fits import resolve_fit
-from ..resolve.admission.gradients import check_gradients
+from ..resolve.sweeps.attribution import check_gradients
 from ..web.auth import needs
 from ..web.body import JsonRequest
 from .jobs import SUBMIT_ERRORS, Key, Prefer, answer_submission

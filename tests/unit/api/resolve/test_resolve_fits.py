@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from midstream.api.resolve.admission import fits
-from midstream.api.resolve.admission.gradients import check_gradients
+from midstream.api.resolve.sweeps.attribution import check_gradients
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.fits import FitRequest, FitTokens, StoredModuleFit
 from midstream.schemas.jobs.models import GradientInfo
