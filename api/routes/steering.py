@@ -242,6 +242,7 @@ def _view(module: Module) -> ModuleView:
         bytes=module.bytes,
         created=module.created,
         description=module.description,
+        training=module.training,
     )
 
 

@@ -78,7 +78,12 @@ async def _planned(
             sae = (await named_sae(body.sae, "sae", info, context.ledger)).stored()
             body = on_its_site(body, sae)
         gradients = await context.ledger.gradients(info)
-        check_gradients(body, info, gradients, bool(global_steering.entries))
+        check_gradients(
+            {f"hooks[{index}]": hook for index, hook in enumerate(body.hooks)},
+            info,
+            gradients,
+            bool(global_steering.entries),
+        )
     planned = await plan_sweep(
         body, info, await context.codec(info), context.settings, global_steering
     )

@@ -383,6 +383,9 @@ def print_result(client: Client, result: JobResult) -> None:
     if result.attribution:
         out.print(attributions.report(attribution_of(result)))
         return
+    if result.fit:
+        out.print(records.one(result.fit))
+        return
     out.print(records.listed(result.outputs, Output))
     if result.probes:
         out.print(readings.scores(result))

@@ -2,11 +2,12 @@
 `global` for global steering, and `dynamic` for the ranks' state.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import typer
 
@@ -18,13 +19,25 @@ from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import GlobalView, ModuleView
+from ...schemas.requests.trainings import FitMethod
 from ..render import steering
 from ..sdk.calls import Blocks
 from ..sdk.client import Client
 from ..sdk.registered import Named
 from ..vectors import FORMATS, jacobian
 from . import options
-from .jobs import AsJson, Model, Url, connect, delete, out, print_json, print_list, print_record
+from .jobs import (
+    AsJson,
+    Model,
+    Url,
+    connect,
+    delete,
+    only_model,
+    out,
+    print_json,
+    print_list,
+    print_record,
+)
 
 T = TypeVar("T")
 
@@ -136,6 +149,73 @@ def modules_register(
     entries = options.parse_steering(files, "FILE")
     with connect(url) as client:
         print_record(client.modules.register(name, entries, model, description), json_)
+
+
+@modules_app.command("fit")
+def modules_fit(
+    name: ModulesName,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="JSONL; a line has `positive` and `negative`, or one of them, or `prompt` and "
+            "`target`."
+        ),
+    ],
+    method: Annotated[str, typer.Option(help=f"{', '.join(get_args(FitMethod))}.")],
+    layers: Annotated[str, typer.Option(help="Such as 12 or 10-15; each gets its own edit.")],
+    hook: Annotated[str | None, typer.Option(help="Hook point; default: post_block.")] = None,
+    read: Annotated[
+        str | None, typer.Option(help="last_prompt (default) or all_prompt: rows that are read.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Of method reft; default: 4.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Most steps; default: 200.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Default: 0.01.")] = None,
+    held_out: Annotated[float | None, typer.Option(help="Share; default: 0.25.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
+    register: Annotated[
+        str | None, typer.Option(help="if_better (default), always or never.")
+    ] = None,
+    description: Description = "",
+    model: Model = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Learn a module from examples, and register it if it works on held-out examples."""
+    lines = _lines(file)
+    fields: dict[str, Any] = {
+        "name": name,
+        "method": method,
+        "layers": layers,
+        "hook": hook,
+        "positive": [line["positive"] for line in lines if "positive" in line],
+        "negative": [line["negative"] for line in lines if "negative" in line],
+        "examples": [line for line in lines if "target" in line],
+        "read": read,
+        "rank": rank,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "held_out": held_out,
+        "seed": seed,
+        "register": register,
+        "description": description,
+    }
+    with connect(url) as client:
+        result = client.fit_module(model=model or only_model(client), **fields)
+        print_record(result, json_)
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file. Raises typer.BadParameter naming the line."""
+    lines = []
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        try:
+            value = json.loads(line or "{}")
+        except ValueError as error:
+            raise typer.BadParameter(f"line {number} of {file} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise typer.BadParameter(f"line {number} of {file} is not an object")
+        lines.append(value)
+    return lines
 
 
 @modules_app.command("export")

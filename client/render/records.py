@@ -15,11 +15,13 @@ from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
 from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
+from ...schemas.jobs.fits import FitResult
 from ...schemas.jobs.jobs import SWEEPS, JobView, Output
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import ModuleView
+from ...schemas.requests.trainings import Training
 from .jobs import coloured, count, facts, minute, run_prompts, seconds, size, table
 from .steering import DIGEST, entries, what
 
@@ -135,6 +137,28 @@ def _thresholds(probe: Probe) -> str:
     )
 
 
+def _training(training: Training) -> str:
+    """Return how a module was learned, and its dose."""
+    doses = [site.dose for site in training.sites]
+    low, high = min(doses), max(doses)
+    layers = as_ranges(site.layer for site in training.sites)
+    steps = f", {count(training.steps, 'step')}" if training.losses else ""
+    dose = f"{low:.2g}" if f"{low:.2g}" == f"{high:.2g}" else f"{low:.2g} to {high:.2g}"
+    return (
+        f"{training.method} at {training.hook} {layers} from {training.examples} examples{steps}; "
+        f"changes rows by {dose} of their norm"
+    )
+
+
+def _effect(training: Training) -> str:
+    effect = training.effect
+    verdict = "better than none" if effect.better else "not better than none"
+    return (
+        f"{effect.measure} {effect.before:.3g} → {effect.after:.3g} (± {effect.error:.2g}) on "
+        f"{effect.examples} held-out examples: {verdict}"
+    )
+
+
 def _expires(key: KeyView) -> str:
     if key.expires is None:
         return "never"
@@ -165,9 +189,22 @@ SHOWN: dict[type, Shown] = {
                 f"{len({tensor for entry in view.entries for tensor in entry.tensors})}, "
                 f"{size(view.bytes)}"
             ),
+            "learned": lambda view: _training(view.training) if view.training else "",
+            "effect": lambda view: _effect(view.training) if view.training else "",
             "description": _text("description"),
         },
         lambda view: [entries(view.entries)],
+    ),
+    FitResult: Shown(
+        facts={
+            "module": lambda result: (
+                escape(result.name)
+                + (f", {result.digest[:DIGEST]}" if result.digest else ", not registered")
+            ),
+            "learned": lambda result: _training(result.training),
+            "effect": lambda result: _effect(result.training),
+            "reason": _text("reason"),
+        }
     ),
     Lora: Shown(
         "Adapters",

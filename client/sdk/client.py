@@ -11,6 +11,7 @@ from .attributions import Attributions
 from .calls import Awaits, Blocks, Calls, M, stream, verb
 from .captures import Captures
 from .completions import Completions
+from .fits import Fits
 from .harvests import Harvests
 from .jobs import Jobs
 from .mapping.map import over
@@ -54,6 +55,7 @@ class Verbs(Calls[M]):
     attention = verb(Readings.attention)
     sweep = verb(Sweeps.run)
     attribute = verb(Attributions.run)
+    fit_module = verb(Fits.module)
     models = verb(Server.models)
     model = verb(Server.model)
     ready = verb(Server.ready)
@@ -68,6 +70,7 @@ class Verbs(Calls[M]):
         self.readings: Readings[M] = Readings(io, blocking)
         self.sweeps: Sweeps[M] = Sweeps(io, blocking)
         self.attributions: Attributions[M] = Attributions(io, blocking)
+        self.fits: Fits[M] = Fits(io, blocking)
         self.harvests: Harvests[M] = Harvests(io, blocking)
         self.modules: Modules[M] = Modules(io, blocking)
         self.global_steering: GlobalSteering[M] = GlobalSteering(io, blocking)

@@ -14,6 +14,7 @@ import numpy as np
 from ...schemas.access.handling import Priority
 from ...schemas.artifacts.probes import Aggregation, ProbeUse, Side
 from ...schemas.base.states import CallbackEvent
+from ...schemas.jobs.fits import FitExample, Registration
 from ...schemas.jobs.harvests import HarvestCut, HarvestPositions, HarvestShards, HarvestSource
 from ...schemas.jobs.jobs import Sampling, StructuredRequest
 from ...schemas.jobs.openai import ResponseFormat, StreamOptions
@@ -35,6 +36,7 @@ from ...schemas.readings.lens import LensSpec
 from ...schemas.requests.attributions import Method, Verify
 from ...schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 from ...schemas.requests.sweep_paths import SweepPath
+from ...schemas.requests.trainings import FitMethod
 
 T = TypeVar("T")
 #: One, or a list of them.
@@ -212,6 +214,29 @@ class AttributeFields(AttributionFields, total=False):
     corrupt: Prompt | None
     answer: Prompt | None
     foil: Prompt | None
+
+
+class FitFields(Handled, total=False):
+    """`POST /v1/modules/fit`."""
+
+    model: str
+    name: str
+    method: FitMethod
+    layers: Numbers
+    hook: Hook | None
+    positive: Sequence[Prompt] | None
+    negative: Sequence[Prompt] | None
+    examples: Sequence[FitExample | Fields] | None
+    read: Positions | None
+    positions: Positions | None
+    held_out: float | None
+    seed: int | None
+    rank: int | None
+    steps: int | None
+    batch: int | None
+    learning_rate: float | None
+    register: Registration | None
+    description: str | None
 
 
 class HarvestFields(TypedDict, total=False):

@@ -157,6 +157,16 @@ MAX_NEURON_COLUMNS = 256  # columns of the axis `neuron`
 MAX_RECEIVERS = 256  # of a path
 MAX_NEURONS = 4096  # neurons of a column of the axis `neuron` that are chosen by rank
 
+# --- Fits
+
+MIN_FIT_EXAMPLES = 8  # of each list that a fit needs
+MAX_FIT_EXAMPLES = 4096  # of each list
+MAX_FIT_TOKENS = 1 << 18  # of all examples
+MAX_FIT_WORK = 1 << 26  # tokens that a fit computes, see `StoredModuleFit.tokens`
+MAX_FIT_STEPS = 2000
+MAX_FIT_BATCH = 64
+MAX_TARGET_TOKENS = 512  # of the continuation of one example
+
 # --- Harvests
 
 MAX_HARVEST_LINES = 4096  # documents in the request itself

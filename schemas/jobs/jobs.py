@@ -50,6 +50,7 @@ from ..requests.specs import (
     StoredSteering,
 )
 from .attributions import AttributionResult
+from .fits import FitResult, StoredFit
 from .sweeps import StoredSweep, SweepResult
 
 #: Kinds of jobs with the units of a sweep.
@@ -191,6 +192,7 @@ class Job(Record, dict=True, omit_defaults=True):
     run: str = ""  # its captures are kept as the source run of this name
     sweep: StoredSweep | None = None
     harvest: HarvestPart | None = None
+    fit: StoredFit | None = None
     # owner of the job, its captures and its source run; invisible to other tenants
     tenant: str = DEFAULT_TENANT
     key: str = ""  # id of the API key that it was submitted with; empty: authentication is off
@@ -433,6 +435,7 @@ class JobResult(Plotted, ReadingResults):
     attempt: int
     sweep: SweepResult | None = None
     attribution: AttributionResult | UnsetType = UNSET
+    fit: FitResult | UnsetType = UNSET
     lora: LoraUse | None = None  # the adapter that it ran with
     probes: list[ProbeResult] = []
     identity: str = ""  # of the model that computed it
@@ -446,7 +449,17 @@ class JobPage(Record):
 #: Not an event of a job: the last event of a stream, with the problem that ended it.
 PROBLEM_EVENT = "error"
 EventKind = Literal[
-    "state", "token", "score", "output", "receipt", "start", "estimate", "cell", "summary", "done"
+    "state",
+    "token",
+    "score",
+    "output",
+    "receipt",
+    "start",
+    "estimate",
+    "fit",
+    "cell",
+    "summary",
+    "done",
 ]
 
 
@@ -459,7 +472,7 @@ class Event(Record):
     {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} ·
     done: {state} · a sweep has no `output` events, and `receipt` events only where ranks disagree;
     instead, it has start: SweepStart · cell: SweepCell · summary: SweepSummary; an attribution has
-    also estimate: EstimatedPair
+    also estimate: EstimatedPair; a fit has fit: FitPoint
     """
 
     event: EventKind

@@ -21,6 +21,7 @@ from ..prompts.selectors import (
 )
 from .interventions import FAMILY, Family
 from .specs import SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, steering_rows
+from .trainings import Training
 
 Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
 
@@ -99,6 +100,7 @@ class Module(Record):
     hidden_size: int = 0  # of the model that it was registered for
     # for each entry, the largest coordinate of scale · vector; 0 if the vector is not scaled
     reach: list[float] = []
+    training: Training | None = None  # of a learned module
 
     @property
     def tensors(self) -> list[str]:
@@ -132,6 +134,7 @@ class ModuleView(Record):
     description: str = ""
     # on `PUT`: the previous digest of the name, if it was different
     replaced: str | None = None
+    training: Training | None = None  # of a learned module
 
 
 class ModulePage(Record):

@@ -80,7 +80,7 @@ async def continue_prompts(
         if isinstance(value, str):
             texts = [prompt.text for prompt in prompts if prompt.text is not None]
             after_each = [
-                _added_tokens(field, value, next(encoded).ids, next(encoded).ids, codec)
+                added_tokens(field, value, next(encoded).ids, next(encoded).ids, codec)
                 for _ in texts
             ]
             after_each = after_each or [codec.as_list(next(encoded).ids)]
@@ -98,10 +98,10 @@ async def continue_prompts(
     return made
 
 
-def _added_tokens(
+def added_tokens(
     field: str, value: str, prompt: np.ndarray, whole: np.ndarray, codec: Codec
 ) -> list[int]:
-    """Return the tokens that `value` adds to the prompt's."""
+    """Return the tokens that `value` adds to the prompt's. Raises a 400 if it changes these."""
     if np.array_equal(whole[: len(prompt)], prompt):
         return codec.as_list(whole[len(prompt) :])
     both = min(len(prompt), len(whole))

@@ -1,7 +1,7 @@
 """Resolves how an attribution estimates and checks its cells; a 400 names what is not valid."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -23,18 +23,19 @@ CELLS = ("hooks", "layers", "heads", "neurons", "window", "alpha", "mask")
 
 
 def check_gradients(
-    body: AttributionRequest, model: ModelInfo, gradients: GradientInfo | None, steered: bool
+    hooks: Mapping[str, str], model: ModelInfo, gradients: GradientInfo | None, steered: bool
 ) -> None:
-    """Check that the model's gradient workers can serve the request. Raises MidstreamError: a 400,
-    or `conflict` under global steering (`steered`).
+    """Check that the model's gradient workers can serve `hooks` (field of the body → hook).
+
+    Raises MidstreamError: a 400, or `conflict` under global steering (`steered`).
     """
     if gradients is None:
         raise invalid("model", f"no gradient worker has served {model.name!r} yet", hint=START)
     if gradients.refused:
         raise invalid("model", f"gradients of {model.name!r} are not served: {gradients.refused}")
-    for index, hook in enumerate(body.hooks):
+    for field, hook in hooks.items():
         if hook in gradients.absent:
-            raise invalid(f"hooks[{index}]", f"no gradients at {hook}: {gradients.absent[hook]}")
+            raise invalid(field, f"no gradients at {hook}: {gradients.absent[hook]}")
     if steered:
         raise MidstreamError(
             "conflict",

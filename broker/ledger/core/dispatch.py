@@ -31,11 +31,13 @@ STEPS: dict[str, dict[Priority, int]] = {
 
 def cost_of(job: Job) -> int:
     """Return the cost of a job in tokens, charged to its tenant's share: its prompts and the most
-    that it may generate; for a sweep, the tokens of all its requests; for a part of a harvest, an
-    estimate of the tokens of its units.
+    that it may generate; for a sweep, the tokens of all its requests; for a fit or a part of a
+    harvest, an estimate of the tokens of its units.
     """
     if job.harvest is not None:
         return job.harvest.tokens
+    if job.fit is not None:
+        return job.fit.tokens
     if job.sweep is not None:
         return Units(job.sweep).tokens
     return sum(len(prompt.token_ids) for prompt in job.prompts) + job.sampling.max_tokens * len(

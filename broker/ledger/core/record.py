@@ -121,6 +121,8 @@ def _prompt(job: Job, request: bytes) -> str:
         pair = job.sweep.pairs[0]
         texts = ["".join(tokens) for tokens in (pair.source_tokens, pair.base_tokens) if tokens]
         return " → ".join(texts)
+    if job.fit is not None:
+        return job.fit.title
     if job.kind == "chat" and request:
         content = from_json(request, dict[str, Any])["messages"][-1].get("content")
         if isinstance(content, str):

@@ -69,7 +69,7 @@ def test_what_can_be_estimated_is_accepted(fields: Any) -> None:
 
 def test_a_model_without_gradient_workers_is_refused_with_how_to_start_one() -> None:
     with pytest.raises(MidstreamError) as refused:
-        check_gradients(body(), model(), None, False)
+        check_gradients({"hooks[0]": "post_block"}, model(), None, False)
     assert (refused.value.status, refused.value.field) == (400, "model")
     assert "gradients=true" in (refused.value.hint or "")
 
@@ -77,16 +77,16 @@ def test_a_model_without_gradient_workers_is_refused_with_how_to_start_one() -> 
 def test_gradients_that_differ_or_lack_a_hook_are_refused_with_the_reason() -> None:
     differs = msgspec.structs.replace(INFO, refused="rows of post_block 3 differ by 0.2")
     with pytest.raises(MidstreamError, match="post_block 3 differ"):
-        check_gradients(body(), model(), differs, False)
+        check_gradients({"hooks[0]": "post_block"}, model(), differs, False)
     lacks = msgspec.structs.replace(INFO, absent={"post_block": "the norm comes after"})
     with pytest.raises(MidstreamError, match="the norm comes after") as refused:
-        check_gradients(body(), model(), lacks, False)
+        check_gradients({"hooks[0]": "post_block"}, model(), lacks, False)
     assert refused.value.field == "hooks[0]"
 
 
 def test_global_steering_is_a_conflict() -> None:
     with pytest.raises(MidstreamError) as refused:
-        check_gradients(body(), model(), INFO, True)
+        check_gradients({"hooks[0]": "post_block"}, model(), INFO, True)
     assert refused.value.status == 409
 
 

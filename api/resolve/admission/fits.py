@@ -1,0 +1,174 @@
+"""Validation of a fit of a module against the model: a `FitRequest` becomes a `StoredModuleFit`, or
+a 400 names the field.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.limits import (
+    MAX_FIT_TOKENS,
+    MAX_FIT_WORK,
+    MAX_TARGET_TOKENS,
+    MIN_FIT_EXAMPLES,
+)
+from ....schemas.base.tensors import from_numpy
+from ....schemas.jobs.fits import FitExample, FitRequest, FitTokens, StoredModuleFit
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.prompts.selectors import (
+    HOOKS,
+    RequestedPositions,
+    SelectorError,
+    resolve_positions,
+    select,
+)
+from ....schemas.requests.specs import SteeringSpec
+from ....schemas.requests.steering import SteeringTemplate
+from ....schemas.requests.trainings import BY_GRADIENT
+from ..edits.steering import resolve_module
+from ..prompts.request_parsing import ParsedPrompt
+from ..prompts.tokenizer import Codec, TooLong
+from .admission import tokenise, too_long
+from .continuations import added_tokens
+
+#: Lists of examples of the methods from rows, and of those by gradient.
+FROM_ROWS, FROM_TARGETS = ("positive", "negative"), ("examples",)
+
+
+async def resolve_fit(body: FitRequest, model: ModelInfo, codec: Codec) -> StoredModuleFit:
+    """Return the fit to store. Raises a 400 naming the field and what is valid."""
+    _check_numbers(body)
+    template = _template(body, model)
+    prompts = await _prompts(body, model, codec)
+    stored = StoredModuleFit(
+        request=msgspec.structs.replace(body, positive=[], negative=[], examples=[]),
+        template=template,
+        examples=await _with_targets(body, prompts["examples"], model, codec),
+        **{
+            name: [
+                _example(f"{name}[{index}]", "read", body.read, ids, len(ids), model)
+                for index, ids in enumerate(prompts[name])
+            ]
+            for name in FROM_ROWS
+        },
+    )
+    tokens = sum(len(example.token_ids) for example in stored.every)
+    for field, number, most in (
+        ("examples" if body.examples else "positive", tokens, MAX_FIT_TOKENS),
+        ("steps", stored.tokens, MAX_FIT_WORK),
+    ):
+        if number > most:
+            what = "computes" if field == "steps" else "has"
+            raise invalid(field, f"the fit {what} {number} tokens", allowed=f"at most {most}")
+    return stored
+
+
+def _check_numbers(body: FitRequest) -> None:
+    """Raises a 400 for lists of examples that the method does not take, or that are too short."""
+    trained = body.method in BY_GRADIENT
+    for name in (*FROM_ROWS, *FROM_TARGETS):
+        count, needed = len(getattr(body, name)), (name in FROM_TARGETS) == trained
+        if needed and count < MIN_FIT_EXAMPLES:
+            raise invalid(
+                name, f"has {count} entries", allowed=f"{body.method}: {MIN_FIT_EXAMPLES} or more"
+            )
+        if count and trained and not needed:
+            raise invalid(name, f"is not valid for method {body.method!r}: give examples")
+    if body.method == "pca" and len(body.positive) != len(body.negative):
+        raise invalid(
+            "negative",
+            f"has {len(body.negative)} entries, but positive has {len(body.positive)}: pca needs "
+            "pairs",
+        )
+
+
+def _template(body: FitRequest, model: ModelInfo) -> SteeringTemplate:
+    """Return the module's entry without tensors. Raises a 400 as the registration of the module
+    would.
+    """
+    zeros = from_numpy(np.zeros((body.rank, model.hidden_size)))
+    fields = (
+        {"op": "lowrank", "rotation": zeros, "weight": zeros, "bias": [0.0] * body.rank}
+        if body.method == "reft"
+        else {"vector": from_numpy(np.zeros(model.hidden_size))}
+    )
+    spec = SteeringSpec(layers=body.layers, hook=body.hook, positions=body.positions, **fields)
+    try:
+        (template,) = resolve_module([spec], model).entries
+    except MidstreamError as error:
+        raise error.at((error.field or "").removeprefix("steering[0].") or None) from error
+    if template.hook not in HOOKS:
+        served = ", ".join(hook for hook in HOOKS if hook in model.hooks)
+        raise invalid("hook", f"{body.hook} has no rows of the stream's width", allowed=served)
+    return msgspec.structs.replace(template, tensors=[])
+
+
+async def _prompts(body: FitRequest, model: ModelInfo, codec: Codec) -> dict[str, list[list[int]]]:
+    """Return list of the body → token ids of its prompts."""
+    values = {name: getattr(body, name) for name in FROM_ROWS}
+    values["examples"] = [example.prompt for example in body.examples]
+    parsed = [
+        ParsedPrompt(f"{name}[{index}]" + ".prompt" * (name == "examples"), value)
+        for name, listed in values.items()
+        for index, value in enumerate(listed)
+    ]
+    read = iter(await tokenise(parsed, model, codec))
+    return {name: [list(next(read).token_ids) for _ in listed] for name, listed in values.items()}
+
+
+async def _with_targets(
+    body: FitRequest, prompts: Sequence[list[int]], model: ModelInfo, codec: Codec
+) -> list[FitTokens]:
+    """Return the examples with their targets, which are tokenised after their prompts."""
+    fields = [f"examples[{index}].target" for index in range(len(prompts))]
+    whole = [text for _, text in _texts(body.examples)]
+    try:
+        encoded = iter(await codec.encodings(whole, special_tokens=True) if whole else [])
+    except TooLong as error:
+        place = [index for index, _ in _texts(body.examples)][error.index]
+        raise too_long(error, fields[place], model) from None
+    made = []
+    for field, example, ids in zip(fields, body.examples, prompts, strict=True):
+        target = example.target
+        if isinstance(target, str):
+            if not isinstance(example.prompt, str):
+                raise invalid(field, "is text, but its prompt is token ids", allowed="token ids")
+            target = added_tokens(field, target, np.array(ids), next(encoded).ids, codec)
+        else:
+            await tokenise([ParsedPrompt(field, target)], model, codec)
+        if not 0 < len(target) <= MAX_TARGET_TOKENS:
+            allowed = f"1 to {MAX_TARGET_TOKENS} tokens"
+            raise invalid(field, f"has {len(target)} tokens", allowed=allowed)
+        every = [*ids, *target]
+        made.append(_example(field, "positions", body.positions, every, len(ids), model))
+    return made
+
+
+def _texts(examples: Sequence[FitExample]) -> Iterator[tuple[int, str]]:
+    for index, example in enumerate(examples):
+        if isinstance(example.prompt, str) and isinstance(example.target, str):
+            yield index, example.prompt + example.target
+
+
+def _example(
+    at: str,
+    field: str,
+    positions: RequestedPositions,
+    ids: list[int],
+    prompt_tokens: int,
+    model: ModelInfo,
+) -> FitTokens:
+    """Return an example with its positions. Raises a 400 naming `at` if it is too long, and `field`
+    if it has none of the positions.
+    """
+    if len(ids) > model.max_model_len:
+        raise too_long(TooLong(0, len(ids)), at, model)
+    try:
+        resolved = resolve_positions(positions, prompt_tokens)
+    except SelectorError as error:
+        raise invalid(field + error.at, f"{at}: {error}") from error
+    if not select(resolved, 0, len(ids), prompt_tokens):
+        raise invalid(field, f"selects no token of {at}, which has {len(ids)}")
+    return FitTokens(token_ids=ids, prompt_tokens=prompt_tokens, at=resolved)

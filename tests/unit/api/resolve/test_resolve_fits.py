@@ -1,0 +1,141 @@
+"""Validation of fits: what is stored, and which field a 400 names."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from midstream.api.resolve.admission import fits
+from midstream.api.resolve.sweeps.attribution import check_gradients
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.fits import FitRequest, FitTokens, StoredModuleFit
+from midstream.schemas.jobs.models import GradientInfo
+from tests.unit.api.resolve.test_sweep_plan import CODEC, model
+
+HERE, THERE = ["The Eiffel Tower is in"] * 8, ["The Colosseum is in"] * 8
+EXAMPLES = [{"prompt": "The Tower is in", "target": " Rome"}] * 8
+
+
+def resolve(method: str = "difference_of_means", **fields: Any) -> StoredModuleFit:
+    given = {"positive": HERE, "negative": THERE} if "examples" not in fields else {}
+    body = {"model": "m", "name": "n", "method": method, "layers": [-1], **given, **fields}
+    return asyncio.run(fits.resolve_fit(msgspec.convert(body, FitRequest), model(), CODEC))
+
+
+def refusal(*args: Any, **fields: Any) -> MidstreamError:
+    with pytest.raises(MidstreamError) as refused:
+        resolve(*args, **fields)
+    assert refused.value.status == 400
+    return refused.value
+
+
+def test_prompts_are_tokenised_as_those_of_jobs() -> None:
+    stored = resolve()
+    expected = FitTokens(token_ids=[1, 2, 5, 6, 7], prompt_tokens=5, at="last_prompt")
+    assert stored.negative[0] == expected
+    assert (stored.hook, stored.layers, stored.template.family) == ("post_block", [3], "add")
+    assert stored.request.positive == []
+    assert stored.tokens == 2 * 8 * (6 + 5)
+
+
+def test_target_follows_its_prompt() -> None:
+    (first, *_) = resolve("vector", examples=EXAMPLES).examples
+    assert first == FitTokens(token_ids=[1, 2, 4, 6, 7, 10], prompt_tokens=5, at="all")
+
+
+def test_token_ids_are_taken_as_they_are() -> None:
+    stored = resolve("vector", examples=[{"prompt": [2, 3], "target": [9, 10]}] * 8)
+    assert stored.examples[0].token_ids == [2, 3, 9, 10]
+    assert stored.tokens == 2 * 8 * 4 + 3 * 200 * 8 * 4
+
+
+def test_reft_is_stored_as_lowrank() -> None:
+    template = resolve("reft", examples=EXAMPLES, rank=2, positions=[-1]).template
+    assert (template.family, template.rank, template.numbers) == ("lowrank", 2, [1.0])
+    assert (template.positions, template.tensors) == ([-1], [])
+
+
+def test_edited_positions_are_those_of_each_prompt() -> None:
+    stored = resolve("reft", examples=EXAMPLES, positions=[-1, 0])
+    assert stored.examples[0].at == [0, 4]
+
+
+def test_digest_depends_on_the_examples_alone() -> None:
+    assert resolve().digest == resolve("logistic", seed=3).digest
+    assert resolve().digest != resolve(positive=THERE, negative=HERE).digest
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "field", "detail"),
+    [
+        ("pca", {"hook": "mlp_in"}, "hook", "unknown hook"),
+        ("pca", {"layers": 4}, "layers", "layers 0 to 3"),
+        ("pca", {"layers": []}, "layers", "at least one"),
+        ("pca", {"positive": HERE[:7]}, "positive", "8 or more"),
+        ("logistic", {"negative": []}, "negative", "8 or more"),
+        ("pca", {"negative": [*THERE, *THERE]}, "negative", "needs pairs"),
+        ("vector", {"examples": EXAMPLES[:5]}, "examples", "8 or more"),
+        ("vector", {"examples": EXAMPLES, "positive": HERE}, "positive", "not valid"),
+        ("pca", {"positive": ["", *HERE[1:]]}, "positive[0]", "empty"),
+        ("pca", {"negative": [[99], *THERE[1:]]}, "negative[0][0]", "vocabulary"),
+        ("pca", {"negative": [[2] * 40, *THERE[1:]]}, "negative[0]", "40"),
+        ("pca", {"read": [7]}, "read[0]", "positive[0]: position 7"),
+        ("vector", {"examples": EXAMPLES, "positions": [9]}, "positions[0]", "examples[0]"),
+        (
+            "vector",
+            {"examples": EXAMPLES, "positions": {"start": 9}},
+            "positions",
+            "no token of examples[0]",
+        ),
+        (
+            "vector",
+            {"examples": [{"prompt": "The Tower of", "target": "Paris"}] * 8},
+            "examples[0].target",
+            "changes the tokens before it",
+        ),
+        (
+            "vector",
+            {"examples": [{"prompt": [2], "target": " Paris"}] * 8},
+            "examples[0].target",
+            "token ids",
+        ),
+        (
+            "vector",
+            {"examples": [{"prompt": [2] * 20, "target": [3] * 20}] * 8},
+            "examples[0].target",
+            "40",
+        ),
+    ],
+)
+def test_refusals_name_the_field(
+    method: str, fields: dict[str, Any], field: str, detail: str
+) -> None:
+    error = refusal(method, **fields)
+    assert (error.field, detail in str(error)) == (field, True), str(error)
+
+
+@pytest.mark.parametrize(
+    ("limit", "field"), [("MAX_FIT_TOKENS", "positive"), ("MAX_FIT_WORK", "steps")]
+)
+def test_limits_of_tokens(limit: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fits, limit, 80)
+    error = refusal()
+    assert (error.field, error.allowed) == (field, "at most 80")
+
+
+def test_hooks_inside_attention_are_refused() -> None:
+    info = model(hooks=["post_block", "z"])
+    body = FitRequest(model="m", name="n", method="pca", layers=0, hook="z", positive=HERE)
+    body = msgspec.structs.replace(body, negative=THERE)
+    with pytest.raises(MidstreamError) as refused:
+        asyncio.run(fits.resolve_fit(body, info, CODEC))
+    assert refused.value.field == "hook"
+
+
+def test_global_steering_is_a_conflict() -> None:
+    served = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
+    check_gradients({"hook": "post_block"}, model(), served, steered=False)
+    with pytest.raises(MidstreamError, match="global steering") as refused:
+        check_gradients({"hook": "post_block"}, model(), served, steered=True)
+    assert refused.value.kind == "conflict"

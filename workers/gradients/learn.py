@@ -1,0 +1,427 @@
+"""Learns steering from examples: directions between rows in closed form, and edits trained on the
+loss of target continuations.
+
+The same inputs and seed give the same result on the same device. Rows and edits are float32,
+statistics of rows float64.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.fits import FitTokens, StoredModuleFit
+from ...schemas.prompts.selectors import select
+from ...schemas.requests.trainings import BY_GRADIENT, FitEffect, FitPoint, FitSite
+from .points import Edit, Points, Run, Site
+
+#: scikit-learn's C, as in `client.probes`.
+STRENGTH = 1.0
+#: Tokens of one forward pass, including padding; a longer example has its own.
+PASS_TOKENS = 4096
+#: Looks at the validation loss, evenly spaced over the steps; training stops after `PATIENCE` looks
+#: without a new minimum.
+LOOKS, PATIENCE = 20, 4
+
+#: Field of a steering entry → float32 tensor: `vector` of op `add`, or those of op `lowrank`.
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A learned module, and its effect on held-out examples."""
+
+    tensors: dict[int, Tensors]  # by layer, on the CPU
+    examples: int
+    sites: list[FitSite]
+    effect: FitEffect
+    steps: int = 0
+    losses: Sequence[FitPoint] = ()
+
+
+# --- Directions between rows `[n, width]`
+
+
+def difference_of_means(positive: Tensor, negative: Tensor) -> Tensor:
+    return positive.mean(0) - negative.mean(0)
+
+
+def pca(positive: Tensor, negative: Tensor) -> Tensor:
+    """Return the first principal component of the pairs' differences, as repeng's `pca_diff`: the
+    differences are centred, and the positive row of most pairs has the larger component.
+    """
+    differences = positive - negative
+    direction = torch.linalg.svd(differences - differences.mean(0), full_matrices=False)[2][0]
+    direction = direction * direction[direction.abs().argmax()].sign()  # if the pairs tie
+    return direction * (-1.0 if (differences @ direction).sign().sum() < 0 else 1.0)
+
+
+def logistic(positive: Tensor, negative: Tensor) -> Tensor:
+    """Return the weight of an L2-regularised logistic regression on standardised rows, for rows
+    that are not standardised, as `client.probes.fit` computes it.
+    """
+    rows = torch.cat([positive, negative])
+    scale = rows.std(0, correction=0)
+    scale = torch.where(scale > 0, scale, 1.0)
+    rows = (rows - rows.mean(0)) / scale
+    signs = torch.cat([rows.new_ones(len(positive)), -rows.new_ones(len(negative))])
+    weight, bias = rows.new_zeros(rows.shape[1], requires_grad=True), rows.new_zeros(())
+    optimizer = torch.optim.LBFGS(
+        [weight, bias.requires_grad_()],
+        max_iter=2000,
+        tolerance_grad=1e-9,
+        tolerance_change=1e-14,
+        line_search_fn="strong_wolfe",
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        margins = signs * (rows @ weight + bias)
+        value = weight.square().sum() / 2 + STRENGTH * softplus(-margins).sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return weight.detach() / scale
+
+
+DIRECTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "difference_of_means": difference_of_means,
+    "pca": pca,
+    "logistic": logistic,
+}
+
+
+def scaled(direction: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """Return the direction with the length of the difference of means along it, so that scale 1
+    moves the mean of the negative rows to that of the positive rows, in this direction.
+
+    Raises MidstreamError for a direction without length.
+    """
+    length = direction.norm()
+    if not (length > 0 and torch.isfinite(length)):
+        raise MidstreamError(
+            "invalid_request", "the examples' rows do not differ", field="positive"
+        )
+    unit = direction / length
+    return unit * (difference_of_means(positive, negative) @ unit).abs()
+
+
+def auroc(positive: Tensor, negative: Tensor) -> float:
+    """Return the share of pairs of which the positive score is the larger; ties count half."""
+    return float(((positive[:, None] - negative).sign().mean() + 1) / 2)
+
+
+# --- Edits
+
+
+def edited(rows: Tensor, tensors: Tensors) -> Tensor:
+    """Return `rows` `[..., width]` with an edit: s + v, or LoReFT's s + Rᵀ(W s + b − R s)
+    (arXiv:2404.03592), R and W `[rank, width]`, b `[rank]`.
+    """
+    if "vector" in tensors:
+        return rows + tensors["vector"]
+    rotation = tensors["rotation"]
+    return rows + (rows @ tensors["weight"].T + tensors["bias"] - rows @ rotation.T) @ rotation
+
+
+class Parameter(NamedTuple):
+    """A tensor that is trained, and the step that changes a row by about the row's norm."""
+
+    value: Tensor
+    unit: float
+
+
+def beginning(rows: Tensor, rank: int | None, generator: torch.Generator) -> dict[str, Parameter]:
+    """Return the parameters of an edit that changes nothing: the vector 0, or with a `rank`, W = R
+    and b = 0. `rows`: `[n, width]`.
+    """
+    width, norm = rows.shape[1], float(rows.norm(dim=1).mean())
+    if rank is None:
+        return {"vector": Parameter(rows.new_zeros(width), norm / width**0.5)}
+    basis = torch.linalg.qr(torch.randn(width, rank, generator=generator))[0].T.to(rows.device)
+    return {
+        "rotation": Parameter(basis.clone(), width**-0.5),
+        "weight": Parameter(orthonormal(basis), width**-0.5),
+        "bias": Parameter(rows.new_zeros(rank), norm),
+    }
+
+
+def orthonormal(basis: Tensor) -> Tensor:
+    """Return the rows of `basis` `[rank, width]` made orthonormal in their order; differentiable,
+    and without effect on orthonormal rows.
+    """
+    columns, factor = torch.linalg.qr(basis.T)
+    return (columns * factor.diagonal().sign()).T
+
+
+def tensors_of(parameters: Mapping[str, Parameter]) -> Tensors:
+    return {
+        name: orthonormal(parameter.value) if name == "rotation" else parameter.value
+        for name, parameter in parameters.items()
+    }
+
+
+# --- Fits
+
+
+def fit(
+    points: Points,
+    wanted: StoredModuleFit,
+    report: Callable[[FitPoint], None] = lambda point: None,
+    check: Callable[[], None] = lambda: None,
+) -> Fitted:
+    """Learn a module, and measure its effect on the held-out examples.
+
+    `report` is called with the losses during a training; `check` before each forward pass, and what
+    it raises ends the fit. Raises MidstreamError if the examples do not determine a module.
+    """
+    run = _Fit(points, wanted, check)
+    return run.train(report) if wanted.request.method in BY_GRADIENT else run.direction()
+
+
+@dataclass(frozen=True)
+class _Fit:
+    points: Points
+    wanted: StoredModuleFit
+    check: Callable[[], None]
+
+    def direction(self) -> Fitted:
+        wanted, method = self.wanted, DIRECTIONS[self.wanted.request.method]
+        positive, held_positive = self._split(wanted.positive)
+        negative, held_negative = self._split(wanted.negative)
+        rows = [self._read(side) for side in (positive, negative, held_positive, held_negative)]
+        fitted, sites = {}, []
+        for layer in wanted.layers:
+            here, there, *held = (side[layer].double() for side in rows)
+            vector = scaled(method(here, there), here, there)
+            fitted[layer] = {"vector": vector.float()}
+            dose = float((vector.norm() / torch.cat(held).norm(dim=1)).median())
+            separation = auroc(*(side @ vector for side in held))
+            sites.append(FitSite(layer=layer, dose=dose, auroc=separation))
+        effect = (
+            self._effect(wanted.examples, fitted)
+            if wanted.examples
+            else _separation(sites, len(held_positive), len(held_negative))
+        )
+        return Fitted(_on_cpu(fitted), len(positive) + len(negative), sites, effect)
+
+    def train(self, report: Callable[[FitPoint], None]) -> Fitted:
+        request = self.wanted.request
+        examples, held = self._split(self.wanted.examples)
+        # the effect is not measured on the examples that decide when to stop
+        validation, test = held[::2], held[1::2]
+        generator = torch.Generator().manual_seed(request.seed)
+        rank = request.rank if request.method == "reft" else None
+        parameters = {
+            layer: beginning(rows, rank, generator) for layer, rows in self._read(examples).items()
+        }
+        every = [parameter for edit in parameters.values() for parameter in edit.values()]
+        optimizer = torch.optim.Adam(
+            {"params": [value.requires_grad_()], "lr": request.learning_rate * unit}
+            for value, unit in every
+        )
+
+        def look(step: int, loss: float | None) -> FitPoint:
+            validated = self._loss(validation, parameters, backward=False)
+            return FitPoint(step=step, loss=loss, validation_loss=validated)
+
+        interval = -(-request.steps // LOOKS)
+        losses, recent = [look(0, None)], list[float]()
+        best, kept = losses[0], [value.detach().clone() for value, _ in every]
+        order = _batches(len(examples), request.batch, generator)
+        for step in range(1, request.steps + 1):
+            optimizer.zero_grad()
+            batch = [examples[index] for index in next(order)]
+            recent.append(self._loss(batch, parameters, backward=True))
+            optimizer.step()
+            if step % interval and step < request.steps:
+                continue
+            losses.append(look(step, sum(recent) / len(recent)))
+            recent.clear()
+            report(losses[-1])
+            if losses[-1].validation_loss < best.validation_loss:
+                best, kept = losses[-1], [value.detach().clone() for value, _ in every]
+            elif step - best.step >= PATIENCE * interval:
+                break
+        with torch.no_grad():
+            for (value, _), saved in zip(every, kept, strict=True):
+                value.copy_(saved)
+            fitted = {layer: tensors_of(edit) for layer, edit in parameters.items()}
+        doses: dict[int, list[Tensor]] = {layer: [] for layer in fitted}
+        effect = self._effect(test, fitted, doses)
+        sites = [
+            FitSite(layer=layer, dose=float(torch.cat(shares).median()))
+            for layer, shares in doses.items()
+        ]
+        return Fitted(_on_cpu(fitted), len(examples), sites, effect, best.step, losses)
+
+    def _split(self, examples: Sequence[FitTokens]) -> tuple[list[FitTokens], list[FitTokens]]:
+        """Return training and held-out examples. Lists of the same length are split alike, so that
+        no pair is divided.
+        """
+        generator = torch.Generator().manual_seed(self.wanted.request.seed)
+        order = torch.randperm(len(examples), generator=generator).tolist()
+        count = held_out(len(examples), self.wanted.request.held_out)
+        return [examples[i] for i in order[count:]], [examples[i] for i in order[:count]]
+
+    def _read(self, examples: Sequence[FitTokens]) -> dict[int, Tensor]:
+        """Return layer → float32 `[examples, width]`, the mean over each example's positions."""
+        means: dict[int, list[Tensor]] = {layer: [] for layer in self.wanted.layers}
+        for chunk in _passes(examples):
+            places = self._places(chunk)
+            run = self._run(chunk, self._sites())
+            for site in self._sites():
+                chosen = torch.where(places, run.rows(site).float(), 0.0)
+                means[site[1]].append(chosen.sum(1) / places.sum(1))
+        return {layer: torch.cat(parts) for layer, parts in means.items()}
+
+    def _loss(
+        self,
+        examples: Sequence[FitTokens],
+        parameters: Mapping[int, Mapping[str, Parameter]],
+        backward: bool,
+    ) -> float:
+        """Return the mean loss in nats per target token; `backward` adds its gradient to the
+        parameters.
+        """
+        targets = sum(len(example.token_ids) - example.prompt_tokens for example in examples)
+        total = 0.0
+        for chunk in _passes(examples):
+            edits = {layer: tensors_of(edit) for layer, edit in parameters.items()}
+            loss = -self._log_probabilities(chunk, edits, grad=backward).sum() / targets
+            if not torch.isfinite(loss):
+                raise MidstreamError(
+                    "intervention_failed", "the loss is not finite", hint="lower learning_rate"
+                )
+            if backward:
+                loss.backward()
+            total += float(loss.detach())
+        return total
+
+    def _effect(
+        self,
+        examples: Sequence[FitTokens],
+        edits: Mapping[int, Tensors],
+        doses: Mapping[int, list[Tensor]] | None = None,
+    ) -> FitEffect:
+        """Return the effect of edits on the targets. `doses`: gets the relative size of each edited
+        row's change, by layer.
+        """
+        chunks = _passes(examples)
+        before = torch.cat([self._log_probabilities(chunk, {}) for chunk in chunks]).double()
+        after = torch.cat([self._log_probabilities(chunk, edits, doses) for chunk in chunks])
+        gain = after.double() - before
+        error = float(gain.std() / len(gain) ** 0.5) if len(gain) > 1 else 0.0
+        return FitEffect(
+            measure="logprob",
+            before=float(before.mean()),
+            after=float(before.mean() + gain.mean()),
+            error=error,
+            examples=len(gain),
+            better=float(gain.mean()) > error,
+        )
+
+    def _log_probabilities(
+        self,
+        chunk: Sequence[FitTokens],
+        edits: Mapping[int, Tensors],
+        doses: Mapping[int, list[Tensor]] | None = None,
+        grad: bool = False,
+    ) -> Tensor:
+        """Return the log-probability of each example's target, `[examples]`."""
+        places = self._places(chunk)
+
+        def edit(site: Site, rows: Tensor) -> Tensor:
+            given = rows.float()
+            made = edited(given, edits[site[1]])
+            if doses is not None:
+                shares = (made - given).norm(dim=-1) / given.norm(dim=-1)
+                doses[site[1]].append(shares[places[..., 0]])
+            return torch.where(places, made.to(rows.dtype), rows)
+
+        first = min(example.prompt_tokens for example in chunk) - 1
+        sites = self._sites() if edits else ()
+        logits = self._run(chunk, sites, edit, first, grad).logits
+        sums = []
+        for example, scores in zip(chunk, logits, strict=True):
+            ids = torch.tensor(example.token_ids[example.prompt_tokens :], device=scores.device)
+            start = example.prompt_tokens - 1 - first
+            chosen = scores[start : start + len(ids)].float().log_softmax(-1)
+            sums.append(chosen.gather(-1, ids[:, None]).sum())
+        return torch.stack(sums)
+
+    def _sites(self) -> list[Site]:
+        return [(self.wanted.hook, layer) for layer in self.wanted.layers]
+
+    def _run(
+        self,
+        chunk: Sequence[FitTokens],
+        sites: Sequence[Site],
+        edit: Edit | None = None,
+        first: int | None = None,
+        grad: bool = False,
+    ) -> Run:
+        """Run examples; `first`: the first position whose logits are computed."""
+        self.check()
+        tokens = self.points.batch([example.token_ids for example in chunk])
+        keep = () if first is None else range(first, tokens.shape[1])
+        return self.points.run(tokens, sites, keep=keep, edit=edit, grad=grad)
+
+    def _places(self, chunk: Sequence[FitTokens]) -> Tensor:
+        """Return which rows are read or edited, `[examples, tokens, 1]`."""
+        longest = max(len(example.token_ids) for example in chunk)
+        places = torch.zeros(len(chunk), longest, 1, dtype=torch.bool)
+        for place, example in zip(places, chunk, strict=True):
+            place[list(select(example.at, 0, len(example.token_ids), example.prompt_tokens))] = True
+        return places.to(self.points.device)
+
+
+def held_out(examples: int, share: float) -> int:
+    """Return how many of the examples are held out: at least four."""
+    return max(4, round(share * examples))
+
+
+def _batches(examples: int, size: int, generator: torch.Generator) -> Iterator[list[int]]:
+    """Yield batches of indices without end; each pass over the examples is shuffled."""
+    while True:
+        order = torch.randperm(examples, generator=generator).tolist()
+        yield from (order[start : start + size] for start in range(0, examples, size))
+
+
+def _passes(examples: Sequence[FitTokens]) -> list[list[FitTokens]]:
+    """Cut examples into forward passes of at most `PASS_TOKENS`, in their order."""
+    passes: list[list[FitTokens]] = []
+    longest = 0
+    for example in examples:
+        longest = max(longest, len(example.token_ids))
+        if not passes or longest * (len(passes[-1]) + 1) > PASS_TOKENS:
+            passes.append([])
+            longest = len(example.token_ids)
+        passes[-1].append(example)
+    return passes
+
+
+def _separation(sites: Sequence[FitSite], positive: int, negative: int) -> FitEffect:
+    after = sum(site.auroc or 0.0 for site in sites) / len(sites)
+    # of the Mann-Whitney statistic
+    error = ((positive + negative + 1) / (12 * positive * negative)) ** 0.5
+    return FitEffect(
+        measure="auroc",
+        before=0.5,
+        after=after,
+        error=error,
+        examples=positive + negative,
+        better=after - 0.5 > error,
+    )
+
+
+def _on_cpu(edits: Mapping[int, Tensors]) -> dict[int, Tensors]:
+    return {
+        layer: {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        for layer, tensors in edits.items()
+    }
