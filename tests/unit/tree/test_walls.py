@@ -75,6 +75,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "app",
         "serving",
         "engines demo_model",
+        "gradients",
         "engine",
         "runner",
     ),
