@@ -80,7 +80,8 @@ def feature_effects(
         else:
             goal = sae.encode(rows + differences[places] / sweep.alpha) if mean is None else mean
         effects = (sweep.alpha * (goal - active).double() * gain.double()).sum(0) * scale
-        chosen = effects.abs().topk(count).indices
+        order = np.argsort(-effects.abs().cpu().numpy(), kind="stable")
+        chosen = torch.from_numpy(order[:count]).to(effects.device)
         lost = rows - (decoded.detach() * scaled.scale + scaled.shift)
         whole = (differences[places].double() * slope).sum() * scale
         error = whole - effects.sum()

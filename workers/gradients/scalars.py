@@ -142,7 +142,7 @@ def loss(tokens: Sequence[int], targets: Sequence[int]) -> Scalar:
 
 
 def probe_score(site: Site, weight: torch.Tensor, bias: float, at: Sequence[int]) -> Scalar:
-    """Return W · row + b of one label, summed over the positions `at`. `weight`: `[hidden_size]`."""
+    """Return W · row + b of one label, summed over the positions `at`. `weight`: `[width]`."""
 
     def compute(_: Logits, rows: Rows) -> torch.Tensor:
         chosen = rows[site][list(at)].double()

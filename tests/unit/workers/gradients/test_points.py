@@ -92,6 +92,6 @@ def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_absent_hook_is_refused_with_reason(points_of: PointsOf) -> None:
     points = points_of("gpt-neox")
-    with pytest.raises(UnsupportedArchitectureError, match="post_attn.*parallel"):
+    with pytest.raises(UnsupportedArchitectureError, match=r"post_attn.*parallel"):
         points.run(points.batch([BASE]), [("post_attn", 0)])
     assert "mlp_act" in points_of("mixtral").absent
