@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "unit"), str(ROOT / "tests" / "engine")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 
 from gradient_kit import exact, heads_at, sweep
 from lens_heads import ANSWER, CLEAN, CORRUPT, FOIL
@@ -39,7 +39,7 @@ CONTEXT = (
     "It was a warm afternoon and the whole family had come together to cook dinner, to talk, and "
     "to plan a trip. "
 )
-LENS = ROOT / ".cache" / "lens" / "bin" / "python"
+LENS = Path(__file__).resolve().parents[1] / ".cache" / "lens" / "bin" / "python"
 
 
 def pair_of(context: str) -> dict[str, list[int]]:

@@ -100,7 +100,8 @@ class Pair:
         self.sites = own if sites is None else list(sites)
         #: Sites with a QK correction.
         self.attended = [site for site in self.sites if site[0] in saturation.KINDS]
-        self.base, self.source = Baseline(0.0, None, None), None
+        self.base = Baseline(value=0.0, logprob=None, foil_logprob=None)
+        self.source: Baseline | None = None
         self._source: dict[Site, torch.Tensor] = {}
 
     def run(self, extra: Sequence[Site] = (), *, grad: bool = True) -> Run:

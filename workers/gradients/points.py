@@ -162,9 +162,9 @@ class Points:
         taps = adapter.variant.taps
         self.taps: Taps = next((ours for theirs, ours in _UNFUSED if theirs == taps), taps)
         text = config.get_text_config()
-        self._heads = text.num_attention_heads
-        self._key_heads = getattr(text, "num_key_value_heads", None) or self._heads
-        self.head_size = getattr(text, "head_dim", None) or self.hidden_size // self._heads
+        self._heads: int = text.num_attention_heads
+        self._key_heads: int = getattr(text, "num_key_value_heads", None) or self._heads
+        self.head_size: int = getattr(text, "head_dim", None) or self.hidden_size // self._heads
         layer = self.layers[0]
         block, down = _part(layer, _ATTENTION), _part(layer, _DOWN)
         output = _part(layer, [f"{block}.{name}" for name in _OUTPUT])
@@ -181,9 +181,9 @@ class Points:
             self.absent["mlp_act"] = "the neurons of its experts are in one fused kernel"
         else:
             self._inside["mlp_act"] = Tap(down, "input")
-            self._neurons = weight_of(layer.get_submodule(down)).shape[0]
+            self._neurons: int = weight_of(layer.get_submodule(down)).shape[0]
         for name in ("q_proj", "k_proj"):
-            self._inside[name] = Tap(self.projections[name].path, "output")  # type: ignore[index]
+            self._inside[name] = Tap(self.projections[name].path, "output")
         present = {*self.taps, *self._inside, "q", "k", "v"}
         self.hooks = tuple(hook for hook in FORWARD if hook in present)
 

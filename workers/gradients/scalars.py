@@ -4,7 +4,7 @@ Values are computed in float64 from the model's logits and rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -186,14 +186,15 @@ def gradient_rows(
         rows = {site: run.views[site](run.raw[site])[0] for site in scalar.sites}
         value = scalar.compute(logits, rows)
         gradients = run.gradients(value)
-    require_finite({("", -1): value.detach(), **gradients})
+    require_finite({("", -1): value.detach()})
+    require_finite(gradients)
     return GradientRows(value.item(), {site: gradients[site][0] for site in sites})
 
 
-def require_finite(tensors: Mapping[tuple[str, int], torch.Tensor]) -> None:
+def require_finite(tensors: Mapping[Any, torch.Tensor]) -> None:
     """Raises NonFiniteGradient for the first site, in this order, with a value that is not finite.
 
-    A key without a hook stands for the scalar itself.
+    Keys are (hook, layer); a key without a hook stands for the scalar itself.
     """
     for (hook, layer), tensor in tensors.items():
         count = int((~tensor.isfinite()).sum())
