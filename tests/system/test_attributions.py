@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from midstream_fake_engine.gradients import ERROR, estimate_of, is_off
+from midstream_fake_engine.model import HIDDEN_SIZE
 from msgspec.structs import replace
 from stack import Stack
 from sweep_rig import CLEAN, CORRUPT, TOLERANCE, pair, sweep, sweep_job
@@ -31,6 +32,13 @@ from midstream.schemas.requests.attributions import (
 TOP, RANDOM, DOUBTFUL = 4, 6, 2
 BOTH = [pair(), pair(CLEAN.replace("The", "Our"), CORRUPT.replace("The", "Our"))]
 DEADLINE_S = 60.0
+BODY = {
+    "pairs": [{"clean": CLEAN, "corrupt": CORRUPT, "answer": "P", "foil": "R"}],
+    "alignment": "left",
+    "metric": "logit_diff",
+    "seed": 3,
+    "verify": {"top": 2, "random": 3, "doubtful": 0},
+}
 
 
 def attribution(
@@ -172,6 +180,7 @@ def test_adaptive_finds_the_top_cells_and_says_what_it_left(stack: Stack) -> Non
         best = sorted(sizes, key=lambda place: -sizes[place])[:3]
         looked = {cell.layer * asked.num_columns + cell.column for cell in found.checked}
         assert len(looked) == len(sizes) - left.cells
+        assert left.settled or len(looked) == 40, "the budget"
         if left.settled:
             assert {*best} <= looked
 
@@ -229,15 +238,23 @@ def test_a_job_is_cancelled_in_both_phases(tmp_path: Any) -> None:
         until(running, second, lambda view: view.state is State.CANCELLED)
 
 
+def test_global_steering_fails_an_attribution_that_it_would_falsify(stack: Stack) -> None:
+    """It is applied without waiting for the gradient worker, which follows it."""
+    entry = {"op": "add", "layers": [1], "vector": [1.0] * HIDDEN_SIZE}
+    with httpx.Client(base_url=stack.url, timeout=DEADLINE_S) as http:
+        applied = http.put("/v1/steering/global", json={"steering": [entry]})
+        assert applied.status_code == 200, applied.text
+        refused = http.post("/v1/attributions", json=BODY | {"model": stack.settings.served_model})
+        assert (refused.status_code, refused.json()["type"]) == (409, "urn:midstream:conflict")
+        # accepted before, as if it had waited in the queue until now
+        view = until(stack, submit(stack, VERIFIED), lambda view: view.state is State.FAILED)
+        assert view.error is not None
+        assert "global steering version" in view.error.detail
+        assert http.delete("/v1/steering/global").status_code == 200
+
+
 def test_the_api_takes_an_attribution_and_shows_it(stack: Stack) -> None:
-    body = {
-        "model": stack.settings.served_model,
-        "pairs": [{"clean": CLEAN, "corrupt": CORRUPT, "answer": "P", "foil": "R"}],
-        "alignment": "left",
-        "metric": "logit_diff",
-        "seed": 3,
-        "verify": {"top": 2, "random": 3, "doubtful": 0},
-    }
+    body = BODY | {"model": stack.settings.served_model}
     with httpx.Client(base_url=stack.url, timeout=DEADLINE_S) as http:
         planned = http.post("/v1/attributions/plan", json=body)
         assert (planned.status_code, planned.json()["cells"] > 5) == (200, True)

@@ -95,14 +95,15 @@ def test_a_job_is_claimed_by_workers_of_its_queue_alone(redis_url: str) -> None:
 
 def test_a_hand_on_uses_up_no_attempt_and_may_be_repeated(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url, max_attempts=1) as queues:
+        async with opened(redis_url, max_attempts=2) as queues:
             job = await queues.estimated()
             assert await queues.gradients.hand_on(job.id, 1, "", 4) == "handed_on"
             view = await queues.vllm.view(job.id)
             assert (view.state, view.queue, view.cells_expected) == (State.QUEUED, "", 4)
             assert (await queues.vllm.tenants.usage("default")).sweep_cells == 4
-            assert await claimed(queues.vllm, job) is not None
-            assert await queues.vllm.release(job.id, 2) is State.FAILED, "its only attempt"
+            for attempt, state in ((2, State.QUEUED), (3, State.FAILED)):
+                assert await claimed(queues.vllm, job) is not None
+                assert await queues.vllm.release(job.id, attempt) is state
             assert (await queues.vllm.tenants.usage("default")).sweep_cells == 0
 
     asyncio.run(main())
@@ -176,6 +177,12 @@ def test_windows_of_the_queues_are_apart_and_the_status_names_them(redis_url: st
                 (each.queue, each.priority, each.sent, sum(each.waiting.values())) for each in shown
             ]
             assert lines == [("", "batch", 1, 2), (GRADIENTS, "batch", 1, 2)]
+            # as if processes of another version had let jobs end without sending the next
+            await queues.lose_messages()
+            for line in ("6", "6.gradients"):
+                await queues.vllm.redis.delete(f"ms:sent:{MODEL}:{line}")
+            await Reaper(queues.vllm, settings_for(redis_url, dispatch_window=1)).sweep()
+            assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
 
     asyncio.run(main())
 

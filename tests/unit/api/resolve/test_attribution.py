@@ -16,6 +16,7 @@ from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.models import GradientInfo
+from midstream.schemas.jobs.sweep_units import Units
 
 INFO = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
 SAE = StoredSae(name="s", digest="", path="s", hook="post_block", layer=1, bytes=1)
@@ -35,6 +36,7 @@ def body(**fields: Any) -> AttributionRequest:
         ({"method": "edges", "axis": "head"}, "axis"),
         ({"method": "edges", "ablation": "zeros"}, "ablation"),
         ({"method": "attribution", "steps": 4}, "steps"),
+        ({"method": "adaptive", "steps": 4}, "steps"),
         ({"method": "integrated", "steps": 1}, "steps"),
         ({"metric": "kl", "direction": "noise"}, "metric"),
         ({"metric": "kl", "ablation": "zeros"}, "metric"),
@@ -101,6 +103,21 @@ def test_the_plan_bounds_the_exact_cells_and_draws_a_seed() -> None:
     adaptive = attributed(plan().sweep, body(method="adaptive"), None)
     assert adaptive.num_exact == adaptive.num_cells, "the grid is smaller than its least budget"
     assert attributed(plan().sweep, body(), None).num_exact == 0
+
+
+def test_estimates_cost_three_passes_and_exact_cells_as_those_of_a_sweep() -> None:
+    both = sum(len(pair.base) + len(pair.source) for pair in plan().sweep.pairs)
+    assert Units(attributed(plan().sweep, body(), None)).tokens == 3 * both
+    integrated = attributed(plan().sweep, body(method="integrated", steps=5), None)
+    assert Units(integrated).tokens == 15 * both
+    every = body(verify={"top": 10_000})
+    assert (
+        Units(attributed(plan().sweep, every, None)).tokens == 3 * both + Units(plan().sweep).tokens
+    )
+    few = Units(
+        attributed(plan().sweep, body(verify={"top": 1, "random": 0, "doubtful": 0}), None)
+    ).tokens
+    assert few < Units(plan().sweep).tokens
 
 
 def test_features_are_of_the_site_of_the_autoencoder() -> None:
