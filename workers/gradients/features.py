@@ -61,8 +61,8 @@ def feature_effects(
         np.full((len(columns.member), count), np.nan),
         np.full(len(columns.member), np.nan),
         np.full(len(columns.member), np.nan),
-        base=value.item(),
-        source=None if source is None else source.value,
+        base=pair.base.value,
+        source=None if pair.source is None else pair.source.value,
     )
     for column, member in enumerate(columns.member):
         if column in columns.skipped:
