@@ -52,6 +52,7 @@ from .operations.job_feed import JobFeed
 from .operations.service_figures import ServiceFigures
 from .resolve.admission import admission
 from .resolve.edits import patches
+from .resolve.edits.directions import DirectionFiles, check_directed
 from .resolve.edits.features import NONE, FeatureFiles, Named, Rows, check_range, check_specs
 from .resolve.edits.loras import named_lora
 from .resolve.edits.model_state import NOTHING, ModelState, find_runs
@@ -60,6 +61,8 @@ from .resolve.prompts.request_parsing import ParsedRequest
 from .resolve.prompts.tokenizer import Codec
 from .resolve.prompts.tokenizer_pool import BundleHelpers, Helpers
 from .resolve.prompts.vllm_lens_fields import check_answer
+from .resolve.readings.jacobian_lenses import named_jacobian
+from .resolve.readings.lens import single_tokens
 from .resolve.readings.probes import probes_of
 from .resolve.readings.readings import with_artifacts
 from .resolve.readings.saes import named_sae
@@ -108,6 +111,7 @@ class AppContext:
         self.probes = Probes(ledger)
         self.harvests = Harvests(ledger)
         self._features = FeatureFiles(settings.sae_root)
+        self._directions = DirectionFiles(settings.lens_root)
         self._reading_features = anyio.CapacityLimiter(1)
         self.measuring = anyio.CapacityLimiter(MEASURED_AT_ONCE)
         self.measured = Shares(MEASURED_OF_TENANT, "looks at captured rows")
@@ -221,7 +225,7 @@ class AppContext:
         info, watching = await self.ledger.watched_model(parsed.model)
         info = await self._usable(parsed.model, info)
         named = admission.modules_of(parsed)
-        artifacts = parsed.readings or any(spec.sae for spec in parsed.steering)
+        artifacts = parsed.readings or any(spec.sae or spec.jacobian for spec in parsed.steering)
         names = named or parsed.lora or parsed.probes or artifacts or patches.runs_of(parsed.patch)
         if names and idempotency and (known := await self.ledger.repeated(idempotency)):
             # the first job, even if the modules, probes, … that it names have been removed since
@@ -307,9 +311,13 @@ class AppContext:
         return await self.probes.watching(info, names)
 
     async def features(self, info: ModelInfo, specs: Sequence[SteeringSpec]) -> Named:
-        """Return the features that steering names. Raises a 400 naming the field."""
-        saes = {}
+        """Return the features and directions that steering names. Raises a 400 naming the field."""
+        saes, lenses = {}, {}
         for index, spec in enumerate(specs):
+            if spec.jacobian is not None and spec.jacobian not in lenses:
+                lenses[spec.jacobian] = await named_jacobian(
+                    spec.jacobian, f"steering[{index}].jacobian", info, self.ledger
+                )
             if spec.sae is not None and spec.sae not in saes:
                 saes[spec.sae] = await named_sae(
                     spec.sae, f"steering[{index}].sae", info, self.ledger
@@ -321,7 +329,14 @@ class AppContext:
             )
             check_range(saes[name], info, result)
             rows |= {(name, feature): value for feature, value in result.items()}
-        return Named(saes, rows) if saes else NONE
+        plain = {}
+        for directed in check_directed(specs, lenses, info):
+            ids = await single_tokens(directed.tokens, await self.codec(info))
+            tokens, limiter = list(ids.values()), self._reading_features
+            plain[directed.at] = await anyio.to_thread.run_sync(
+                self._directions.plain_specs, directed, tokens, limiter=limiter
+            )
+        return Named(saes, rows, lenses, plain) if saes or lenses else NONE
 
     async def _within_quota(self, job: Job, info: ModelInfo) -> Job:
         """Return the job, without global capture if the quota has no room for it.

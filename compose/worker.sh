@@ -9,7 +9,8 @@ starting=${TMPDIR:-/tmp}/midstream-worker-starting
 : >"$starting"
 export WORKER_STARTING_NOTE="$starting"
 
-if [ -z "${MIDSTREAM_MODEL:-}" ] && [ "${MIDSTREAM_ENGINE:-vllm}" = vllm ]; then
+engine=${MIDSTREAM_ENGINE:-vllm}
+if [ -z "${MIDSTREAM_MODEL:-}" ] && { [ "$engine" = vllm ] || [ "$engine" = gradients ]; }; then
     until MIDSTREAM_MODEL=$(python -m midstream.workers.demo_model); do
         echo "the demo model could not be fetched: see the log of this container" >"$starting"
         sleep "${START_RETRY_S:-30}"
@@ -22,8 +23,9 @@ if [ -d "${MIDSTREAM_MODEL:-}" ]; then
 fi
 
 if [ -z "${MIDSTREAM_WORKER_ID:-}" ]; then
-    name=${MIDSTREAM_MODEL_NAME:-${MIDSTREAM_MODEL:-${MIDSTREAM_ENGINE:-vllm}}}
+    name=${MIDSTREAM_MODEL_NAME:-${MIDSTREAM_MODEL:-$engine}}
     name=$(basename "$name" | tr -c 'A-Za-z0-9_.\n-' '-')
+    if [ "$engine" = gradients ]; then name=$name-gradients; fi
     mkdir -p "$MIDSTREAM_DATA_DIR/workers"
     place=0
     while :; do

@@ -58,6 +58,9 @@ EXIT_NO_ENGINE = 3  # the engine never started
 EXIT_ENGINE_DIED = 70
 #: An orderly end after the engine's death takes a second or two; after this the process is killed.
 EXIT_DEADLINE_S = 6.0
+#: Concurrent jobs of a gradient worker, which takes turns between them: others wait in the queue,
+#: for any worker.
+GRADIENT_JOBS = 4
 #: The environment variable that names the file which `compose/worker.sh` makes and
 #: `broker.health.worker` reads. Docker keeps 4 KiB of what a health check prints.
 NOTE_VARIABLE, NOTE_CHARS = "WORKER_STARTING_NOTE", 2000
@@ -179,7 +182,11 @@ def main(arguments: Sequence[str] = ()) -> int:
     worker = app.Worker(
         hostname=host_format(default_nodename(f"{settings.worker_id}@%h")),
         pool="threads",
-        concurrency=settings.worker_concurrency,
+        concurrency=(
+            min(settings.worker_concurrency, GRADIENT_JOBS)
+            if settings.queue == GRADIENTS
+            else settings.worker_concurrency
+        ),
         queues=[queue_of(settings.served_model, settings.queue)],
         task_events=True,
         without_gossip=True,

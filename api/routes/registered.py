@@ -10,6 +10,7 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody, PathParameter
 
 from ...broker.ledger.named.registry import Names, Registry
+from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
 from ...schemas.artifacts.loras import LORAS
 from ...schemas.artifacts.registered import Kind, Registered
 from ...schemas.artifacts.saes import SAES
@@ -19,6 +20,7 @@ from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import ModelInfo
 from ..context import AppContext
 from ..resolve.edits.loras import resolve_lora
+from ..resolve.readings.jacobian_lenses import resolve_jacobian
 from ..resolve.readings.saes import resolve_sae
 from ..resolve.readings.tuned_lenses import resolve_tuned
 from ..web.auth import needs
@@ -79,6 +81,18 @@ FROM_FOLDERS = (
         "`path` is a folder below the setting `lens_dir` with `lens.safetensors`: "
         "`{layer}.weight` and `{layer}.bias` of each "
         "layer. The digest of the file is its identity: requests accepted earlier keep "
+        "the previous one, and fail if the file has changed.",
+    ),
+    FromFolder(
+        JACOBIAN_LENSES,
+        "a Jacobian lens",
+        "Jacobian lenses",
+        "Jacobian lens",
+        resolve_jacobian,
+        lambda settings: settings.lens_root,
+        "`path` is a folder below the setting `lens_dir` with `lens.safetensors`, as fits write it "
+        "and `midstream jacobian convert` makes it of other tools' files. "
+        "The digest of the file is its identity: requests accepted earlier keep "
         "the previous one, and fail if the file has changed.",
     ),
 )

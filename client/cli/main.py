@@ -36,7 +36,7 @@ from .jobs import AsJson, Url, connect, err, out
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start and stop": ("up", "serve", "demo", "status", "logs", "down", "model"),
     "Requests": ("submit", "sweep", "lens", "features", "attention", "job", "capture", "harvest"),
-    "Named artifacts": ("modules", "global", "runs", "probe", "sae", "tuned", "loras"),
+    "Named artifacts": ("modules", "global", "runs", "probe", "sae", "tuned", "jacobian", "loras"),
     "Operations": (
         "top",
         "doctor",

@@ -175,12 +175,22 @@ STEER_NAMES: dict[str, Callable[[str], Any]] = {
 }  # fmt: skip
 #: The names that a module accepts.
 MODULE_NAMES = ("scale", "positions")
-_READ: dict[str, Callable[[str], Any]] = STEER_NAMES | {"feature": int, "value": float}
+#: The names that a token's direction accepts.
+_OF_TOKEN = (
+    *("token", "layers", "scale", "op", "swap", "norm_match", "strength", "low", "high"),
+    "positions",
+)
+_READ: dict[str, Callable[[str], Any]] = STEER_NAMES | {
+    "feature": int, "value": float, "token": lambda text: int(text) if text.isdecimal() else text,
+    "layers": lambda text: parse_layers(text),
+}  # fmt: skip
+_READ["swap"] = _READ["token"]
 #: First character of a reference (in place of a file) → (its field, the values after it in order,
 #: the valid names, and its description in errors).
 _REFERENCES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
     "@": ("module", ("scale",), MODULE_NAMES, "a module"),
     "%": ("sae", ("feature", "value"), ("feature", "value", "op", "positions"), "a feature"),
+    "^": ("jacobian", ("token", "layers", "scale"), _OF_TOKEN, "a token's direction"),
 }
 
 
@@ -192,7 +202,8 @@ def parse_steering(texts: Sequence[str], option: str = "--steer") -> list[Steeri
     among them, and may be omitted. `@joy:2.0` is the module `joy` at twice its strength,
     `@joy:positions=all_generated` at other positions than its own. `%tiny:123:4.0` adds 4 times the
     decoder row of feature 123 of the sparse autoencoder `tiny`; `%tiny:123:0:op=clamp` sets the
-    feature to 0.
+    feature to 0. `^name: Paris:10-20:4.0` adds 4 times the direction that the Jacobian lens `name`
+    gives the token; `^name: Paris:10-20:swap= Rome` exchanges it with another.
     """
     entries: list[Steering] = []
     for text in texts:

@@ -57,6 +57,9 @@ def lens(
         str | None,
         typer.Option(metavar="NAME", help="Send rows through the maps of this tuned lens first."),
     ] = None,
+    jacobian: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Multiply rows by this Jacobian lens first.")
+    ] = None,
     at: At = None,
     steer: Steer = None,
     max_tokens: MaxTokens = 1,
@@ -85,6 +88,7 @@ def lens(
             tokens=named,
             hook=hooks,
             tuned=tuned,
+            jacobian=jacobian,
             at=at,
             max_tokens=max_tokens,
             **fields,

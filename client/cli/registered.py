@@ -1,5 +1,5 @@
-"""The commands `modules`, `loras`, `sae`, `tuned` and `runs` for named artifacts, `global` for
-global steering, and `dynamic` for the ranks' state.
+"""The commands `modules`, `loras`, `sae`, `tuned`, `jacobian` and `runs` for named artifacts,
+`global` for global steering, and `dynamic` for the ranks' state.
 """
 
 import json
@@ -11,10 +11,12 @@ from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import typer
 
+from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import GlobalView, ModuleView
 from ...schemas.requests.trainings import FitMethod
@@ -22,7 +24,7 @@ from ..render import steering
 from ..sdk.calls import Blocks
 from ..sdk.client import Client
 from ..sdk.registered import Named
-from ..vectors import FORMATS
+from ..vectors import FORMATS, jacobian
 from . import options
 from .jobs import (
     AsJson,
@@ -43,6 +45,7 @@ ModulesName = Annotated[str, typer.Argument(metavar="NAME", help="A module's nam
 LorasName = Annotated[str, typer.Argument(metavar="NAME", help="An adapter's name.")]
 SaeName = Annotated[str, typer.Argument(metavar="NAME", help="An autoencoder's name.")]
 TunedName = Annotated[str, typer.Argument(metavar="NAME", help="A tuned lens's name.")]
+JacobianName = Annotated[str, typer.Argument(metavar="NAME", help="A Jacobian lens's name.")]
 Description = Annotated[str, typer.Option(help="A description.")]
 Run = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's name, or the id of a job with capture files.")
@@ -103,6 +106,9 @@ sae_app = Registry("a sparse autoencoder", "sparse autoencoders", Sae, attrgette
 tuned_app = Registry("a tuned lens", "tuned lenses", TunedLens, attrgetter("lenses")).commands(
     "Manage tuned lenses, which map rows before the logit lens."
 )
+jacobian_app = Registry(
+    "a Jacobian lens", "Jacobian lenses", JacobianLens, attrgetter("jacobians")
+).commands("Manage Jacobian lenses, which map rows to what they make the model say.")
 runs_app = typer.Typer(
     no_args_is_help=True, help="List, inspect and delete source runs: rows for patching."
 )
@@ -119,6 +125,7 @@ def register(app: typer.Typer) -> None:
         "loras": loras_app,
         "sae": sae_app,
         "tuned": tuned_app,
+        "jacobian": jacobian_app,
         "runs": runs_app,
     }
     for name, group in groups.items():
@@ -301,6 +308,46 @@ def tuned_register(
     """Register a tuned lens, or replace it; running requests keep the previous one."""
     with connect(url) as client:
         print_record(client.lenses.register(name, path, reads, residual, model, description), json_)
+
+
+@jacobian_app.command("register")
+def jacobian_register(
+    name: JacobianName,
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH", help="Folder with lens.safetensors, relative to the server's lens_dir."
+        ),
+    ],
+    description: Description = "",
+    model: Model = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Register a Jacobian lens, or replace it; running requests keep the previous one."""
+    with connect(url) as client:
+        print_record(client.jacobians.register(name, path, model, description), json_)
+
+
+@jacobian_app.command("convert")
+def jacobian_convert(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A lens of neuronpedia or TransformerLens: .pt.")
+    ],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder to write, below the server's lens_dir.")
+    ],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the model's checkpoint, whose output matrix edits need."),
+    ] = None,
+) -> None:
+    """Write a folder that can be registered from another tool's file."""
+    try:
+        layers = jacobian.convert(file, folder, checkpoint)
+    except (OSError, ValueError) as error:
+        raise invalid("FILE", str(error)) from error
+    out.print(f"{folder}: layers {as_ranges(layers)}", markup=False)
 
 
 @runs_app.command("list")

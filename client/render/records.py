@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ...schemas.access.keys import KeyView
 from ...schemas.access.webhooks import Delivery, DeliveryAttempt
+from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
 from ...schemas.artifacts.saes import Sae
@@ -106,6 +107,14 @@ def _sae_kind(sae: Sae) -> str:
     return escape(
         f"topk {sae.form.k}" if sae.form.architecture == "topk" else sae.form.architecture
     )
+
+
+def _fit(lens: JacobianLens) -> str:
+    """Return how a Jacobian lens was fitted, with the largest error of a sketch."""
+    if (fit := lens.fit) is None:
+        return "not stated"
+    error = f", error up to {max(fit.errors):.1%}" if fit.errors else ""
+    return f"{fit.method}, of {count(fit.prompts, 'prompt')}{error}"
 
 
 def _site(probe: Probe) -> str:
@@ -258,6 +267,27 @@ SHOWN: dict[type, Shown] = {
             "path": _text("path"),
             "reads": lambda tuned: f"{tuned.hook} of layers {as_ranges(tuned.layers)}",
             "gives": lambda tuned: "h + W h + b" if tuned.residual else "W h + b",
+            "file": _bytes,
+            "description": _text("description"),
+        },
+    ),
+    JacobianLens: Shown(
+        "Jacobian lenses",
+        {
+            "name": _text("name"),
+            "layers": lambda lens: as_ranges(lens.layers),
+            "fit": lambda lens: lens.fit.method if lens.fit else "",
+            "bytes": _bytes,
+            "path": _text("path"),
+        },
+        {
+            "Jacobian lens": _text("name"),
+            "model": _text("model"),
+            "digest": _digest,
+            "path": _text("path"),
+            "reads": lambda lens: f"{lens.hook} of layers {as_ranges(lens.layers)}",
+            "fit": _fit,
+            "edits": lambda lens: f"{lens.vocabulary:,} tokens" if lens.vocabulary else "none",
             "file": _bytes,
             "description": _text("description"),
         },

@@ -17,6 +17,7 @@ from .mapping.map import over
 from .readings import Readings
 from .registered import (
     GlobalSteering,
+    Jacobians,
     Lenses,
     Loras,
     Modules,
@@ -74,6 +75,7 @@ class Verbs(Calls[M]):
         self.probes: Probes[M] = Probes(io, blocking)
         self.saes: Saes[M] = Saes(io, blocking)
         self.lenses: Lenses[M] = Lenses(io, blocking)
+        self.jacobians: Jacobians[M] = Jacobians(io, blocking)
         self.loras: Loras[M] = Loras(io, blocking)
         self.keys: Keys[M] = Keys(io, blocking)
         self.tenants: Tenants[M] = Tenants(io, blocking)

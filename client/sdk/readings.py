@@ -187,6 +187,7 @@ class Readings(Calls[M]):
         tokens: Sequence[int | str] = (),
         hook: str | None = None,
         tuned: str | None = None,
+        jacobian: str | None = None,
         at: str | None = None,
         max_tokens: int = 1,
         timeout: float | None = None,
@@ -198,8 +199,9 @@ class Readings(Calls[M]):
 
         `prompt`: text, token ids, or a conversation. `tokens`: ids, or texts of one token, whose
         rank and log-probability to return. `hook`: post_block by default. `tuned`: the name of a
-        tuned lens, whose maps are applied to the rows first. `at`: before or after (default) edits
-        at the same site. `fields`: other fields of the job: `model`, `steering`, …
+        tuned lens, whose maps are applied to the rows first; `jacobian`: of a Jacobian lens, in its
+        place. `at`: before or after (default) edits at the same site. `fields`: other fields of the
+        job: `model`, `steering`, …
         """
         spec = wire.given(
             layers=layers,
@@ -208,6 +210,7 @@ class Readings(Calls[M]):
             tokens=list(tokens),
             hook=hook,
             tuned=tuned,
+            jacobian=jacobian,
             at=at,
         )
         known_keywords(fields, JobRequest, LensSpec.__struct_fields__)

@@ -1,5 +1,5 @@
-"""Calls on named objects of the server: modules, LoRA adapters, SAEs, tuned lenses, probes and
-source runs; also on global steering and rank agreement.
+"""Calls on named objects of the server: modules, LoRA adapters, SAEs, tuned and Jacobian lenses,
+probes and source runs; also on global steering and rank agreement.
 
 Steering is one entry, a list of entries, a mapping from site to array
 (`{"post_block.12": vector}`), or a file in one of the formats of `client.vectors`. The mapping and
@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 from urllib.parse import quote
 
+from ...schemas.artifacts.jacobian_lenses import (
+    JacobianLens,
+    JacobianLensPage,
+    JacobianLensRequest,
+)
 from ...schemas.artifacts.loras import Lora, LoraPage, LoraRequest
 from ...schemas.artifacts.probes import Action, Probe, ProbePage, ProbeRequest, WatchRequest
 from ...schemas.artifacts.saes import Sae, SaePage, SaeRequest
@@ -272,6 +277,25 @@ class Lenses(Named[M, TunedLens]):
         return await self._register(
             name=name, path=path, model=model, description=description, **own
         )
+
+
+class Jacobians(Named[M, JacobianLens]):
+    """Calls on Jacobian lenses."""
+
+    _path, _record, _request = "/v1/jacobians", JacobianLens, JacobianLensRequest
+    _page, _register_timeout = JacobianLensPage, 600.0
+
+    @call
+    async def register(
+        self, name: str, path: str, model: str | None = None, description: str = ""
+    ) -> JacobianLens:
+        """Register the Jacobian lens in the folder `path` below the server's `lens_dir`; lenses use
+        it as `"jacobian": name`, and steering with a `token`.
+
+        `midstream jacobian convert` makes such a folder from other tools' files. An existing lens
+        of that name is replaced (`replaced` in the record).
+        """
+        return await self._register(name=name, path=path, model=model, description=description)
 
 
 class Probes(Named[M, Probe]):

@@ -67,9 +67,9 @@ class _View:
     strides: tuple[int, ...]
 
 
-def read(raw: bytes) -> Any:
+def read(raw: bytes, most: int = MAX_VECTOR_FILE) -> Any:
     """Return the saved value: an `Array`, or a dictionary or list of `Array`s, numbers and texts;
-    float64 is rounded to float32.
+    float64 is rounded to float32. `most`: limit on the bytes of all arrays.
 
     Raises ValueError with the reason.
     """
@@ -84,7 +84,9 @@ def read(raw: bytes) -> Any:
         raise ValueError(
             f"its {PICKLE} has {archive.sizes[pickles[0]]} bytes; valid: at most {MAX_FILE_HEADER}"
         )
-    return _Storages(archive, f"{folder}data/").resolved(_interpret(member(archive, pickles[0])))
+    return _Storages(archive, f"{folder}data/", most).resolved(
+        _interpret(member(archive, pickles[0]))
+    )
 
 
 # --- The pickle
@@ -229,22 +231,17 @@ def _are_counts(numbers: tuple[Any, ...]) -> bool:
 class _Storages:
     """Reads tensors' bytes; the total size of the arrays is bounded."""
 
-    def __init__(self, archive: Archive, folder: str) -> None:
+    def __init__(self, archive: Archive, folder: str, most: int) -> None:
         self._archive, self._folder = archive, folder
         self._read: dict[str, bytes] = {}
-        self._left = MAX_VECTOR_FILE
+        self._left = self._most = most
 
     def resolved(self, value: Any) -> Any:
-        """Replace views by arrays: `value` itself, or its items."""
+        """Replace views by arrays: `value` itself, or its items, also nested ones."""
         if isinstance(value, dict):
-            return {key: self._one(item) for key, item in value.items()}
-        return (
-            [self._one(item) for item in value]
-            if isinstance(value, list | tuple)
-            else self._one(value)
-        )
-
-    def _one(self, value: Any) -> Any:
+            return {key: self.resolved(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.resolved(item) for item in value]
         return self._array(value) if isinstance(value, _View) else value
 
     def _array(self, view: _View) -> Array:
@@ -269,7 +266,7 @@ class _Storages:
             raise ValueError("it has a tensor with missing bytes")
         self._left -= needed
         if self._left < 0:
-            raise ValueError(f"its tensors have more than {MAX_VECTOR_FILE} bytes")
+            raise ValueError(f"its tensors have more than {self._most} bytes")
         stored = np.frombuffer(raw, {8: "<f8", 4: "<u4", 2: "<u2"}[size], count=len(raw) // size)[
             view.offset :
         ]

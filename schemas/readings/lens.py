@@ -22,7 +22,8 @@ class LensSpec(Record):
     For each: the `top_k` most likely next tokens with log-probabilities, and log-probability and
     rank of each of `tokens`. (nostalgebraist 2020, "interpreting GPT: the logit lens".) With
     `tuned`, the name of a tuned lens, each row goes through its layer's affine map first (Belrose
-    et al. 2023, arXiv:2303.08112).
+    et al. 2023, arXiv:2303.08112); with `jacobian`, the name of a Jacobian lens, it is
+    multiplied by its layer's mean Jacobian.
     """
 
     layers: LayerSelector = "all"
@@ -31,12 +32,14 @@ class LensSpec(Record):
     top_k: Annotated[int, msgspec.Meta(ge=1, le=MAX_LENS_TOP)] = 5
     tokens: Annotated[list[NamedToken], msgspec.Meta(max_length=MAX_LENS_TOKENS)] = []
     tuned: Reference | None = None
+    jacobian: Reference | None = None  # in place of `tuned`
     at: At = "after"
 
     @property
     def references(self) -> list[tuple[str, str]]:
         """(Kind, name) of the registered artifacts that it names."""
-        return [("tuned", self.tuned)] if self.tuned else []
+        named = (("tuned", self.tuned), ("jacobian", self.jacobian))
+        return [(kind, name) for kind, name in named if name]
 
 
 class StoredLens(StoredReading, tag="lens", omit_defaults=True):
@@ -46,7 +49,7 @@ class StoredLens(StoredReading, tag="lens", omit_defaults=True):
 
     top_k: int
     tokens: list[int] = []
-    tuned: StoredTuned | None = None  # each row goes through its layer's map first
+    tuned: StoredTuned | None = None  # each row goes through its map (or J) first
 
     #: Each rank holds a part of the vocabulary; their parts are joined.
     everywhere: ClassVar[bool] = True

@@ -40,6 +40,7 @@ from ..prompts.selectors import (
     select,
 )
 from ..prompts.sites import At, SitesSpec
+from ..readings.lens import NamedToken
 from ..readings.readings import Reading
 from .harvest_work import HarvestPlace
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
@@ -115,7 +116,9 @@ class SteeringSpec(Record):
     Alternatively, apply a named `module`, with `scale` (of its whole effect) and `positions`
     (instead of the module's own). Or set the `feature` of a sparse autoencoder `sae`, at its hook
     and layer, to `value` (`op` is `clamp`) or to 0 (`ablate`), or add `value` times its decoder row
-    (`add`).
+    (`add`). Or edit along the direction that a Jacobian lens `jacobian` gives a `token`, at
+    `layers`: `add`, `ablate` and `clamp` take it in place of `vector`; with `swap`, another token,
+    the row's coordinates in the plane of both directions are exchanged, `strength` times.
 
     `vector` v: `[hidden_size]`, finite; its norm does not matter for `ablate` and `clamp`, or with
     `norm_match`. `rotation` R and `weight` W: `[rank, hidden_size]`, `bias` b: `[rank]`.
@@ -147,6 +150,9 @@ class SteeringSpec(Record):
     options: Annotated[dict[Name, OpNumber], msgspec.Meta(max_length=MAX_OPTIONS)] | None = None
     # in units of the feature's activation; required with `sae` for `clamp` and `add`
     value: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = None
+    jacobian: Reference | None = None  # the name of a Jacobian lens with an output matrix
+    token: NamedToken | None = None  # required with `jacobian`
+    swap: NamedToken | None = None  # exchanged with `token`; without `op`
 
     def __post_init__(self) -> None:
         pack_numbers(self, "vector", "rotation", "weight", "bias")

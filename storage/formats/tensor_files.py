@@ -54,6 +54,7 @@ class TensorFile:
         if self.bytes > most:
             raise TensorFileError(f"{name} has {self.bytes} bytes; the limit is {most}")
         self._zip: zipfile.ZipFile | None = None
+        self.metadata: dict[str, str] = {}  # of a safetensors file
         self._places = (
             self._of_npz(most, tensors) if name.endswith(".npz") else self._of_safetensors()
         )
@@ -78,20 +79,24 @@ class TensorFile:
         self._file.seek(0)
         return hashlib.file_digest(self._file, "sha256").digest()
 
-    def read(self, tensor: str) -> np.ndarray:
-        """Return a tensor as float32. Raises TensorFileError if some of its bytes are missing."""
+    def read(self, tensor: str, row: int | None = None) -> np.ndarray:
+        """Return a tensor as float32, or, of a safetensors file, only one of its rows. Raises
+        TensorFileError if some of its bytes are missing.
+        """
         place = self._places[tensor]
         if self._zip is not None:
             return self._member(place)
-        self._file.seek(place.start)
         dtype = DTYPE_OF_FILE[place.dtype]
-        raw = self._file.read(ITEM_BYTES[dtype] * math.prod(place.shape))
-        if len(raw) != ITEM_BYTES[dtype] * math.prod(place.shape):
+        shape = place.shape if row is None else place.shape[1:]
+        size = ITEM_BYTES[dtype] * math.prod(shape)
+        self._file.seek(place.start + (row or 0) * size)
+        raw = self._file.read(size)
+        if len(raw) != size:
             raise self._changed()
         return (
             widened(np.frombuffer(raw, DTYPES[dtype].raw), dtype)
             .astype(np.float32, copy=False)
-            .reshape(place.shape)
+            .reshape(shape)
         )
 
     def check_unchanged(self) -> None:
@@ -108,7 +113,7 @@ class TensorFile:
 
     def _of_safetensors(self) -> dict[str, Place]:
         try:
-            tensors = whole_file(self._bytes_at, self.bytes)
+            self.metadata, tensors = whole_header(self._bytes_at, self.bytes)
         except DamagedBlob as error:
             raise TensorFileError(f"{self._name}: {error}") from error
         for name, place in tensors.items():
@@ -199,16 +204,23 @@ def _check_shape(file: str, name: str, shape: list[int]) -> None:
 
 
 def whole_file(read: Callable[[int, int], bytes], size: int) -> dict[str, TensorPlace]:
-    """Returns the tensors of a safetensors file of floats; arguments as in `read_tensors`.
+    """Returns the tensors of a safetensors file of floats; see `whole_header`."""
+    return whole_header(read, size)[1]
+
+
+def whole_header(
+    read: Callable[[int, int], bytes], size: int
+) -> tuple[dict[str, str], dict[str, TensorPlace]]:
+    """Returns metadata and tensors of a safetensors file of floats; arguments as in `read_tensors`.
 
     Raises DamagedBlob naming the tensor.
     """
-    _, tensors, end = read_tensors(
+    metadata, tensors, end = read_tensors(
         read, size, {name: ITEM_BYTES[DTYPE_OF_FILE[name]] for name in FLOATS}, MAX_FILE_HEADER
     )
     if end != size:
         raise DamagedBlob(f"it has {size - end} bytes after its tensors; valid: none")
-    return tensors
+    return metadata, tensors
 
 
 def npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:

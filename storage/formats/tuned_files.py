@@ -3,7 +3,7 @@
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,13 +44,17 @@ def map_of(file: TensorFile, layer: int) -> tuple[np.ndarray, np.ndarray]:
     return file.read(f"{layer}.weight"), file.read(f"{layer}.bias")
 
 
-def layers_of(file: TensorFile, num_layers: int, hidden_size: int) -> list[int]:
-    """Return the layers that have a map, ascending.
+def layers_of(
+    file: TensorFile, num_layers: int, hidden_size: int, besides: Sequence[str] = ()
+) -> list[int]:
+    """Return the layers that have a map, ascending. `besides`: other tensors that are valid.
 
     Raises TensorFileError if the file is not a tuned lens for a model of this shape.
     """
     result: dict[int, set[str]] = {}
     for name, shape in file.shapes.items():
+        if name in besides:
+            continue
         match = _NAME.fullmatch(name)
         if match is None:
             raise TensorFileError(

@@ -21,11 +21,12 @@ from transformers import AutoModelForCausalLM
 
 from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.base.records import from_json
+from midstream.schemas.jobs.attributions import AttributionResult
 from midstream.schemas.jobs.jobs import TERMINAL, JobResult, JobView, State
 
 pytestmark = pytest.mark.long
 
-TOKENS = list(range(40, 64))
+TOKENS, OTHER = list(range(40, 64)), list(range(60, 84))
 WORKER = "worker-gradients"
 IDLE_S = 3.0
 LOSS: dict[str, Any] = {
@@ -63,7 +64,19 @@ class Service:
         assert view.receipts == view.receipts_expected == 1
         return CaptureReader(self.stack.settings.capture_root / "g", job)
 
-    def by_hand(self, layer: int, scalar: str) -> np.ndarray:
+    def rows_of(self, tokens: list[int]) -> list[np.ndarray]:
+        """The output of each layer, `[tokens, hidden]`."""
+        with torch.no_grad():
+            states = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
+            last: list[torch.Tensor] = []
+            handle = self.model.model.norm.register_forward_pre_hook(
+                lambda _, args: last.append(args[0])
+            )
+            self.model.model(torch.tensor([tokens]))
+            handle.remove()
+        return [state[0].numpy() for state in (*states.hidden_states[1:-1], last[0])]
+
+    def by_hand(self, layer: int, scalar: str, tokens: list[int] = TOKENS) -> np.ndarray:
         """d scalar / d (output of `layer`), `[tokens, hidden]`."""
         kept: list[torch.Tensor] = []
 
@@ -73,9 +86,9 @@ class Service:
 
         self.model.requires_grad_(False)
         handle = self.model.model.layers[layer].register_forward_hook(keep)
-        logits = self.model(input_ids=torch.tensor([TOKENS])).logits[0].double()
+        logits = self.model(input_ids=torch.tensor([tokens])).logits[0].double()
         handle.remove()
-        losses = [logits[at - 1].log_softmax(-1)[TOKENS[at]] for at in range(1, len(TOKENS))]
+        losses = [logits[at - 1].log_softmax(-1)[tokens[at]] for at in range(1, len(tokens))]
         values = {"logit": logits[-1, 7] - logits[-1, 8], "loss": -torch.stack(losses).sum()}
         (gradient,) = torch.autograd.grad(values[scalar], kept)
         return gradient[0].numpy()
@@ -125,7 +138,43 @@ def test_gradient_rows_are_those_of_autograd_by_hand(
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * scale)
     result = from_json(service.http.get(f"/v1/jobs/{job}/result").content, JobResult)
     assert [output.token_ids for output in result.outputs] == [[]]
-    assert "rows compared with the vLLM worker's" in service.stack.log(WORKER)
+    assert "sites compared with the vLLM worker's" in service.stack.log(WORKER)
+
+
+def test_an_attribution_is_estimated_here_and_verified_by_the_vllm_worker(
+    service: Service,
+) -> None:
+    pair = {"clean": TOKENS, "corrupt": OTHER, "answer": [7], "foil": [8]}
+    verify = {"top": 4, "random": 4, "doubtful": 2}
+    answer = service.post(
+        "/v1/attributions", pairs=[pair], hooks=["post_block"], metric="logit_diff", verify=verify
+    )
+    assert answer.status_code == 202, answer.text
+    job = str(answer.json()["id"])
+    assert service.ended(job).state is State.SUCCEEDED, service.stack.log(WORKER)[-3000:]
+    result = from_json(service.http.get(f"/v1/jobs/{job}/result").content, JobResult).attribution
+    assert isinstance(result, AttributionResult)
+    (estimated,) = result.estimated
+    (grids,) = result.pairs
+    # the corrupt prompt is patched with rows of the clean one, to first order
+    layers = range(service.model.config.num_hidden_layers)
+    clean, corrupt = service.rows_of(TOKENS), service.rows_of(OTHER)
+    for layer in layers:
+        gradient = service.by_hand(layer, "logit", OTHER)
+        expected = ((clean[layer] - corrupt[layer]) * gradient).sum(1) + estimated.base
+        np.testing.assert_allclose(estimated.estimates["post_block"][layer], expected, atol=1e-4)
+    exact = [
+        (layer, column)
+        for layer in layers
+        for column in range(len(TOKENS))
+        if grids.grids["post_block"][layer][column] is not None
+    ]
+    assert len(exact) == len(estimated.checked) == 10
+    for cell in estimated.checked:
+        assert cell.exact == grids.grids["post_block"][cell.layer][cell.column]
+    # the last layer's last row decides the next token alone: its patch gives the clean prompt's
+    last = [cell for cell in estimated.checked if (cell.layer, cell.column) == (layers[-1], 23)]
+    assert [cell.exact for cell in last] == [pytest.approx(estimated.source, abs=1e-4)]
 
 
 def test_the_model_leaves_memory_when_idle_and_loads_again(service: Service) -> None:

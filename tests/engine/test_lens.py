@@ -4,6 +4,7 @@ the engine does meanwhile.
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,8 +13,16 @@ from lens_kit import Truth, check, lens, lenses
 from safetensors.numpy import save_file
 from tiny import LAYERS
 
+from midstream.api.resolve.edits.directions import DirectionFiles, check_directed
+from midstream.api.resolve.readings.jacobian_lenses import resolve_jacobian
+from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, JacobianLensRequest
 from midstream.schemas.artifacts.tuned_lenses import StoredTuned
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.requests.specs import SteeringSpec
+from midstream.storage.formats.jacobian_files import Matrix, write
 from midstream.storage.formats.tuned_files import check_on
+from midstream.workers.gradients.jacobian import fit_jacobian_lens
+from midstream.workers.gradients.points import Points
 
 ALL = list(range(LAYERS))
 NAMED = (7, 123, 499)
@@ -97,6 +106,56 @@ def test_a_tuned_lens_maps_rows_before_the_head(v1: Host, truth: Truth) -> None:
         wanted.append(truth.head(truth.norm()(mapped)).log_softmax(dim=-1).detach().numpy())
     (reading,) = lenses(v1, job)
     check(reading, np.stack(wanted))
+
+
+def test_a_fitted_jacobian_lens_reads_and_edits_by_definition(v1: Host, truth: Truth) -> None:
+    """A lens fitted on transformers' model: the ranks read W_U norm(J h), and an exchange of two
+    tokens' coordinates in the same run changes rows as V (σ(c) − c) says.
+    """
+    corpus = [prompt_of(24, seed=seed) for seed in range(4)]
+    jacobians, fit = fit_jacobian_lens(Points(truth.model), corpus, [0, 2], JacobianFit())
+    head = truth.model.get_output_embeddings().weight.detach().numpy()
+    write(
+        Path(v1.settings.lens_dir, "jacobian"),
+        {layer: matrix.numpy() for layer, matrix in jacobians.items()},
+        fit,
+        Matrix(head),
+    )
+    model = msgspec.convert(v1.info, ModelInfo)
+    request = JacobianLensRequest(name="mine", path="jacobian")
+    found = resolve_jacobian(request, model, v1.settings.lens_dir)
+    spec = SteeringSpec(jacobian="mine", token=7, swap=123, layers=[2])
+    (directed,) = check_directed([spec], {"mine": found}, model)
+    plain = DirectionFiles(v1.settings.lens_dir).plain_specs(directed, [7, 123])
+    job = v1.job(
+        prompt_of(12, seed=8),
+        max_tokens=1,
+        steering=v1.steering(*plain),
+        capture=[
+            capture_of(ALL, "all_prompt"),
+            capture_of([2], "all_prompt", at="after", tag="after"),
+            lens(found.layers, tuned=found.stored(), at="before"),
+        ],
+    )
+    v1.run(job)
+    (reading,) = lenses(v1, job)
+    for place, layer in enumerate(found.layers):
+        mapped = torch.from_numpy(v1.capture(job).array(layer)) @ jacobians[layer].T
+        wanted = truth.head(truth.norm()(mapped)).log_softmax(dim=-1).detach().numpy()
+        single = msgspec.structs.replace(
+            reading,
+            layers=[0],
+            top_tokens=[reading.top_tokens[place]],
+            top_logprobs=[reading.top_logprobs[place]],
+        )
+        check(single, wanted[None])
+    rows = torch.from_numpy(v1.capture(job).array(2)).double()
+    basis = jacobians[2].T.double() @ torch.tensor(head[[7, 123]].T).double()
+    coordinates = rows @ torch.linalg.pinv(basis).T
+    edited = rows + (coordinates[:, [1, 0]] - coordinates) @ basis.T
+    after = torch.from_numpy(v1.capture(job, 1).array(2)).double()
+    torch.testing.assert_close(after, edited, atol=1e-5, rtol=1e-5)
+    assert (after - rows).abs().max() > 1e-3
 
 
 def test_a_cached_prompt_is_read_from_kept_rows(cached: Host, truth: Truth) -> None:

@@ -1,5 +1,5 @@
-"""Tuned lenses are registered over HTTP, from Python and on the command line, and named by
-requests. The engine is a fake.
+"""Tuned and Jacobian lenses are registered over HTTP, from Python and on the command line, and
+named by requests. The engine is a fake.
 """
 
 import json
@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 from midstream.client import Client
 from midstream.client.cli.main import app
+from midstream.schemas.artifacts.jacobian_lenses import JacobianRecord
+from midstream.storage.formats import jacobian_files
 
 ADMIN = "ms_admin0000000_" + "a" * 43
 
@@ -45,6 +47,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     )
     write(folder / "lenses/half", [1], **{"2.weight": np.eye(HIDDEN_SIZE, dtype=np.float32)})
     write(folder / "lenses/other", [1], head=np.ones(3, np.float32))
+    eye, head = np.eye(HIDDEN_SIZE, dtype=np.float32), np.ones((1000, HIDDEN_SIZE), np.float32)
+    head[:, 0] = np.arange(1000)
+    fit = JacobianRecord(method="sketched", prompts=9, errors=[0.125])
+    jacobian_files.write(folder / "lenses/jacobian", {1: eye}, fit, jacobian_files.Matrix(head))
+    jacobian_files.write(folder / "lenses/bare", {1: eye}, fit)
     options = {
         "lens_dir": str(folder / "lenses"),
         "auth": "keys",
@@ -96,6 +103,62 @@ def test_a_tuned_lens_is_registered_replaced_listed_named_and_removed(stack: Sta
         )
         client.lenses.delete("mine")
         assert client.lenses.list() == []
+
+
+def test_a_jacobian_lens_is_registered_named_steered_with_and_removed(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIDSTREAM_API_KEY", ADMIN)
+    swap = {"jacobian": "said", "token": 3, "swap": 4, "layers": "all"}
+    with Client(stack.url, api_key=ADMIN) as client:
+        made = client.jacobians.register("said", "jacobian")
+        assert (made.layers, made.vocabulary, client.jacobians.list()) == ([1], 1000, [made])
+        assert client.lens("hello", jacobian="said").layers == [1]
+        job = client.submit(
+            model="fake-model", prompts=["a"], steering=swap, sampling={"max_tokens": 1}
+        )
+        assert job.contents == {"jacobian/said": made.digest}
+        assert client.wait(job).steered
+        added = {"jacobian": "said", "token": "a", "layers": 1}
+        (entry,) = client.modules.register("module", added).entries
+        assert (entry.op, entry.layers) == ("add", [1])
+        mapped = client.map(["a"], steering=swap, max_tokens=1, progress=False)
+        assert len(list(mapped)) == 1
+        words = ["jacobian", "show", "said", "--url", stack.url]
+        shown = CliRunner().invoke(app, words).output
+        assert "sketched, of 9 prompts, error up to 12.5%" in shown
+        assert "1,000 tokens" in shown
+        client.jacobians.delete("said")
+        assert client.jacobians.list() == []
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "says"),
+    [
+        ({"lens": {"jacobian": "nobody"}}, "lens.jacobian", "unknown Jacobian lens 'nobody'"),
+        ({"lens": {"jacobian": "bare", "tuned": "two"}}, "lens.jacobian", "together with tuned"),
+        ({"lens": {"jacobian": "bare", "layers": 2}}, "lens.layers", "no map of layer 2"),
+        (
+            {"steering": [{"jacobian": "bare", "token": 1, "layers": 1}]},
+            "steering[0].jacobian",
+            "has no output matrix",
+        ),
+        (
+            {"steering": [{"jacobian": "mine", "token": "hello there", "layers": 1}]},
+            "steering[0].token",
+            "tokens:",
+        ),
+    ],
+)
+def test_a_request_that_does_not_fit_its_jacobian_lens_is_refused(
+    http: httpx2.Client, body: dict[str, Any], field: str, says: str
+) -> None:
+    for name, path in (("bare", "bare"), ("mine", "jacobian")):
+        answer = http.post("/v1/jacobians", json={"name": name, "path": path})
+        assert answer.status_code in (200, 201), answer.text
+    answer = http.post("/v1/jobs", json={"model": "fake-model", "prompts": ["hello"], **body})
+    assert (answer.status_code, answer.json()["field"]) == (400, field), answer.text
+    assert says in answer.text
 
 
 def test_the_command_line_registers_lists_and_deletes(

@@ -20,6 +20,7 @@ from midstream.schemas.access.handling import Callback
 from midstream.schemas.access.keys import Key, Tenant
 from midstream.schemas.access.sessions import Session
 from midstream.schemas.access.webhooks import DeliveryAttempt
+from midstream.schemas.artifacts.jacobian_lenses import JacobianLens
 from midstream.schemas.artifacts.loras import Lora, LoraUse
 from midstream.schemas.artifacts.probes import Probe
 from midstream.schemas.artifacts.saes import Sae
@@ -79,6 +80,7 @@ MSGPACK: tuple[Any, ...] = (
     Probe,
     Sae,
     TunedLens,
+    JacobianLens,
     StoredHarvest,
     UnitEntry,
     HarvestPlan,

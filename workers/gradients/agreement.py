@@ -200,7 +200,7 @@ def compared(points: Points, served: Prompt, dtype: str) -> list[Difference]:
     hooks = list(dict.fromkeys(hook for hook, _ in served.rows))
     found = differences(Traces(points, hooks), [served], None, dtype)
     worst = max(found, key=lambda item: item.share)
-    logger.info("%d rows compared with the vLLM worker's; worst: %s", len(found), worst)
+    logger.info("rows of %d sites compared with the vLLM worker's; worst: %s", len(found), worst)
     if not worst.ok:
         raise MidstreamError(
             "gradients_refused",

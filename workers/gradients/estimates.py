@@ -1,9 +1,7 @@
-"""Estimates of a pair as an attribution's record has them: in nats, by the method of its sweep."""
+"""Estimates of a pair as an attribution's record has them, by the method of its sweep."""
 
 from collections.abc import Callable
-from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -11,12 +9,11 @@ from ...schemas.artifacts.saes import StoredSae
 from ...schemas.base.tensors import to_numpy
 from ...schemas.jobs.sweeps import StoredSweep
 from ...schemas.prompts.selectors import Hook
-from ...schemas.requests.attributions import Edge, Estimate, FeatureScore
-from ...schemas.requests.sweep_paths import PathEnd
+from ...schemas.requests.attributions import Edge, EdgeEnd, Estimate, FeatureScore
 from ..engine.protocol import EstimateRequest
 from ..runner.readings.sae import Autoencoder
 from .attribution import Options, estimate_pair
-from .edges import Node, edge_scores
+from .edges import edge_scores
 from .features import feature_effects
 from .loading import GIB, refused
 from .memory import Footprint
@@ -24,15 +21,6 @@ from .points import Points, Site
 
 #: The most prompts in one pass of integrated gradients.
 MOST_AT_ONCE = 8
-#: A sender of an edge → the hook that has its rows, and likewise a receiver.
-_SENDERS: dict[str, Hook] = {"embed": "pre_attn", "head": "z", "mlp": "mlp_out"}
-_RECEIVERS: dict[str, Hook] = {
-    "q": "q",
-    "k": "k",
-    "v": "v",
-    "mlp": "mlp_in",
-    "logits": "post_block",
-}
 
 
 def at_once(footprint: Footprint, tokens: int, sites: list[Site], free: int) -> int:
@@ -66,7 +54,7 @@ def estimate(
 
     Raises MidstreamError and UnsupportedArchitectureError for a pair without estimates.
     """
-    sweep, stored = _in_nats(ask.sweep, ask.pair), ask.sweep.attributed
+    sweep, stored = ask.sweep, ask.sweep.attributed
     assert stored is not None, "the sweep of an attribution"
     if stored.sae is not None:
         sites: list[Site] = [(stored.sae.hook, stored.sae.layer)]
@@ -103,14 +91,6 @@ def estimate(
     )
 
 
-def _in_nats(sweep: StoredSweep, pair: int) -> StoredSweep:
-    """Return the sweep with a metric in nats: the one that `recovered` divides."""
-    if sweep.metric != "recovered":
-        return sweep
-    plain: Any = "logit_diff" if sweep.pairs[pair].foil else "logprob"
-    return msgspec.structs.replace(sweep, metric=plain)
-
-
 def _edges(
     points: Points,
     sweep: StoredSweep,
@@ -125,23 +105,12 @@ def _edges(
         source=None if found.source is None else found.source.value,
         edges=[
             Edge(
-                sender=_end(sender, _SENDERS, points),
-                receiver=_end(receiver, _RECEIVERS, points),
+                sender=EdgeEnd(**sender._asdict()),
+                receiver=EdgeEnd(**receiver._asdict()),
                 score=score,
             )
             for sender, receiver, score in found.top(keep)
         ],
-    )
-
-
-def _end(node: Node, hooks: dict[str, Hook], points: Points) -> PathEnd:
-    """Return a node as the ends of paths are written; the embedding enters the first layer, and
-    logits are read from the last.
-    """
-    return PathEnd(
-        layer=min(max(node.layer, 0), points.num_layers - 1),
-        hook=hooks[node.kind],
-        head=None if node.head < 0 else node.head,
     )
 
 
@@ -150,17 +119,12 @@ def _features(
 ) -> Estimate:
     found = feature_effects(points, sweep, pair, site, sae, keep)
     scores = []
-    for number, column in enumerate(sweep.pairs[pair].columns):
-        if not column.places:
-            continue
-        position = column.places[0][0]
-        parts = [*zip(found.indices[number], found.effects[number], strict=True)]
-        parts.append((-1, found.error[number]))
-        scores += [
-            FeatureScore(
-                layer=site[1], position=position, feature=int(feature), score=float(effect)
-            )
-            for feature, effect in parts
-        ]
+    for column, stored in enumerate(sweep.pairs[pair].columns):
+        if stored.places:
+            parts = [*zip(found.indices[column], found.effects[column], strict=True)]
+            scores += [
+                FeatureScore(column=column, feature=int(feature), score=float(effect))
+                for feature, effect in (*parts, (-1, found.error[column]))
+            ]
     scores.sort(key=lambda score: -abs(score.score))
     return Estimate(base=found.base, source=found.source, features=scores[:keep])

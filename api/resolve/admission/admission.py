@@ -288,10 +288,11 @@ def check_alone(parsed: ParsedRequest) -> None:
     }
     beside |= {name: spec for name, spec in parsed.readings.items() if name != "capture"}
     beside["messages"] = any(prompt.images for prompt in parsed.prompts)
-    unset = Sampling(max_tokens=parsed.sampling.max_tokens)
-    beside["sampling"] = parsed.sampling != unset
-    for field, given in beside.items():
-        if given:
+    given = msgspec.structs.asdict(parsed.sampling)
+    unset = msgspec.structs.asdict(Sampling(max_tokens=parsed.sampling.max_tokens))
+    beside["sampling"] = given != unset
+    for field, present in beside.items():
+        if present:
             what = {"messages": "an image is", "sampling": "no token is generated: sampling is"}
             raise invalid(
                 field,
@@ -569,8 +570,7 @@ def _contents(
     probes: Sequence[StoredProbe],
 ) -> dict[str, str]:
     """Return the value of `Job.contents`."""
-    steered = {f"sae/{sae.name}": sae.digest for sae in model_state.features.saes.values()}
-    contents = steered | parsed.contents
+    contents = model_state.features.contents | parsed.contents
     if lora is not None:
         contents[f"lora/{lora.name}"] = lora.digest
     for probe in probes:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from ....schemas.artifacts.jacobian_lenses import JacobianLens
 from ....schemas.artifacts.saes import Sae, SaeForm
 from ....schemas.base.dtypes import DTYPES, narrowed, widened
 from ....schemas.base.errors import MidstreamError, invalid
@@ -52,10 +53,21 @@ class Rows(NamedTuple):
 
 
 class Named(NamedTuple):
-    """The autoencoders that a request's steering names, and the features of each that it steers."""
+    """The autoencoders that a request's steering names, the features of each that it steers, and
+    the lenses whose directions it names.
+    """
 
     saes: Mapping[str, Sae] = {}
     rows: Mapping[tuple[str, int], Rows] = {}  # (name, feature)
+    lenses: Mapping[str, JacobianLens] = {}
+    # place of a spec with `jacobian` in the body → the specs that it stands for
+    directions: Mapping[str, list[SteeringSpec]] = {}
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """Kind and name of each artifact → its digest, as in `Job.contents`."""
+        saes = {f"sae/{sae.name}": sae.digest for sae in self.saes.values()}
+        return saes | {f"jacobian/{lens.name}": lens.digest for lens in self.lenses.values()}
 
 
 NONE = Named()

@@ -86,6 +86,7 @@ def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts
     """
     named = (model_state.modules.get(spec.module or "") for spec in specs)
     entries = sum(1 if module is None else len(module.entries) for module in named)
+    entries += sum(len(plain) - 1 for plain in model_state.features.directions.values())
     if entries > MAX_ENTRIES:
         raise invalid(
             "steering",
@@ -298,14 +299,27 @@ def _parts(
 ) -> list[Part]:
     if spec.module is not None:
         return _parts_of_module(spec, bounds, at, model_state)
-    entry, positions = _entry_of(spec, bounds, at, blobs, model_state.features)
-    return [Part(entry, 1.0, positions)]
+    found = _entries_of(spec, bounds, at, blobs, model_state.features)
+    return [Part(entry, 1.0, positions) for entry, positions in found]
+
+
+def _plain_specs(spec: SteeringSpec, at: str, features: Named) -> list[SteeringSpec]:
+    """Return the specs that a spec other than a module stands for."""
+    return features.directions.get(at) or [plain_spec(spec, features)]
+
+
+def _entries_of(
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: Named
+) -> list[tuple[SteeringTemplate, list[PositionSelector]]]:
+    """Return the entries of a spec other than a module, with their positions in each prompt."""
+    if at in features.directions:
+        return [resolve_entry(plain, bounds, at, blobs) for plain in features.directions[at]]
+    return [_entry_of(spec, bounds, at, blobs, features)]
 
 
 def _entry_of(
     spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: Named
 ) -> tuple[SteeringTemplate, list[PositionSelector]]:
-    """Return an entry other than a module, and its positions in each prompt."""
     if spec.extension is not None:
         return resolve_installed(spec, bounds, at, blobs)
     if spec.options is not None:
@@ -346,19 +360,22 @@ def resolve_module(
 ) -> Content:
     """Return the content of a named module. Raises a 400 naming the field."""
     blobs: dict[str, bytes] = {}
-    entries = []
+    entries, reach = [], []
     for index, spec in enumerate(specs):
+        at = f"steering[{index}]"
         if spec.module is not None:
             raise invalid(
-                f"steering[{index}].module",
+                f"{at}.module",
                 "a module cannot refer to another module: give its entries",
             )
         if spec.positions == []:
-            raise invalid(f"steering[{index}].positions", NO_POSITION)
-        check_not_installed(spec, f"steering[{index}]")
-        entries.append(_entry_of(spec, Bounds(model, []), f"steering[{index}]", blobs, features)[0])
+            raise invalid(f"{at}.positions", NO_POSITION)
+        check_not_installed(spec, at)
+        found = _entries_of(spec, Bounds(model, []), at, blobs, features)
+        entries += [entry for entry, _ in found]
+        reach += [reach_of(plain) for plain in _plain_specs(spec, at, features)]
     _check_room([_unresolved(entry) for entry in entries], "", model)
-    return Content(entries, [reach_of(plain_spec(spec, features)) for spec in specs], blobs)
+    return Content(entries, reach, blobs)
 
 
 def resolve_global(

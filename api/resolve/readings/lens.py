@@ -1,4 +1,4 @@
-"""Resolution of the logit lens, with or without a tuned lens's maps."""
+"""Resolution of the logit lens, with or without the maps of a tuned or Jacobian lens."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,6 +7,8 @@ import msgspec
 
 from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.named.registry import Registry
+from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
+from ....schemas.artifacts.registered import Kind
 from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TUNED_LENSES, TunedLens
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
@@ -17,9 +19,12 @@ from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_eac
 from ..prompts.tokenizer import Codec, TooLong
 from .reading_captures import reading_captures
 
+#: Field of a lens → the kind of what it names, whose maps rows go through first.
+_MAPS: dict[str, Kind[Any]] = {"tuned": TUNED_LENSES, "jacobian": JACOBIAN_LENSES}
+
 
 class FittedLens(LensSpec, kw_only=True):
-    """A lens whose tuned lens is looked up."""
+    """A lens whose tuned or Jacobian lens is looked up."""
 
     found: TunedLens
 
@@ -27,25 +32,37 @@ class FittedLens(LensSpec, kw_only=True):
 # --- What a request names -------------------------------------------------------------------------
 
 
-async def with_tuned_lens(
+async def with_maps(
     spec: LensSpec, field: str, model: ModelInfo, ledger: Ledger
 ) -> tuple[LensSpec, str]:
-    """Return the lens with the tuned lens that it names, and the digest of that lens.
+    """Return the lens with the tuned or Jacobian lens that it names, and the digest of that lens.
 
-    Raises a 400 naming `tuned` below `field`, with the names that exist.
+    Raises a 400 naming a field below `field`, with the names that exist.
     """
-    if spec.tuned is None:
+    named = spec.references
+    if not named:
         return spec, ""
-    lenses, at = Registry(ledger, TUNED_LENSES), f"{field}.tuned"
-    tuned = await lenses.known(model.name, spec.tuned, at, "invalid_request")
-    # The model may have been restarted since, with other settings or another checkpoint.
-    if tuned.hidden_size != model.hidden_size or tuned.layers[-1] >= model.num_layers:
+    if len(named) > 1:
+        raise invalid(f"{field}.jacobian", "is not valid together with tuned", hint="omit one")
+    ((kind, name),) = named
+    at = f"{field}.{kind}"
+    found: TunedLens = await Registry(ledger, _MAPS[kind]).known(
+        model.name, name, at, "invalid_request"
+    )
+    check_shape(found, model, at)
+    return FittedLens(**msgspec.structs.asdict(spec), found=found), found.digest
+
+
+def check_shape(lens: TunedLens, model: ModelInfo, at: str) -> None:
+    """Raises a 400 naming `at` for a lens of another shape: the model may have been restarted since
+    it was registered, with other settings or another checkpoint.
+    """
+    if lens.hidden_size != model.hidden_size or lens.layers[-1] >= model.num_layers:
         raise invalid(
             at,
-            f"{spec.tuned!r} was registered for a model of another shape",
+            f"{lens.name!r} was registered for a model of another shape",
             hint="register it again",
         )
-    return FittedLens(**msgspec.structs.asdict(spec), found=tuned), tuned.digest
 
 
 async def with_token_ids(spec: LensSpec, codec: Codec) -> LensSpec:

@@ -18,7 +18,7 @@ from ..positions.captures import Bounds
 from ..prompts.tokenizer import Codec
 from .features import resolve_features, with_sae
 from .gradients import resolve_gradients, with_artifact, with_scalar_tokens
-from .lens import resolve_lens, with_token_ids, with_tuned_lens
+from .lens import resolve_lens, with_maps, with_token_ids
 from .readers import resolve_reader
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class ReadingKind:
 
 #: Field of a request (`ReadingRequest`) → kind of reading. A field may hold a list.
 READINGS: dict[str, ReadingKind] = {
-    "lens": ReadingKind("lens", resolve_lens, with_tuned_lens, with_token_ids),
+    "lens": ReadingKind("lens", resolve_lens, with_maps, with_token_ids),
     "features": ReadingKind("features", resolve_features, with_sae),
     "readers": ReadingKind("reader", resolve_reader),
     # rows of gradients: like a reading, it may name an artifact and tokens

@@ -27,12 +27,13 @@ Request = JobRequest | ChatRequest
 
 
 def named(request: Request) -> Iterator[Named]:
-    """Yield what the request names: modules, autoencoders, source runs, tuned lenses, probes and an
-    adapter.
+    """Yield what the request names: modules, autoencoders, source runs, tuned and Jacobian lenses,
+    probes and an adapter.
     """
     for entry in request.steering:
         yield from (("module", entry.module),) if entry.module else ()
         yield from (("sae", entry.sae),) if entry.sae else ()
+        yield from (("jacobian", entry.jacobian),) if entry.jacobian else ()
     for patch in request.patch:
         yield from (("run", patch.source.run),) if patch.source.run else ()
         yield from (("module", patch.source.module),) if patch.source.module else ()

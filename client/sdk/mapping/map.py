@@ -32,7 +32,7 @@ from ..calls import Awaits, Calls
 from ..captures import Captures
 from ..fields import MapFields
 from ..jobs import Jobs
-from ..registered import GlobalSteering, Lenses, Loras, Modules, Probes, Saes, SourceRuns
+from ..registered import GlobalSteering, Jacobians, Lenses, Loras, Modules, Probes, Saes, SourceRuns
 from ..server import Server
 from ..transport import Transport
 from . import key as map_key
@@ -63,6 +63,7 @@ _KINDS: dict[str, Any] = {
     "sae": Saes,
     "lora": Loras,
     "tuned": Lenses,
+    "jacobian": Jacobians,
     "probe": Probes,
 }
 _OF_PROMPT = re.compile(r"(?:prompts|messages)\[(\d+)\](.*)", re.DOTALL)

@@ -1,0 +1,185 @@
+"""Files of Jacobian lenses: a tuned lens's file whose maps have no bias (zeros), with the model's
+output matrix as `unembedding` `[vocabulary, hidden]`, which edits need, and the fit's record.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from ...schemas.artifacts.jacobian_lenses import JacobianRecord
+from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, narrowed
+from ...schemas.base.errors import MidstreamError
+from .capture_blobs import DTYPE_NAMES, DamagedBlob, TensorPlace, read_tensors, safetensors_header
+from .tensor_files import TensorFile, TensorFileError
+from .tuned_files import FILE, layers_of, map_of, reading
+
+UNEMBEDDING = "unembedding"
+#: Key of the metadata that holds the `JacobianRecord`, in JSON.
+RECORD = "fit"
+#: Rows that are checked at a time.
+_ROWS = 4096
+#: Ends of the names that checkpoints give the output matrix, and the input embeddings that stand
+#: for it in models without one.
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+#: safetensors' dtype → bytes of an element.
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1}
+_ITEM_BYTES |= {"U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+
+
+class Matrix(NamedTuple):
+    """An output matrix, `[vocabulary, hidden]`."""
+
+    values: np.ndarray  # of numpy's dtype of `dtype`, see `DTYPES`
+    dtype: str = "float32"
+
+
+class Content(NamedTuple):
+    """What a file holds."""
+
+    digest: str
+    layers: list[int]
+    bytes: int
+    vocabulary: int  # rows of the output matrix; 0: there is none
+    fit: JacobianRecord | None
+
+
+def write(
+    folder: Path,
+    jacobians: Mapping[int, np.ndarray],
+    fit: JacobianRecord,
+    unembedding: Matrix | None = None,
+    dtype: str = "float32",
+) -> None:
+    """Write a lens to `folder`, which is created. A reader sees the old file or the new one.
+
+    `jacobians`: layer → `[hidden, hidden]`, stored as `dtype`. Raises ValueError without any,
+    OSError.
+    """
+    if not jacobians:
+        raise ValueError("there is no layer to write")
+    width = len(next(iter(jacobians.values())))
+    zeros = np.zeros(width, DTYPES[dtype].raw)
+    layers, size = sorted(jacobians), ITEM_BYTES[dtype]
+    header = [(f"{n}.weight", DTYPE_NAMES[dtype], [width, width], size * width**2) for n in layers]
+    header += [(f"{n}.bias", DTYPE_NAMES[dtype], [width], size * width) for n in layers]
+    if unembedding is not None:
+        shape, matrix = unembedding.values.shape, unembedding.values
+        header.append((UNEMBEDDING, DTYPE_NAMES[unembedding.dtype], list(shape), matrix.nbytes))
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f"{FILE}.draft"
+    with draft.open("wb") as out:
+        out.write(safetensors_header(header, {RECORD: msgspec.json.encode(fit).decode()}))
+        for layer in layers:
+            values = np.ascontiguousarray(jacobians[layer], "<f4")
+            out.write(narrowed(values, dtype).data)
+        for _ in layers:
+            out.write(zeros.data)
+        if unembedding is not None:
+            out.write(np.ascontiguousarray(unembedding.values).data)
+        out.flush()
+        os.fsync(out.fileno())
+    draft.replace(folder / FILE)
+
+
+def check_on(folder: Path, num_layers: int, hidden_size: int) -> Content:
+    """Return the content of a Jacobian lens that fits the model.
+
+    Reads the whole file. Raises a 400 that names `path`.
+    """
+    try:
+        with reading(folder) as file:
+            shape = file.shapes.get(UNEMBEDDING)
+            if shape is not None and (len(shape) != 2 or shape[1] != hidden_size):
+                raise TensorFileError(
+                    f"{FILE}: {UNEMBEDDING} has the shape {shape}; this model needs "
+                    f"[vocabulary, {hidden_size}]"
+                )
+            layers = layers_of(file, num_layers, hidden_size, besides=(UNEMBEDDING,))
+            for layer in layers:
+                weight, bias = map_of(file, layer)
+                _check_finite(f"{layer}.weight", weight)
+                if bias.any():
+                    raise TensorFileError(
+                        f"{FILE}: {layer}.bias has numbers other than 0: register it as a tuned "
+                        "lens"
+                    )
+            for values in _rows(file, shape):
+                _check_finite(UNEMBEDDING, values)
+            raw = file.metadata.get(RECORD)
+            fit = None if raw is None else msgspec.json.decode(raw, type=JacobianRecord)
+            return Content(file.digest().hex(), layers, file.bytes, shape[0] if shape else 0, fit)
+    except (TensorFileError, msgspec.DecodeError) as error:
+        raise MidstreamError("invalid_request", str(error), field="path") from error
+
+
+def directions(
+    file: TensorFile, layers: Sequence[int], tokens: Sequence[int]
+) -> dict[tuple[int, int], np.ndarray]:
+    """Return (layer, token) → Jᵀ W_U[token], float32 `[hidden]`: the direction of a row whose
+    effect on the final residual is that of the token's row of the output matrix.
+
+    The final norm's weight is not part of it, as in the field. Raises TensorFileError.
+    """
+    rows = np.stack([file.read(UNEMBEDDING, token) for token in tokens])
+    result: dict[tuple[int, int], np.ndarray] = {}
+    for layer in layers:
+        vectors = rows @ map_of(file, layer)[0]
+        result |= {(layer, token): row for token, row in zip(tokens, vectors, strict=True)}
+    return result
+
+
+def _rows(file: TensorFile, shape: list[int] | None) -> Iterator[np.ndarray]:
+    for start in range(0, shape[0] if shape else 0, _ROWS):
+        yield np.stack(
+            [file.read(UNEMBEDDING, row) for row in range(start, min(start + _ROWS, shape[0]))]  # type: ignore[index]
+        )
+
+
+def _check_finite(name: str, values: np.ndarray) -> None:
+    if not np.isfinite(values).all():
+        raise TensorFileError(f"{FILE}: {name} has values that are not finite")
+
+
+def output_matrix(checkpoint: Path) -> Matrix:
+    """Return the output matrix of a checkpoint in safetensors, or the input embeddings of one
+    without it.
+
+    Raises ValueError if there is no such matrix of floats, OSError.
+    """
+    index = checkpoint / "model.safetensors.index.json"
+    if index.is_file():
+        names = json.loads(index.read_bytes())["weight_map"]
+        files = [checkpoint / file for file in dict.fromkeys(names.values())]
+    else:
+        files = sorted(checkpoint.glob("*.safetensors"))
+    found: dict[str, tuple[Path, TensorPlace]] = {}
+    for path in files:
+        with path.open("rb") as file:
+
+            def bytes_at(start: int, count: int, file=file) -> bytes:  # type: ignore[no-untyped-def]
+                file.seek(start)
+                return bytes(file.read(count))
+
+            try:
+                _, tensors, _ = read_tensors(bytes_at, path.stat().st_size, _ITEM_BYTES)
+            except DamagedBlob as error:
+                raise ValueError(f"{path.name}: {error}") from error
+            found |= {name: (path, place) for name, place in tensors.items()}
+    for ends in (_HEADS, _EMBEDDINGS):
+        for name, (path, place) in found.items():
+            if name.endswith(ends) and place.dtype in DTYPE_OF_FILE and len(place.shape) == 2:
+                dtype = DTYPE_OF_FILE[place.dtype]
+                raw = np.fromfile(
+                    path, DTYPES[dtype].raw, place.length // ITEM_BYTES[dtype], offset=place.start
+                )
+                return Matrix(raw.reshape(place.shape), dtype)
+    raise ValueError(
+        f"{checkpoint} has no output matrix of floats in safetensors: "
+        f"{', '.join((*_HEADS, *_EMBEDDINGS))}"
+    )

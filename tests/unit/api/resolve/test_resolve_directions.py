@@ -1,0 +1,191 @@
+"""Steering by a token's direction is what the definition computes: v = Jᵀ W_U[t], added, projected
+out, or exchanged with another token's; what a lens cannot do is refused by field.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from midstream.api.resolve.edits.directions import DirectionFiles, check_directed
+from midstream.api.resolve.edits.features import Named
+from midstream.api.resolve.edits.model_state import ModelState
+from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts
+from midstream.api.resolve.readings.jacobian_lenses import resolve_jacobian
+from midstream.api.resolve.readings.lens import check_shape
+from midstream.kernels import reference
+from midstream.kernels.plan import SitePlan, does_of
+from midstream.schemas.artifacts.jacobian_lenses import (
+    JacobianLens,
+    JacobianLensRequest,
+    JacobianRecord,
+)
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.limits import MAX_ENTRIES
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import Tensor, to_numpy
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.specs import SteeringSpec
+from midstream.storage.formats.jacobian_files import Matrix, write
+
+WIDTH, VOCABULARY, LAYERS = 12, 30, [0, 1, 2]
+MODEL = ModelInfo(
+    name="tiny",
+    version="1",
+    architecture="T",
+    num_layers=4,
+    hidden_size=WIDTH,
+    vocab_size=VOCABULARY,
+    max_model_len=99,
+    dtype="float32",
+    hooks=list(HOOKS),
+    tokenizer="",
+)
+RANDOM = np.random.default_rng(2)
+J = {layer: RANDOM.normal(size=(WIDTH, WIDTH)).astype(np.float32) for layer in LAYERS}
+HEAD = RANDOM.normal(size=(VOCABULARY, WIDTH)).astype(np.float32)
+HEAD[9], HEAD[10] = 2 * HEAD[8], 0
+ROWS = torch.tensor(RANDOM.normal(size=(5, WIDTH)) * 10, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lenses")
+    write(folder / "mine", J, JacobianRecord(method="exact", prompts=1), Matrix(HEAD))
+    return folder
+
+
+def lens_in(root: Path) -> JacobianLens:
+    request = JacobianLensRequest(name="mine", path="mine")
+    return resolve_jacobian(request, MODEL, str(root))
+
+
+def named(root: Path, *specs: SteeringSpec) -> Named:
+    lenses = {"mine": lens_in(root)}
+    files = DirectionFiles(str(root))
+    plain = {
+        directed.at: files.plain_specs(directed, list(directed.tokens.values()))  # type: ignore[arg-type]
+        for directed in check_directed(specs, lenses, MODEL)
+    }
+    return Named(lenses=lenses, directions=plain)
+
+
+def steered(root: Path, spec: SteeringSpec) -> dict[int, torch.Tensor]:
+    """What the kernels make of `ROWS` at each layer."""
+    state = ModelState(features=named(root, spec))
+    (entries,), blobs = resolve_edits([], [spec], Bounds(MODEL, [PromptFacts(5)]), state)
+    result = {}
+    for entry in entries:
+        assert (entry.hook, entry.positions) == ("post_block", "all")
+        tensors = [
+            torch.tensor(to_numpy(from_msgpack(blobs[name], Tensor))) for name in entry.tensors
+        ]
+        does = does_of(entry.family, entry.numbers, tensors, entry.scale)
+        plan = SitePlan(WIDTH, [{entry.family: does}], {token: [1] for token in range(len(ROWS))})
+        stream = ROWS.clone()
+        reference.single_site(stream, torch.zeros(1, WIDTH), *plan.build(len(ROWS), torch.float32))
+        result[entry.layers[0]] = stream
+    return result
+
+
+def directions(layer: int, *tokens: int) -> torch.Tensor:
+    """float64 `[tokens, hidden]`, by definition."""
+    return torch.tensor(HEAD[list(tokens)].astype(np.float64) @ J[layer].astype(np.float64))
+
+
+def swapped(layer: int, strength: float) -> torch.Tensor:
+    basis = directions(layer, 4, 7).T
+    rows = ROWS.double()
+    coordinates = rows @ torch.linalg.pinv(basis).T
+    return rows + strength * (coordinates[:, [1, 0]] - coordinates) @ basis.T
+
+
+def unit(layer: int) -> torch.Tensor:
+    (vector,) = directions(layer, 4)
+    return vector / vector.norm()
+
+
+#: Fields of a spec → what they make of `ROWS`, float64, by layer.
+EDITS: list[tuple[dict[str, Any], Any]] = [
+    ({"scale": 0.5}, lambda layer: ROWS.double() + 0.5 * directions(layer, 4)),
+    (
+        {"op": "add", "scale": 0.5, "norm_match": True},
+        lambda layer: ROWS.double() + 0.5 * ROWS.double().norm(dim=1)[:, None] * unit(layer),
+    ),
+    (
+        {"op": "ablate"},
+        lambda layer: ROWS.double() - (ROWS.double() @ unit(layer))[:, None] * unit(layer),
+    ),
+    ({"swap": 7}, lambda layer: swapped(layer, 1.0)),
+    ({"swap": 7, "strength": 2.0}, lambda layer: swapped(layer, 2.0)),
+]
+
+
+@pytest.mark.parametrize(("fields", "wanted"), EDITS)
+def test_an_edit_is_what_the_definition_computes(
+    root: Path, fields: dict[str, Any], wanted: Any
+) -> None:
+    spec = SteeringSpec(jacobian="mine", token=4, layers=[0, 2], **fields)
+    found = steered(root, spec)
+    assert sorted(found) == [0, 2]
+    for layer, rows in found.items():
+        torch.testing.assert_close(rows.double(), wanted(layer), atol=2e-5, rtol=1e-5)
+        assert (rows != ROWS).any()
+
+
+def test_all_layers_are_those_of_the_lens_also_in_a_module(root: Path) -> None:
+    spec = SteeringSpec(jacobian="mine", token=4, layers="all", scale=3.0)
+    other = SteeringSpec(layers=3, vector=[1.0] * WIDTH)
+    content = resolve_module([spec, other], MODEL, named(root, spec, other))
+    assert [entry.layers for entry in content.entries] == [[0], [1], [2], [3]]
+    largest = [3 * float(directions(layer, 4).abs().max()) for layer in LAYERS]
+    assert content.reach == pytest.approx([*largest, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "says"),
+    [
+        ({"token": None}, "token", "is required with jacobian"),
+        ({"token": 30}, "token", "outside the output matrix of 'mine'"),
+        ({"token": 10}, "token", "its direction at layer 0 is zero"),
+        ({"layers": None}, "layers", "is required: the layers to edit"),
+        ({"layers": "1-3"}, "layers", "'mine' has no map of layer 3"),
+        ({"layers": 9}, "layers", "9"),
+        ({"hook": "pre_attn"}, "hook", "'mine' maps post_block"),
+        ({"op": "lowrank"}, "op", "'lowrank' is not valid with jacobian"),
+        ({"op": "ablate", "swap": 7}, "op", "is not valid with swap"),
+        ({"op": "ablate", "scale": 2.0}, "scale", "for op 'ablate'; valid fields: jacobian"),
+        ({"vector": [1.0]}, "vector", "is not valid together with jacobian"),
+        ({"token": 8, "swap": 9}, "swap", "nothing to exchange"),
+        ({"jacobian": None}, "token", "is not valid without `jacobian`"),
+        ({"scale": 1e9}, "scale", "out of range"),
+    ],
+)
+def test_what_a_lens_cannot_do_is_refused_by_field(
+    root: Path, fields: dict[str, Any], field: str, says: str
+) -> None:
+    spec = SteeringSpec(**({"jacobian": "mine", "token": 4, "layers": [0]} | fields))
+    with pytest.raises(MidstreamError, match=says) as caught:
+        steered(root, spec)
+    assert caught.value.field == f"steering[0].{field}"
+
+
+def test_a_lens_that_has_changed_is_refused_and_many_layers_are_limited(tmp_path: Path) -> None:
+    write(tmp_path / "mine", J, JacobianRecord(method="exact", prompts=1), Matrix(HEAD))
+    lens = lens_in(tmp_path)
+    spec = SteeringSpec(jacobian="mine", token=4, layers="all")
+    (directed,) = check_directed([spec], {"mine": lens}, MODEL)
+    write(
+        tmp_path / "mine", {**J, 1: J[0]}, JacobianRecord(method="exact", prompts=1), Matrix(HEAD)
+    )
+    with pytest.raises(MidstreamError, match="has changed since it was registered"):
+        DirectionFiles(str(tmp_path)).plain_specs(directed, [4])
+    with pytest.raises(MidstreamError, match="has directions for"):
+        check_directed([spec] * (MAX_ENTRIES // len(LAYERS) + 1), {"mine": lens}, MODEL)
+    with pytest.raises(MidstreamError, match="another shape"):
+        check_shape(lens, msgspec.structs.replace(MODEL, hidden_size=9), "lens.jacobian")
