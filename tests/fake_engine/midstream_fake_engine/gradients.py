@@ -5,14 +5,20 @@ doubtful, is off by `ERROR`. Faults that `settings.fault` may name, beside those
 `estimate:pair=N` (that pair of each job cannot be estimated).
 """
 
+from __future__ import annotations
+
 import asyncio
+import threading
+import time
+from collections.abc import Callable
 from itertools import product
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.version import __version__
 from midstream.schemas.jobs.jobs import Sampling
-from midstream.schemas.jobs.models import GradientInfo
+from midstream.schemas.jobs.models import GradientInfo, ModelInfo
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
 from midstream.schemas.requests.attributions import Estimate
 from midstream.schemas.requests.specs import RankSpec
@@ -21,6 +27,10 @@ from midstream.workers.engine.protocol import EngineRequest, EstimateRequest
 from .engine import FakeEngine
 from .grades import Edit, expected_logprob, own_row, replaced
 
+if TYPE_CHECKING:
+    from midstream.workers.gradients.points import Points
+
+T = TypeVar("T")
 #: Every this many cells, the estimate is wrong, by this many nats.
 OFF, ERROR = 5, 3.0
 
@@ -53,6 +63,43 @@ class FakeGradients(FakeEngine):
         if (fault := self.faults.get("estimate")) is not None and int(fault["pair"]) == ask.pair:
             raise MidstreamError("intervention_failed", "the gradients are not finite")
         return estimate_of(ask.sweep, ask.pair)
+
+    async def run(self, work: Callable[[Any, Callable[[], None]], T]) -> T:
+        """Call `work` with the hook points of a small random Llama of the fake model's sizes."""
+        stopped = threading.Event()
+
+        def check() -> None:
+            time.sleep(self._token_s)
+            if stopped.is_set():
+                raise RuntimeError("stopped")
+
+        try:
+            return await asyncio.to_thread(lambda: work(small_model(self.info), check))
+        finally:
+            stopped.set()
+
+
+def small_model(info: ModelInfo) -> Points:
+    """Return the hook points of a random Llama with the sizes of `info`; always the same."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from midstream.workers.gradients import attention
+    from midstream.workers.gradients.points import Points
+
+    config = LlamaConfig(
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        intermediate_size=2 * info.hidden_size,
+        num_hidden_layers=info.num_layers,
+        num_attention_heads=2,
+        attn_implementation=attention.NAME,
+    )
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.2, generator=generator)
+    return Points(model)
 
 
 def estimate_of(sweep: StoredSweep, pair: int) -> Estimate:
