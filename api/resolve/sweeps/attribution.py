@@ -70,8 +70,8 @@ def check_method(body: AttributionRequest) -> None:
         wrong = "verify" if verify is not None else "method"
         raise invalid(wrong, "is not valid with sae: features are estimated only")
     steps = steps_of(body)
-    if method == "attribution" and steps > 1:
-        raise invalid("steps", "is not valid with method 'attribution'", allowed="1")
+    if method in ("attribution", "adaptive") and steps > 1:
+        raise invalid("steps", f"is not valid with method {method!r}", allowed="1")
     if method == "integrated" and steps < 2:
         raise invalid("steps", "must be larger for method 'integrated'", allowed="2 or more")
     if body.metric == "kl" and steps == 1 and (body.ablation or body.direction == "noise"):

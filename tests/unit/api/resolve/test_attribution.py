@@ -36,6 +36,7 @@ def body(**fields: Any) -> AttributionRequest:
         ({"method": "edges", "axis": "head"}, "axis"),
         ({"method": "edges", "ablation": "zeros"}, "ablation"),
         ({"method": "attribution", "steps": 4}, "steps"),
+        ({"method": "adaptive", "steps": 4}, "steps"),
         ({"method": "integrated", "steps": 1}, "steps"),
         ({"metric": "kl", "direction": "noise"}, "metric"),
         ({"metric": "kl", "ablation": "zeros"}, "metric"),
