@@ -250,10 +250,11 @@ lm-eval: .cache/lm-eval/.ready ## install lm-evaluation-harness in .cache/lm-eva
 lens: $(READY) model .cache/lens/.ready ## install TransformerLens and recompute its reference grids, against which patched grids are tested
 	@.cache/lens/bin/python benchmarks/lens.py golden
 	@.cache/lens/bin/python benchmarks/lens_heads.py golden
+	@.cache/lens/bin/python benchmarks/lens_attribution.py golden
 	@.cache/lens/bin/python benchmarks/lens_facade.py
 
 bench: $(READY) model ## run the benchmarks of benchmarks/RESULTS.md one after the other
-	@for script in $(filter-out benchmarks/engines.py benchmarks/shares.py benchmarks/lens.py benchmarks/lens_heads.py benchmarks/lens_facade.py benchmarks/tutorials.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+	@for script in $(filter-out benchmarks/engines.py benchmarks/shares.py benchmarks/lens.py benchmarks/lens_heads.py benchmarks/lens_attribution.py benchmarks/lens_facade.py benchmarks/tutorials.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
 bench-gpu: ## on a GPU machine: run benchmarks/gpu and write its RESULTS.md, 18 minutes (GPU_PYTHON: a Python with vLLM)
 	@$(GPU_PYTHON) benchmarks/gpu/all.py $(GPU_ARGS)

@@ -25,7 +25,7 @@ from ...schemas.jobs.models import ModelInfo
 from ...schemas.prompts.selectors import Hook
 from ...schemas.requests.source_runs import run_key
 from ...schemas.requests.specs import StoredCapture
-from ...storage.store import open_store
+from ...storage.store import ArtifactStore
 from ..engine.proof.comparison import STREAM_TENSORS, Difference, Prompt, differences
 from ..engine.protocol import NotYet
 from ..runner.edits.source_runs import RunStore
@@ -145,13 +145,14 @@ async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) ->
         expires=now() + PATIENCE_S,
         identity=info.identity,
     )
+    captures = Captures(ledger)
     await ledger.submit(job, {})
     try:
         await _ended(ledger, job.id)
-        rows = await asyncio.to_thread(_read, ledger.settings.artifacts, job.id, info, capture)
+        rows = await asyncio.to_thread(_read, captures.store, job.id, info, capture)
     finally:
         with contextlib.suppress(MidstreamError):  # retention deletes what is left
-            await Captures(ledger).delete(job.id)
+            await captures.delete(job.id)
     return Prompt(tokens, positions, rows)
 
 
@@ -178,9 +179,9 @@ async def _ended(ledger: Ledger, job_id: str) -> None:
 
 
 def _read(
-    artifacts: str, job_id: str, info: ModelInfo, capture: StoredCapture
+    store: ArtifactStore, job_id: str, info: ModelInfo, capture: StoredCapture
 ) -> Mapping[tuple[Hook, int], torch.Tensor]:
-    store, key = open_store(artifacts), run_key(job_id, 0, TAG)
+    key = run_key(job_id, 0, TAG)
     sites = [(hook, layer) for hook, layers in capture.sites.items() for layer in layers]
     runs = RunStore(store, [Site(hook, layer, "single") for hook, layer in sites], info.hidden_size)
     blobs = on_disk(store, job_id, TAG).get(0, [])

@@ -100,25 +100,30 @@ class Pair:
         self.sites = own if sites is None else list(sites)
         #: Sites with a QK correction.
         self.attended = [site for site in self.sites if site[0] in saturation.KINDS]
+        self.base, self.source = Baseline(0.0, None, None), None
         self._source: dict[Site, torch.Tensor] = {}
 
-    def run_source(self, extra: Sequence[Site] = ()) -> Baseline | None:
-        """Run the source prompt and keep its rows; None in an ablation."""
-        if self.sweep.ablation is not None:
-            return None
-        tokens = self.stored.source
-        sites = list(dict.fromkeys((*self.sites, *extra)))
-        run = self._run(tokens, sites, grad=False)
-        self._source = {site: rows_at(run.rows(site)[0], self.columns.source) for site in sites}
-        if self.sweep.metric == "kl" and self.sweep.direction == "denoise":
-            self.metric.clean = self.metric.next_token(run.logits)
-        value = float(self.metric.value(run.logits))
-        return self.metric.baseline(run.logits, value)
+    def run(self, extra: Sequence[Site] = (), *, grad: bool = True) -> Run:
+        """Run both prompts, keep the source's rows, and set `value`, `base` and `source`.
 
-    def run_base(self, extra: Sequence[Site] = (), *, grad: bool = True) -> Run:
-        run = self._run(self.stored.base, list(dict.fromkeys((*self.sites, *extra))), grad=grad)
-        if self.sweep.metric == "kl" and self.metric.clean is None:
-            self.metric.clean = self.metric.next_token(run.logits.detach())
+        `extra`: sites beyond those that are replaced, of both runs. Returns the run of the prompt
+        to patch, with a graph if `grad` is set.
+        """
+        sites = list(dict.fromkeys((*self.sites, *extra)))
+        run, metric = self._run(self.stored.base, sites, grad=grad), self.metric
+        clean, source = run.logits.detach(), None
+        if self.sweep.ablation is None:
+            found = self._run(self.stored.source, sites, grad=False)
+            source = found.logits
+            self._source = {
+                site: rows_at(found.rows(site)[0], self.columns.source) for site in sites
+            }
+            clean = source if self.sweep.direction == "denoise" else clean
+        metric.clean = metric.next_token(clean)
+        self.value = metric.value(run.logits)
+        self.base = metric.baseline(run.logits.detach())
+        self.source = None if source is None else metric.baseline(source)
+        require_finite({("", -1): self.value.detach()})
         return run
 
     def _run(self, prompt: list[int], sites: Sequence[Site], *, grad: bool) -> Run:
@@ -152,11 +157,12 @@ class Pair:
                 "gradients, or the metric logprob or logit_diff"
             )
 
-    def scale(self, base: float, source: float | None) -> float:
+    def scale(self) -> float:
         """Return what effects in nats are multiplied by. Raises PairError."""
         if self.sweep.metric != "recovered":
             return 1.0
-        assert source is not None
+        assert self.source is not None
+        base, source = self.base.value, self.source.value
         if abs(source - base) < LEAST_DIFFERENCE:
             raise PairError(
                 f"the two prompts differ too little for `recovered`: {base:.4f} nats for the "
@@ -177,21 +183,17 @@ def estimate_pair(
     points.require(sweep.hooks)
     pair = Pair(points, sweep, number, options.mask)
     integrated = options.method == "integrated"
-    extra = [] if integrated else _attention_sites(pair, options)
-    source = pair.run_source(extra)
+    run = pair.run([] if integrated else _attention_sites(pair, options), grad=not integrated)
     options.check()
-    run = pair.run_base(extra, grad=not integrated)
-    value = pair.metric.value(run.logits)
-    nats = value.item()
-    base = pair.metric.baseline(run.logits.detach(), nats)
     if not integrated:
         pair.require_slope()
-    scale = pair.scale(nats, None if source is None else source.value)
-    result = PairEstimate(base, source, 0.0 if sweep.metric == "recovered" else nats)
+    scale = pair.scale()
+    unpatched = 0.0 if sweep.metric == "recovered" else pair.base.value
+    result = PairEstimate(pair.base, pair.source, unpatched)
     if integrated:
         effects = _integrated(pair, run, options)
     else:
-        gradients = run.gradients(value)
+        gradients = run.gradients(pair.value)
         effects = _first_order(pair, run, gradients)
         if options.correct:
             effects.update(_corrected(pair, run, gradients, site) for site in pair.attended)

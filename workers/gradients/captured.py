@@ -15,7 +15,7 @@ from ..engine.ranks.rank_spec import rank_spec
 from ..runner.files.finished_rows import Columns, FinishedCapture
 from ..runner.readings.sae import Autoencoder
 from .points import Points, Site
-from .scalars import FeatureActivation, Logit, Loss, ProbeScore, Scalar, gradient_rows
+from .scalars import Scalar, feature_activation, gradient_rows, logit, loss, probe_score
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def rows_of(
         if key not in gradients:
             same = [other.sites for other in ask.captures if other.gradient == stored]
             sites = [(h, layer) for one in same for h, layers in one.items() for layer in layers]
-            scalar = scalar_of(stored, tensors, load_sae)
+            scalar = scalar_of(stored, tokens, tensors, load_sae)
             gradients[key] = gradient_rows(points, tokens, scalar, sites).rows
         positions = list(capture.select(0, len(tokens), len(tokens)))
         dtype = points.model.dtype if capture.dtype == "model" else getattr(torch, capture.dtype)
@@ -103,19 +103,20 @@ def rows_of(
 
 def scalar_of(
     stored: StoredScalar,
+    tokens: list[int],
     tensors: Mapping[str, torch.Tensor],
     load_sae: Callable[[StoredSae], Autoencoder],
 ) -> Scalar:
     """Return the scalar that `gradient_rows` takes. Raises SaeError for changed files."""
     if stored.kind == "logit":
-        return Logit(stored.token, stored.foil)
+        return logit(stored.token, stored.foil)
     if stored.kind == "loss":
-        return Loss(stored.positions)
+        return loss(tokens, stored.positions)
     if stored.kind == "probe":
         assert stored.probe is not None
         content = stored.probe.content
         weight, bias = (tensors[name][stored.label] for name in content.tensors)
-        return ProbeScore((content.hook, content.layer), weight, float(bias), stored.positions)
+        return probe_score((content.hook, content.layer), weight, float(bias), stored.positions)
     assert stored.sae is not None
     site: Site = (stored.sae.hook, stored.sae.layer)
-    return FeatureActivation(site, load_sae(stored.sae), stored.feature, stored.positions)
+    return feature_activation(site, load_sae(stored.sae), stored.feature, stored.positions)

@@ -108,12 +108,10 @@ class _Edges:
 
     def scores(self, steps: int, check: Callable[[], None]) -> EdgeScores:
         pair = self.pair
-        source = pair.run_source()
-        run = pair.run_base(grad=False)
-        nats = pair.metric.value(run.logits).item()
+        run = pair.run(grad=False)
         if steps == 1:
             pair.require_slope()
-        scale = pair.scale(nats, None if source is None else source.value)
+        scale = pair.scale()
         total = np.zeros((len(self.senders), len(self.receivers)))
         for step in range(steps):
             check()
@@ -123,8 +121,8 @@ class _Edges:
         require_finite({("", -1): torch.from_numpy(total)})
         known = np.array([[self._exists(s, r) for r in self.receivers] for s in self.senders])
         return EdgeScores(
-            pair.metric.baseline(run.logits, nats),
-            source,
+            pair.base,
+            pair.source,
             self.senders,
             self.receivers,
             np.where(known, total * scale / steps, np.nan),

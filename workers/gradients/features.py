@@ -42,12 +42,10 @@ def feature_effects(
     activations are the mean over the prompt. Raises PairError and NonFiniteGradient.
     """
     pair = Pair(points, sweep, number, sites=[site])
-    source = pair.run_source()
-    run = pair.run_base()
-    value = pair.metric.value(run.logits)
+    run = pair.run()
     pair.require_slope()
-    scale = pair.scale(value.item(), None if source is None else source.value)
-    slopes = rows_at(run.gradients(value)[site].float().sum(0), pair.columns.base)
+    scale = pair.scale()
+    slopes = rows_at(run.gradients(pair.value)[site].float().sum(0), pair.columns.base)
     base, differences = pair.replaced(site, run)
     require_finite({site: differences * slopes})
     sae, columns = sae.to(base.device), pair.columns
@@ -63,8 +61,8 @@ def feature_effects(
         np.full((len(columns.member), count), np.nan),
         np.full(len(columns.member), np.nan),
         np.full(len(columns.member), np.nan),
-        base=value.item(),
-        source=None if source is None else source.value,
+        base=pair.base.value,
+        source=None if pair.source is None else pair.source.value,
     )
     for column, member in enumerate(columns.member):
         if column in columns.skipped:
@@ -82,7 +80,8 @@ def feature_effects(
         else:
             goal = sae.encode(rows + differences[places] / sweep.alpha) if mean is None else mean
         effects = (sweep.alpha * (goal - active).double() * gain.double()).sum(0) * scale
-        chosen = effects.abs().topk(count).indices
+        order = np.argsort(-effects.abs().cpu().numpy(), kind="stable")
+        chosen = torch.from_numpy(order[:count]).to(effects.device)
         lost = rows - (decoded.detach() * scaled.scale + scaled.shift)
         whole = (differences[places].double() * slope).sum() * scale
         error = whole - effects.sum()

@@ -13,7 +13,7 @@ import torch
 from .points import Points, Site
 
 #: Lengths of the runs that are measured, in tokens.
-_LENGTHS = (16, 32, 64)
+_LENGTHS = (8, 16, 24)
 #: Layers' worth of kept tensors that a pass holds beside them: the temporaries of the layer that it
 #: computes, and their gradients.
 _WORKING_LAYERS = 3

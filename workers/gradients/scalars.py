@@ -3,9 +3,8 @@
 Values are computed in float64 from the model's logits and rows.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -84,12 +83,12 @@ class PairMetric:
             return answer
         return answer - foil
 
-    def baseline(self, logits: torch.Tensor, value: float) -> Baseline:
+    def baseline(self, logits: torch.Tensor) -> Baseline:
         answer, foil = (self._logprob(logits, part) for part in (self._answer, self._foil))
         return Baseline(
-            value=value,
-            logprob=None if answer is None else float(answer),
-            foil_logprob=None if foil is None else float(foil),
+            value=self.value(logits).item(),
+            logprob=None if answer is None else answer.item(),
+            foil_logprob=None if foil is None else foil.item(),
         )
 
     def _logprob(self, logits: torch.Tensor, part: Continuation | None) -> torch.Tensor | None:
@@ -102,120 +101,64 @@ class PairMetric:
 
 # --- Scalars of gradient rows
 
+#: Position as requested → logits `[vocabulary]` float64.
+Logits = Mapping[int, torch.Tensor]
+#: Site → rows `[tokens, width]`.
+Rows = Mapping[Site, torch.Tensor]
 
-class Scalar(Protocol):
+
+class Scalar(NamedTuple):
     """A differentiable number of one prompt.
 
-    `positions`: where it reads logits; `sites`: whose rows it reads. Negative positions count from
-    the end.
+    `positions`: whose logits `compute` receives, negative ones counted from the end; `sites`: whose
+    rows; its result is 0-d float64.
     """
 
-    @property
-    def positions(self) -> Sequence[int]: ...
-    @property
-    def sites(self) -> Sequence[Site]: ...
-    def __call__(
-        self,
-        tokens: Sequence[int],
-        logits: Mapping[int, torch.Tensor],
-        rows: Mapping[Site, torch.Tensor],
-    ) -> torch.Tensor:
-        """Return the number, 0-d float64. `logits`: requested position → `[vocabulary]` float64;
-        `rows`: site → `[tokens, width]`.
-        """
+    compute: Callable[[Logits, Rows], torch.Tensor]
+    positions: Sequence[int] = ()
+    sites: Sequence[Site] = ()
 
 
-@dataclass(frozen=True)
-class Logit:
-    """The logit of `token` minus that of `foil`, if there is one."""
+def logit(token: int, foil: int | None = None, position: int = -1) -> Scalar:
+    """Return the logit of `token`, minus that of `foil` if there is one."""
 
-    token: int
-    foil: int | None = None
-    position: int = -1
-    sites: tuple[Site, ...] = ()
+    def compute(logits: Logits, _: Rows) -> torch.Tensor:
+        at = logits[position]
+        return at[token] if foil is None else at[token] - at[foil]
 
-    @property
-    def positions(self) -> list[int]:
-        return [self.position]
-
-    def __call__(
-        self,
-        tokens: Sequence[int],
-        logits: Mapping[int, torch.Tensor],
-        rows: Mapping[Site, torch.Tensor],
-    ) -> torch.Tensor:
-        at = logits[self.position]
-        return at[self.token] if self.foil is None else at[self.token] - at[self.foil]
+    return Scalar(compute, [position])
 
 
-@dataclass(frozen=True)
-class Loss:
-    """−Σ log P of the prompt's tokens at `targets`, each given those before it; nats."""
+def loss(tokens: Sequence[int], targets: Sequence[int]) -> Scalar:
+    """Return −Σ log P(token at a target | tokens before it), in nats. `targets`: positions from 1
+    to the last.
+    """
 
-    targets: Sequence[int]  # absolute, from 1
-    sites: tuple[Site, ...] = ()
+    def compute(logits: Logits, _: Rows) -> torch.Tensor:
+        terms = [logits[at - 1].log_softmax(-1)[tokens[at]] for at in targets]
+        return -torch.stack(terms).sum()
 
-    @property
-    def positions(self) -> list[int]:
-        return [target - 1 for target in self.targets]
-
-    def __call__(
-        self,
-        tokens: Sequence[int],
-        logits: Mapping[int, torch.Tensor],
-        rows: Mapping[Site, torch.Tensor],
-    ) -> torch.Tensor:
-        parts = [logits[at - 1].log_softmax(-1)[tokens[at]] for at in self.targets]
-        return -torch.stack(parts).sum()
+    return Scalar(compute, [at - 1 for at in targets])
 
 
-@dataclass(frozen=True)
-class ProbeScore:
-    """W · row + b of one label, summed over the positions `at`."""
+def probe_score(site: Site, weight: torch.Tensor, bias: float, at: Sequence[int]) -> Scalar:
+    """Return W · row + b of one label, summed over the positions `at`. `weight`: `[width]`."""
 
-    site: Site
-    weight: torch.Tensor  # float32 [hidden_size]
-    bias: float
-    at: Sequence[int]
-    positions: tuple[int, ...] = ()
+    def compute(_: Logits, rows: Rows) -> torch.Tensor:
+        chosen = rows[site][list(at)].double()
+        return (chosen @ weight.to(chosen)).sum() + bias * len(at)
 
-    @property
-    def sites(self) -> list[Site]:
-        return [self.site]
-
-    def __call__(
-        self,
-        tokens: Sequence[int],
-        logits: Mapping[int, torch.Tensor],
-        rows: Mapping[Site, torch.Tensor],
-    ) -> torch.Tensor:
-        chosen = rows[self.site][list(self.at)].double()
-        return (chosen @ self.weight.to(chosen)).sum() + self.bias * len(self.at)
+    return Scalar(compute, sites=[site])
 
 
-@dataclass(frozen=True)
-class FeatureActivation:
-    """The activation of an autoencoder's feature, as the ranks compute it, summed over `at`."""
+def feature_activation(site: Site, sae: Autoencoder, feature: int, at: Sequence[int]) -> Scalar:
+    """Return a feature's activation, as the ranks compute it, summed over the positions `at`."""
 
-    site: Site
-    sae: Autoencoder
-    feature: int
-    at: Sequence[int]
-    positions: tuple[int, ...] = field(default=())
+    def compute(_: Logits, rows: Rows) -> torch.Tensor:
+        chosen = rows[site][list(at)].float()
+        return sae.to(chosen.device).encode(chosen)[:, feature].double().sum()
 
-    @property
-    def sites(self) -> list[Site]:
-        return [self.site]
-
-    def __call__(
-        self,
-        tokens: Sequence[int],
-        logits: Mapping[int, torch.Tensor],
-        rows: Mapping[Site, torch.Tensor],
-    ) -> torch.Tensor:
-        chosen = rows[self.site][list(self.at)]
-        encoded = self.sae.to(chosen.device).encode(chosen.float())
-        return encoded[:, self.feature].double().sum()
+    return Scalar(compute, sites=[site])
 
 
 class GradientRows(NamedTuple):
@@ -241,10 +184,10 @@ def gradient_rows(
         run = points.run(points.batch([tokens]), every, keep=kept, grad=True)
         logits = {at: run.logits[0, kept.index(at % length)].double() for at in scalar.positions}
         rows = {site: run.views[site](run.raw[site])[0] for site in scalar.sites}
-        value = scalar(tokens, logits, rows)
+        value = scalar.compute(logits, rows)
         gradients = run.gradients(value)
     require_finite({("", -1): value.detach(), **gradients})
-    return GradientRows(float(value), {site: gradients[site][0] for site in sites})
+    return GradientRows(value.item(), {site: gradients[site][0] for site in sites})
 
 
 def require_finite(tensors: Mapping[tuple[str, int], torch.Tensor]) -> None:

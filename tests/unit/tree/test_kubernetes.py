@@ -31,6 +31,7 @@ COMPONENTS = {
     "namespace": {"Namespace"},
     "ingress": {"Ingress"},
     "monitors": {"ServiceMonitor", "PodMonitor"},
+    "gradients": set(),  # kinds that the base has too
 }
 #: Kinds that others than Kubernetes define.
 FOREIGN = {"ScaledObject", "ServiceMonitor", "PodMonitor"}

@@ -1,0 +1,85 @@
+"""Tiny models with gradients, sweeps over them, and the exact value of a cell."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiny
+import torch
+
+from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
+from midstream.schemas.prompts.selectors import Hook
+from midstream.workers.gradients.attribution import Pair
+from midstream.workers.gradients.points import Points, Site, load
+
+BASE = [20, 21, 22, 63, 24, 25, 26, 77, 28, 29]
+SOURCE = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]
+
+
+def tiny_points(root: Path, name: str, dtype: torch.dtype = torch.float32) -> Points:
+    return Points(load(tiny.checkpoint(name, root / name), dtype))
+
+
+def positions(count: int) -> list[Column]:
+    return [Column(label=str(at), places=[(at, at)]) for at in range(count)]
+
+
+def heads_at(points: Points, hook: Hook, count: int) -> list[Column]:
+    """A column for each head at each position."""
+    return [
+        Column(label="", places=[(at, at)], head=head, dims=columns_of(points, head))
+        for head in range(points.heads(hook))
+        for at in range(count)
+    ]
+
+
+def columns_of(points: Points, head: int) -> str:
+    return f"{head * points.head_size}-{(head + 1) * points.head_size - 1}"
+
+
+def sweep(
+    points: Points, hooks: Sequence[Hook], columns: list[Column] | None = None, **given: Any
+) -> StoredSweep:
+    """All layers of one pair. `pair`: fields of its `StoredPair`."""
+    pair = {"base": BASE, "source": SOURCE, "answer": [100], "foil": [200]} | given.pop("pair", {})
+    if given.get("ablation"):
+        pair["source"] = []
+    fields: dict[str, Any] = {
+        "layers": list(range(points.num_layers)),
+        "metric": "logit_diff",
+        "direction": "denoise",
+    }
+    return StoredSweep(
+        pairs=[StoredPair(columns=columns or positions(len(pair["base"])), **pair)],
+        hooks=list(hooks),
+        **fields | given,
+    )
+
+
+def exact(points: Points, stored: StoredSweep, site: Site) -> Callable[[int], float]:
+    """Column → effect in nats of the patched forward pass itself, at one site."""
+    pair = Pair(points, stored, 0, sites=[site])
+    run = pair.run(grad=False)
+    base, differences = pair.replaced(site, run)
+    prompt, at = pair.stored.base, np.array(pair.columns.base)
+    parts = pair.parts(site, run)
+
+    def effect(column: int) -> float:
+        written = base.clone()
+        dims = next(part.dims for part in parts if column in part.columns)
+        chosen = slice(None) if dims is None else dims
+        written[:, chosen] += differences[:, chosen]
+        places = pair.columns.member[column].bool().numpy()
+
+        def edit(_: Site, rows: torch.Tensor) -> torch.Tensor:
+            edited = rows.clone()
+            edited[:, at[places]] = written[places].to(rows.dtype)
+            return edited
+
+        batch = points.batch(pair.metric.sequences(prompt))
+        patched = points.run(batch, [site], keep=pair.metric.keep(prompt), edit=edit)
+        return float(pair.metric.value(patched.logits) - pair.metric.value(run.logits))
+
+    return cache(effect)

@@ -1,0 +1,233 @@
+"""Estimates of cells: against TransformerLens, against exact cells, and by linearity."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gradient_kit import BASE, columns_of, exact, heads_at, positions, sweep
+from safetensors import safe_open
+
+from midstream.schemas.jobs.sweeps import Column, PatchWindow
+from midstream.schemas.prompts.selectors import Hook
+from midstream.workers.gradients.attribution import (
+    Options,
+    PairError,
+    PairEstimate,
+    estimate_pair,
+)
+from midstream.workers.gradients.points import Points, load
+from midstream.workers.gradients.scalars import NonFiniteGradient
+
+GOLDEN = Path(__file__).resolve().parents[3] / "data" / "attribution.safetensors"
+DEMO = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"
+#: Of the grid's largest cell.
+LENS = 1e-5
+PointsOf = Callable[[str], Points]
+
+
+@pytest.mark.parametrize("name", ["demo", "gpt2", "llama", "gpt-neox"])
+def test_grids_equal_transformer_lens(points_of: PointsOf, name: str) -> None:
+    if name == "demo" and not DEMO.exists():
+        pytest.skip("make model")
+    points = Points(load(DEMO, torch.float32)) if name == "demo" else points_of(name)
+    with safe_open(GOLDEN, "numpy") as file:
+        asked = json.loads(file.metadata()["about"])[name]
+        tokens = {"base": asked["corrupt"], "source": asked["clean"]}
+        pair = {**tokens, "answer": [asked["answer"]], "foil": [asked["foil"]]}
+        stream: list[Hook] = ["pre_attn", "attn_out", "mlp_out", "post_block"]
+        every = len(asked["corrupt"])
+        inside: list[Hook] = ["z"]
+        for hooks, columns in ((stream, positions(every)), (inside, heads_at(points, "z", every))):
+            found = estimate_pair(points, sweep(points, hooks, columns, pair=pair), 0)
+            for hook in hooks:
+                golden = file.get_tensor(f"{name}.{hook}").reshape(points.num_layers, -1)
+                distance = np.abs(found.effects[hook] - golden).max()
+                assert distance <= LENS * np.abs(golden).max(), hook
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one token": {},
+    "several tokens": {"pair": {"answer": [100, 5, 6], "foil": [200, 7]}},
+    "answer begins as foil": {"pair": {"answer": [100, 5], "foil": [100]}},
+    "logprob": {"metric": "logprob"},
+    "kl": {"metric": "kl"},
+    "kl noise": {"metric": "kl", "direction": "noise"},
+    "alpha": {"alpha": 0.5},
+    "zeros": {"ablation": "zeros"},
+    "mean": {"ablation": "mean"},
+    "window": {"window": PatchWindow(layers=2, positions=3)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_integral_along_a_cell_is_its_exact_effect(points_of: PointsOf, case: str) -> None:
+    points = points_of("llama")
+    given = CASES[case]
+    columns = positions(len(BASE))[3:8:4] if case != "window" else positions(len(BASE))[2:5]
+    hooks: list[Hook] = ["post_attn", "z", "q", "mlp_out"]
+    if case == "zeros":  # the path of the stream would end where its norm is discontinuous
+        hooks.remove("post_attn")
+    layers = [1, 2]
+    stored = sweep(points, hooks, columns, layers=layers, **given)
+    options = Options(method="integrated", steps=48, path="cell", batch=96)
+    found = estimate_pair(points, stored, 0, options)
+    for hook in hooks:
+        if case == "window":  # windows write several layers
+            assert np.isfinite(found.effects[hook]).all()
+            continue
+        for index, layer in enumerate(layers):
+            cell = exact(points, stored, (hook, layer))
+            wanted = [cell(column) for column in range(len(columns))]
+            assert found.effects[hook][index] == pytest.approx(wanted, abs=2e-3), (hook, layer)
+
+
+def test_joint_path_sums_to_patching_every_place(points_of: PointsOf) -> None:
+    points = points_of("gpt2")
+    options = Options(method="integrated", steps=48, batch=48)
+    stored = sweep(points, ["post_block"], layers=[1])
+    found = estimate_pair(points, stored, 0, options)
+    # all positions of the stream: the source prompt itself
+    assert found.source is not None
+    whole = found.source.value - found.base.value
+    assert float(found.effects["post_block"].sum()) == pytest.approx(whole, abs=2e-3)
+
+
+def test_columns_are_sums_of_elements(points_of: PointsOf) -> None:
+    points = points_of("llama")
+    span = Column(label="span", places=[(3, 3), (7, 7)])
+    skipped = Column(label="", places=[], reason="no counterpart")
+    single = estimate_pair(points, sweep(points, ["post_block"]), 0).effects["post_block"]
+    both = estimate_pair(points, sweep(points, ["post_block"], [span, skipped]), 0)
+    assert both.effects["post_block"][:, 0] == pytest.approx(single[:, [3, 7]].sum(1))
+    assert np.isnan(both.effects["post_block"][:, 1]).all()
+    windowed = sweep(points, ["post_block"], window=PatchWindow(layers=2, positions=2))
+    wide = estimate_pair(points, windowed, 0).effects["post_block"]
+    assert wide[1, 3] == pytest.approx(single[1:3, 3:5].sum())
+    every = [(at, at) for at in range(len(BASE))]
+    dims = [Column(label="", places=every, dims=part) for part in ("0-19", "20-63")]
+    parts = estimate_pair(points, sweep(points, ["post_block"], dims), 0).effects["post_block"]
+    assert parts.sum(1) == pytest.approx(single.sum(1))
+    mask = torch.arange(points.hidden_size) < 20
+    masked = estimate_pair(points, sweep(points, ["post_block"]), 0, Options(mask=mask))
+    assert masked.effects["post_block"].sum(1) == pytest.approx(parts[:, 0])
+
+
+def test_ranked_columns_take_the_dimensions_that_differ_most(points_of: PointsOf) -> None:
+    points = points_of("llama")
+    every = [(at, at) for at in range(len(BASE))]
+    ranked = [Column(label="", places=every, ranks=ranks) for ranks in ((0, 3), (3, 64))]
+    found = estimate_pair(points, sweep(points, ["post_block"], ranked, axis="neuron"), 0)
+    whole = estimate_pair(points, sweep(points, ["post_block"]), 0).effects["post_block"].sum(1)
+    assert found.effects["post_block"].sum(1) == pytest.approx(whole)
+    rows = [
+        points.run(points.batch([tokens]), [("post_block", 2)]).rows(("post_block", 2))[0]
+        for tokens in (BASE, found_source(points))
+    ]
+    distance = (rows[0] - rows[1]).abs().sum(0)
+    assert found.neurons["post_block", 2, 0] == distance.argsort(descending=True)[:3].tolist()
+
+
+def found_source(points: Points) -> list[int]:
+    return sweep(points, ["post_block"]).pairs[0].source
+
+
+def test_recovered_is_a_share_of_the_difference(points_of: PointsOf) -> None:
+    points = points_of("llama")
+    nats = estimate_pair(points, sweep(points, ["post_block"]), 0)
+    share = estimate_pair(points, sweep(points, ["post_block"], metric="recovered"), 0)
+    assert nats.source is not None
+    difference = nats.source.value - nats.base.value
+    assert share.effects["post_block"] * difference == pytest.approx(nats.effects["post_block"])
+    assert share.values()["post_block"] == pytest.approx(share.effects["post_block"])
+    assert nats.values()["post_block"] == pytest.approx(
+        nats.base.value + nats.effects["post_block"]
+    )
+
+
+def test_pairs_without_a_slope_are_refused(points_of: PointsOf) -> None:
+    points = points_of("llama")
+    with pytest.raises(PairError, match="gradient of zero"):
+        estimate_pair(points, sweep(points, ["z"], metric="kl", direction="noise"), 0)
+    same = sweep(points, ["z"], metric="recovered", pair={"source": BASE})
+    with pytest.raises(PairError, match="differ too little"):
+        estimate_pair(points, same, 0)
+
+
+def test_pair_that_is_not_finite_fails_alone(points_of: PointsOf) -> None:
+    points = points_of("llama")
+    weight = points.layers[2].mlp.down_proj.weight
+    kept = weight[0, 0].item()
+    weight[0, 0] = float("inf")
+    try:
+        with pytest.raises(NonFiniteGradient, match="not finite"):
+            estimate_pair(points, sweep(points, ["post_block"]), 0)
+    finally:
+        weight[0, 0] = kept
+    assert isinstance(estimate_pair(points, sweep(points, ["post_block"]), 0), PairEstimate)
+
+
+def test_check_stops_between_passes(points_of: PointsOf) -> None:
+    points = points_of("llama")
+
+    def stop() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        estimate_pair(points, sweep(points, ["z"]), 0, Options(check=stop))
+
+
+# --- Saturated attention
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("hook", ["q", "k"])
+def test_last_layer_correction_is_exact_but_for_later_curvature(
+    points_of: PointsOf, name: str, hook: Hook
+) -> None:
+    # A metric linear in `z` of the last layer: the corrected estimate must then be exact. The rest
+    # of the layer is not linear, so the patch is made small by `alpha`, and the softmax steep.
+    points = points_of(name)
+    last = points.num_layers - 1
+    columns = heads_at(points, hook, len(BASE))
+    module = points.layers[last].self_attn
+    steep = module.scaling
+    module.scaling = steep * 8
+    try:
+        stored = sweep(points, [hook], columns, layers=[last])
+        plain = estimate_pair(points, stored, 0).effects[hook][0]
+        found = estimate_pair(points, stored, 0, Options(correct=True)).effects[hook][0]
+        cell = exact(points, stored, (hook, last))
+        wanted = np.array([cell(column) for column in range(len(columns))])
+    finally:
+        module.scaling = steep
+    assert np.abs(found - wanted).max() < 0.5 * np.abs(plain - wanted).max()
+
+
+@pytest.mark.parametrize("hook", ["q", "k"])
+def test_correction_of_small_patches_is_first_order(points_of: PointsOf, hook: Hook) -> None:
+    points = points_of("llama")
+    dims = [columns_of(points, 0), columns_of(points, 1)]
+    every = [(at, at) for at in range(len(BASE))]
+    columns = [Column(label="", places=every, dims=part) for part in dims]
+    stored = sweep(points, [hook], columns, alpha=1e-4, pair={"answer": [100, 5, 6]})
+    plain = estimate_pair(points, stored, 0).effects[hook]
+    corrected = estimate_pair(points, stored, 0, Options(correct=True)).effects[hook]
+    assert corrected == pytest.approx(plain, abs=2e-3 * np.abs(plain).max())
+
+
+def test_doubts_rank_cells_with_large_errors(points_of: PointsOf) -> None:
+    points = points_of("llama")
+    stored = sweep(points, ["pre_attn"])
+    found = estimate_pair(points, stored, 0, Options(doubts=True))
+    errors, doubts = [], []
+    for layer in range(points.num_layers):
+        cell = exact(points, stored, ("pre_attn", layer))
+        for column in range(3, len(BASE)):
+            errors.append(abs(found.effects["pre_attn"][layer, column] - cell(column)))
+            doubts.append(found.doubts["pre_attn"][layer, column])
+    ranks = [np.argsort(np.argsort(values)) for values in (errors, doubts)]
+    assert np.corrcoef(*ranks)[0, 1] > 0.4

@@ -1,0 +1,189 @@
+"""Edges: against TransformerLens, a hand-written reference, and the completeness of a path."""
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gradient_kit import BASE, SOURCE, positions, sweep
+from safetensors import safe_open
+from torch.nn import functional
+
+from midstream.schemas.jobs.sweeps import Column
+from midstream.workers.gradients import edges as edges_module
+from midstream.workers.gradients.edges import Node, edge_scores
+from midstream.workers.gradients.points import Points
+from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError
+
+GOLDEN = Path(__file__).resolve().parents[3] / "data" / "attribution.safetensors"
+#: Of the largest score.
+LENS = 1e-5
+PointsOf = Callable[[str], Points]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox"])
+def test_edges_equal_transformer_lens(points_of: PointsOf, name: str) -> None:
+    points = points_of(name)
+    with safe_open(GOLDEN, "numpy") as file:
+        asked = json.loads(file.metadata()["about"])[name]
+        golden = dict(zip(asked["edges"], file.get_tensor(f"{name}.edges"), strict=True))
+    tokens = {"base": asked["corrupt"], "source": asked["clean"]}
+    pair = {**tokens, "answer": [asked["answer"]], "foil": [asked["foil"]]}
+    found = edge_scores(points, sweep(points, ["z"], positions(12), pair=pair), 0)
+    edges = {f"{label(s)}>{label(r)}": score for s, r, score in found.top(10**6)}
+    assert edges.keys() == golden.keys()
+    distance = max(abs(edges[name] - golden[name]) for name in golden)
+    assert distance <= LENS * max(map(abs, golden.values()))
+
+
+def label(node: Node) -> str:
+    """As the golden file has it: the logits are those of the last layer."""
+    layer = {"embed": [], "logits": [node.layer - 1]}.get(node.kind, [node.layer])
+    return ".".join(map(str, [node.kind, *layer, *([node.head] if node.head >= 0 else [])]))
+
+
+def differences_of(points: Points, sender: Node) -> torch.Tensor:
+    """What the sender adds to the stream in the source prompt, minus the same in the other, by
+    forward hooks on transformers' Llama: `[tokens, hidden_size]`.
+    """
+    found = []
+    for tokens in (SOURCE, BASE):
+        kept: list[torch.Tensor] = []
+        layers = points.layers
+        module, on_input = {
+            "embed": (points.model.model.embed_tokens, False),
+            "head": (layers[sender.layer].self_attn.o_proj, True),
+            "mlp": (layers[sender.layer].mlp, False),
+        }[sender.kind]
+
+        def keep(
+            _: Any,
+            args: Any,
+            output: Any,
+            on_input: bool = on_input,
+            kept: list[torch.Tensor] = kept,
+        ) -> None:
+            kept.append((args[0] if on_input else output)[0])
+
+        handle = module.register_forward_hook(keep)
+        with torch.no_grad():
+            points.model(torch.tensor([tokens]))
+        handle.remove()
+        rows = kept[0]
+        if sender.kind == "head":
+            part = slice(sender.head * points.head_size, (sender.head + 1) * points.head_size)
+            rows = rows[:, part] @ module.weight[:, part].T
+        found.append(rows)
+    return found[0] - found[1]
+
+
+def reference(points: Points, sender: Node, receiver: Node) -> float:
+    """d metric / d t, if t times the sender's difference is added to the receiver's input alone."""
+    added = differences_of(points, sender)
+    t = torch.zeros((), requires_grad=True)
+    stream: list[torch.Tensor] = []
+    with ExitStack() as stack:
+
+        def hook(module: Any, function: Callable[..., Any]) -> None:
+            stack.callback(module.register_forward_hook(function).remove)
+
+        if receiver.kind == "logits":
+            hook(points.layers[-1], lambda _, args, output: output + t * added)
+        else:
+            layer = points.layers[receiver.layer]
+            attends = receiver.kind != "mlp"
+            norm = layer.input_layernorm if attends else layer.post_attention_layernorm
+            hook(norm, lambda _, args, output: stream.append(args[0]))
+            eps, gamma = norm.variance_epsilon, norm.weight
+
+            def normed() -> torch.Tensor:
+                rows = stream[0] + t * added
+                return gamma * rows * (rows.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+
+            if attends:
+                module = getattr(layer.self_attn, f"{receiver.kind}_proj")
+                part = slice(
+                    receiver.head * points.head_size, (receiver.head + 1) * points.head_size
+                )
+
+                def project(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+                    edited = output.clone()
+                    edited[..., part] = functional.linear(normed(), module.weight)[..., part]
+                    return edited
+
+                hook(module, project)
+            else:
+                handle = layer.mlp.register_forward_pre_hook(lambda _, args: (normed(),))
+                stack.callback(handle.remove)
+        logits = points.model(torch.tensor([BASE])).logits[0, -1]
+        (slope,) = torch.autograd.grad(logits[100] - logits[200], t)
+    return float(slope)
+
+
+def test_scores_equal_a_reference_with_grouped_queries(points_of: PointsOf) -> None:
+    points = points_of("llama")
+    found = edge_scores(points, sweep(points, ["z"]), 0)
+    largest = np.nanmax(np.abs(found.scores))
+    senders = [Node(-1, "embed"), Node(0, "head", 3), Node(1, "mlp"), Node(2, "head", 1)]
+    receivers = [
+        *(Node(3, kind, 1) for kind in ("q", "k", "v")),
+        Node(2, "q", 3),
+        Node(2, "mlp"),
+        Node(4, "logits"),
+    ]
+    compared = 0
+    for sender in senders:
+        for receiver in receivers:
+            score = found.scores[found.senders.index(sender), found.receivers.index(receiver)]
+            if np.isnan(score):
+                assert sender == senders[3]
+                assert receiver == Node(2, "q", 3)
+                continue
+            assert score == pytest.approx(reference(points, sender, receiver), abs=LENS * largest)
+            compared += 1
+    assert compared == 23
+
+
+def test_scores_of_the_embedding_sum_to_the_whole_difference(points_of: PointsOf) -> None:
+    # completeness of integrated gradients over the path of the embeddings
+    points = points_of("gpt2")
+    found = edge_scores(points, sweep(points, ["z"]), 0, steps=24)
+    assert found.source is not None
+    whole = found.source.value - found.base.value
+    assert float(np.nansum(found.scores[0])) == pytest.approx(whole, abs=2e-3)
+
+
+def test_places_in_chunks_give_the_same_scores(
+    points_of: PointsOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = points_of("llama")
+    stored = sweep(points, ["z"], pair={"answer": [100, 5], "foil": [200]})
+    whole = edge_scores(points, stored, 0).scores
+    monkeypatch.setattr(edges_module, "CHUNK_BYTES", 1)
+    parts = edge_scores(points, stored, 0).scores
+    assert np.nan_to_num(parts) == pytest.approx(np.nan_to_num(whole), abs=1e-5)
+
+
+def test_only_places_of_columns_count(points_of: PointsOf) -> None:
+    points = points_of("llama")
+    same = [Column(label="", places=[(0, 0), (1, 1), (2, 2)])]  # before the prompts differ
+    assert np.nanmax(np.abs(edge_scores(points, sweep(points, ["z"], same), 0).scores)) == 0
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo2"])
+def test_norm_after_a_branch_is_refused(points_of: PointsOf, name: str) -> None:
+    points = points_of(name)
+    with pytest.raises(UnsupportedArchitectureError, match="norm follows"):
+        edge_scores(points, sweep(points, ["z"]), 0)
+
+
+def test_top_is_ordered_by_size(points_of: PointsOf) -> None:
+    points = points_of("gpt2")
+    found = edge_scores(points, sweep(points, ["z"]), 0)
+    sizes = [abs(score) for *_, score in found.top(5)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == np.nanmax(np.abs(found.scores))

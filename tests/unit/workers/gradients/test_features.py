@@ -1,0 +1,110 @@
+"""Effects of an autoencoder's features and of its error, and gradients of an activation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import sae_rows
+import torch
+from gradient_kit import BASE, SOURCE, positions, sweep
+
+from midstream.schemas.artifacts.saes import SaeForm
+from midstream.workers.gradients.attribution import estimate_pair
+from midstream.workers.gradients.features import FeatureEffects, feature_effects
+from midstream.workers.gradients.points import Points, Site
+from midstream.workers.gradients.scalars import feature_activation, gradient_rows
+from midstream.workers.runner.readings.sae import NORMALISATIONS, Autoencoder
+
+SITE: Site = ("post_block", 1)
+FEATURES = 96
+PointsOf = Callable[[str], Points]
+
+
+def autoencoder(width: int, name: str) -> Autoencoder:
+    """A random one of a form of `sae_rows.FORMS`."""
+    options = sae_rows.FORMS[name]
+    rng = np.random.default_rng(3)
+
+    def normal(*shape: int, scale: float) -> torch.Tensor:
+        return torch.from_numpy((scale * rng.standard_normal(shape)).astype(np.float32))
+
+    tensors = {
+        "W_enc": normal(width, FEATURES, scale=0.2),
+        "W_dec": normal(FEATURES, width, scale=0.2),
+        "b_dec": normal(width, scale=0.1),
+        "b_enc": normal(FEATURES, scale=0.3),
+        "threshold": normal(FEATURES, scale=0.2).abs(),
+        **{part: normal(FEATURES, scale=0.3) for part in ("b_gate", "r_mag", "b_mag")},
+    }
+    return Autoencoder(SaeForm(d_in=width, d_sae=FEATURES, **options), tensors)
+
+
+def effects(points: Points, sae: Autoencoder, top: int = FEATURES, **given: Any) -> FeatureEffects:
+    return feature_effects(points, sweep(points, ["post_block"], **given), 0, SITE, sae, top)
+
+
+@pytest.mark.parametrize("form", ["standard", "jumprelu", "topk", "rescaled", "layer_norm"])
+@pytest.mark.parametrize("given", [{}, {"ablation": "mean"}, {"alpha": 0.5}])
+def test_features_and_error_sum_to_the_row(
+    points_of: PointsOf, form: str, given: dict[str, Any]
+) -> None:
+    points = points_of("llama")
+    found = effects(points, autoencoder(points.hidden_size, form), **given)
+    whole = estimate_pair(points, sweep(points, ["post_block"], layers=[1], **given), 0)
+    total = found.effects.sum(1) + found.rest + found.error
+    assert total == pytest.approx(whole.effects["post_block"][0], abs=1e-6)
+    few = effects(points, autoencoder(points.hidden_size, form), top=3, **given)
+    assert few.effects.sum(1) + few.rest == pytest.approx(found.effects.sum(1) + found.rest)
+    assert (few.indices == found.indices[:, :3]).all()
+
+
+@pytest.mark.parametrize("form", ["jumprelu", "rescaled", "layer_norm"])
+def test_effect_is_activation_times_direction_times_gradient(
+    points_of: PointsOf, form: str
+) -> None:
+    points = points_of("llama")
+    sae = autoencoder(points.hidden_size, form)
+    batch = points.batch([BASE])
+    run = points.run(batch, [SITE], grad=True)
+    slope = run.gradients(run.logits[0, -1, 100] - run.logits[0, -1, 200])[SITE][0]
+    rows = run.rows(SITE)[0]
+    source = points.run(points.batch([SOURCE]), [SITE]).rows(SITE)[0]
+    change = sae.encode(source) - sae.encode(rows)
+    one = torch.eye(FEATURES)
+    directions = sae.decode(one) - sae.decode(0 * one)  # with the biases taken away
+    scale = NORMALISATIONS[sae.form.normalize_activations](rows).scale
+    wanted = change * ((slope * scale) @ directions.T)
+    found = effects(points, sae)
+    for column in range(len(BASE)):
+        ordered = wanted[column][found.indices[column]].numpy()
+        assert found.effects[column] == pytest.approx(ordered, abs=1e-6)
+
+
+def test_zeros_remove_features_and_error_but_not_biases(points_of: PointsOf) -> None:
+    points = points_of("llama")
+    sae = autoencoder(points.hidden_size, "standard")
+    found = effects(points, sae, ablation="zeros", columns=positions(len(BASE)))
+    run = points.run(points.batch([BASE]), [SITE], grad=True)
+    slope = run.gradients(run.logits[0, -1, 100] - run.logits[0, -1, 200])[SITE][0]
+    bias = sae.decode(torch.zeros(1, FEATURES))[0]
+    wanted = ((bias - run.rows(SITE)[0]) * slope).sum(1).numpy()
+    assert found.effects.sum(1) + found.error == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("form", sorted(sae_rows.FORMS))
+def test_gradient_of_an_activation(points_of: PointsOf, form: str) -> None:
+    points = points_of("llama")
+    sae = autoencoder(points.hidden_size, form)
+    rows = points.run(points.batch([BASE]), [SITE]).rows(SITE)[0]
+    encoded = sae.encode(rows[4:6])
+    feature = int(encoded.sum(0).argmax())
+    scalar = feature_activation(SITE, sae, feature, [4, 5])
+    found = gradient_rows(points, BASE, scalar, [SITE, ("mlp_out", 0)])
+    assert found.value == pytest.approx(float(encoded[:, feature].sum()), rel=1e-6)
+    direction = torch.randn(points.hidden_size, generator=torch.Generator().manual_seed(1))
+    moved = [sae.encode(rows[4:6] + by * direction)[:, feature].sum() for by in (1e-3, -1e-3)]
+    slope = float(moved[0] - moved[1]) / 2e-3
+    wanted = float((found.rows[SITE] @ direction).sum())
+    assert slope == pytest.approx(wanted, rel=2e-2, abs=1e-3)
+    assert found.rows["mlp_out", 0].abs().max() > 0
