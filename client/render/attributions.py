@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ...schemas.jobs.attributions import CheckedCell, NotLookedAt
 from ..sdk.answers.attribution import Attribution, Score, difference, estimated
-from ..sdk.answers.grid import titled, written
+from ..sdk.answers.grid import titled
 from .jobs import count, table
 from .sweeps import Heatmap, remarks
 
@@ -19,7 +19,7 @@ _NONE = "–"
 
 def report(attribution: Attribution, most: int = 10) -> RenderableType:
     """Return the estimates as a heatmap (of edges and features: a list), the `most` strongest cells
-    whose exact value is known and all that disagree, and how well both agree.
+    whose exact value is known, others that disagree, and how well both agree.
     """
     parts: list[RenderableType] = []
     if scores := attribution.edges or attribution.features:
@@ -48,18 +48,19 @@ def scores_table(scores: list[Score], most: int) -> Table:
 
 
 def checked_table(attribution: Attribution, most: int) -> Table:
-    """Return a table of the strongest cells with an exact value, and of all that disagree."""
+    """Return a table of the `most` strongest cells with an exact value, and of the next `most` that
+    disagree.
+    """
     numbers = ("layer", "estimate", "exact", "difference")
     shown = table("Cells computed exactly", "at", "hook", *numbers, "chosen as", "")
     for column in shown.columns[2:6]:
         column.justify = "right"
-    cells = attribution.cells
-    for place, cell in enumerate(cells):
-        if place < most or cell.off:
-            shown.add_row(
-                escape(written(cell.label)), titled(cell.hook), str(cell.layer),
-                *_values(cell), ", ".join(cell.why), "[red]off[/]" if cell.off else "",
-            )  # fmt: skip
+    names, cells = attribution.estimates.names, attribution.cells
+    for cell in [*cells[:most], *[cell for cell in cells[most:] if cell.off][:most]]:
+        shown.add_row(
+            escape(names[cell.column]), titled(cell.hook), str(cell.layer),
+            *_values(cell), ", ".join(cell.why), "[red]off[/]" if cell.off else "",
+        )  # fmt: skip
     return shown
 
 
