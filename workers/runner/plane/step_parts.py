@@ -18,7 +18,7 @@ class RanStep:
     view: StepView | None  # None: it was not planned
     # output of the last layer, `[tokens, hidden_size]`; None on other stages
     hidden: torch.Tensor | None
-    # the recorded rows; None: no site had anything to do
+    # the recorded rows that probes read; None: no site had anything to do
     recorded: list[tuple[Recording, Extent]] | None = None
 
 

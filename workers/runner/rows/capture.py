@@ -87,6 +87,19 @@ class StepRows:
             self._view = bytes_of(self.slab, self.slab.dtype)
         return self._view
 
+    def rows(self, numbers: np.ndarray) -> torch.Tensor:
+        """Return the landed rows of these numbers `[ports, rows]`, as `[ports, rows, hidden_size]`:
+        a view where a port's rows follow one another and the ports are equally far apart.
+        """
+        first = int(numbers[0, 0]) if numbers.size else 0
+        apart = int(numbers[1, 0]) - first if len(numbers) > 1 else 1
+        places = np.arange(len(numbers))[:, None] * apart + np.arange(numbers.shape[1])
+        if apart > 0 and np.array_equal(numbers - first, places):
+            width = self.slab.shape[1]
+            shape, strides = (*numbers.shape, width), (apart * width, width, 1)
+            return self.slab.as_strided(shape, strides, self.slab.storage_offset() + first * width)
+        return self.slab[torch.from_numpy(numbers)]
+
     def unsound(self, dtype: torch.dtype) -> np.ndarray | None:
         """Return which rows of the slab are not finite when stored as `dtype`; None if all are
         finite. The rows must have landed.
@@ -120,16 +133,8 @@ class Extent:
         return rows
 
     def rows(self, ports: np.ndarray) -> torch.Tensor:
-        """Return the landed rows, `[ports, positions, hidden_size]`: a view where the ports' rows
-        are equally far apart, as those of most captures are.
-        """
-        first, slab = self.first_rows(ports), self.step.slab
-        apart = int(first[1] - first[0]) if len(first) > 1 else 1
-        if apart > 0 and bool((np.diff(first) == apart).all()):
-            width = slab.shape[1]
-            shape, strides = (len(first), self.count, width), (apart * width, width, 1)
-            return slab.as_strided(shape, strides, slab.storage_offset() + int(first[0]) * width)
-        return slab[torch.from_numpy(first[:, None] + np.arange(self.count))]
+        """Return the landed rows, `[ports, positions, hidden_size]`; see `StepRows.rows`."""
+        return self.step.rows(self.first_rows(ports)[:, None] + np.arange(self.count))
 
     def among(self, positions: Sequence[int]) -> "list[Extent]":
         """Return the parts at `positions`, which are ascending and in this extent."""
@@ -147,18 +152,26 @@ class Piece:
     """
 
     def __init__(
-        self, like: StepRows, ports: np.ndarray, positions: Sequence[int], stop: int, new: NewMemory
+        self,
+        like: StepRows,
+        ports: np.ndarray,
+        positions: Sequence[int],
+        span: range,
+        new: NewMemory,
     ) -> None:
-        """For rows like those of a step. `ports`: int64; `positions`: captured ones below `stop`,
+        """For rows like those of a step. `ports`: int64; `positions`: captured ones in `span`,
         ascending. Raises what `new` raises.
         """
         width, dtype = like.slab.shape[1], like.slab.dtype
         slab, base = new(len(ports) * len(positions), width, dtype), np.zeros_like(like.base)
         base[ports] = np.arange(len(ports)) * len(positions)
-        self.rows, self.stop = StepRows(slab, base, np.zeros_like(base), LANDED), stop
+        self.rows, self.span = StepRows(slab, base, np.zeros_like(base), LANDED), span
         self.kept = False  # the row store has it too, so that its rows may not change
         self._ports, self._positions = ports, np.array(positions, dtype=np.int64)
         self._by_port = slab.view(len(ports), len(positions), width)
+        self._first = positions[0] if len(positions) else 0
+        self._places: tuple[torch.Tensor, ...] = ()  # of the positions
+        self._dense = isinstance(positions, range) and positions.step == 1
         self._held = np.zeros(len(positions), dtype=bool)
 
     @property
@@ -166,16 +179,25 @@ class Piece:
         """Return the number of positions with rows."""
         return int(self._held.sum())
 
-    def put(self, run: Extent) -> None:
-        """Copy the rows of a landed run, in place of earlier rows of these positions."""
-        at = int(np.searchsorted(self._positions, run.first_position))
-        place = slice(at, at + run.count)
-        if self._positions[place].tolist() != list(run.positions):
+    def place(self, first: int, count: int) -> torch.Tensor:
+        """Return the memory of these positions' rows, `[ports, positions, hidden_size]`, which the
+        caller fills in place of earlier rows.
+        """
+        at = first - self._first if self._dense else int(np.searchsorted(self._positions, first))
+        if self._dense:
+            requested = at >= 0 and at + count <= len(self._held)
+        else:
+            requested = self._positions[at : at + count].tolist() == [*range(first, first + count)]
+        if not requested:
             raise RuntimeError(
-                f"positions {list(run.positions)[:8]} were recorded but not requested"
+                f"positions {[*range(first, first + count)][:8]} were recorded but not requested"
             )
-        self._by_port[:, place] = run.rows(self._ports)
-        self._held[place] = True
+        if count > 1:
+            self._held[at : at + count] = True
+            return self._by_port.narrow(1, at, count)
+        self._held[at] = True
+        self._places = self._places or self._by_port.split(1, dim=1)
+        return self._places[at]
 
     def runs(self, start: int = 0, stop: int = sys.maxsize) -> list[Extent]:
         """Return the rows of positions in `[start, stop)`, by position."""
@@ -192,11 +214,10 @@ class Piece:
     def copy(self, new: NewMemory, start: int = 0, stop: int = sys.maxsize) -> "Piece":
         """Copy the rows of positions in `[start, stop)`. Raises what `new` raises."""
         inside = (self._positions >= start) & (self._positions < stop)
-        copied = Piece(
-            self.rows, self._ports, self._positions[inside].tolist(), min(stop, self.stop), new
-        )
+        span = range(max(start, self.span.start), min(stop, self.span.stop))
+        copied = Piece(self.rows, self._ports, self._positions[inside].tolist(), span, new)
         for run in self.runs(start, stop):
-            copied.put(run)
+            copied.place(run.first_position, run.count).copy_(run.rows(self._ports))
         return copied
 
 
@@ -246,15 +267,17 @@ class Recording:
     block: int = SPAN
     span: int = SPAN
     copied: "Future[None] | None" = None  # of the rows recorded last
+    opened: bool = False  # pieces were made since the last call of `leave`
+    _numbers: np.ndarray = field(init=False)  # ports, int64, ascending
     _pieces: dict[int, Piece] = field(default_factory=dict)  # by first position of the range
-    _numbers: np.ndarray = field(init=False)  # ports, int64
     _reached: int = 0  # the position after the last one copied
+    _open: Piece | None = None  # the last one that rows were copied to
     _error: Exception | None = None  # the first error of copying
     _forgotten: bool = False
 
     def __post_init__(self) -> None:
         self.wants = self.mask.tobytes()
-        self._numbers = np.fromiter(self.ports.values(), dtype=np.int64, count=len(self.ports))
+        self._numbers = np.flatnonzero(self.mask)
 
     @classmethod
     def of(cls, capture: StoredCapture, ports: Ports, prompt_tokens: int) -> "Recording | None":
@@ -300,47 +323,59 @@ class Recording:
         self._forgotten = True
         if self.stream is not None:
             self.stream.drop()
-        self._pieces.clear()
+        self._forget()
         self.reused.clear()
 
     # --- In the mover
 
-    def take(self, run: Extent, new: NewMemory, *, begins: bool = True) -> None:
-        """Copy the rows of a run once they have landed. `finish` raises the first error.
-
-        `begins`: the run is the first of its step. Only then may pieces leave, since those that the
-        step completes may yet be kept for other requests.
+    def places(
+        self, first: int, count: int, like: StepRows, new: NewMemory
+    ) -> Sequence[torch.Tensor]:
+        """Return the memory of the rows of `count` positions from `first` on, which the caller
+        fills, for each piece: `[ports, positions, hidden_size]`. Stops at `end`, and where it
+        fails; `finish` then raises the error.
         """
+        piece = self._open
+        if count == 1 and piece is not None and first in piece.span and not piece.kept:
+            self._reached = first + 1  # as below, but in a fraction of the time
+            return (piece.place(first, 1),)
+        places = list[torch.Tensor]()
         if self._forgotten or self._error is not None:
-            return
+            return places
+        at, stop = first, min(first + count, self.end)
         try:
-            run.step.landing.wait()
-            if begins:
-                self._leave()
-            at, stop = run.first_position, min(run.positions.stop, self.end)
             while at < stop:
-                piece = self._piece(at, run.step, new)
-                piece.put(run.cut(at, min(stop, piece.stop)))
-                at = piece.stop
-            self._reached = run.positions.stop
+                piece = self._open = self._piece(at, like, new)
+                places.append(piece.place(at, min(stop, piece.span.stop) - at))
+                at = piece.span.stop
+            self._reached = first + count
         except Exception as error:
             logger.exception("captured rows could not be copied")
-            # the frames would keep the rows' memory
-            self._error = error.with_traceback(None)
-            self._pieces.clear()
+            self.fail(error)
         if self._forgotten:  # meanwhile
-            self._pieces.clear()
+            self._forget()
+        return places
+
+    def fail(self, error: Exception) -> None:
+        """Drop the rows, because they could not be copied. `finish` raises the first error."""
+        # the frames would keep the rows' memory
+        self._error = self._error or error.with_traceback(None)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pieces.clear()
+        self._open = None
 
     def keep(self, start: int, stop: int, new: NewMemory) -> list[Extent]:
         """Return rows of positions in `[start, stop)`, which do not change any more: those of whole
-        pieces as they are, others as copies. Raises the first error of `take`.
+        pieces as they are, others as copies. Raises the first error of copying.
         """
         if self._error is not None:
             raise self._error
         runs: list[Extent] = []
         for first, piece in list(self._pieces.items()):  # `forget` may clear them
-            if first < stop and start < piece.stop:
-                whole = start <= first and piece.stop <= stop
+            if first < stop and start < piece.span.stop:
+                whole = start <= first and piece.span.stop <= stop
                 piece.kept |= whole
                 runs += (piece if whole else piece.copy(new, start, stop)).runs()
         return runs
@@ -356,34 +391,41 @@ class Recording:
         if piece is None:
             stop = min(first + size, end)
             chosen = self.capture.select(first, stop, prompt)
-            piece = self._pieces[first] = Piece(like, self._numbers, chosen, stop, new)
+            span = range(first, stop)
+            piece = self._pieces[first] = Piece(like, self._numbers, chosen, span, new)
+            self.opened = True
         elif piece.kept:
             piece = self._pieces[first] = piece.copy(new)
         return piece
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Hand pieces that are complete to the stream, once they have enough rows; drop those that
         are scored.
+
+        Called before a step's rows are copied: pieces that the step completes may yet be kept for
+        other requests.
         """
+        self.opened = False
         if self.stream is None and not self.capture.scored:
             return
         passed = {
             first: piece
             for first, piece in list(self._pieces.items())
-            if piece.stop <= self._reached
+            if piece.span.stop <= self._reached
         }
         if self.stream is not None:
             if sum(piece.rows.slab.nbytes for piece in passed.values()) < self.stream.part:
                 return
             self.stream.push(list(passed.values()))
             self.left += sum(piece.num_held for piece in passed.values())
+        self._open = None
         for first in passed:
             self._pieces.pop(first, None)
 
     # --- In a writer
 
     def pieces(self) -> list[Piece]:
-        """Return the pieces of the ended request. Raises the first error of `take`."""
+        """Return the pieces of the ended request. Raises the first error of copying."""
         if self.copied is not None:
             self.copied.result()
         if self._error is not None:
