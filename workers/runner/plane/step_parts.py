@@ -7,7 +7,8 @@ import torch
 
 from ..base.engine_step import NewRequest, RequestRows, StepView
 from ..base.row_index import Keeping
-from ..rows.capture import Extent, Recording
+from ..rows.capture import Recording
+from ..rows.extents import Extent
 from ..rows.planner import Tracked
 
 

@@ -7,7 +7,6 @@ a position was recorded twice (after a preemption, or because a draft token was 
 row counts: later tokens attended to its keys and values.
 """
 
-import itertools
 import logging
 import sys
 from collections import Counter
@@ -25,8 +24,8 @@ from ....schemas.model.routing import RoutingKind
 from ....schemas.requests.specs import RankSpec, StoredCapture
 from ..files.finished_rows import Columns, FinishedCapture
 from ..hooks.sites import Site
-from .finite_check import all_finite
-from .pending_rows import LANDED, Landing
+from .extents import Extent, StepRows, as_array, bytes_of, contiguous
+from .pending_rows import LANDED
 
 if TYPE_CHECKING:
     from ..probes.watches import Watch
@@ -64,88 +63,6 @@ class Ports:
         }
 
 
-@dataclass(slots=True, eq=False)
-class StepRows:
-    """Captured rows of one forward pass, or of a piece.
-
-    Rows of `port` begin at `base[port]`; ports of one pattern hold the same tokens.
-    """
-
-    slab: torch.Tensor  # [rows, hidden_size], CPU
-    base: np.ndarray  # int64 [ports]
-    pattern: np.ndarray  # int64 [ports]
-    landing: Landing  # of the rows in the slab, which an accelerator may still be copying
-    #: dtype → which rows of the slab are not finite in that dtype, bool `[rows]`; None: all are
-    #: finite. Filled when a writer first needs an entry.
-    checked: dict[torch.dtype, np.ndarray | None] = field(default_factory=dict)
-    _view: memoryview | None = None
-
-    @property
-    def view(self) -> memoryview:
-        """Return the bytes of the slab, read-only."""
-        if self._view is None:
-            self._view = bytes_of(self.slab, self.slab.dtype)
-        return self._view
-
-    def rows(self, numbers: np.ndarray) -> torch.Tensor:
-        """Return the landed rows of these numbers `[ports, rows]`, as `[ports, rows, hidden_size]`:
-        a view where a port's rows follow one another and the ports are equally far apart.
-        """
-        first = int(numbers[0, 0]) if numbers.size else 0
-        apart = int(numbers[1, 0]) - first if len(numbers) > 1 else 1
-        places = np.arange(len(numbers))[:, None] * apart + np.arange(numbers.shape[1])
-        if apart > 0 and np.array_equal(numbers - first, places):
-            width = self.slab.shape[1]
-            shape, strides = (*numbers.shape, width), (apart * width, width, 1)
-            return self.slab.as_strided(shape, strides, self.slab.storage_offset() + first * width)
-        return self.slab[torch.from_numpy(numbers)]
-
-    def unsound(self, dtype: torch.dtype) -> np.ndarray | None:
-        """Return which rows of the slab are not finite when stored as `dtype`; None if all are
-        finite. The rows must have landed.
-        """
-        if dtype not in self.checked:
-            rows = self.slab.to(dtype)
-            self.checked[dtype] = (
-                None if all_finite(rows) else ~torch.isfinite(rows).all(dim=1).numpy()
-            )
-        return self.checked[dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """`count` contiguous positions from `first_position`, whose rows are in `step`, from slot
-    `slots[pattern]` of each port on.
-    """
-
-    step: StepRows
-    slots: np.ndarray  # int64 [patterns]
-    first_position: int
-    count: int
-
-    @property
-    def positions(self) -> range:
-        return range(self.first_position, self.first_position + self.count)
-
-    def first_rows(self, ports: np.ndarray) -> np.ndarray:
-        """Return the slab row of the first position, for each port."""
-        rows: np.ndarray = self.step.base[ports] + self.slots[self.step.pattern[ports]]
-        return rows
-
-    def rows(self, ports: np.ndarray) -> torch.Tensor:
-        """Return the landed rows, `[ports, positions, hidden_size]`; see `StepRows.rows`."""
-        return self.step.rows(self.first_rows(ports)[:, None] + np.arange(self.count))
-
-    def among(self, positions: Sequence[int]) -> "list[Extent]":
-        """Return the parts at `positions`, which are ascending and in this extent."""
-        runs = contiguous(np.array(positions)) if len(positions) else []
-        return [self.cut(positions[at], positions[at] + count) for at, count in runs]
-
-    def cut(self, start: int, stop: int) -> "Extent":
-        """Return the part at positions `[start, stop)`."""
-        return Extent(self.step, self.slots + (start - self.first_position), start, stop - start)
-
-
 class Piece:
     """Rows of one recording at its positions in a range, at all of its ports: filled by the mover,
     in any order.
@@ -167,7 +84,7 @@ class Piece:
         base[ports] = np.arange(len(ports)) * len(positions)
         self.rows, self.span = StepRows(slab, base, np.zeros_like(base), LANDED), span
         self.kept = False  # the row store has it too, so that its rows may not change
-        self._ports, self._positions = ports, np.array(positions, dtype=np.int64)
+        self._ports, self._positions = ports, as_array(positions)
         self._by_port = slab.view(len(ports), len(positions), width)
         self._first = positions[0] if len(positions) else 0
         self._places: tuple[torch.Tensor, ...] = ()  # of the positions
@@ -335,15 +252,14 @@ class Recording:
         fills, for each piece: `[ports, positions, hidden_size]`. Stops at `end`, and where it
         fails; `finish` then raises the error.
         """
-        piece = self._open
-        if count == 1 and piece is not None and first in piece.span and not piece.kept:
-            self._reached = first + 1  # as below, but in a fraction of the time
-            return (piece.place(first, 1),)
-        places = list[torch.Tensor]()
-        if self._forgotten or self._error is not None:
-            return places
-        at, stop = first, min(first + count, self.end)
+        piece, places = self._open, list[torch.Tensor]()
         try:
+            if count == 1 and piece is not None and first in piece.span and not piece.kept:
+                self._reached = first + 1  # as below, but in a fraction of the time
+                return (piece.place(first, 1),)
+            if self._forgotten or self._error is not None:
+                return places
+            at, stop = first, min(first + count, self.end)
             while at < stop:
                 piece = self._open = self._piece(at, like, new)
                 places.append(piece.place(at, min(stop, piece.span.stop) - at))
@@ -552,6 +468,12 @@ class _Rows:
         self._places = {site: number for number, site in enumerate(ports)}
         order = np.fromiter(ports.values(), dtype=np.int64, count=len(ports))
         self._parts = [(run, run.first_rows(order).tolist()) for run in runs]
+        # the same if the rows are stored as they are: bytes, those of a row, first rows, rows
+        self._bytes = [
+            (run.step.view, run.step.view.nbytes // len(run.step.slab), rows, run.count)
+            for run, rows in self._parts
+            if dtype == run.step.slab.dtype and self._chosen == [slice(None)]
+        ]
 
     def unsound(self, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
         """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
@@ -568,28 +490,11 @@ class _Rows:
         """Return None, because the rows are not in a file."""
 
     def __call__(self, hook: str, layer: int) -> list[memoryview]:
-        place, buffers = self._places[hook, layer], []
-        for run, rows in self._parts:
-            first, slab = rows[place], run.step.slab
-            if self._dtype == slab.dtype and self._chosen == [slice(None)]:
-                size = slab.shape[1] * slab.itemsize
-                buffers.append(run.step.view[first * size : (first + run.count) * size])
-            else:
-                buffers.append(bytes_of(slab[first : first + run.count], self._dtype, self._chosen))
-        return buffers
-
-
-def bytes_of(
-    rows: torch.Tensor, dtype: torch.dtype, chosen: Sequence[slice] = (slice(None),)
-) -> memoryview:
-    """Return the bytes of rows as they are stored: in `dtype`, with the `chosen` columns."""
-    if list(chosen) != [slice(None)]:
-        rows = torch.cat([rows[:, columns] for columns in chosen], dim=1) if chosen else rows[:, :0]
-    view = rows.contiguous().to(dtype).view(torch.uint8)  # numpy does not have every dtype
-    return memoryview(view.numpy()).cast("B").toreadonly()  # later requests may use the rows too
-
-
-def contiguous(values: np.ndarray) -> list[tuple[int, int]]:
-    """Return (first index, length) of each run of consecutive values."""
-    breaks = np.flatnonzero(np.diff(values) != 1) + 1
-    return [(a, b - a) for a, b in itertools.pairwise([0, *breaks.tolist(), len(values)])]
+        place = self._places[hook, layer]
+        if self._bytes:
+            return [
+                view[rows[place] * size : (rows[place] + count) * size]
+                for view, size, rows, count in self._bytes
+            ]
+        slabs = [run.step.slab[rows[place] :][: run.count] for run, rows in self._parts]
+        return [bytes_of(slab, self._dtype, self._chosen) for slab in slabs]

@@ -23,8 +23,9 @@ from ..hooks.sites import Buffers, Site
 from ..probes.gates import Gates
 from ..probes.watches import ProbeError, Watch
 from .buffers import Staging
-from .capture import Extent, Recording, StepRows, contiguous
+from .capture import Recording
 from .execution_check import Due
+from .extents import Extent, StepRows, contiguous
 from .last_step import LastStep
 from .mover import Mover
 from .overload import Overload

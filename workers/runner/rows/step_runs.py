@@ -10,11 +10,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 import torch
 
-from .capture import Extent, NewMemory, Recording, StepRows
+from .capture import NewMemory, Recording
+from .extents import Extent, Spaced, StepRows, spaced
 
 logger = logging.getLogger(__name__)
 
-#: Tokens of a run at most that is copied together with others: of decoding, also with drafts.
+#: Tokens of a run at most whose rows are gathered with others': of decoding, also with drafts.
 _SHORT = 16
 
 
@@ -37,24 +38,32 @@ class Layout:
         return int(self.base[-1]) + len(self.tokens[self.pattern[-1]]) if self.tokens else 0
 
     @cached_property
-    def alike(self) -> list[tuple[list[int], list[int], np.ndarray]]:
+    def alike(self) -> list[tuple[list[int], list[int], np.ndarray | Spaced]]:
         """The runs by their ports: runs, their counts, and the numbers of their rows, `[ports,
         rows]`.
 
-        Long runs are alone: rows that are not equally far apart are gathered, and not many at a
-        time.
+        A long run whose rows are not equally spaced is alone: not many are gathered at a time.
         """
-        groups: dict[bytes | int, list[int]] = {}
-        for run, (wants, _, count) in enumerate(self.runs):
-            groups.setdefault(wants if count <= _SHORT else run, []).append(run)
+        groups: dict[bytes, list[int]] = {}
+        for run, (wants, _, _) in enumerate(self.runs):
+            groups.setdefault(wants, []).append(run)
         alike = []
-        for runs in groups.values():
-            ports = np.flatnonzero(np.frombuffer(self.runs[runs[0]][0], dtype=bool))
-            counts = [self.runs[run][2] for run in runs]
-            first = self.base[ports] + self.slots[runs][:, self.pattern[ports]]  # [runs, ports]
-            within = np.concatenate([np.arange(count) for count in counts])
-            alike.append((runs, counts, np.repeat(first, counts, axis=0).T + within))
+        for group in groups.values():
+            long = [run for run in group if self.runs[run][2] > _SHORT]
+            alike.append(self._together(group))
+            if long and not isinstance(alike[-1][2], Spaced):
+                short = [run for run in group if self.runs[run][2] <= _SHORT]
+                alike[-1:] = [
+                    self._together(runs) for runs in [short, *([n] for n in long)] if runs
+                ]
         return alike
+
+    def _together(self, runs: list[int]) -> tuple[list[int], list[int], np.ndarray | Spaced]:
+        ports = np.flatnonzero(np.frombuffer(self.runs[runs[0]][0], dtype=bool))
+        counts = [self.runs[run][2] for run in runs]
+        first = self.base[ports] + self.slots[runs][:, self.pattern[ports]]  # [runs, ports]
+        within = np.concatenate([np.arange(count) for count in counts])
+        return runs, counts, spaced(np.repeat(first, counts, axis=0).T + within)
 
 
 def layout_of(runs: Sequence[tuple[bytes, int, int]]) -> Layout:
