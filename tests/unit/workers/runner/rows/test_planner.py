@@ -373,6 +373,7 @@ def _calls(rank: Rank, windows: list[tuple[Request, int, int]], *, repeated: boo
     rank.step(*windows)
     if not repeated:
         rank.planner.forget_step()
+    rank.planner._mover.submit(lambda: None).result()  # it returns slabs, which a step collects
     counted = 0
 
     def count(_frame: object, event: str, _argument: object) -> None:
