@@ -1,5 +1,5 @@
 """Sizes of two buffers: the ring, to which compiled forward passes and accelerators write a step's
-captured rows, and the queue of rows that wait for the writers.
+captured rows, and the queue of rows that wait for the writers; and the number of these.
 """
 
 from typing import NamedTuple
@@ -75,3 +75,12 @@ def plan_queue(
     return (
         min(needed, max(QUEUE_BYTES, host_bytes // (QUEUE_SHARE * ranks))) if host_bytes else needed
     )
+
+
+def plan_writers(*, accelerator: bool, cores: int, ranks: int = 1, threads: int = 0) -> int:
+    """Return the threads of a rank that write captured rows.
+
+    `cores`: of the machine, shared by its `ranks`; on CPUs the model needs them. `threads`: the
+    setting `writer_threads`; 0: automatic.
+    """
+    return threads or (min(4, max(2, cores // (4 * ranks))) if accelerator else 2)

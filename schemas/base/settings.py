@@ -220,7 +220,7 @@ class Settings(Record):
     capture_window_mib: Count = 64
     # rows kept for captures of prompts that the prefix cache serves; 0: recomputed instead
     row_store_mib: Natural = 256
-    writer_threads: Count = 2
+    writer_threads: Natural = 0  # per rank; 0: sized from its cores
 
     # Where captures are kept
     artifact_store: str = ""  # s3://bucket/prefix, or a folder; empty: `captures` in `data_dir`

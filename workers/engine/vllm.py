@@ -25,7 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from ...schemas.artifacts.loras import LoraModule, LoraSupport, LoraUse
 from ...schemas.base.errors import MidstreamError, invalid
-from ...schemas.base.ring import Ring, plan_queue, plan_ring
+from ...schemas.base.ring import Ring, plan_queue, plan_ring, plan_writers
 from ...schemas.base.settings import NO_TOOLS, Settings, SettingsError
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import Prompted
@@ -129,7 +129,7 @@ class VllmEngine(RankControl):
             row_store_mib=_row_store_mib(settings),
             sweep_entry=settings.sweep_entry,
             graph_families=settings.graph_families,
-            writer_threads=settings.writer_threads,
+            writer_threads=_writer_threads(settings),
             segment_limit_kib=settings.segment_limit_kib,
             segment_mib=settings.segment_mib,
             memory_limit_kib=settings.memory_limit_kib,
@@ -694,6 +694,15 @@ def _queue_mib(settings: Settings, ring: Ring | None) -> int:
             size_mib=settings.capture_queue_mib,
         )
         >> 20
+    )
+
+
+def _writer_threads(settings: Settings) -> int:
+    return plan_writers(
+        accelerator=not current_platform.is_cpu(),
+        cores=len(os.sched_getaffinity(0)),
+        ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size,
+        threads=settings.writer_threads,
     )
 
 

@@ -41,7 +41,7 @@ BOUNDARIES: list[tuple[Any, str, bool]] = [
     (FiniteCheck, "take", True),
     (FiniteCheck, "settle", False),
     (Mover, "take", False),
-    (Piece, "put", False),  # in the mover
+    (Piece, "place", False),  # in the mover
     (Piece, "copy", False),  # in the mover: kept rows
     (Overload, "wait", False),
     (RowStore, "keep", False),

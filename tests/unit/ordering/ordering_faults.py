@@ -218,14 +218,12 @@ def rows_of_two_requests_are_swapped(patch: pytest.MonkeyPatch, _: Simulation) -
     def swapping(function: Any) -> Any:
         def plan_capture(self: Planner, request_rows: Any) -> None:
             function(self, request_rows)
-            if len(self._runs) > 1:
-                (one, first), (two, second), *rest = self._runs
-                if one.wants == two.wants and first.count == second.count:
-                    self._runs = [
-                        (one, replace(second, first_position=first.first_position)),
-                        (two, replace(first, first_position=second.first_position)),
-                        *rest,
-                    ]
+            if (runs := self._runs) is not None and len(runs.recordings) > 1:
+                one, two, *rest = runs.recordings
+                (wants, _, count), second = runs.layout.runs[:2]
+                if second[::2] == (wants, count):
+                    firsts = runs.firsts[1::-1] + runs.firsts[2:]
+                    self._runs = replace(runs, recordings=[two, one, *rest], firsts=firsts)
 
         return plan_capture
 

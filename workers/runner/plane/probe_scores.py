@@ -20,7 +20,8 @@ from ..edits.steering_tables import VectorStore
 from ..probes.probe_news import News
 from ..probes.watches import Watch, news_of_all
 from ..probes.weight_stacks import Side, Stack, Stacks
-from ..rows.capture import Extent, Recording
+from ..rows.capture import Recording
+from ..rows.extents import Extent
 from ..rows.pending_rows import Landing
 
 #: Elements of rows that are converted to float32 at a time, so that they stay in the CPU's cache.

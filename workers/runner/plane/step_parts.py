@@ -7,7 +7,8 @@ import torch
 
 from ..base.engine_step import NewRequest, RequestRows, StepView
 from ..base.row_index import Keeping
-from ..rows.capture import Extent, Recording
+from ..rows.capture import Recording
+from ..rows.extents import Extent
 from ..rows.planner import Tracked
 
 
@@ -18,7 +19,7 @@ class RanStep:
     view: StepView | None  # None: it was not planned
     # output of the last layer, `[tokens, hidden_size]`; None on other stages
     hidden: torch.Tensor | None
-    # the recorded rows; None: no site had anything to do
+    # the recorded rows that probes read; None: no site had anything to do
     recorded: list[tuple[Recording, Extent]] | None = None
 
 

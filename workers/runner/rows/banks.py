@@ -18,8 +18,9 @@ from ..edits.steering_tables import RowTable, VectorStore
 from ..edits.vector_pool import Joined
 from ..files.finished_rows import Columns
 from ..hooks.sites import Buffers, Site
-from .capture import Extent, Ports, Recording
+from .capture import Ports, Recording
 from .execution_check import Miscount
+from .extents import Extent
 from .finite_check import FiniteCheck, NonFinite
 from .mover import Mover
 from .overload import Overload

@@ -7,7 +7,6 @@ a position was recorded twice (after a preemption, or because a draft token was 
 row counts: later tokens attended to its keys and values.
 """
 
-import itertools
 import logging
 import sys
 from collections import Counter
@@ -25,8 +24,8 @@ from ....schemas.model.routing import RoutingKind
 from ....schemas.requests.specs import RankSpec, StoredCapture
 from ..files.finished_rows import Columns, FinishedCapture
 from ..hooks.sites import Site
-from .finite_check import all_finite
-from .pending_rows import LANDED, Landing
+from .extents import Extent, StepRows, as_array, bytes_of, contiguous
+from .pending_rows import LANDED
 
 if TYPE_CHECKING:
     from ..probes.watches import Watch
@@ -64,101 +63,32 @@ class Ports:
         }
 
 
-@dataclass(slots=True, eq=False)
-class StepRows:
-    """Captured rows of one forward pass, or of a piece.
-
-    Rows of `port` begin at `base[port]`; ports of one pattern hold the same tokens.
-    """
-
-    slab: torch.Tensor  # [rows, hidden_size], CPU
-    base: np.ndarray  # int64 [ports]
-    pattern: np.ndarray  # int64 [ports]
-    landing: Landing  # of the rows in the slab, which an accelerator may still be copying
-    #: dtype → which rows of the slab are not finite in that dtype, bool `[rows]`; None: all are
-    #: finite. Filled when a writer first needs an entry.
-    checked: dict[torch.dtype, np.ndarray | None] = field(default_factory=dict)
-    _view: memoryview | None = None
-
-    @property
-    def view(self) -> memoryview:
-        """Return the bytes of the slab, read-only."""
-        if self._view is None:
-            self._view = bytes_of(self.slab, self.slab.dtype)
-        return self._view
-
-    def unsound(self, dtype: torch.dtype) -> np.ndarray | None:
-        """Return which rows of the slab are not finite when stored as `dtype`; None if all are
-        finite. The rows must have landed.
-        """
-        if dtype not in self.checked:
-            rows = self.slab.to(dtype)
-            self.checked[dtype] = (
-                None if all_finite(rows) else ~torch.isfinite(rows).all(dim=1).numpy()
-            )
-        return self.checked[dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """`count` contiguous positions from `first_position`, whose rows are in `step`, from slot
-    `slots[pattern]` of each port on.
-    """
-
-    step: StepRows
-    slots: np.ndarray  # int64 [patterns]
-    first_position: int
-    count: int
-
-    @property
-    def positions(self) -> range:
-        return range(self.first_position, self.first_position + self.count)
-
-    def first_rows(self, ports: np.ndarray) -> np.ndarray:
-        """Return the slab row of the first position, for each port."""
-        rows: np.ndarray = self.step.base[ports] + self.slots[self.step.pattern[ports]]
-        return rows
-
-    def rows(self, ports: np.ndarray) -> torch.Tensor:
-        """Return the landed rows, `[ports, positions, hidden_size]`: a view where the ports' rows
-        are equally far apart, as those of most captures are.
-        """
-        first, slab = self.first_rows(ports), self.step.slab
-        apart = int(first[1] - first[0]) if len(first) > 1 else 1
-        if apart > 0 and bool((np.diff(first) == apart).all()):
-            width = slab.shape[1]
-            shape, strides = (len(first), self.count, width), (apart * width, width, 1)
-            return slab.as_strided(shape, strides, slab.storage_offset() + int(first[0]) * width)
-        return slab[torch.from_numpy(first[:, None] + np.arange(self.count))]
-
-    def among(self, positions: Sequence[int]) -> "list[Extent]":
-        """Return the parts at `positions`, which are ascending and in this extent."""
-        runs = contiguous(np.array(positions)) if len(positions) else []
-        return [self.cut(positions[at], positions[at] + count) for at, count in runs]
-
-    def cut(self, start: int, stop: int) -> "Extent":
-        """Return the part at positions `[start, stop)`."""
-        return Extent(self.step, self.slots + (start - self.first_position), start, stop - start)
-
-
 class Piece:
     """Rows of one recording at its positions in a range, at all of its ports: filled by the mover,
     in any order.
     """
 
     def __init__(
-        self, like: StepRows, ports: np.ndarray, positions: Sequence[int], stop: int, new: NewMemory
+        self,
+        like: StepRows,
+        ports: np.ndarray,
+        positions: Sequence[int],
+        span: range,
+        new: NewMemory,
     ) -> None:
-        """For rows like those of a step. `ports`: int64; `positions`: captured ones below `stop`,
+        """For rows like those of a step. `ports`: int64; `positions`: captured ones in `span`,
         ascending. Raises what `new` raises.
         """
         width, dtype = like.slab.shape[1], like.slab.dtype
         slab, base = new(len(ports) * len(positions), width, dtype), np.zeros_like(like.base)
         base[ports] = np.arange(len(ports)) * len(positions)
-        self.rows, self.stop = StepRows(slab, base, np.zeros_like(base), LANDED), stop
+        self.rows, self.span = StepRows(slab, base, np.zeros_like(base), LANDED), span
         self.kept = False  # the row store has it too, so that its rows may not change
-        self._ports, self._positions = ports, np.array(positions, dtype=np.int64)
+        self._ports, self._positions = ports, as_array(positions)
         self._by_port = slab.view(len(ports), len(positions), width)
+        self._first = positions[0] if len(positions) else 0
+        self._places: tuple[torch.Tensor, ...] = ()  # of the positions
+        self._dense = isinstance(positions, range) and positions.step == 1
         self._held = np.zeros(len(positions), dtype=bool)
 
     @property
@@ -166,16 +96,25 @@ class Piece:
         """Return the number of positions with rows."""
         return int(self._held.sum())
 
-    def put(self, run: Extent) -> None:
-        """Copy the rows of a landed run, in place of earlier rows of these positions."""
-        at = int(np.searchsorted(self._positions, run.first_position))
-        place = slice(at, at + run.count)
-        if self._positions[place].tolist() != list(run.positions):
+    def place(self, first: int, count: int) -> torch.Tensor:
+        """Return the memory of these positions' rows, `[ports, positions, hidden_size]`, which the
+        caller fills in place of earlier rows.
+        """
+        at = first - self._first if self._dense else int(np.searchsorted(self._positions, first))
+        if self._dense:
+            requested = at >= 0 and at + count <= len(self._held)
+        else:
+            requested = self._positions[at : at + count].tolist() == [*range(first, first + count)]
+        if not requested:
             raise RuntimeError(
-                f"positions {list(run.positions)[:8]} were recorded but not requested"
+                f"positions {[*range(first, first + count)][:8]} were recorded but not requested"
             )
-        self._by_port[:, place] = run.rows(self._ports)
-        self._held[place] = True
+        if count > 1:
+            self._held[at : at + count] = True
+            return self._by_port.narrow(1, at, count)
+        self._held[at] = True
+        self._places = self._places or self._by_port.split(1, dim=1)
+        return self._places[at]
 
     def runs(self, start: int = 0, stop: int = sys.maxsize) -> list[Extent]:
         """Return the rows of positions in `[start, stop)`, by position."""
@@ -192,11 +131,10 @@ class Piece:
     def copy(self, new: NewMemory, start: int = 0, stop: int = sys.maxsize) -> "Piece":
         """Copy the rows of positions in `[start, stop)`. Raises what `new` raises."""
         inside = (self._positions >= start) & (self._positions < stop)
-        copied = Piece(
-            self.rows, self._ports, self._positions[inside].tolist(), min(stop, self.stop), new
-        )
+        span = range(max(start, self.span.start), min(stop, self.span.stop))
+        copied = Piece(self.rows, self._ports, self._positions[inside].tolist(), span, new)
         for run in self.runs(start, stop):
-            copied.put(run)
+            copied.place(run.first_position, run.count).copy_(run.rows(self._ports))
         return copied
 
 
@@ -246,15 +184,17 @@ class Recording:
     block: int = SPAN
     span: int = SPAN
     copied: "Future[None] | None" = None  # of the rows recorded last
+    opened: bool = False  # pieces were made since the last call of `leave`
+    _numbers: np.ndarray = field(init=False)  # ports, int64, ascending
     _pieces: dict[int, Piece] = field(default_factory=dict)  # by first position of the range
-    _numbers: np.ndarray = field(init=False)  # ports, int64
     _reached: int = 0  # the position after the last one copied
+    _open: Piece | None = None  # the last one that rows were copied to
     _error: Exception | None = None  # the first error of copying
     _forgotten: bool = False
 
     def __post_init__(self) -> None:
         self.wants = self.mask.tobytes()
-        self._numbers = np.fromiter(self.ports.values(), dtype=np.int64, count=len(self.ports))
+        self._numbers = np.flatnonzero(self.mask)
 
     @classmethod
     def of(cls, capture: StoredCapture, ports: Ports, prompt_tokens: int) -> "Recording | None":
@@ -300,47 +240,58 @@ class Recording:
         self._forgotten = True
         if self.stream is not None:
             self.stream.drop()
-        self._pieces.clear()
+        self._forget()
         self.reused.clear()
 
     # --- In the mover
 
-    def take(self, run: Extent, new: NewMemory, *, begins: bool = True) -> None:
-        """Copy the rows of a run once they have landed. `finish` raises the first error.
-
-        `begins`: the run is the first of its step. Only then may pieces leave, since those that the
-        step completes may yet be kept for other requests.
+    def places(
+        self, first: int, count: int, like: StepRows, new: NewMemory
+    ) -> Sequence[torch.Tensor]:
+        """Return the memory of the rows of `count` positions from `first` on, which the caller
+        fills, for each piece: `[ports, positions, hidden_size]`. Stops at `end`, and where it
+        fails; `finish` then raises the error.
         """
-        if self._forgotten or self._error is not None:
-            return
+        piece, places = self._open, list[torch.Tensor]()
         try:
-            run.step.landing.wait()
-            if begins:
-                self._leave()
-            at, stop = run.first_position, min(run.positions.stop, self.end)
+            if count == 1 and piece is not None and first in piece.span and not piece.kept:
+                self._reached = first + 1  # as below, but in a fraction of the time
+                return (piece.place(first, 1),)
+            if self._forgotten or self._error is not None:
+                return places
+            at, stop = first, min(first + count, self.end)
             while at < stop:
-                piece = self._piece(at, run.step, new)
-                piece.put(run.cut(at, min(stop, piece.stop)))
-                at = piece.stop
-            self._reached = run.positions.stop
+                piece = self._open = self._piece(at, like, new)
+                places.append(piece.place(at, min(stop, piece.span.stop) - at))
+                at = piece.span.stop
+            self._reached = first + count
         except Exception as error:
             logger.exception("captured rows could not be copied")
-            # the frames would keep the rows' memory
-            self._error = error.with_traceback(None)
-            self._pieces.clear()
+            self.fail(error)
         if self._forgotten:  # meanwhile
-            self._pieces.clear()
+            self._forget()
+        return places
+
+    def fail(self, error: Exception) -> None:
+        """Drop the rows, because they could not be copied. `finish` raises the first error."""
+        # the frames would keep the rows' memory
+        self._error = self._error or error.with_traceback(None)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pieces.clear()
+        self._open = None
 
     def keep(self, start: int, stop: int, new: NewMemory) -> list[Extent]:
         """Return rows of positions in `[start, stop)`, which do not change any more: those of whole
-        pieces as they are, others as copies. Raises the first error of `take`.
+        pieces as they are, others as copies. Raises the first error of copying.
         """
         if self._error is not None:
             raise self._error
         runs: list[Extent] = []
         for first, piece in list(self._pieces.items()):  # `forget` may clear them
-            if first < stop and start < piece.stop:
-                whole = start <= first and piece.stop <= stop
+            if first < stop and start < piece.span.stop:
+                whole = start <= first and piece.span.stop <= stop
                 piece.kept |= whole
                 runs += (piece if whole else piece.copy(new, start, stop)).runs()
         return runs
@@ -356,34 +307,41 @@ class Recording:
         if piece is None:
             stop = min(first + size, end)
             chosen = self.capture.select(first, stop, prompt)
-            piece = self._pieces[first] = Piece(like, self._numbers, chosen, stop, new)
+            span = range(first, stop)
+            piece = self._pieces[first] = Piece(like, self._numbers, chosen, span, new)
+            self.opened = True
         elif piece.kept:
             piece = self._pieces[first] = piece.copy(new)
         return piece
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Hand pieces that are complete to the stream, once they have enough rows; drop those that
         are scored.
+
+        Called before a step's rows are copied: pieces that the step completes may yet be kept for
+        other requests.
         """
+        self.opened = False
         if self.stream is None and not self.capture.scored:
             return
         passed = {
             first: piece
             for first, piece in list(self._pieces.items())
-            if piece.stop <= self._reached
+            if piece.span.stop <= self._reached
         }
         if self.stream is not None:
             if sum(piece.rows.slab.nbytes for piece in passed.values()) < self.stream.part:
                 return
             self.stream.push(list(passed.values()))
             self.left += sum(piece.num_held for piece in passed.values())
+        self._open = None
         for first in passed:
             self._pieces.pop(first, None)
 
     # --- In a writer
 
     def pieces(self) -> list[Piece]:
-        """Return the pieces of the ended request. Raises the first error of `take`."""
+        """Return the pieces of the ended request. Raises the first error of copying."""
         if self.copied is not None:
             self.copied.result()
         if self._error is not None:
@@ -510,6 +468,12 @@ class _Rows:
         self._places = {site: number for number, site in enumerate(ports)}
         order = np.fromiter(ports.values(), dtype=np.int64, count=len(ports))
         self._parts = [(run, run.first_rows(order).tolist()) for run in runs]
+        # the same if the rows are stored as they are: bytes, those of a row, first rows, rows
+        self._bytes = [
+            (run.step.view, run.step.view.nbytes // len(run.step.slab), rows, run.count)
+            for run, rows in self._parts
+            if dtype == run.step.slab.dtype and self._chosen == [slice(None)]
+        ]
 
     def unsound(self, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
         """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
@@ -526,28 +490,11 @@ class _Rows:
         """Return None, because the rows are not in a file."""
 
     def __call__(self, hook: str, layer: int) -> list[memoryview]:
-        place, buffers = self._places[hook, layer], []
-        for run, rows in self._parts:
-            first, slab = rows[place], run.step.slab
-            if self._dtype == slab.dtype and self._chosen == [slice(None)]:
-                size = slab.shape[1] * slab.itemsize
-                buffers.append(run.step.view[first * size : (first + run.count) * size])
-            else:
-                buffers.append(bytes_of(slab[first : first + run.count], self._dtype, self._chosen))
-        return buffers
-
-
-def bytes_of(
-    rows: torch.Tensor, dtype: torch.dtype, chosen: Sequence[slice] = (slice(None),)
-) -> memoryview:
-    """Return the bytes of rows as they are stored: in `dtype`, with the `chosen` columns."""
-    if list(chosen) != [slice(None)]:
-        rows = torch.cat([rows[:, columns] for columns in chosen], dim=1) if chosen else rows[:, :0]
-    view = rows.contiguous().to(dtype).view(torch.uint8)  # numpy does not have every dtype
-    return memoryview(view.numpy()).cast("B").toreadonly()  # later requests may use the rows too
-
-
-def contiguous(values: np.ndarray) -> list[tuple[int, int]]:
-    """Return (first index, length) of each run of consecutive values."""
-    breaks = np.flatnonzero(np.diff(values) != 1) + 1
-    return [(a, b - a) for a, b in itertools.pairwise([0, *breaks.tolist(), len(values)])]
+        place = self._places[hook, layer]
+        if self._bytes:
+            return [
+                view[rows[place] * size : (rows[place] + count) * size]
+                for view, size, rows, count in self._bytes
+            ]
+        slabs = [run.step.slab[rows[place] :][: run.count] for run, rows in self._parts]
+        return [bytes_of(slab, self._dtype, self._chosen) for slab in slabs]

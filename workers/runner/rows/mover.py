@@ -5,12 +5,12 @@ memory or files of their recordings, so that no step waits for it.
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from .capture import Extent, Recording
 from .slabs import SlabPool
+from .step_runs import StepRuns
 
 logger = logging.getLogger(__name__)
 
@@ -35,23 +35,20 @@ class Mover:
         """Return the bytes of slabs whose rows are not copied yet."""
         return self._given - self._taken
 
-    def take(self, runs: Sequence[tuple[Recording, Extent]], *, spill: bool) -> None:
+    def take(self, runs: StepRuns, *, spill: bool) -> None:
         """Have the rows of a step copied to their recordings, into files if `spill`."""
-        size = runs[0][1].step.slab.nbytes
+        size = runs.step.slab.nbytes
         new = self.memory.new_file if spill else self.memory.new_slab
 
         def copy() -> None:
             try:
-                before = None
-                for recording, run in runs:  # those of a recording follow each other
-                    recording.take(run, new, begins=recording is not before)
-                    before = recording
+                runs.copy(new)
             finally:
                 self._taken += size
 
         self._given += size
         copied = self.submit(copy)
-        for recording, _ in runs:
+        for recording in runs.recordings:
             recording.copied = copied
 
     def submit(self, action: Callable[[], T]) -> "Future[T]":

@@ -9,8 +9,6 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,12 +23,14 @@ from ..hooks.sites import Buffers, Site
 from ..probes.gates import Gates
 from ..probes.watches import ProbeError, Watch
 from .buffers import Staging
-from .capture import Extent, Recording, StepRows, contiguous
+from .capture import Recording
 from .execution_check import Due
+from .extents import Extent, StepRows, contiguous
 from .last_step import LastStep
 from .mover import Mover
 from .overload import Overload
 from .slabs import SlabPool
+from .step_runs import Layout, StepRuns, layout_of
 
 
 @dataclass
@@ -103,70 +103,6 @@ class _RowRun:
     count: int
 
 
-class _Layout(NamedTuple):
-    """Places of a step's rows in its slab; read-only.
-
-    Successive steps that generate one token of each request share a layout.
-    """
-
-    pattern: np.ndarray  # [ports]: pattern of the port
-    tokens: list[np.ndarray]  # for each pattern: tokens, sorted and distinct
-    base: np.ndarray  # [ports]: first row of the port
-    slots: np.ndarray  # [runs, patterns]: slot of the run's first token
-
-    @property
-    def rows(self) -> int:
-        """Return the number of rows over all ports."""
-        return int(self.base[-1]) + len(self.tokens[self.pattern[-1]])
-
-
-def _layout_of(runs: Sequence[_RowRun]) -> _Layout:
-    groups: dict[bytes, list[_RowRun]] = {}  # runs of recordings with the same ports
-    for item in runs:
-        groups.setdefault(item.recording.wants, []).append(item)
-    members, pattern = _patterns_of(tuple(groups))
-    tokens = []
-    for of_pattern in members.T.tolist():  # two captures of one request may name the same row
-        items = [
-            item
-            for member, of_group in zip(of_pattern, groups.values(), strict=True)
-            if member
-            for item in of_group
-        ]
-        tokens.append(
-            _numbers([item.first_token for item in items], [item.count for item in items])
-        )
-    per_port = np.array([len(token) for token in tokens])[pattern]
-    first_tokens = np.array([item.first_token for item in runs])
-    slots = np.stack([np.searchsorted(token, first_tokens) for token in tokens], axis=1)
-    return _Layout(pattern, tokens, np.cumsum(per_port) - per_port, slots)
-
-
-@lru_cache(maxsize=64)
-def _patterns_of(masks: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Group ports by the recordings that capture them: return which masks are in each pattern, bool
-    `[masks, patterns]`, and the pattern of each port.
-
-    Cached, because the steps of a request need the same ports again and again.
-    """
-    members, pattern = np.unique(
-        np.stack([np.frombuffer(mask, dtype=bool) for mask in masks]), axis=1, return_inverse=True
-    )
-    return members, pattern.reshape(-1)
-
-
-def _numbers(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-    """Return the numbers of the ranges that begin at `firsts`: sorted and distinct."""
-    if len(firsts) == 1:
-        return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
-    begins, lengths = np.array(firsts, dtype=np.int64), np.array(counts, dtype=np.int64)
-    ends = np.cumsum(lengths)
-    numbers: np.ndarray = np.repeat(begins - ends + lengths, lengths) + np.arange(
-        ends[-1] if len(ends) else 0
-    )
-    return numbers if bool((numbers[1:] > numbers[:-1]).all()) else np.unique(numbers)
-
-
 class Planner:
     """Planner of one bank: call `plan_steering`, `plan_capture` and `commit` before the forward,
     and `drain` after it.
@@ -212,12 +148,9 @@ class Planner:
         self._lists: list[np.ndarray] = []
         self._lists_end = 0
         self._edit_lists = (0, 0)  # entries of edits in `_lists`, and their tokens
-        # mask, first token and count of each run in `_layout`
-        self._layout_key: list[tuple[bytes, int, int]] = []
-        self._layout = _Layout(_NONE, [], _NONE, _NONE)
+        self._layout = Layout([], _NONE, [], _NONE, _NONE)
         self._window: list[_RowRun] = []  # what the plan captures
-        self._runs: list[tuple[Recording, Extent]] = []  # recorded by this step's forward
-        self._step: StepRows | None = None
+        self._runs: StepRuns | None = None  # what this step's forward records
         self._busy = False
 
     @property
@@ -325,7 +258,7 @@ class Planner:
 
     def plan_capture(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Plan the captures of these requests' rows; on an error nothing is captured."""
-        self._runs, self._step = [], None
+        self._runs = None
         drops = self._overload.drops()
         self._repeats = self._repeats and not drops
         try:
@@ -351,33 +284,28 @@ class Planner:
             window = [item for item in window if item.recording.capture.scored]
         if not window:
             return
-        if (
-            key := [(item.recording.wants, item.first_token, item.count) for item in window]
-        ) != self._layout_key:
-            self._layout, self._layout_key = _layout_of(window), key
+        runs = [(item.recording.wants, item.first_token, item.count) for item in window]
+        if runs != self._layout.runs:
+            self._layout = layout_of(runs)
         self._plan_ports(self._layout.pattern, self._layout.tokens)
         self._captured = [(item.request, item.recording.mask) for item in window]
         self._window = window
 
     def _record(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Give the captured rows of this step their memory."""
-        pattern, _, base, slots = self._layout
-        new = self._staging.new_rows(self._slabs, self._layout.rows)
-        self._plan[:, _ROW_COLUMNS] = (base + new.first).reshape(-1, 2)
-        self._step = step = StepRows(new.slab, base, pattern, new.landing)
-        self._runs = [
-            (
-                item.recording,
-                Extent(
-                    step, slot, request_rows[item.member][1].first_position + item.skip, item.count
-                ),
-            )
-            for item, slot in zip(self._window, slots, strict=True)
-        ]
+        layout = self._layout
+        new = self._staging.new_rows(self._slabs, layout.rows)
+        self._plan[:, _ROW_COLUMNS] = (layout.base + new.first).reshape(-1, 2)
+        self._runs = StepRuns(
+            StepRows(new.slab, layout.base, layout.pattern, new.landing),
+            layout,
+            [item.recording for item in self._window],
+            [request_rows[item.member][1].first_position + item.skip for item in self._window],
+        )
 
     def _forget_captures(self) -> None:
         """Take the captures out of the plan."""
-        self._runs, self._step = [], None
+        self._runs = None
         self._window, self._captured = [], []
         entries, self._lists_end = self._edit_lists
         del self._lists[entries:]
@@ -500,22 +428,30 @@ class Planner:
         self._busy = False
 
     def drain(self) -> list[tuple[Recording, Extent]]:
-        """Hand the captured rows of the last forward to their recordings, and return both; commit
-        an empty plan, so that the next forward does nothing unless it is planned.
+        """Hand the captured rows of the last forward to their recordings, and return those that
+        probes read; commit an empty plan, so that the next forward does nothing unless it is
+        planned.
         """
-        recorded = self._runs
+        runs = self._runs
         try:
-            if self._step is not None:
-                self._staging.take(self._step.slab)
-                for recording, run in self._runs:
-                    recording.recorded += run.count
-                    recording.dropped.difference_update(run.positions)
-                self._mover.take(self._runs, spill=self._overload.spills())
+            if runs is not None:
+                self._staging.take(runs.step.slab)
+                for recording, first, (_, _, count) in zip(
+                    runs.recordings, runs.firsts, runs.layout.runs, strict=True
+                ):
+                    recording.recorded += count
+                    if recording.dropped:
+                        recording.dropped.difference_update(range(first, first + count))
+                self._mover.take(runs, spill=self._overload.spills())
         except Exception:
             self._last_step.forget()
             self.plan_steering([])
             raise
         finally:  # a forward that was not planned must not use this plan
-            self._runs, self._step = [], None
+            self._runs = None
             self._clear()
-        return recorded
+        return [
+            (recording, runs.extent(run))
+            for run, recording in enumerate(runs.recordings if runs is not None else ())
+            if runs is not None and recording.watch is not None
+        ]

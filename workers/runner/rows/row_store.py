@@ -7,7 +7,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from functools import partial
 
-from .capture import Extent, Recording
+from .capture import Recording
+from .extents import Extent
 from .mover import Mover
 
 #: Seconds that a step waits for the copy of recently recorded rows; the mover is never that late.

@@ -23,7 +23,8 @@ from ....storage.formats.capture_blobs import DTYPE_NAMES, encode_header
 from ....storage.store import ArtifactStore, Draft, Drafts
 from ..files.finished_rows import FinishedCapture
 from ..files.layouts import file_name
-from .capture import SPAN, Extent, Piece, Recording, bytes_of, contiguous
+from .capture import SPAN, Piece, Recording
+from .extents import Extent, as_array, bytes_of, contiguous
 
 #: Parts of the window: rows are handed to the writers in parts of about this share of it.
 _PARTS = 8
@@ -325,11 +326,7 @@ class Streams:
         chosen = recording.capture.select(0, recording.end, spec.prompt_tokens)
         if len(chosen) * row <= self._window:
             return None
-        order = (
-            np.arange(chosen.start, chosen.stop, chosen.step)
-            if isinstance(chosen, range)
-            else np.array(chosen, dtype=np.int64)
-        )
+        order = as_array(chosen)
         stored_as = (
             self._dtype
             if recording.capture.dtype == "model"

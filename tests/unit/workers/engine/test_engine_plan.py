@@ -12,7 +12,7 @@ from midstream.client.cli import main as cli
 from midstream.client.stack.plan import planned
 from midstream.kernels.plan import COLUMNS, COUNTS, ROWS_PER_TOKEN
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.ring import QUEUE_BYTES, Ring, plan_queue
+from midstream.schemas.base.ring import QUEUE_BYTES, Ring, plan_queue, plan_writers
 from midstream.schemas.base.settings import Settings
 from midstream.workers.engine import plan as module
 from midstream.workers.engine.dtype import choose
@@ -176,6 +176,23 @@ def test_the_queue_holds_some_steps_and_leaves_the_host_its_memory(
     asked: dict[str, Any], expected: int
 ) -> None:
     assert plan_queue(RING, **asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"accelerator": False, "cores": 64}, 2),
+        ({"accelerator": True, "cores": 4}, 2),
+        ({"accelerator": True, "cores": 16}, 4),
+        ({"accelerator": True, "cores": 24, "ranks": 2}, 3),
+        ({"accelerator": True, "cores": 192}, 4),
+        ({"accelerator": True, "cores": 16, "threads": 1}, 1),
+    ],
+)
+def test_the_writers_of_a_rank_follow_its_cores_on_a_gpu(
+    asked: dict[str, Any], expected: int
+) -> None:
+    assert plan_writers(**asked) == expected
 
 
 # -- work and bytes

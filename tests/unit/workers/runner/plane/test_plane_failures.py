@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from plane_kit import Rig, capturing, run, steered
 from rank_kit import stream_of
 
 from midstream.workers.runner.base.host_memory import HostMemoryError
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.plane.requests import WrongAdapterError
-from midstream.workers.runner.rows.capture import Extent, Piece
+from midstream.workers.runner.rows.capture import Piece
 from midstream.workers.runner.rows.mover import Mover
 
 
@@ -131,7 +132,7 @@ def test_rows_that_were_not_copied_are_not_served(
     first, second = capturing(1), capturing(2)
     block = KeptBlock("1", 0, 0, 4, 7)
     with monkeypatch.context() as broken:
-        broken.setattr(Piece, "put", _raise(HostMemoryError("no memory")))
+        broken.setattr(Piece, "place", _raise(HostMemoryError("no memory")))
         rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[block]))
         rig.plane._mover.submit(lambda: None).result()
     serve = Keeping(serve=[block._replace(request_id="2")])
@@ -143,17 +144,34 @@ def test_rows_that_were_not_copied_are_not_served(
     assert "not available: no memory" in receipts["j2"].message
 
 
+def test_a_copy_that_fails_fails_the_requests_of_its_step_and_no_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, later = capturing(1), capturing(2), capturing(3)
+    with monkeypatch.context() as broken:
+        broken.setattr(torch, "_foreach_copy_", _raise(RuntimeError("no copy")))
+        rig.step((first, 0, 6), (second, 0, 6), new=[first, second])
+        rig.plane._mover.submit(lambda: None).result()
+    rig.step((later, 0, 6), (first, 6, 1), (second, 6, 1), new=[later])
+    rig.step((later, 6, 1))
+    rig.step(finished=[first, second, later])
+    receipts = {receipt.job: receipt for receipt in rig.receipts()}
+    assert [receipts[job].status for job in ("j1", "j2", "j3")] == ["error", "error", "ok"]
+    assert "no copy" in receipts["j1"].message
+    assert (rig.reader(later).array(1) == stream_of(3, "post_block", 1, 0, 7)).all()
+
+
 def test_rows_are_copied_once_and_not_on_the_thread_of_the_model(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[str] = []
-    put = Piece.put
+    place = Piece.place
 
-    def putting(piece: Piece, run: Extent) -> None:
+    def placing(piece: Piece, first: int, count: int) -> torch.Tensor:
         copied.append(threading.current_thread().name)
-        put(piece, run)
+        return place(piece, first, count)
 
-    monkeypatch.setattr(Piece, "put", putting)
+    monkeypatch.setattr(Piece, "place", placing)
     rig.plane.block_size = 4
     first, second = capturing(1), capturing(2)
     block = KeptBlock("1", 0, 0, 4, 7)

@@ -101,7 +101,7 @@ def test_two_captures_that_name_the_same_rows_share_them_in_the_step() -> None:
     other = rank.admit(Request(2, 3, 5, [capture([1], post_block=[1])]))
     rank.plan((other, 0, 3), (request, 0, 6))
     # layer 0: 6 tokens; layer 1: those and the other request's one; mlp_in: 3
-    assert len(rank.planner._step.slab) == 6 + 7 + 3
+    assert len(rank.planner._runs.step.slab) == 6 + 7 + 3
     rank.step((other, 0, 3), (request, 0, 6))
     for step in (6, 7):
         rank.step((request, step, 1), (other, step - 3, 1))
@@ -373,6 +373,7 @@ def _calls(rank: Rank, windows: list[tuple[Request, int, int]], *, repeated: boo
     rank.step(*windows)
     if not repeated:
         rank.planner.forget_step()
+    rank.planner._mover.submit(lambda: None).result()  # it returns slabs, which a step collects
     counted = 0
 
     def count(_frame: object, event: str, _argument: object) -> None:
@@ -526,7 +527,7 @@ class _Decoding:
             [site.busy for site in rank.sites],
             due and (due.counts.tolist(), [(name, mask.tolist()) for name, mask in due.edits]),
             due and [(name, mask.tolist()) for name, mask in due.captures],
-            [(run.first_position, run.count, run.slots.tolist()) for _, run in planner._runs],
+            (runs := planner._runs) and (runs.firsts, runs.layout.runs, runs.layout.slots.tolist()),
         )
         if planner._staging._on_cpu:
             rank.forward(*named)

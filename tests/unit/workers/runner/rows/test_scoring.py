@@ -13,7 +13,8 @@ from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
 from midstream.workers.runner.edits.steering_tables import VectorStore
 from midstream.workers.runner.plane.probe_scores import _BYTES, _CHUNK, Scorer
-from midstream.workers.runner.rows.capture import Extent, Recording, StepRows
+from midstream.workers.runner.rows.capture import Recording
+from midstream.workers.runner.rows.extents import Extent, StepRows
 from midstream.workers.runner.rows.pending_rows import LANDED, Landing
 
 HIDDEN, LAYERS = 16, 3
