@@ -52,11 +52,13 @@ class JacobianRecord(Record):
 class StoredLensFit(Record, tag="jacobian_lens"):
     """A fit of a Jacobian lens after validation, as a job stores it."""
 
-    name: str  # of the lens, and of its folder below `lens_dir`
+    name: str  # of the lens
     layers: list[int]
     prompts: list[list[int]]  # token ids
     fit: JacobianFit
     hidden_size: int  # of the model
+    folder: str = ""  # below `lens_dir`; every attempt writes a folder of its own in it
+    description: str = ""  # of the lens
 
     @property
     def title(self) -> str:
