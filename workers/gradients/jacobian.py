@@ -20,7 +20,7 @@ from ..engine.proof.reference import free_bytes
 from .estimates import at_once
 from .loading import GIB, free_on, refused
 from .memory import Footprint
-from .points import Points
+from .points import Points, Site
 
 #: Random vectors on which the error of a sketch is measured; each costs every prompt one more
 #: vector-Jacobian product.
@@ -122,7 +122,7 @@ def fit_to_folder(
             yield tokens
 
     longest = min(max(map(len, stored.prompts)), stored.fit.max_tokens)
-    sites = [("post_block", layer) for layer in stored.layers]
+    sites: list[Site] = [("post_block", layer) for layer in stored.layers]
     batch = min(BATCH, at_once(Footprint(points), longest, sites, free_on(points)))
     jacobians, record = fit_jacobian_lens(
         points, prompts(), stored.layers, stored.fit, check, batch

@@ -80,16 +80,17 @@ async def resolve_lens_fit(body: LensFitRequest, model: ModelInfo, codec: Codec)
     field and what is valid.
     """
     width, shortest = model.hidden_size, body.skip_first + 2
-    for field, value, low, high in (
-        ("rank", body.rank or 1, 1, width),
-        ("max_tokens", body.max_tokens, shortest, model.max_model_len),
-    ):
-        if not low <= value <= high:
-            raise invalid(field, f"is {value}", allowed=f"{low} to {high}")
+    if (body.rank or 1) > width:
+        raise invalid("rank", f"is {body.rank}", allowed=f"1 to {width}, the hidden size")
+    if body.max_tokens < shortest:
+        raise invalid(
+            "max_tokens", f"is {body.max_tokens}", allowed=f"{shortest} (`skip_first` + 2) or more"
+        )
     layers = _lens_layers(body, model)
     parsed = [ParsedPrompt(f"prompts[{n}]", prompt) for n, prompt in enumerate(body.prompts)]
     tokenised = await tokenise(parsed, model, codec)
-    prompts = [list(prompt.token_ids[: body.max_tokens]) for prompt in tokenised]
+    longest = min(body.max_tokens, model.max_model_len)
+    prompts = [list(prompt.token_ids[:longest]) for prompt in tokenised]
     needed, used = -(-width // (body.rank or width)), [p for p in prompts if len(p) >= shortest]
     if len(used) < needed:
         raise invalid(
