@@ -472,7 +472,7 @@ class Event(Record):
     {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} ·
     done: {state} · a sweep has no `output` events, and `receipt` events only where ranks disagree;
     instead, it has start: SweepStart · cell: SweepCell · summary: SweepSummary; an attribution has
-    also estimate: EstimatedPair; a fit has fit: FitPoint
+    also estimate: EstimatedPair; a fit has fit: FitPoint or LensProgress
     """
 
     event: EventKind

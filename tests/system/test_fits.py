@@ -131,11 +131,14 @@ def test_fit_of_a_name_that_exists_keeps_the_former_file(stack: Stack, client: C
     second = client.fit_lens(**LENS | {"rank": None})
     assert second.fit.method == "exact"
     assert client.jacobians.get("said") == second
-    for lens in (first, second):
-        assert Path(stack.settings.lens_root, lens.path, "lens.safetensors").is_file()
+    files = [
+        Path(stack.settings.lens_root, lens.path, "lens.safetensors").read_bytes()
+        for lens in (first, second)
+    ]
+    assert files[0] != files[1]
 
 
-def test_cancelled_fit_of_a_lens_leaves_no_folder(stack: Stack, client: Client) -> None:
+def test_cancelled_fit_of_a_lens_registers_nothing(stack: Stack, client: Client) -> None:
     stack.end("worker-g")
     stack.restart("worker-g", engine="gradients-fake", engine_options={"token_s": 0.5})
     job_id = client.fits.submit_lens(**LENS).id
