@@ -18,9 +18,9 @@ from ...schemas.artifacts.tuned_lenses import TUNED_LENSES
 from ...schemas.base.limits import MAX_MODULE_NAME, NAME_PATTERN
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import ModelInfo
+from ...storage.formats.jacobian_files import lens_of
 from ..context import AppContext
 from ..resolve.edits.loras import resolve_lora
-from ..resolve.readings.jacobian_lenses import resolve_jacobian
 from ..resolve.readings.saes import resolve_sae
 from ..resolve.readings.tuned_lenses import resolve_tuned
 from ..web.auth import needs
@@ -88,7 +88,7 @@ FROM_FOLDERS = (
         "a Jacobian lens",
         "Jacobian lenses",
         "Jacobian lens",
-        resolve_jacobian,
+        lens_of,
         lambda settings: settings.lens_root,
         "`path` is a folder below the setting `lens_dir` with `lens.safetensors`, as fits write it "
         "and `midstream jacobian convert` makes it of other tools' files. "

@@ -329,6 +329,46 @@ def jacobian_register(
         print_record(client.jacobians.register(name, path, model, description), json_)
 
 
+@jacobian_app.command("fit")
+def jacobian_fit(
+    name: JacobianName,
+    file: Annotated[Path, typer.Argument(help="JSONL; a line has `text`.")],
+    layers: Annotated[
+        str | None, typer.Option(help="Such as 12 or 10-15; default: all below the last.")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Output dimensions of each prompt; default: all (exact).")
+    ] = None,
+    skip_first: Annotated[
+        int | None, typer.Option(help="Leading positions left out; default: 16.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Of each prompt; default: 128.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
+    folder: Annotated[
+        str | None, typer.Option(help="Below the server's lens_dir; default: NAME.")
+    ] = None,
+    description: Description = "",
+    model: Model = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Compute a Jacobian lens from a corpus, and register it, or replace it."""
+    fields: dict[str, Any] = {
+        "name": name,
+        "prompts": [line["text"] for line in _lines(file) if "text" in line],
+        "layers": layers,
+        "rank": rank,
+        "skip_first": skip_first,
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "folder": folder,
+        "description": description,
+    }
+    with connect(url) as client:
+        job = client.fits.submit_lens(model=model or only_model(client), **fields)
+        print_record(client.fits.result(job), json_)
+
+
 @jacobian_app.command("convert")
 def jacobian_convert(
     file: Annotated[

@@ -56,6 +56,7 @@ class Verbs(Calls[M]):
     sweep = verb(Sweeps.run)
     attribute = verb(Attributions.run)
     fit_module = verb(Fits.module)
+    fit_lens = verb(Fits.lens)
     models = verb(Server.models)
     model = verb(Server.model)
     ready = verb(Server.ready)

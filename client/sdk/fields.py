@@ -239,6 +239,21 @@ class FitFields(Handled, total=False):
     description: str | None
 
 
+class LensFitFields(Handled, total=False):
+    """`POST /v1/jacobians/fit`."""
+
+    model: str
+    name: str
+    prompts: Sequence[Prompt]
+    folder: str | None
+    layers: Numbers | None
+    rank: int | None
+    seed: int | None
+    skip_first: int | None
+    max_tokens: int | None
+    description: str | None
+
+
 class HarvestFields(TypedDict, total=False):
     """`POST /v1/harvests`."""
 

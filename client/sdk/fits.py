@@ -1,16 +1,17 @@
-"""Calls on fits: jobs that learn a module from examples."""
+"""Calls on fits: jobs that learn a module from examples, or compute a Jacobian lens."""
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
+from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.base.errors import MidstreamError
-from ...schemas.jobs.fits import FitRequest, FitResult
+from ...schemas.jobs.fits import FitOutcome, FitRequest, FitResult, LensFitRequest, LensFitResult
 from ...schemas.jobs.jobs import JobView
 from .. import values
 from . import wire
 from .calls import Awaits, Calls, M, call
-from .fields import FitFields
+from .fields import FitFields, LensFitFields
 from .jobs import Jobs
 from .wire import Call, JobLike
 
@@ -31,9 +32,27 @@ class Fits(Calls[M]):
         returns immediately. Safe to repeat.
         """
         body = values.request(request, dict(fields), FitRequest)
+        return await self._submit("/v1/modules/fit", body, idempotency_key)
+
+    @call
+    async def submit_lens(
+        self,
+        /,
+        request: LensFitRequest | None = None,
+        *,
+        idempotency_key: str | None = None,
+        **fields: Unpack[LensFitFields],
+    ) -> JobView:
+        """Submit the fit of a Jacobian lens, by struct or by its fields (`model=…, name=…,
+        prompts=…`); returns immediately. Safe to repeat.
+        """
+        body = values.request(request, dict(fields), LensFitRequest)
+        return await self._submit("/v1/jacobians/fit", body, idempotency_key)
+
+    async def _submit(self, path: str, body: Any, idempotency_key: str | None) -> JobView:
         headers = {"idempotency-key": idempotency_key or wire.idempotency_key()}
         headers["prefer"] = "respond-async"
-        call = Call("POST", "/v1/modules/fit", body=body, headers=headers)
+        call = Call("POST", path, body=body, headers=headers)
         return await self._ask_patiently(call, JobView)
 
     @call
@@ -45,16 +64,31 @@ class Fits(Calls[M]):
         Steer with it afterwards by its name: `steering={"module": name}`. Without a better effect
         than none it is registered only with `register="always"`; `reason` says so.
         """
-        return await self.result(await self.submit(request, **fields))
+        result = await self.result(await self.submit(request, **fields))
+        assert isinstance(result, FitResult)
+        return result
 
     @call
-    async def result(self, job_id: JobLike) -> FitResult:
+    async def lens(
+        self, /, request: LensFitRequest | None = None, **fields: Unpack[LensFitFields]
+    ) -> JacobianLens:
+        """Fit a Jacobian lens, wait, and return it as it is registered: `fit` states the prompts
+        used and the error of each layer of a sketch (`rank`).
+
+        Read through it afterwards by its name: `client.lens(prompt, jacobian=name)`.
+        """
+        result = await self.result(await self.submit_lens(request, **fields))
+        assert isinstance(result, LensFitResult)
+        return result.lens
+
+    @call
+    async def result(self, job_id: JobLike) -> FitOutcome:
         """Wait for a fit, and return its result. Raises the job's error if it failed, and
         `not_found` for a job that is not a fit.
         """
         jobs = Jobs[Awaits](self._io)
         await jobs.wait(job_id)
         result = (await jobs.result(job_id)).fit
-        if not isinstance(result, FitResult):
+        if not isinstance(result, FitResult | LensFitResult):
             raise MidstreamError("not_found", f"job {wire.id_of(job_id)} is not a fit")
         return result

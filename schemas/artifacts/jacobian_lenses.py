@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base.limits import MAX_COUNT, MAX_TUNED, Count, Index
+from ..base.limits import MAX_COUNT, MAX_MODULE_NAME, MAX_TUNED, NAME_PATTERN, Count, Index
 from ..base.records import Record
 from ..prompts.selectors import LayerSelector
 from .registered import FolderRequest, Kind
@@ -14,6 +14,10 @@ from .tuned_lenses import TunedLens
 
 #: Leading positions that fits leave out, and tokens of a prompt that they use: the field's.
 SKIP_FIRST, MAX_TOKENS = 16, 128
+#: A lens's name. `/v1/jacobians/fit` is the route of fits.
+LensName = Annotated[
+    str, msgspec.Meta(max_length=MAX_MODULE_NAME, pattern="^(?!fit$)" + NAME_PATTERN[1:])
+]
 
 
 class JacobianFit(Record):
@@ -52,11 +56,13 @@ class JacobianRecord(Record):
 class StoredLensFit(Record, tag="jacobian_lens"):
     """A fit of a Jacobian lens after validation, as a job stores it."""
 
-    name: str  # of the lens, and of its folder below `lens_dir`
+    name: str  # of the lens
     layers: list[int]
     prompts: list[list[int]]  # token ids
     fit: JacobianFit
     hidden_size: int  # of the model
+    folder: str = ""  # below `lens_dir`; every attempt writes a folder of its own in it
+    description: str = ""  # of the lens
 
     @property
     def title(self) -> str:
@@ -72,6 +78,8 @@ class StoredLensFit(Record, tag="jacobian_lens"):
 
 class JacobianLensRequest(FolderRequest):
     """Body of `POST /v1/jacobians`."""
+
+    name: LensName
 
 
 class JacobianLens(TunedLens):

@@ -163,6 +163,7 @@ MIN_FIT_EXAMPLES = 8  # of each list that a fit needs
 MAX_FIT_EXAMPLES = 4096  # of each list
 MAX_FIT_TOKENS = 1 << 18  # of all examples
 MAX_FIT_WORK = 1 << 26  # tokens that a fit computes, see `StoredModuleFit.tokens`
+MAX_LENS_WORK = 1 << 28  # of a Jacobian lens, see `StoredLensFit.tokens`
 MAX_FIT_STEPS = 2000
 MAX_FIT_BATCH = 64
 MAX_TARGET_TOKENS = 512  # of the continuation of one example

@@ -10,6 +10,13 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..access.handling import Handling
+from ..artifacts.jacobian_lenses import (
+    MAX_TOKENS,
+    SKIP_FIRST,
+    JacobianLens,
+    LensName,
+    StoredLensFit,
+)
 from ..base.limits import (
     MAX_DESCRIPTION,
     MAX_FIT_BATCH,
@@ -18,6 +25,7 @@ from ..base.limits import (
     MAX_INT64,
     MAX_TARGET_TOKENS,
     MAX_TEXT,
+    Count,
     Index,
     Metadata,
     Name,
@@ -85,6 +93,22 @@ class FitRequest(Handling, kw_only=True):
     metadata: Metadata = {}
 
 
+class LensFitRequest(Handling, kw_only=True):
+    """Body of `POST /v1/jacobians/fit`: a corpus, and the fields of `JacobianFit`."""
+
+    model: Name
+    name: LensName
+    prompts: Prompts  # texts or token ids; each counts the same
+    folder: PathName | None = None  # below `lens_dir`; null: the lens's name
+    layers: LayerSelector = "all"
+    rank: Count | None = None
+    seed: Index = 0
+    skip_first: Index = SKIP_FIRST
+    max_tokens: Count = MAX_TOKENS
+    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
+    metadata: Metadata = {}
+
+
 class FitTokens(Record):
     """A tokenised example; `at`: the positions that are read or edited."""
 
@@ -133,13 +157,32 @@ class StoredModuleFit(Record, tag="module"):
 
 
 #: What a job of kind `fit` computes.
-StoredFit = StoredModuleFit
+StoredFit = StoredModuleFit | StoredLensFit
 
 
-class FitResult(Record):
-    """The outcome of a fit. A module that is not registered is not stored."""
+class LensProgress(Record):
+    """Data of an event `fit` of a lens: the prompts that are done, of those of its corpus."""
+
+    prompts: int
+    of: int
+
+
+class LensFitResult(Record, tag="jacobian_lens"):
+    """The outcome of the fit of a lens, which is registered. `lens.fit` has the prompts used, and
+    the error of each layer of a sketch.
+    """
+
+    lens: JacobianLens
+
+
+class FitResult(Record, tag="module"):
+    """The outcome of the fit of a module. A module that is not registered is not stored."""
 
     name: str
     training: Training
     digest: str = ""  # of the registered module; empty: it was not registered
     reason: str = ""  # why not
+
+
+#: Result of a job of kind `fit`.
+FitOutcome = FitResult | LensFitResult

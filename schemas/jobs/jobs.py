@@ -50,7 +50,7 @@ from ..requests.specs import (
     StoredSteering,
 )
 from .attributions import AttributionResult
-from .fits import FitResult, StoredFit
+from .fits import FitOutcome, StoredFit
 from .sweeps import StoredSweep, SweepResult
 
 #: Kinds of jobs with the units of a sweep.
@@ -435,7 +435,7 @@ class JobResult(Plotted, ReadingResults):
     attempt: int
     sweep: SweepResult | None = None
     attribution: AttributionResult | UnsetType = UNSET
-    fit: FitResult | UnsetType = UNSET
+    fit: FitOutcome | UnsetType = UNSET
     lora: LoraUse | None = None  # the adapter that it ran with
     probes: list[ProbeResult] = []
     identity: str = ""  # of the model that computed it
@@ -472,7 +472,7 @@ class Event(Record):
     {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} ·
     done: {state} · a sweep has no `output` events, and `receipt` events only where ranks disagree;
     instead, it has start: SweepStart · cell: SweepCell · summary: SweepSummary; an attribution has
-    also estimate: EstimatedPair; a fit has fit: FitPoint
+    also estimate: EstimatedPair; a fit has fit: FitPoint or LensProgress
     """
 
     event: EventKind

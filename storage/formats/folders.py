@@ -47,6 +47,18 @@ def folder_below(
     return folder
 
 
+def new_folder(root: str, path: str, setting: str) -> Path:
+    """Returns the folder `path` below `root`, which `setting` names, to be written.
+
+    Raises a 400 naming `folder` if a symbolic link leads outside `root`.
+    """
+    top = Path(root).expanduser().resolve()
+    folder = (top / path).resolve()
+    if not folder.is_relative_to(top) or folder == top:
+        raise invalid("folder", f"{path!r} is not below {setting}")
+    return folder
+
+
 def bounded_file(path: Path, most: int, fault: type[ValueError]) -> bytes:
     """Returns the bytes of a file. Raises `fault` if it is missing, or larger than `most` bytes."""
     try:

@@ -11,12 +11,18 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ...schemas.artifacts.jacobian_lenses import JacobianRecord
+from ...schemas.artifacts.jacobian_lenses import (
+    JacobianLens,
+    JacobianLensRequest,
+    JacobianRecord,
+)
 from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, narrowed
 from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import now
+from ...schemas.jobs.models import ModelInfo
 from .capture_blobs import DTYPE_NAMES, DamagedBlob, TensorPlace, read_tensors, safetensors_header
 from .tensor_files import TensorFile, TensorFileError
-from .tuned_files import FILE, layers_of, map_of, reading
+from .tuned_files import FILE, folder_of, layers_of, map_of, reading
 
 UNEMBEDDING = "unembedding"
 #: Key of the metadata that holds the `JacobianRecord`, in JSON.
@@ -116,6 +122,29 @@ def check_on(folder: Path, num_layers: int, hidden_size: int) -> Content:
             return Content(file.digest().hex(), layers, file.bytes, shape[0] if shape else 0, fit)
     except (TensorFileError, msgspec.DecodeError) as error:
         raise MidstreamError("invalid_request", str(error), field="path") from error
+
+
+def lens_of(request: JacobianLensRequest, model: ModelInfo, root: str) -> JacobianLens:
+    """Return what a registration stores. `root`: the setting `lens_dir`.
+
+    Raises a 400 naming the field. Reads the file: not for an event loop.
+    """
+    content = check_on(folder_of(root, request.path), model.num_layers, model.hidden_size)
+    return JacobianLens(
+        name=request.name,
+        model=model.name,
+        digest=content.digest,
+        path=request.path,
+        hook="post_block",
+        residual=False,
+        layers=content.layers,
+        hidden_size=model.hidden_size,
+        bytes=content.bytes,
+        created=now(),
+        description=request.description,
+        vocabulary=content.vocabulary,
+        fit=content.fit,
+    )
 
 
 def directions(

@@ -1,16 +1,20 @@
-"""Fits on a gradient worker: registered once they are measured, cancelled, and taken over.
+"""Fits on a gradient worker: modules, registered once they are measured, and Jacobian lenses, whose
+folder the service reads; cancelled, and taken over.
 
 Everything is real but the model: a small random Llama, whose rows the fake vLLM worker lacks.
 """
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from midstream_fake_engine.model import NUM_LAYERS
 from stack import Stack
 
 from midstream import Client
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import State
 
 EXAMPLES = [{"prompt": f"number {n} is", "target": " even"} for n in range(12)]
@@ -22,6 +26,13 @@ FIT: dict[str, Any] = {
     "examples": EXAMPLES,
     "steps": 20,
     "learning_rate": 0.1,
+}
+LENS: dict[str, Any] = {
+    "model": "fake-model",
+    "name": "said",
+    "prompts": [list(range(n, n + 6)) for n in range(4)] + [[7]],
+    "rank": 2,
+    "skip_first": 2,
 }
 DEADLINE_S = 60.0
 
@@ -96,3 +107,53 @@ def test_killed_worker_loses_no_fit(stack: Stack, client: Client) -> None:
     result = client.fits.result(job_id)
     assert client.jobs.get(job_id).attempt > 1  # a slow machine may lose a lease as well
     assert client.modules.get("even").digest == result.digest
+
+
+def test_fitted_lens_is_registered_with_its_error_and_read(stack: Stack, client: Client) -> None:
+    job = client.fits.submit_lens(**LENS, folder="corpora", description="of numbers")
+    result = client.fits.result(job)
+    lens = result.lens
+    assert client.jacobians.get("said") == lens
+    assert (lens.layers, lens.description) == (list(range(NUM_LAYERS - 1)), "of numbers")
+    assert lens.vocabulary > 0
+    fit = lens.fit
+    assert (fit.method, fit.prompts, fit.short, len(fit.errors)) == ("sketched", 4, 1, 3)
+    file = Path(stack.settings.lens_root, lens.path, "lens.safetensors")
+    assert lens.path.startswith(f"corpora/{job.id}-")
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert client.lens("hello", jacobian="said").layers == lens.layers
+    points = [event.data for event in client.jobs.events(job.id) if event.event == "fit"]
+    assert points == [{"prompts": done, "of": 5} for done in range(5)]
+
+
+def test_fit_of_a_name_that_exists_keeps_the_former_file(stack: Stack, client: Client) -> None:
+    first = client.fit_lens(**LENS)
+    second = client.fit_lens(**LENS | {"rank": None})
+    assert second.fit.method == "exact"
+    assert client.jacobians.get("said") == second
+    files = [
+        Path(stack.settings.lens_root, lens.path, "lens.safetensors").read_bytes()
+        for lens in (first, second)
+    ]
+    assert files[0] != files[1]
+
+
+def test_cancelled_fit_of_a_lens_registers_nothing(stack: Stack, client: Client) -> None:
+    stack.end("worker-g")
+    stack.restart("worker-g", engine="gradients-fake", engine_options={"token_s": 0.5})
+    job_id = client.fits.submit_lens(**LENS).id
+    until_running(client, job_id)
+    client.jobs.cancel(job_id)
+    assert client.jobs.wait(job_id).state is State.CANCELLED
+    assert list(client.jacobians.list("fake-model")) == []
+    assert not Path(stack.settings.lens_root, "said").exists()
+
+
+def test_folder_that_cannot_be_written_fails_the_fit(stack: Stack, client: Client) -> None:
+    root = Path(stack.settings.lens_root)
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "said").write_text("a file in the way")
+    with pytest.raises(MidstreamError, match="cannot be written") as failed:
+        client.fit_lens(**LENS)
+    assert failed.value.kind == "internal"
+    assert list(client.jacobians.list("fake-model")) == []

@@ -1,26 +1,44 @@
 """Execution of a fit: a module is learned from its examples, measured on held-out ones, and
-registered.
+registered; a Jacobian lens is computed from its corpus, written to a folder, and registered.
 """
 
 import asyncio
+import contextlib
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from ...broker.ledger.jobs.ledger import Ledger
+from ...broker.ledger.named.registry import Registry
 from ...broker.ledger.named.steering import Steering
 from ...schemas.access.keys import scoped
+from ...schemas.artifacts.jacobian_lenses import (
+    JACOBIAN_LENSES,
+    JacobianLensRequest,
+    StoredLensFit,
+)
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import now
+from ...schemas.base.records import Record, now
 from ...schemas.base.tensors import Tensor, content_hash, from_numpy
-from ...schemas.jobs.fits import FitResult, StoredModuleFit
+from ...schemas.jobs.fits import (
+    FitOutcome,
+    FitResult,
+    LensFitResult,
+    LensProgress,
+    StoredModuleFit,
+)
 from ...schemas.jobs.jobs import Event, State
+from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import Module, SteeringTemplate, content_digest
-from ...schemas.requests.trainings import FitEffect, FitPoint, Training
+from ...schemas.requests.trainings import FitEffect, Training
+from ...storage.formats.folders import new_folder
+from ...storage.formats.jacobian_files import lens_of
 from ..engine.protocol import Engine
 from ..serving.attempt import Attempt
 from ..serving.redis_retry import patiently
@@ -34,6 +52,8 @@ T = TypeVar("T")
 class GradientEngine(Protocol):
     """What a fit requires of the worker's engine."""
 
+    info: ModelInfo
+
     async def run(self, work: Callable[[Any, Callable[[], None]], T]) -> T:
         """Call `work` with the model's hook points and a check, in the engine's thread. The check
         raises when the caller is cancelled.
@@ -46,27 +66,77 @@ class FitAttempt:
     def __init__(self, ledger: Ledger, engine: GradientEngine, attempt: Attempt) -> None:
         self._ledger, self._engine, self._attempt = ledger, engine, attempt
         self._steering = Steering(ledger)
+        self._loop, self._events = asyncio.get_running_loop(), list[Future[None]]()
 
-    async def run(self) -> FitResult:
-        """Return the result, after the module is registered. Raises MidstreamError."""
+    async def run(self) -> FitOutcome:
+        """Return the result, after the module or lens is registered. Raises MidstreamError."""
+        wanted = self._attempt.job.fit
+        assert wanted is not None
+        self._attempt.check_unsteered()
+        if isinstance(wanted, StoredLensFit):
+            return await self._lens(wanted)
+        return await self._module(wanted)
+
+    def _report(self, data: Record) -> None:
+        """Emit an event; called in the engine's thread."""
+        fields = msgspec.structs.asdict(data)
+        event = Event(event="fit", data=fields, attempt=self._attempt.number)
+        emission = self._attempt.emit(self._ledger, event)
+        self._events.append(asyncio.run_coroutine_threadsafe(emission, self._loop))
+
+    async def _computed(self, work: Callable[[Any, Callable[[], None]], T]) -> T:
+        """Return what the engine computes, after the events of it are written."""
+        result = await self._engine.run(work)
+        await asyncio.gather(*map(asyncio.wrap_future, self._events))
+        return result
+
+    async def _lens(self, wanted: StoredLensFit) -> LensFitResult:
+        """Write the lens to a folder of this attempt alone, and register it.
+
+        So no other folder is overwritten: jobs that were accepted with the name's former lens keep
+        its file. The folder of an attempt that fails is removed.
+        """
+        from ..gradients.jacobian import fit_to_folder  # loads transformers, as `learn` does
+
+        job, root = self._attempt.job, self._ledger.settings.lens_root
+        path = f"{wanted.folder}/{job.id}-{self._attempt.number}"
+        folder, count = new_folder(root, path, "lens_dir"), len(wanted.prompts)
+
+        def report(done: int) -> None:
+            self._report(LensProgress(prompts=done, of=count))
+
+        try:
+            await self._computed(
+                lambda points, check: fit_to_folder(points, wanted, folder, check, report)
+            )
+            request = JacobianLensRequest(
+                name=wanted.name, path=path, model=job.model, description=wanted.description
+            )
+            lens = await asyncio.to_thread(lens_of, request, self._engine.info, root)
+            await self._check_current()
+        except BaseException as error:
+            _remove(folder)
+            if isinstance(error, ValueError):
+                raise MidstreamError("intervention_failed", str(error)) from error
+            if isinstance(error, OSError):
+                detail = f"the lens cannot be written to {root} (lens_dir): {error}"
+                raise MidstreamError("internal", detail) from error
+            raise
+        lenses = Registry(self._ledger, JACOBIAN_LENSES)
+        try:
+            await patiently(lambda: lenses.put(lens), f"lens of {job.id}")
+        except MidstreamError:  # refused; after any other end, the lens may be registered
+            _remove(folder)
+            raise
+        return LensFitResult(lens=lens)
+
+    async def _module(self, wanted: StoredModuleFit) -> FitResult:
         from ..gradients import learn  # loads transformers, which only gradient workers need
 
         job = self._attempt.job
-        wanted = job.fit
-        assert wanted is not None
-        loop, events = asyncio.get_running_loop(), list[Future[None]]()
-
-        def report(point: FitPoint) -> None:
-            """Emit an event; called in the engine's thread."""
-            data = msgspec.structs.asdict(point)
-            event = Event(event="fit", data=data, attempt=self._attempt.number)
-            emission = self._attempt.emit(self._ledger, event)
-            events.append(asyncio.run_coroutine_threadsafe(emission, loop))
-
-        fitted = await self._engine.run(
-            lambda points, check: learn.fit(points, wanted, report, check)
+        fitted = await self._computed(
+            lambda points, check: learn.fit(points, wanted, self._report, check)
         )
-        await asyncio.gather(*map(asyncio.wrap_future, events))
         training = Training(
             job=job.id,
             method=wanted.request.method,
@@ -116,12 +186,23 @@ class FitAttempt:
             ],
             training=training,
         )
+        await self._check_current()
+        await patiently(lambda: self._steering.put_module(module, blobs), f"module of {job.id}")
+        return module.digest
+
+    async def _check_current(self) -> None:
+        """Stop if the job is being cancelled, or was given to another attempt."""
+        job = self._attempt.job
         view = await patiently(lambda: self._ledger.view(job.id), f"view of {job.id}")
         if view.attempt != self._attempt.number or view.state is not State.RUNNING:
             self._attempt.refused("cancelling" if view.state is State.CANCELLING else "stale")
         self._attempt.check()
-        await patiently(lambda: self._steering.put_module(module, blobs), f"module of {job.id}")
-        return module.digest
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()  # unless it holds other lenses
 
 
 def _reason_against(register: str, effect: FitEffect) -> str:
@@ -138,6 +219,6 @@ def _reason_against(register: str, effect: FitEffect) -> str:
     return ""
 
 
-async def fit(ledger: Ledger, engine: Engine, attempt: Attempt, fetch: object) -> FitResult:
+async def fit(ledger: Ledger, engine: Engine, attempt: Attempt, fetch: object) -> FitOutcome:
     """Run a job of kind `fit`."""
     return await FitAttempt(ledger, cast(GradientEngine, engine), attempt).run()

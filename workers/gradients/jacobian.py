@@ -16,7 +16,11 @@ from torch import nn
 
 from ...schemas.artifacts.jacobian_lenses import JacobianFit, JacobianRecord, StoredLensFit
 from ...storage.formats.jacobian_files import Matrix, write
-from .points import Points
+from ..engine.proof.reference import free_bytes
+from .estimates import at_once
+from .loading import GIB, free_on, refused
+from .memory import Footprint
+from .points import Points, Site
 
 #: Random vectors on which the error of a sketch is measured; each costs every prompt one more
 #: vector-Jacobian product.
@@ -92,14 +96,37 @@ def fit_jacobian_lens(
 
 
 def fit_to_folder(
-    points: Points, stored: StoredLensFit, folder: Path, check: Callable[[], None] = lambda: None
+    points: Points,
+    stored: StoredLensFit,
+    folder: Path,
+    check: Callable[[], None] = lambda: None,
+    report: Callable[[int], None] = lambda done: None,
 ) -> JacobianRecord:
     """Fit a lens and write it to `folder`, with the model's output matrix in its own dtype; the
-    folder can be registered. Returns the record of the fit.
+    folder can be registered. Returns the record of the fit. `report` is called before each prompt,
+    with the number of those before it.
 
-    Raises what `fit_jacobian_lens` raises, OSError.
+    Raises what `fit_jacobian_lens` raises, OSError, and MidstreamError("gradients_refused") with
+    the figures where memory is lacking.
     """
-    jacobians, record = fit_jacobian_lens(points, stored.prompts, stored.layers, stored.fit, check)
+    needed, free = fit_memory(len(stored.layers), points.hidden_size), free_bytes()
+    if needed > free:
+        raise refused(
+            f"the fit of {len(stored.layers)} layers takes {needed / GIB:.1f} GiB of host memory, "
+            f"and {free / GIB:.1f} GiB are free: give fewer layers"
+        )
+
+    def prompts() -> Iterator[list[int]]:
+        for number, tokens in enumerate(stored.prompts):
+            report(number)
+            yield tokens
+
+    longest = min(max(map(len, stored.prompts)), stored.fit.max_tokens)
+    sites: list[Site] = [("post_block", layer) for layer in stored.layers]
+    batch = min(BATCH, at_once(Footprint(points), longest, sites, free_on(points)))
+    jacobians, record = fit_jacobian_lens(
+        points, prompts(), stored.layers, stored.fit, check, batch
+    )
     head = points.model.get_output_embeddings().weight.detach().cpu()
     dtype = str(head.dtype).removeprefix("torch.")
     if dtype == "bfloat16":  # numpy has none

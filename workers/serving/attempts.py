@@ -22,7 +22,7 @@ from ...schemas.base.errors import MidstreamError, Problem
 from ...schemas.base.faults import crash_point
 from ...schemas.base.records import now
 from ...schemas.base.tensors import Tensor, content_hash
-from ...schemas.jobs.fits import FitResult
+from ...schemas.jobs.fits import FitOutcome
 from ...schemas.jobs.jobs import Event, Job, Output, State
 from ...schemas.prompts.images import digest_of
 from ...schemas.requests.harvest_work import SHARDS_AT_ONCE
@@ -44,7 +44,7 @@ from .sweeps import SweepAttempt
 logger = logging.getLogger(__name__)
 
 #: Runs a claimed job of a kind to its outputs; None: it has handed the job on to another queue.
-Work = Callable[[Ledger, Engine, Attempt, Fetch], Awaitable[list[Output] | FitResult | None]]
+Work = Callable[[Ledger, Engine, Attempt, Fetch], Awaitable[list[Output] | FitOutcome | None]]
 
 #: A request may see the engine's death before the watch on the engine does: wait this long for the
 #: watch.
@@ -357,7 +357,7 @@ class Attempts:
                 await self._engine.release_vectors(names)
         return [output.result() for output in outputs]
 
-    async def _work(self, attempt: Attempt) -> list[Output] | FitResult | None:
+    async def _work(self, attempt: Attempt) -> list[Output] | FitOutcome | None:
         if (work := self._works.get(attempt.job.kind)) is not None:
             return await work(self._ledger, self._engine, attempt, self._fetch)
         if attempt.job.harvest is not None:

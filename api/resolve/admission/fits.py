@@ -1,4 +1,4 @@
-"""Validation of a fit of a module against the model: a `FitRequest` becomes a `StoredModuleFit`, or
+"""Validation of a fit of a module or a lens against the model: a request becomes a `StoredFit`, or
 a 400 names the field.
 """
 
@@ -7,20 +7,30 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
+from ....schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.limits import (
     MAX_FIT_TOKENS,
     MAX_FIT_WORK,
+    MAX_LENS_WORK,
     MAX_TARGET_TOKENS,
+    MAX_TUNED_BYTES,
     MIN_FIT_EXAMPLES,
 )
 from ....schemas.base.tensors import from_numpy
-from ....schemas.jobs.fits import FitExample, FitRequest, FitTokens, StoredModuleFit
+from ....schemas.jobs.fits import (
+    FitExample,
+    FitRequest,
+    FitTokens,
+    LensFitRequest,
+    StoredModuleFit,
+)
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import (
     HOOKS,
     RequestedPositions,
     SelectorError,
+    resolve_layers,
     resolve_positions,
     select,
 )
@@ -55,14 +65,73 @@ async def resolve_fit(body: FitRequest, model: ModelInfo, codec: Codec) -> Store
         },
     )
     tokens = sum(len(example.token_ids) for example in stored.every)
-    for field, number, most in (
-        ("examples" if body.examples else "positive", tokens, MAX_FIT_TOKENS),
-        ("steps", stored.tokens, MAX_FIT_WORK),
-    ):
-        if number > most:
-            what = "computes" if field == "steps" else "has"
-            raise invalid(field, f"the fit {what} {number} tokens", allowed=f"at most {most}")
+    _check_most("examples" if body.examples else "positive", "has", tokens, MAX_FIT_TOKENS)
+    _check_most("steps", "computes", stored.tokens, MAX_FIT_WORK)
     return stored
+
+
+def _check_most(field: str, what: str, tokens: int, most: int) -> None:
+    if tokens > most:
+        raise invalid(field, f"the fit {what} {tokens} tokens", allowed=f"at most {most}")
+
+
+async def resolve_lens_fit(body: LensFitRequest, model: ModelInfo, codec: Codec) -> StoredLensFit:
+    """Return the fit to store; tokens that it leaves out are not kept. Raises a 400 naming the
+    field and what is valid.
+    """
+    width, shortest = model.hidden_size, body.skip_first + 2
+    if (body.rank or 1) > width:
+        raise invalid("rank", f"is {body.rank}", allowed=f"1 to {width}, the hidden size")
+    if body.max_tokens < shortest:
+        raise invalid(
+            "max_tokens", f"is {body.max_tokens}", allowed=f"{shortest} (`skip_first` + 2) or more"
+        )
+    layers = _lens_layers(body, model)
+    parsed = [ParsedPrompt(f"prompts[{n}]", prompt) for n, prompt in enumerate(body.prompts)]
+    tokenised = await tokenise(parsed, model, codec)
+    longest = min(body.max_tokens, model.max_model_len)
+    prompts = [list(prompt.token_ids[:longest]) for prompt in tokenised]
+    needed, used = -(-width // (body.rank or width)), [p for p in prompts if len(p) >= shortest]
+    if len(used) < needed:
+        raise invalid(
+            "prompts",
+            f"has {len(used)} of {shortest} tokens or more (`skip_first` + 2)",
+            allowed=f"{needed} or more (hidden size / `rank`)",
+        )
+    fit = JacobianFit(**{name: getattr(body, name) for name in JacobianFit.__struct_fields__})
+    stored = StoredLensFit(
+        name=body.name,
+        layers=layers,
+        prompts=prompts,
+        fit=fit,
+        hidden_size=width,
+        folder=body.folder or body.name,
+        description=body.description,
+    )
+    _check_most("prompts", "has", sum(map(len, prompts)), MAX_FIT_TOKENS)
+    field = "prompts" if body.rank else "rank"
+    _check_most(field, "computes", stored.tokens, MAX_LENS_WORK)
+    return stored
+
+
+def _lens_layers(body: LensFitRequest, model: ModelInfo) -> list[int]:
+    """Return the layers of a lens: below the last, whose Jacobian is the identity."""
+    last = model.num_layers - 1
+    try:
+        layers = resolve_layers(body.layers, model.num_layers)
+    except SelectorError as error:
+        raise invalid("layers", str(error)) from error
+    if body.layers == "all":
+        layers.remove(last)
+    if not layers or layers[-1] == last:
+        raise invalid("layers", f"{last} is the last layer", allowed=f"layers 0 to {last - 1}")
+    # float32 maps, and an output matrix of at most float32
+    size = 4 * model.hidden_size * (len(layers) * (model.hidden_size + 1) + model.vocab_size)
+    if size > MAX_TUNED_BYTES:
+        raise invalid(
+            "layers", f"make a file of {size} bytes", allowed=f"at most {MAX_TUNED_BYTES} bytes"
+        )
+    return layers
 
 
 def _check_numbers(body: FitRequest) -> None:

@@ -19,7 +19,7 @@ from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_m
 from ....schemas.base.settings import Settings
 from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
-from ....schemas.jobs.fits import FitResult
+from ....schemas.jobs.fits import FitOutcome
 from ....schemas.jobs.jobs import SWEEPS, Event, Job, JobPage, JobResult, JobView, Output, State
 from ....schemas.jobs.sweeps import UnitRecord
 from ....schemas.requests.attributions import Queue
@@ -305,7 +305,7 @@ class Ledger(Fleet):
         self,
         job_id: str,
         attempt: int,
-        outputs: list[Output] | FitResult,
+        outputs: list[Output] | FitOutcome,
         last: Event | None = None,
         text: int = 0,
     ) -> State | None:

@@ -12,7 +12,7 @@ from ....schemas.base.errors import invalid
 from ....schemas.base.records import from_msgpack, now
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.attributions import AttributionResult
-from ....schemas.jobs.fits import FitResult
+from ....schemas.jobs.fits import FitOutcome
 from ....schemas.jobs.jobs import (
     SWEEPS,
     TERMINAL,
@@ -91,7 +91,9 @@ def result(
         model=view.model,
         state=view.state,
         outputs=from_msgpack(outputs, list[Output]) if outputs and view.kind != "fit" else [],
-        fit=from_msgpack(outputs, FitResult) if outputs and view.kind == "fit" else UNSET,
+        fit=from_msgpack(outputs, FitOutcome)  # type: ignore[arg-type]
+        if outputs and view.kind == "fit"
+        else UNSET,
         capture_results=capture_results(view, record, ticket, settings),
         determinism=determinism(view, record, ticket) if reported else None,
         attempt=view.attempt,

@@ -64,6 +64,7 @@ PATHS = {
     "/v1/steering/modules/{name}": {"delete", "get", "put"},
     "/v1/steering/modules/{name}/file": {"get"},
     "/v1/modules/fit": {"post"},
+    "/v1/jacobians/fit": {"post"},
     "/v1/sweeps": {"post"},
     "/v1/sweeps/plan": {"post"},
     "/v1/sweeps/{job_id}": {"get"},

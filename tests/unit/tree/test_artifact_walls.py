@@ -63,6 +63,7 @@ OPENS: dict[str, str] = {
     "storage/formats/tensor_files.py": "tensors that operators provide",
     "workers/app.py": "the note of why a worker failed",
     "workers/demo_model.py": "the demo model",
+    "workers/gradient_jobs/fit_attempt.py": "the folder of a lens that is not registered",
     "workers/engine/proof/certificate.py": "certificates",
     "workers/engine/checkpoint.py": "the config and the names of the weights of a checkpoint",
     "workers/engine/identity.py": "the lock of a worker id",

@@ -8,8 +8,9 @@ import pytest
 
 from midstream.api.resolve.admission import fits
 from midstream.api.resolve.sweeps.attribution import check_gradients
+from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.jobs.fits import FitRequest, FitTokens, StoredModuleFit
+from midstream.schemas.jobs.fits import FitRequest, FitTokens, LensFitRequest, StoredModuleFit
 from midstream.schemas.jobs.models import GradientInfo
 from tests.unit.api.resolve.test_sweep_plan import CODEC, model
 
@@ -139,3 +140,68 @@ def test_global_steering_is_a_conflict() -> None:
     with pytest.raises(MidstreamError, match="global steering") as refused:
         check_gradients({"hook": "post_block"}, model(), served, steered=True)
     assert refused.value.kind == "conflict"
+
+
+def resolve_lens(**fields: Any) -> StoredLensFit:
+    body = {"model": "m", "name": "n", "prompts": [*HERE, [2, 3]], "skip_first": 1, **fields}
+    return asyncio.run(fits.resolve_lens_fit(msgspec.convert(body, LensFitRequest), model(), CODEC))
+
+
+def refused_lens(**fields: Any) -> MidstreamError:
+    with pytest.raises(MidstreamError) as refused:
+        resolve_lens(**fields)
+    assert refused.value.status == 400
+    return refused.value
+
+
+def test_lens_keeps_the_tokens_that_it_uses() -> None:
+    stored = resolve_lens(max_tokens=3, rank=4, seed=5)
+    assert (stored.prompts[0], stored.prompts[-1]) == ([1, 2, 3], [2, 3])
+    assert (stored.layers, stored.folder) == ([0, 1, 2], "n")
+    assert stored.fit == JacobianFit(max_tokens=3, rank=4, seed=5, skip_first=1)
+    assert stored.tokens == (8 * 3 + 2) * (1 + 4)
+    assert resolve_lens(folder="mine", layers=[-2]).folder == "mine"
+
+
+def test_lens_request_has_the_fields_and_defaults_of_its_fit() -> None:
+    of_fit, of_request = (
+        {field.encode_name: (field.type, field.default) for field in msgspec.structs.fields(kind)}
+        for kind in (JacobianFit, LensFitRequest)
+    )
+    assert of_fit == {name: of_request[name] for name in of_fit}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "detail"),
+    [
+        ({"prompts": []}, "prompts", "has 0"),
+        ({"prompts": [[2, 3]]}, "prompts", "has 0 of 3 tokens"),
+        ({"prompts": ["", *HERE]}, "prompts[0]", "empty"),
+        ({"prompts": [[2, 3, 9999]]}, "prompts[0][2]", "vocabulary"),
+        ({"rank": 1, "prompts": HERE[:1]}, "prompts", "hidden size / `rank`"),
+        ({"rank": 9999}, "rank", "is 9999"),
+        ({"max_tokens": 2}, "max_tokens", "is 2"),
+        ({"layers": 4}, "layers", "layers 0 to 3"),
+        ({"layers": -1}, "layers", "3 is the last layer"),
+    ],
+)
+def test_refusals_of_a_lens_name_the_field(fields: dict[str, Any], field: str, detail: str) -> None:
+    error = refused_lens(**fields)
+    text = f"{error} {error.allowed}"
+    assert (error.field, detail in text) == (field, True), text
+
+
+@pytest.mark.parametrize(
+    ("limit", "fields", "field"),
+    [
+        ("MAX_FIT_TOKENS", {}, "prompts"),
+        ("MAX_LENS_WORK", {}, "rank"),
+        ("MAX_LENS_WORK", {"rank": 8}, "prompts"),
+        ("MAX_TUNED_BYTES", {}, "layers"),
+    ],
+)
+def test_limits_of_a_lens(
+    limit: str, fields: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fits, limit, 40)
+    assert refused_lens(**fields).field == field

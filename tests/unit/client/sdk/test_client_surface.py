@@ -20,7 +20,7 @@ from midstream.client.sdk.calls import Awaits, Blocks, Calls, M, call, finish, i
 from midstream.client.sdk.transport import AwaitingTransport, BlockingTransport
 from midstream.schemas.artifacts.probes import ProbeRequest
 from midstream.schemas.jobs.attributions import AttributionRequest
-from midstream.schemas.jobs.fits import FitRequest
+from midstream.schemas.jobs.fits import FitRequest, LensFitRequest
 from midstream.schemas.jobs.harvests import HarvestRequest
 from midstream.schemas.jobs.jobs import Event, JobRequest, JobResult, JobView, Sampling
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest, Unserved
@@ -73,6 +73,7 @@ KEYWORDS: dict[Any, tuple[Any, set[str]]] = {
     fields.AttributionFields: (AttributionRequest, set()),
     fields.HarvestFields: (HarvestRequest, set()),
     fields.FitFields: (FitRequest, set()),
+    fields.LensFitFields: (LensFitRequest, set()),
     fields.CompletionFields: (CompletionRequest, {"model", "prompt"}),
     fields.ChatFields: (ChatRequest, {"model", "messages"}),
     fields.ProbeFields: (ProbeRequest, set()),
