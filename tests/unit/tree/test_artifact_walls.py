@@ -36,6 +36,7 @@ OPENS: dict[str, str] = {
     "client/cli/options.py": "the user's vectors, options, corpora and requests",
     "client/cli/probes.py": "the user's examples and weights",
     "client/cli/verify.py": "the stack of a verification, in a folder of its own",
+    "client/cli/registered.py": "the user's examples and corpora",
     "client/cli/stack.py": "logs; sizes of all parts of the data directory",
     "client/harvest/exports.py": "the user's export",
     "client/images.py": "the user's images",
