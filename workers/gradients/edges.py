@@ -162,7 +162,8 @@ class _Edges:
         """
         points, base = self.points, self.pair.columns.base
         run, gradients = found
-        step = max(1, CHUNK_BYTES // (4 * points.hidden_size * points.heads("q")))
+        heads = points.heads("q") + 2 * points.heads("k")
+        step = max(1, CHUNK_BYTES // (4 * points.hidden_size * heads))
         for start in range(0, len(base), step):
             where = slice(start, start + step)
 
@@ -175,18 +176,17 @@ class _Edges:
             for number in self.layers:
                 layer = points.layers[number]
                 assert points.input_norm is not None
+                nodes, slopes = [], []
                 for kind, hook, name in _PROJECTED:
                     path, columns = points.projections[name]
                     weight = weight_of(layer.get_submodule(path))[:, columns].float()
                     heads = points.heads(hook)
                     by_head = slope((hook, number)).view(-1, heads, points.head_size)
-                    normed = torch.einsum(
-                        "phd,ihd->hpi", by_head, weight.view(-1, heads, points.head_size)
-                    )
-                    through = _before(
-                        layer.get_submodule(points.input_norm), stream(("pre_attn", number)), normed
-                    )
-                    yield [Node(number, kind, head) for head in range(heads)], through, where
+                    weights = weight.view(-1, heads, points.head_size)
+                    slopes.append(torch.einsum("phd,ihd->hpi", by_head, weights))
+                    nodes += [Node(number, kind, head) for head in range(heads)]
+                norm = layer.get_submodule(points.input_norm)
+                yield nodes, _before(norm, stream(("pre_attn", number)), torch.cat(slopes)), where
                 norm = layer.get_submodule(points.taps["mlp_in"].path)
                 hook = "pre_attn" if self.parallel else "post_attn"
                 through = _before(norm, stream((hook, number)), slope(("mlp_in", number))[None])

@@ -85,6 +85,18 @@ def test_integral_along_a_cell_is_its_exact_effect(points_of: PointsOf, case: st
             assert found.effects[hook][index] == pytest.approx(wanted, abs=2e-3), (hook, layer)
 
 
+def test_small_patch_of_several_tokens_equals_its_estimate(points_of: PointsOf) -> None:
+    points = points_of("llama")
+    pair = {"answer": [100, 5, 6], "foil": [200, 7]}
+    whole = estimate_pair(points, sweep(points, ["attn_out"], pair=pair), 0).effects["attn_out"]
+    stored = sweep(points, ["attn_out"], alpha=0.02, pair=pair)
+    cell = exact(points, stored, ("attn_out", 1))
+    wanted = [cell(column) / 0.02 for column in range(len(BASE))]
+    assert whole[1] == pytest.approx(wanted, abs=0.03 * max(map(abs, wanted)))
+    small = estimate_pair(points, stored, 0).effects["attn_out"]
+    assert small == pytest.approx(0.02 * whole)
+
+
 def test_joint_path_sums_to_patching_every_place(points_of: PointsOf) -> None:
     points = points_of("gpt2")
     options = Options(method="integrated", steps=48, batch=48)
@@ -217,6 +229,19 @@ def test_correction_of_small_patches_is_first_order(points_of: PointsOf, hook: H
     plain = estimate_pair(points, stored, 0).effects[hook]
     corrected = estimate_pair(points, stored, 0, Options(correct=True)).effects[hook]
     assert corrected == pytest.approx(plain, abs=2e-3 * np.abs(plain).max())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_small_patches_leave_no_doubt(points_of: PointsOf, name: str) -> None:
+    points = points_of(name)
+    large, small = (
+        estimate_pair(points, sweep(points, ["q"], alpha=alpha), 0, Options(doubts=True)).doubts[
+            "q"
+        ]
+        for alpha in (1.0, 1e-3)
+    )
+    assert large.max() > 1e-3
+    assert small.max() < 1e-4 * large.max()  # of second order
 
 
 def test_doubts_rank_cells_with_large_errors(points_of: PointsOf) -> None:
