@@ -468,12 +468,6 @@ class _Rows:
         self._places = {site: number for number, site in enumerate(ports)}
         order = np.fromiter(ports.values(), dtype=np.int64, count=len(ports))
         self._parts = [(run, run.first_rows(order).tolist()) for run in runs]
-        # the same if the rows are stored as they are: bytes, those of a row, first rows, rows
-        self._bytes = [
-            (run.step.view, run.step.view.nbytes // len(run.step.slab), rows, run.count)
-            for run, rows in self._parts
-            if dtype == run.step.slab.dtype and self._chosen == [slice(None)]
-        ]
 
     def unsound(self, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
         """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
@@ -490,11 +484,12 @@ class _Rows:
         """Return None, because the rows are not in a file."""
 
     def __call__(self, hook: str, layer: int) -> list[memoryview]:
-        place = self._places[hook, layer]
-        if self._bytes:
-            return [
-                view[rows[place] * size : (rows[place] + count) * size]
-                for view, size, rows, count in self._bytes
-            ]
-        slabs = [run.step.slab[rows[place] :][: run.count] for run, rows in self._parts]
-        return [bytes_of(slab, self._dtype, self._chosen) for slab in slabs]
+        place, buffers = self._places[hook, layer], []
+        for run, rows in self._parts:
+            first, slab = rows[place], run.step.slab
+            if self._dtype == slab.dtype and self._chosen == [slice(None)]:
+                size = slab.shape[1] * slab.itemsize
+                buffers.append(run.step.view[first * size : (first + run.count) * size])
+            else:
+                buffers.append(bytes_of(slab[first : first + run.count], self._dtype, self._chosen))
+        return buffers
