@@ -94,7 +94,7 @@ def test_small_patch_of_several_tokens_equals_its_estimate(points_of: PointsOf) 
     wanted = [cell(column) / 0.02 for column in range(len(BASE))]
     assert whole[1] == pytest.approx(wanted, abs=0.03 * max(map(abs, wanted)))
     small = estimate_pair(points, stored, 0).effects["attn_out"]
-    assert small == pytest.approx(0.02 * whole)
+    assert small == pytest.approx(0.02 * whole, abs=1e-6)
 
 
 def test_joint_path_sums_to_patching_every_place(points_of: PointsOf) -> None:
