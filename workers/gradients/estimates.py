@@ -72,6 +72,7 @@ def estimate(
         method="integrated" if stored.method == "integrated" else "attribution",
         steps=stored.steps,
         batch=batch,
+        correct=stored.method != "integrated",  # at `q` and `k` only
         doubts=stored.verify is not None and stored.verify.doubtful > 0,
         mask=None if ask.mask is None else torch.tensor(to_numpy(ask.mask)).bool(),
         check=check,
