@@ -26,6 +26,7 @@ from ...broker.receipts.curve import client_keys
 from ...broker.receipts.outbox import Outbox
 from ...schemas.artifacts.saes import StoredSae
 from ...schemas.base.errors import MidstreamError
+from ...schemas.base.ring import plan_writers
 from ...schemas.base.settings import Settings, SettingsError
 from ...schemas.base.tensors import Tensor, to_numpy
 from ...schemas.base.version import __version__
@@ -172,7 +173,10 @@ class TransformersEngine:
             quota=settings.capture_quota_mib << 20,
         )
         self._writer = Writer(
-            store, self._outbox, settings.writer_threads, settings.memory_limit_kib << 10
+            store,
+            self._outbox,
+            plan_writers(accelerator=False, cores=1, threads=settings.writer_threads),
+            settings.memory_limit_kib << 10,
         )
         self._ledger = Ledger.connect(settings)
         self._idle = asyncio.create_task(self._unload_when_idle(), name="idle")
