@@ -35,7 +35,7 @@ WAYS = {
     "sweep": 1,
 }
 #: And of those that a gradient worker begins, where there is one.
-GRADIENT_WAYS = {"attribution": 4, "cancelled attribution": 1, "fit": 1}
+GRADIENT_WAYS = {"attribution": 4, "cancelled attribution": 1, "fit": 2}
 #: Kind of job → where it is requested.
 PATHS = {
     "job": "/v1/jobs",
