@@ -11,6 +11,7 @@ gives.
 
 import asyncio
 import time
+import traceback
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator
@@ -384,7 +385,7 @@ def _attribution(job: Job, result: JobResult) -> Iterator[str]:
     try:
         check_attribution(result.attribution, job.sweep, _weights(job.identity))
     except AssertionError as error:
-        yield str(error)[:500]
+        yield f"not so: {traceback.extract_tb(error.__traceback__)[-1].line} {error}"[:500]
 
 
 def _sweep(_: Job, result: JobResult) -> Iterator[str]:
@@ -411,7 +412,8 @@ async def _modules(ledger: Ledger, observed: list[Observed], verdict: Verdict) -
         wanted = client.plan.body()
         module = registered.pop(wanted["name"], None)
         if module is None or module.training is None or module.training.job != client.id:
-            verdict.say("lost", f"{client.id} succeeded, and its module is {module}")
+            learned = module and module.training and module.training.job
+            verdict.say("lost", f"{client.id} succeeded; its module is of the job {learned}")
             continue
         digests[wanted["seed"]].add(module.digest)
     for seed, found in digests.items():

@@ -5,6 +5,7 @@ process.
 import asyncio
 import itertools
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -335,6 +336,8 @@ class Rig:
 
 def check_attribution(result: Any, asked: StoredSweep, weights: int = 0) -> None:
     """The estimates are those of the fake engine, and every chosen cell has its exact value."""
+    assert asked.attributed is not None
+    assert (verify := asked.attributed.verify) is not None
     units = Units(asked)
     for number, (found, exact) in enumerate(zip(result.estimated, result.pairs, strict=True)):
         estimate = estimate_of(asked, number, weights)
@@ -350,6 +353,8 @@ def check_attribution(result: Any, asked: StoredSweep, weights: int = 0) -> None
             if cell.exact is not None
         }
         assert len(known) == len(found.checked) > 0
+        whys = Counter(why for cell in found.checked for why in cell.why)
+        assert (whys["top"], whys["random"]) == (verify.top, verify.random)
         for place, unit in enumerate(units.cells(number)):
             value = exact.grids["post_block"][unit.layer][unit.column]
             at = asked.layers[unit.layer], unit.column
