@@ -13,19 +13,21 @@ from cluster import Cluster, Outage
 #: `api`: for each replica.
 FULL = {
     "worker": 30,
+    "gradients": 10,
     "redis": 5,
     "relay": 5,
     "api": 2,
     "callbacks": 2,
-    **{f"{kind} stop": 1 for kind in ("worker", "relay", "api", "callbacks")},
+    **{f"{kind} stop": 1 for kind in ("worker", "gradients", "relay", "api", "callbacks")},
     "worker pause": 3,
+    "gradients pause": 1,
     "redis full": 3,
     "machine": 2,
     "relay long": 1,
 }
 #: In a run of its own, because jobs wait for the weights that they were accepted for: all workers
 #: end, and come back with other weights.
-OTHER_WEIGHTS = {"worker": 6, "relay": 1, "redis": 1, "model": 4}
+OTHER_WEIGHTS = {"worker": 6, "gradients": 2, "relay": 1, "redis": 1, "model": 4}
 #: And where harvests go into a bucket: it goes away, it answers 503 and cuts uploads.
 BUCKET = {"bucket away": 5, "bucket busy": 10}
 STOP, PAUSE, NO_ROOM, AWAY, BUSY, LONG = " stop", " pause", " full", " away", " busy", " long"
@@ -63,15 +65,16 @@ class Fault:
 def schedule(rng: random.Random, cluster: Cluster, jobs: int, kills: dict[str, int]) -> list[Fault]:
     """All faults in the order in which they happen."""
     wanted: list[tuple[str, list[str]]] = []
-    together = {"machine": MACHINE, "model": cluster.workers}
+    engines = [*cluster.workers, *cluster.gradients]
+    together = {"machine": [*MACHINE, *cluster.gradients], "model": engines}
+    one_of = {"worker": cluster.workers, "gradients": cluster.gradients}
     for kind, count in kills.items():
         what = kind.partition(" ")[0]
         if what in together:
             wanted += [(kind, together[what])] * count
-        elif what == "worker":
-            wanted += [
-                (kind, rng.sample(cluster.workers, len(cluster.workers))) for _ in range(count)
-            ]
+        elif what in one_of:
+            names = one_of[what]
+            wanted += [(kind, rng.sample(names, len(names))) for _ in range(count)]
         elif what == "api":
             wanted += [(kind, [replica]) for replica in cluster.ports for _ in range(count)]
         else:
@@ -116,7 +119,8 @@ class Chaos:
         while True:
             await asyncio.sleep(LOOK_S)
             if await asyncio.to_thread(self._cluster.unserved):
-                await self._fire(Fault("model", self._cluster.workers, 0, 0.0, together=True))
+                engines = [*self._cluster.workers, *self._cluster.gradients]
+                await self._fire(Fault("model", engines, 0, 0.0, together=True))
 
     async def end(self) -> None:
         """Everything is up again."""

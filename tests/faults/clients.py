@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,39 @@ WAYS = {
     "cancelled job": 4,
     "sweep": 1,
 }
+#: And of those that a gradient worker begins, where there is one.
+GRADIENT_WAYS = {"attribution": 4, "cancelled attribution": 1, "fit": 2}
+#: Kind of job → where it is requested.
+PATHS = {
+    "job": "/v1/jobs",
+    "completion": "/v1/completions",
+    "sweep": "/v1/sweeps",
+    "harvest": "/v1/harvests",
+    "attribution": "/v1/attributions",
+    "fit": "/v1/modules/fit",
+}
+#: Kind of job with a grid → its fields beside its pairs. All choices of an attribution have cells,
+#: so that it has both phases.
+GRIDS: dict[str, dict[str, Any]] = {
+    "sweep": {"layers": [0, 1], "positions": "last_prompt", "metric": "logit_diff", "noise": 2},
+    "attribution": {
+        "layers": [0, 1, 2, 3],
+        "alignment": "left",
+        "metric": "logit_diff",
+        "noise": 2,
+        "verify": {"top": 4, "random": 3, "doubtful": 2, "tolerance": 0.5},
+    },
+}
+#: A short fit. Those with the same seed must learn the same module.
+FIT: dict[str, Any] = {
+    "method": "vector",
+    "layers": [1],
+    "examples": [{"prompt": f"number {n} is", "target": " even"} for n in range(8)],
+    "steps": 8,
+    "learning_rate": 0.1,
+    "register": "always",
+}
+FIT_SEEDS = 3
 #: Each job with a number that is a multiple of this is a harvest instead: it lasts for many jobs.
 HARVEST_EVERY = 100
 #: How a file is rewritten while it is harvested: another file of its name, or the same one with
@@ -75,7 +108,7 @@ class Plan:
     max_tokens: int
     capture: dict[str, Any] | None = None
     callback: str | None = None
-    when: str = ""  # of a cancelled job: `running` when it is to be cancelled then, else soon
+    when: str = ""  # of what is cancelled: `running` when it is to be cancelled then, else soon
     # of a harvest: the file in `Clients.sources` that its documents are read from; empty: they are
     # in the request
     file: str = ""
@@ -102,10 +135,17 @@ class Plan:
         return [document[::-1] for document in self.prompts]
 
     @property
+    def kind(self) -> str:
+        """The key of `PATHS`."""
+        return self.way.rpartition(" ")[2]
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.way.startswith("cancelled")
+
+    @property
     def path(self) -> str:
-        if self.way in ("sweep", "harvest"):
-            return f"/v1/{self.way}s"
-        return "/v1/completions" if "completion" in self.way else "/v1/jobs"
+        return PATHS[self.kind]
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"model": MODEL}
@@ -118,16 +158,14 @@ class Plan:
                 "hooks": self.hooks,
                 "shards": {"mib": 1, "shuffle": self.number},
             }
-        if self.way == "sweep":
+        if self.kind in GRIDS:
             clean, corrupt = self.prompts
             pair = {"clean": clean, "corrupt": corrupt, "answer": "a", "foil": "b"}
-            return body | {
-                "pairs": [pair],
-                "layers": [0, 1],
-                "positions": "last_prompt",
-                "metric": "logit_diff",
-                "noise": 2,
-            }
+            turned = pair | {"clean": corrupt, "corrupt": clean}
+            pairs = [pair, turned] if self.kind == "attribution" else [pair]
+            return body | GRIDS[self.kind] | {"pairs": pairs}
+        if self.way == "fit":
+            return body | FIT | {"name": f"gate-{self.number}", "seed": self.number % FIT_SEEDS}
         if self.capture:
             body["capture"] = self.capture
         if self.path == "/v1/jobs":
@@ -151,7 +189,11 @@ class Plan:
 
 
 def plans(
-    rng: random.Random, count: int, callback: str | None = None, files: bool = False
+    rng: random.Random,
+    count: int,
+    callback: str | None = None,
+    files: bool = False,
+    ways: Mapping[str, int] = WAYS,
 ) -> list[Plan]:
     """`count` different jobs; one in five has the callback URL `callback`.
 
@@ -159,7 +201,7 @@ def plans(
     """
     made = []
     for number in range(count):
-        way = rng.choices(list(WAYS), list(WAYS.values()))[0]
+        way = rng.choices(list(ways), list(ways.values()))[0]
         if number % HARVEST_EVERY == 0:
             from_file = files and number // HARVEST_EVERY % 2 == 1
             length = FILE_DOCUMENTS if from_file else DOCUMENTS
@@ -173,10 +215,10 @@ def plans(
             continue
         words = [
             " ".join(rng.choices(WORDS, k=rng.randint(1, 6)))
-            for _ in range(2 if way == "sweep" else rng.choice((1, 1, 2, 3)))
+            for _ in range(rng.choice((1, 1, 2, 3)))
         ]
         prompts = tuple(f"{number} {text}"[:40].ljust(12, ".") for text in words)
-        if way == "sweep":
+        if way.rpartition(" ")[2] in GRIDS:
             prompts = (f"{number:06d} clean", f"{number:06d} wrong")
         captured = way == "captured completion" or (
             way in ("job", "held job") and rng.random() < 0.4
@@ -285,7 +327,7 @@ class Clients:
             return
         if "completion" in plan.way and answer.status_code == 200:
             observed.texts = _texts(plan, answer)
-        if plan.way == "cancelled job":
+        if plan.is_cancelled:
             await self._until_started(observed) if plan.when == "running" else await asyncio.sleep(
                 self._rng.random() * 0.3
             )

@@ -42,6 +42,8 @@ SETTINGS: dict[str, Any] = {
     "model_name": MODEL,
     "on_model_change": "wait",
 }
+#: Of a gradient worker. It takes longer over a pair, or a step of a fit, so that a kill finds some.
+GRADIENTS: dict[str, Any] = {"engine": "gradients-fake", "engine_options": {"token_s": 0.2}}
 #: Commands that a log gets before it is loaded slowly, and how long that takes: longer than what
 #: starts meanwhile needs for its start.
 LOADED_COMMANDS, LOAD_S = 20_000, 12.0
@@ -67,8 +69,8 @@ class Outage:
 
 
 class Cluster(Stack):
-    """`workers` workers (`worker`, `worker-2`, …) and `apis` API replicas (`api`, `api-2`, …),
-    which clients choose from.
+    """`workers` workers (`worker`, `worker-2`, …), a gradient worker (`worker-g`) with `gradients`,
+    and `apis` API replicas (`api`, `api-2`, …), which clients choose from.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Cluster(Stack):
         directory: Path,
         *,
         workers: int = 2,
+        gradients: bool = False,
         apis: int = 2,
         callbacks_fault: str = "",
         bucket: FaultProxy | None = None,
@@ -101,6 +104,8 @@ class Cluster(Stack):
         self.ports = {name: free_port() for name in replicas}
         self.names += replicas
         self.workers = [name for name in self.names if name.startswith("worker")]
+        self.gradients = ["worker-g"] if gradients else []
+        self.names += self.gradients
         self.outages: list[Outage] = []
         self.model = self.settings.model
         self._callbacks_fault, self._bucket = callbacks_fault, bucket
@@ -114,11 +119,13 @@ class Cluster(Stack):
             changed["api_port"] = self.ports[name]
         if name == "callbacks":
             changed.setdefault("fault", self._callbacks_fault)
+        if name in self.gradients:
+            changed = GRADIENTS | changed
         super().spawn(name, suffix=suffix, **changed)
 
     def strike(self, name: str, how: signal.Signals = signal.SIGKILL) -> Outage:
         """`kill -9`, or SIGSTOP; a worker not before it holds a job."""
-        if name in self.workers:
+        if name.startswith("worker"):
             self._await_work(name)
         outage = Outage(name, time.monotonic(), paused=how == signal.SIGSTOP)
         self.outages.append(outage)

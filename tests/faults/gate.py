@@ -31,7 +31,7 @@ if __name__ == "__main__":
     ]
 
 from chaos import FULL, Chaos, Fault, schedule
-from clients import HELD, Clients, Observed, Plan, plans
+from clients import GRADIENT_WAYS, HELD, WAYS, Clients, Observed, Plan, plans
 from cluster import MODELS, Cluster
 from harvest_kit import check_equal
 from judge import Verdict, judge
@@ -193,7 +193,8 @@ async def _load(
 
     serving = asyncio.create_task(chaos.serve_all())
     try:
-        for plan in plans(rng, jobs, receiver.url, files=True):
+        ways = WAYS | GRADIENT_WAYS
+        for plan in plans(rng, jobs, receiver.url, files=True, ways=ways):
             if plan.number == int(HOUR_AT * jobs):
                 tasks.append(asyncio.create_task(asyncio.to_thread(clock.pass_hour, receiver)))
             await chaos.pass_job(plan.number)
@@ -231,6 +232,7 @@ def run(
     verdict, clock = Verdict(), Clock(directory / "clock")
     parts: dict[str, Any] = {
         "workers": workers,
+        "gradients": True,
         "apis": apis,
         "callbacks_fault": clock.fault,
         "bucket": bucket,
@@ -246,7 +248,7 @@ def run(
         asyncio.run(judge(cluster.settings, observed, monitor, receiver, verdict))
         monitor.stop()
         if cluster.model != MODELS[0]:
-            cluster.swap(cluster.workers)
+            cluster.swap([*cluster.workers, *cluster.gradients])
         undisturbed(cluster, observed, verdict)
     return Report(seed, jobs, seconds, verdict, observed, faults)
 

@@ -11,13 +11,14 @@ gives.
 
 import asyncio
 import time
+import traceback
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import redis
-from clients import TERMINAL, Observed
+from clients import MODEL, TERMINAL, Observed
 from cluster import MODELS
 from harvest_kit import check_rows, checked
 from midstream_fake_engine.model import (
@@ -29,20 +30,27 @@ from midstream_fake_engine.model import (
 )
 from monitor import Monitor
 from receiver import Receiver
+from sweep_rig import check_attribution
 from tokenizers import Tokenizer
 
 from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.named.steering import Steering
 from midstream.broker.ledger.recovery.harvests import Harvests
 from midstream.schemas.access.keys import DEFAULT_TENANT
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
-from midstream.schemas.jobs.jobs import Event, FileEntry, Job, JobResult, State
+from midstream.schemas.jobs.jobs import Event, FileEntry, Job, JobResult, JobView, State
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import ArtifactStore, open_store
 
 #: Jobs that are looked at together.
 AT_ONCE = 32
-MAY_END = {"cancelled job": {State.CANCELLED, State.ABORTED, State.SUCCEEDED}}
+MAY_END = {
+    way: {State.CANCELLED, State.ABORTED, State.SUCCEEDED}
+    for way in ("cancelled job", "cancelled attribution")
+}
+#: Events that a job has once, whatever its attempts; and those that an attempt has once.
+ONCE_OF_JOB, ONCE_OF_ATTEMPT = {"estimate", "cell"}, {"start", "fit", "output", "receipt"}
 
 
 class Verdict:
@@ -110,6 +118,7 @@ async def judge_jobs(settings: Settings, observed: list[Observed], verdict: Verd
         for client in observed:
             if client.ids and client.plan.way == "harvest":
                 await _harvest(ledger, client, verdict)
+        await _modules(ledger, observed, verdict)
         await _left_over(ledger, verdict)
     finally:
         await ledger.close()
@@ -166,7 +175,8 @@ async def _job(
     verdict.seen[view.state] += 1
     verdict.seen["attempts"] += view.attempt
     verdict.seen["other weights"] += _weights(job.identity) != 0
-    verdict.seen["again"] += view.attempt > 1
+    handed_on = view.queue != job.queue  # which takes an attempt of each kind of worker
+    verdict.seen["again"] += view.attempt > 1 + handed_on
     if view.state not in MAY_END.get(client.plan.way, {State.SUCCEEDED}):
         verdict.say(
             "lost",
@@ -192,10 +202,16 @@ async def _job(
         verdict.say(
             "duplicate", f"{job.id} has {view.receipts} receipts of {view.receipts_expected}"
         )
-    for wrong in (
-        _sweep(result) if job.sweep is not None else _outputs(tokenizer, job, result, client)
-    ):
+    if judged := RESULTS.get(job.kind):
+        verdict.seen[f"{job.kind}s"] += 1
+        verdict.seen[f"{job.kind}s again"] += view.attempt > 1 + handed_on
+        found = judged(job, result)
+    else:
+        found = _outputs(tokenizer, job, result, client)
+    for wrong in found:
         verdict.say("wrong answer", f"{job.id} ({client.plan.way}): {wrong}")
+    for wrong in _kept(job, view, events):
+        verdict.say("duplicate", f"{job.id}: {wrong}")
     for wrong in _streamed(events, result) if job.stream else ():
         verdict.say("duplicate", f"{job.id}: {wrong}")
     for wrong in await asyncio.to_thread(list, _captures(store, job, result, verdict)):
@@ -297,14 +313,14 @@ def _history(events: list[Event], state: State, attempt: int) -> Iterator[str]:
 
 
 def _said_twice(events: list[Event]) -> Iterator[str]:
-    """Outputs, receipts and cells that an attempt reported more than once.
+    """Outputs, receipts, cells and estimates that were reported more than once.
 
     Two tokens may be alike: see `_streamed`.
     """
     once = Counter(
-        (event.event, event.attempt, str(event.data))
+        (event.event, 0 if event.event in ONCE_OF_JOB else event.attempt, str(event.data))
         for event in events
-        if event.event in ("output", "receipt", "cell")
+        if event.event in ONCE_OF_JOB | ONCE_OF_ATTEMPT
     )
     for (name, attempt, data), count in once.items():
         if count > 1:
@@ -349,7 +365,30 @@ def _outputs(tokenizer: Tokenizer, job: Job, result: JobResult, client: Observed
         yield f"{len(result.outputs)} outputs of {len(job.prompts)} prompts"
 
 
-def _sweep(result: JobResult) -> Iterator[str]:
+def _kept(job: Job, view: JobView, events: list[Event]) -> Iterator[str]:
+    """Every cell that was to be computed, and every estimate, was reported once."""
+    if job.sweep is None:
+        return
+    kinds = Counter(event.event for event in events)
+    estimates = 0 if job.sweep.attributed is None else len(job.sweep.pairs)
+    found = kinds["estimate"], kinds["cell"], view.cells
+    if found != (estimates, view.cells_expected, view.cells_expected):
+        yield (
+            f"{found} estimates, cells in its events and cells; there should be {estimates} and "
+            f"{view.cells_expected}"
+        )
+
+
+def _attribution(job: Job, result: JobResult) -> Iterator[str]:
+    """Both phases: all estimates, and the exact values of all chosen cells."""
+    assert job.sweep is not None
+    try:
+        check_attribution(result.attribution, job.sweep, _weights(job.identity))
+    except AssertionError as error:
+        yield f"not so: {traceback.extract_tb(error.__traceback__)[-1].line} {error}"[:500]
+
+
+def _sweep(_: Job, result: JobResult) -> Iterator[str]:
     assert result.sweep is not None
     summary = result.sweep.summary
     if summary.cells != summary.total:
@@ -357,6 +396,31 @@ def _sweep(result: JobResult) -> Iterator[str]:
             f"{summary.cells} cells of {summary.total}, {summary.skipped} skipped: "
             f"{result.sweep.skipped[:2]}"
         )
+
+
+#: Kind of job → what is wrong with its result; the others have outputs.
+RESULTS = {"sweep": _sweep, "attribution": _attribution, "fit": lambda *_: iter(())}
+
+
+async def _modules(ledger: Ledger, observed: list[Observed], verdict: Verdict) -> None:
+    """Every fit registered its module, no other did, and the same fit learned the same numbers."""
+    registered = {module.name: module for module in await Steering(ledger).modules(MODEL)}
+    digests: dict[int, set[str]] = defaultdict(set)
+    for client in observed:
+        if client.plan.way != "fit" or client.state != "succeeded":
+            continue
+        wanted = client.plan.body()
+        module = registered.pop(wanted["name"], None)
+        if module is None or module.training is None or module.training.job != client.id:
+            learned = module and module.training and module.training.job
+            verdict.say("lost", f"{client.id} succeeded; its module is of the job {learned}")
+            continue
+        digests[wanted["seed"]].add(module.digest)
+    for seed, found in digests.items():
+        if len(found) > 1:
+            verdict.say("wrong answer", f"fits with the seed {seed} learned {found}")
+    for name in registered:
+        verdict.say("duplicate", f"module {name} is registered, and no fit learned it")
 
 
 def _captures(store: ArtifactStore, job: Job, result: JobResult, verdict: Verdict) -> Iterator[str]:

@@ -5,6 +5,7 @@ process.
 import asyncio
 import itertools
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from midstream_fake_engine.grades import (
     own_row,
     replaced,
 )
+from midstream_fake_engine.gradients import ERROR, estimate_of, is_off
 from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, identity_of, make_tokenizer
 
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
@@ -330,3 +332,36 @@ class Rig:
 
     async def records(self, job_id: str) -> dict[int, UnitRecord]:
         return await self.sweeps.records(job_id)
+
+
+def check_attribution(result: Any, asked: StoredSweep, weights: int = 0) -> None:
+    """The estimates are those of the fake engine, and every chosen cell has its exact value."""
+    assert asked.attributed is not None
+    assert (verify := asked.attributed.verify) is not None
+    units = Units(asked)
+    for number, (found, exact) in enumerate(zip(result.estimated, result.pairs, strict=True)):
+        estimate = estimate_of(asked, number, weights)
+        assert found.estimates == {
+            "post_block": [
+                estimate.values[start : start + asked.num_columns]
+                for start in range(0, asked.cells_of_pair, asked.num_columns)
+            ]
+        }
+        known = {
+            (cell.layer, cell.column): cell.exact
+            for cell in found.checked
+            if cell.exact is not None
+        }
+        assert len(known) == len(found.checked) > 0
+        whys = Counter(why for cell in found.checked for why in cell.why)
+        assert (whys["top"], whys["random"]) == (verify.top, verify.random)
+        for place, unit in enumerate(units.cells(number)):
+            value = exact.grids["post_block"][unit.layer][unit.column]
+            at = asked.layers[unit.layer], unit.column
+            assert (value is None) == (at not in known)
+            if value is not None:
+                expected = (estimate.values[place] or 0.0) - ERROR * is_off(place)
+                assert value == known[at] == pytest.approx(expected, abs=TOLERANCE)
+        for cell in found.checked:
+            place = cell.layer * asked.num_columns + cell.column
+            assert cell.off == is_off(place)

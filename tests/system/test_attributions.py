@@ -15,7 +15,7 @@ from midstream_fake_engine.gradients import ERROR, estimate_of, is_off
 from midstream_fake_engine.model import HIDDEN_SIZE
 from msgspec.structs import replace
 from stack import Stack
-from sweep_rig import CLEAN, CORRUPT, TOLERANCE, pair, sweep, sweep_job
+from sweep_rig import CLEAN, CORRUPT, check_attribution, pair, sweep, sweep_job
 
 from midstream.schemas.base.faults import FOLDER
 from midstream.schemas.jobs.attributions import AttributionResult
@@ -81,32 +81,7 @@ def events_of(stack: Stack, job_id: str) -> list[Event]:
 
 
 def check(result: AttributionResult, asked: StoredSweep = VERIFIED) -> None:
-    """The estimates are those of the fake engine, and every chosen cell has its exact value."""
-    units = Units(asked)
-    for number, (found, exact) in enumerate(zip(result.estimated, result.pairs, strict=True)):
-        estimate = estimate_of(asked, number)
-        assert found.estimates == {
-            "post_block": [
-                estimate.values[start : start + asked.num_columns]
-                for start in range(0, asked.cells_of_pair, asked.num_columns)
-            ]
-        }
-        known = {
-            (cell.layer, cell.column): cell.exact
-            for cell in found.checked
-            if cell.exact is not None
-        }
-        assert len(known) == len(found.checked) > 0
-        for place, unit in enumerate(units.cells(number)):
-            value = exact.grids["post_block"][unit.layer][unit.column]
-            at = asked.layers[unit.layer], unit.column
-            assert (value is None) == (at not in known)
-            if value is not None:
-                expected = (estimate.values[place] or 0.0) - ERROR * is_off(place)
-                assert value == known[at] == pytest.approx(expected, abs=TOLERANCE)
-        for cell in found.checked:
-            place = cell.layer * asked.num_columns + cell.column
-            assert cell.off == is_off(place)
+    check_attribution(result, asked)
 
 
 @contextlib.contextmanager

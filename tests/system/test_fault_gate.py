@@ -18,13 +18,16 @@ JOBS = 500
 MAX_ATTEMPTS = 50
 KILLS = {
     "worker": 4,
+    "gradients": 2,
     "redis": 1,
     "relay": 1,
     "api": 1,
     "callbacks": 1,
     "worker stop": 1,
+    "gradients stop": 1,
     "api stop": 1,
     "worker pause": 1,
+    "gradients pause": 1,
     "redis full": 1,
     "machine": 1,
 }
@@ -39,6 +42,8 @@ def check(report: gate.Report, kills: dict[str, int]) -> None:
     replicas = {name: 2 * kills[name] for name in ("api", "api stop") if name in kills}
     assert report.figures()["kills"] == kills | replicas
     assert report.verdict.seen["harvests"] == JOBS // HARVEST_EVERY
+    assert report.verdict.seen["attributions"] > 0
+    assert report.verdict.seen["fits"] > 0
 
 
 @pytest.mark.long

@@ -62,7 +62,7 @@ class FakeGradients(FakeEngine):
         self.ranks.report(request, spec, [])
         if (fault := self.faults.get("estimate")) is not None and int(fault["pair"]) == ask.pair:
             raise MidstreamError("intervention_failed", "the gradients are not finite")
-        return estimate_of(ask.sweep, ask.pair)
+        return estimate_of(ask.sweep, ask.pair, self._weights)
 
     async def run(self, work: Callable[[Any, Callable[[], None]], T]) -> T:
         """Call `work` with the hook points of a small random Llama of the fake model's sizes."""
@@ -102,11 +102,11 @@ def small_model(info: ModelInfo) -> Points:
     return Points(model)
 
 
-def estimate_of(sweep: StoredSweep, pair: int) -> Estimate:
+def estimate_of(sweep: StoredSweep, pair: int, weights: int = 0) -> Estimate:
     """Return the estimates of a pair, in nats; of sweeps that replace whole rows."""
     stored = sweep.pairs[pair]
     cells = list(product(sweep.hooks, sweep.layers, stored.columns))
-    values = [_value(hook, layer, column, stored) for hook, layer, column in cells]
+    values = [_value(hook, layer, column, stored, weights) for hook, layer, column in cells]
     wrong = [place for place in range(len(cells)) if is_off(place) and values[place] is not None]
     return Estimate(
         base=measured(stored.base, [], stored),
@@ -131,12 +131,19 @@ def measured(token_ids: list[int], edits: list[Edit], pair: StoredPair) -> float
     return expected_logprob(token_ids, edits, answer) - expected_logprob(token_ids, edits, foil)
 
 
-def _value(hook: str, layer: int, column: Column, pair: StoredPair) -> float | None:
+def _value(hook: str, layer: int, column: Column, pair: StoredPair, weights: int) -> float | None:
     if not column.places:
         return None
     edits = [
         edit
         for to, of in column.places
-        for edit in replaced(hook, layer, to, pair.base, own_row(hook, layer, of, pair.source))
+        for edit in replaced(
+            hook,
+            layer,
+            to,
+            pair.base,
+            own_row(hook, layer, of, pair.source, weights),
+            weights=weights,
+        )
     ]
     return measured(pair.base, edits, pair)
