@@ -121,7 +121,11 @@ class Writer:
     ) -> None:
         """`memory_limit`: bytes that the consumer `memory` may put into a receipt. `begin`: called
         first in each thread. `readings`: the consumer that computes readings of rows, if any.
+
+        Raises ValueError without a thread, since nothing would ever be written.
         """
+        if threads < 1:
+            raise ValueError(f"a writer has {threads} threads, and needs at least one")
         self._begin = begin
         self._outbox = outbox
         self._queue: queue.SimpleQueue[WriteJob | _Part | None] = queue.SimpleQueue()
