@@ -1,5 +1,6 @@
 """Chooses the engine that a worker hosts: vLLM, gradients, or one of an installed package."""
 
+import os
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
@@ -25,6 +26,9 @@ def make_engine(settings: Settings) -> Engine:
         return cast(Engine, _offered(settings.engine).load()(settings))
     try:
         if settings.engine == GRADIENTS:
+            # Before torch is loaded: threads that spin while they wait would take the cores from
+            # the vLLM worker beside this one, and from each other.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             from .gradients.engine import TransformersEngine
 
             return TransformersEngine(settings)

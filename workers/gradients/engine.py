@@ -151,7 +151,9 @@ class TransformersEngine:
             raise MidstreamError(
                 "engine_failed", f"the gradient worker did not start: {reason_of(error)}"
             ) from error
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(
+            int(os.environ.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0))
+        )
         data, loop = Path(settings.data_dir).resolve(), asyncio.get_running_loop()
 
         def fatal(error: Exception) -> None:
