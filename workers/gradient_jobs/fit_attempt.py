@@ -96,8 +96,6 @@ class FitAttempt:
         So no other folder is overwritten: jobs that were accepted with the name's former lens keep
         its file. The folder of an attempt that fails is removed.
         """
-        from ..gradients.jacobian import fit_to_folder  # loads transformers, as `learn` does
-
         job, root = self._attempt.job, self._ledger.settings.lens_root
         path = f"{wanted.folder}/{job.id}-{self._attempt.number}"
         folder, count = new_folder(root, path, "lens_dir"), len(wanted.prompts)
@@ -105,10 +103,13 @@ class FitAttempt:
         def report(done: int) -> None:
             self._report(LensProgress(prompts=done, of=count))
 
+        def computed(points: Any, check: Callable[[], None]) -> None:
+            from ..gradients.jacobian import fit_to_folder  # loads transformers, as `learn` does
+
+            fit_to_folder(points, wanted, folder, check, report)
+
         try:
-            await self._computed(
-                lambda points, check: fit_to_folder(points, wanted, folder, check, report)
-            )
+            await self._computed(computed)
             request = JacobianLensRequest(
                 name=wanted.name, path=path, model=job.model, description=wanted.description
             )
@@ -131,12 +132,15 @@ class FitAttempt:
         return LensFitResult(lens=lens)
 
     async def _module(self, wanted: StoredModuleFit) -> FitResult:
-        from ..gradients import learn  # loads transformers, which only gradient workers need
-
         job = self._attempt.job
-        fitted = await self._computed(
-            lambda points, check: learn.fit(points, wanted, self._report, check)
-        )
+
+        def learned(points: Any, check: Callable[[], None]) -> "Fitted":
+            # loads transformers: in the engine's thread, as heartbeats go on meanwhile
+            from ..gradients import learn
+
+            return learn.fit(points, wanted, self._report, check)
+
+        fitted = await self._computed(learned)
         training = Training(
             job=job.id,
             method=wanted.request.method,
