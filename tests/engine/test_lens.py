@@ -14,12 +14,11 @@ from safetensors.numpy import save_file
 from tiny import LAYERS
 
 from midstream.api.resolve.edits.directions import DirectionFiles, check_directed
-from midstream.api.resolve.readings.jacobian_lenses import resolve_jacobian
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, JacobianLensRequest
 from midstream.schemas.artifacts.tuned_lenses import StoredTuned
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.requests.specs import SteeringSpec
-from midstream.storage.formats.jacobian_files import Matrix, write
+from midstream.storage.formats.jacobian_files import Matrix, lens_of, write
 from midstream.storage.formats.tuned_files import check_on
 from midstream.workers.gradients.jacobian import fit_jacobian_lens
 from midstream.workers.gradients.points import Points
@@ -123,7 +122,7 @@ def test_a_fitted_jacobian_lens_reads_and_edits_by_definition(v1: Host, truth: T
     )
     model = msgspec.convert(v1.info, ModelInfo)
     request = JacobianLensRequest(name="mine", path="jacobian")
-    found = resolve_jacobian(request, model, v1.settings.lens_dir)
+    found = lens_of(request, model, v1.settings.lens_dir)
     spec = SteeringSpec(jacobian="mine", token=7, swap=123, layers=[2])
     (directed,) = check_directed([spec], {"mine": found}, model)
     plain = DirectionFiles(v1.settings.lens_dir).plain_specs(directed, [7, 123])

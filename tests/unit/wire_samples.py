@@ -29,6 +29,7 @@ from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import to_json, to_msgpack
 from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.attributions import AttributionRequest
+from midstream.schemas.jobs.fits import FitResult, LensFitResult
 from midstream.schemas.jobs.harvests import (
     HarvestPlan,
     HarvestSource,
@@ -65,6 +66,8 @@ MSGPACK: tuple[Any, ...] = (
     Run,
     RunFiles,
     UnitRecord,
+    FitResult,
+    LensFitResult,
     Module,
     Proposal,
     GlobalSteering,

@@ -14,7 +14,7 @@ from midstream.schemas.base.faults import CRASH_POINTS, FOLDER, arm, crash_point
 from midstream.schemas.base.settings import SettingsError
 
 NAMED = re.compile(
-    r'"((?:api|worker|capture|segment|receipt|relay|sweep|harvest|sweeper|webhook)\.[a-z]+)"'
+    r'"((?:api|worker|capture|segment|receipt|relay|sweep|attribution|harvest|sweeper|webhook)\.[a-z]+)"'
 )
 DIE = (
     "import sys; from midstream.schemas.base.faults import arm, crash_point; "

@@ -100,6 +100,8 @@ def test_golden_frames_decode(kind: frames.Kind) -> None:
     assert frame == frames.Frame(kind, "0123456789abcdef" * 2, 7, b"payload")
 
 
+#: Name of a union → its members.
+UNIONS = {"FitOutcome": {"FitResult", "LensFitResult"}}
 #: Read from what this very process or a child of it wrote, or from a file of this machine.
 OF_THIS_MACHINE = {"PlaneConfig", "JobRequest", "Request", "Reply"}
 
@@ -127,7 +129,9 @@ def decoded_types() -> Iterator[tuple[str, str]]:
                     if isinstance(one, ast.Name) and one.id[0].isupper()
                 }
                 yield from (
-                    (f"{path.relative_to(ROOT)}:{node.lineno}", name) for name in names - {"Any"}
+                    (f"{path.relative_to(ROOT)}:{node.lineno}", member)
+                    for name in names - {"Any"}
+                    for member in UNIONS.get(name, {name})
                 )
 
 

@@ -12,6 +12,7 @@ REASONS = (
     "it needs Docker",
     "it needs a GPU",
     "it needs a bucket",
+    "it needs a gradient worker",
     "it needs several machines",
     "it needs a cluster",
     "it takes minutes",

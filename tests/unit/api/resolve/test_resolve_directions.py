@@ -15,7 +15,6 @@ from midstream.api.resolve.edits.features import Named
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
-from midstream.api.resolve.readings.jacobian_lenses import resolve_jacobian
 from midstream.api.resolve.readings.lens import check_shape
 from midstream.kernels import reference
 from midstream.kernels.plan import SitePlan, does_of
@@ -31,7 +30,7 @@ from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import SteeringSpec
-from midstream.storage.formats.jacobian_files import Matrix, write
+from midstream.storage.formats.jacobian_files import Matrix, lens_of, write
 
 WIDTH, VOCABULARY, LAYERS = 12, 30, [0, 1, 2]
 MODEL = ModelInfo(
@@ -62,7 +61,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def lens_in(root: Path) -> JacobianLens:
     request = JacobianLensRequest(name="mine", path="mine")
-    return resolve_jacobian(request, MODEL, str(root))
+    return lens_of(request, MODEL, str(root))
 
 
 def named(root: Path, *specs: SteeringSpec) -> Named:

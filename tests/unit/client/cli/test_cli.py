@@ -617,10 +617,12 @@ def test_hooks_and_layers_are_the_only_names_of_sites() -> None:
     assert found == {
         *(
             (f"midstream {command}", option)
-            for command in ("submit", "sweep", "capture export", "harvest run")
+            for command in ("submit", "sweep", "attribute", "capture export", "harvest run")
             for option in ("--hooks", "--layers")
         ),
         ("midstream attention", "--layers"),
+        ("midstream jacobian fit", "--layers"),
+        *(("midstream modules fit", option) for option in ("--hook", "--layers")),  # one hook
         *(("midstream lens", option) for option in ("--hooks", "--layers")),
         *(
             (f"midstream probe {verb}", option)

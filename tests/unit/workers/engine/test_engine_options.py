@@ -201,7 +201,9 @@ def test_settings_of_the_engine_are_checked_before_it_starts(
 
 
 def test_an_engine_that_no_package_offers_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"engine='fak': unknown engine; valid: vllm, fake"):
+    with pytest.raises(
+        SettingsError, match=r"engine='fak': unknown engine; valid: vllm, gradients, fake"
+    ):
         check_options(Settings(engine="fak"))
 
 

@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.decomposition import PCA
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
 
 from midstream.kernels.plan import lowrank
 from midstream.schemas.base.errors import MidstreamError
@@ -79,7 +76,12 @@ def test_pca_equals_scikit_learn_with_the_sign_of_most_pairs() -> None:
     positive, negative = rows(1), rows(2)
     found = learn.pca(positive, negative)
     differences = (positive - negative).numpy()
-    reference = PCA(n_components=1).fit(differences).components_[0]
+    reference = (
+        pytest.importorskip("sklearn.decomposition")
+        .PCA(n_components=1)
+        .fit(differences)
+        .components_[0]
+    )
     shares = differences @ reference
     reference = -reference if (shares < 0).mean() > (shares > 0).mean() else reference
     np.testing.assert_allclose(found.numpy(), reference, atol=1e-12)
@@ -99,8 +101,10 @@ def test_logistic_equals_scikit_learn_on_standardised_rows() -> None:
     positive, negative = rows(1) + 0.3, rows(2)
     every = torch.cat([positive, negative]).numpy()
     scale = every.std(0)
-    model = LogisticRegression(C=1.0, tol=1e-10, max_iter=10_000).fit(
-        (every - every.mean(0)) / scale, [1] * 24 + [0] * 24
+    model = (
+        pytest.importorskip("sklearn.linear_model")
+        .LogisticRegression(C=1.0, tol=1e-10, max_iter=10_000)
+        .fit((every - every.mean(0)) / scale, [1] * 24 + [0] * 24)
     )
     found = learn.logistic(positive, negative).numpy()
     np.testing.assert_allclose(found, model.coef_[0] / scale, rtol=1e-5, atol=1e-7)
@@ -129,7 +133,9 @@ def test_equal_rows_are_refused() -> None:
 def test_auroc_equals_scikit_learn_with_ties() -> None:
     positive = torch.tensor([1.0, 2.0, 2.0, 5.0], dtype=torch.float64)
     negative = torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64)
-    expected = roc_auc_score([1] * 4 + [0] * 3, [*positive.tolist(), *negative.tolist()])
+    expected = pytest.importorskip("sklearn.metrics").roc_auc_score(
+        [1] * 4 + [0] * 3, [*positive.tolist(), *negative.tolist()]
+    )
     assert learn.auroc(positive, negative) == pytest.approx(expected)
 
 
