@@ -167,6 +167,16 @@ async def sweeps(client: AsyncClient) -> None:
         assert isinstance(each[-1], SweepSummary)
 
 
+async def gradients(client: AsyncClient) -> None:
+    """The calls of jobs for a gradient worker, of which there is none here."""
+    texts = [f"text {number}" for number in range(8)]
+    lens = {"model": "fake", "name": "j", "prompts": texts}
+    module = {"model": "fake", "name": "m", "method": "difference_of_means", "layers": [0]}
+    await refused(client.attribute(**SWEEP), "invalid_request")
+    await refused(client.fit_module(**module, positive=texts, negative=texts), "invalid_request")
+    await refused(client.fit_lens(**lens), "invalid_request")
+
+
 async def runs(client: AsyncClient) -> None:
     await client.run(prompts=["hello"], capture={**CAPTURE, "run": "clean"}, progress=False)
     assert [run.name for run in (await client.source_runs.list()).runs] == [
@@ -225,8 +235,10 @@ def test_every_call_of_the_awaiting_client_works(up: Up, tmp_path: Path) -> None
             await jobs(client)
             await captures(client, tmp_path)
             await steering(client, tmp_path)
-            for group in (probes, registries, readings, sweeps, runs, keys, webhooks, harvests):
+            for group in (probes, registries, readings, sweeps, gradients, runs, keys):
                 await group(client)
+            await webhooks(client)
+            await harvests(client)
 
     asyncio.run(all_of_them())
     public = {

@@ -91,6 +91,9 @@ class Harness:
     async def _tell(self) -> None:
         """Nobody has to know whether the worker serves."""
 
+    async def _published(self) -> bool:
+        return True
+
     async def _abort(self, job_id: str, attempt: int) -> None:
         self.aborted.append((job_id, attempt))
 
@@ -273,7 +276,9 @@ def test_a_late_lost_notice_does_not_stop_the_next_attempt(redis_url: str, tmp_p
     async def scenario(at: Harness) -> None:
         job_id = await at.submit()
         tasks = [await at.running(job_id)]
-        heartbeat = Heartbeat(at.settings, at.runs, lambda: worker_info("w1", "boot"), at._tell)
+        heartbeat = Heartbeat(
+            at.settings, at.runs, lambda: worker_info("w1", "boot"), at._tell, at._published
+        )
         renew = heartbeat._ledger.renew
 
         async def late(worker: str, boot: str, held: Mapping[str, int]) -> Renewal:
