@@ -72,7 +72,7 @@ FIGURES: dict[str, dict[str, Figure]] = {
     "smoke": {
         "cases": Figure("random sites of every family compared with the reference", digits=0),
         "rows": Figure("rows of one engine with graphs compared with eager steps'", digits=0),
-        "row_error": _limit("largest error of those rows, of a row's length", "row_error", 0.06),
+        "row_error": _limit("largest error of those rows, of a row's length", "row_error", 0.03),
         "effect": Figure(
             "least change of a row by steering, of its length",
             "",
@@ -81,7 +81,7 @@ FIGURES: dict[str, dict[str, Figure]] = {
             3,
         ),
         "before_edit": _limit(
-            "change of the row before it is steered, of its length", "before_edit", 0.06
+            "change of the row before it is steered, of its length", "before_edit", 0.03
         ),
         "patched_wrong": Figure(
             "patched rows with other bits than the source's",
