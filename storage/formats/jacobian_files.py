@@ -91,6 +91,12 @@ def write(
         out.flush()
         os.fsync(out.fileno())
     draft.replace(folder / FILE)
+    for directory in (folder, folder.parent, folder.parent.parent):  # which may be new, too
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def check_on(folder: Path, num_layers: int, hidden_size: int) -> Content:

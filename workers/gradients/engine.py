@@ -326,7 +326,8 @@ class TransformersEngine:
                 failed = {"status": "error", "kind": error.kind, "message": error.detail}
                 self._writer.submit(WriteJob(send([asked], **failed)))
             raise
-        self._writer.submit(WriteJob(send([asked, msgspec.msgpack.encode(found.values)])))
+        computed = msgspec.msgpack.encode(msgspec.structs.replace(found, forwards=0.0))
+        self._writer.submit(WriteJob(send([asked, computed])))
         return found
 
     def _pace_of(self, points: Points, ask: EstimateRequest) -> float:
@@ -357,7 +358,9 @@ class TransformersEngine:
 
         def work(points: Points, check: Check) -> list[captured.Rows]:
             sites = captured.sites_of(ask)
-            estimates.at_once(self._footprint, len(ask.token_ids), sites, free_on(points))
+            kept = max(len(each.gradient.positions) for each in ask.captures if each.gradient)
+            tokens, free = len(ask.token_ids), free_on(points)
+            estimates.at_once(self._footprint, tokens, sites, free, kept=max(1, kept))
             return captured.rows_of(points, ask, tensors, self._load_sae, check)
 
         rows = await self.run(work)

@@ -7,6 +7,7 @@ import torch
 
 from ...schemas.artifacts.saes import StoredSae
 from ...schemas.base.tensors import to_numpy
+from ...schemas.jobs.sweep_units import nodes_of
 from ...schemas.jobs.sweeps import StoredSweep
 from ...schemas.prompts.selectors import Hook
 from ...schemas.requests.attributions import Edge, EdgeEnd, Estimate, FeatureScore
@@ -23,21 +24,30 @@ from .points import Points, Site
 MOST_AT_ONCE = 8
 
 
-def at_once(footprint: Footprint, tokens: int, sites: list[Site], free: int) -> int:
-    """Return how many prompts one pass may hold in `free` bytes, at most `MOST_AT_ONCE`.
+def at_once(
+    footprint: Footprint,
+    tokens: int,
+    sites: list[Site],
+    free: int,
+    *,
+    least: int = 1,
+    most: int = MOST_AT_ONCE,
+    kept: int = 1,
+) -> int:
+    """Return how many prompts one pass may hold in `free` bytes, from `least` to `most`.
 
-    Raises MidstreamError("gradients_refused") with the figures if one does not fit.
+    `kept`: positions of each whose logits are computed. Raises MidstreamError("gradients_refused") with the figures if one does not fit.
     """
 
     def needed(batch: int) -> int:
-        memory = footprint.memory(tokens, batch, sites)
+        memory = footprint.memory(tokens, batch, sites, kept)
         return memory.total - memory.parameters  # which are there already
 
-    for batch in range(MOST_AT_ONCE, 0, -1):
+    for batch in range(max(least, most), least - 1, -1):
         if needed(batch) <= free:
             return batch
     raise refused(
-        f"gradients of {len(sites)} sites at {tokens} tokens need about {needed(1) / GIB:.2f} GiB, "
+        f"gradients of {len(sites)} sites at {tokens} tokens need about {needed(least) / GIB:.2f} GiB, "
         f"and {free / GIB:.2f} GiB are free: use a shorter prompt, or fewer hooks or layers"
     )
 
@@ -63,7 +73,9 @@ def estimate(
         sites = [(hook, layer) for hook in edges_of for layer in range(points.num_layers)]
     else:
         sites = [(hook, layer) for hook in sweep.hooks for layer in sweep.layers]
-    batch = at_once(footprint, sweep.pairs[ask.pair].longest, sites, free)
+    pair, nodes = sweep.pairs[ask.pair], len(nodes_of(sweep.pairs[ask.pair]))
+    # a node is a continuation of the prompt, or a shorter piece of one; all run in one pass
+    batch = at_once(footprint, pair.longest, sites, free, least=min(nodes, 2), kept=nodes + 1)
     if stored.sae is not None:
         return _features(points, sweep, ask.pair, sites[0], load_sae(stored.sae), stored.keep)
     if stored.method == "edges":
