@@ -36,7 +36,8 @@ def at_once(
 ) -> int:
     """Return how many prompts one pass may hold in `free` bytes, from `least` to `most`.
 
-    `kept`: positions of each whose logits are computed. Raises MidstreamError("gradients_refused") with the figures if one does not fit.
+    `kept`: positions of each whose logits are computed. Raises
+    MidstreamError("gradients_refused") with the figures if `least` do not fit.
     """
 
     def needed(batch: int) -> int:
@@ -47,8 +48,8 @@ def at_once(
         if needed(batch) <= free:
             return batch
     raise refused(
-        f"gradients of {len(sites)} sites at {tokens} tokens need about {needed(least) / GIB:.2f} GiB, "
-        f"and {free / GIB:.2f} GiB are free: use a shorter prompt, or fewer hooks or layers"
+        f"gradients of {len(sites)} sites at {tokens} tokens need about "
+        f"{needed(least) / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free: use a shorter prompt, or fewer hooks or layers"
     )
 
 
