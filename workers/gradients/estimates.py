@@ -49,7 +49,8 @@ def at_once(
             return batch
     raise refused(
         f"gradients of {len(sites)} sites at {tokens} tokens need about "
-        f"{needed(least) / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free: use a shorter prompt, or fewer hooks or layers"
+        f"{needed(least) / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free: use a shorter prompt, "
+        "or fewer hooks or layers"
     )
 
 

@@ -17,6 +17,9 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.fits import FitTokens, StoredModuleFit
 from ...schemas.prompts.selectors import select
 from ...schemas.requests.trainings import BY_GRADIENT, FitEffect, FitPoint, FitSite
+from .estimates import at_once
+from .loading import free_on
+from .memory import Footprint
 from .points import Edit, Points, Run, Site
 
 #: scikit-learn's C, as in `client.probes`.
@@ -178,9 +181,21 @@ def fit(
     """Learn a module, and measure its effect on the held-out examples.
 
     `report` is called with the losses during a training; `check` before each forward pass, and what
-    it raises ends the fit. Raises MidstreamError if the examples do not determine a module.
+    it raises ends the fit. Raises MidstreamError if the examples do not determine a module, or if
+    the longest of them does not fit into free memory.
     """
-    run = _Fit(points, wanted, check)
+    texts = (*wanted.positive, *wanted.negative, *wanted.examples)
+    longest = max(len(text.token_ids) for text in texts)
+    sites: list[Site] = [(wanted.hook, layer) for layer in wanted.layers]
+    together = at_once(
+        Footprint(points),
+        longest,
+        sites,
+        free_on(points),
+        most=max(1, PASS_TOKENS // longest),
+        kept=longest if wanted.examples else 1,
+    )
+    run = _Fit(points, wanted, check, together * longest)
     return run.train(report) if wanted.request.method in BY_GRADIENT else run.direction()
 
 
@@ -189,6 +204,7 @@ class _Fit:
     points: Points
     wanted: StoredModuleFit
     check: Callable[[], None]
+    pass_tokens: int = PASS_TOKENS
 
     def direction(self) -> Fitted:
         wanted, method = self.wanted, DIRECTIONS[self.wanted.request.method]
@@ -272,7 +288,7 @@ class _Fit:
     def _read(self, examples: Sequence[FitTokens]) -> dict[int, Tensor]:
         """Return layer → float32 `[examples, width]`, the mean over each example's positions."""
         means: dict[int, list[Tensor]] = {layer: [] for layer in self.wanted.layers}
-        for chunk in _passes(examples):
+        for chunk in _passes(examples, self.pass_tokens):
             places = self._places(chunk)
             run = self._run(chunk, self._sites())
             for site in self._sites():
@@ -291,7 +307,7 @@ class _Fit:
         """
         targets = sum(len(example.token_ids) - example.prompt_tokens for example in examples)
         total = 0.0
-        for chunk in _passes(examples):
+        for chunk in _passes(examples, self.pass_tokens):
             edits = {layer: tensors_of(edit) for layer, edit in parameters.items()}
             loss = -self._log_probabilities(chunk, edits, grad=backward).sum() / targets
             if not torch.isfinite(loss):
@@ -312,7 +328,7 @@ class _Fit:
         """Return the effect of edits on the targets. `doses`: gets the relative size of each edited
         row's change, by layer.
         """
-        chunks = _passes(examples)
+        chunks = _passes(examples, self.pass_tokens)
         before = torch.cat([self._log_probabilities(chunk, {}) for chunk in chunks]).double()
         after = torch.cat([self._log_probabilities(chunk, edits, doses) for chunk in chunks])
         gain = after.double() - before
@@ -393,13 +409,13 @@ def _batches(examples: int, size: int, generator: torch.Generator) -> Iterator[l
         yield from (order[start : start + size] for start in range(0, examples, size))
 
 
-def _passes(examples: Sequence[FitTokens]) -> list[list[FitTokens]]:
-    """Cut examples into forward passes of at most `PASS_TOKENS`, in their order."""
+def _passes(examples: Sequence[FitTokens], most: int) -> list[list[FitTokens]]:
+    """Cut examples into forward passes of at most `most` tokens with padding, in their order."""
     passes: list[list[FitTokens]] = []
     longest = 0
     for example in examples:
         longest = max(longest, len(example.token_ids))
-        if not passes or longest * (len(passes[-1]) + 1) > PASS_TOKENS:
+        if not passes or longest * (len(passes[-1]) + 1) > most:
             passes.append([])
             longest = len(example.token_ids)
         passes[-1].append(example)

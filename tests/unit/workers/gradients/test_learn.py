@@ -305,13 +305,23 @@ def test_passes_are_bounded_and_change_nothing(
     wanted = stored("vector", layers=[1], examples=targets(12, 33), steps=4)
     whole = learn.fit(points, wanted)
     monkeypatch.setattr(learn, "PASS_TOKENS", 16)
-    passes = learn._passes(wanted.examples)
+    passes = learn._passes(wanted.examples, 16)
     assert all(len(p) * max(len(example.token_ids) for example in p) <= 16 for p in passes)
     assert [example for p in passes for example in p] == wanted.examples
     cut = learn.fit(points, wanted)
     torch.testing.assert_close(
         whole.tensors[1]["vector"], cut.tensors[1]["vector"], rtol=1e-3, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("method", ["vector", "difference_of_means"])
+def test_fit_that_does_not_fit_into_memory_is_refused_with_figures(
+    points: Points, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    wanted = stored(method, layers=[1], examples=targets(12, 33))
+    monkeypatch.setattr(learn, "free_on", lambda points: 1 << 20)
+    with pytest.raises(MidstreamError, match=r"need about 0\.\d+ GiB, and 0\.00 GiB are free"):
+        learn.fit(points, wanted)
 
 
 def test_gradient_ignores_the_padding_of_shorter_examples(points: Points) -> None:
