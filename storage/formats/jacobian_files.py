@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -170,10 +170,10 @@ def directions(
 
 
 def _rows(file: TensorFile, shape: list[int] | None) -> Iterator[np.ndarray]:
-    for start in range(0, shape[0] if shape else 0, _ROWS):
-        yield np.stack(
-            [file.read(UNEMBEDDING, row) for row in range(start, min(start + _ROWS, shape[0]))]  # type: ignore[index]
-        )
+    count = shape[0] if shape else 0
+    for start in range(0, count, _ROWS):
+        rows = range(start, min(start + _ROWS, count))
+        yield np.stack([file.read(UNEMBEDDING, row) for row in rows])
 
 
 def _check_finite(name: str, values: np.ndarray) -> None:
@@ -193,11 +193,11 @@ def output_matrix(checkpoint: Path) -> Matrix:
         files = [checkpoint / file for file in dict.fromkeys(names.values())]
     else:
         files = sorted(checkpoint.glob("*.safetensors"))
-    found: dict[str, tuple[Path, TensorPlace]] = {}
+    places: dict[str, tuple[Path, TensorPlace]] = {}
     for path in files:
         with path.open("rb") as file:
 
-            def bytes_at(start: int, count: int, file=file) -> bytes:  # type: ignore[no-untyped-def]
+            def bytes_at(start: int, count: int, file: BinaryIO = file) -> bytes:
                 file.seek(start)
                 return bytes(file.read(count))
 
@@ -205,9 +205,9 @@ def output_matrix(checkpoint: Path) -> Matrix:
                 _, tensors, _ = read_tensors(bytes_at, path.stat().st_size, _ITEM_BYTES)
             except DamagedBlob as error:
                 raise ValueError(f"{path.name}: {error}") from error
-            found |= {name: (path, place) for name, place in tensors.items()}
+            places |= {name: (path, place) for name, place in tensors.items()}
     for ends in (_HEADS, _EMBEDDINGS):
-        for name, (path, place) in found.items():
+        for name, (path, place) in places.items():
             if name.endswith(ends) and place.dtype in DTYPE_OF_FILE and len(place.shape) == 2:
                 dtype = DTYPE_OF_FILE[place.dtype]
                 raw = np.fromfile(

@@ -108,13 +108,13 @@ class _AttributionAttempt:
         """Wait for the receipt of an estimate; empty if it does not arrive in time."""
         job, since = self._job.id, time.monotonic()
         while True:
-            found = await patiently(
+            receipts = await patiently(
                 lambda: self._sweeps.receipts(job, [request], self._engine.world),
                 f"receipts of {job}",
             )
             self._attempt.check()
-            if found:
-                return found[request]
+            if receipts:
+                return receipts[request]
             if time.monotonic() - since > self._patience_s and await patiently(
                 lambda: relay_alive_for(self._ledger, self._patience_s), f"receipts of {job}"
             ):

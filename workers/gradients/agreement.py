@@ -199,12 +199,12 @@ def compared(points: Points, served: Prompt, dtype: str) -> list[Difference]:
     for the first that is beyond its tolerance.
     """
     hooks = list(dict.fromkeys(hook for hook, _ in served.rows))
-    found = differences(Traces(points, hooks), [served], None, dtype)
-    worst = max(found, key=lambda item: item.share)
-    logger.info("rows of %d sites compared with the vLLM worker's; worst: %s", len(found), worst)
+    figures = differences(Traces(points, hooks), [served], None, dtype)
+    worst = max(figures, key=lambda item: item.share)
+    logger.info("rows of %d sites compared with the vLLM worker's; worst: %s", len(figures), worst)
     if not worst.ok:
         raise MidstreamError(
             "gradients_refused",
             f"the vLLM worker's and the gradient worker's rows differ: {worst}",
         )
-    return found
+    return figures

@@ -114,10 +114,10 @@ class Pair:
         run, metric = self._run(self.stored.base, sites, grad=grad), self.metric
         clean, source = run.logits.detach(), None
         if self.sweep.ablation is None:
-            found = self._run(self.stored.source, sites, grad=False)
-            source = found.logits
+            other = self._run(self.stored.source, sites, grad=False)
+            source = other.logits
             self._source = {
-                site: rows_at(found.rows(site)[0], self.columns.source) for site in sites
+                site: rows_at(other.rows(site)[0], self.columns.source) for site in sites
             }
             clean = source if self.sweep.direction == "denoise" else clean
         metric.clean = metric.next_token(clean)
@@ -263,13 +263,13 @@ def _corrected(
     cells = np.full(len(pair.columns.member), np.nan)
     for part in parts:
         cells[part.columns] = 0.0
-    for found in saturation.sensitivities(pair.points, run, gradients["z", layer], layer):
+    for heads in saturation.sensitivities(pair.points, run, gradients["z", layer], layer):
         for part in parts:
             patched, member = (
                 base + _only(differences, part.dims),
                 pair.columns.member[part.columns],
             )
-            exact = found.corrected(kind, patched, pair.columns.base, member)
+            exact = heads.corrected(kind, patched, pair.columns.base, member)
             require_finite({site: exact})
             cells[part.columns] += exact.sum(0).cpu().numpy()
     return site, cells
@@ -285,11 +285,11 @@ def _doubts(
     departs = {pair.points.num_layers: np.zeros(len(columns.base))}
     for layer in sorted({_reader(site) for site in pair.sites} - departs.keys()):
         departs[layer] = np.zeros(len(columns.base))
-        for found in saturation.sensitivities(pair.points, run, gradients["z", layer], layer):
+        for heads in saturation.sensitivities(pair.points, run, gradients["z", layer], layer):
             for kind in saturation.KINDS:
                 base, differences = pair.replaced((kind, layer), run)
-                exact = found.corrected(kind, base + differences, columns.base, alone)
-                tangent = found.linear(kind, differences, columns.base)
+                exact = heads.corrected(kind, base + differences, columns.base, alone)
+                tangent = heads.linear(kind, differences, columns.base)
                 departs[layer] += (exact - tangent).abs().sum(0).cpu().numpy()
     return {
         hook: scale
@@ -328,7 +328,7 @@ def _moved(pair: Pair, run: Run, options: Options) -> list[_Moved]:
     """Return the paths, from the last layer to the first: those that share a backward pass are
     close together.
     """
-    found: list[_Moved] = []
+    moves: list[_Moved] = []
     units = Units(pair.sweep)
     for cell in units.cells(pair.number):
         hook, layer = pair.sweep.hooks[cell.hook], pair.sweep.layers[cell.layer]
@@ -339,10 +339,10 @@ def _moved(pair: Pair, run: Run, options: Options) -> list[_Moved]:
                     part for part in pair.parts((hook, layer), run) if cell.column in part.columns
                 )
                 sites = [(hook, at) for at in layers]
-                found.append(_Moved((hook, layer), sites, cell.column, part.dims))
+                moves.append(_Moved((hook, layer), sites, cell.column, part.dims))
         elif cell.column == 0:
-            found.append(_Moved((hook, layer), [(hook, layer)], None, options.mask))
-    return sorted(found, key=lambda moved: -moved.owner[1])
+            moves.append(_Moved((hook, layer), [(hook, layer)], None, options.mask))
+    return sorted(moves, key=lambda moved: -moved.owner[1])
 
 
 def _integrated(pair: Pair, run: Run, options: Options) -> dict[Site, np.ndarray]:
@@ -355,8 +355,8 @@ def _integrated(pair: Pair, run: Run, options: Options) -> dict[Site, np.ndarray
     for start in range(0, len(tasks), size):
         options.check()
         batch = tasks[start : start + size]
-        for (moved, share), found in zip(batch, _slopes(pair, run, batch), strict=True):
-            slopes = {site: slope + slopes.get(site, 0.0) for site, slope in found.items()}
+        for (moved, share), gradients in zip(batch, _slopes(pair, run, batch), strict=True):
+            slopes = {site: slope + slopes.get(site, 0.0) for site, slope in gradients.items()}
             if share != shares[-1]:
                 continue
             for site, slope in slopes.items():

@@ -155,13 +155,13 @@ class _Edges:
         return moved, moved.gradients(pair.metric.value(moved.logits))
 
     def _inputs(
-        self, found: tuple[Run, dict[Site, torch.Tensor]]
+        self, pass_of_step: tuple[Run, dict[Site, torch.Tensor]]
     ) -> Iterator[tuple[list[Node], torch.Tensor, slice]]:
         """Yield receivers with the same senders, ∂m/∂(input of each), float32 `[receivers, places,
         hidden_size]`, and which places these are.
         """
         points, base = self.points, self.pair.columns.base
-        run, gradients = found
+        run, gradients = pass_of_step
         heads = points.heads("q") + 2 * points.heads("k")
         step = max(1, CHUNK_BYTES // (4 * points.hidden_size * heads))
         for start in range(0, len(base), step):

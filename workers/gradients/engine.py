@@ -308,27 +308,27 @@ class TransformersEngine:
             try:
                 pace = self._pace_of(points, ask)
                 began = time.perf_counter()
-                found = estimates.estimate(
+                estimate = estimates.estimate(
                     points, self._footprint, ask, free_on(points), self._load_sae, check
                 )
             except (MidstreamError, UnsupportedArchitectureError) as error:
                 why = error.detail if isinstance(error, MidstreamError) else str(error)
                 raise MidstreamError("intervention_failed", why) from error
             forwards = (time.perf_counter() - began) / pace
-            return msgspec.structs.replace(found, forwards=round(forwards, 2))
+            return msgspec.structs.replace(estimate, forwards=round(forwards, 2))
 
         asked = msgspec.msgpack.encode((ask.sweep, ask.pair, ask.mask))
         send = partial(self._receipt, ask.job, ask.request, ask.attempt, trace=ask.trace)
         try:
-            found = await self.run(work)
+            estimate = await self.run(work)
         except MidstreamError as error:
             if error.kind == "intervention_failed":
                 failed = {"status": "error", "kind": error.kind, "message": error.detail}
                 self._writer.submit(WriteJob(send([asked], **failed)))
             raise
-        computed = msgspec.msgpack.encode(msgspec.structs.replace(found, forwards=0.0))
+        computed = msgspec.msgpack.encode(msgspec.structs.replace(estimate, forwards=0.0))
         self._writer.submit(WriteJob(send([asked, computed])))
-        return found
+        return estimate
 
     def _pace_of(self, points: Points, ask: EstimateRequest) -> float:
         """Return the seconds of a forward pass of the pair's two prompts; measured once a job."""

@@ -91,16 +91,16 @@ def estimate(
         mask=None if ask.mask is None else torch.tensor(to_numpy(ask.mask)).bool(),
         check=check,
     )
-    found = estimate_pair(points, sweep, ask.pair, options)
-    values = np.concatenate([found.values()[hook].ravel() for hook in sweep.hooks])
+    outcome = estimate_pair(points, sweep, ask.pair, options)
+    values = np.concatenate([outcome.values()[hook].ravel() for hook in sweep.hooks])
     doubtful: list[int] = []
-    if found.doubts:
-        doubts = np.concatenate([found.doubts[hook].ravel() for hook in sweep.hooks])
+    if outcome.doubts:
+        doubts = np.concatenate([outcome.doubts[hook].ravel() for hook in sweep.hooks])
         order = np.argsort(-np.nan_to_num(doubts), kind="stable")[: stored.most]
         doubtful = [int(place) for place in order if doubts[place] > 0]
     return Estimate(
-        base=found.base.value,
-        source=None if found.source is None else found.source.value,
+        base=outcome.base.value,
+        source=None if outcome.source is None else outcome.source.value,
         values=[float(value) if np.isfinite(value) else None for value in values],
         doubtful=doubtful,
     )
@@ -114,17 +114,17 @@ def _edges(
     keep: int,
     check: Callable[[], None],
 ) -> Estimate:
-    found = edge_scores(points, sweep, pair, steps, check)
+    outcome = edge_scores(points, sweep, pair, steps, check)
     return Estimate(
-        base=found.base.value,
-        source=None if found.source is None else found.source.value,
+        base=outcome.base.value,
+        source=None if outcome.source is None else outcome.source.value,
         edges=[
             Edge(
                 sender=EdgeEnd(**sender._asdict()),
                 receiver=EdgeEnd(**receiver._asdict()),
                 score=score,
             )
-            for sender, receiver, score in found.top(keep)
+            for sender, receiver, score in outcome.top(keep)
         ],
     )
 
@@ -132,14 +132,14 @@ def _edges(
 def _features(
     points: Points, sweep: StoredSweep, pair: int, site: Site, sae: Autoencoder, keep: int
 ) -> Estimate:
-    found = feature_effects(points, sweep, pair, site, sae, keep)
+    outcome = feature_effects(points, sweep, pair, site, sae, keep)
     scores = []
     for column, stored in enumerate(sweep.pairs[pair].columns):
         if stored.places:
-            parts = [*zip(found.indices[column], found.effects[column], strict=True)]
+            parts = [*zip(outcome.indices[column], outcome.effects[column], strict=True)]
             scores += [
                 FeatureScore(column=column, feature=int(feature), score=float(effect))
-                for feature, effect in (*parts, (-1, found.error[column]))
+                for feature, effect in (*parts, (-1, outcome.error[column]))
             ]
     scores.sort(key=lambda score: -abs(score.score))
-    return Estimate(base=found.base, source=found.source, features=scores[:keep])
+    return Estimate(base=outcome.base, source=outcome.source, features=scores[:keep])

@@ -25,7 +25,7 @@ def refused(why: str) -> MidstreamError:
 
 
 class Device(NamedTuple):
-    """Where the model goes, as transformers' `device_map`; and the bytes that are free there."""
+    """The model's place, as transformers' `device_map`, and the bytes that are free there."""
 
     place: str
     free: int

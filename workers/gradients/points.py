@@ -83,10 +83,10 @@ class Run:
         """Return site → d scalar / d rows, `[batch, tokens, width]` in the model's dtype; frees the
         graph.
         """
-        found = torch.autograd.grad(scalar, list(self.raw.values()), allow_unused=True)
+        gradients = torch.autograd.grad(scalar, list(self.raw.values()), allow_unused=True)
         return {
             site: self.views[site](torch.zeros_like(raw) if gradient is None else gradient)
-            for (site, raw), gradient in zip(self.raw.items(), found, strict=True)
+            for (site, raw), gradient in zip(self.raw.items(), gradients, strict=True)
         }
 
 

@@ -97,9 +97,9 @@ def sensitivities(
     """
     heads, attended = points.heads("q"), run.attended[layer]
     for number in range(len(gradients)):
-        found = (*(run.rows((hook, layer)) for hook in ("q", "k", "v")), gradients)
+        tensors = (*(run.rows((hook, layer)) for hook in ("q", "k", "v")), gradients)
         split = (
-            rows[number].double().view(1, rows.shape[1], -1, points.head_size) for rows in found
+            rows[number].double().view(1, rows.shape[1], -1, points.head_size) for rows in tensors
         )
         q, k, v, slope = (repeated(rows.transpose(1, 2), heads) for rows in split)
         seen = attended._replace(mask=attended.mask[number : number + 1].double())

@@ -25,7 +25,7 @@ class NonFiniteGradient(MidstreamError):
 
 
 class Continuation(NamedTuple):
-    """Where the tokens of an answer or a foil are graded."""
+    """The places at which the tokens of an answer or a foil are graded."""
 
     sequence: int
     tokens: list[int]
@@ -53,8 +53,10 @@ class PairMetric:
         if not tokens:
             return None
         prefix = tokens[:-1]
-        found = next(n for n, suffix in enumerate(self.suffixes) if suffix[: len(prefix)] == prefix)
-        return Continuation(found, tokens)
+        sequence = next(
+            n for n, suffix in enumerate(self.suffixes) if suffix[: len(prefix)] == prefix
+        )
+        return Continuation(sequence, tokens)
 
     def sequences(self, prompt: Sequence[int]) -> list[list[int]]:
         """Return the token ids to run, one list for each suffix."""

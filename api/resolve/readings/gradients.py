@@ -25,7 +25,7 @@ from .saes import named_sae
 class GradientsOf(CaptureSpec, kw_only=True):
     """A capture of gradients whose probe or autoencoder, if it names one, is looked up."""
 
-    found: Probe | Sae | None
+    artifact: Probe | Sae | None
     absent: dict[str, str]  # hook point without gradients → the reason
 
 
@@ -50,24 +50,24 @@ async def with_artifact(
     if scalar is None:
         raise invalid(at, "is required with of = 'gradient'", allowed=", ".join(SCALAR_FIELDS))
     _check_fields(scalar, at)
-    found: Probe | Sae | None = None
+    artifact: Probe | Sae | None = None
     if scalar.probe is not None:
-        found = await Probes(ledger).known(
+        artifact = await Probes(ledger).known(
             model.name, scalar.probe, f"{at}.probe", "invalid_request"
         )
-        if (why := misfit(found, model)) is not None:
+        if (why := misfit(artifact, model)) is not None:
             raise invalid(f"{at}.probe", f"{scalar.probe!r} {why}", hint="register it again")
-        if (scalar.label or 0) >= len(found.content.labels):
-            labels = f"0 to {len(found.content.labels) - 1}"
+        if (scalar.label or 0) >= len(artifact.content.labels):
+            labels = f"0 to {len(artifact.content.labels) - 1}"
             raise invalid(f"{at}.label", f"{scalar.label} does not exist", allowed=labels)
     if scalar.sae is not None:
-        found = await named_sae(scalar.sae, f"{at}.sae", model, ledger)
-        if (scalar.feature or 0) >= found.form.d_sae:
-            features = f"0 to {found.form.d_sae - 1}"
+        artifact = await named_sae(scalar.sae, f"{at}.sae", model, ledger)
+        if (scalar.feature or 0) >= artifact.form.d_sae:
+            features = f"0 to {artifact.form.d_sae - 1}"
             raise invalid(f"{at}.feature", f"{scalar.feature} does not exist", allowed=features)
-    digest = "" if found is None else found.digest
+    digest = "" if artifact is None else artifact.digest
     fields = msgspec.structs.asdict(spec)
-    return GradientsOf(**fields, found=found, absent=facts.absent), digest
+    return GradientsOf(**fields, artifact=artifact, absent=facts.absent), digest
 
 
 def _check_fields(scalar: ScalarSpec, at: str) -> None:
@@ -128,7 +128,7 @@ def _in_prompt(chosen: PositionSelector, index: int, bounds: Bounds, at: str) ->
 
 def _scalars(spec: GradientsOf, bounds: Bounds, at: str) -> list[StoredScalar]:
     """Return the scalar of each prompt."""
-    scalar, found = spec.scalar, spec.found
+    scalar, artifact = spec.scalar, spec.artifact
     assert scalar is not None
     positions: Sequence[list[int]] = [[] for _ in bounds.prompts]
     if scalar.kind != "logit":
@@ -150,9 +150,9 @@ def _scalars(spec: GradientsOf, bounds: Bounds, at: str) -> list[StoredScalar]:
         "kind": scalar.kind,
         "token": scalar.token or 0,
         "foil": scalar.foil,
-        "probe": found.stored("none") if isinstance(found, Probe) else None,
+        "probe": artifact.stored("none") if isinstance(artifact, Probe) else None,
         "label": scalar.label or 0,
-        "sae": found.stored() if isinstance(found, Sae) else None,
+        "sae": artifact.stored() if isinstance(artifact, Sae) else None,
         "feature": scalar.feature or 0,
     }
     return [StoredScalar(positions=chosen, **fields) for chosen in positions]

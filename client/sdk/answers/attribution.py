@@ -37,11 +37,11 @@ def estimated(result: AttributionResult) -> SweepResult:
     pairs = [
         msgspec.structs.replace(
             pair,
-            grids=found.estimates,
-            base=_baseline(found.base),
-            source=_baseline(found.source),
+            grids=estimates.estimates,
+            base=_baseline(estimates.base),
+            source=_baseline(estimates.source),
         )
-        for pair, found in zip(result.pairs, result.estimated, strict=True)
+        for pair, estimates in zip(result.pairs, result.estimated, strict=True)
     ]
     fields = {name: getattr(result, name) for name in SweepResult.__struct_fields__}
     return SweepResult(**fields | {"pairs": pairs, "mean": {}, "spread": {}})
@@ -143,14 +143,14 @@ class Attribution(Plotted):
     def features(self) -> list[Score]:
         """The features of a sparse autoencoder and its error, strongest first."""
         return _strongest(
-            Score(number, self._feature_name(number, found), found.score, found)
+            Score(number, self._feature_name(number, feature), feature.score, feature)
             for number, item in self._pairs
-            for found in item.features
+            for feature in item.features
         )
 
-    def _feature_name(self, pair: int, found: FeatureScore) -> str:
-        name = "error" if found.feature < 0 else f"feature {found.feature}"
-        return f"{name} at {grid_of(self.result, pair).names[found.column]}"
+    def _feature_name(self, pair: int, feature: FeatureScore) -> str:
+        name = "error" if feature.feature < 0 else f"feature {feature.feature}"
+        return f"{name} at {grid_of(self.result, pair).names[feature.column]}"
 
     @property
     def spearman(self) -> float | None:
@@ -244,7 +244,7 @@ def difference(cell: CheckedCell) -> float | None:
 def marks(attribution: Attribution) -> dict[str, Sequence[tuple[int, int]]]:
     """Return hook → (index of the layer, column) of the cells that disagree, in any pair."""
     layers = attribution.result.layers
-    found: dict[str, list[tuple[int, int]]] = {}
+    places: dict[str, list[tuple[int, int]]] = {}
     for cell in attribution.off:
-        found.setdefault(cell.hook, []).append((layers.index(cell.layer), cell.column))
-    return dict(found)
+        places.setdefault(cell.hook, []).append((layers.index(cell.layer), cell.column))
+    return dict(places)

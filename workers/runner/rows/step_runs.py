@@ -114,7 +114,7 @@ def _numbers(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class StepRuns:
-    """What a step recorded: run i has rows of `recordings[i]` from position `firsts[i]` on."""
+    """The recorded rows of a step: run i has rows of `recordings[i]` from `firsts[i]` on."""
 
     step: StepRows
     layout: Layout
@@ -141,9 +141,9 @@ class StepRuns:
             for runs, counts, numbers in self.layout.alike:
                 parts = self.step.rows(numbers).split(counts, dim=1)
                 for run, count, part in zip(runs, counts, parts, strict=True):
-                    found = self.recordings[run].places(self.firsts[run], count, self.step, new)
-                    places += found
-                    rows += [part] if len(found) == count == 1 else _cut(part, found)
+                    spans = self.recordings[run].places(self.firsts[run], count, self.step, new)
+                    places += spans
+                    rows += [part] if len(spans) == count == 1 else _cut(part, spans)
             if places:
                 torch._foreach_copy_(places, rows)
         except Exception as error:
