@@ -11,6 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +44,8 @@ class FakeGradients(FakeEngine):
         self.gradients = GradientInfo(
             model=self.info.name, identity=self.info.identity, dtype="float32", device="cpu"
         )
+        # One, as in the real engine: transformers cannot be imported by two threads at once.
+        self._thread = ThreadPoolExecutor(1)
 
     async def estimate(self, ask: EstimateRequest) -> Estimate:
         await asyncio.sleep(self._token_s)
@@ -74,7 +77,9 @@ class FakeGradients(FakeEngine):
                 raise RuntimeError("stopped")
 
         try:
-            return await asyncio.to_thread(lambda: work(small_model(self.info), check))
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, lambda: work(small_model(self.info), check)
+            )
         finally:
             stopped.set()
 
