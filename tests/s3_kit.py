@@ -3,9 +3,11 @@
 TEST_S3=host:port: another server, which has the user below (docs/object-storage.md says what was
 tried).
 
-moto accepts any credentials and any time, and does not compare bodies with their hashes. The proxy
-checks the signature of headers and of presigned links (with botocore's implementation), their
-expiry, the clock, and the SHA-256 of the body, and answers with S3's own codes.
+moto accepts any credentials and any time, does not compare bodies with their hashes, and may let
+another write come between the check of a condition and the write that it was for. The proxy checks
+the signature of headers and of presigned links (with botocore's implementation), their expiry, the
+clock, and the SHA-256 of the body, answers with S3's own codes, and lets one conditional request
+through at a time.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -93,6 +95,7 @@ class FaultProxy:
     def _run(self, ready: threading.Event) -> None:
         async def serve() -> None:
             self._end = asyncio.Event()
+            self._condition = asyncio.Lock()
             writers: WeakSet[asyncio.StreamWriter] = WeakSet()
             serving = set()
 
@@ -179,7 +182,10 @@ class FaultProxy:
             headers = {name: value for name, value in headers.items() if name != "if-match"}
         if kind == "ceph" and headers.get("if-match", "").startswith('"'):
             headers["if-match"] = '"another"'
-        answer = await self._forward(method, target, headers, body)
+        async with (
+            self._condition if headers.keys() & {"if-match", "if-none-match"} else nullcontext()
+        ):
+            answer = await self._forward(method, target, headers, body)
         if kind == "lost":
             writer.transport.abort()
             return
