@@ -1,14 +1,14 @@
 """Gradient rows of a prompt: from a stored scalar to a capture that the writer takes."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import msgspec
 import torch
 
 from ...schemas.artifacts.saes import StoredSae
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.scalars import StoredScalar
+from ...schemas.requests.specs import StoredCapture
 from ...schemas.requests.steering import GlobalSteering
 from ..engine.protocol import EngineRequest
 from ..engine.ranks.rank_spec import rank_spec
@@ -22,15 +22,16 @@ from .scalars import Scalar, feature_activation, gradient_rows, logit, loss, pro
 class Rows:
     """The gradient rows of one capture of a request."""
 
-    place: int  # of the capture in the request
+    capture: StoredCapture
     positions: list[int]
     dtype: str
-    rows: dict[tuple[str, int], bytes]  # (hook, layer) → `[positions, stored elements]`
-    non_finite: dict[tuple[str, int], int]  # how many rows overflow the stored dtype
+    rows: dict[tuple[str, int], bytes] = field(default_factory=dict)  # `[positions, stored size]`
+    # how many rows overflow the stored dtype
+    non_finite: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def finished(self, ask: EngineRequest, info: ModelInfo, worker: str) -> FinishedCapture:
         """Return the capture for the writer."""
-        capture, spec = ask.captures[self.place], rank_spec(ask, GlobalSteering())
+        capture, spec = self.capture, rank_spec(ask, GlobalSteering())
         assert spec is not None, "the request has captures"
         return FinishedCapture(
             spec=spec,
@@ -48,14 +49,20 @@ class Rows:
             num_layers=info.num_layers,
             identity=info.identity,
             non_finite=self.non_finite,
-            columns=None if capture.row is None else Columns(capture.row, 0, capture.row.size),
+            columns=_columns(capture),
         )
 
 
-def sites_of(ask: EngineRequest) -> list[Site]:
-    """Return the sites of all captures of a request."""
-    every = (capture.sites.items() for capture in ask.captures)
-    return list({(hook, layer) for sites in every for hook, layers in sites for layer in layers})
+def _columns(capture: StoredCapture) -> Columns | None:
+    return None if capture.row is None else Columns(capture.row, 0, capture.row.size)
+
+
+def sites_of(captures: list[StoredCapture]) -> list[Site]:
+    """Return the sites of all of these captures, each once."""
+    every = (capture.sites.items() for capture in captures)
+    return list(
+        dict.fromkeys((hook, at) for sites in every for hook, layers in sites for at in layers)
+    )
 
 
 def rows_of(
@@ -70,34 +77,29 @@ def rows_of(
 
     Raises NonFiniteGradient, UnsupportedArchitectureError, and SaeError for changed files.
     """
-    gradients: dict[bytes, dict[Site, torch.Tensor]] = {}
     tokens, result = list(ask.token_ids), []
-    for place, capture in enumerate(ask.captures):
-        stored, key = capture.gradient, msgspec.msgpack.encode(capture.gradient)
+    gradients: list[tuple[StoredScalar, dict[Site, torch.Tensor]]] = []
+    for capture in ask.captures:
+        stored = capture.gradient
         assert stored is not None, "a gradient job captures gradients only"
         check()
-        if key not in gradients:
-            same = [other.sites for other in ask.captures if other.gradient == stored]
-            sites = [(h, layer) for one in same for h, layers in one.items() for layer in layers]
+        known = next((of for scalar, of in gradients if scalar == stored), None)
+        if known is None:
+            sites = sites_of([other for other in ask.captures if other.gradient == stored])
             scalar = scalar_of(stored, tokens, tensors, load_sae)
-            gradients[key] = gradient_rows(points, tokens, scalar, sites).rows
+            known = gradient_rows(points, tokens, scalar, sites).rows
+            gradients.append((stored, known))
         positions = list(capture.select(0, len(tokens), len(tokens)))
         dtype = points.model.dtype if capture.dtype == "model" else getattr(torch, capture.dtype)
-        chosen = (
-            [slice(None)]
-            if capture.row is None
-            else Columns(capture.row, 0, capture.row.size).chosen(capture.heads)
-        )
-        rows: dict[tuple[str, int], bytes] = {}
-        overflowed: dict[tuple[str, int], int] = {}
-        for hook, layers in capture.sites.items():
-            for layer in layers:
-                whole = gradients[key][hook, layer][positions]
-                kept = torch.cat([whole[:, part] for part in chosen], 1).to(dtype).cpu()
-                rows[hook, layer] = kept.contiguous().view(torch.uint8).numpy().tobytes()
-                overflowed[hook, layer] = int((~kept.isfinite()).any(1).sum())
-        name = str(dtype).removeprefix("torch.")
-        result.append(Rows(place, positions, name, rows, overflowed))
+        columns = _columns(capture)
+        chosen = [slice(None)] if columns is None else columns.chosen(capture.heads)
+        rows = Rows(capture, positions, str(dtype).removeprefix("torch."))
+        for site in sites_of([capture]):
+            whole = known[site][positions]
+            kept = torch.cat([whole[:, part] for part in chosen], 1).to(dtype).cpu()
+            rows.rows[site] = kept.contiguous().view(torch.uint8).numpy().tobytes()
+            rows.non_finite[site] = int((~kept.isfinite()).any(1).sum())
+        result.append(rows)
     return result
 
 

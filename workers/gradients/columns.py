@@ -1,23 +1,21 @@
 """Columns of a sweep's grids: from the effect of every element of the replaced rows to cells."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ...schemas.jobs.sweep_units import Units
-from ...schemas.jobs.sweeps import SHOWN_NEURONS, StoredSweep
+from ...schemas.jobs.sweeps import StoredSweep
 from ...schemas.prompts.selectors import resolve_layers
 
 
-@dataclass(frozen=True)
-class Part:
-    """Columns whose cells write the same dimensions."""
+class Part(NamedTuple):
+    """Columns whose cells write the same dimensions of a row."""
 
     columns: list[int]
-    dims: torch.Tensor | None  # indices, or bool [width]; null: all
-    ranked: list[int]  # the first `SHOWN_NEURONS` of dimensions chosen by rank
+    dims: torch.Tensor | slice  # indices, or bool [width]
 
 
 class Columns:
@@ -29,11 +27,13 @@ class Columns:
 
     def __init__(self, sweep: StoredSweep, pair: int, mask: torch.Tensor | None = None) -> None:
         """`mask`: the dimensions that `sweep.mask` writes, bool `[width]`."""
-        self._sweep, self._columns, self._mask = sweep, sweep.pairs[pair].columns, mask
-        units = Units(sweep)
-        first = next(units.cells(pair))
+        self._sweep, self._columns = sweep, sweep.pairs[pair].columns
+        self.dims: torch.Tensor | slice = slice(None) if mask is None else mask
+        self._units = Units(sweep)
+        self._cell = next(self._units.cells(pair))
         written = [
-            units.patched(first._replace(column=number))[1] for number in range(len(self._columns))
+            self._units.patched(self._cell._replace(column=number))[1]
+            for number in range(len(self._columns))
         ]
         places = sorted({place for column in written for place in column})
         self.base = [base for base, _ in places]
@@ -56,17 +56,15 @@ class Columns:
                 grouped.setdefault((column.dims, column.ranks), []).append(number)
         result, order = [], None
         for (dims, ranks), numbers in grouped.items():
-            chosen, picked = self._mask, []
+            chosen = self.dims
             if dims:
                 chosen = torch.tensor(resolve_layers(dims.replace(" ", ""), differences.shape[1]))
             if ranks is not None:
                 if order is None:
-                    places = self.member[numbers[0]].bool().to(differences.device)
-                    distance = differences.double()[places].abs().sum(0).cpu().numpy()
-                    order = np.argsort(-distance, kind="stable")
-                picked = order[slice(*ranks)].tolist()
-                chosen = torch.tensor(picked)
-            result.append(Part(numbers, chosen, picked[:SHOWN_NEURONS]))
+                    moved = differences[self.member[numbers[0]].bool()].double()
+                    order = moved.abs().sum(0).argsort(descending=True, stable=True)
+                chosen = order[slice(*ranks)]
+            result.append(Part(numbers, chosen))
         return result
 
     def sums(self, product: torch.Tensor, parts: Sequence[Part]) -> np.ndarray:
@@ -76,26 +74,19 @@ class Columns:
         """
         result = np.full(len(self._columns), np.nan)
         for part in parts:
-            chosen = product if part.dims is None else product[:, part.dims.to(product.device)]
-            vector = chosen.double().sum(1).cpu()
+            vector = product[:, part.dims].double().sum(1).cpu()
             result[part.columns] = (self.member[part.columns] @ vector).numpy()
         return result
 
     def over_window(self, layers: np.ndarray) -> np.ndarray:
         """Return cells that are sums over the window of layers around each, `[layers, columns]`."""
-        width = self._sweep.window.layers
-        if width == 1:
-            return layers
-        units, cell = Units(self._sweep), next(Units(self._sweep).cells(0))
         number = {layer: index for index, layer in enumerate(self._sweep.layers)}
-        return np.stack(
-            [
-                layers[[number[at] for at in units.patched(cell._replace(layer=index))[0]]].sum(0)
-                for index in range(len(layers))
-            ]
+        windows = (
+            self._units.patched(self._cell._replace(layer=index))[0] for index in range(len(layers))
         )
+        return np.stack([layers[[number[at] for at in window]].sum(0) for window in windows])
 
 
 def rows_at(rows: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
     """Return the rows at `positions`, `[positions, width]` float32. `rows`: `[tokens, width]`."""
-    return rows[torch.tensor(list(positions), dtype=torch.long, device=rows.device)].float()
+    return rows[list(positions)].float()

@@ -83,8 +83,7 @@ def estimate(
     if stored.method == "edges":
         return _edges(points, sweep, ask.pair, stored.steps, stored.keep, check)
     options = Options(
-        method="integrated" if stored.method == "integrated" else "attribution",
-        steps=stored.steps,
+        steps=stored.steps if stored.method == "integrated" else 0,
         batch=batch,
         correct=stored.method != "integrated",  # at `q` and `k` only
         doubts=stored.verify is not None and stored.verify.doubtful > 0,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.sweeps import Baseline, Metric, StoredPair
@@ -21,16 +22,6 @@ class NonFiniteGradient(MidstreamError):
         super().__init__("reading_failed", detail)
 
 
-# --- Metrics of sweeps
-
-
-class Continuation(NamedTuple):
-    """The places at which the tokens of an answer or a foil are graded."""
-
-    sequence: int
-    tokens: list[int]
-
-
 class PairMetric:
     """The metric of a pair's prompts, each followed by the pair's continuations but for their last
     token (teacher forcing): the log-probability of a continuation is the sum over its tokens, as in
@@ -38,25 +29,19 @@ class PairMetric:
     """
 
     def __init__(self, metric: Metric, pair: StoredPair) -> None:
-        self._metric = metric
-        texts = [tokens for tokens in (pair.answer, pair.foil) if tokens]
-        longest_first = sorted((tokens[:-1] for tokens in texts), key=len, reverse=True) or [[]]
+        self._metric, self._answer, self._foil = metric, pair.answer, pair.foil
+        #: What follows the prompt in each sequence; a suffix that begins another is left out.
         self.suffixes: list[list[int]] = []
-        for suffix in longest_first:
-            if not any(other[: len(suffix)] == suffix for other in self.suffixes):
+        for suffix in sorted((pair.answer[:-1], pair.foil[:-1]), key=len, reverse=True):
+            if self._sequence(suffix) is None:
                 self.suffixes.append(suffix)
-        self._answer, self._foil = self._place(pair.answer), self._place(pair.foil)
         #: log P of the clean prompt's next token, float64 `[vocabulary]`; required for `kl`.
         self.clean: torch.Tensor | None = None
 
-    def _place(self, tokens: list[int]) -> Continuation | None:
-        if not tokens:
-            return None
-        prefix = tokens[:-1]
-        sequence = next(
-            n for n, suffix in enumerate(self.suffixes) if suffix[: len(prefix)] == prefix
-        )
-        return Continuation(sequence, tokens)
+    def _sequence(self, suffix: list[int]) -> int | None:
+        """Return the first sequence in which `suffix` follows the prompt."""
+        starts = (other[: len(suffix)] == suffix for other in self.suffixes)
+        return next((number for number, same in enumerate(starts) if same), None)
 
     def sequences(self, prompt: Sequence[int]) -> list[list[int]]:
         """Return the token ids to run, one list for each suffix."""
@@ -79,74 +64,65 @@ class PairMetric:
             assert self.clean is not None
             clean = self.clean.to(logits.device)
             return (clean.exp() * (clean - self.next_token(logits))).sum()
-        answer, foil = self._logprob(logits, self._answer), self._logprob(logits, self._foil)
-        assert answer is not None
-        if self._metric == "logprob" or foil is None:
+        answer = self._logprob(logits, self._answer)
+        if self._metric == "logprob" or not self._foil:
             return answer
-        return answer - foil
+        return answer - self._logprob(logits, self._foil)
 
     def baseline(self, logits: torch.Tensor) -> Baseline:
-        answer, foil = (self._logprob(logits, part) for part in (self._answer, self._foil))
-        return Baseline(
-            value=self.value(logits).item(),
-            logprob=None if answer is None else answer.item(),
-            foil_logprob=None if foil is None else foil.item(),
+        answer, foil = (
+            self._logprob(logits, tokens).item() if tokens else None
+            for tokens in (self._answer, self._foil)
         )
+        return Baseline(value=self.value(logits).item(), logprob=answer, foil_logprob=foil)
 
-    def _logprob(self, logits: torch.Tensor, part: Continuation | None) -> torch.Tensor | None:
-        if part is None:
-            return None
-        count = len(part.tokens)
-        scores = logits[part.sequence, :count].double().log_softmax(-1)
-        return scores[torch.arange(count), part.tokens].sum()
+    def _logprob(self, logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        sequence = self._sequence(tokens[:-1])
+        assert sequence is not None
+        return -_loss(logits[sequence, : len(tokens)], tokens)
+
+
+def _loss(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Return −Σ log P(token), in nats. `logits`: `[tokens, vocabulary]`."""
+    return cross_entropy(
+        logits.double(), torch.tensor(tokens, device=logits.device), reduction="sum"
+    )
 
 
 # --- Scalars of gradient rows
-
-#: Position as requested → logits `[vocabulary]` float64.
-Logits = Mapping[int, torch.Tensor]
-#: Site → rows `[tokens, width]`.
-Rows = Mapping[Site, torch.Tensor]
 
 
 class Scalar(NamedTuple):
     """A differentiable number of one prompt.
 
-    `positions`: whose logits `compute` receives, negative ones counted from the end; `sites`: whose
-    rows; its result is 0-d float64.
+    `compute` receives the logits at `positions`, by default the last, `[positions, vocabulary]`,
+    and the rows of `sites`, `[tokens, width]`; its result is 0-d float64.
     """
 
-    compute: Callable[[Logits, Rows], torch.Tensor]
+    compute: Callable[[torch.Tensor, Mapping[Site, torch.Tensor]], torch.Tensor]
     positions: Sequence[int] = ()
     sites: Sequence[Site] = ()
 
 
-def logit(token: int, foil: int | None = None, position: int = -1) -> Scalar:
-    """Return the logit of `token`, minus that of `foil` if there is one."""
-
-    def compute(logits: Logits, _: Rows) -> torch.Tensor:
-        at = logits[position]
-        return at[token] if foil is None else at[token] - at[foil]
-
-    return Scalar(compute, [position])
+def logit(token: int, foil: int | None = None) -> Scalar:
+    """Return the last logit of `token`, minus that of `foil` if there is one."""
+    if foil is None:
+        return Scalar(lambda logits, _: logits[-1, token].double())
+    return Scalar(lambda logits, _: logits[-1, token].double() - logits[-1, foil].double())
 
 
 def loss(tokens: Sequence[int], targets: Sequence[int]) -> Scalar:
     """Return −Σ log P(token at a target | tokens before it), in nats. `targets`: positions from 1
     to the last.
     """
-
-    def compute(logits: Logits, _: Rows) -> torch.Tensor:
-        terms = [logits[at - 1].log_softmax(-1)[tokens[at]] for at in targets]
-        return -torch.stack(terms).sum()
-
-    return Scalar(compute, [at - 1 for at in targets])
+    wanted = [tokens[at] for at in targets]
+    return Scalar(lambda logits, _: _loss(logits, wanted), [at - 1 for at in targets])
 
 
 def probe_score(site: Site, weight: torch.Tensor, bias: float, at: Sequence[int]) -> Scalar:
     """Return W · row + b of one label, summed over the positions `at`. `weight`: `[width]`."""
 
-    def compute(_: Logits, rows: Rows) -> torch.Tensor:
+    def compute(_: torch.Tensor, rows: Mapping[Site, torch.Tensor]) -> torch.Tensor:
         chosen = rows[site][list(at)].double()
         return (chosen @ weight.to(chosen)).sum() + bias * len(at)
 
@@ -156,7 +132,7 @@ def probe_score(site: Site, weight: torch.Tensor, bias: float, at: Sequence[int]
 def feature_activation(site: Site, sae: Autoencoder, feature: int, at: Sequence[int]) -> Scalar:
     """Return a feature's activation, as the ranks compute it, summed over the positions `at`."""
 
-    def compute(_: Logits, rows: Rows) -> torch.Tensor:
+    def compute(_: torch.Tensor, rows: Mapping[Site, torch.Tensor]) -> torch.Tensor:
         chosen = rows[site][list(at)].float()
         return sae.to(chosen.device).encode(chosen)[:, feature].double().sum()
 
@@ -178,18 +154,15 @@ def gradient_rows(
     Raises UnsupportedArchitectureError for a hook point that the model lacks, and
     NonFiniteGradient.
     """
-    every = list(dict.fromkeys((*sites, *scalar.sites)))
-    length = len(tokens)
-    kept = sorted({at % length for at in scalar.positions})
     # the encoders of autoencoders write to their products in place
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
-        run = points.run(points.batch([tokens]), every, keep=kept, grad=True)
-        logits = {at: run.logits[0, kept.index(at % length)].double() for at in scalar.positions}
-        rows = {site: run.views[site](run.raw[site])[0] for site in scalar.sites}
-        value = scalar.compute(logits, rows)
+        run = points.run(
+            points.batch([tokens]), {*sites, *scalar.sites}, keep=scalar.positions, grad=True
+        )
+        rows = {site: run.view(site, run.raw[site])[0] for site in scalar.sites}
+        value = scalar.compute(run.logits[0], rows)
         gradients = run.gradients(value)
-    require_finite({("", -1): value.detach()})
-    require_finite(gradients)
+    require_finite({("", -1): value.detach()} | gradients)
     return GradientRows(value.item(), {site: gradients[site][0] for site in sites})
 
 

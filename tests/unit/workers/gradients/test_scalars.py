@@ -92,7 +92,7 @@ def test_values_of_scalars(points_of: PointsOf) -> None:
     score = (rows[[1, 4]] @ weight.double()).sum() + 1
     cases: list[tuple[Scalar, torch.Tensor]] = [
         (logit(7), logits[-1, 7]),
-        (logit(7, 8, position=3), logits[3, 7] - logits[3, 8]),
+        (logit(7, 8), logits[-1, 7] - logits[-1, 8]),
         (
             loss(BASE, [4, 9]),
             -sum(logits[at - 1].log_softmax(-1)[BASE[at]] for at in (4, 9)),
@@ -122,7 +122,7 @@ def test_gradient_of_a_logit_equals_autograd(points_of: PointsOf) -> None:
 
 def test_gradient_is_zero_after_what_the_scalar_reads(points_of: PointsOf) -> None:
     points = points_of("llama")
-    found = gradient_rows(points, BASE, logit(7, position=3), [("post_block", 1), ("z", 3)])
+    found = gradient_rows(points, BASE, loss(BASE, [4]), [("post_block", 1), ("z", 3)])
     assert found.rows["post_block", 1][4:].abs().max() == 0
     assert found.rows["post_block", 1][:4].abs().max() > 0
 
