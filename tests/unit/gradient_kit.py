@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
 from midstream.schemas.prompts.selectors import Hook
 from midstream.workers.gradients import attention
-from midstream.workers.gradients.attribution import Pair
+from midstream.workers.gradients.pairs import Pair
 from midstream.workers.gradients.points import Points, Site
 
 BASE = [20, 21, 22, 63, 24, 25, 26, 77, 28, 29]

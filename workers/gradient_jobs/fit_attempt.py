@@ -16,22 +16,12 @@ from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.registry import Registry
 from ...broker.ledger.named.steering import Steering
 from ...schemas.access.keys import scoped
-from ...schemas.artifacts.jacobian_lenses import (
-    JACOBIAN_LENSES,
-    JacobianLensRequest,
-    StoredLensFit,
-)
+from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLensRequest, StoredLensFit
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import Record, now
 from ...schemas.base.tensors import Tensor, content_hash, from_numpy
-from ...schemas.jobs.fits import (
-    FitOutcome,
-    FitResult,
-    LensFitResult,
-    LensProgress,
-    StoredModuleFit,
-)
-from ...schemas.jobs.jobs import Event, State
+from ...schemas.jobs.fits import FitOutcome, FitResult, LensFitResult, LensProgress, StoredModuleFit
+from ...schemas.jobs.jobs import State
 from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import Module, SteeringTemplate, content_digest
 from ...schemas.requests.trainings import FitEffect, Training
@@ -64,9 +54,7 @@ class _FitAttempt:
 
     def _report(self, data: Record) -> None:
         """Emit an event; called in the engine's thread."""
-        fields = msgspec.structs.asdict(data)
-        event = Event(event="fit", data=fields, attempt=self._attempt.number)
-        emission = self._attempt.emit(self._ledger, event)
+        emission = self._attempt.report(self._ledger, "fit", data)
         self._events.append(asyncio.run_coroutine_threadsafe(emission, self._loop))
 
     async def _computed(self, work: Callable[[Any, Callable[[], None]], T]) -> T:
@@ -153,7 +141,7 @@ class _FitAttempt:
         job, blobs, entries = self._attempt.job, dict[str, Tensor](), list[SteeringTemplate]()
         fields = FAMILY[wanted.template.family].tensors
         for layer, learned in fitted.tensors.items():
-            tensors = [from_numpy(learned[field].numpy()) for field in fields]
+            tensors = [from_numpy(learned[field].cpu().numpy()) for field in fields]
             names = [content_hash(tensor) for tensor in tensors]
             blobs.update(zip(names, tensors, strict=True))
             entries.append(msgspec.structs.replace(wanted.template, layers=[layer], tensors=names))

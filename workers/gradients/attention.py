@@ -69,7 +69,8 @@ def _attend(
     if watch is not None:
         query, key, value = map(watch, _WATCHED, (query, key, value), [attended] * 3)
     if not softcap:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale)
+        found = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale)
+        return found[0], None
     key, value = (repeated(tensor, query.shape[1]) for tensor in (key, value))
     pattern = scores(query, key, attended).softmax(-1, dtype=torch.float32)
     return (pattern.to(value.dtype) @ value).transpose(1, 2).contiguous(), None

@@ -9,7 +9,7 @@ embeddings: EAP-IG, Hanna et al. 2024 (arXiv:2403.17806), whose own code takes l
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,28 +17,16 @@ from torch import nn
 
 from ...schemas.jobs.sweeps import Baseline, StoredSweep
 from ...schemas.prompts.selectors import Hook
+from ...schemas.requests.attributions import Edge, EdgeEnd
 from ..runner.hooks.architectures import UnsupportedArchitectureError
-from .attribution import Pair
-from .columns import rows_at
+from .pairs import Pair, require_finite, rows_at
 from .points import Points, Run, Site, weight_of
-from .scalars import require_finite
 
-#: Bytes of senders' and receivers' rows at a time: positions are taken in chunks of this size.
-CHUNK_BYTES = 128 << 20
+#: Bytes of senders' rows at a time: positions are taken in chunks of about this size.
+CHUNK_BYTES = 64 << 20
 _EMBEDDING: Site = ("pre_attn", 0)
-Kind = Literal["embed", "head", "mlp", "q", "k", "v", "logits"]
 #: Receivers in attention → the hook points of their projections' outputs.
-_PROJECTED: dict[Kind, Hook] = {"q": "q_proj", "k": "k_proj", "v": "v"}
-
-
-class Node(NamedTuple):
-    """A part of the model. Senders: `embed` (layer −1), `head` and `mlp`; receivers: the inputs of
-    a head's `q`, `k` and `v`, of an `mlp`, and of the `logits` (layer: the number of layers).
-    """
-
-    layer: int
-    kind: Kind
-    head: int = -1
+_PROJECTED: dict[Literal["q", "k", "v"], Hook] = {"q": "q_proj", "k": "k_proj", "v": "v"}
 
 
 @dataclass(frozen=True)
@@ -47,16 +35,17 @@ class EdgeScores:
 
     base: Baseline
     source: Baseline | None
-    senders: list[Node]
-    receivers: list[Node]
+    senders: list[EdgeEnd]
+    receivers: list[EdgeEnd]
     scores: np.ndarray
 
-    def top(self, count: int) -> list[tuple[Node, Node, float]]:
+    def top(self, count: int) -> list[Edge]:
         """Return the `count` edges with the largest |score|, the largest first."""
         sizes = np.nan_to_num(np.abs(self.scores), nan=-1.0).ravel()
         order = np.argsort(-sizes, kind="stable")[: min(count, int((sizes >= 0).sum()))]
         pairs = zip(*np.unravel_index(order, self.scores.shape), strict=True)
-        return [(self.senders[s], self.receivers[r], float(self.scores[s, r])) for s, r in pairs]
+        ends = ((self.senders[s], self.receivers[r], self.scores[s, r]) for s, r in pairs)
+        return [Edge(sender, receiver, float(score)) for sender, receiver, score in ends]
 
 
 def edge_scores(
@@ -94,17 +83,17 @@ def edge_scores(
     scale = pair.scale() / steps
     senders, receivers = _nodes(points)
     total = np.zeros((len(senders), len(receivers)))
-    size = max(1, CHUNK_BYTES // (4 * points.hidden_size * sum(total.shape)))
+    size = max(1, CHUNK_BYTES // (4 * points.hidden_size * len(senders)))
     for step in range(steps):
         check()
         share = (step + 0.5) / steps if steps > 1 else 0.0
         moved, gradients = pair.along(run, [(_EMBEDDING, share)], received)
         for start in range(0, len(pair.columns.base), size):
             where = slice(start, start + size)
-            outputs = torch.cat([*_sent(pair, run, where)])
-            at = pair.columns.base[where]
-            slopes = torch.cat([*_received(points, moved, gradients, at, into_mlp)])
-            total += (outputs.flatten(1) @ slopes.flatten(1).T).double().cpu().numpy()
+            outputs = torch.cat([*_sent(pair, run, where)]).flatten(1)
+            slopes = _received(points, moved, gradients, pair.columns.base[where], into_mlp)
+            scores = [outputs @ slope.flatten(1).T for slope in slopes]
+            total += torch.cat(scores, 1).double().cpu().numpy()
     same = [("head", "mlp")] if not parallel else []  # edges inside a layer
     exists = [[s.layer < r.layer + ((s.kind, r.kind) in same) for r in receivers] for s in senders]
     scores = np.where(exists, total * scale, np.nan)
@@ -112,16 +101,16 @@ def edge_scores(
     return EdgeScores(pair.base, pair.source, senders, receivers, scores)
 
 
-def _nodes(points: Points) -> tuple[list[Node], list[Node]]:
+def _nodes(points: Points) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
     """Return all senders and all receivers, as `_sent` and `_received` order them."""
-    senders, receivers = [Node(-1, "embed")], list[Node]()
+    senders, receivers = [EdgeEnd("embed", -1)], list[EdgeEnd]()
     for layer in range(points.num_layers):
-        senders += [Node(layer, "head", head) for head in range(points.heads("z"))]
-        senders.append(Node(layer, "mlp"))
+        senders += [EdgeEnd("head", layer, head) for head in range(points.heads("z"))]
+        senders.append(EdgeEnd("mlp", layer))
         for kind, hook in _PROJECTED.items():
-            receivers += [Node(layer, kind, head) for head in range(points.heads(hook))]
-        receivers.append(Node(layer, "mlp"))
-    return senders, [*receivers, Node(points.num_layers, "logits")]
+            receivers += [EdgeEnd(kind, layer, head) for head in range(points.heads(hook))]
+        receivers.append(EdgeEnd("mlp", layer))
+    return senders, [*receivers, EdgeEnd("logits", points.num_layers)]
 
 
 def _sent(pair: Pair, run: Run, where: slice) -> Iterator[torch.Tensor]:

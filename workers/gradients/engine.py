@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +50,7 @@ from ..engine.protocol import (
     Progress,
     StoredArtifact,
 )
-from ..engine.vllm import configured
+from ..engine.vllm import configured, facts_of
 from ..runner.edits.actions import ActionLedger
 from ..runner.files.finished_rows import FinishedCapture
 from ..runner.files.writer import WriteJob, make_writer
@@ -103,7 +103,7 @@ class TransformersEngine:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.on_quarantine: Callable[[str], None] = lambda reason: None
-        self._points: Points | None = None
+        self._loaded: Footprint | None = None  # the model in memory
         self._turn = asyncio.Lock()
         self._used = time.monotonic()  # when the last computation ended
         self._steps = self._running = 0
@@ -131,17 +131,9 @@ class TransformersEngine:
             )
             self.tokenizer = await asyncio.to_thread(bundle_of, config)
             self.info = ModelInfo(
-                name=settings.served_model,
-                version=__version__,
-                architecture=config.architectures[0],
-                num_layers=config.get_total_num_hidden_layers(),
-                hidden_size=config.get_hidden_size(),
-                vocab_size=config.get_vocab_size(),
-                max_model_len=config.max_model_len,
-                dtype=str(config.dtype).removeprefix("torch."),
+                **facts_of(settings, config),
                 dtype_reason=dtype_of(settings).why,
                 hooks=[],
-                tokenizer="",
                 quantization=quantisation,
                 identity=await asyncio.to_thread(identity_of, settings, config),
             )
@@ -178,13 +170,11 @@ class TransformersEngine:
             device=self._settings.gradients_device,
         )
         try:
-            points = bare_points(self._source, self.info.dtype)[2]
+            absent = bare_points(self._source, self.info.dtype)[2].absent
         except MidstreamError as error:
             logger.warning("no gradients of %s: %s", self.info.name, error.detail)
             return msgspec.structs.replace(facts, refused=error.detail)
-        return msgspec.structs.replace(
-            facts, absent={str(hook): why for hook, why in points.absent.items()}
-        )
+        return msgspec.structs.replace(facts, absent=absent)
 
     # -- Computations
 
@@ -198,8 +188,8 @@ class TransformersEngine:
         async with self._turn:
             self._running += 1
             try:
-                points = self._points or await self._load()
-                return await self._compute(partial(work, points))
+                loaded = self._loaded or await self._load()
+                return await self._compute(partial(work, loaded.points))
             except torch.OutOfMemoryError as error:
                 give_back_memory()
                 raise refused(f"memory ran out: {error}") from error
@@ -209,7 +199,7 @@ class TransformersEngine:
                 self._running -= 1
                 self._used = time.monotonic()
 
-    async def _load(self) -> Points:
+    async def _load(self) -> Footprint:
         began = time.monotonic()
         served = await self._ledger.model(self.info.name)
         if served is None or served.identity != self.info.identity:
@@ -226,11 +216,10 @@ class TransformersEngine:
             why = f"{error.detail} (when it was loaded; a restart of this worker compares again)"
             self.gradients = msgspec.structs.replace(self.gradients, refused=why)
             raise
-        self._footprint = await self._compute(lambda _: Footprint(points))
+        self._loaded = await self._compute(lambda _: Footprint(points))
         self.gradients = msgspec.structs.replace(self.gradients, device=str(points.device))
         logger.info("model loaded and compared in %.1f s", time.monotonic() - began)
-        self._points = points
-        return points
+        return self._loaded
 
     async def _compute(self, work: Callable[[Check], T]) -> T:
         stopped = threading.Event()
@@ -254,25 +243,23 @@ class TransformersEngine:
         while True:
             await asyncio.sleep(idle_s / _IDLE_LOOKS)
             async with self._turn:
-                if self._points is not None and time.monotonic() - self._used >= idle_s:
-                    self._points = None
+                if self._loaded is not None and time.monotonic() - self._used >= idle_s:
+                    self._loaded = None
                     await asyncio.to_thread(give_back_memory)
                     logger.info("model dropped from memory after %.0f s without a job", idle_s)
 
     def _report(
         self,
         ask: EngineRequest | EstimateRequest,
-        content: Iterable[bytes],
-        builds: Sequence[Callable[[], FinishedCapture]] = (),
+        content: Iterable[bytes | memoryview],
+        captures: Sequence[FinishedCapture] = (),
         **fields: Any,
     ) -> None:
         """Account for a computation, and send its receipt. `content`: what was computed, and from
-        what; `builds`: its captures; `fields`: further fields of the receipt.
+        what; `fields`: further fields of the receipt.
         """
         self._steps += 1
-        crc = size = 0
-        for part in content:
-            crc, size = zlib.crc32(part, crc), size + len(part)
+        crc = reduce(lambda crc, part: zlib.crc32(part, crc), content, 0)
         self._actions.fold(self._steps, "gradient", ask.job, ask.request, ask.attempt, crc)
         receipt = Receipt(
             version=__version__,
@@ -287,7 +274,8 @@ class TransformersEngine:
             trace=ask.trace,
             **_RANK | self._ledger_state() | {"status": "ok"} | fields,
         )
-        self._writer.submit(WriteJob(receipt, builds, size if builds else 0))
+        builds = [lambda capture=capture: capture for capture in captures]
+        self._writer.submit(WriteJob(receipt, builds, sum(capture.size for capture in captures)))
 
     def _ledger_state(self) -> dict[str, Any]:
         ledger = self._actions
@@ -295,11 +283,12 @@ class TransformersEngine:
 
     async def estimate(self, ask: EstimateRequest) -> Estimate:
         def work(points: Points, check: Check) -> Estimate:
+            assert self._loaded is not None
             try:
                 pace = self._pace_of(points, ask)
                 began = time.perf_counter()
                 estimate = estimates.estimate(
-                    points, self._footprint, ask, free_on(points), self._load_sae, check
+                    points, self._loaded, ask, free_on(points), self._load_sae, check
                 )
             except MidstreamError as error:
                 raise MidstreamError("intervention_failed", error.detail) from error
@@ -340,20 +329,23 @@ class TransformersEngine:
             )
         tensors = {name: torch.tensor(to_numpy(kept)) for name, (kept, _) in self._tensors.items()}
 
-        def work(points: Points, check: Check) -> list[captured.Rows]:
+        def work(points: Points, check: Check) -> list[FinishedCapture]:
+            assert self._loaded is not None
             sites = captured.sites_of(ask.captures)
             kept = max(len(each.gradient.positions) for each in ask.captures if each.gradient)
             tokens, free = len(ask.token_ids), free_on(points)
-            estimates.at_once(self._footprint, tokens, sites, free, kept=max(1, kept))
-            return captured.rows_of(points, ask, tensors, self._load_sae, check)
+            estimates.at_once(self._loaded, tokens, sites, free, kept=max(1, kept))
+            worker = self._settings.worker_id
+            return captured.finished(points, ask, self.info, worker, tensors, self._load_sae, check)
 
-        rows = await self.run(work)
-        self._report(
-            ask,
-            (part for of in rows for part in of.rows.values()),
-            [partial(of.finished, ask, self.info, self._settings.worker_id) for of in rows],
-            global_version=global_steering.version,
+        captures = await self.run(work)
+        rows = (
+            part
+            for of in captures
+            for hook, layer in captured.sites_of([of.capture])
+            for part in of.rows(hook, layer)
         )
+        self._report(ask, rows, captures, global_version=global_steering.version)
         output = Output(
             index=ask.request,
             text="",

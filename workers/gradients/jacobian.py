@@ -18,7 +18,7 @@ from ..engine.proof.reference import free_bytes
 from .estimates import at_once
 from .loading import GIB, free_on, refused
 from .memory import Footprint
-from .points import Points, Site
+from .points import Points, Run, Site
 
 #: Random vectors on which the error of a sketch is measured; each costs every prompt one more
 #: vector-Jacobian product.
@@ -56,15 +56,16 @@ def fit_jacobian_lens(
     wanted = sorted({*layers})
     if not wanted or wanted[0] < 0 or wanted[-1] >= points.num_layers - 1:
         raise ValueError(f"layers are {list(layers)}; valid: some of 0 to {points.num_layers - 2}")
+    sites: list[Site] = [("post_block", layer) for layer in (*wanted, points.num_layers - 1)]
     width = points.hidden_size
     rank = width if fit.rank is None else min(fit.rank, width)
     random = torch.Generator().manual_seed(fit.seed)
     order = torch.randperm(width, generator=random)
     # vector n is the unit vector of dimension n; those from `width` on are held out
     held_out = torch.randn(HELD_OUT if rank < width else 0, width, generator=random)
-    vectors = width + len(held_out)
-    sums = {layer: torch.zeros(vectors, width) for layer in wanted}
-    counts = torch.zeros(vectors)
+    count = width + len(held_out)
+    sums = {layer: torch.zeros(count, width) for layer in wanted}
+    counts = torch.zeros(count)
     done = short = not_finite = 0
     for tokens in prompts:
         ids = list(tokens)[: fit.max_tokens]
@@ -72,17 +73,24 @@ def fit_jacobian_lens(
             short += 1
             continue
         rows = order[(done * rank + torch.arange(rank)) % width]
-        numbers = torch.cat([rows, torch.arange(width, vectors)])
+        numbers = torch.cat([rows, torch.arange(width, count)])
         places = slice(fit.skip_first, len(ids) - 1)
-        for chunk, products in _products(
-            points, ids, places, wanted, numbers, held_out, batch, check
-        ):
+        check()
+        copies = min(batch, len(numbers))
+        run = points.run(points.batch([ids] * copies), sites, grad=True)
+        for chunk in numbers.split(copies):
+            check()
+            vectors = torch.stack(
+                [held_out[n - width] if n >= width else one_hot(n, width).float() for n in chunk]
+            )
+            products = _products(run, sites, places, vectors)
             finite = torch.stack([product.isfinite().all(1) for product in products]).all(0)
             for layer, product in zip(wanted, products, strict=True):
                 sums[layer].index_add_(0, chunk[finite], product[finite])
-            counts += torch.bincount(chunk[finite], minlength=vectors)
+            counts += torch.bincount(chunk[finite], minlength=count)
             not_finite += int((~finite).sum())
         done += 1
+        del run  # its graph, before the next prompt's
     if lacking := int((counts[:width] == 0).sum()):
         raise ValueError(
             f"{lacking} of {width} dimensions have no gradient from {done} prompts ({short} are "
@@ -151,30 +159,15 @@ def fit_to_folder(
 
 
 def _products(
-    points: Points,
-    ids: list[int],
-    places: slice,
-    layers: Sequence[int],
-    numbers: torch.Tensor,
-    held_out: torch.Tensor,
-    batch: int,
-    check: Callable[[], None],
-) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Yield numbers of vectors and, for each layer, their products with one prompt's Jacobian,
-    `[numbers, hidden]` on the host: gradients by the layer's rows of the sum over target places,
-    averaged over source places.
+    run: Run, sites: Sequence[Site], places: slice, vectors: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the products of vectors `[n, hidden]` with one prompt's Jacobian by each site's rows,
+    `[n, hidden]` on the host: gradients of the sum over target places, averaged over source places.
+
+    `run`: copies of the prompt, at least n; the last of `sites` is the target.
     """
-    width, batch = points.hidden_size, min(batch, len(numbers))
-    check()
-    sites: list[Site] = [("post_block", layer) for layer in (*layers, points.num_layers - 1)]
-    run = points.run(points.batch([ids] * batch), sites, grad=True)
     *sources, target = (run.raw[site] for site in sites)
-    for chunk in numbers.split(batch):
-        check()
-        vectors = torch.stack(
-            [held_out[n - width] if n >= width else one_hot(n, width).float() for n in chunk]
-        )
-        cotangent = torch.zeros_like(target)
-        cotangent[: len(chunk), places] = vectors[:, None].to(cotangent)
-        gradients = torch.autograd.grad(target, sources, cotangent, retain_graph=True)
-        yield chunk, [grad[: len(chunk), places].float().mean(1).cpu() for grad in gradients]
+    cotangent = torch.zeros_like(target)
+    cotangent[: len(vectors), places] = vectors[:, None].to(cotangent)
+    gradients = torch.autograd.grad(target, sources, cotangent, retain_graph=True)
+    return [grad[: len(vectors), places].float().mean(1).cpu() for grad in gradients]

@@ -7,7 +7,7 @@ statistics of rows float64.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ Texts = Sequence[FitTokens]
 class Fitted:
     """A learned module, and its effect on held-out examples."""
 
-    tensors: dict[int, Tensors]  # by layer, on the CPU
+    tensors: dict[int, Tensors]  # by layer
     examples: int
     sites: list[FitSite]
     effect: FitEffect
@@ -133,26 +133,21 @@ def edited(rows: Tensor, tensors: Tensors) -> Tensor:
     return rows + (rows @ tensors["weight"].T + tensors["bias"] - rows @ rotation.T) @ rotation
 
 
-class Parameter(NamedTuple):
-    """A tensor that is trained, and the step that changes a row by about the row's norm."""
-
-    value: Tensor
-    unit: float
-
-
-def beginning(rows: Tensor, rank: int | None, generator: torch.Generator) -> dict[str, Parameter]:
+def beginning(rows: Tensor, rank: int | None, generator: torch.Generator) -> dict[str, Tensor]:
     """Return the parameters of an edit that changes nothing: the vector 0, or with a `rank`, W = R
     and b = 0. `rows`: `[n, width]`.
     """
-    width, norm = rows.shape[1], float(rows.norm(dim=1).mean())
+    width = rows.shape[1]
     if rank is None:
-        return {"vector": Parameter(rows.new_zeros(width), norm / width**0.5)}
+        return {"vector": rows.new_zeros(width)}
     basis = torch.linalg.qr(torch.randn(width, rank, generator=generator))[0].T.to(rows.device)
-    return {
-        "rotation": Parameter(basis.clone(), width**-0.5),
-        "weight": Parameter(orthonormal(basis), width**-0.5),
-        "bias": Parameter(rows.new_zeros(rank), norm),
-    }
+    return {"rotation": basis, "weight": orthonormal(basis), "bias": rows.new_zeros(rank)}
+
+
+def units(rows: Tensor) -> dict[str, float]:
+    """Return the step of each parameter that changes a row by about the row's norm."""
+    length, norm = rows.shape[1] ** -0.5, float(rows.norm(dim=1).mean())
+    return {"vector": norm * length, "rotation": length, "weight": length, "bias": norm}
 
 
 def orthonormal(basis: Tensor) -> Tensor:
@@ -163,18 +158,10 @@ def orthonormal(basis: Tensor) -> Tensor:
     return (columns * factor.diagonal().sign()).T
 
 
-def tensors_of(parameters: Mapping[str, Parameter]) -> Tensors:
+def tensors_of(parameters: Tensors) -> Tensors:
     return {
-        name: orthonormal(parameter.value) if name == "rotation" else parameter.value
-        for name, parameter in parameters.items()
-    }
-
-
-def snapshot(parameters: Mapping[int, Mapping[str, Parameter]]) -> dict[int, Tensors]:
-    """Return the edits as they are now, by layer, without a graph."""
-    return {
-        layer: {name: tensor.detach().clone() for name, tensor in tensors_of(edit).items()}
-        for layer, edit in parameters.items()
+        name: orthonormal(value) if name == "rotation" else value
+        for name, value in parameters.items()
     }
 
 
@@ -233,7 +220,7 @@ class _Fit:
             if wanted.examples
             else _separation(sites, len(held_positive), len(held_negative))
         )
-        return Fitted(_on_cpu(fitted), len(positive) + len(negative), sites, effect)
+        return Fitted(fitted, len(positive) + len(negative), sites, effect)
 
     def train(self, report: Callable[[FitPoint], None]) -> Fitted:
         request = self.wanted.request
@@ -242,13 +229,12 @@ class _Fit:
         validation, test = held[::2], held[1::2]
         generator = torch.Generator().manual_seed(request.seed)
         rank = request.rank if request.method == "reft" else None
-        parameters = {
-            layer: beginning(rows, rank, generator) for layer, rows in self._read(examples).items()
-        }
+        read = self._read(examples)
+        parameters = {layer: beginning(rows, rank, generator) for layer, rows in read.items()}
         optimizer = torch.optim.Adam(
-            {"params": [value.requires_grad_()], "lr": request.learning_rate * unit}
-            for edit in parameters.values()
-            for value, unit in edit.values()
+            {"params": [value.requires_grad_()], "lr": request.learning_rate * units(rows)[name]}
+            for layer, rows in read.items()
+            for name, value in parameters[layer].items()
         )
         order = _batches(len(examples), request.batch, generator)
         interval = -(-request.steps // LOOKS)
@@ -269,7 +255,8 @@ class _Fit:
             if step:
                 report(losses[-1])
             if validated < best[0]:
-                best = validated, step, snapshot(parameters)
+                edits = {layer: tensors_of(edit) for layer, edit in parameters.items()}
+                best = validated, step, _detached(edits)
             elif step - best[1] >= PATIENCE * interval:
                 break
         _, steps, fitted = best
@@ -279,7 +266,7 @@ class _Fit:
             FitSite(layer=layer, dose=float(torch.cat(shares).median()))
             for layer, shares in doses.items()
         ]
-        return Fitted(_on_cpu(fitted), len(examples), sites, effect, steps, losses)
+        return Fitted(fitted, len(examples), sites, effect, steps, losses)
 
     def _split(self, examples: Texts) -> tuple[Texts, Texts]:
         """Return training and held-out examples, at least four. Lists of the same length are split
@@ -300,12 +287,7 @@ class _Fit:
                 means[site[1]].append(chosen.sum(1) / places.sum(1))
         return {layer: torch.cat(parts) for layer, parts in means.items()}
 
-    def _loss(
-        self,
-        examples: Texts,
-        parameters: Mapping[int, Mapping[str, Parameter]],
-        backward: bool,
-    ) -> float:
+    def _loss(self, examples: Texts, parameters: Mapping[int, Tensors], backward: bool) -> float:
         """Return the mean loss in nats per target token; `backward` adds its gradient to the
         parameters.
         """
@@ -337,14 +319,7 @@ class _Fit:
         after = torch.cat([self._log_probabilities(chunk, edits, doses) for chunk in chunks])
         gain = after.double() - before
         error = float(gain.std() / len(gain) ** 0.5) if len(gain) > 1 else 0.0
-        return FitEffect(
-            measure="logprob",
-            before=float(before.mean()),
-            after=float(before.mean() + gain.mean()),
-            error=error,
-            examples=len(gain),
-            better=float(gain.mean()) > error,
-        )
+        return _judged("logprob", float(before.mean()), float(gain.mean()), error, len(gain))
 
     def _log_probabilities(
         self,
@@ -412,21 +387,20 @@ def _passes(examples: Texts, most: int) -> list[list[FitTokens]]:
 
 
 def _separation(sites: Sequence[FitSite], positive: int, negative: int) -> FitEffect:
-    after = sum(site.auroc or 0.0 for site in sites) / len(sites)
+    gain = sum(site.auroc or 0.0 for site in sites) / len(sites) - 0.5
     # of the Mann-Whitney statistic
     error = ((positive + negative + 1) / (12 * positive * negative)) ** 0.5
-    return FitEffect(
-        measure="auroc",
-        before=0.5,
-        after=after,
-        error=error,
-        examples=positive + negative,
-        better=after - 0.5 > error,
-    )
+    return _judged("auroc", 0.5, gain, error, positive + negative)
 
 
-def _on_cpu(edits: Mapping[int, Tensors]) -> dict[int, Tensors]:
+def _judged(
+    measure: Literal["logprob", "auroc"], before: float, gain: float, error: float, examples: int
+) -> FitEffect:
+    return FitEffect(measure, before, before + gain, error, examples, better=gain > error)
+
+
+def _detached(edits: Mapping[int, Tensors]) -> dict[int, Tensors]:
     return {
-        layer: {name: tensor.cpu() for name, tensor in tensors.items()}
-        for layer, tensors in edits.items()
+        layer: {name: tensor.detach().clone() for name, tensor in edit.items()}
+        for layer, edit in edits.items()
     }

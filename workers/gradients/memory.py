@@ -43,7 +43,7 @@ class Footprint:
 
     def __init__(self, points: Points) -> None:
         """Run the model three times on short prompts."""
-        self._points = points
+        self.points = points
         self._owned = {*points.model.parameters(), *points.model.buffers()}
         self._parameters = sum(part.nbytes for part in self._owned)
         self._curve = np.polyfit(_LENGTHS, [self._kept(length) for length in _LENGTHS], 2)
@@ -56,9 +56,9 @@ class Footprint:
             seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        tokens = self._points.batch([[0] * length])
+        tokens = self.points.batch([[0] * length])
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            run = self._points.run(tokens, [("pre_attn", 0)], grad=True)
+            run = self.points.run(tokens, [("pre_attn", 0)], grad=True)
         del run
         owned = {tensor.untyped_storage().data_ptr() for tensor in self._owned}
         return sum(size for place, size in seen.items() if place not in owned)
@@ -70,7 +70,7 @@ class Footprint:
 
         `sites`: whose gradients are computed; `kept`: positions whose logits are computed.
         """
-        points = self._points
+        points = self.points
         activations = batch * max(float(np.polyval(self._curve, tokens)), 0.0)
         rows = sum(points.width(hook) for hook, _ in sites) * tokens * batch
         logits = batch * kept * points.model.config.get_text_config().vocab_size * _PER_LOGIT

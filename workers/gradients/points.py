@@ -8,8 +8,9 @@ readers share, so its gradient is that of a patch.
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -17,13 +18,14 @@ from torch import nn
 from ...schemas.prompts.selectors import FORWARD, Hook
 from ..runner.hooks.architectures import (
     BACKEND_PRE_NORM,
+    BACKEND_SANDWICH,
     PRE_NORM,
     SANDWICH,
     UnsupportedArchitectureError,
     describe,
 )
 from ..runner.hooks.taps import Tap, Taps
-from . import attention
+from .attention import WATCHERS, Attended
 
 #: (hook, layer of the model)
 Site = tuple[Hook, int]
@@ -31,24 +33,11 @@ Site = tuple[Hook, int]
 #: continues.
 Edit = Callable[[Site, torch.Tensor], torch.Tensor]
 #: Some columns of a tensor.
-Columns = torch.Tensor | slice
+Columns: TypeAlias = torch.Tensor | slice
 
 #: Taps of vLLM's layers whose norms fuse additions → taps of transformers' layers. All other
 #: layouts agree.
-_UNFUSED: tuple[tuple[Taps, Taps], ...] = (
-    (PRE_NORM, BACKEND_PRE_NORM),
-    (
-        SANDWICH,
-        {
-            "pre_attn": Tap("", "input"),
-            "attn_out": Tap("post_attention_layernorm", "output"),
-            "post_attn": Tap("pre_feedforward_layernorm", "input"),
-            "mlp_in": Tap("pre_feedforward_layernorm", "output"),
-            "mlp_out": Tap("post_feedforward_layernorm", "output"),
-            "post_block": Tap("", "output"),
-        },
-    ),
-)
+_UNFUSED = ((PRE_NORM, BACKEND_PRE_NORM), (SANDWICH, BACKEND_SANDWICH))
 #: Names of a layer's parts in transformers.
 _ATTENTION = ("self_attn", "attn", "attention")
 _OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")
@@ -91,7 +80,7 @@ class Run:
     shape: torch.Size  # [batch, tokens]
     logits: torch.Tensor = field(init=False)  # [batch, kept positions, vocabulary]
     raw: dict[Site, torch.Tensor] = field(default_factory=dict)  # as the model has them
-    attended: dict[int, attention.Attended] = field(default_factory=dict)  # by layer
+    attended: dict[int, Attended] = field(default_factory=dict)  # by layer
 
     def rows(self, site: Site) -> torch.Tensor:
         """Return the rows of a site, `[batch, tokens, width]`, without a graph."""
@@ -229,14 +218,9 @@ class Points:
             run.raw[site] = raw
             return raw
 
-        def watch(layer: int) -> attention.Watcher:
-            def watcher(
-                name: Hook, tensor: torch.Tensor, attended: attention.Attended
-            ) -> torch.Tensor:
-                run.attended[layer] = attended
-                return visit((name, layer), tensor) if (name, layer) in sites else tensor
-
-            return watcher
+        def watch(layer: int, hook: Hook, raw: torch.Tensor, attended: Attended) -> torch.Tensor:
+            run.attended[layer] = attended
+            return visit((hook, layer), raw) if (hook, layer) in sites else raw
 
         kept = torch.tensor(list(keep) or [tokens.shape[1] - 1], device=tokens.device)
         with ExitStack() as stack:
@@ -246,8 +230,8 @@ class Points:
                 path = self.attention_path if tap is None else tap.path
                 module = self.layers[layer].get_submodule(path)
                 if tap is None:
-                    attention.WATCHERS[module] = watch(layer)
-                    stack.callback(attention.WATCHERS.pop, module, None)
+                    WATCHERS[module] = partial(watch, layer)
+                    stack.callback(WATCHERS.pop, module, None)
                 else:
                     stack.callback(_register(module, tap, (hook, layer), visit).remove)
             stack.enter_context(torch.set_grad_enabled(grad))

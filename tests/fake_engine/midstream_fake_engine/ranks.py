@@ -20,11 +20,12 @@ from midstream.schemas.base.version import __version__
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import select
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
+from midstream.storage.store import open_store
 from midstream.workers.engine.identity import BOOT
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.ranks.collective import check_apply_results
 from midstream.workers.runner.files.finished_rows import FinishedCapture
-from midstream.workers.runner.files.writer import WriteJob, make_writer
+from midstream.workers.runner.files.writer import WriteJob, Writer, make_writer
 from midstream.workers.runner.probes.gates import Gates, gates_of
 from midstream.workers.runner.probes.watches import Watch
 from midstream.workers.runner.readings.installed_readers import LoadedReader

@@ -15,13 +15,11 @@ from midstream.schemas.jobs.sweeps import Column, PatchWindow
 from midstream.schemas.prompts.selectors import Hook
 from midstream.workers.gradients.attribution import (
     Options,
-    Pair,
-    PairError,
     PairEstimate,
     estimate_pair,
 )
+from midstream.workers.gradients.pairs import NonFiniteGradient, Pair, PairError
 from midstream.workers.gradients.points import Points
-from midstream.workers.gradients.scalars import NonFiniteGradient
 
 GOLDEN = Path(__file__).resolve().parents[3] / "data" / "attribution.safetensors"
 DEMO = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"
