@@ -72,7 +72,7 @@ def exact(points: Points, stored: StoredSweep, site: Site) -> Callable[[int], fl
     run = pair.run(grad=False)
     base, differences = pair.replaced(site, run)
     prompt, at = pair.stored.base, np.array(pair.columns.base)
-    parts = pair.parts(site, run)
+    parts = pair.columns.parts(differences)
 
     def effect(column: int) -> float:
         written = base.clone()

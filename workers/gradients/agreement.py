@@ -68,7 +68,7 @@ class Traces:
         """Return for each layer its rows at `positions`, `[positions, width]` float32, by hook."""
         points = self._points
         sites = [(hook, layer) for layer in range(points.num_layers) for hook in self._hooks]
-        with _in_float32(points.model if self._exact else None):
+        with _in_float32(points.model) if self._exact else contextlib.nullcontext():
             run = points.run(points.batch([tokens]), sites)
         traces: list[dict[str, torch.Tensor]] = [{} for _ in points.layers]
         for hook, layer in sites:
@@ -84,11 +84,11 @@ class Traces:
 
 
 @contextlib.contextmanager
-def _in_float32(model: Any | None) -> Iterator[None]:
+def _in_float32(model: Any) -> Iterator[None]:
     """Compute in float32 inside the block; weights are widened module by module, which is exact,
-    so that only the largest module's take twice the memory. None: change nothing.
+    so that only the largest module's take twice the memory.
     """
-    handles = []
+    kept: dict[Any, list[Any]] = {}
 
     def widen(module: Any, *_: Any) -> None:
         kept[module] = [(weight, weight.data) for weight in module.parameters(recurse=False)]
@@ -99,16 +99,11 @@ def _in_float32(model: Any | None) -> Iterator[None]:
         for weight, data in kept.pop(module):
             weight.data = data
 
-    kept: dict[Any, list[Any]] = {}
-    for module in model.modules() if model is not None else ():
-        if next(module.parameters(recurse=False), None) is not None:
-            handles.append(module.register_forward_pre_hook(widen, prepend=True))
-            handles.append(module.register_forward_hook(restore, always_call=True))
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(widen, prepend=True).remove)
+            stack.callback(module.register_forward_hook(restore, always_call=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def prompt_of(vocab_size: int, num_layers: int, max_model_len: int) -> tuple[list[int], list[int]]:

@@ -39,7 +39,7 @@ Texts = Sequence[FitTokens]
 class Fitted:
     """A learned module, and its effect on held-out examples."""
 
-    tensors: dict[int, Tensors]  # by layer
+    tensors: Mapping[int, Tensors]  # by layer
     examples: int
     sites: list[FitSite]
     effect: FitEffect
@@ -158,10 +158,14 @@ def orthonormal(basis: Tensor) -> Tensor:
     return (columns * factor.diagonal().sign()).T
 
 
-def tensors_of(parameters: Tensors) -> Tensors:
+def edits_of(parameters: Mapping[int, Tensors]) -> dict[int, Tensors]:
+    """Return the edit of each layer as a module has it."""
     return {
-        name: orthonormal(value) if name == "rotation" else value
-        for name, value in parameters.items()
+        layer: {
+            name: orthonormal(value) if name == "rotation" else value
+            for name, value in edit.items()
+        }
+        for layer, edit in parameters.items()
     }
 
 
@@ -239,7 +243,7 @@ class _Fit:
         order = _batches(len(examples), request.batch, generator)
         interval = -(-request.steps // LOOKS)
         losses, recent = list[FitPoint](), list[float]()
-        best: tuple[float, int, dict[int, Tensors]] = (float("inf"), 0, {})
+        best: tuple[float, int, Mapping[int, Tensors]] = (float("inf"), 0, {})
         for step in range(request.steps + 1):
             if step:
                 optimizer.zero_grad()
@@ -255,8 +259,9 @@ class _Fit:
             if step:
                 report(losses[-1])
             if validated < best[0]:
-                edits = {layer: tensors_of(edit) for layer, edit in parameters.items()}
-                best = validated, step, _detached(edits)
+                edits = edits_of(parameters).items()
+                kept = {at: {n: t.detach().clone() for n, t in edit.items()} for at, edit in edits}
+                best = validated, step, kept
             elif step - best[1] >= PATIENCE * interval:
                 break
         _, steps, fitted = best
@@ -294,7 +299,7 @@ class _Fit:
         targets = sum(len(example.token_ids) - example.prompt_tokens for example in examples)
         total = 0.0
         for chunk in _passes(examples, self.pass_tokens):
-            edits = {layer: tensors_of(edit) for layer, edit in parameters.items()}
+            edits = edits_of(parameters)
             loss = -self._log_probabilities(chunk, edits, grad=backward).sum() / targets
             if not torch.isfinite(loss):
                 raise MidstreamError(
@@ -397,10 +402,3 @@ def _judged(
     measure: Literal["logprob", "auroc"], before: float, gain: float, error: float, examples: int
 ) -> FitEffect:
     return FitEffect(measure, before, before + gain, error, examples, better=gain > error)
-
-
-def _detached(edits: Mapping[int, Tensors]) -> dict[int, Tensors]:
-    return {
-        layer: {name: tensor.detach().clone() for name, tensor in edit.items()}
-        for layer, edit in edits.items()
-    }

@@ -228,10 +228,6 @@ class Pair:
             source = self._source[site]
         return base, self.sweep.alpha * (source - base)
 
-    def parts(self, site: Site, run: Run) -> list[Part]:
-        """Return the columns by the dimensions that they write at a site."""
-        return self.columns.parts(self.replaced(site, run)[1])
-
     def along(
         self, run: Run, moves: Sequence[tuple[Site, float]], read: Collection[Site] = ()
     ) -> tuple[Run, dict[Site, torch.Tensor]]:
