@@ -1,6 +1,7 @@
 """Gradient rows of a prompt: from a stored scalar to a capture that the writer takes."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -57,16 +58,13 @@ def finished(
         dtype = points.model.dtype if capture.dtype == "model" else getattr(torch, capture.dtype)
         columns = None if capture.row is None else Columns(capture.row, 0, capture.row.size)
         parts = [slice(None)] if columns is None else columns.chosen(capture.heads)
-        kept = {
-            (hook, layer): torch.cat([known[hook, layer][positions][:, part] for part in parts], 1)
-            .to(dtype)
-            .cpu()
-            for hook, layer in sites_of([capture])
-        }
-        buffers = {
-            site: memoryview(rows.contiguous().view(torch.uint8).numpy().tobytes())
-            for site, rows in kept.items()
-        }
+        buffers: dict[tuple[str, int], memoryview] = {}
+        overflowed: dict[tuple[str, int], int] = {}
+        for site in sites_of([capture]):
+            whole = known[site][positions]
+            kept = torch.cat([whole[:, part] for part in parts], 1).to(dtype).cpu().contiguous()
+            buffers[site] = memoryview(kept.view(torch.uint8).numpy().tobytes())
+            overflowed[site] = int((~kept.isfinite()).any(1).sum())
         result.append(
             FinishedCapture(
                 spec=spec,
@@ -80,16 +78,18 @@ def finished(
                 rank=0,
                 pp=0,
                 stages=1,
-                rows=lambda hook, layer, buffers=buffers: [buffers[hook, layer]],
+                rows=partial(_rows, buffers),
                 num_layers=info.num_layers,
                 identity=info.identity,
-                non_finite={
-                    site: int((~rows.isfinite()).any(1).sum()) for site, rows in kept.items()
-                },
+                non_finite=overflowed,
                 columns=columns,
             )
         )
     return result
+
+
+def _rows(buffers: Mapping[tuple[str, int], memoryview], hook: str, layer: int) -> list[memoryview]:
+    return [buffers[hook, layer]]
 
 
 class Scalar(NamedTuple):

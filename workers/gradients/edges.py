@@ -25,8 +25,9 @@ from .points import Points, Run, Site, weight_of
 #: Bytes of senders' rows at a time: positions are taken in chunks of about this size.
 CHUNK_BYTES = 64 << 20
 _EMBEDDING: Site = ("pre_attn", 0)
+Kind = Literal["head", "q", "k", "v"]
 #: Receivers in attention → the hook points of their projections' outputs.
-_PROJECTED: dict[Literal["q", "k", "v"], Hook] = {"q": "q_proj", "k": "k_proj", "v": "v"}
+_PROJECTED: dict[Kind, Hook] = {"q": "q_proj", "k": "k_proj", "v": "v"}
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,10 @@ class EdgeScores:
         sizes = np.nan_to_num(np.abs(self.scores), nan=-1.0).ravel()
         order = np.argsort(-sizes, kind="stable")[: min(count, int((sizes >= 0).sum()))]
         pairs = zip(*np.unravel_index(order, self.scores.shape), strict=True)
-        ends = ((self.senders[s], self.receivers[r], self.scores[s, r]) for s, r in pairs)
-        return [Edge(sender, receiver, float(score)) for sender, receiver, score in ends]
+        return [
+            Edge(sender=self.senders[s], receiver=self.receivers[r], score=float(self.scores[s, r]))
+            for s, r in pairs
+        ]
 
 
 def edge_scores(
@@ -92,8 +95,8 @@ def edge_scores(
             where = slice(start, start + size)
             outputs = torch.cat([*_sent(pair, run, where)]).flatten(1)
             slopes = _received(points, moved, gradients, pair.columns.base[where], into_mlp)
-            scores = [outputs @ slope.flatten(1).T for slope in slopes]
-            total += torch.cat(scores, 1).double().cpu().numpy()
+            products = [outputs @ slope.flatten(1).T for slope in slopes]
+            total += torch.cat(products, 1).double().cpu().numpy()
     same = [("head", "mlp")] if not parallel else []  # edges inside a layer
     exists = [[s.layer < r.layer + ((s.kind, r.kind) in same) for r in receivers] for s in senders]
     scores = np.where(exists, total * scale, np.nan)
@@ -103,14 +106,18 @@ def edge_scores(
 
 def _nodes(points: Points) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
     """Return all senders and all receivers, as `_sent` and `_received` order them."""
-    senders, receivers = [EdgeEnd("embed", -1)], list[EdgeEnd]()
+    senders, receivers = [EdgeEnd(kind="embed", layer=-1)], list[EdgeEnd]()
+
+    def heads(kind: Kind, layer: int, hook: Hook) -> list[EdgeEnd]:
+        return [EdgeEnd(kind=kind, layer=layer, head=head) for head in range(points.heads(hook))]
+
     for layer in range(points.num_layers):
-        senders += [EdgeEnd("head", layer, head) for head in range(points.heads("z"))]
-        senders.append(EdgeEnd("mlp", layer))
+        mlp = EdgeEnd(kind="mlp", layer=layer)
+        senders += [*heads("head", layer, "z"), mlp]
         for kind, hook in _PROJECTED.items():
-            receivers += [EdgeEnd(kind, layer, head) for head in range(points.heads(hook))]
-        receivers.append(EdgeEnd("mlp", layer))
-    return senders, [*receivers, EdgeEnd("logits", points.num_layers)]
+            receivers += heads(kind, layer, hook)
+        receivers.append(mlp)
+    return senders, [*receivers, EdgeEnd(kind="logits", layer=points.num_layers)]
 
 
 def _sent(pair: Pair, run: Run, where: slice) -> Iterator[torch.Tensor]:

@@ -148,12 +148,16 @@ class TransformersEngine:
             int(os.environ.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0))
         )
         loop = asyncio.get_running_loop()
+
+        def fatal(error: Exception) -> None:
+            loop.call_soon_threadsafe(self._die, str(error))
+
         self._outbox = Outbox(
             Path(settings.data_dir).resolve() / "outbox",
             settings.worker_id,
             0,
             settings.relay_url,
-            on_fatal=lambda error: loop.call_soon_threadsafe(self._die, str(error)),
+            on_fatal=fatal,
             curve=client_keys(settings.curve_secret_file, settings.curve_server_key),
         )
         threads = plan_writers(accelerator=False, cores=1, threads=settings.writer_threads)
@@ -339,12 +343,7 @@ class TransformersEngine:
             return captured.finished(points, ask, self.info, worker, tensors, self._load_sae, check)
 
         captures = await self.run(work)
-        rows = (
-            part
-            for of in captures
-            for hook, layer in captured.sites_of([of.capture])
-            for part in of.rows(hook, layer)
-        )
+        rows = (of.rows(*site)[0] for of in captures for site in captured.sites_of([of.capture]))
         self._report(ask, rows, captures, global_version=global_steering.version)
         output = Output(
             index=ask.request,

@@ -82,7 +82,9 @@ def estimate(
         return _features(points, sweep, ask.pair, sites[0], load_sae(stored.sae), stored.keep)
     if stored.method == "edges":
         found = edge_scores(points, sweep, ask.pair, stored.steps, check)
-        return Estimate(found.base.value, _value(found.source), edges=found.top(stored.keep))
+        return Estimate(
+            base=found.base.value, source=_value(found.source), edges=found.top(stored.keep)
+        )
     options = Options(
         steps=stored.steps if stored.method == "integrated" else 0,
         batch=batch,

@@ -401,4 +401,11 @@ def _separation(sites: Sequence[FitSite], positive: int, negative: int) -> FitEf
 def _judged(
     measure: Literal["logprob", "auroc"], before: float, gain: float, error: float, examples: int
 ) -> FitEffect:
-    return FitEffect(measure, before, before + gain, error, examples, better=gain > error)
+    return FitEffect(
+        measure=measure,
+        before=before,
+        after=before + gain,
+        error=error,
+        examples=examples,
+        better=gain > error,
+    )
