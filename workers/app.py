@@ -44,10 +44,12 @@ from ..schemas.service.global_capture import from_settings
 from ..storage.disk import disk_trouble
 from .engine.identity import WorkerLock, with_worker_id
 from .engines import VLLM, check_options
-from .gradient_jobs.works import WORKS
+from .gradient_jobs.attribution_attempt import estimate_cells
+from .gradient_jobs.fit_attempt import fit
 
 # Importing it registers the remote-control commands.
 from .serving import remote_control as _control  # noqa: F401
+from .serving.attempts import Work
 from .serving.host import EngineHost
 from .serving.tasks import register_tasks
 
@@ -103,7 +105,9 @@ def make_worker_app(settings: Settings) -> Celery:
     # not in `make_app`, which Flower also uses: Flower recognises a broker by its URL's scheme, and
     # this setting would override it
     app.conf.broker_transport = transport_of(settings.redis_url)
-    works = WORKS if settings.queue == GRADIENTS else {}
+    works: dict[str, Work] = {}
+    if settings.queue == GRADIENTS:
+        works = {"attribution": estimate_cells, "fit": fit}
     app.engine_host = EngineHost(app, settings, lambda reason: _end_process(app), works)
     # a dead engine's messages must come back to the queue
     app.may_renew = lambda: not app.engine_host.death

@@ -8,14 +8,22 @@ from typing import Any
 import numpy as np
 import tiny
 import torch
+from transformers import AutoModelForCausalLM
 
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
 from midstream.schemas.prompts.selectors import Hook
-from midstream.workers.gradients.attribution import Pair
-from midstream.workers.gradients.points import Points, Site, load
+from midstream.workers.gradients import attention
+from midstream.workers.gradients.pairs import Pair
+from midstream.workers.gradients.points import Points, Site
 
 BASE = [20, 21, 22, 63, 24, 25, 26, 77, 28, 29]
 SOURCE = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]
+
+
+def load(folder: Path, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention.NAME
+    )
 
 
 def tiny_points(root: Path, name: str, dtype: torch.dtype = torch.float32) -> Points:
@@ -64,13 +72,12 @@ def exact(points: Points, stored: StoredSweep, site: Site) -> Callable[[int], fl
     run = pair.run(grad=False)
     base, differences = pair.replaced(site, run)
     prompt, at = pair.stored.base, np.array(pair.columns.base)
-    parts = pair.parts(site, run)
+    parts = pair.columns.parts(differences)
 
     def effect(column: int) -> float:
         written = base.clone()
         dims = next(part.dims for part in parts if column in part.columns)
-        chosen = slice(None) if dims is None else dims
-        written[:, chosen] += differences[:, chosen]
+        written[:, dims] += differences[:, dims]
         places = pair.columns.member[column].bool().numpy()
 
         def edit(_: Site, rows: torch.Tensor) -> torch.Tensor:

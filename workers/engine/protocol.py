@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from ...schemas.access.keys import DEFAULT_TENANT
 from ...schemas.artifacts.loras import LoraUse, StoredLora
@@ -21,6 +21,7 @@ from ...schemas.requests.specs import Entry, Grade, StoredCapture, StoredSteerin
 from ...schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
 from ..runner.probes.probe_news import Scored
 
+T = TypeVar("T")
 #: A registered artifact as a job keeps it.
 StoredArtifact = StoredLora | StoredSae
 #: Returns the tensor of a content hash; raises MidstreamError if it is not stored.
@@ -281,6 +282,11 @@ class GradientEngine(Engine, Protocol):
     """
 
     gradients: GradientInfo  # of its model; what is published
+
+    async def run(self, work: Callable[[Any, Callable[[], None]], T]) -> T:
+        """Call `work` with the model's hook points and a check, in the engine's thread. The check
+        raises when the caller is cancelled.
+        """
 
     async def estimate(self, ask: EstimateRequest) -> Estimate:
         """Estimate all cells, edges or features of a pair.

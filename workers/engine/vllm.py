@@ -230,18 +230,10 @@ class VllmEngine(RankControl):
         self._row_bytes: int = config.get_hidden_size() * self._item_bytes
         self._step_rows = StepRows(plane.step_rows)
         self.info = ModelInfo(
-            name=settings.served_model,
-            version=__version__,
-            architecture=config.architectures[0],
-            num_layers=config.get_total_num_hidden_layers(),
-            hidden_size=config.get_hidden_size(),
-            vocab_size=config.get_vocab_size(),
-            max_model_len=config.max_model_len,
-            dtype=str(config.dtype).removeprefix("torch."),
+            **facts_of(settings, config),
             dtype_reason=self._dtype_reason,
             hooks=[*hooks, *shapes],
             inside=shapes,
-            tokenizer="",
             tp=settings.tensor_parallel_size,
             pp=settings.pipeline_parallel_size,
             runner="v2" if self._llm.vllm_config.use_v2_model_runner else "v1",
@@ -629,6 +621,21 @@ def configured(settings: Settings) -> tuple[Any, Images]:
         logger.warning("the model takes text only: %s", images.refused)
         return configured(msgspec.structs.replace(settings, images_per_prompt=0))[0], images
     return config, images
+
+
+def facts_of(settings: Settings, config: Any) -> dict[str, Any]:
+    """Return the fields of `ModelInfo` that vLLM's `ModelConfig` determines."""
+    return {
+        "name": settings.served_model,
+        "version": __version__,
+        "architecture": config.architectures[0],
+        "num_layers": config.get_total_num_hidden_layers(),
+        "hidden_size": config.get_hidden_size(),
+        "vocab_size": config.get_vocab_size(),
+        "max_model_len": config.max_model_len,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "tokenizer": "",
+    }
 
 
 def _shapes(reports: Sequence[Found], absent: dict[str, str]) -> dict[str, RowShape]:

@@ -4,7 +4,7 @@ arrived; then the job is handed on to a vLLM worker, if cells are to be computed
 
 import asyncio
 import time
-from typing import Any, cast
+from typing import cast
 
 from msgspec.structs import replace
 
@@ -16,12 +16,11 @@ from ...broker.ledger.results.attribution_result import estimated_pair
 from ...broker.ledger.results.sweep_result import sweep_start, sweep_summary
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.faults import crash_point
-from ...schemas.base.records import from_json, to_json
 from ...schemas.base.tensors import Tensor
-from ...schemas.jobs.jobs import Event, EventKind, Output
+from ...schemas.jobs.jobs import Output
 from ...schemas.jobs.receipts import Receipt
 from ...schemas.jobs.sweep_units import Units
-from ...schemas.jobs.sweeps import SweepStart, SweepSummary, UnitRecord
+from ...schemas.jobs.sweeps import UnitRecord
 from ..engine.protocol import Engine, EstimateRequest, Fetch, GradientEngine
 from ..serving.attempt import Attempt
 from ..serving.redis_retry import patiently
@@ -55,7 +54,7 @@ class _AttributionAttempt:
         began, job = time.monotonic(), self._job.id
         records = await patiently(lambda: self._sweeps.records(job), f"units of {job}")
         if not records:
-            await self._emit("start", sweep_start(self._sweep))
+            await self._attempt.report(self._ledger, "start", sweep_start(self._sweep))
         mask = await fetch(self._sweep.mask) if self._sweep.mask else None
         estimates = []
         for pair in range(len(self._sweep.pairs)):
@@ -71,7 +70,8 @@ class _AttributionAttempt:
             await self._hand_on(estimates)
             return None
         seconds = time.monotonic() - began
-        await self._emit("summary", sweep_summary(self._sweep, records, seconds))
+        summary = sweep_summary(self._sweep, records, seconds)
+        await self._attempt.report(self._ledger, "summary", summary)
         return []
 
     async def _estimate(self, pair: int, number: int, mask: Tensor | None) -> UnitRecord:
@@ -133,17 +133,10 @@ class _AttributionAttempt:
         self._continue(kept == "kept", kept)
 
     async def _hand_on(self, estimates: list[UnitRecord]) -> None:
-        chosen = {
-            number
-            for record in estimates
-            if record.estimated is not None
-            for numbers in record.estimated.chosen.values()
-            for number in numbers
-        }
-        adaptive = (
-            self._sweep.attributed is not None and self._sweep.attributed.method == "adaptive"
-        )
-        cells = self._sweep.num_exact if adaptive else len(chosen)
+        chosen = [record.estimated.chosen for record in estimates if record.estimated is not None]
+        cells = len({number for of in chosen for numbers in of.values() for number in numbers})
+        if self._sweep.attributed is not None and self._sweep.attributed.method == "adaptive":
+            cells = self._sweep.num_exact
         crash_point("attribution.estimated")
         outcome = await patiently(
             lambda: self._ledger.hand_on(self._job.id, self._attempt.number, "", cells),
@@ -157,8 +150,3 @@ class _AttributionAttempt:
         if not goes_on:
             self._attempt.refused(outcome)
         self._attempt.check()
-
-    async def _emit(self, kind: EventKind, data: SweepStart | SweepSummary) -> None:
-        shown = from_json(to_json(data), dict[str, Any])
-        event = Event(event=kind, data=shown, attempt=self._attempt.number)
-        await self._attempt.emit(self._ledger, event)

@@ -8,38 +8,26 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
-import numpy as np
 
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.registry import Registry
 from ...broker.ledger.named.steering import Steering
 from ...schemas.access.keys import scoped
-from ...schemas.artifacts.jacobian_lenses import (
-    JACOBIAN_LENSES,
-    JacobianLensRequest,
-    StoredLensFit,
-)
+from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLensRequest, StoredLensFit
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import Record, now
 from ...schemas.base.tensors import Tensor, content_hash, from_numpy
-from ...schemas.jobs.fits import (
-    FitOutcome,
-    FitResult,
-    LensFitResult,
-    LensProgress,
-    StoredModuleFit,
-)
-from ...schemas.jobs.jobs import Event, State
-from ...schemas.jobs.models import ModelInfo
+from ...schemas.jobs.fits import FitOutcome, FitResult, LensFitResult, LensProgress, StoredModuleFit
+from ...schemas.jobs.jobs import State
 from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import Module, SteeringTemplate, content_digest
 from ...schemas.requests.trainings import FitEffect, Training
 from ...storage.formats.folders import new_folder
 from ...storage.formats.jacobian_files import lens_of
-from ..engine.protocol import Engine
+from ..engine.protocol import Engine, GradientEngine
 from ..serving.attempt import Attempt
 from ..serving.redis_retry import patiently
 
@@ -49,48 +37,35 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class GradientEngine(Protocol):
-    """What a fit requires of the worker's engine."""
+async def fit(ledger: Ledger, engine: Engine, attempt: Attempt, fetch: object) -> FitOutcome:
+    """Run a job of kind `fit`: return the result, after the module or lens is registered. Raises
+    MidstreamError.
+    """
+    attempt.check_unsteered()
+    run, wanted = _FitAttempt(ledger, cast(GradientEngine, engine), attempt), attempt.job.fit
+    assert wanted is not None
+    return await (run.lens(wanted) if isinstance(wanted, StoredLensFit) else run.module(wanted))
 
-    info: ModelInfo
 
-    async def run(self, work: Callable[[Any, Callable[[], None]], T]) -> T:
-        """Call `work` with the model's hook points and a check, in the engine's thread. The check
-        raises when the caller is cancelled.
-        """
-
-
-class FitAttempt:
-    """One attempt at a fit."""
-
+class _FitAttempt:
     def __init__(self, ledger: Ledger, engine: GradientEngine, attempt: Attempt) -> None:
         self._ledger, self._engine, self._attempt = ledger, engine, attempt
-        self._steering = Steering(ledger)
         self._loop, self._events = asyncio.get_running_loop(), list[Future[None]]()
-
-    async def run(self) -> FitOutcome:
-        """Return the result, after the module or lens is registered. Raises MidstreamError."""
-        wanted = self._attempt.job.fit
-        assert wanted is not None
-        self._attempt.check_unsteered()
-        if isinstance(wanted, StoredLensFit):
-            return await self._lens(wanted)
-        return await self._module(wanted)
 
     def _report(self, data: Record) -> None:
         """Emit an event; called in the engine's thread."""
-        fields = msgspec.structs.asdict(data)
-        event = Event(event="fit", data=fields, attempt=self._attempt.number)
-        emission = self._attempt.emit(self._ledger, event)
+        emission = self._attempt.report(self._ledger, "fit", data)
         self._events.append(asyncio.run_coroutine_threadsafe(emission, self._loop))
 
     async def _computed(self, work: Callable[[Any, Callable[[], None]], T]) -> T:
-        """Return what the engine computes, after the events of it are written."""
+        """Return what the engine computes, after the events of it are written. `work` imports
+        transformers: in the engine's thread, as heartbeats go on meanwhile.
+        """
         result = await self._engine.run(work)
         await asyncio.gather(*map(asyncio.wrap_future, self._events))
         return result
 
-    async def _lens(self, wanted: StoredLensFit) -> LensFitResult:
+    async def lens(self, wanted: StoredLensFit) -> LensFitResult:
         """Write the lens to a folder of this attempt alone, and register it.
 
         So no other folder is overwritten: jobs that were accepted with the name's former lens keep
@@ -100,11 +75,11 @@ class FitAttempt:
         path = f"{wanted.folder}/{job.id}-{self._attempt.number}"
         folder, count = new_folder(root, path, "lens_dir"), len(wanted.prompts)
 
-        def report(done: int) -> None:
-            self._report(LensProgress(prompts=done, of=count))
-
         def computed(points: Any, check: Callable[[], None]) -> None:
-            from ..gradients.jacobian import fit_to_folder  # loads transformers, as `learn` does
+            from ..gradients.jacobian import fit_to_folder
+
+            def report(done: int) -> None:
+                self._report(LensProgress(prompts=done, of=count))
 
             fit_to_folder(points, wanted, folder, check, report)
 
@@ -131,50 +106,46 @@ class FitAttempt:
             raise
         return LensFitResult(lens=lens)
 
-    async def _module(self, wanted: StoredModuleFit) -> FitResult:
-        job = self._attempt.job
-
+    async def module(self, wanted: StoredModuleFit) -> FitResult:
         def learned(points: Any, check: Callable[[], None]) -> "Fitted":
-            # loads transformers: in the engine's thread, as heartbeats go on meanwhile
             from ..gradients import learn
 
             return learn.fit(points, wanted, self._report, check)
 
-        fitted = await self._computed(learned)
+        request, fitted = wanted.request, await self._computed(learned)
         training = Training(
-            job=job.id,
-            method=wanted.request.method,
+            job=self._attempt.job.id,
+            method=request.method,
             hook=wanted.hook,
             examples=fitted.examples,
             examples_digest=wanted.digest,
-            seed=wanted.request.seed,
-            identity=job.identity,
+            seed=request.seed,
+            identity=self._attempt.job.identity,
             sites=fitted.sites,
             effect=fitted.effect,
             steps=fitted.steps,
             losses=list(fitted.losses),
         )
-        name = wanted.request.name
-        if reason := _reason_against(wanted.request.register, fitted.effect):
-            return FitResult(name=name, training=training, reason=reason)
-        try:
-            digest = await self._register(wanted, fitted, training)
-        except MidstreamError as error:
-            if error.kind != "module_limit":
-                raise
-            return FitResult(name=name, training=training, reason=str(error))
-        return FitResult(name=name, training=training, digest=digest)
+        digest, reason = "", _reason_against(request.register, fitted.effect)
+        if not reason:
+            try:
+                digest = await self._register(wanted, fitted, training)
+            except MidstreamError as error:
+                if error.kind != "module_limit":
+                    raise
+                reason = str(error)
+        return FitResult(name=request.name, training=training, digest=digest, reason=reason)
 
     async def _register(self, wanted: StoredModuleFit, fitted: "Fitted", training: Training) -> str:
         """Register the module, unless the job was given to another attempt; return its digest."""
         job, blobs, entries = self._attempt.job, dict[str, Tensor](), list[SteeringTemplate]()
-        family = FAMILY[wanted.template.family]
+        fields = FAMILY[wanted.template.family].tensors
         for layer, learned in fitted.tensors.items():
-            tensors = [from_numpy(learned[field].numpy()) for field in family.tensors]
+            tensors = [from_numpy(learned[field].cpu().numpy()) for field in fields]
             names = [content_hash(tensor) for tensor in tensors]
             blobs.update(zip(names, tensors, strict=True))
             entries.append(msgspec.structs.replace(wanted.template, layers=[layer], tensors=names))
-        first = next(iter(fitted.tensors.values()))[family.tensors[0]]
+        edits = list(fitted.tensors.values())
         module = Module(
             name=scoped(job.tenant, wanted.request.name),
             model=job.model,
@@ -183,15 +154,13 @@ class FitAttempt:
             bytes=sum(len(tensor.data) for tensor in blobs.values()),
             created=now(),
             description=wanted.request.description,
-            hidden_size=first.shape[-1],
-            reach=[
-                float(np.abs(learned["vector"].numpy()).max()) if "vector" in learned else 0.0
-                for learned in fitted.tensors.values()
-            ],
+            hidden_size=edits[0][fields[0]].shape[-1],
+            reach=[float(e["vector"].abs().max()) if "vector" in e else 0.0 for e in edits],
             training=training,
         )
         await self._check_current()
-        await patiently(lambda: self._steering.put_module(module, blobs), f"module of {job.id}")
+        steering = Steering(self._ledger)
+        await patiently(lambda: steering.put_module(module, blobs), f"module of {job.id}")
         return module.digest
 
     async def _check_current(self) -> None:
@@ -221,8 +190,3 @@ def _reason_against(register: str, effect: FitEffect) -> str:
             "or with register='always'"
         )
     return ""
-
-
-async def fit(ledger: Ledger, engine: Engine, attempt: Attempt, fetch: object) -> FitOutcome:
-    """Run a job of kind `fit`."""
-    return await FitAttempt(ledger, cast(GradientEngine, engine), attempt).run()

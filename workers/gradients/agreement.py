@@ -9,7 +9,9 @@ and float32 rounds the stream by as much as 1e-3 of it.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from ..engine.proof.comparison import STREAM_TENSORS, Difference, Prompt, differ
 from ..engine.protocol import NotYet
 from ..runner.edits.source_runs import RunStore
 from ..runner.hooks.sites import Site
+from .loading import refused
 from .points import Points
 
 logger = logging.getLogger(__name__)
@@ -55,28 +58,23 @@ class Traces:
 
     def __init__(self, points: Points, hooks: Sequence[Hook]) -> None:
         self._points, self._exact = points, True
-        self._hooks = list(dict.fromkeys([*STREAM_TENSORS, *hooks]))
-        routes = [
-            any("experts" in name for name, _ in layer.named_modules()) for layer in points.layers
-        ]
-        self.routed = [any(routes[: place + 1]) for place in range(points.num_layers)]
+        self._hooks = dict.fromkeys([*STREAM_TENSORS, *hooks])
+        routes = (any("experts" in name for name, _ in at.named_modules()) for at in points.layers)
+        self.routed = list(accumulate(routes, operator.or_))
 
     def trace(
         self, tokens: Sequence[int], positions: Sequence[int]
     ) -> list[dict[str, torch.Tensor]]:
-        """Returns for each layer its rows at `positions`, `[positions, width]` float32, by hook."""
+        """Return for each layer its rows at `positions`, `[positions, width]` float32, by hook."""
         points = self._points
         sites = [(hook, layer) for layer in range(points.num_layers) for hook in self._hooks]
-        with _in_float32(points.model if self._exact else None):
-            run = points.run(points.batch([list(tokens)]), sites)
-        rows = [
-            {
-                str(hook): run.rows((hook, layer))[0, list(positions)].float().cpu()
-                for hook in self._hooks
-            }
-            for layer in range(points.num_layers)
-        ]
-        return [of | {name: of[hook] for hook, name in STREAM_TENSORS.items()} for of in rows]
+        with _in_float32(points.model) if self._exact else contextlib.nullcontext():
+            run = points.run(points.batch([tokens]), sites)
+        traces: list[dict[str, torch.Tensor]] = [{} for _ in points.layers]
+        for hook, layer in sites:
+            rows = run.rows((hook, layer))[0, list(positions)].float().cpu()
+            traces[layer][hook] = traces[layer][STREAM_TENSORS.get(hook, hook)] = rows
+        return traces
 
     def round(self, dtype: torch.dtype) -> None:
         self._exact = False
@@ -86,11 +84,11 @@ class Traces:
 
 
 @contextlib.contextmanager
-def _in_float32(model: Any | None) -> Iterator[None]:
-    """Computes in float32 inside the block; weights are widened module by module, which is exact,
-    so that only the largest module's take twice the memory. None: changes nothing.
+def _in_float32(model: Any) -> Iterator[None]:
+    """Compute in float32 inside the block; weights are widened module by module, which is exact,
+    so that only the largest module's take twice the memory.
     """
-    handles = []
+    kept: dict[Any, list[Any]] = {}
 
     def widen(module: Any, *_: Any) -> None:
         kept[module] = [(weight, weight.data) for weight in module.parameters(recurse=False)]
@@ -101,20 +99,15 @@ def _in_float32(model: Any | None) -> Iterator[None]:
         for weight, data in kept.pop(module):
             weight.data = data
 
-    kept: dict[Any, list[Any]] = {}
-    for module in model.modules() if model is not None else ():
-        if next(module.parameters(recurse=False), None) is not None:
-            handles.append(module.register_forward_pre_hook(widen, prepend=True))
-            handles.append(module.register_forward_hook(restore, always_call=True))
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(widen, prepend=True).remove)
+            stack.callback(module.register_forward_hook(restore, always_call=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def prompt_of(vocab_size: int, num_layers: int, max_model_len: int) -> tuple[list[int], list[int]]:
-    """Returns the prompt's tokens, drawn as the certificate draws its own, and the positions that
+    """Return the prompt's tokens, drawn as the certificate draws its own, and the positions that
     are compared, ascending from the first.
     """
     length = min(max(16, num_layers + 4), TOKENS, max_model_len - 1)
@@ -124,7 +117,7 @@ def prompt_of(vocab_size: int, num_layers: int, max_model_len: int) -> tuple[lis
 
 
 async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) -> Prompt:
-    """Returns rows that a vLLM worker of the model computed for the fixed prompt, at every layer.
+    """Return rows that a vLLM worker of the model computed for the fixed prompt, at every layer.
 
     Raises RowsAwaited while no vLLM worker takes the capture job, and
     MidstreamError("gradients_refused") if it fails.
@@ -157,7 +150,7 @@ async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) ->
 
 
 async def _ended(ledger: Ledger, job_id: str) -> None:
-    """Waits until the capture job has succeeded."""
+    """Wait until the capture job has succeeded."""
     deadline = asyncio.get_running_loop().time() + PATIENCE_S + RUN_S
     while (view := await ledger.view(job_id)).state not in TERMINAL:
         if asyncio.get_running_loop().time() > deadline:
@@ -168,43 +161,39 @@ async def _ended(ledger: Ledger, job_id: str) -> None:
         raise RowsAwaited(f"no vLLM worker of {view.model!r} began within {PATIENCE_S:g} s")
     if view.state is not State.SUCCEEDED:
         why = view.error.detail if view.error is not None else view.state
-        raise MidstreamError(
-            "gradients_refused", f"the vLLM worker supplied no rows to compare with: {why}"
-        )
+        raise refused(f"the vLLM worker supplied no rows to compare with: {why}")
     if view.steered:
-        raise MidstreamError(
-            "gradients_refused",
-            "global steering is active: the vLLM worker's rows are those of the steered model",
+        raise refused(
+            "global steering is active: the vLLM worker's rows are those of the steered model"
         )
 
 
 def _read(
     store: ArtifactStore, job_id: str, info: ModelInfo, capture: StoredCapture
-) -> Mapping[tuple[Hook, int], torch.Tensor]:
-    key = run_key(job_id, 0, TAG)
-    sites = [(hook, layer) for hook, layers in capture.sites.items() for layer in layers]
-    runs = RunStore(store, [Site(hook, layer, "single") for hook, layer in sites], info.hidden_size)
+) -> dict[tuple[Hook, int], torch.Tensor]:
+    sites = [Site(hook, at, "single") for hook, layers in capture.sites.items() for at in layers]
+    runs = RunStore(store, sites, info.hidden_size)
     blobs = on_disk(store, job_id, TAG).get(0, [])
     if why := shortfall(blobs):
-        raise MidstreamError("gradients_refused", f"the vLLM worker's rows are incomplete: {why}")
-    files = run_files(key, blobs)
+        raise refused(f"the vLLM worker's rows are incomplete: {why}")
+    files = run_files(run_key(job_id, 0, TAG), blobs)
     runs.put(files)
     return {
-        (hook, layer): runs.rows(key, hook, layer, files.positions).float() for hook, layer in sites
+        (site.hook, site.layer): runs.rows(
+            files.key, site.hook, site.layer, files.positions
+        ).float()
+        for site in sites
     }
 
 
 def compared(points: Points, served: Prompt, dtype: str) -> list[Difference]:
-    """Returns the difference of each hook in each layer. Raises MidstreamError("gradients_refused")
+    """Return the difference of each hook in each layer. Raises MidstreamError("gradients_refused")
     for the first that is beyond its tolerance.
     """
-    hooks = list(dict.fromkeys(hook for hook, _ in served.rows))
-    figures = differences(Traces(points, hooks), [served], None, dtype)
+    traces = Traces(points, [hook for hook, _ in served.rows])
+    figures = differences(traces, [served], None, dtype)
     worst = max(figures, key=lambda item: item.share)
     logger.info("rows of %d sites compared with the vLLM worker's; worst: %s", len(figures), worst)
     if not worst.ok:
-        raise MidstreamError(
-            "gradients_refused",
-            f"the vLLM worker's and the gradient worker's rows differ: {worst}",
-        )
+        raise refused(f"the vLLM worker's and the gradient worker's rows differ: {worst}")
     return figures

@@ -1,5 +1,5 @@
-"""Attention of the gradient worker's models: transformers' interface, with queries, keys and values
-open to a watcher.
+"""Attention of the gradient worker's models: transformers' own, with queries, keys and values open
+to a watcher.
 """
 
 from collections.abc import Callable
@@ -8,12 +8,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import eager_mask
+
+from ...schemas.prompts.selectors import Hook
 
 #: The name under which models use this attention.
 NAME = "midstream_gradients"
+_WATCHED: tuple[Hook, ...] = ("q", "k", "v")
 
 
 class Attended(NamedTuple):
@@ -24,15 +27,15 @@ class Attended(NamedTuple):
     mask: torch.Tensor  # [batch, 1, queries, keys]: added to the scores
 
 
-#: Receives `q`, `k` or `v` and its tensor `[batch, heads, tokens, width]`; returns what the model
-#: goes on with.
-Watcher = Callable[[str, torch.Tensor, Attended], torch.Tensor]
+#: Receives `q`, `k` or `v` and its tensor `[batch, heads, tokens, head size]`; returns what the
+#: model goes on with.
+Watcher = Callable[[Hook, torch.Tensor, Attended], torch.Tensor]
 WATCHERS: WeakKeyDictionary[nn.Module, Watcher] = WeakKeyDictionary()
 
 
 def scores(query: torch.Tensor, key: torch.Tensor, attended: Attended) -> torch.Tensor:
-    """Return the scores before the softmax. `query`, `key`: `[batch, heads, tokens, width]`, with
-    as many heads of each.
+    """Return the scores before the softmax. `query`, `key`: `[batch, heads, tokens, head size]`,
+    with as many heads of each.
     """
     result = query @ key.transpose(-1, -2) * attended.scale
     if attended.softcap:
@@ -42,7 +45,7 @@ def scores(query: torch.Tensor, key: torch.Tensor, attended: Attended) -> torch.
 
 def repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Return key heads `[batch, key heads, …]`, repeated for the query heads that share them."""
-    return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
+    return repeat_kv(tensor, heads // tensor.shape[1])
 
 
 def _attend(
@@ -60,24 +63,17 @@ def _attend(
         raise NotImplementedError(f"{type(module).__name__} has attention sinks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     watch, own = WATCHERS.get(module), getattr(module, "scaling", scale)
+    if watch is not None and scale == 1.0 != own:  # OPT multiplies its queries by the scale before
+        query, scale = query / own, own
+    attended = Attended(scale, softcap or 0.0, attention_mask)
     if watch is not None:
-        if scale == 1.0 != own:  # OPT multiplies its queries by the scale before
-            query, scale = query / own, own
-        attended = Attended(scale, softcap or 0.0, attention_mask)
-        query, key, value = (
-            watch(name, tensor, attended)
-            for name, tensor in zip("qkv", (query, key, value), strict=True)
-        )
+        query, key, value = map(watch, _WATCHED, (query, key, value), [attended] * 3)
+    if not softcap:
+        found = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale)
+        return found[0], None
     key, value = (repeated(tensor, query.shape[1]) for tensor in (key, value))
-    if softcap:
-        attended = Attended(scale, softcap, attention_mask)
-        pattern = scores(query, key, attended).softmax(-1, dtype=torch.float32)
-        output = pattern.to(value.dtype) @ value
-    else:
-        output = scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scale
-        )
-    return output.transpose(1, 2).contiguous(), None
+    pattern = scores(query, key, attended).softmax(-1, dtype=torch.float32)
+    return (pattern.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, _attend)

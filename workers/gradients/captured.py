@@ -1,122 +1,161 @@
 """Gradient rows of a prompt: from a stored scalar to a capture that the writer takes."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
-import msgspec
 import torch
 
 from ...schemas.artifacts.saes import StoredSae
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.scalars import StoredScalar
+from ...schemas.requests.specs import StoredCapture
 from ...schemas.requests.steering import GlobalSteering
 from ..engine.protocol import EngineRequest
 from ..engine.ranks.rank_spec import rank_spec
 from ..runner.files.finished_rows import Columns, FinishedCapture
 from ..runner.readings.sae import Autoencoder
+from .pairs import loss, require_finite
 from .points import Points, Site
-from .scalars import Scalar, feature_activation, gradient_rows, logit, loss, probe_score
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The gradient rows of one capture of a request."""
-
-    place: int  # of the capture in the request
-    positions: list[int]
-    dtype: str
-    rows: dict[tuple[str, int], bytes]  # (hook, layer) → `[positions, stored elements]`
-    non_finite: dict[tuple[str, int], int]  # how many rows overflow the stored dtype
-
-    def finished(self, ask: EngineRequest, info: ModelInfo, worker: str) -> FinishedCapture:
-        """Return the capture for the writer."""
-        capture, spec = ask.captures[self.place], rank_spec(ask, GlobalSteering())
-        assert spec is not None, "the request has captures"
-        return FinishedCapture(
-            spec=spec,
-            capture=capture,
-            sites={str(hook): layers for hook, layers in capture.sites.items()},
-            hidden_size=capture.stored_size(info.hidden_size),
-            dtype=self.dtype,
-            positions=self.positions,
-            token_ids=[ask.token_ids[position] for position in self.positions],
-            worker=worker,
-            rank=0,
-            pp=0,
-            stages=1,
-            rows=lambda hook, layer: [memoryview(self.rows[hook, layer])],
-            num_layers=info.num_layers,
-            identity=info.identity,
-            non_finite=self.non_finite,
-            columns=None if capture.row is None else Columns(capture.row, 0, capture.row.size),
-        )
+def sites_of(captures: Sequence[StoredCapture]) -> list[Site]:
+    """Return the sites of all of these captures, each once."""
+    every = (capture.sites.items() for capture in captures)
+    return list(
+        dict.fromkeys((hook, at) for sites in every for hook, layers in sites for at in layers)
+    )
 
 
-def sites_of(ask: EngineRequest) -> list[Site]:
-    """Return the sites of all captures of a request."""
-    every = (capture.sites.items() for capture in ask.captures)
-    return list({(hook, layer) for sites in every for hook, layers in sites for layer in layers})
-
-
-def rows_of(
+def finished(
     points: Points,
     ask: EngineRequest,
+    info: ModelInfo,
+    worker: str,
     tensors: Mapping[str, torch.Tensor],
     load_sae: Callable[[StoredSae], Autoencoder],
     check: Callable[[], None],
-) -> list[Rows]:
-    """Return the gradient rows of each capture of a request; captures with the same scalar share a
-    backward pass. `tensors`: those of probes, by name.
+) -> list[FinishedCapture]:
+    """Return the captures of a request, with their gradient rows; those with the same scalar share
+    a backward pass. `tensors`: those of probes, by name.
 
     Raises NonFiniteGradient, UnsupportedArchitectureError, and SaeError for changed files.
     """
-    gradients: dict[bytes, dict[Site, torch.Tensor]] = {}
-    tokens, result = list(ask.token_ids), []
-    for place, capture in enumerate(ask.captures):
-        stored, key = capture.gradient, msgspec.msgpack.encode(capture.gradient)
+    tokens, spec, result = list(ask.token_ids), rank_spec(ask, GlobalSteering()), []
+    assert spec is not None, "the request has captures"
+    gradients: list[tuple[StoredScalar, dict[Site, torch.Tensor]]] = []
+    for capture in ask.captures:
+        stored = capture.gradient
         assert stored is not None, "a gradient job captures gradients only"
         check()
-        if key not in gradients:
-            same = [other.sites for other in ask.captures if other.gradient == stored]
-            sites = [(h, layer) for one in same for h, layers in one.items() for layer in layers]
+        known = next((of for scalar, of in gradients if scalar == stored), None)
+        if known is None:
+            sites = sites_of([other for other in ask.captures if other.gradient == stored])
             scalar = scalar_of(stored, tokens, tensors, load_sae)
-            gradients[key] = gradient_rows(points, tokens, scalar, sites).rows
+            known = gradient_rows(points, tokens, scalar, sites)[1]
+            gradients.append((stored, known))
         positions = list(capture.select(0, len(tokens), len(tokens)))
         dtype = points.model.dtype if capture.dtype == "model" else getattr(torch, capture.dtype)
-        chosen = (
-            [slice(None)]
-            if capture.row is None
-            else Columns(capture.row, 0, capture.row.size).chosen(capture.heads)
-        )
-        rows: dict[tuple[str, int], bytes] = {}
+        columns = None if capture.row is None else Columns(capture.row, 0, capture.row.size)
+        parts = [slice(None)] if columns is None else columns.chosen(capture.heads)
+        buffers: dict[tuple[str, int], memoryview] = {}
         overflowed: dict[tuple[str, int], int] = {}
-        for hook, layers in capture.sites.items():
-            for layer in layers:
-                whole = gradients[key][hook, layer][positions]
-                kept = torch.cat([whole[:, part] for part in chosen], 1).to(dtype).cpu()
-                rows[hook, layer] = kept.contiguous().view(torch.uint8).numpy().tobytes()
-                overflowed[hook, layer] = int((~kept.isfinite()).any(1).sum())
-        name = str(dtype).removeprefix("torch.")
-        result.append(Rows(place, positions, name, rows, overflowed))
+        for site in sites_of([capture]):
+            whole = known[site][positions]
+            kept = torch.cat([whole[:, part] for part in parts], 1).to(dtype).cpu().contiguous()
+            buffers[site] = memoryview(kept.view(torch.uint8).numpy().tobytes())
+            overflowed[site] = int((~kept.isfinite()).any(1).sum())
+        result.append(
+            FinishedCapture(
+                spec=spec,
+                capture=capture,
+                sites={str(hook): layers for hook, layers in capture.sites.items()},
+                hidden_size=capture.stored_size(info.hidden_size),
+                dtype=str(dtype).removeprefix("torch."),
+                positions=positions,
+                token_ids=[tokens[position] for position in positions],
+                worker=worker,
+                rank=0,
+                pp=0,
+                stages=1,
+                rows=partial(_rows, buffers),
+                num_layers=info.num_layers,
+                identity=info.identity,
+                non_finite=overflowed,
+                columns=columns,
+            )
+        )
     return result
+
+
+def _rows(buffers: Mapping[tuple[str, int], memoryview], hook: str, layer: int) -> list[memoryview]:
+    return [buffers[hook, layer]]
+
+
+class Scalar(NamedTuple):
+    """A differentiable number of one prompt. `compute` receives the logits at `positions`, by
+    default the last, float64 `[positions, vocabulary]`, and the rows of `site`, `[tokens, width]`.
+    """
+
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    positions: Sequence[int] = ()
+    site: Site | None = None
 
 
 def scalar_of(
     stored: StoredScalar,
-    tokens: list[int],
+    tokens: Sequence[int],
     tensors: Mapping[str, torch.Tensor],
     load_sae: Callable[[StoredSae], Autoencoder],
 ) -> Scalar:
-    """Return the scalar that `gradient_rows` takes. Raises SaeError for changed files."""
+    """Return a scalar, see `schemas.requests.scalars.ScalarSpec`. Raises SaeError for changed
+    files.
+    """
+    at = stored.positions
     if stored.kind == "logit":
-        return logit(stored.token, stored.foil)
+        token, foil = stored.token, stored.foil
+        if foil is None:
+            return Scalar(lambda logits, _: logits[-1, token])
+        return Scalar(lambda logits, _: logits[-1, token] - logits[-1, foil])
     if stored.kind == "loss":
-        return loss(tokens, stored.positions)
+        targets = [tokens[position] for position in at]
+        before = [position - 1 for position in at]
+        return Scalar(lambda logits, _: loss(logits, targets), before)
     if stored.kind == "probe":
         assert stored.probe is not None
-        content = stored.probe.content
-        weight, bias = (tensors[name][stored.label] for name in content.tensors)
-        return probe_score((content.hook, content.layer), weight, float(bias), stored.positions)
+        content, label = stored.probe.content, stored.label
+        weight, bias = (tensors[name][label].double() for name in content.tensors)
+
+        def score(_: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            return (rows[at].double() @ weight.to(rows.device)).sum() + float(bias) * len(at)
+
+        return Scalar(score, site=(content.hook, content.layer))
     assert stored.sae is not None
-    site: Site = (stored.sae.hook, stored.sae.layer)
-    return feature_activation(site, load_sae(stored.sae), stored.feature, stored.positions)
+    sae, feature = load_sae(stored.sae), stored.feature
+
+    def activation(_: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return sae.to(rows.device).encode(rows[at].float())[:, feature].double().sum()
+
+    return Scalar(activation, site=(stored.sae.hook, stored.sae.layer))
+
+
+def gradient_rows(
+    points: Points, tokens: Sequence[int], scalar: Scalar, sites: Sequence[Site]
+) -> tuple[float, dict[Site, torch.Tensor]]:
+    """Return a scalar's value, and site → d scalar / d row, `[tokens, width]` in the model's dtype.
+
+    Raises UnsupportedArchitectureError for a hook point that the model lacks, and
+    NonFiniteGradient.
+    """
+    read = {*sites} if scalar.site is None else {*sites, scalar.site}
+    # the encoders of autoencoders write to their products in place
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        batch = points.batch([tokens])
+        run = points.run(batch, read, keep=scalar.positions, grad=True)
+        rows = torch.empty(0)
+        if scalar.site is not None:
+            rows = run.view(scalar.site, run.raw[scalar.site])[0]
+        value = scalar.compute(run.logits[0].double(), rows)
+        gradients = run.gradients(value)
+    require_finite({("", -1): value.detach()} | gradients)
+    return value.item(), {site: gradients[site][0] for site in sites}

@@ -9,7 +9,7 @@ embeddings: EAP-IG, Hanna et al. 2024 (arXiv:2403.17806), whose own code takes l
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,31 +17,17 @@ from torch import nn
 
 from ...schemas.jobs.sweeps import Baseline, StoredSweep
 from ...schemas.prompts.selectors import Hook
+from ...schemas.requests.attributions import Edge, EdgeEnd
 from ..runner.hooks.architectures import UnsupportedArchitectureError
-from .attribution import Pair
-from .columns import rows_at
+from .pairs import Pair, require_finite, rows_at
 from .points import Points, Run, Site, weight_of
-from .scalars import require_finite
 
-#: Bytes of receivers' gradients at a time: positions are taken in chunks of about this size.
+#: Bytes of senders' rows at a time: positions are taken in chunks of about this size.
 CHUNK_BYTES = 64 << 20
-#: Receivers in attention, and the hook points of their projections' outputs.
-_PROJECTED: tuple[tuple["Kind", Hook, str], ...] = (
-    ("q", "q_proj", "q_proj"),
-    ("k", "k_proj", "k_proj"),
-    ("v", "v", "v_proj"),
-)
-Kind = Literal["embed", "head", "mlp", "q", "k", "v", "logits"]
-
-
-class Node(NamedTuple):
-    """A part of the model. Senders: `embed` (layer −1), `head` and `mlp`; receivers: the inputs of
-    a head's `q`, `k` and `v`, of an `mlp`, and of the `logits` (layer: the number of layers).
-    """
-
-    layer: int
-    kind: Kind
-    head: int = -1
+_EMBEDDING: Site = ("pre_attn", 0)
+Kind = Literal["head", "q", "k", "v"]
+#: Receivers in attention → the hook points of their projections' outputs.
+_PROJECTED: dict[Kind, Hook] = {"q": "q_proj", "k": "k_proj", "v": "v"}
 
 
 @dataclass(frozen=True)
@@ -50,16 +36,19 @@ class EdgeScores:
 
     base: Baseline
     source: Baseline | None
-    senders: list[Node]
-    receivers: list[Node]
+    senders: list[EdgeEnd]
+    receivers: list[EdgeEnd]
     scores: np.ndarray
 
-    def top(self, count: int) -> list[tuple[Node, Node, float]]:
+    def top(self, count: int) -> list[Edge]:
         """Return the `count` edges with the largest |score|, the largest first."""
         sizes = np.nan_to_num(np.abs(self.scores), nan=-1.0).ravel()
         order = np.argsort(-sizes, kind="stable")[: min(count, int((sizes >= 0).sum()))]
         pairs = zip(*np.unravel_index(order, self.scores.shape), strict=True)
-        return [(self.senders[s], self.receivers[r], float(self.scores[s, r])) for s, r in pairs]
+        return [
+            Edge(sender=self.senders[s], receiver=self.receivers[r], score=float(self.scores[s, r]))
+            for s, r in pairs
+        ]
 
 
 def edge_scores(
@@ -80,152 +69,98 @@ def edge_scores(
             f"{points.architecture} has no edges: a norm follows its branches, so that attention "
             "is not a sum over heads"
         )
-    return _Edges(points, sweep, number).scores(steps, check)
+    layers, last = range(points.num_layers), points.num_layers - 1
+    parallel = "post_attn" not in points.taps  # MLPs read the stream before attention
+    into_mlp: Hook = "pre_attn" if parallel else "post_attn"
+    written: tuple[Hook, ...] = ("z", "mlp_out")
+    read: set[Hook] = {"pre_attn", "mlp_in", into_mlp, *_PROJECTED.values()}
+    sent: list[Site] = [_EMBEDDING, *((hook, layer) for hook in written for layer in layers)]
+    received: list[Site] = [
+        ("post_block", last),
+        *((hook, layer) for hook in read for layer in layers),
+    ]
+    pair = Pair(points, sweep, number, sites=sent)
+    run = pair.run(grad=False)
+    if steps == 1:
+        pair.require_slope()
+    scale = pair.scale() / steps
+    senders, receivers = _nodes(points)
+    total = np.zeros((len(senders), len(receivers)))
+    size = max(1, CHUNK_BYTES // (4 * points.hidden_size * len(senders)))
+    for step in range(steps):
+        check()
+        share = (step + 0.5) / steps if steps > 1 else 0.0
+        moved, gradients = pair.along(run, [(_EMBEDDING, share)], received)
+        for start in range(0, len(pair.columns.base), size):
+            where = slice(start, start + size)
+            outputs = torch.cat([*_sent(pair, run, where)]).flatten(1)
+            slopes = _received(points, moved, gradients, pair.columns.base[where], into_mlp)
+            products = [outputs @ slope.flatten(1).T for slope in slopes]
+            total += torch.cat(products, 1).double().cpu().numpy()
+    same = [("head", "mlp")] if not parallel else []  # edges inside a layer
+    exists = [[s.layer < r.layer + ((s.kind, r.kind) in same) for r in receivers] for s in senders]
+    scores = np.where(exists, total * scale, np.nan)
+    require_finite({("", -1): torch.from_numpy(np.where(exists, total, 0.0))})
+    return EdgeScores(pair.base, pair.source, senders, receivers, scores)
 
 
-class _Edges:
-    def __init__(self, points: Points, sweep: StoredSweep, number: int) -> None:
-        layers = range(points.num_layers)
-        self.points, self.layers = points, layers
-        written: tuple[Hook, ...] = ("z", "mlp_out")
-        sent: list[Site] = [("pre_attn", 0), *((hook, at) for hook in written for at in layers)]
-        self.pair = Pair(points, sweep, number, sites=sent)
-        self.parallel = "post_attn" not in points.taps
-        read: tuple[Hook, ...] = ("pre_attn", "q_proj", "k_proj", "v", "mlp_in")
-        if not self.parallel:
-            read = (*read, "post_attn")
-        self.read: list[Site] = [(hook, layer) for hook in read for layer in layers]
-        self.read.append(("post_block", layers[-1]))
-        self.senders = [Node(-1, "embed")]
-        self.receivers: list[Node] = []
-        for layer in layers:
-            self.senders += [Node(layer, "head", head) for head in range(points.heads("q"))]
-            self.senders.append(Node(layer, "mlp"))
-            for kind, hook, _ in _PROJECTED:
-                self.receivers += [Node(layer, kind, head) for head in range(points.heads(hook))]
-            self.receivers.append(Node(layer, "mlp"))
-        self.receivers.append(Node(len(layers), "logits"))
+def _nodes(points: Points) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
+    """Return all senders and all receivers, as `_sent` and `_received` order them."""
+    senders, receivers = [EdgeEnd(kind="embed", layer=-1)], list[EdgeEnd]()
 
-    def scores(self, steps: int, check: Callable[[], None]) -> EdgeScores:
-        pair = self.pair
-        run = pair.run(grad=False)
-        if steps == 1:
-            pair.require_slope()
-        scale = pair.scale()
-        total = np.zeros((len(self.senders), len(self.receivers)))
-        for step in range(steps):
-            check()
-            share = (step + 0.5) / steps if steps > 1 else 0.0
-            for node, gradients, where in self._inputs(self._moved(run, share)):
-                self._add(total, run, node, gradients, where)
-        require_finite({("", -1): torch.from_numpy(total)})
-        known = np.array([[self._exists(s, r) for r in self.receivers] for s in self.senders])
-        return EdgeScores(
-            pair.base,
-            pair.source,
-            self.senders,
-            self.receivers,
-            np.where(known, total * scale / steps, np.nan),
+    def heads(kind: Kind, layer: int, hook: Hook) -> list[EdgeEnd]:
+        return [EdgeEnd(kind=kind, layer=layer, head=head) for head in range(points.heads(hook))]
+
+    for layer in range(points.num_layers):
+        mlp = EdgeEnd(kind="mlp", layer=layer)
+        senders += [*heads("head", layer, "z"), mlp]
+        for kind, hook in _PROJECTED.items():
+            receivers += heads(kind, layer, hook)
+        receivers.append(mlp)
+    return senders, [*receivers, EdgeEnd(kind="logits", layer=points.num_layers)]
+
+
+def _sent(pair: Pair, run: Run, where: slice) -> Iterator[torch.Tensor]:
+    """Yield the differences of what the senders add to the stream at some places, float32
+    `[senders, places, hidden_size]`, on one device.
+    """
+    points = pair.points
+    yield pair.replaced(_EMBEDDING, run)[1][None, where].to(points.device)
+    for number, layer in enumerate(points.layers):
+        z, mlp = (pair.replaced((hook, number), run)[1][where] for hook in ("z", "mlp_out"))
+        weight = weight_of(layer.get_submodule(points.output_path)).float()
+        heads = weight.unflatten(0, (-1, points.head_size))
+        by_head = torch.einsum("phd,hdo->hpo", z.unflatten(1, (-1, points.head_size)), heads)
+        yield by_head.to(points.device)
+        yield mlp[None].to(points.device)
+
+
+def _received(
+    points: Points, run: Run, gradients: dict[Site, torch.Tensor], at: list[int], into_mlp: Hook
+) -> Iterator[torch.Tensor]:
+    """Yield ∂m/∂(input of each receiver) at some positions, float32 `[receivers, places,
+    hidden_size]`, on one device. `into_mlp`: the hook point that the norm before an MLP reads.
+    """
+
+    def slope(hook: Hook, layer: int) -> torch.Tensor:
+        return rows_at(gradients[hook, layer].float().sum(0), at)
+
+    for number, layer in enumerate(points.layers):
+        assert points.input_norm is not None
+        slopes = []
+        for hook, (path, columns) in zip(_PROJECTED.values(), points.projections, strict=True):
+            weight = weight_of(layer.get_submodule(path))[:, columns].float()
+            by_head = slope(hook, number).unflatten(1, (-1, points.head_size))
+            heads = weight.unflatten(1, (-1, points.head_size))
+            slopes.append(torch.einsum("phd,ihd->hpi", by_head, heads))
+        inputs: tuple[tuple[str, Hook, torch.Tensor], ...] = (
+            (points.input_norm, "pre_attn", torch.cat(slopes)),
+            (points.taps["mlp_in"].path, into_mlp, slope("mlp_in", number)[None]),
         )
-
-    def _exists(self, sender: Node, receiver: Node) -> bool:
-        same = sender.kind == "head" and receiver.kind == "mlp" and not self.parallel
-        return sender.layer < receiver.layer + same
-
-    def _moved(self, run: Run, share: float) -> tuple[Run, dict[Site, torch.Tensor]]:
-        """Run the prompt with this share of the source's embeddings; return rows and gradients."""
-        pair, site = self.pair, ("pre_attn", 0)
-
-        def edit(at: Site, rows: torch.Tensor) -> torch.Tensor:
-            if at != site:
-                return rows
-            base, differences = pair.replaced(("pre_attn", 0), run)
-            edited = rows.clone()
-            edited[:, pair.columns.base] = (base + share * differences).to(rows.dtype)
-            return edited
-
-        prompt = pair.stored.base
-        moved = self.points.run(
-            self.points.batch(pair.metric.sequences(prompt)),
-            self.read,
-            keep=pair.metric.keep(prompt),
-            edit=edit if share else None,
-            grad=True,
-        )
-        return moved, moved.gradients(pair.metric.value(moved.logits))
-
-    def _inputs(
-        self, pass_of_step: tuple[Run, dict[Site, torch.Tensor]]
-    ) -> Iterator[tuple[list[Node], torch.Tensor, slice]]:
-        """Yield receivers with the same senders, ∂m/∂(input of each), float32 `[receivers, places,
-        hidden_size]`, and which places these are.
-        """
-        points, base = self.points, self.pair.columns.base
-        run, gradients = pass_of_step
-        heads = points.heads("q") + 2 * points.heads("k")
-        step = max(1, CHUNK_BYTES // (4 * points.hidden_size * heads))
-        for start in range(0, len(base), step):
-            where = slice(start, start + step)
-
-            def slope(site: Site, part: slice = where) -> torch.Tensor:
-                return rows_at(gradients[site].float().sum(0), base[part])
-
-            def stream(site: Site, part: slice = where) -> torch.Tensor:
-                return rows_at(run.rows(site)[0], base[part])
-
-            for number in self.layers:
-                layer = points.layers[number]
-                assert points.input_norm is not None
-                nodes, slopes = [], []
-                for kind, hook, name in _PROJECTED:
-                    path, columns = points.projections[name]
-                    weight = weight_of(layer.get_submodule(path))[:, columns].float()
-                    heads = points.heads(hook)
-                    by_head = slope((hook, number)).view(-1, heads, points.head_size)
-                    weights = weight.view(-1, heads, points.head_size)
-                    slopes.append(torch.einsum("phd,ihd->hpi", by_head, weights))
-                    nodes += [Node(number, kind, head) for head in range(heads)]
-                norm = layer.get_submodule(points.input_norm)
-                yield nodes, _before(norm, stream(("pre_attn", number)), torch.cat(slopes)), where
-                norm = layer.get_submodule(points.taps["mlp_in"].path)
-                hook = "pre_attn" if self.parallel else "post_attn"
-                through = _before(norm, stream((hook, number)), slope(("mlp_in", number))[None])
-                yield [Node(number, "mlp")], through, where
-            last = slope(("post_block", self.layers[-1]))
-            yield [Node(len(self.layers), "logits")], last[None], where
-
-    def _add(
-        self, total: np.ndarray, run: Run, nodes: list[Node], gradients: torch.Tensor, where: slice
-    ) -> None:
-        """Add the scores at some places of all edges into these receivers."""
-        first = self.receivers.index(nodes[0])
-        into = slice(first, first + len(nodes))
-        heads = self.points.heads("q")
-        for number in range(-1, len(self.layers)):
-            if number < 0:
-                sent, start = self.pair.replaced(("pre_attn", 0), run)[1][None, where], 0
-            elif any(self._exists(Node(number, kind), nodes[0]) for kind in ("head", "mlp")):
-                sent, start = self._sent(run, number, where), 1 + number * (heads + 1)
-            else:
-                break
-            sent = sent.to(gradients.device).flatten(1)
-            scores = sent @ gradients.flatten(1).T
-            total[start : start + len(sent), into] += scores.double().cpu().numpy()
-
-    def _sent(self, run: Run, number: int, where: slice) -> torch.Tensor:
-        """Return the differences of what a layer's heads and MLP add to the stream, `[heads + 1,
-        places, hidden_size]`.
-        """
-        points, size = self.points, self.points.head_size
-        _, z = self.pair.replaced(("z", number), run)
-        _, mlp = self.pair.replaced(("mlp_out", number), run)
-        weight = weight_of(points.layers[number].get_submodule(points.output_path)).float()
-        by_head = torch.einsum(
-            "phd,hdo->hpo",
-            z[where].view(-1, points.heads("q"), size),
-            weight.view(points.heads("q"), size, -1),
-        )
-        return torch.cat([by_head, mlp[None, where].to(by_head.device)])
+        for norm, stream, after in inputs:
+            rows = rows_at(run.rows((stream, number))[0], at)
+            yield _before(layer.get_submodule(norm), rows, after).to(points.device)
+    yield slope("post_block", points.num_layers - 1)[None].to(points.device)
 
 
 def _before(norm: nn.Module, rows: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +36,6 @@ from ...schemas.jobs.receipts import Receipt
 from ...schemas.requests.attributions import Estimate
 from ...schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
 from ...storage.formats.sae_files import folder_of
-from ...storage.store import open_store
 from ..engine.checkpoint import check_folder
 from ..engine.identity import BOOT
 from ..engine.model_identity import identity_of
@@ -51,10 +50,10 @@ from ..engine.protocol import (
     Progress,
     StoredArtifact,
 )
-from ..engine.vllm import configured
+from ..engine.vllm import configured, facts_of
 from ..runner.edits.actions import ActionLedger
-from ..runner.files.layouts import StoreConfig
-from ..runner.files.writer import BOOT_DIGITS, WriteJob, Writer
+from ..runner.files.finished_rows import FinishedCapture
+from ..runner.files.writer import WriteJob, make_writer
 from ..runner.hooks.architectures import UnsupportedArchitectureError
 from ..runner.readings.sae import Autoencoder
 from ..runner.readings.sae import load as load_sae
@@ -72,6 +71,8 @@ Check = Callable[[], None]
 
 _IDLE_LOOKS = 8  # within `gradients_idle_s`
 FLUSH_S = 5.0  # the longest that the end waits for the relay
+#: The place of the only rank.
+_RANK: dict[str, Any] = {"rank": 0, "tp": 0, "pp": 0}
 #: Settings of vLLM's engine that do not belong to the model, with values that any machine takes.
 _ALONE = {
     "tensor_parallel_size": 1,
@@ -102,7 +103,7 @@ class TransformersEngine:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.on_quarantine: Callable[[str], None] = lambda reason: None
-        self._points: Points | None = None
+        self._loaded: Footprint | None = None  # the model in memory
         self._turn = asyncio.Lock()
         self._used = time.monotonic()  # when the last computation ended
         self._steps = self._running = 0
@@ -130,17 +131,9 @@ class TransformersEngine:
             )
             self.tokenizer = await asyncio.to_thread(bundle_of, config)
             self.info = ModelInfo(
-                name=settings.served_model,
-                version=__version__,
-                architecture=config.architectures[0],
-                num_layers=config.get_total_num_hidden_layers(),
-                hidden_size=config.get_hidden_size(),
-                vocab_size=config.get_vocab_size(),
-                max_model_len=config.max_model_len,
-                dtype=str(config.dtype).removeprefix("torch."),
+                **facts_of(settings, config),
                 dtype_reason=dtype_of(settings).why,
                 hooks=[],
-                tokenizer="",
                 quantization=quantisation,
                 identity=await asyncio.to_thread(identity_of, settings, config),
             )
@@ -154,32 +147,21 @@ class TransformersEngine:
         torch.set_num_threads(
             int(os.environ.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0))
         )
-        data, loop = Path(settings.data_dir).resolve(), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
 
         def fatal(error: Exception) -> None:
             loop.call_soon_threadsafe(self._die, str(error))
 
         self._outbox = Outbox(
-            data / "outbox",
+            Path(settings.data_dir).resolve() / "outbox",
             settings.worker_id,
             0,
             settings.relay_url,
             on_fatal=fatal,
             curve=client_keys(settings.curve_secret_file, settings.curve_server_key),
         )
-        store = StoreConfig(
-            store=open_store(settings.artifacts),
-            owner=f"{settings.worker_id}.{BOOT[:BOOT_DIGITS]}.0",
-            segment_limit=settings.segment_limit_kib << 10,
-            segment_bytes=settings.segment_mib << 20,
-            quota=settings.capture_quota_mib << 20,
-        )
-        self._writer = Writer(
-            store,
-            self._outbox,
-            plan_writers(accelerator=False, cores=1, threads=settings.writer_threads),
-            settings.memory_limit_kib << 10,
-        )
+        threads = plan_writers(accelerator=False, cores=1, threads=settings.writer_threads)
+        self._writer = make_writer(settings, settings.artifacts, BOOT, self._outbox, threads)
         self._ledger = Ledger.connect(settings)
         self._idle = asyncio.create_task(self._unload_when_idle(), name="idle")
 
@@ -192,13 +174,11 @@ class TransformersEngine:
             device=self._settings.gradients_device,
         )
         try:
-            points = bare_points(self._source, self.info.dtype)[2]
+            absent = bare_points(self._source, self.info.dtype)[2].absent
         except MidstreamError as error:
             logger.warning("no gradients of %s: %s", self.info.name, error.detail)
             return msgspec.structs.replace(facts, refused=error.detail)
-        return msgspec.structs.replace(
-            facts, absent={str(hook): why for hook, why in points.absent.items()}
-        )
+        return msgspec.structs.replace(facts, absent=absent)
 
     # -- Computations
 
@@ -212,18 +192,18 @@ class TransformersEngine:
         async with self._turn:
             self._running += 1
             try:
-                points = self._points or await self._load()
-                return await self._compute(partial(work, points))
+                loaded = self._loaded or await self._load()
+                return await self._compute(partial(work, loaded.points))
             except torch.OutOfMemoryError as error:
                 give_back_memory()
                 raise refused(f"memory ran out: {error}") from error
             except UnsupportedArchitectureError as error:
-                raise refused(str(error)) from error
+                raise refused(error.detail) from error
             finally:
                 self._running -= 1
                 self._used = time.monotonic()
 
-    async def _load(self) -> Points:
+    async def _load(self) -> Footprint:
         began = time.monotonic()
         served = await self._ledger.model(self.info.name)
         if served is None or served.identity != self.info.identity:
@@ -240,11 +220,10 @@ class TransformersEngine:
             why = f"{error.detail} (when it was loaded; a restart of this worker compares again)"
             self.gradients = msgspec.structs.replace(self.gradients, refused=why)
             raise
-        self._footprint = await self._compute(lambda _: Footprint(points))
+        self._loaded = await self._compute(lambda _: Footprint(points))
         self.gradients = msgspec.structs.replace(self.gradients, device=str(points.device))
         logger.info("model loaded and compared in %.1f s", time.monotonic() - began)
-        self._points = points
-        return points
+        return self._loaded
 
     async def _compute(self, work: Callable[[Check], T]) -> T:
         stopped = threading.Event()
@@ -268,66 +247,67 @@ class TransformersEngine:
         while True:
             await asyncio.sleep(idle_s / _IDLE_LOOKS)
             async with self._turn:
-                if self._points is not None and time.monotonic() - self._used >= idle_s:
-                    self._points = None
+                if self._loaded is not None and time.monotonic() - self._used >= idle_s:
+                    self._loaded = None
                     await asyncio.to_thread(give_back_memory)
                     logger.info("model dropped from memory after %.0f s without a job", idle_s)
 
-    def _receipt(
-        self, job: str, request: int, attempt: int, content: Iterable[bytes], **fields: Any
-    ) -> Receipt:
-        """Return the receipt of a computation, and account for it. `content`: what was computed,
-        and from what; `fields`: further fields of the receipt.
+    def _report(
+        self,
+        ask: EngineRequest | EstimateRequest,
+        content: Iterable[bytes | memoryview],
+        captures: Sequence[FinishedCapture] = (),
+        **fields: Any,
+    ) -> None:
+        """Account for a computation, and send its receipt. `content`: what was computed, and from
+        what; `fields`: further fields of the receipt.
         """
         self._steps += 1
-        crc = 0
-        for part in content:
-            crc = zlib.crc32(part, crc)
-        self._actions.fold(self._steps, "gradient", job, request, attempt, crc)
-        return Receipt(
+        crc = reduce(lambda crc, part: zlib.crc32(part, crc), content, 0)
+        self._actions.fold(self._steps, "gradient", ask.job, ask.request, ask.attempt, crc)
+        receipt = Receipt(
             version=__version__,
             worker=self._settings.worker_id,
             boot=BOOT,
-            job=job,
-            request=request,
-            attempt=attempt,
-            rank=0,
+            job=ask.job,
+            request=ask.request,
+            attempt=ask.attempt,
             world=1,
-            tp=0,
-            pp=0,
             step=self._steps,
-            actions=self._actions.count,
-            checksum=self._actions.checksum,
-            epoch=self._actions.epoch,
             identity=self.info.identity,
-            **{"status": "ok"} | fields,
+            trace=ask.trace,
+            **_RANK | self._ledger_state() | {"status": "ok"} | fields,
         )
+        builds = [lambda capture=capture: capture for capture in captures]
+        self._writer.submit(WriteJob(receipt, builds, sum(capture.size for capture in captures)))
+
+    def _ledger_state(self) -> dict[str, Any]:
+        ledger = self._actions
+        return {"actions": ledger.count, "checksum": ledger.checksum, "epoch": ledger.epoch}
 
     async def estimate(self, ask: EstimateRequest) -> Estimate:
         def work(points: Points, check: Check) -> Estimate:
+            assert self._loaded is not None
             try:
                 pace = self._pace_of(points, ask)
                 began = time.perf_counter()
                 estimate = estimates.estimate(
-                    points, self._footprint, ask, free_on(points), self._load_sae, check
+                    points, self._loaded, ask, free_on(points), self._load_sae, check
                 )
-            except (MidstreamError, UnsupportedArchitectureError) as error:
-                why = error.detail if isinstance(error, MidstreamError) else str(error)
-                raise MidstreamError("intervention_failed", why) from error
+            except MidstreamError as error:
+                raise MidstreamError("intervention_failed", error.detail) from error
             forwards = (time.perf_counter() - began) / pace
             return msgspec.structs.replace(estimate, forwards=round(forwards, 2))
 
         asked = msgspec.msgpack.encode((ask.sweep, ask.pair, ask.mask))
-        send = partial(self._receipt, ask.job, ask.request, ask.attempt, trace=ask.trace)
         try:
             estimate = await self.run(work)
         except MidstreamError as error:
             if error.kind == "intervention_failed":
-                failed = {"status": "error", "kind": error.kind, "message": error.detail}
-                self._writer.submit(WriteJob(send([asked], **failed)))
+                self._report(ask, [asked], status="error", kind=error.kind, message=error.detail)
             raise
         computed = msgspec.msgpack.encode(msgspec.structs.replace(estimate, forwards=0.0))
-        self._writer.submit(WriteJob(send([asked, computed])))
+        self._report(ask, [asked, computed])
         return estimate
 
     def _pace_of(self, points: Points, ask: EstimateRequest) -> float:
@@ -342,9 +322,6 @@ class TransformersEngine:
     def _load_sae(self, sae: StoredSae) -> Autoencoder:
         return load_sae(folder_of(self._settings.sae_root, sae.path), sae.digest)
 
-    async def check(self, ask: EngineRequest) -> None:
-        """Does nothing: no output has a format."""
-
     async def generate(
         self, ask: EngineRequest, global_steering: GlobalSteering
     ) -> AsyncGenerator[Progress, None]:
@@ -356,25 +333,18 @@ class TransformersEngine:
             )
         tensors = {name: torch.tensor(to_numpy(kept)) for name, (kept, _) in self._tensors.items()}
 
-        def work(points: Points, check: Check) -> list[captured.Rows]:
-            sites = captured.sites_of(ask)
+        def work(points: Points, check: Check) -> list[FinishedCapture]:
+            assert self._loaded is not None
+            sites = captured.sites_of(ask.captures)
             kept = max(len(each.gradient.positions) for each in ask.captures if each.gradient)
             tokens, free = len(ask.token_ids), free_on(points)
-            estimates.at_once(self._footprint, tokens, sites, free, kept=max(1, kept))
-            return captured.rows_of(points, ask, tensors, self._load_sae, check)
+            estimates.at_once(self._loaded, tokens, sites, free, kept=max(1, kept))
+            worker = self._settings.worker_id
+            return captured.finished(points, ask, self.info, worker, tensors, self._load_sae, check)
 
-        rows = await self.run(work)
-        receipt = self._receipt(
-            ask.job,
-            ask.request,
-            ask.attempt,
-            (part for of in rows for part in of.rows.values()),
-            trace=ask.trace,
-            global_version=global_steering.version,
-        )
-        builds = [partial(of.finished, ask, self.info, self._settings.worker_id) for of in rows]
-        size = sum(len(part) for of in rows for part in of.rows.values())
-        self._writer.submit(WriteJob(receipt, builds, size))
+        captures = await self.run(work)
+        rows = (of.rows(*site)[0] for of in captures for site in captured.sites_of([of.capture]))
+        self._report(ask, rows, captures, global_version=global_steering.version)
         output = Output(
             index=ask.request,
             text="",
@@ -383,9 +353,6 @@ class TransformersEngine:
             prompt_tokens=len(ask.token_ids),
         )
         yield Progress(ask.request, "", [], output)
-
-    async def abort(self, job_id: str, attempt: int) -> None:
-        """Does nothing: a computation ends with its task."""
 
     # -- What requests name
 
@@ -407,9 +374,6 @@ class TransformersEngine:
         if keys:
             raise MidstreamError("invalid_request", "a gradient job takes no source runs")
 
-    async def release_runs(self, keys: Sequence[str]) -> None:
-        """Does nothing: none is held."""
-
     def held_runs(self) -> list[str]:
         return []
 
@@ -418,31 +382,28 @@ class TransformersEngine:
         if not all(isinstance(artifact, StoredSae) for artifact in artifacts):
             raise MidstreamError("invalid_request", "a gradient job takes no adapter", field="lora")
 
-    async def release_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
-        """Does nothing: none is held."""
+    async def _nothing(self, *_: Any) -> None:
+        """Do nothing: outputs have no format, a computation ends with its task, and neither runs
+        nor artifacts are held.
+        """
+
+    check = abort = release_runs = release_artifacts = _nothing
 
     # -- Steering: this worker follows its versions, so that it may claim jobs, and applies none
 
-    async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
+    async def _applied(self, *_: Any) -> list[RankApplied]:
         return [RankApplied(rank=0, ok=True)]
+
+    prepare_global = set_module = _applied
 
     async def commit_global(self, steering: GlobalSteering) -> list[RankApplied]:
         self._global = steering
-        return [RankApplied(rank=0, ok=True)]
-
-    async def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> list[RankApplied]:
-        return [RankApplied(rank=0, ok=True)]
+        return await self._applied()
 
     async def steering_status(self) -> list[RankSteering]:
         totals = self._writer.totals
         status = RankSteering(
-            rank=0,
-            tp=0,
-            pp=0,
             step=self._steps,
-            checksum=self._actions.checksum,
-            actions=self._actions.count,
-            epoch=self._actions.epoch,
             global_version=self._global.version,
             global_digest=self._global.digest,
             modules={},
@@ -457,6 +418,7 @@ class TransformersEngine:
             running=self._running,
             captured_rows=totals["captured_rows"],
             captured_bytes=totals["captured_bytes"],
+            **_RANK | self._ledger_state(),
         )
         return [status]
 

@@ -8,9 +8,9 @@ import torch
 from ...schemas.artifacts.saes import StoredSae
 from ...schemas.base.tensors import to_numpy
 from ...schemas.jobs.sweep_units import nodes_of
-from ...schemas.jobs.sweeps import StoredSweep
+from ...schemas.jobs.sweeps import Baseline, StoredSweep
 from ...schemas.prompts.selectors import Hook
-from ...schemas.requests.attributions import Edge, EdgeEnd, Estimate, FeatureScore
+from ...schemas.requests.attributions import Estimate, FeatureScore
 from ..engine.protocol import EstimateRequest
 from ..runner.readings.sae import Autoencoder
 from .attribution import Options, estimate_pair
@@ -81,10 +81,12 @@ def estimate(
     if stored.sae is not None:
         return _features(points, sweep, ask.pair, sites[0], load_sae(stored.sae), stored.keep)
     if stored.method == "edges":
-        return _edges(points, sweep, ask.pair, stored.steps, stored.keep, check)
+        found = edge_scores(points, sweep, ask.pair, stored.steps, check)
+        return Estimate(
+            base=found.base.value, source=_value(found.source), edges=found.top(stored.keep)
+        )
     options = Options(
-        method="integrated" if stored.method == "integrated" else "attribution",
-        steps=stored.steps,
+        steps=stored.steps if stored.method == "integrated" else 0,
         batch=batch,
         correct=stored.method != "integrated",  # at `q` and `k` only
         doubts=stored.verify is not None and stored.verify.doubtful > 0,
@@ -100,33 +102,14 @@ def estimate(
         doubtful = [int(place) for place in order if doubts[place] > 0]
     return Estimate(
         base=outcome.base.value,
-        source=None if outcome.source is None else outcome.source.value,
+        source=_value(outcome.source),
         values=[float(value) if np.isfinite(value) else None for value in values],
         doubtful=doubtful,
     )
 
 
-def _edges(
-    points: Points,
-    sweep: StoredSweep,
-    pair: int,
-    steps: int,
-    keep: int,
-    check: Callable[[], None],
-) -> Estimate:
-    outcome = edge_scores(points, sweep, pair, steps, check)
-    return Estimate(
-        base=outcome.base.value,
-        source=None if outcome.source is None else outcome.source.value,
-        edges=[
-            Edge(
-                sender=EdgeEnd(**sender._asdict()),
-                receiver=EdgeEnd(**receiver._asdict()),
-                score=score,
-            )
-            for sender, receiver, score in outcome.top(keep)
-        ],
-    )
+def _value(source: Baseline | None) -> float | None:
+    return None if source is None else source.value
 
 
 def _features(

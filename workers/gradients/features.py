@@ -13,10 +13,8 @@ import torch
 
 from ...schemas.jobs.sweeps import StoredSweep
 from ..runner.readings.sae import NORMALISATIONS, Autoencoder
-from .attribution import Pair
-from .columns import rows_at
+from .pairs import Pair, require_finite, rows_at
 from .points import Points, Site
-from .scalars import require_finite
 
 #: Rows that are encoded at a time for their mean.
 _ROWS = 64

@@ -7,12 +7,10 @@ same, effects on all later target positions are summed, and source positions are
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+from torch.nn.functional import one_hot
 
 from ...schemas.artifacts.jacobian_lenses import JacobianFit, JacobianRecord, StoredLensFit
 from ...storage.formats.jacobian_files import Matrix, write
@@ -20,7 +18,7 @@ from ..engine.proof.reference import free_bytes
 from .estimates import at_once
 from .loading import GIB, free_on, refused
 from .memory import Footprint
-from .points import Points, Site
+from .points import Points, Run, Site
 
 #: Random vectors on which the error of a sketch is measured; each costs every prompt one more
 #: vector-Jacobian product.
@@ -58,30 +56,54 @@ def fit_jacobian_lens(
     wanted = sorted({*layers})
     if not wanted or wanted[0] < 0 or wanted[-1] >= points.num_layers - 1:
         raise ValueError(f"layers are {list(layers)}; valid: some of 0 to {points.num_layers - 2}")
+    sites: list[Site] = [("post_block", layer) for layer in (*wanted, points.num_layers - 1)]
     width = points.hidden_size
     rank = width if fit.rank is None else min(fit.rank, width)
     random = torch.Generator().manual_seed(fit.seed)
     order = torch.randperm(width, generator=random)
+    # vector n is the unit vector of dimension n; those from `width` on are held out
     held_out = torch.randn(HELD_OUT if rank < width else 0, width, generator=random)
-    tally = _Tally(wanted, width, held_out)
-    done = short = 0
+    count = width + len(held_out)
+    sums = {layer: torch.zeros(count, width) for layer in wanted}
+    counts = torch.zeros(count)
+    done = short = not_finite = 0
     for tokens in prompts:
         ids = list(tokens)[: fit.max_tokens]
         if len(ids) <= fit.skip_first + 1:
             short += 1
             continue
         rows = order[(done * rank + torch.arange(rank)) % width]
+        numbers = torch.cat([rows, torch.arange(width, count)])
         places = slice(fit.skip_first, len(ids) - 1)
-        for vectors, means in _products(points, ids, places, tally, rows, batch, check):
-            tally.add(vectors, means)
+        check()
+        copies = min(batch, len(numbers))
+        run = points.run(points.batch([ids] * copies), sites, grad=True)
+        for chunk in numbers.split(copies):
+            check()
+            vectors = torch.stack(
+                [held_out[n - width] if n >= width else one_hot(n, width).float() for n in chunk]
+            )
+            products = _products(run, sites, places, vectors)
+            finite = torch.stack([product.isfinite().all(1) for product in products]).all(0)
+            for layer, product in zip(wanted, products, strict=True):
+                sums[layer].index_add_(0, chunk[finite], product[finite])
+            counts += torch.bincount(chunk[finite], minlength=count)
+            not_finite += int((~finite).sum())
         done += 1
-    if lacking := int((tally.counts[:width] == 0).sum()):
+        del run  # its graph, before the next prompt's
+    if lacking := int((counts[:width] == 0).sum()):
         raise ValueError(
             f"{lacking} of {width} dimensions have no gradient from {done} prompts ({short} are "
-            f"too short, {tally.not_finite} gradients are not finite): rank {rank} needs at least "
+            f"too short, {not_finite} gradients are not finite): rank {rank} needs at least "
             f"{-(-width // rank)} prompts of more than {fit.skip_first + 1} tokens"
         )
-    jacobians, errors = tally.means()
+    jacobians, errors = {}, list[float]()
+    for layer in wanted:
+        mean = sums.pop(layer).div_(counts[:, None])
+        jacobians[layer], exact = mean[:width], mean[width:]
+        if len(exact):
+            wrong = held_out @ jacobians[layer] - exact
+            errors.append(float(wrong.norm() / exact.norm()))
     return jacobians, JacobianRecord(
         method="exact" if rank == width else "sketched",
         prompts=done,
@@ -90,7 +112,7 @@ def fit_jacobian_lens(
         skip_first=fit.skip_first,
         max_tokens=fit.max_tokens,
         short=short,
-        not_finite=tally.not_finite,
+        not_finite=not_finite,
         errors=errors,
     )
 
@@ -123,7 +145,7 @@ def fit_to_folder(
 
     longest = min(max(map(len, stored.prompts)), stored.fit.max_tokens)
     sites: list[Site] = [("post_block", layer) for layer in stored.layers]
-    batch = min(BATCH, at_once(Footprint(points), longest, sites, free_on(points)))
+    batch = at_once(Footprint(points), longest, sites, free_on(points), most=BATCH)
     jacobians, record = fit_jacobian_lens(
         points, prompts(), stored.layers, stored.fit, check, batch
     )
@@ -136,110 +158,16 @@ def fit_to_folder(
     return record
 
 
-class _Tally:
-    """Sums of vector-Jacobian products. Vector n is the unit vector of dimension n; those from
-    `width` on are held out.
-    """
-
-    def __init__(self, layers: Sequence[int], width: int, held_out: torch.Tensor) -> None:
-        self.layers, self.width, self.held_out = layers, width, held_out
-        self.sums = {layer: torch.zeros(width + len(held_out), width) for layer in layers}
-        self.counts = torch.zeros(width + len(held_out))
-        self.not_finite = 0
-
-    def vectors(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the vectors with these numbers, float32 `[numbers, width]`."""
-        result = torch.zeros(len(numbers), self.width)
-        unit = numbers < self.width
-        result[unit.nonzero()[:, 0], numbers[unit]] = 1
-        result[~unit] = self.held_out[numbers[~unit] - self.width]
-        return result
-
-    def add(self, numbers: torch.Tensor, means: Sequence[torch.Tensor]) -> None:
-        """Add one prompt's products `[numbers, width]` of each layer, without vectors whose
-        products are not finite at every layer.
-        """
-        finite = torch.stack([mean.isfinite().all(dim=1) for mean in means]).all(dim=0)
-        for layer, mean in zip(self.layers, means, strict=True):
-            self.sums[layer].index_add_(0, numbers[finite], mean[finite])
-        self.counts.index_add_(0, numbers[finite], torch.ones(int(finite.sum())))
-        self.not_finite += int((~finite).sum())
-
-    def means(self) -> tuple[dict[int, torch.Tensor], list[float]]:
-        """Return J and the relative error of each layer. Frees the sums."""
-        jacobians: dict[int, torch.Tensor] = {}
-        errors = []
-        for layer in self.layers:
-            every = self.sums.pop(layer).div_(self.counts[:, None])
-            jacobians[layer], exact = every[: self.width], every[self.width :]
-            if len(exact):
-                wrong = self.held_out @ jacobians[layer] - exact
-                errors.append(float(wrong.norm() / exact.norm()))
-        return jacobians, errors
-
-
 def _products(
-    points: Points,
-    ids: list[int],
-    places: slice,
-    tally: _Tally,
-    rows: torch.Tensor,
-    batch: int,
-    check: Callable[[], None],
-) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Yield vectors' numbers and, for each layer, their products with one prompt's Jacobian,
-    `[numbers, hidden]` on the host: gradients by the layer's rows of the sum over target places,
-    averaged over source places.
+    run: Run, sites: Sequence[Site], places: slice, vectors: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the products of vectors `[n, hidden]` with one prompt's Jacobian by each site's rows,
+    `[n, hidden]` on the host: gradients of the sum over target places, averaged over source places.
+
+    `run`: copies of the prompt, at least n; the last of `sites` is the target.
     """
-    held_out = tally.width + torch.arange(len(tally.held_out))
-    numbers = torch.cat([rows, held_out])
-    batch = min(batch, len(numbers))
-    check()
-    with _graph(points, ids, tally.layers, batch) as (target, sources):
-        for start in range(0, len(numbers), batch):
-            check()
-            chunk = numbers[start : start + batch]
-            cotangent = torch.zeros_like(target)
-            cotangent[: len(chunk), places] = tally.vectors(chunk)[:, None].to(cotangent)
-            grads = torch.autograd.grad(
-                target, sources, cotangent, retain_graph=start + batch < len(numbers)
-            )
-            yield (
-                chunk,
-                [grad[: len(chunk), places].float().mean(dim=1).cpu() for grad in grads],
-            )
-
-
-@contextmanager
-def _graph(
-    points: Points, ids: list[int], layers: Sequence[int], batch: int
-) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Yield the outputs of the last layer and of `layers`, `[batch, tokens, hidden]` each, of one
-    forward pass of `batch` copies; the graph begins at the first of `layers`, without parameters.
-    """
-    seen: dict[int, torch.Tensor] = {}
-    model = points.model
-
-    def hook(layer: int) -> Callable[[nn.Module, Any, Any], None]:
-        def keep(module: nn.Module, given: Any, output: Any) -> None:
-            hidden = output if torch.is_tensor(output) else output[0]
-            seen[layer] = hidden if hidden.requires_grad else hidden.requires_grad_(True)
-
-        return keep
-
-    places = [*layers, points.num_layers - 1]
-    handles = [points.layers[layer].register_forward_hook(hook(layer)) for layer in places]
-    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    try:
-        with torch.enable_grad():
-            tokens = torch.tensor([ids], device=points.device)
-            model.base_model(input_ids=tokens.expand(batch, -1), use_cache=False)
-            yield seen[places[-1]], [seen[layer] for layer in layers]
-    finally:
-        seen.clear()
-        for handle in handles:
-            handle.remove()
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+    *sources, target = (run.raw[site] for site in sites)
+    cotangent = torch.zeros_like(target)
+    cotangent[: len(vectors), places] = vectors[:, None].to(cotangent)
+    gradients = torch.autograd.grad(target, sources, cotangent, retain_graph=True)
+    return [grad[: len(vectors), places].float().mean(1).cpu() for grad in gradients]

@@ -7,11 +7,11 @@ statistics of rows float64.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import cross_entropy, softplus
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.fits import FitTokens, StoredModuleFit
@@ -20,7 +20,7 @@ from ...schemas.requests.trainings import BY_GRADIENT, FitEffect, FitPoint, FitS
 from .estimates import at_once
 from .loading import free_on
 from .memory import Footprint
-from .points import Edit, Points, Run, Site
+from .points import Points, Run, Site
 
 #: scikit-learn's C, as in `client.probes`.
 STRENGTH = 1.0
@@ -32,13 +32,14 @@ LOOKS, PATIENCE = 20, 4
 
 #: Field of a steering entry → float32 tensor: `vector` of op `add`, or those of op `lowrank`.
 Tensors = Mapping[str, Tensor]
+Texts = Sequence[FitTokens]
 
 
 @dataclass(frozen=True)
 class Fitted:
     """A learned module, and its effect on held-out examples."""
 
-    tensors: dict[int, Tensors]  # by layer, on the CPU
+    tensors: Mapping[int, Tensors]  # by layer
     examples: int
     sites: list[FitSite]
     effect: FitEffect
@@ -72,9 +73,9 @@ def logistic(positive: Tensor, negative: Tensor) -> Tensor:
     scale = torch.where(scale > 0, scale, 1.0)
     rows = (rows - rows.mean(0)) / scale
     signs = torch.cat([rows.new_ones(len(positive)), -rows.new_ones(len(negative))])
-    weight, bias = rows.new_zeros(rows.shape[1], requires_grad=True), rows.new_zeros(())
+    weight, bias = (rows.new_zeros(size, requires_grad=True) for size in (rows.shape[1], 1))
     optimizer = torch.optim.LBFGS(
-        [weight, bias.requires_grad_()],
+        [weight, bias],
         max_iter=2000,
         tolerance_grad=1e-9,
         tolerance_change=1e-14,
@@ -132,26 +133,21 @@ def edited(rows: Tensor, tensors: Tensors) -> Tensor:
     return rows + (rows @ tensors["weight"].T + tensors["bias"] - rows @ rotation.T) @ rotation
 
 
-class Parameter(NamedTuple):
-    """A tensor that is trained, and the step that changes a row by about the row's norm."""
-
-    value: Tensor
-    unit: float
-
-
-def beginning(rows: Tensor, rank: int | None, generator: torch.Generator) -> dict[str, Parameter]:
+def beginning(rows: Tensor, rank: int | None, generator: torch.Generator) -> dict[str, Tensor]:
     """Return the parameters of an edit that changes nothing: the vector 0, or with a `rank`, W = R
     and b = 0. `rows`: `[n, width]`.
     """
-    width, norm = rows.shape[1], float(rows.norm(dim=1).mean())
+    width = rows.shape[1]
     if rank is None:
-        return {"vector": Parameter(rows.new_zeros(width), norm / width**0.5)}
+        return {"vector": rows.new_zeros(width)}
     basis = torch.linalg.qr(torch.randn(width, rank, generator=generator))[0].T.to(rows.device)
-    return {
-        "rotation": Parameter(basis.clone(), width**-0.5),
-        "weight": Parameter(orthonormal(basis), width**-0.5),
-        "bias": Parameter(rows.new_zeros(rank), norm),
-    }
+    return {"rotation": basis, "weight": orthonormal(basis), "bias": rows.new_zeros(rank)}
+
+
+def units(rows: Tensor) -> dict[str, float]:
+    """Return the step of each parameter that changes a row by about the row's norm."""
+    length, norm = rows.shape[1] ** -0.5, float(rows.norm(dim=1).mean())
+    return {"vector": norm * length, "rotation": length, "weight": length, "bias": norm}
 
 
 def orthonormal(basis: Tensor) -> Tensor:
@@ -162,10 +158,14 @@ def orthonormal(basis: Tensor) -> Tensor:
     return (columns * factor.diagonal().sign()).T
 
 
-def tensors_of(parameters: Mapping[str, Parameter]) -> Tensors:
+def edits_of(parameters: Mapping[int, Tensors]) -> dict[int, Tensors]:
+    """Return the edit of each layer as a module has it."""
     return {
-        name: orthonormal(parameter.value) if name == "rotation" else parameter.value
-        for name, parameter in parameters.items()
+        layer: {
+            name: orthonormal(value) if name == "rotation" else value
+            for name, value in edit.items()
+        }
+        for layer, edit in parameters.items()
     }
 
 
@@ -186,32 +186,32 @@ def fit(
     """
     texts = (*wanted.positive, *wanted.negative, *wanted.examples)
     longest = max(len(text.token_ids) for text in texts)
-    sites: list[Site] = [(wanted.hook, layer) for layer in wanted.layers]
+    run = _Fit(points, wanted, check)
     together = at_once(
         Footprint(points),
         longest,
-        sites,
+        run.sites,
         free_on(points),
         most=max(1, PASS_TOKENS // longest),
         kept=longest if wanted.examples else 1,
     )
-    run = _Fit(points, wanted, check, together * longest)
+    run.pass_tokens = together * longest
     return run.train(report) if wanted.request.method in BY_GRADIENT else run.direction()
 
 
-@dataclass(frozen=True)
 class _Fit:
-    points: Points
-    wanted: StoredModuleFit
-    check: Callable[[], None]
-    pass_tokens: int = PASS_TOKENS
+    def __init__(self, points: Points, wanted: StoredModuleFit, check: Callable[[], None]) -> None:
+        self.points, self.wanted, self.check = points, wanted, check
+        self.sites: list[Site] = [(wanted.hook, layer) for layer in wanted.layers]
+        self.pass_tokens = PASS_TOKENS
 
     def direction(self) -> Fitted:
         wanted, method = self.wanted, DIRECTIONS[self.wanted.request.method]
         positive, held_positive = self._split(wanted.positive)
         negative, held_negative = self._split(wanted.negative)
         rows = [self._read(side) for side in (positive, negative, held_positive, held_negative)]
-        fitted, sites = {}, []
+        fitted: dict[int, Tensors] = {}
+        sites = []
         for layer in wanted.layers:
             here, there, *held = (side[layer].double() for side in rows)
             vector = scaled(method(here, there), here, there)
@@ -224,7 +224,7 @@ class _Fit:
             if wanted.examples
             else _separation(sites, len(held_positive), len(held_negative))
         )
-        return Fitted(_on_cpu(fitted), len(positive) + len(negative), sites, effect)
+        return Fitted(fitted, len(positive) + len(negative), sites, effect)
 
     def train(self, report: Callable[[FitPoint], None]) -> Fitted:
         request = self.wanted.request
@@ -233,82 +233,73 @@ class _Fit:
         validation, test = held[::2], held[1::2]
         generator = torch.Generator().manual_seed(request.seed)
         rank = request.rank if request.method == "reft" else None
-        parameters = {
-            layer: beginning(rows, rank, generator) for layer, rows in self._read(examples).items()
-        }
-        every = [parameter for edit in parameters.values() for parameter in edit.values()]
+        read = self._read(examples)
+        parameters = {layer: beginning(rows, rank, generator) for layer, rows in read.items()}
         optimizer = torch.optim.Adam(
-            {"params": [value.requires_grad_()], "lr": request.learning_rate * unit}
-            for value, unit in every
+            {"params": [value.requires_grad_()], "lr": request.learning_rate * units(rows)[name]}
+            for layer, rows in read.items()
+            for name, value in parameters[layer].items()
         )
-
-        def look(step: int, loss: float | None) -> FitPoint:
-            validated = self._loss(validation, parameters, backward=False)
-            return FitPoint(step=step, loss=loss, validation_loss=validated)
-
-        interval = -(-request.steps // LOOKS)
-        losses, recent = [look(0, None)], list[float]()
-        best, kept = losses[0], [value.detach().clone() for value, _ in every]
         order = _batches(len(examples), request.batch, generator)
-        for step in range(1, request.steps + 1):
-            optimizer.zero_grad()
-            batch = [examples[index] for index in next(order)]
-            recent.append(self._loss(batch, parameters, backward=True))
-            optimizer.step()
+        interval = -(-request.steps // LOOKS)
+        losses, recent = list[FitPoint](), list[float]()
+        best: tuple[float, int, Mapping[int, Tensors]] = (float("inf"), 0, {})
+        for step in range(request.steps + 1):
+            if step:
+                optimizer.zero_grad()
+                batch = [examples[index] for index in next(order)]
+                recent.append(self._loss(batch, parameters, backward=True))
+                optimizer.step()
             if step % interval and step < request.steps:
                 continue
-            losses.append(look(step, sum(recent) / len(recent)))
+            validated = self._loss(validation, parameters, backward=False)
+            loss = sum(recent) / len(recent) if recent else None
+            losses.append(FitPoint(step=step, loss=loss, validation_loss=validated))
             recent.clear()
-            report(losses[-1])
-            if losses[-1].validation_loss < best.validation_loss:
-                best, kept = losses[-1], [value.detach().clone() for value, _ in every]
-            elif step - best.step >= PATIENCE * interval:
+            if step:
+                report(losses[-1])
+            if validated < best[0]:
+                edits = edits_of(parameters).items()
+                kept = {at: {n: t.detach().clone() for n, t in edit.items()} for at, edit in edits}
+                best = validated, step, kept
+            elif step - best[1] >= PATIENCE * interval:
                 break
-        with torch.no_grad():
-            for (value, _), saved in zip(every, kept, strict=True):
-                value.copy_(saved)
-            fitted = {layer: tensors_of(edit) for layer, edit in parameters.items()}
+        _, steps, fitted = best
         doses: dict[int, list[Tensor]] = {layer: [] for layer in fitted}
         effect = self._effect(test, fitted, doses)
         sites = [
             FitSite(layer=layer, dose=float(torch.cat(shares).median()))
             for layer, shares in doses.items()
         ]
-        return Fitted(_on_cpu(fitted), len(examples), sites, effect, best.step, losses)
+        return Fitted(fitted, len(examples), sites, effect, steps, losses)
 
-    def _split(self, examples: Sequence[FitTokens]) -> tuple[list[FitTokens], list[FitTokens]]:
-        """Return training and held-out examples. Lists of the same length are split alike, so that
-        no pair is divided.
+    def _split(self, examples: Texts) -> tuple[Texts, Texts]:
+        """Return training and held-out examples, at least four. Lists of the same length are split
+        alike, so that no pair is divided.
         """
         generator = torch.Generator().manual_seed(self.wanted.request.seed)
         order = torch.randperm(len(examples), generator=generator).tolist()
-        count = held_out(len(examples), self.wanted.request.held_out)
+        count = max(4, round(self.wanted.request.held_out * len(examples)))
         return [examples[i] for i in order[count:]], [examples[i] for i in order[:count]]
 
-    def _read(self, examples: Sequence[FitTokens]) -> dict[int, Tensor]:
+    def _read(self, examples: Texts) -> dict[int, Tensor]:
         """Return layer → float32 `[examples, width]`, the mean over each example's positions."""
         means: dict[int, list[Tensor]] = {layer: [] for layer in self.wanted.layers}
         for chunk in _passes(examples, self.pass_tokens):
-            places = self._places(chunk)
-            run = self._run(chunk, self._sites())
-            for site in self._sites():
+            places, run = self._places(chunk), self._run(chunk, self.sites)
+            for site in self.sites:
                 chosen = torch.where(places, run.rows(site).float(), 0.0)
                 means[site[1]].append(chosen.sum(1) / places.sum(1))
         return {layer: torch.cat(parts) for layer, parts in means.items()}
 
-    def _loss(
-        self,
-        examples: Sequence[FitTokens],
-        parameters: Mapping[int, Mapping[str, Parameter]],
-        backward: bool,
-    ) -> float:
+    def _loss(self, examples: Texts, parameters: Mapping[int, Tensors], backward: bool) -> float:
         """Return the mean loss in nats per target token; `backward` adds its gradient to the
         parameters.
         """
         targets = sum(len(example.token_ids) - example.prompt_tokens for example in examples)
         total = 0.0
         for chunk in _passes(examples, self.pass_tokens):
-            edits = {layer: tensors_of(edit) for layer, edit in parameters.items()}
+            edits = edits_of(parameters)
             loss = -self._log_probabilities(chunk, edits, grad=backward).sum() / targets
             if not torch.isfinite(loss):
                 raise MidstreamError(
@@ -321,7 +312,7 @@ class _Fit:
 
     def _effect(
         self,
-        examples: Sequence[FitTokens],
+        examples: Texts,
         edits: Mapping[int, Tensors],
         doses: Mapping[int, list[Tensor]] | None = None,
     ) -> FitEffect:
@@ -333,18 +324,11 @@ class _Fit:
         after = torch.cat([self._log_probabilities(chunk, edits, doses) for chunk in chunks])
         gain = after.double() - before
         error = float(gain.std() / len(gain) ** 0.5) if len(gain) > 1 else 0.0
-        return FitEffect(
-            measure="logprob",
-            before=float(before.mean()),
-            after=float(before.mean() + gain.mean()),
-            error=error,
-            examples=len(gain),
-            better=float(gain.mean()) > error,
-        )
+        return _judged("logprob", float(before.mean()), float(gain.mean()), error, len(gain))
 
     def _log_probabilities(
         self,
-        chunk: Sequence[FitTokens],
+        chunk: Texts,
         edits: Mapping[int, Tensors],
         doses: Mapping[int, list[Tensor]] | None = None,
         grad: bool = False,
@@ -361,34 +345,24 @@ class _Fit:
             return torch.where(places, made.to(rows.dtype), rows)
 
         first = min(example.prompt_tokens for example in chunk) - 1
-        sites = self._sites() if edits else ()
-        logits = self._run(chunk, sites, edit, first, grad).logits
+        keep = range(first, places.shape[1])
+        sites = self.sites if edits else ()
+        logits = self._run(chunk, sites, keep=keep, edit=edit, grad=grad).logits
         sums = []
         for example, scores in zip(chunk, logits, strict=True):
             ids = torch.tensor(example.token_ids[example.prompt_tokens :], device=scores.device)
             start = example.prompt_tokens - 1 - first
-            chosen = scores[start : start + len(ids)].float().log_softmax(-1)
-            sums.append(chosen.gather(-1, ids[:, None]).sum())
+            sums.append(
+                -cross_entropy(scores[start : start + len(ids)].float(), ids, reduction="sum")
+            )
         return torch.stack(sums)
 
-    def _sites(self) -> list[Site]:
-        return [(self.wanted.hook, layer) for layer in self.wanted.layers]
-
-    def _run(
-        self,
-        chunk: Sequence[FitTokens],
-        sites: Sequence[Site],
-        edit: Edit | None = None,
-        first: int | None = None,
-        grad: bool = False,
-    ) -> Run:
-        """Run examples; `first`: the first position whose logits are computed."""
+    def _run(self, chunk: Texts, sites: Sequence[Site], **options: Any) -> Run:
         self.check()
         tokens = self.points.batch([example.token_ids for example in chunk])
-        keep = () if first is None else range(first, tokens.shape[1])
-        return self.points.run(tokens, sites, keep=keep, edit=edit, grad=grad)
+        return self.points.run(tokens, sites, **options)
 
-    def _places(self, chunk: Sequence[FitTokens]) -> Tensor:
+    def _places(self, chunk: Texts) -> Tensor:
         """Return which rows are read or edited, `[examples, tokens, 1]`."""
         longest = max(len(example.token_ids) for example in chunk)
         places = torch.zeros(len(chunk), longest, 1, dtype=torch.bool)
@@ -397,19 +371,14 @@ class _Fit:
         return places.to(self.points.device)
 
 
-def held_out(examples: int, share: float) -> int:
-    """Return how many of the examples are held out: at least four."""
-    return max(4, round(share * examples))
-
-
 def _batches(examples: int, size: int, generator: torch.Generator) -> Iterator[list[int]]:
     """Yield batches of indices without end; each pass over the examples is shuffled."""
     while True:
-        order = torch.randperm(examples, generator=generator).tolist()
-        yield from (order[start : start + size] for start in range(0, examples, size))
+        order = torch.randperm(examples, generator=generator)
+        yield from (batch.tolist() for batch in order.split(size))
 
 
-def _passes(examples: Sequence[FitTokens], most: int) -> list[list[FitTokens]]:
+def _passes(examples: Texts, most: int) -> list[list[FitTokens]]:
     """Cut examples into forward passes of at most `most` tokens with padding, in their order."""
     passes: list[list[FitTokens]] = []
     longest = 0
@@ -423,21 +392,20 @@ def _passes(examples: Sequence[FitTokens], most: int) -> list[list[FitTokens]]:
 
 
 def _separation(sites: Sequence[FitSite], positive: int, negative: int) -> FitEffect:
-    after = sum(site.auroc or 0.0 for site in sites) / len(sites)
+    gain = sum(site.auroc or 0.0 for site in sites) / len(sites) - 0.5
     # of the Mann-Whitney statistic
     error = ((positive + negative + 1) / (12 * positive * negative)) ** 0.5
+    return _judged("auroc", 0.5, gain, error, positive + negative)
+
+
+def _judged(
+    measure: Literal["logprob", "auroc"], before: float, gain: float, error: float, examples: int
+) -> FitEffect:
     return FitEffect(
-        measure="auroc",
-        before=0.5,
-        after=after,
+        measure=measure,
+        before=before,
+        after=before + gain,
         error=error,
-        examples=positive + negative,
-        better=after - 0.5 > error,
+        examples=examples,
+        better=gain > error,
     )
-
-
-def _on_cpu(edits: Mapping[int, Tensors]) -> dict[int, Tensors]:
-    return {
-        layer: {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        for layer, tensors in edits.items()
-    }

@@ -11,7 +11,8 @@ from ...schemas.base.errors import MidstreamError
 from ..engine.proof.comparison import Source
 from ..engine.proof.reference import NotComparableError, configured, free_bytes
 from ..runner.hooks.architectures import UnsupportedArchitectureError
-from .points import Points, load
+from . import attention
+from .points import Points
 
 #: dtypes in which gradients are computed.
 DTYPES = ("float32", "bfloat16")
@@ -37,23 +38,28 @@ def load_points(source: Source, dtype: str, setting: str) -> Points:
     Raises MidstreamError("gradients_refused") for a checkpoint whose gradients cannot be computed
     here, with the reason.
     """
+    config, model_class, bare = bare_points(source, dtype)
+    weights = sum(weight.numel() for weight in bare.model.parameters())
+    device = device_for(int(_LOADING * weights * getattr(torch, dtype).itemsize), dtype, setting)
     try:
-        config, model_class, bare = bare_points(source, dtype)
-        needed = sum(weight.numel() for weight in bare.model.parameters())
-        needed = int(_LOADING * needed * getattr(torch, dtype).itemsize)
-        model = load(
+        model, report = model_class.from_pretrained(
             source.path,
-            getattr(torch, dtype),
-            device_for(needed, dtype, setting).place,
             config=config,
-            model_class=model_class,
-            revision=source.revision,
+            revision=source.revision or "main",
+            dtype=getattr(torch, dtype),
+            device_map=None if device.place == "cpu" else device.place,
+            attn_implementation=attention.NAME,
+            output_loading_info=True,
         )
-        return Points(model)
-    except UnsupportedArchitectureError as error:
-        raise refused(str(error)) from error
     except torch.OutOfMemoryError as error:
         raise refused(f"memory ran out while the weights were read: {error}") from error
+    missing = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
+    if missing:
+        raise refused(
+            f"transformers' {type(model).__name__} has weights that the checkpoint does not: "
+            f"{missing[0]}"
+        )
+    return Points(model)
 
 
 def bare_points(source: Source, dtype: str) -> tuple[Any, Any, Points]:
@@ -82,25 +88,25 @@ def device_for(needed: int, dtype: str, setting: str) -> Device:
 
     Raises MidstreamError("gradients_refused") with the figures if the memory is not there.
     """
-    gpus = {
-        f"cuda:{index}": torch.cuda.mem_get_info(index)[0]
+    gpus = [
+        Device(f"cuda:{index}", torch.cuda.mem_get_info(index)[0])
         for index in range(torch.cuda.device_count())
-    }
-    devices = [Device("cpu", free_bytes())]
+    ]
     if setting == "auto" and gpus:
-        devices = [Device(name, gpus[name]) for name in sorted(gpus, key=lambda name: -gpus[name])]
-        devices = [devices[0], Device("auto", sum(gpus.values()))]
-    elif setting not in ("auto", "cpu"):
-        if setting not in gpus:
-            have = ", ".join(["cpu", *gpus])
-            raise refused(f"gradients_device={setting!r} does not exist here; valid: auto, {have}")
-        devices = [Device(setting, gpus[setting])]
+        largest = max(gpus, key=lambda gpu: gpu.free)
+        devices = [largest, Device("auto", sum(gpu.free for gpu in gpus))]
+    else:
+        place = "cpu" if setting == "auto" else setting
+        devices = [one for one in (Device("cpu", free_bytes()), *gpus) if one.place == place]
+    if not devices:
+        have = ", ".join(["auto", "cpu", *(gpu.place for gpu in gpus)])
+        raise refused(f"gradients_device={setting!r} does not exist here; valid: {have}")
     for device in devices:
         if needed <= device.free:
             return device
-    where = {"auto": "all GPUs together"}.get(devices[-1].place, devices[-1].place)
+    where = {"auto": "all GPUs together"}.get(device.place, device.place)
     raise refused(
-        f"its weights take {needed / GIB:.1f} GiB in {dtype}, and {devices[-1].free / GIB:.1f} GiB "
+        f"its weights take {needed / GIB:.1f} GiB in {dtype}, and {device.free / GIB:.1f} GiB "
         f"are free on {where} (settings gradients_device, dtype)"
     )
 
@@ -109,16 +115,13 @@ def free_on(points: Points) -> int:
     """Return the bytes that are free for activations where the model is; of several GPUs, on the
     one with the least.
     """
-    devices = {weight.device for weight in points.model.parameters() if weight.is_cuda}
-    if not devices:
-        return free_bytes()
-    free: int = min(
+    free = [
         torch.cuda.mem_get_info(device)[0]
         + torch.cuda.memory_reserved(device)
         - torch.cuda.memory_allocated(device)
-        for device in devices
-    )
-    return free
+        for device in {weight.device for weight in points.model.parameters() if weight.is_cuda}
+    ]
+    return min(free) if free else free_bytes()
 
 
 def give_back_memory() -> None:

@@ -43,31 +43,25 @@ class Footprint:
 
     def __init__(self, points: Points) -> None:
         """Run the model three times on short prompts."""
-        model = points.model
-        self._points = points
-        self._weights = {id(part.untyped_storage()): part for part in model.parameters()}
-        self._weights |= {id(part.untyped_storage()): part for part in model.buffers()}
-        self._parameters = sum(part.nbytes for part in {*model.parameters(), *model.buffers()})
-        self._item = next(model.parameters()).element_size()
-        kept = [self._kept(length) for length in _LENGTHS]
-        self._curve = np.polyfit(_LENGTHS, kept, 2)
+        self.points = points
+        self._owned = {*points.model.parameters(), *points.model.buffers()}
+        self._parameters = sum(part.nbytes for part in self._owned)
+        self._curve = np.polyfit(_LENGTHS, [self._kept(length) for length in _LENGTHS], 2)
 
     def _kept(self, length: int) -> int:
         """Return the bytes that autograd keeps for a prompt, beside the model's own tensors."""
-        owned = {tensor.untyped_storage().data_ptr() for tensor in self._weights.values()}
         seen: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in owned:
-                seen[storage.data_ptr()] = storage.nbytes()
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        tokens = self._points.batch([[0] * length])
+        tokens = self.points.batch([[0] * length])
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            run = self._points.run(tokens, [("pre_attn", 0)], grad=True)
+            run = self.points.run(tokens, [("pre_attn", 0)], grad=True)
         del run
-        return sum(seen.values())
+        owned = {tensor.untyped_storage().data_ptr() for tensor in self._owned}
+        return sum(size for place, size in seen.items() if place not in owned)
 
     def memory(
         self, tokens: int, batch: int = 1, sites: Collection[Site] = (), kept: int = 1
@@ -76,14 +70,13 @@ class Footprint:
 
         `sites`: whose gradients are computed; `kept`: positions whose logits are computed.
         """
-        points = self._points
+        points = self.points
         activations = batch * max(float(np.polyval(self._curve, tokens)), 0.0)
-        rows = sum(points.width(hook) for hook, _ in sites) * tokens * batch * self._item
+        rows = sum(points.width(hook) for hook, _ in sites) * tokens * batch
         logits = batch * kept * points.model.config.get_text_config().vocab_size * _PER_LOGIT
-        layer = activations / points.num_layers
         return Memory(
             self._parameters,
             int(activations),
-            2 * rows,
-            int(_WORKING_LAYERS * layer) + logits + SLACK_BYTES,
+            2 * rows * points.model.dtype.itemsize,
+            int(_WORKING_LAYERS * activations / points.num_layers) + logits + SLACK_BYTES,
         )

@@ -22,14 +22,10 @@ from ...broker.ledger.results.sweep_metrics import in_nats, recovered, useless_b
 from ...broker.ledger.results.sweep_result import sweep_cell, sweep_start, sweep_summary
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.faults import crash_point
-from ...schemas.base.records import from_json, to_json
-from ...schemas.jobs.jobs import Event, EventKind
 from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from ...schemas.jobs.sweeps import (
     SHOWN_NEURONS,
     SweepCell,
-    SweepStart,
-    SweepSummary,
     Unit,
     UnitRecord,
 )
@@ -156,7 +152,7 @@ class SweepAttempt:
             self._attempt.check_unsteered()
         self._records = await patiently(lambda: self._sweeps.records(job.id), f"units of {job.id}")
         if not self._records:
-            await self._emit("start", sweep_start(self._sweep))
+            await self._attempt.report(self._ledger, "start", sweep_start(self._sweep))
         names = sorted(
             {*tensors_of(job, self._everyone), *([self._sweep.mask] if self._sweep.mask else [])}
         )
@@ -169,9 +165,8 @@ class SweepAttempt:
             await self._engine.release_vectors(names)
         if all(pair.useless for pair in self._pairs):
             raise MidstreamError("useless_baseline", self._pairs[0].useless, field="metric")
-        await self._emit(
-            "summary", sweep_summary(self._sweep, self._records, time.monotonic() - began)
-        )
+        summary = sweep_summary(self._sweep, self._records, time.monotonic() - began)
+        await self._attempt.report(self._ledger, "summary", summary)
 
     async def _compute_units(self) -> None:
         # Tasks that talk to Redis are ended, not cancelled once: see `redis_retry`.
@@ -201,14 +196,6 @@ class SweepAttempt:
                 (record, self._units.cell(record.unit) or Unit(record.unit, "base", 0))
                 for record in lost
             )
-
-    async def _emit(self, kind: EventKind, data: SweepStart | SweepSummary) -> None:
-        event = Event(
-            event=kind,
-            data=from_json(to_json(data), dict[str, Any]),
-            attempt=self._attempt.number,
-        )
-        await self._attempt.emit(self._ledger, event)
 
     # Submitting
 

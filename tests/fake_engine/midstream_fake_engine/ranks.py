@@ -25,8 +25,7 @@ from midstream.workers.engine.identity import BOOT
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.ranks.collective import check_apply_results
 from midstream.workers.runner.files.finished_rows import FinishedCapture
-from midstream.workers.runner.files.layouts import StoreConfig
-from midstream.workers.runner.files.writer import BOOT_DIGITS, WriteJob, Writer
+from midstream.workers.runner.files.writer import WriteJob, Writer, make_writer
 from midstream.workers.runner.probes.gates import Gates, gates_of
 from midstream.workers.runner.probes.watches import Watch
 from midstream.workers.runner.readings.installed_readers import LoadedReader
@@ -147,25 +146,16 @@ class FakeRanks:
             for rank in range(self.world)
         ]
         self._writers = [
-            self._make_writer(rank, outbox) for rank, outbox in enumerate(self._outboxes)
+            make_writer(
+                self._settings,
+                self._settings.artifacts,
+                BOOT,
+                outbox,
+                threads=1,
+                readings=FakeReadings(self._installed),
+            )
+            for outbox in self._outboxes
         ]
-
-    def _make_writer(self, rank: int, outbox: Outbox) -> Writer:
-        settings = self._settings
-        store = StoreConfig(
-            store=open_store(settings.artifacts),
-            owner=f"{settings.worker_id}.{BOOT[:BOOT_DIGITS]}.{rank}",
-            segment_limit=settings.segment_limit_kib << 10,
-            segment_bytes=settings.segment_mib << 20,
-            quota=settings.capture_quota_mib << 20,
-        )
-        return Writer(
-            store,
-            outbox,
-            threads=1,
-            memory_limit=settings.memory_limit_kib << 10,
-            readings=FakeReadings(self._installed),
-        )
 
     async def close(self) -> None:
         """Publish and report what is finished, then close the outboxes."""

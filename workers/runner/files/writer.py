@@ -23,6 +23,7 @@ from .harvest_shards import Harvest
 from .layouts import Filesystem, StoreConfig, each
 
 if TYPE_CHECKING:  # it imports torch, which an engine without kernels does not need
+    from ....schemas.base.settings import Settings
     from ..base.config import PlaneConfig
 
 logger = logging.getLogger(__name__)
@@ -357,16 +358,18 @@ def _cut(message: str) -> str:
 
 
 def make_writer(
-    config: "PlaneConfig",
-    rank: int,
+    config: "PlaneConfig | Settings",
+    root: str,
+    boot: str,
     outbox: Outbox,
+    threads: int,
     begin: Callable[[], None] = lambda: None,
     readings: Consumer | None = None,
 ) -> Writer:
-    """Return the writer of a rank."""
+    """Return the writer of a rank. `root`: where captures are stored."""
     store = StoreConfig(
-        store=open_store(config.capture_root),
-        owner=f"{config.worker}.{config.boot[:BOOT_DIGITS]}.{rank}",
+        store=open_store(root),
+        owner=f"{outbox.worker}.{boot[:BOOT_DIGITS]}.{outbox.rank}",
         segment_limit=config.segment_limit_kib << 10,
         segment_bytes=config.segment_mib << 20,
         quota=config.capture_quota_mib << 20,
@@ -374,7 +377,7 @@ def make_writer(
     return Writer(
         store,
         outbox,
-        config.writer_threads,
+        threads,
         config.memory_limit_kib << 10,
         begin,
         readings,

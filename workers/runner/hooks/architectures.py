@@ -177,6 +177,10 @@ def _materialised(attention: str, norm: str, mlp: str) -> Taps:
 
 #: transformers' pre-norm layer, as the Transformers backend runs it.
 BACKEND_PRE_NORM = _materialised("self_attn", "post_attention_layernorm", "mlp")
+#: transformers' layer with a norm before and after each branch.
+BACKEND_SANDWICH = _materialised(
+    "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
 #: GPT-NeoX, one branch after the other.
 NEOX = _materialised("attention", "post_attention_layernorm", "mlp")
 #: OLMo 2 norms the outputs of its branches, not their inputs: the MLP reads the stream itself.

@@ -127,7 +127,15 @@ class DataPlane:
             device.type == "cpu" and torch.get_num_threads() >= len(config.cores),
         )
         self.readings = readings = Readings(readers or {}, config.memory_limit_kib << 10)
-        self._writer = make_writer(config, place.rank, self._outbox, begin, readings)
+        self._writer = make_writer(
+            config,
+            config.capture_root,
+            config.boot,
+            self._outbox,
+            config.writer_threads,
+            begin,
+            readings,
+        )
         self._reports = Reports(
             config,
             place,

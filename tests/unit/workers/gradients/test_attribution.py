@@ -8,19 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradient_kit import BASE, columns_of, exact, heads_at, positions, sweep
+from gradient_kit import BASE, columns_of, exact, heads_at, load, positions, sweep
 from safetensors import safe_open
 
 from midstream.schemas.jobs.sweeps import Column, PatchWindow
 from midstream.schemas.prompts.selectors import Hook
 from midstream.workers.gradients.attribution import (
     Options,
-    PairError,
     PairEstimate,
     estimate_pair,
 )
-from midstream.workers.gradients.points import Points, load
-from midstream.workers.gradients.scalars import NonFiniteGradient
+from midstream.workers.gradients.pairs import NonFiniteGradient, Pair, PairError
+from midstream.workers.gradients.points import Points
 
 GOLDEN = Path(__file__).resolve().parents[3] / "data" / "attribution.safetensors"
 DEMO = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"
@@ -72,17 +71,16 @@ def test_integral_along_a_cell_is_its_exact_effect(points_of: PointsOf, case: st
     if case == "zeros":  # the path of the stream would end where its norm is discontinuous
         hooks.remove("post_attn")
     layers = [1, 2]
-    stored = sweep(points, hooks, columns, layers=layers, **given)
-    options = Options(method="integrated", steps=48, path="cell", batch=96)
-    found = estimate_pair(points, stored, 0, options)
-    for hook in hooks:
-        if case == "window":  # windows write several layers
-            assert np.isfinite(found.effects[hook]).all()
-            continue
-        for index, layer in enumerate(layers):
-            cell = exact(points, stored, (hook, layer))
-            wanted = [cell(column) for column in range(len(columns))]
-            assert found.effects[hook][index] == pytest.approx(wanted, abs=2e-3), (hook, layer)
+    # the places of one column alone are the cell's; windows hold several columns
+    for chosen in [columns] if case == "window" else [[column] for column in columns]:
+        stored = sweep(points, hooks, chosen, layers=layers, **given)
+        found = estimate_pair(points, stored, 0, Options(steps=48, batch=96))
+        for hook in hooks:
+            if case == "window":  # windows write several layers
+                assert np.isfinite(found.effects[hook]).all()
+                continue
+            wanted = [[exact(points, stored, (hook, layer))(0)] for layer in layers]
+            assert found.effects[hook] == pytest.approx(np.array(wanted), abs=2e-3), hook
 
 
 def test_small_patch_of_several_tokens_equals_its_estimate(points_of: PointsOf) -> None:
@@ -99,7 +97,7 @@ def test_small_patch_of_several_tokens_equals_its_estimate(points_of: PointsOf) 
 
 def test_joint_path_sums_to_patching_every_place(points_of: PointsOf) -> None:
     points = points_of("gpt2")
-    options = Options(method="integrated", steps=48, batch=48)
+    options = Options(steps=48, batch=48)
     stored = sweep(points, ["post_block"], layers=[1])
     found = estimate_pair(points, stored, 0, options)
     # all positions of the stream: the source prompt itself
@@ -132,7 +130,8 @@ def test_ranked_columns_take_the_dimensions_that_differ_most(points_of: PointsOf
     points = points_of("llama")
     every = [(at, at) for at in range(len(BASE))]
     ranked = [Column(label="", places=every, ranks=ranks) for ranks in ((0, 3), (3, 64))]
-    found = estimate_pair(points, sweep(points, ["post_block"], ranked, axis="neuron"), 0)
+    stored = sweep(points, ["post_block"], ranked, axis="neuron")
+    found = estimate_pair(points, stored, 0)
     whole = estimate_pair(points, sweep(points, ["post_block"]), 0).effects["post_block"].sum(1)
     assert found.effects["post_block"].sum(1) == pytest.approx(whole)
     rows = [
@@ -140,7 +139,11 @@ def test_ranked_columns_take_the_dimensions_that_differ_most(points_of: PointsOf
         for tokens in (BASE, found_source(points))
     ]
     distance = (rows[0] - rows[1]).abs().sum(0)
-    assert found.neurons["post_block", 2, 0] == distance.argsort(descending=True)[:3].tolist()
+    pair = Pair(points, stored, 0)
+    differences = pair.replaced(("post_block", 2), pair.run(grad=False))[1]
+    first = pair.columns.parts(differences)[0]
+    assert first.columns == [0]
+    assert first.dims.tolist() == distance.argsort(descending=True)[:3].tolist()
 
 
 def found_source(points: Points) -> list[int]:

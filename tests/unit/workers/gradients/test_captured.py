@@ -1,5 +1,6 @@
 """Gradient rows of a request: which rows, of which scalar, in which dtype and columns."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from midstream.schemas.requests.scalars import StoredScalar
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.gradients import attention
-from midstream.workers.gradients.captured import Rows, rows_of
+from midstream.workers.gradients.captured import finished
 from midstream.workers.gradients.points import Points
+from midstream.workers.runner.files.finished_rows import FinishedCapture
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2]
 LOGIT = StoredScalar(kind="logit", token=7, foil=8)
@@ -44,13 +46,33 @@ def request_of(*captures: StoredCapture) -> EngineRequest:
     return EngineRequest("job_1", 0, 1, TOKENS, Sampling(max_tokens=1), captures=list(captures))
 
 
-def rows(points: Points, *captures: StoredCapture, **tensors: torch.Tensor) -> list[Rows]:
-    return rows_of(points, request_of(*captures), tensors, no_sae, lambda: None)
+INFO = ModelInfo(
+    name="m",
+    version="1",
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=16,
+    vocab_size=32,
+    max_model_len=64,
+    dtype="float32",
+    hooks=[],
+    tokenizer="",
+    identity="i" * 64,
+)
 
 
-def array(part: Rows, hook: str, layer: int) -> np.ndarray:
-    flat = np.frombuffer(part.rows[hook, layer], dtype=part.dtype)
-    return flat.reshape(len(part.positions), -1)
+def rows(
+    points: Points,
+    *captures: StoredCapture,
+    check: Callable[[], None] = lambda: None,
+    **tensors: torch.Tensor,
+) -> list[FinishedCapture]:
+    return finished(points, request_of(*captures), INFO, "w1", tensors, no_sae, check)
+
+
+def array(part: FinishedCapture, hook: str, layer: int) -> np.ndarray:
+    (buffer,) = part.rows(hook, layer)
+    return np.frombuffer(buffer, dtype=part.dtype).reshape(len(part.positions), -1)
 
 
 def by_hand(points: Points, scalar: str) -> np.ndarray:
@@ -120,31 +142,16 @@ def test_rows_that_overflow_the_stored_dtype_are_counted(points: Points) -> None
 
 def test_the_finished_capture_has_the_manifest_of_any_capture(points: Points) -> None:
     capture = StoredCapture({"post_block": [0, 1]}, [2, 5], "t", gradient=LOGIT)
-    ask = request_of(capture)
-    info = ModelInfo(
-        name="m",
-        version="1",
-        architecture="LlamaForCausalLM",
-        num_layers=2,
-        hidden_size=16,
-        vocab_size=32,
-        max_model_len=64,
-        dtype="float32",
-        hooks=[],
-        tokenizer="",
-        identity="i" * 64,
-    )
-    (part,) = rows_of(points, ask, {}, no_sae, lambda: None)
-    finished = part.finished(ask, info, "w1")
-    manifest = finished.manifest(finished.sites)
+    (part,) = rows(points, capture)
+    manifest = part.manifest(part.sites)
     assert (manifest.positions, manifest.token_ids, manifest.sites, manifest.dtype) == (
         [2, 5],
         [4, 9],
         {"post_block": [0, 1]},
         "float32",
     )
-    assert (manifest.identity, manifest.worker, finished.size) == ("i" * 64, "w1", 256)
-    assert len(finished.rows("post_block", 1)[0]) == 128
+    assert (manifest.identity, manifest.worker, part.size) == ("i" * 64, "w1", 256)
+    assert len(part.rows("post_block", 1)[0]) == 128
 
 
 def test_a_stopped_job_computes_no_further_capture(points: Points) -> None:
@@ -157,4 +164,4 @@ def test_a_stopped_job_computes_no_further_capture(points: Points) -> None:
 
     capture = StoredCapture({"post_block": [0]}, [1], "t", gradient=LOGIT)
     with pytest.raises(RuntimeError, match="stopped"):
-        rows_of(points, request_of(capture, capture), {}, no_sae, check)
+        rows(points, capture, capture, check=check)

@@ -14,8 +14,9 @@ from safetensors import safe_open
 from torch.nn import functional
 
 from midstream.schemas.jobs.sweeps import Column
+from midstream.schemas.requests.attributions import EdgeEnd
 from midstream.workers.gradients import edges as edges_module
-from midstream.workers.gradients.edges import Node, edge_scores
+from midstream.workers.gradients.edges import edge_scores
 from midstream.workers.gradients.points import Points
 from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError
 
@@ -34,19 +35,20 @@ def test_edges_equal_transformer_lens(points_of: PointsOf, name: str) -> None:
     tokens = {"base": asked["corrupt"], "source": asked["clean"]}
     pair = {**tokens, "answer": [asked["answer"]], "foil": [asked["foil"]]}
     found = edge_scores(points, sweep(points, ["z"], positions(12), pair=pair), 0)
-    edges = {f"{label(s)}>{label(r)}": score for s, r, score in found.top(10**6)}
+    top = found.top(10**6)
+    edges = {f"{label(edge.sender)}>{label(edge.receiver)}": edge.score for edge in top}
     assert edges.keys() == golden.keys()
     distance = max(abs(edges[name] - golden[name]) for name in golden)
     assert distance <= LENS * max(map(abs, golden.values()))
 
 
-def label(node: Node) -> str:
+def label(node: EdgeEnd) -> str:
     """As the golden file has it: the logits are those of the last layer."""
     layer = {"embed": [], "logits": [node.layer - 1]}.get(node.kind, [node.layer])
     return ".".join(map(str, [node.kind, *layer, *([node.head] if node.head >= 0 else [])]))
 
 
-def differences_of(points: Points, sender: Node) -> torch.Tensor:
+def differences_of(points: Points, sender: EdgeEnd) -> torch.Tensor:
     """What the sender adds to the stream in the source prompt, minus the same in the other, by
     forward hooks on transformers' Llama: `[tokens, hidden_size]`.
     """
@@ -81,7 +83,7 @@ def differences_of(points: Points, sender: Node) -> torch.Tensor:
     return found[0] - found[1]
 
 
-def reference(points: Points, sender: Node, receiver: Node) -> float:
+def reference(points: Points, sender: EdgeEnd, receiver: EdgeEnd) -> float:
     """d metric / d t, if t times the sender's difference is added to the receiver's input alone."""
     added = differences_of(points, sender)
     t = torch.zeros((), requires_grad=True)
@@ -128,12 +130,17 @@ def test_scores_equal_a_reference_with_grouped_queries(points_of: PointsOf) -> N
     points = points_of("llama")
     found = edge_scores(points, sweep(points, ["z"]), 0)
     largest = np.nanmax(np.abs(found.scores))
-    senders = [Node(-1, "embed"), Node(0, "head", 3), Node(1, "mlp"), Node(2, "head", 1)]
+    senders = [
+        EdgeEnd("embed", -1),
+        EdgeEnd("head", 0, 3),
+        EdgeEnd("mlp", 1),
+        EdgeEnd("head", 2, 1),
+    ]
     receivers = [
-        *(Node(3, kind, 1) for kind in ("q", "k", "v")),
-        Node(2, "q", 3),
-        Node(2, "mlp"),
-        Node(4, "logits"),
+        *(EdgeEnd(kind, 3, 1) for kind in ("q", "k", "v")),
+        EdgeEnd("q", 2, 3),
+        EdgeEnd("mlp", 2),
+        EdgeEnd("logits", 4),
     ]
     compared = 0
     for sender in senders:
@@ -141,7 +148,7 @@ def test_scores_equal_a_reference_with_grouped_queries(points_of: PointsOf) -> N
             score = found.scores[found.senders.index(sender), found.receivers.index(receiver)]
             if np.isnan(score):
                 assert sender == senders[3]
-                assert receiver == Node(2, "q", 3)
+                assert receiver == EdgeEnd("q", 2, 3)
                 continue
             assert score == pytest.approx(reference(points, sender, receiver), abs=LENS * largest)
             compared += 1
@@ -184,6 +191,6 @@ def test_norm_after_a_branch_is_refused(points_of: PointsOf, name: str) -> None:
 def test_top_is_ordered_by_size(points_of: PointsOf) -> None:
     points = points_of("gpt2")
     found = edge_scores(points, sweep(points, ["z"]), 0)
-    sizes = [abs(score) for *_, score in found.top(5)]
+    sizes = [abs(edge.score) for edge in found.top(5)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == np.nanmax(np.abs(found.scores))

@@ -9,11 +9,12 @@ import sae_rows
 import torch
 from gradient_kit import BASE, SOURCE, positions, sweep
 
-from midstream.schemas.artifacts.saes import SaeForm
+from midstream.schemas.artifacts.saes import SaeForm, StoredSae
+from midstream.schemas.requests.scalars import StoredScalar
 from midstream.workers.gradients.attribution import estimate_pair
+from midstream.workers.gradients.captured import gradient_rows, scalar_of
 from midstream.workers.gradients.features import FeatureEffects, feature_effects
 from midstream.workers.gradients.points import Points, Site
-from midstream.workers.gradients.scalars import feature_activation, gradient_rows
 from midstream.workers.runner.readings.sae import NORMALISATIONS, Autoencoder
 
 SITE: Site = ("post_block", 1)
@@ -99,12 +100,14 @@ def test_gradient_of_an_activation(points_of: PointsOf, form: str) -> None:
     rows = points.run(points.batch([BASE]), [SITE]).rows(SITE)[0]
     encoded = sae.encode(rows[4:6])
     feature = int(encoded.sum(0).argmax())
-    scalar = feature_activation(SITE, sae, feature, [4, 5])
-    found = gradient_rows(points, BASE, scalar, [SITE, ("mlp_out", 0)])
-    assert found.value == pytest.approx(float(encoded[:, feature].sum()), rel=1e-6)
+    stored = StoredSae(name="s", digest="", path="", hook=SITE[0], layer=SITE[1], bytes=0)
+    wanted_scalar = StoredScalar(kind="feature", sae=stored, feature=feature, positions=[4, 5])
+    scalar = scalar_of(wanted_scalar, BASE, {}, lambda _: sae)
+    value, found = gradient_rows(points, BASE, scalar, [SITE, ("mlp_out", 0)])
+    assert value == pytest.approx(float(encoded[:, feature].sum()), rel=1e-6)
     direction = torch.randn(points.hidden_size, generator=torch.Generator().manual_seed(1))
     moved = [sae.encode(rows[4:6] + by * direction)[:, feature].sum() for by in (1e-3, -1e-3)]
     slope = float(moved[0] - moved[1]) / 2e-3
-    wanted = float((found.rows[SITE] @ direction).sum())
+    wanted = float((found[SITE] @ direction).sum())
     assert slope == pytest.approx(wanted, rel=2e-2, abs=1e-3)
-    assert found.rows["mlp_out", 0].abs().max() > 0
+    assert found["mlp_out", 0].abs().max() > 0

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gradient_kit import load
 
 from midstream.kernels.plan import lowrank
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.fits import FitRequest, FitTokens, StoredModuleFit
 from midstream.schemas.requests.steering import SteeringTemplate
 from midstream.workers.gradients import learn
-from midstream.workers.gradients.points import Points, load
+from midstream.workers.gradients.points import Points
 from tests.engine.tiny import checkpoint
 
 PYREFT = json.loads((Path(__file__).parents[3] / "data" / "pyreft.json").read_text())

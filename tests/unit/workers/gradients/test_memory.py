@@ -18,15 +18,17 @@ PointsOf = Callable[[str], Points]
 #: resident memory is that of the process.
 SCRIPT = """
 import gc, sys, torch
-from pathlib import Path
 from midstream.workers.gradients.memory import Footprint
-from midstream.workers.gradients.points import Points, load
+from midstream.workers.gradients import attention
+from midstream.workers.gradients.points import Points
+from transformers import AutoModelForCausalLM
 
 def status(name):
     lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
     return int(lines[name].split()[0]) * 1024
 
-points = Points(load(Path(sys.argv[1]), torch.float32))
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation=attention.NAME)
+points = Points(model.to(torch.float32))
 found, sites = Footprint(points), [("post_block", layer) for layer in range(points.num_layers)]
 for tokens, batch in ((256, 8), (2048, 1)):
     ids = points.batch([[5] * tokens] * batch)

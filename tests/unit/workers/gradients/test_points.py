@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from gradient_kit import BASE
+from gradient_kit import BASE, load
 from inside_reference import InsideReference
 from reference import Edit, Reference
 
-from midstream.workers.gradients.points import Points, Site, load
+from midstream.workers.gradients.points import Points, Site
 from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError
 
 #: Layouts that differ: fused norms, Conv1D and fused projections, parallel branches, two norms for

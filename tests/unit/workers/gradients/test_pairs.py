@@ -1,24 +1,18 @@
 """Metrics of pairs and scalars of gradient rows, against transformers' logits."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from gradient_kit import BASE, SOURCE, sweep
 
+from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.jobs.sweeps import StoredPair
-from midstream.workers.gradients.attribution import Pair
+from midstream.schemas.requests.scalars import StoredScalar
+from midstream.workers.gradients.captured import gradient_rows, scalar_of
+from midstream.workers.gradients.pairs import NonFiniteGradient, Pair, PairMetric, require_finite
 from midstream.workers.gradients.points import Points
-from midstream.workers.gradients.scalars import (
-    NonFiniteGradient,
-    PairMetric,
-    Scalar,
-    gradient_rows,
-    logit,
-    loss,
-    probe_score,
-    require_finite,
-)
 
 PointsOf = Callable[[str], Points]
 
@@ -83,32 +77,41 @@ def test_kl_needs_no_answer() -> None:
     assert PairMetric("kl", pair).sequences(BASE) == [BASE]
 
 
+def no_sae(_sae: object) -> Any:
+    raise AssertionError("no scalar names an autoencoder")
+
+
 def test_values_of_scalars(points_of: PointsOf) -> None:
     points = points_of("llama")
     weight = torch.linspace(-1, 1, points.hidden_size)
     with torch.no_grad():
         logits = points.model(torch.tensor([BASE])).logits[0].double()
-    rows = points.run(points.batch([BASE]), [("mlp_out", 2)]).rows(("mlp_out", 2))[0].double()
-    score = (rows[[1, 4]] @ weight.double()).sum() + 1
-    cases: list[tuple[Scalar, torch.Tensor]] = [
-        (logit(7), logits[-1, 7]),
-        (logit(7, 8, position=3), logits[3, 7] - logits[3, 8]),
+    read = points.run(points.batch([BASE]), [("mlp_out", 2)]).rows(("mlp_out", 2))[0].double()
+    score = (read[[1, 4]] @ weight.double()).sum() + 1
+    content = ProbeContent("mlp_out", 2, ["weight", "bias"], ["a", "b"], [None, None])
+    probe = StoredProbe(name="p", digest="", content=content, model="m", action="none")
+    tensors = {"weight": torch.stack([0 * weight, weight]), "bias": torch.tensor([9.0, 0.5])}
+    cases: list[tuple[StoredScalar, torch.Tensor]] = [
+        (StoredScalar(kind="logit", token=7), logits[-1, 7]),
+        (StoredScalar(kind="logit", token=7, foil=8), logits[-1, 7] - logits[-1, 8]),
         (
-            loss(BASE, [4, 9]),
+            StoredScalar(kind="loss", positions=[4, 9]),
             -sum(logits[at - 1].log_softmax(-1)[BASE[at]] for at in (4, 9)),
         ),
-        (probe_score(("mlp_out", 2), weight, 0.5, [1, 4]), score),
+        (StoredScalar(kind="probe", probe=probe, label=1, positions=[1, 4]), score),
     ]
-    for scalar, wanted in cases:
-        found = gradient_rows(points, BASE, scalar, [("post_block", 1)])
-        assert found.value == pytest.approx(float(wanted), abs=1e-5)
-        assert found.rows["post_block", 1].shape == (len(BASE), points.hidden_size)
-        assert found.rows["post_block", 1].abs().max() > 0
+    for stored, wanted in cases:
+        scalar = scalar_of(stored, BASE, tensors, no_sae)
+        value, rows = gradient_rows(points, BASE, scalar, [("post_block", 1)])
+        assert value == pytest.approx(float(wanted), abs=1e-5)
+        assert rows["post_block", 1].shape == (len(BASE), points.hidden_size)
+        assert rows["post_block", 1].abs().max() > 0
 
 
 def test_gradient_of_a_logit_equals_autograd(points_of: PointsOf) -> None:
     points = points_of("gpt2")
-    found = gradient_rows(points, BASE, logit(7), [("pre_attn", 0), ("post_block", 2)])
+    logit = scalar_of(StoredScalar(kind="logit", token=7), BASE, {}, no_sae)
+    _, found = gradient_rows(points, BASE, logit, [("pre_attn", 0), ("post_block", 2)])
     model = points.model
     embeddings = (
         model.transformer.wte(torch.tensor([BASE])) + model.transformer.wpe.weight[: len(BASE)]
@@ -116,15 +119,16 @@ def test_gradient_of_a_logit_equals_autograd(points_of: PointsOf) -> None:
     given = embeddings - model.transformer.wpe.weight[: len(BASE)]
     logits = model(inputs_embeds=given).logits
     (wanted,) = torch.autograd.grad(logits[0, -1, 7], embeddings)
-    distance = (found.rows["pre_attn", 0] - wanted[0]).abs().max()
+    distance = (found["pre_attn", 0] - wanted[0]).abs().max()
     assert distance <= 1e-5 * wanted.abs().max()
 
 
 def test_gradient_is_zero_after_what_the_scalar_reads(points_of: PointsOf) -> None:
     points = points_of("llama")
-    found = gradient_rows(points, BASE, logit(7, position=3), [("post_block", 1), ("z", 3)])
-    assert found.rows["post_block", 1][4:].abs().max() == 0
-    assert found.rows["post_block", 1][:4].abs().max() > 0
+    loss = scalar_of(StoredScalar(kind="loss", positions=[4]), BASE, {}, no_sae)
+    _, found = gradient_rows(points, BASE, loss, [("post_block", 1), ("z", 3)])
+    assert found["post_block", 1][4:].abs().max() == 0
+    assert found["post_block", 1][:4].abs().max() > 0
 
 
 def test_first_site_that_is_not_finite_is_named() -> None:

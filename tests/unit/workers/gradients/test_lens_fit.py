@@ -1,0 +1,93 @@
+"""The folder of a fitted lens is on disk before its name is in the registry."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from midstream_fake_engine.gradients import small_model
+
+from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.workers.gradient_jobs import fit_attempt
+
+INFO = ModelInfo(
+    name="m",
+    version="1",
+    architecture="LlamaForCausalLM",
+    num_layers=3,
+    hidden_size=8,
+    vocab_size=32,
+    max_model_len=64,
+    dtype="float32",
+    hooks=["post_block"],
+    tokenizer="",
+    identity="i" * 64,
+)
+WANTED = StoredLensFit(
+    name="mine",
+    folder="mine",
+    layers=[0, 1],
+    prompts=[[1, 2, 3, 4, 5]],
+    fit=JacobianFit(skip_first=1),
+    hidden_size=8,
+)
+
+
+class Engine:
+    info = INFO
+
+    async def run(self, work: Callable[[Any, Callable[[], None]], Any]) -> Any:
+        return await asyncio.to_thread(work, small_model(INFO), lambda: None)
+
+
+async def fitted(root: Path, registered: Callable[[Any], None]) -> Any:
+    async def nothing(*_: Any) -> None: ...
+
+    async def view(_: str) -> Any:
+        return SimpleNamespace(attempt=1, state=State.RUNNING)
+
+    async def put(lens: Any) -> None:
+        registered(lens)
+
+    ledger: Any = SimpleNamespace(settings=SimpleNamespace(lens_root=str(root)), view=view)
+    job = SimpleNamespace(id="job_1", model="m", fit=WANTED)
+    attempt: Any = SimpleNamespace(
+        job=job, number=1, check_unsteered=lambda: None, check=lambda: None, report=nothing
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit_attempt, "Registry", lambda *_: SimpleNamespace(put=put))
+        engine: Any = Engine()
+        return await fit_attempt.fit(ledger, engine, attempt, None)
+
+
+def test_a_lens_is_synced_before_it_is_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[str, Path]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        steps.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def replaced(source: Path, target: Path) -> None:
+        steps.append(("rename", Path(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+
+    def registered(lens: Any) -> None:
+        steps.append(("register", tmp_path / lens.path))
+
+    asyncio.run(fitted(tmp_path, registered))
+    assert [step for step, _ in steps] == ["sync", "rename", "sync", "sync", "sync", "register"]
+    (_, draft), (_, file), *directories, (_, folder) = steps
+    assert draft == file.with_name(f"{file.name}.draft")
+    assert file.parent == folder
+    assert [path for _, path in directories] == [folder, folder.parent, tmp_path]

@@ -1,0 +1,106 @@
+"""The receipt of an estimate has a checksum of everything that was computed, and of what it was
+computed from; a model that is dropped leaves memory.
+"""
+
+import asyncio
+import weakref
+from typing import Any
+
+import pytest
+from gradient_kit import BASE, SOURCE
+from midstream_fake_engine.gradients import small_model
+from msgspec.structs import replace
+
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.models import GradientInfo, ModelInfo
+from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
+from midstream.schemas.requests.attributions import Edge, EdgeEnd, Estimate, FeatureScore
+from midstream.workers.engine.protocol import EstimateRequest
+from midstream.workers.gradients.engine import TransformersEngine
+from midstream.workers.gradients.memory import Footprint
+
+INFO = ModelInfo(
+    name="m",
+    version="1",
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=8,
+    vocab_size=32,
+    max_model_len=64,
+    dtype="float32",
+    hooks=[],
+    tokenizer="",
+    identity="i" * 64,
+)
+PAIR = StoredPair(base=BASE, source=SOURCE, answer=[1], foil=[2], columns=[])
+SWEEP = StoredSweep(pairs=[PAIR], hooks=["z"], layers=[0], metric="logit_diff", direction="denoise")
+ASK = EstimateRequest("job_1", 7, 1, SWEEP, 0)
+EDGE = Edge(EdgeEnd("embed", -1), EdgeEnd("mlp", 1), 0.25)
+ESTIMATE = Estimate(
+    base=1.5,
+    source=-0.5,
+    values=[0.5, None],
+    doubtful=[1, 0],
+    edges=[EDGE],
+    features=[FeatureScore(0, 3, 0.125)],
+)
+
+
+def checksum(estimate: Estimate, ask: EstimateRequest = ASK) -> str:
+    """Of the only receipt of a worker whose only computation gives `estimate`."""
+    engine, sent = TransformersEngine(Settings(model="m")), list[Any]()
+    engine.info = INFO
+
+    async def run(_: Any) -> Estimate:
+        return estimate
+
+    class Writer:
+        def submit(self, job: Any) -> None:
+            sent.append(job.receipt)
+
+    engine.run, engine._writer = run, Writer()  # type: ignore[assignment,method-assign]
+    assert asyncio.run(engine.estimate(ask)) == estimate
+    (receipt,) = sent
+    assert (receipt.job, receipt.request, receipt.actions) == ("job_1", 7, 1)
+    return str(receipt.checksum)
+
+
+CHANGED = {
+    "value": {"values": [0.5000001, None]},
+    "skipped cell": {"values": [0.5, 0.0]},
+    "doubtful cells": {"doubtful": [1]},
+    "order of doubtful cells": {"doubtful": [0, 1]},
+    "score of an edge": {"edges": [replace(EDGE, score=0.2500001)]},
+    "end of an edge": {"edges": [replace(EDGE, receiver=EdgeEnd("mlp", 0))]},
+    "score of a feature": {"features": [FeatureScore(0, 3, 0.1250001)]},
+    "feature": {"features": [FeatureScore(0, 4, 0.125)]},
+}
+
+
+@pytest.mark.parametrize("part", CHANGED)
+def test_checksum_covers_every_number(part: str) -> None:
+    assert checksum(replace(ESTIMATE, **CHANGED[part])) != checksum(ESTIMATE)
+
+
+def test_checksum_covers_what_was_asked_and_no_time() -> None:
+    assert checksum(replace(ESTIMATE, forwards=2.5)) == checksum(ESTIMATE)
+    other = EstimateRequest("job_1", 7, 1, replace(SWEEP, alpha=0.5), 0)
+    assert checksum(ESTIMATE, other) != checksum(ESTIMATE)
+
+
+def test_idle_model_leaves_memory() -> None:
+    async def scenario() -> None:
+        engine = TransformersEngine(Settings(model="m", gradients_idle_s=1))
+        engine.gradients = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
+        points = small_model(INFO)
+        gone, loop = asyncio.Event(), asyncio.get_running_loop()
+        weakref.finalize(points.model, lambda: loop.call_soon_threadsafe(gone.set))
+        engine._loaded = Footprint(points)
+        del points
+        await engine.run(lambda points, check: None)
+        idle = asyncio.create_task(engine._unload_when_idle())
+        async with asyncio.timeout(60):
+            await gone.wait()
+        idle.cancel()
+
+    asyncio.run(scenario())
