@@ -60,7 +60,8 @@ def checked_table(attribution: Attribution, most: int) -> Table:
     for cell in [*cells[:most], *[cell for cell in cells[most:] if cell.off][:most]]:
         at = escape(place_name(names, cell.column, cell.feature))
         shown.add_row(
-            at, titled(cell.hook), str(cell.layer), *_values(cell), ", ".join(cell.why), "[red]off[/]" if cell.off else "",
+            at, titled(cell.hook), str(cell.layer), *_values(cell),
+            ", ".join(cell.why), "[red]off[/]" if cell.off else "",
         )  # fmt: skip
     return shown
 
