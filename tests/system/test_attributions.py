@@ -31,6 +31,7 @@ from sweep_rig import (
     sweep_job,
 )
 
+from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.base.faults import FOLDER
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
@@ -44,6 +45,7 @@ from midstream.schemas.requests.attributions import (
     StoredAttribution,
     Verify,
 )
+from midstream.storage.formats.sae_files import reading
 
 TOP, RANDOM, DOUBTFUL = 4, 6, 2
 BOTH = [pair(), pair(CLEAN.replace("The", "Our"), CORRUPT.replace("The", "Our"))]
@@ -223,6 +225,30 @@ def test_a_killed_vllm_worker_loses_no_cell(tmp_path: Any) -> None:
         check(result_of(running, job_id))
         kinds = [event.event for event in events_of(running, job_id)]
         assert (kinds.count("estimate"), kinds.count("cell")) == (2, view.cells)
+
+
+def test_a_killed_vllm_worker_loses_no_feature(tmp_path: Any) -> None:
+    with both_kinds(tmp_path) as running:
+        dictionary(root := Path(running.settings.sae_root))
+        with reading(root / "first") as (content, _):
+            sae = StoredSae(
+                name="s", digest=content.digest, path="first", hook="post_block", layer=1, bytes=1
+            )
+        verify = Verify(top=6, random=2, doubtful=0)
+        how = StoredAttribution(
+            method="attribution", steps=1, seed=7, keep=10, verify=verify, sae=sae
+        )
+        running.end("worker")
+        running.restart("worker", fault="crash:at=sweep.kept")
+        job_id = submit(running, sweep(*BOTH, attribution=how, layers=[1]))
+        running.exit_code("worker")
+        running.restart("worker")
+        view = until(running, job_id, lambda view: view.state is State.SUCCEEDED)
+        for found in result_of(running, job_id).estimated:
+            assert len(found.checked) == 8
+            assert all(cell.exact is not None for cell in found.checked)
+        kinds = [event.event for event in events_of(running, job_id)]
+        assert (kinds.count("estimate"), kinds.count("cell"), view.cells) == (2, 16, 16)
 
 
 def test_a_job_is_cancelled_in_both_phases(tmp_path: Any) -> None:
