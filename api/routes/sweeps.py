@@ -25,6 +25,7 @@ from ..resolve.readings.saes import named_sae
 from ..resolve.sweeps.alignment import CLEAN, CORRUPT
 from ..resolve.sweeps.attribution import (
     attributed,
+    check_exact,
     check_gradients,
     check_method,
     on_its_site,
@@ -88,7 +89,8 @@ async def _planned(
         body, info, await context.codec(info), context.settings, global_steering
     )
     if isinstance(body, AttributionRequest):
-        return planned._replace(sweep=attributed(planned.sweep, body, sae))
+        planned = planned._replace(sweep=attributed(planned.sweep, body, sae))
+        check_exact(planned.sweep, context.settings.sweep_cells)
     return planned
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schemas.jobs.attributions import CheckedCell, NotLookedAt
-from ..sdk.answers.attribution import Attribution, Score, difference, estimated
+from ..sdk.answers.attribution import Attribution, Score, difference, estimated, place_name
 from ..sdk.answers.grid import titled
 from .jobs import count, table
 from .sweeps import Heatmap, remarks
@@ -52,14 +52,16 @@ def checked_table(attribution: Attribution, most: int) -> Table:
     disagree.
     """
     numbers = ("layer", "estimate", "exact", "difference")
-    shown = table("Cells computed exactly", "at", "hook", *numbers, "chosen as", "")
+    title = f"{_kind(attribution).capitalize()}s computed exactly"
+    shown = table(title, "at", "hook", *numbers, "chosen as", "")
     for column in shown.columns[2:6]:
         column.justify = "right"
     names, cells = attribution.estimates.names, attribution.cells
     for cell in [*cells[:most], *[cell for cell in cells[most:] if cell.off][:most]]:
+        at = escape(place_name(names, cell.column, cell.feature))
         shown.add_row(
-            escape(names[cell.column]), titled(cell.hook), str(cell.layer),
-            *_values(cell), ", ".join(cell.why), "[red]off[/]" if cell.off else "",
+            at, titled(cell.hook), str(cell.layer), *_values(cell),
+            ", ".join(cell.why), "[red]off[/]" if cell.off else "",
         )  # fmt: skip
     return shown
 
@@ -71,24 +73,25 @@ def _values(cell: CheckedCell) -> Iterator[str]:
 
 def agreement(attribution: Attribution) -> Iterator[str]:
     """Yield lines on how well estimates and exact values agree, and what they cost."""
-    result, cells = attribution.result, attribution.cells
+    result, cells, kind = attribution.result, attribution.cells, _kind(attribution)
     known = sum(cell.exact is not None for cell in cells)
     if result.verify is not None and known:
         yield (
-            f"{len(attribution.off)} of {count(known, 'cell')} off by more than the noise floor "
+            f"{len(attribution.off)} of {count(known, kind)} off by more than the noise floor "
             f"and {result.verify.tolerance:g}"
         )
+    whole = "the grid" if kind == "cell" else "all that differ"
     correlations = (
-        ("the random cells, which stand for the grid", attribution.spearman),
-        ("all computed cells, chosen ones included", attribution.spearman_checked),
+        (f"the random {kind}s, which stand for {whole}", attribution.spearman),
+        (f"all computed {kind}s, chosen ones included", attribution.spearman_checked),
     )
     for over, value in correlations:
         if value is not None:
             yield f"Spearman's rank correlation over {over}: {value:.3f}"
     if attribution.recall is not None and result.verify is not None:
         yield (
-            f"{attribution.recall:.0%} of the {result.verify.top} strongest computed cells are "
-            f"among the {result.verify.top} largest estimates of computed cells"
+            f"{attribution.recall:.0%} of the {result.verify.top} strongest computed {kind}s are "
+            f"among the {result.verify.top} largest estimates of computed {kind}s"
         )
     for number, item in enumerate(result.estimated):
         if attribution.pair not in (None, number):
@@ -101,6 +104,11 @@ def agreement(attribution: Attribution) -> Iterator[str]:
     forwards = sum(item.forwards for item in result.estimated)
     if forwards:
         yield f"the estimates took the time of {forwards:.1f} forward passes of both prompts"
+
+
+def _kind(attribution: Attribution) -> str:
+    """Return what was computed exactly: `cell` or `feature`."""
+    return "cell" if all(cell.feature is None for cell in attribution.cells) else "feature"
 
 
 def _left(left: NotLookedAt) -> str:

@@ -33,7 +33,9 @@ class AttributionRequest(SweepRequest, kw_only=True):
 
 
 class CheckedCell(Record):
-    """A cell that was chosen to be computed exactly. `layer`: its number in the model."""
+    """A cell, or a feature in a column, that was chosen to be computed exactly. `layer`: its number
+    in the model.
+    """
 
     hook: Hook
     layer: int
@@ -44,6 +46,7 @@ class CheckedCell(Record):
     exact: float | None  # null: not computed yet, or `reason`
     off: bool  # they differ by more than the noise floor and the tolerance
     reason: str = ""
+    feature: int | None = None  # of the autoencoder; −1: its error; null: the whole row
 
 
 class Agreement(Record):

@@ -2,15 +2,16 @@
 
 First come the control units of each pair: base, source (not in an ablation), sender (if the sweep's
 path has one) and `noise` no-op patches; then all cells, ordered by pair, hook, layer and column;
-then, of an attribution, the estimates of each pair. A
-unit takes one request per node (see `Node`): an answer of several tokens is graded token by token,
-each after the previous ones. A cell of a path may take two passes.
+then, of an attribution, the estimates of each pair, and the features of each pair that are
+computed exactly. A unit takes one request per node (see `Node`): an answer of several tokens is
+graded token by token, each after the previous ones. A cell of a path may take two passes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from ..requests.attributions import FeatureScore
 from .sweeps import StoredPair, StoredSweep, Unit
 
 
@@ -46,12 +47,16 @@ class Units:
         self._sends = sweep.path is not None and sweep.path.sender is not None
         self._controls = 2 + self._sends + sweep.noise  # of each pair
         self.first_cell = len(sweep.pairs) * self._controls
+        attributed = sweep.attributed
+        # the most features of a pair that are computed exactly
+        self._features = 0 if attributed is None or attributed.sae is None else attributed.most
 
     @cached_property
     def requests(self) -> int:
         """The exclusive upper bound of request numbers. Not all numbers are in use."""
         estimates = len(self._sweep.pairs) if self._sweep.attributed is not None else 0
-        return (self.first_cell + self._sweep.num_cells + estimates) * self.width
+        features = len(self._sweep.pairs) * self._features
+        return (self.first_cell + self._sweep.num_cells + estimates + features) * self.width
 
     @cached_property
     def tokens(self) -> int:
@@ -66,7 +71,8 @@ class Units:
         most = sweep.cells_of_pair if attributed is None else attributed.most
         for stored, nodes in zip(sweep.pairs, self.nodes, strict=True):
             columns = sum(bool(column.places) for column in stored.columns)
-            cells = min(columns * len(sweep.hooks) * len(sweep.layers), most)
+            possible = self._features or columns * len(sweep.hooks) * len(sweep.layers)
+            cells = min(possible, most)
             if attributed is not None:
                 total += 3 * attributed.steps * (len(stored.base) + len(stored.source))
                 if not cells:
@@ -132,6 +138,16 @@ class Units:
 
     def estimate(self, pair: int) -> Unit:
         return Unit(self.first_cell + self._sweep.num_cells + pair, "estimate", pair)
+
+    def features(self, pair: int, scores: Sequence[FeatureScore]) -> list[Unit]:
+        """Return the units that compute features exactly. `scores`: the pair's
+        `StoredAttribution.checked_features`.
+        """
+        first = self.estimate(len(self._sweep.pairs)).number + pair * self._features
+        return [
+            Unit(first + place, "cell", pair, column=score.column, feature=score.feature)
+            for place, score in enumerate(scores)
+        ]
 
     def cell(self, number: int) -> Unit | None:
         """Return the unit with this number if it is a cell; otherwise None."""

@@ -246,9 +246,11 @@ class StoredSweep(Record):
     @property
     def num_exact(self) -> int:
         """The most cells that are computed exactly: all of them, or those of an attribution."""
-        if self.attributed is None:
+        attributed = self.attributed
+        if attributed is None:
             return self.num_cells
-        return len(self.pairs) * min(self.cells_of_pair, self.attributed.most)
+        possible = self.cells_of_pair if attributed.sae is None else attributed.most
+        return len(self.pairs) * min(possible, attributed.most)
 
 
 #: Kinds of units, in this order: the patched prompt without a patch; the prompt whose rows are
@@ -266,6 +268,8 @@ class Unit(NamedTuple):
     hook: int = 0  # index in `StoredSweep.hooks`
     layer: int = 0  # index in `StoredSweep.layers`
     column: int = 0
+    # of a cell: the feature of an autoencoder that it patches, −1: its error; null: the whole row
+    feature: int | None = None
 
 
 #: The most dimensions, chosen by rank for a cell, that results list.
@@ -395,7 +399,7 @@ class SweepStart(Record):
 
 
 class SweepCell(Record):
-    """Data of the event `cell`. `layer`: its number in the model."""
+    """Data of the event `cell`. `layer`: its number in the model. `feature`: as in `Unit`."""
 
     pair: int
     hook: Hook
@@ -407,3 +411,4 @@ class SweepCell(Record):
     foil_logprob: float | None = None
     reason: str = ""
     neurons: list[int] = []  # as in `PairResult.neurons`
+    feature: int | None = None

@@ -65,6 +65,15 @@ class StoredAttribution(Record):
             return 0
         return self.budget if self.method == "adaptive" else self.verify.most
 
+    def checked_features(self, estimate: "Estimate") -> "list[FeatureScore]":
+        """Return the features of a pair that are computed exactly, each once; empty without `sae`
+        or `verify`.
+        """
+        if self.sae is None or self.verify is None:
+            return []
+        scores = [*estimate.features[: self.verify.top], *estimate.drawn]
+        return list({(score.column, score.feature): score for score in scores}.values())
+
 
 class EdgeEnd(Record):
     """An end of an edge. Senders: `embed`, `head`, `mlp`; receivers: the inputs of a head (`q`,
@@ -110,5 +119,8 @@ class Estimate(Record):
     doubtful: list[int] = []  # indices in `values`, most doubtful first
     edges: list[Edge] = []  # strongest first
     features: list[FeatureScore] = []  # strongest first
+    # drawn at random from all features that differ between the prompts, and from the errors
+    drawn: list[FeatureScore] = []
     forwards: float = 0.0  # the time that it took, in forward passes of the two prompts
-    chosen: dict[Why, list[int]] = {}  # numbers of the cells to be computed exactly
+    # numbers of the cells, or of the features, to be computed exactly
+    chosen: dict[Why, list[int]] = {}

@@ -17,6 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stack import Stack
+from test_features import LAYER as SAE_LAYER
+from test_features import Dictionary
 from transformers import AutoModelForCausalLM
 
 from midstream.client.captures.reader import CaptureReader
@@ -188,6 +190,42 @@ def test_an_attribution_is_estimated_here_and_verified_by_the_vllm_worker(
         assert cell.exact == grids.grids["post_block"][cell.layer][cell.column]
         expected = service.patched(cell.layer, cell.column, clean[cell.layer][cell.column])
         assert cell.exact == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["jumprelu", "layer_norm"])
+def test_features_are_verified_by_patches_of_row_plus_delta_times_decoder(
+    service: Service, kind: str
+) -> None:
+    """Exact values on vLLM are those of a hook in transformers that writes the row by hand."""
+    found = Dictionary(Path(service.stack.settings.sae_root), kind, seed=2)
+    made = service.http.post("/v1/saes", json={"name": kind, "path": found.name, "model": "tiny"})
+    assert made.status_code == 201, made.text
+    pair = {"clean": TOKENS, "corrupt": OTHER, "answer": [7], "foil": [8]}
+    how = {"metric": "logit_diff", "sae": kind, "verify": {"top": 6, "random": 6}}
+    answer = service.post("/v1/attributions", pairs=[pair], **how)
+    assert answer.status_code == 202, answer.text
+    job = str(answer.json()["id"])
+    assert service.ended(job).state is State.SUCCEEDED, service.stack.log("worker")[-3000:]
+    result = from_json(service.http.get(f"/v1/jobs/{job}/result").content, JobResult).attribution
+    assert isinstance(result, AttributionResult)
+    (estimated,) = result.estimated
+    clean, corrupt = (service.rows_of(tokens)[SAE_LAYER] for tokens in (TOKENS, OTHER))
+    change = (found.encode(clean) - found.encode(corrupt)) * found.spread(corrupt)
+    decoder = found.tensors["W_dec"].astype(np.float64)
+    gradient = service.by_hand(SAE_LAYER, "logit", OTHER)
+    checked = {(cell.column, cell.feature): cell for cell in estimated.checked}
+    assert len(checked) >= 7
+    assert {why for cell in checked.values() for why in cell.why} == {"top", "random"}
+    for (at, feature), cell in checked.items():
+        assert feature is not None
+        delta = clean[at] - corrupt[at] - change[at] @ decoder
+        if feature >= 0:
+            delta = change[at, feature] * decoder[feature]
+        wanted = service.patched(SAE_LAYER, at, (corrupt[at] + delta).astype(np.float32))
+        assert cell.exact == pytest.approx(wanted, abs=1e-3)
+        assert cell.estimate == pytest.approx(estimated.base + delta @ gradient[at], abs=1e-3)
+    effects = [abs((cell.exact or 0.0) - (estimated.base or 0.0)) for cell in checked.values()]
+    assert max(effects) > 0.02, "far more than the tolerance"
 
 
 def test_the_model_leaves_memory_when_idle_and_loads_again(service: Service) -> None:

@@ -5,33 +5,53 @@ Everything real but the model.
 """
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
+from midstream_fake_engine.grades import own_row
 from midstream_fake_engine.gradients import ERROR, estimate_of, is_off
 from midstream_fake_engine.model import HIDDEN_SIZE
 from msgspec.structs import replace
+from safetensors.numpy import save_file
 from stack import Stack
-from sweep_rig import CLEAN, CORRUPT, check_attribution, pair, sweep, sweep_job
+from sweep_rig import (
+    CLEAN,
+    CORRUPT,
+    TOLERANCE,
+    check_attribution,
+    difference,
+    pair,
+    sweep,
+    sweep_job,
+)
 
+from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.base.faults import FOLDER
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.attributions import AttributionResult
 from midstream.schemas.jobs.jobs import Event, JobView, State
 from midstream.schemas.jobs.sweep_units import Units
-from midstream.schemas.jobs.sweeps import StoredSweep
+from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
 from midstream.schemas.requests.attributions import (
     GRADIENTS,
     Method,
     StoredAttribution,
     Verify,
 )
+from midstream.storage.formats.sae_files import reading
 
 TOP, RANDOM, DOUBTFUL = 4, 6, 2
 BOTH = [pair(), pair(CLEAN.replace("The", "Our"), CORRUPT.replace("The", "Our"))]
 DEADLINE_S = 60.0
+#: Of the autoencoder; the rows are wider.
+FEATURES = 6
 BODY = {
     "pairs": [{"clean": CLEAN, "corrupt": CORRUPT, "answer": "P", "foil": "R"}],
     "alignment": "left",
@@ -97,6 +117,16 @@ def both_kinds(directory: Any, fault: str = "", **settings: Any) -> Iterator[Sta
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with both_kinds(tmp_path_factory.mktemp("attributions"), api=True) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def features(stack: Stack) -> str:
+    """The name of a registered autoencoder."""
+    dictionary(Path(stack.settings.sae_root))
+    with httpx2.Client(base_url=stack.url, timeout=DEADLINE_S) as http:
+        made = http.post("/v1/saes", json={"name": "first", "path": "first"})
+    assert made.status_code == 201, made.text
+    return "first"
 
 
 def test_estimates_are_verified_by_exact_cells_in_the_same_job(stack: Stack) -> None:
@@ -197,6 +227,30 @@ def test_a_killed_vllm_worker_loses_no_cell(tmp_path: Any) -> None:
         assert (kinds.count("estimate"), kinds.count("cell")) == (2, view.cells)
 
 
+def test_a_killed_vllm_worker_loses_no_feature(tmp_path: Any) -> None:
+    with both_kinds(tmp_path) as running:
+        dictionary(root := Path(running.settings.sae_root))
+        with reading(root / "first") as (content, _):
+            sae = StoredSae(
+                name="s", digest=content.digest, path="first", hook="post_block", layer=1, bytes=1
+            )
+        verify = Verify(top=6, random=2, doubtful=0)
+        how = StoredAttribution(
+            method="attribution", steps=1, seed=7, keep=10, verify=verify, sae=sae
+        )
+        running.end("worker")
+        running.restart("worker", fault="crash:at=sweep.kept")
+        job_id = submit(running, sweep(*BOTH, attribution=how, layers=[1]))
+        running.exit_code("worker")
+        running.restart("worker")
+        view = until(running, job_id, lambda view: view.state is State.SUCCEEDED)
+        for found in result_of(running, job_id).estimated:
+            assert len(found.checked) == 8
+            assert all(cell.exact is not None for cell in found.checked)
+        kinds = [event.event for event in events_of(running, job_id)]
+        assert (kinds.count("estimate"), kinds.count("cell"), view.cells) == (2, 16, 16)
+
+
 def test_a_job_is_cancelled_in_both_phases(tmp_path: Any) -> None:
     with both_kinds(tmp_path) as running:
         running.end("worker-g")
@@ -242,3 +296,84 @@ def test_the_api_takes_an_attribution_and_shows_it(stack: Stack) -> None:
         assert shown["result"]["estimated"] == result["estimated"]
         assert shown["request"]["verify"]["top"] == 2
         assert http.get(f"/v1/sweeps/{done.json()['id']}").status_code == 404
+
+
+def written(feature: int, to: int, of: int, stored: StoredPair) -> str:
+    """The name of the row that an exact patch of a feature of `dictionary` writes, in numpy."""
+    ours, theirs = (
+        own_row("post_block", 1, to, stored.base),
+        own_row("post_block", 1, of, stored.source),
+    )
+    dims = slice(feature, feature + 1) if feature >= 0 else slice(FEATURES, None)
+    row = ours.copy()
+    row[dims] += theirs[dims] - ours[dims]
+    return content_hash(from_numpy(row))
+
+
+def dictionary(root: Path) -> None:
+    """Files of an autoencoder whose features are the first dimensions of a row, exactly; the others
+    are its error.
+    """
+    folder = root / "first"
+    folder.mkdir(parents=True)
+    tensors = {
+        "W_enc": 2 * np.eye(HIDDEN_SIZE, FEATURES, dtype=np.float32),
+        "W_dec": np.eye(FEATURES, HIDDEN_SIZE, dtype=np.float32) / 2,
+        "b_enc": np.zeros(FEATURES, np.float32),
+        "b_dec": np.zeros(HIDDEN_SIZE, np.float32),
+    }
+    save_file(tensors, folder / "sae_weights.safetensors")
+    form = {"architecture": "standard", "d_in": HIDDEN_SIZE, "d_sae": FEATURES}
+    hook = {"hook_name": "blocks.1.hook_resid_post"}
+    (folder / "cfg.json").write_text(json.dumps(form | {"metadata": hook}))
+
+
+@pytest.mark.parametrize("metric", ["logit_diff", "recovered"])
+def test_features_are_verified_by_the_rows_that_they_give(
+    stack: Stack, features: str, metric: str
+) -> None:
+    """The exact values are those of rows computed here, in the metric's units; an estimate is off
+    where the fake gradient worker made it so.
+    """
+    verify = {"top": 12, "random": 6, "tolerance": 0.5 if metric == "logit_diff" else 0.05}
+    model = stack.settings.served_model
+    how = {"metric": metric, "sae": features, "verify": verify, "keep": 20}
+    body = BODY | how | {"model": model}
+    with httpx2.Client(base_url=stack.url, timeout=DEADLINE_S) as http:
+        answer = http.post("/v1/attributions", json=body)
+    assert answer.status_code == 202, answer.text
+    job_id = answer.json()["id"]
+    view = until(stack, job_id, lambda view: view.finished is not None)
+    assert view.state is State.SUCCEEDED, view.error
+    asked = stack.do(lambda ledger: ledger.job(job_id)).sweep
+    assert asked is not None
+    (stored,), result = asked.pairs, result_of(stack, job_id)
+    (found,), (pair_result,) = result.estimated, result.pairs
+    assert len(found.features) == 20
+    assert pair_result.grids == {"post_block": [[None] * len(stored.columns)]}
+    assert view.cells == view.cells_expected == len(found.checked) == 18
+    base, source = (difference(prompt, [], stored) for prompt in (stored.base, stored.source))
+    span = source - base if metric == "recovered" else 1.0
+    offs = 0
+    for cell in found.checked:
+        ((to, of),) = stored.columns[cell.column].places
+        assert cell.feature is not None
+        edit = to_msgpack(("replace", [written(cell.feature, to, of, stored)], [1.0], 1.0))
+        value = difference(stored.base, [("post_block", 1, to, edit)], stored)
+        exact = (value - base) / span if metric == "recovered" else value
+        assert cell.exact == pytest.approx(exact, abs=TOLERANCE)
+        if metric == "logit_diff":
+            offs += cell.off
+            assert cell.off == (abs((cell.estimate or 0.0) - exact) > 1)
+    assert offs or metric == "recovered"
+    assert -1 in {cell.feature for cell in found.checked}
+    assert [why for cell in found.checked for why in cell.why].count("top") == 12
+    assert found.all is not None
+    assert found.random is not None
+    assert (found.all.cells, found.random.cells) == (18, 6)
+    assert found.recall is not None
+    assert found.recall.known == 18
+    events = [event.data for event in events_of(stack, job_id) if event.event == "cell"]
+    assert {(event["column"], event["feature"]) for event in events} == {
+        (cell.column, cell.feature) for cell in found.checked
+    }

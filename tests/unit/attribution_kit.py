@@ -88,6 +88,20 @@ def features() -> AttributionResult:
     return attribution(estimated(features=scores))
 
 
+def verified_features() -> AttributionResult:
+    """Two listed features, of which one was verified, and a drawn one that is not listed."""
+    scores = [
+        FeatureScore(column=3, feature=12, score=0.3),
+        FeatureScore(column=3, feature=-1, score=0.1),
+    ]
+    kept = {"hook": "pre_attn", "layer": 2, "column": 3, "label": " x", "reason": ""}
+    checked = [
+        CheckedCell(**kept, feature=12, why=["top"], estimate=0.3, exact=0.02, off=True),
+        CheckedCell(**kept, feature=7, why=["random"], estimate=0.05, exact=-0.06, off=True),
+    ]
+    return attribution(estimated(features=scores, checked=checked))
+
+
 def job_result(found: AttributionResult) -> JobResult:
     captures = CaptureResults(status="not_requested", job="job_1")
     return JobResult(

@@ -10,7 +10,7 @@ from ...schemas.base.tensors import to_numpy
 from ...schemas.jobs.sweep_units import nodes_of
 from ...schemas.jobs.sweeps import Baseline, StoredSweep
 from ...schemas.prompts.selectors import Hook
-from ...schemas.requests.attributions import Estimate, FeatureScore
+from ...schemas.requests.attributions import Estimate, FeatureScore, StoredAttribution
 from ..engine.protocol import EstimateRequest
 from ..runner.readings.sae import Autoencoder
 from .attribution import Options, estimate_pair
@@ -79,7 +79,7 @@ def estimate(
     # a node is a continuation of the prompt, or a shorter piece of one; all run in one pass
     batch = at_once(footprint, pair.longest, sites, free, least=min(nodes, 2), kept=nodes + 1)
     if stored.sae is not None:
-        return _features(points, sweep, ask.pair, sites[0], load_sae(stored.sae), stored.keep)
+        return _features(points, sweep, ask.pair, sites[0], load_sae(stored.sae), stored)
     if stored.method == "edges":
         found = edge_scores(points, sweep, ask.pair, stored.steps, check)
         return Estimate(
@@ -113,9 +113,15 @@ def _value(source: Baseline | None) -> float | None:
 
 
 def _features(
-    points: Points, sweep: StoredSweep, pair: int, site: Site, sae: Autoencoder, keep: int
+    points: Points,
+    sweep: StoredSweep,
+    pair: int,
+    site: Site,
+    sae: Autoencoder,
+    how: StoredAttribution,
 ) -> Estimate:
-    outcome = feature_effects(points, sweep, pair, site, sae, keep)
+    draw = 0 if how.verify is None else how.verify.random
+    outcome = feature_effects(points, sweep, pair, site, sae, how.keep, draw, how.seed)
     scores = []
     for column, stored in enumerate(sweep.pairs[pair].columns):
         if stored.places:
@@ -125,4 +131,10 @@ def _features(
                 for feature, effect in (*parts, (-1, outcome.error[column]))
             ]
     scores.sort(key=lambda score: -abs(score.score))
-    return Estimate(base=outcome.base, source=outcome.source, features=scores[:keep])
+    drawn = [
+        FeatureScore(column=column, feature=feature, score=score)
+        for column, feature, score in sorted(outcome.drawn)
+    ]
+    return Estimate(
+        base=outcome.base, source=outcome.source, features=scores[: how.keep], drawn=drawn
+    )

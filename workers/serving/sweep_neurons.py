@@ -46,6 +46,13 @@ def order_by_difference(
     return order
 
 
+def read_rows(store: ArtifactStore, files: RunFiles, site: Site) -> np.ndarray:
+    """Return the rows of a run at one site, `[positions, width]` float64; raises as
+    `order_by_difference` does.
+    """
+    return _rows(_rows_of(store, files, {site}), site, files)
+
+
 def _rows(result: dict[Site, dict[int, np.ndarray]], site: Site, files: RunFiles) -> np.ndarray:
     """Return the whole rows of a site, joined from all ranks: `[positions, width]`."""
     if not (parts := result.get(site)):

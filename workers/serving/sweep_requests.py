@@ -49,6 +49,8 @@ class SweepRequests:
         self._captures: dict[tuple[int, int, str], StoredCapture | None] = {}
         # (pair, hook, layer) → dimensions, see `rank`
         self._ranked: dict[tuple[int, int, int], list[int]] = {}
+        #: number of a unit that patches a feature → the names of the rows that it writes
+        self.rows: dict[int, list[str]] = {}
         self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(job.sweep.pairs)}
         if job.sweep.ablation is not None:
             del self._captured[SOURCE]
@@ -400,6 +402,11 @@ class SweepRequests:
                 for to in everywhere
                 for at in layers
             ]
+        if unit.feature is not None:
+            return [
+                _patch(sweep.alpha, mask, hook, layers, [to], name)
+                for to, name in zip(everywhere, self.rows[unit.number], strict=True)
+            ]
         if sweep.ablation == "zeros":
             return [_patch(sweep.alpha, mask, hook, layers, everywhere, ZEROS)]
         if sweep.ablation == "mean":
@@ -483,8 +490,9 @@ class SweepRequests:
             positions.update(position for position, _ in places)
         present = any(column.places for column in sweep.pairs[pair].columns)
         mean = present and sweep.ablation == "mean" and place == 0
-        ranked = place == 0 and any(
-            column.ranks is not None for column in sweep.pairs[pair].columns
+        of_features = sweep.attributed is not None and sweep.attributed.sae is not None
+        ranked = place == 0 and (
+            of_features or any(column.ranks is not None for column in sweep.pairs[pair].columns)
         )
         if ranked:
             positions.update(to for column in sweep.pairs[pair].columns for to, _ in column.places)

@@ -17,11 +17,12 @@ from typing import Any
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.jobs.status import relay_alive_for
 from ...broker.ledger.jobs.sweeps import Kept, Sweeps
-from ...broker.ledger.results.attribution_cells import cells_to_compute
+from ...broker.ledger.results.attribution_cells import cells_to_compute, exact_units
 from ...broker.ledger.results.sweep_metrics import in_nats, recovered, useless_baseline
 from ...broker.ledger.results.sweep_result import sweep_cell, sweep_start, sweep_summary
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.faults import crash_point
+from ...schemas.base.tensors import Tensor, content_hash
 from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from ...schemas.jobs.sweeps import (
     SHOWN_NEURONS,
@@ -38,6 +39,7 @@ from ..engine.requests import tensors_of
 from .attempt import Attempt, StoreUnavailable
 from .redis_retry import end_tasks, patiently
 from .source_run_leases import SourceRunLeases
+from .sweep_features import FeatureRows
 from .sweep_neurons import order_by_difference
 from .sweep_requests import SweepRequests
 from .sweep_verdict import UnverifiedUnit, refusal, verdict, verified
@@ -121,6 +123,11 @@ class SweepAttempt:
         self._units = self._requests.units
         attributed = self._sweep.attributed
         self._adaptive = attributed is not None and attributed.method == "adaptive"
+        self._features = (
+            FeatureRows(settings, self._sweep)
+            if attributed is not None and attributed.sae is not None
+            else None
+        )
         # request → first pass of a cell, until its second pass has ended
         self._firsts: dict[int, tuple[Unit, list[Receipt]]] = {}
         self._slots = cells_in_flight
@@ -192,9 +199,13 @@ class SweepAttempt:
                 len(lost),
                 job,
             )
+            exact = {
+                unit.number: unit
+                for pair in range(len(self._sweep.pairs))
+                for unit in exact_units(self._sweep, pair, self._records)
+            }
             await self._keep(
-                (record, self._units.cell(record.unit) or Unit(record.unit, "base", 0))
-                for record in lost
+                (record, exact.get(record.unit, Unit(record.unit, "base", 0))) for record in lost
             )
 
     # Submitting
@@ -232,6 +243,9 @@ class SweepAttempt:
             if self._units.passes > 1:
                 await self._in_two_passes(pair, missing)
                 return
+            if self._features is not None:
+                await self._of_features(self._features, pair, missing)
+                return
             runs = self._requests.runs(pair)
             if (sender := self._units.sender(pair)) is not None:
                 if reason := await self._send(sender, runs):
@@ -252,8 +266,47 @@ class SweepAttempt:
         except MidstreamError as error:  # from loading the runs; requests raise a group
             reason = _reason_or_raise(error)
             for unit in missing:
-                if unit.kind == "cell":
+                if unit.kind == "cell" and unit.number not in self._records:
                     self._decide(unit, reason)
+
+    async def _of_features(self, features: FeatureRows, pair: int, missing: Sequence[Unit]) -> None:
+        """Compute a pair's features: their rows are computed from its runs, and sent in batches."""
+        locate, runs = self._locate(pair), self._requests.control_runs(pair)
+        of_base = await locate(runs[0])
+        of_source = await locate(runs[1]) if self._sweep.ablation is None else None
+        async with self._holding(pair, self._requests.runs(pair)):
+            controls = [unit for unit in missing if unit.kind != "cell"]
+            for batch in features.batches([unit for unit in missing if unit.kind == "cell"]):
+                computing = asyncio.to_thread(features.rows, of_base, of_source, batch)
+                try:
+                    rows = await self._sources.reading(computing)
+                except (OSError, ValueError) as error:
+                    why = f"the rows of features cannot be computed: {error}"
+                    raise MidstreamError("intervention_failed", why) from error
+                tensors: dict[str, Tensor] = {}
+                for number, written in rows.items():
+                    self._requests.rows[number] = [content_hash(row) for row in written]
+                    tensors.update(zip(self._requests.rows[number], written, strict=True))
+                await self._compute_held([*controls, *batch], tensors)
+                controls = []
+
+    async def _compute_held(self, units: Sequence[Unit], tensors: dict[str, Tensor]) -> None:
+        """Compute units whose patches need `tensors` (name → tensor) on the ranks."""
+
+        async def fetch(name: str) -> Tensor:
+            return tensors[name]
+
+        await self._engine.hold_vectors([*tensors], fetch)
+        try:
+            async with asyncio.TaskGroup() as group:
+                kept = [
+                    (await self._begin(group, unit)).kept
+                    for unit in units
+                    if not self._given_up(unit)
+                ]
+                await asyncio.gather(*kept)
+        finally:
+            await self._engine.release_vectors([*tensors])
 
     def _holding(self, pair: int, runs: Sequence[str]) -> AbstractAsyncContextManager[None]:
         return self._sources.holding(self._attempt.job.id, runs, {}, self._locate(pair))
@@ -354,7 +407,7 @@ class SweepAttempt:
         wanted = cells_to_compute(self._sweep, pair, self._records)
         cells = [
             unit
-            for unit in self._units.cells(pair)
+            for unit in exact_units(self._sweep, pair, self._records)
             if columns[unit.column].places
             and unit.number not in self._records
             and (wanted is None or unit.number in wanted)

@@ -10,7 +10,7 @@ from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.jobs.attributions import AttributionRequest
 from ....schemas.jobs.models import GradientInfo, ModelInfo
 from ....schemas.jobs.sweeps import StoredSweep, SweepPair
-from ....schemas.requests.attributions import StoredAttribution, Verify
+from ....schemas.requests.attributions import Method, StoredAttribution, Verify
 
 #: Points between the prompts if the request names none.
 INTEGRATED_STEPS = 8
@@ -67,9 +67,8 @@ def check_method(body: AttributionRequest) -> None:
                 "is not valid with method 'edges': an edge is no cell of the grid",
                 hint="patch an edge exactly by POST /v1/sweeps with `path`",
             )
-    if body.sae is not None and (verify is not None or method in ("edges", "adaptive")):
-        wrong = "verify" if verify is not None else "method"
-        raise invalid(wrong, "is not valid with sae: features are estimated only")
+    if body.sae is not None:
+        _check_features(method, verify, body.keep)
     steps = steps_of(body)
     if method in ("attribution", "adaptive") and steps > 1:
         raise invalid("steps", f"is not valid with method {method!r}", allowed="1")
@@ -91,6 +90,33 @@ def check_method(body: AttributionRequest) -> None:
         raise invalid("verify", "chooses no cells", allowed="null, or a count above 0")
 
 
+def _check_features(method: Method, verify: Verify | None, keep: int) -> None:
+    if method != "attribution":
+        raise invalid("method", f"{method!r} is not valid with sae", allowed="attribution")
+    if verify is None:
+        return
+    if verify.doubtful not in (0, Verify().doubtful):
+        raise invalid(
+            "verify.doubtful", "is not valid with sae: no feature is known to be doubtful; omit it"
+        )
+    if verify.top > keep:
+        raise invalid("verify.top", "exceeds keep, the features listed", allowed=f"0 to {keep}")
+    if not verify.top + verify.random:
+        raise invalid("verify", "chooses no features", allowed="top or random above 0")
+
+
+def check_exact(sweep: StoredSweep, limit: int) -> None:
+    """Check the number of features that are computed exactly, which no grid bounds. Raises a
+    400.
+    """
+    if sweep.num_exact > limit:
+        raise invalid(
+            "verify",
+            f"chooses {sweep.num_exact} features of all pairs",
+            allowed=f"at most {limit} (setting sweep_cells)",
+        )
+
+
 def steps_of(body: AttributionRequest) -> int:
     return body.steps or (INTEGRATED_STEPS if body.method == "integrated" else 1)
 
@@ -98,6 +124,8 @@ def steps_of(body: AttributionRequest) -> int:
 def attributed(sweep: StoredSweep, body: AttributionRequest, sae: StoredSae | None) -> StoredSweep:
     """Return the planned sweep with how its cells are estimated and checked."""
     verify = body.verify or (Verify() if body.method == "adaptive" else None)
+    if verify is not None and sae is not None:
+        verify = replace(verify, doubtful=0)
     budget = 0
     if verify is not None and body.method == "adaptive":
         least = max(int(BUDGET_SHARE * sweep.cells_of_pair), LEAST_TOPS * verify.top)

@@ -1,16 +1,16 @@
-"""Chooses the cells of an attribution that are computed exactly: by their estimates, at random, and
-for the method `adaptive` round by round.
+"""Chooses the cells or features of an attribution that are computed exactly: by their estimates, at
+random, and for the method `adaptive` round by round.
 """
 
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from ....schemas.jobs.attributions import NotLookedAt
 from ....schemas.jobs.sweep_units import Units
-from ....schemas.jobs.sweeps import Metric, StoredSweep, UnitRecord
+from ....schemas.jobs.sweeps import Metric, StoredSweep, Unit, UnitRecord
 from ....schemas.requests.attributions import Estimate, Why
 
 #: Cells that it computes at a time, at the least: forward passes are batched.
@@ -24,6 +24,29 @@ def unchanged(metric: Metric, base: float) -> float:
     return 0.0 if metric == "recovered" else base
 
 
+def exact_units(sweep: StoredSweep, pair: int, records: Records) -> Iterable[Unit]:
+    """Return the pair's units with exact values: its cells, or with `sae` the chosen features."""
+    units, attribution = Units(sweep), sweep.attributed
+    if attribution is None or attribution.sae is None:
+        return units.cells(pair)
+    record = records.get(units.estimate(pair).number)
+    estimate = None if record is None else record.estimated
+    return units.features(pair, attribution.checked_features(estimate) if estimate else [])
+
+
+def estimated_values(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[int, float | None]:
+    """Return the number of each of these units → the estimate of its value."""
+    units, attribution = Units(sweep), sweep.attributed
+    if attribution is None or attribution.sae is None:
+        return dict(zip(units.cells_of(pair), estimate.values, strict=False))
+    nothing = unchanged(sweep.metric, estimate.base)
+    scores = attribution.checked_features(estimate)
+    return {
+        unit.number: nothing + score.score
+        for unit, score in zip(units.features(pair, scores), scores, strict=True)
+    }
+
+
 def effects(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[int, float]:
     """Return the number of each cell with an estimate → the size of its estimated effect, in the
     metric's units; strongest first.
@@ -31,7 +54,7 @@ def effects(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[int, floa
     nothing = unchanged(sweep.metric, estimate.base)
     sizes = {
         number: abs(value - nothing)
-        for number, value in zip(Units(sweep).cells_of(pair), estimate.values, strict=False)
+        for number, value in estimated_values(sweep, pair, estimate).items()
         if value is not None
     }
     return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
@@ -42,12 +65,20 @@ def chosen_cells(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[Why,
     chooses later. A cell may be chosen for several reasons.
 
     The random cells are drawn from all cells that can be patched, the top ones among them, so that
-    what is found in them holds for the grid.
+    what is found in them holds for the grid. Random features are drawn where they are estimated.
     """
     attribution = sweep.attributed
     if attribution is None or attribution.verify is None or attribution.method == "adaptive":
         return {}
     verify, numbers = attribution.verify, Units(sweep).cells_of(pair)
+    if attribution.sae is not None:
+        features = Units(sweep).features(pair, attribution.checked_features(estimate))
+        number_of = {(unit.column, unit.feature): unit.number for unit in features}
+        top, drawn = (
+            [number_of[score.column, score.feature] for score in scores]
+            for scores in (estimate.features[: verify.top], estimate.drawn)
+        )
+        return {"top": top, "random": sorted(drawn)}
     sizes = effects(sweep, pair, estimate)
     columns = sweep.pairs[pair].columns
     possible = [unit.number for unit in Units(sweep).cells(pair) if columns[unit.column].places]

@@ -12,9 +12,16 @@ from ....schemas.jobs.attributions import (
     Recall,
 )
 from ....schemas.jobs.sweep_units import Units
-from ....schemas.jobs.sweeps import StoredSweep, UnitRecord
+from ....schemas.jobs.sweeps import StoredSweep, Unit, UnitRecord
 from ....schemas.requests.attributions import Estimate, Why
-from .attribution_cells import Records, adaptive_round, effects, unchanged
+from .attribution_cells import (
+    Records,
+    adaptive_round,
+    effects,
+    estimated_values,
+    exact_units,
+    unchanged,
+)
 from .sweep_result import grid_of, noise_floor_of, sweep_result
 
 #: A rank correlation of fewer cells says nothing.
@@ -77,7 +84,7 @@ class _Comparison:
     def __init__(self, sweep: StoredSweep, pair: int, estimate: Estimate, records: Records) -> None:
         self._sweep, self._pair, self._records, self._units = sweep, pair, records, Units(sweep)
         numbers = self._units.cells_of(pair)
-        self._estimates = dict(zip(numbers, estimate.values, strict=False))
+        self._estimates = estimated_values(sweep, pair, estimate)
         self._sizes = effects(sweep, pair, estimate)
         #: number of the cell → why it was chosen
         self.whys: dict[int, list[Why]] = {}
@@ -98,11 +105,11 @@ class _Comparison:
         if self._verify is None:
             return []
         limit = self._noise + self._verify.tolerance
-        return [self._cell(number, limit) for number in sorted(self.whys)]
+        units = exact_units(self._sweep, self._pair, self._records)
+        return [self._cell(unit, limit) for unit in units if unit.number in self.whys]
 
-    def _cell(self, number: int, limit: float) -> CheckedCell:
-        unit, record = self._units.cell(number), self._records.get(number)
-        assert unit is not None
+    def _cell(self, unit: Unit, limit: float) -> CheckedCell:
+        number, record = unit.number, self._records.get(unit.number)
         estimate, exact = self._estimates.get(number), None if record is None else record.value
         return CheckedCell(
             hook=self._sweep.hooks[unit.hook],
@@ -114,6 +121,7 @@ class _Comparison:
             exact=exact,
             off=estimate is not None and exact is not None and abs(estimate - exact) > limit,
             reason="" if record is None else record.reason,
+            feature=unit.feature,
         )
 
     def _known(self, numbers: Iterable[int]) -> dict[int, float]:

@@ -122,6 +122,7 @@ def sweep_cell(sweep: StoredSweep, unit: Unit, record: UnitRecord) -> SweepCell:
         foil_logprob=record.foil_logprob,
         reason=record.reason,
         neurons=record.neurons,
+        feature=unit.feature,
     )
 
 

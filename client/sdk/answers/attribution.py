@@ -51,6 +51,13 @@ def _baseline(value: float | None) -> Baseline | None:
     return None if value is None else Baseline(value=value, logprob=None, foil_logprob=None)
 
 
+def place_name(names: Sequence[str], column: int, feature: int | None) -> str:
+    """Return the name of a column (of `names`), or of a feature in it; −1 is the error."""
+    if feature is None:
+        return names[column]
+    return f"{'error' if feature < 0 else f'feature {feature}'} at {names[column]}"
+
+
 def end_name(end: EdgeEnd) -> str:
     """Return the name of an edge's end: `embed`, `head 3.5`, `mlp 3`, `q 7.2` or `logits`."""
     if end.kind in ("embed", "logits"):
@@ -60,7 +67,8 @@ def end_name(end: EdgeEnd) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Attribution(Plotted):
-    """The estimates of an attribution, and the exact values of the cells that were verified.
+    """The estimates of an attribution, and the exact values of the cells or features that were
+    verified.
 
     `pair`: the pair that it shows; None: all. Grids are then means over pairs, and lists have the
     items of every pair.
@@ -114,13 +122,14 @@ class Attribution(Plotted):
 
     @property
     def cells(self) -> list[CheckedCell]:
-        """The cells chosen to be computed exactly, with the strongest effect first."""
+        """The cells chosen to be computed exactly, with the strongest effect first; with `sae`,
+        features in columns.
+        """
         checked: list[tuple[float, CheckedCell]] = []
         for number, item in self._pairs:
-            grid = grid_of(self.result, number)
+            base = grid_of(self.result, number).base
             for cell in item.checked:
-                effect = grid.effects[cell.hook][grid.layers.index(cell.layer), cell.column]
-                checked.append((-1.0 if math.isnan(effect) else abs(float(effect)), cell))
+                checked.append((-1.0 if cell.exact is None else abs(cell.exact - base), cell))
         return [cell for _, cell in sorted(checked, key=lambda entry: -entry[0])]
 
     @property
@@ -143,14 +152,13 @@ class Attribution(Plotted):
     def features(self) -> list[Score]:
         """The features of a sparse autoencoder and its error, strongest first."""
         return _strongest(
-            Score(number, self._feature_name(number, feature), feature.score, feature)
+            Score(
+                number, place_name(names, feature.column, feature.feature), feature.score, feature
+            )
             for number, item in self._pairs
+            for names in [grid_of(self.result, number).names]
             for feature in item.features
         )
-
-    def _feature_name(self, pair: int, feature: FeatureScore) -> str:
-        name = "error" if feature.feature < 0 else f"feature {feature.feature}"
-        return f"{name} at {grid_of(self.result, pair).names[feature.column]}"
 
     @property
     def spearman(self) -> float | None:
@@ -188,10 +196,13 @@ class Attribution(Plotted):
         """Return one record for each cell: its estimate, its exact value and their effects (None:
         unknown), why it was verified, and whether they disagree.
 
-        For edges and features: one for each, with its `score`.
+        For edges and features: one for each, with its `score`, and of features also the exact
+        effect, why it was verified, and whether they disagree.
         """
-        if scores := self.edges or self.features:
-            return [{"pair": item.pair, "name": item.name, "score": item.score} for item in scores]
+        if edges := self.edges:
+            return [{"pair": item.pair, "name": item.name, "score": item.score} for item in edges]
+        if self.features:
+            return self._feature_records()
         checked = {
             (number, cell.hook, cell.layer, cell.column): cell
             for number, item in self._pairs
@@ -215,6 +226,26 @@ class Attribution(Plotted):
                 checked.get(tuple(exact[name] for name in ("pair", "hook", "layer", "column")))
             ]
         ]
+
+    def _feature_records(self) -> list[dict[str, Any]]:
+        unknown: dict[str, Any] = {"exact_effect": None, "why": [], "off": None}
+        found: dict[tuple[Any, ...], dict[str, Any]] = {
+            (item.pair, item.item.column, item.item.feature): {
+                "pair": item.pair, "name": item.name, "score": item.score, **unknown
+            }
+            for item in self.features
+            if isinstance(item.item, FeatureScore)
+        }  # fmt: skip
+        for number, item in self._pairs:
+            grid, base = grid_of(self.result, number), grid_of(estimated(self.result), number).base
+            for cell in item.checked:
+                name = place_name(grid.names, cell.column, cell.feature)
+                score = None if cell.estimate is None else cell.estimate - base
+                record = {"pair": number, "name": name, "score": score, **unknown, "why": cell.why}
+                if cell.exact is not None:
+                    record |= {"exact_effect": cell.exact - grid.base, "off": cell.off}
+                found[number, cell.column, cell.feature] = record
+        return list(found.values())
 
     def to_pandas(self) -> "pandas.DataFrame":
         """Return `records` as a table. Raises MidstreamError without pandas."""

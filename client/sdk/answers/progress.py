@@ -98,7 +98,7 @@ class _Cells:
 
     def __init__(self, drawn: Any):
         self._drawn = drawn
-        self._seen: set[tuple[int, str, int, int]] = set()
+        self._seen: set[tuple[int, str, int, int, int | None]] = set()
         # of an attribution: pair → the number of its cells that are computed
         self._chosen: dict[int, int] = {}
 
@@ -111,12 +111,12 @@ class _Cells:
             self._drawn.total = sum(self._chosen.values()) or None
         elif isinstance(event, SweepStart) and not self._chosen:
             self._seen |= {
-                (item.pair, item.hook, layer, item.column)
+                (item.pair, item.hook, layer, item.column, None)
                 for item in event.skipped
                 for layer in item.layers
             }
             self._drawn.total = event.total
             self._drawn.refresh()
         elif isinstance(event, SweepCell):
-            self._seen.add((event.pair, event.hook, event.layer, event.column))
+            self._seen.add((event.pair, event.hook, event.layer, event.column, event.feature))
         self._drawn.update(len(self._seen) - before)

@@ -16,13 +16,16 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.base.version import __version__
 from midstream.schemas.jobs.jobs import Sampling
 from midstream.schemas.jobs.models import GradientInfo, ModelInfo
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
-from midstream.schemas.requests.attributions import Estimate
+from midstream.schemas.requests.attributions import Estimate, FeatureScore
 from midstream.schemas.requests.specs import RankSpec
+from midstream.storage.formats.sae_files import folder_of
 from midstream.workers.engine.protocol import EngineRequest, EstimateRequest
 
 from .engine import FakeEngine
@@ -30,6 +33,7 @@ from .grades import Edit, expected_logprob, own_row, replaced
 
 if TYPE_CHECKING:
     from midstream.workers.gradients.points import Points
+    from midstream.workers.runner.readings.sae import Autoencoder
 
 T = TypeVar("T")
 #: Every this many cells, the estimate is wrong, by this many nats.
@@ -41,6 +45,7 @@ class FakeGradients(FakeEngine):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
+        self._sae_root = settings.sae_root
         self.gradients = GradientInfo(
             model=self.info.name, identity=self.info.identity, dtype="float32", device="cpu"
         )
@@ -65,7 +70,18 @@ class FakeGradients(FakeEngine):
         self.ranks.report(request, spec, [])
         if (fault := self.faults.get("estimate")) is not None and int(fault["pair"]) == ask.pair:
             raise MidstreamError("intervention_failed", "the gradients are not finite")
+        if ask.sweep.attributed is not None and ask.sweep.attributed.sae is not None:
+            return await asyncio.to_thread(self._features, ask.sweep, ask.pair)
         return estimate_of(ask.sweep, ask.pair, self._weights)
+
+    def _features(self, sweep: StoredSweep, pair: int) -> Estimate:
+        from midstream.workers.runner.readings.sae import load
+
+        how = sweep.attributed
+        assert how is not None
+        assert how.sae is not None
+        sae = load(folder_of(self._sae_root, how.sae.path), how.sae.digest)
+        return feature_estimate(sweep, pair, sae, self._weights)
 
     async def run(self, work: Callable[[Any, Callable[[], None]], T]) -> T:
         """Call `work` with the hook points of a small random Llama of the fake model's sizes."""
@@ -122,6 +138,39 @@ def estimate_of(sweep: StoredSweep, pair: int, weights: int = 0) -> Estimate:
         ],
         doubtful=wrong,
         forwards=3.0,
+    )
+
+
+def feature_estimate(sweep: StoredSweep, pair: int, sae: Autoencoder, weights: int = 0) -> Estimate:
+    """Return the estimates of the features of a pair that differ, and of its errors, in nats; every
+    `OFF`th is wrong. The random ones are the last, which are the weakest.
+    """
+    import torch
+
+    stored, how, layer = sweep.pairs[pair], sweep.attributed, sweep.layers[0]
+    assert how is not None
+    hook, base, scores = sweep.hooks[0], measured(stored.base, [], stored), list[FeatureScore]()
+    for number, column in enumerate(stored.columns):
+        for to, of in column.places:  # one each
+            ours, theirs = (
+                torch.from_numpy(own_row(hook, layer, place, prompt, weights)[None].copy())
+                for place, prompt in ((to, stored.base), (of, stored.source))
+            )
+            parts = sae.exchange(ours, theirs)
+            differ = [*parts.change[0].nonzero()[:, 0].tolist(), *[-1] * bool(parts.error.any())]
+            for feature in differ:
+                row = from_numpy(sae.exchanged(ours, parts, feature)[0].numpy())
+                edit = hook, layer, to, to_msgpack(("replace", [content_hash(row)], [1.0], 1.0))
+                score = measured(stored.base, [edit], stored) - base
+                score += ERROR * is_off(len(scores))
+                scores.append(FeatureScore(column=number, feature=feature, score=score))
+    scores.sort(key=lambda score: -abs(score.score))
+    drawn = scores[-how.verify.random :] if how.verify is not None else []
+    return Estimate(
+        base=base,
+        source=measured(stored.source, [], stored),
+        features=scores[: how.keep],
+        drawn=drawn,
     )
 
 

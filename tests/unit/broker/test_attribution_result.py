@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from midstream.broker.ledger.results.attribution_cells import (
     adaptive_round,
@@ -10,9 +11,15 @@ from midstream.broker.ledger.results.attribution_cells import (
     chosen_cells,
 )
 from midstream.broker.ledger.results.attribution_result import pair_attribution, spearman
+from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, UnitRecord
-from midstream.schemas.requests.attributions import Estimate, StoredAttribution, Verify
+from midstream.schemas.requests.attributions import (
+    Estimate,
+    FeatureScore,
+    StoredAttribution,
+    Verify,
+)
 
 LAYERS, COLUMNS = 6, 8
 CELLS = LAYERS * COLUMNS
@@ -174,3 +181,48 @@ def test_adaptive_ends_with_its_budget_and_admits_it() -> None:
     looked, left, _ = run_adaptive(asked, stored, {})
     assert len(looked) == 5
     assert not left.settled
+
+
+def features(count: int) -> list[FeatureScore]:
+    """Scores that fall from `count` to 1, in two columns."""
+    return [
+        FeatureScore(column=number % 2, feature=number - 1, score=float(count - number))
+        for number in range(count)
+    ]
+
+
+def test_features_are_chosen_compared_and_kept_apart_from_the_grid() -> None:
+    sae = StoredSae(name="s", digest="", path="s", hook="post_block", layer=0, bytes=1)
+    asked = sweep(Verify(top=3, random=4, doubtful=0, tolerance=0.5), sae=sae)
+    units, scores = Units(asked), features(9)
+    # the last one is not among the listed features; the second is among the top ones
+    stored = Estimate(
+        base=10.0, features=scores[:8], drawn=[scores[number] for number in (1, 5, 8)]
+    )
+    chosen = chosen_cells(asked, 0, stored)
+    first = units.estimate(0).number + 1
+    assert chosen == {
+        "top": [first, first + 1, first + 2],
+        "random": [first + 1, first + 3, first + 4],
+    }
+    assert units.requests == (first + 7) * units.width
+    assert asked.num_exact == 7
+    stored = replace(stored, chosen=chosen)
+    kept = records(asked, stored, {})
+    assert cells_to_compute(asked, 0, kept) == {*range(first, first + 5)}
+    exact = dict(enumerate((9.0, 8.0, 1.0, 4.0, 3.0), first))  # of estimates 9, 8, 7, 4 and 1
+    kept |= {n: UnitRecord(unit=n, value=10.0 + effect) for n, effect in exact.items()}
+    found = pair_attribution(asked, 0, kept)
+    assert [(cell.column, cell.feature, cell.estimate, cell.off) for cell in found.checked] == [
+        (0, -1, 19.0, False),
+        (1, 0, 18.0, False),
+        (0, 1, 17.0, True),
+        (1, 4, 14.0, False),
+        (0, 7, 11.0, True),
+    ]
+    assert [cell.why for cell in found.checked][1] == ["top", "random"]
+    assert found.random is not None
+    assert (found.random.cells, found.random.spearman) == (3, 1.0)
+    assert found.recall is not None
+    assert (found.recall.known, found.recall.found) == (5, 2)
+    assert found.estimates == {"post_block": [[None] * COLUMNS] * LAYERS}

@@ -61,6 +61,16 @@ class TopFeatures(NamedTuple):
     errors: np.ndarray  # float32 [n]: ‖row − reconstruction‖ / ‖row‖, of all active features
 
 
+class Exchange(NamedTuple):
+    """A replacement of n rows, in parts: a new row is the old one, plus for each feature
+    `change` · `scale` · its decoder row, plus `error`.
+    """
+
+    change: torch.Tensor  # [n, d_sae]: of the activations
+    scale: torch.Tensor | float  # of the old rows, as `Scaled.scale`
+    error: torch.Tensor  # [n, d_in]: the rest
+
+
 class Autoencoder:
     """One autoencoder. Its tensors are float32, with sae-lens' names and shapes."""
 
@@ -98,6 +108,41 @@ class Autoencoder:
         if self._lengths is not None:
             activations = activations / self._lengths
         return torch.addmm(self._tensors["b_dec"], activations, self._tensors["W_dec"])
+
+    def exchange(
+        self, rows: torch.Tensor, source: torch.Tensor | None, mean: torch.Tensor | None = None
+    ) -> Exchange:
+        """Return the parts of replacing rows `[n, d_in]` float32 by `source`, in units of the
+        rows' own normalisation.
+
+        `source` None: activations and error become zero, and the biases stay. `mean` `[d_sae]`: the
+        new activations, instead of those of `source`.
+        """
+        scaled = NORMALISATIONS[self.form.normalize_activations](rows)
+        active = self._encode(scaled.rows)
+        if source is None:
+            change = -active
+            source = self._tensors["b_dec"] * scaled.scale + scaled.shift
+        else:
+            change = (self.encode(source) if mean is None else mean) - active
+        moved = change if self._lengths is None else change / self._lengths
+        error = source - rows - moved @ self._tensors["W_dec"] * scaled.scale
+        return Exchange(change, scaled.scale, error)
+
+    def exchanged(self, rows: torch.Tensor, parts: Exchange, feature: int) -> torch.Tensor:
+        """Return the rows after one part of their replacement: `feature`'s, or −1 the error."""
+        if feature < 0:
+            return rows + parts.error
+        return rows + parts.change[:, feature, None] * parts.scale * self._direction(feature)
+
+    def _direction(self, feature: int) -> torch.Tensor:
+        row = self._tensors["W_dec"][feature]
+        return row if self._lengths is None else row / self._lengths[feature]
+
+    def gains(self, slopes: torch.Tensor) -> torch.Tensor:
+        """Return `slopes` `[n, d_in]` along the direction of each feature, `[n, d_sae]`."""
+        products = slopes @ self._tensors["W_dec"].T
+        return products if self._lengths is None else products / self._lengths
 
     def top(self, rows: torch.Tensor, k: int) -> TopFeatures:
         """Return the most active features of rows `[n, d_in]` of any dtype, encoded in chunks of

@@ -10,6 +10,8 @@ export class AttributionGrid extends SweepGrid {
     const { result, job } = view;
     this.wanted = job.cells_expected;
     const known = result.estimated.map((found) => found.base !== null);
+    const features = result.estimated.flatMap(({ checked }) => checked.filter(({ feature, exact }) => feature !== null && exact !== null));
+    if (features.length) this.known = features.length;
     const pairs = result.pairs.map((pair, p) => ({ ...pair, grids: result.estimated[p].estimates, base: baseline(result.estimated[p].base), source: baseline(result.estimated[p].source) }));
     const estimated = { result: { ...result, pairs, skipped: [] } };
     if (this.estimates) this.estimates.take(estimated);
@@ -31,6 +33,19 @@ export class AttributionGrid extends SweepGrid {
   set(...cell) {
     super.set(...cell);
     if (this.estimates) this.estimates.cached.delete("limits");
+  }
+
+  /** One `cell` event. A feature is no cell of the grid: it only counts. */
+  cell(data) {
+    if (data.feature === null) return super.cell(data);
+    this.known += 1;
+    return { hook: data.hook, row: this.layers.indexOf(data.layer), column: data.column };
+  }
+
+  /** The name of a column, or of a feature in it; −1: the error; null: the whole row. */
+  nameOf(pair, column, feature) {
+    const place = this.names(pair)[column];
+    return feature === null ? place : `${feature < 0 ? "error" : `feature ${feature}`} at ${place}`;
   }
 
   get total() {
@@ -64,7 +79,7 @@ export class AttributionGrid extends SweepGrid {
         const { edges, features } = this.result.estimated[p];
         return [
           ...edges.map(({ sender, receiver, score }) => ({ pair: p, name: `${end(sender)} → ${end(receiver)}`, score })),
-          ...features.map(({ column, feature, score }) => ({ pair: p, name: `${feature < 0 ? "error" : `feature ${feature}`} at ${this.names(p)[column]}`, score })),
+          ...features.map(({ column, feature, score }) => ({ pair: p, name: this.nameOf(p, column, feature), score })),
         ];
       })
       .sort((a, b) => Math.abs(b.score) - Math.abs(a.score));

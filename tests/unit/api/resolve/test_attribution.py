@@ -8,6 +8,7 @@ from test_sweep_plan import model, pair, plan
 
 from midstream.api.resolve.sweeps.attribution import (
     attributed,
+    check_exact,
     check_gradients,
     check_method,
     on_its_site,
@@ -43,8 +44,13 @@ def body(**fields: Any) -> AttributionRequest:
         ({"verify": {"budget": 3}}, "verify.budget"),
         ({"verify": {"top": 0, "random": 0, "doubtful": 0}}, "verify"),
         ({"method": "adaptive", "verify": {"top": 0}}, "verify.top"),
-        ({"sae": "s", "verify": {}}, "verify"),
+        ({"sae": "s", "verify": {"doubtful": 3}}, "verify.doubtful"),
+        ({"sae": "s", "verify": {"budget": 3}}, "verify.budget"),
+        ({"sae": "s", "verify": {"top": 30}, "keep": 29}, "verify.top"),
+        ({"sae": "s", "verify": {"top": 0, "random": 0}}, "verify"),
         ({"sae": "s", "method": "edges"}, "method"),
+        ({"sae": "s", "method": "integrated"}, "method"),
+        ({"sae": "s", "method": "adaptive", "verify": {}}, "method"),
     ],
 )
 def test_what_cannot_be_estimated_or_checked_is_refused(fields: Any, field: str) -> None:
@@ -61,6 +67,8 @@ def test_what_cannot_be_estimated_or_checked_is_refused(fields: Any, field: str)
         {"method": "edges", "steps": 5},
         {"method": "adaptive"},
         {"sae": "s"},
+        {"sae": "s", "verify": {}},
+        {"sae": "s", "verify": {"top": 1, "random": 0, "doubtful": 0}},
         {"ablation": "mean", "metric": "logprob", "verify": {}},
     ],
 )
@@ -103,6 +111,21 @@ def test_the_plan_bounds_the_exact_cells_and_draws_a_seed() -> None:
     adaptive = attributed(plan().sweep, body(method="adaptive"), None)
     assert adaptive.num_exact == adaptive.num_cells, "the grid is smaller than its least budget"
     assert attributed(plan().sweep, body(), None).num_exact == 0
+
+
+def test_features_cost_exact_cells_and_are_bounded_beyond_the_grid() -> None:
+    few = attributed(plan().sweep, body(sae="s", verify={"top": 2, "random": 1}), SAE)
+    assert few.attributed is not None
+    assert few.attributed.verify is not None
+    assert few.attributed.verify.doubtful == 0
+    assert few.num_exact == 3
+    wide = attributed(plan().sweep, body(sae="s", verify={"top": 500, "random": 500}), SAE)
+    assert wide.num_exact == 1000 > wide.num_cells
+    check_exact(wide, 1000)
+    with pytest.raises(MidstreamError) as refused:
+        check_exact(wide, 999)
+    assert (refused.value.status, refused.value.field) == (400, "verify")
+    assert Units(wide).tokens > Units(plan().sweep).tokens > Units(few).tokens
 
 
 def test_estimates_cost_three_passes_and_exact_cells_as_those_of_a_sweep() -> None:

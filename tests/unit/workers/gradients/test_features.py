@@ -111,3 +111,68 @@ def test_gradient_of_an_activation(points_of: PointsOf, form: str) -> None:
     wanted = float((found[SITE] @ direction).sum())
     assert slope == pytest.approx(wanted, rel=2e-2, abs=1e-3)
     assert found["mlp_out", 0].abs().max() > 0
+
+
+@pytest.mark.parametrize("form", ["jumprelu", "rescaled", "layer_norm"])
+def test_an_estimate_is_the_slope_of_the_exact_patch(points_of: PointsOf, form: str) -> None:
+    """The exact patch writes row + delta · W_dec, by a hook of the model's own; a small share of
+    it, in both directions, changes the metric by what is estimated of that share.
+    """
+    points, alpha = points_of("llama"), 2e-3
+    sae = autoencoder(points.hidden_size, form)
+    found = effects(points, sae, top=3, alpha=alpha)
+    rows, source = (
+        points.run(points.batch([prompt]), [SITE]).rows(SITE)[0].float()
+        for prompt in (BASE, SOURCE)
+    )
+    parts, one = sae.exchange(rows, source), torch.eye(FEATURES)
+    directions = sae.decode(one) - sae.decode(0 * one)  # with the biases taken away
+    scale = NORMALISATIONS[sae.form.normalize_activations](rows).scale
+    change = (sae.encode(source) - sae.encode(rows)) * scale
+
+    def metric(position: int, row: torch.Tensor) -> float:
+        def patch(_module: object, _args: object, output: Any) -> None:
+            whole = output[0] if isinstance(output, tuple) else output
+            whole[0, position] = row
+
+        handle = points.model.model.layers[SITE[1]].register_forward_hook(patch)
+        with torch.no_grad():
+            logits = points.model(input_ids=torch.tensor([BASE])).logits[0, -1].double()
+        handle.remove()
+        return float(logits[100] - logits[200])
+
+    for column in (3, 7):  # where the prompts differ
+        moves = {
+            feature: change[column, feature] * directions[feature]
+            for feature in found.indices[column].tolist()
+        }
+        moves[-1] = source[column] - rows[column] - change[column] @ directions
+        estimates = [*found.effects[column].tolist(), found.error[column]]
+        for (feature, whole), effect in zip(moves.items(), estimates, strict=True):
+            exact = sae.exchanged(rows, parts, feature)[column]
+            torch.testing.assert_close(exact, rows[column] + whole, atol=1e-5, rtol=1e-5)
+            more, less = (metric(column, rows[column] + by * whole) for by in (alpha, -alpha))
+            assert (more - less) / 2 == pytest.approx(effect, rel=0.03, abs=1e-6)
+
+
+def test_random_features_are_drawn_from_all_that_differ(points_of: PointsOf) -> None:
+    points = points_of("llama")
+    sae, asked = (
+        autoencoder(points.hidden_size, "jumprelu"),
+        sweep(points, ["post_block"]),
+    )
+    known = effects(points, sae)
+    of = {
+        (column, feature): effect
+        for column in range(len(BASE))
+        for feature, effect in zip(known.indices[column], known.effects[column], strict=True)
+    } | {(column, -1): error for column, error in enumerate(known.error)}
+    every = feature_effects(points, asked, 0, SITE, sae, 3, draw=10_000, seed=1).drawn
+    differ = {place for place, effect in of.items() if effect}
+    assert {(column, feature) for column, feature, _ in every} == differ
+    assert all(effect == pytest.approx(of[column, feature]) for column, feature, effect in every)
+    few = [feature_effects(points, asked, 0, SITE, sae, 3, 20, seed).drawn for seed in (1, 1, 2)]
+    assert len(set(few[0])) == 20 < len(every)
+    assert few[0] == few[1] != few[2]
+    assert {*few[0]} < {*every}
+    assert {column for column, _, _ in few[0]} > {3, 7}, "not only the first columns"

@@ -3,6 +3,7 @@ disagree, edges and features, and how both agree.
 """
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,16 @@ from attribution_kit import (
     estimated,
     features,
     job_result,
+    verified_features,
 )
 from http_kit import reply, server
 from msgspec import UNSET
 from msgspec.structs import replace
+from rich.console import Console
 from sweep_kit import VIEW
 
 from midstream.client import Client
+from midstream.client.render.attributions import report
 from midstream.client.sdk.answers.attribution import Attribution
 from midstream.client.sdk.answers.progress import _Cells
 from midstream.client.values import UnknownArgument
@@ -67,6 +71,29 @@ def test_edges_and_features_are_named_and_strongest_first() -> None:
     labelled = [item.name for item in Attribution("job_1", features()).features]
     assert labelled == ["feature 12 at um 3", "error at um 3"]
     assert [row["score"] for row in Attribution("job_1", edges()).records()] == [-0.4, 0.1]
+
+
+def test_verified_features_are_listed_with_their_exact_effects() -> None:
+    whole = Attribution("job_1", verified_features())
+    assert [cell.feature for cell in whole.cells] == [7, 12], "strongest exact effect first"
+    assert len(whole.off) == 2
+    rows = [
+        (row["name"], row["score"], row["exact_effect"], row["why"], row["off"])
+        for row in whole.records()
+    ]
+    assert rows == [
+        ("feature 12 at um 3", 0.3, 0.02, ["top"], True),
+        ("error at um 3", 0.1, None, [], None),
+        ("feature 7 at um 3", 0.05, -0.06, ["random"], True),
+    ]
+    text = Console(width=120)
+    with text.capture() as shown:
+        text.print(report(whole))
+    lines = shown.get()
+    assert "Features computed exactly" in lines
+    assert re.search(r"feature 7 at um 3 .* 0\.050 +-0\.060 +\+0\.110 +random +off", lines)
+    assert "2 of 2 features off by more than" in lines
+    assert "over the random features, which stand for all that differ: 0.500" in lines
 
 
 def test_a_record_has_both_values_and_whether_they_disagree() -> None:
@@ -115,4 +142,10 @@ def test_progress_counts_the_chosen_cells_only() -> None:
     show(EstimatedPair(pair=0, attribution=estimated()))
     for _ in range(2):  # a cell that is sent again counts once
         show(SweepCell(pair=0, hook="pre_attn", layer=2, column=1, label="x", value=0.1))
-    assert (bar.n, bar.total) == (1, 3)
+    for feature in (3, 4):
+        show(
+            SweepCell(
+                pair=0, hook="pre_attn", layer=2, column=1, label="x", value=0.1, feature=feature
+            )
+        )
+    assert (bar.n, bar.total) == (3, 3)

@@ -1,0 +1,134 @@
+"""The rows that patch one feature of an autoencoder, beside arithmetic written by hand with
+sae-lens' own activations, and how they are sent in batches.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from run_kit import run
+from sae_rows import FORMS, ROOT
+from safetensors.numpy import load_file
+
+from midstream.schemas.artifacts.saes import StoredSae
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tensors import to_numpy
+from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, Unit
+from midstream.schemas.requests.attributions import StoredAttribution, Verify
+from midstream.storage.formats.sae_files import reading
+from midstream.workers.serving import sweep_features
+from midstream.workers.serving.sweep_features import FeatureRows
+
+#: Sums of 8 or 32 numbers of size 1, in another order.
+TOLERANCE = {"atol": 2e-6, "rtol": 2e-6}
+#: Positions of both prompts; a row has one token, and two together.
+PLACES = [[(2, 7)], [(3, 8), (4, 6)]]
+
+
+def sweep(form: str, **changes: Any) -> StoredSweep:
+    with reading(ROOT / form) as (content, _):
+        digest = content.digest
+    sae = StoredSae(name=form, digest=digest, path=form, hook="post_block", layer=1, bytes=1)
+    how = StoredAttribution(
+        method="attribution", steps=1, seed=0, keep=9, verify=Verify(doubtful=0), sae=sae
+    )
+    columns = [Column(label=str(number), places=places) for number, places in enumerate(PLACES)]
+    fields: dict[str, Any] = {
+        "pairs": [StoredPair(base=[1] * 5, source=[1] * 9, columns=columns)],
+        "hooks": ["post_block"],
+        "layers": [1],
+        "metric": "logit_diff",
+        "direction": "denoise",
+        "attribution": how,
+    }
+    return StoredSweep(**fields | changes)
+
+
+def rows_of(
+    folder: Path, asked: StoredSweep, units: list[Unit], **settings: Any
+) -> dict[int, list[np.ndarray]]:
+    """The rows that the units write, where the first prompt's rows are the first three known."""
+    with np.load(ROOT / "rows.npz") as arrays:
+        rows = arrays["rows"]
+    site = "post_block", 1
+    base = run(folder, "base", rows[:3], [2, 3, 4], site)
+    source = run(folder, "source", rows[3:6], [6, 7, 8], site)
+    chosen = Settings(artifact_store=str(folder), sae_dir=str(ROOT), **settings)
+    found = FeatureRows(chosen, asked).rows(base, None if asked.ablation else source, units)
+    return {number: [to_numpy(row) for row in written] for number, written in found.items()}
+
+
+def units(*asked: tuple[int, int]) -> list[Unit]:
+    """Units with these columns and features."""
+    return [
+        Unit(number, "cell", 0, column=column, feature=feature)
+        for number, (column, feature) in enumerate(asked)
+    ]
+
+
+def scale_of(rows: np.ndarray, form: str) -> np.ndarray:
+    """What an activation of 1 is in units of each row, `[n, 1]`."""
+    if form == "layer_norm":
+        return rows.std(1, ddof=1, keepdims=True)
+    if form == "constant_norm":
+        return np.linalg.norm(rows, axis=1, keepdims=True) / np.sqrt(rows.shape[1])
+    return np.ones((len(rows), 1))
+
+
+@pytest.mark.parametrize("ablation", [None, "zeros", "mean"])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_feature_is_replaced_and_the_error_is_the_rest(
+    tmp_path: Path, form: str, ablation: str | None
+) -> None:
+    with np.load(ROOT / "rows.npz") as arrays:
+        rows = arrays["rows"].astype(np.float64)
+        active = arrays[f"{form}.activations"].astype(np.float64)
+        decoded = arrays[f"{form}.decoded"].astype(np.float64)
+    decoder = load_file(ROOT / form / "sae_weights.safetensors")["W_dec"].astype(np.float64)
+    if form == "rescaled":
+        decoder /= np.linalg.norm(decoder, axis=1, keepdims=True)
+    features = range(decoder.shape[0])
+    asked = units(*((column, feature) for column in (0, 1) for feature in (*features, -1)))
+    found = rows_of(tmp_path, sweep(form, ablation=ablation), asked)
+    # index in `rows` of each place: of the patched prompt's row, and of the other's
+    for column, pairs in enumerate([[(0, 4)], [(1, 5), (2, 3)]]):
+        for place, (to, of) in enumerate(pairs):
+            scale = scale_of(rows[[to]], form)[0]
+            goal = {None: active[of], "zeros": active[to] * 0, "mean": active[:3].mean(0)}[ablation]
+            change = (goal - active[to])[:, None] * decoder * scale
+            error = {
+                None: rows[of] - rows[to] - change.sum(0),
+                "zeros": decoded[to] - rows[to],
+                "mean": rows[:3].mean(0) - rows[to] - change.sum(0),
+            }[ablation]
+            for unit in asked:
+                if unit.column == column:
+                    moved = error if unit.feature == -1 else change[unit.feature]
+                    written = found[unit.number][place]
+                    np.testing.assert_allclose(written, rows[to] + moved, **TOLERANCE)
+                    assert len(found[unit.number]) == len(pairs)
+
+
+def test_batches_have_few_rows_and_columns_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_features, "ROWS", 3)
+    features = FeatureRows(Settings(), sweep("standard"))
+    asked = units((1, 0), (0, 1), (0, 2), (1, 3), (0, 4))
+    batches = [[unit.number for unit in batch] for batch in features.batches(asked)]
+    assert batches == [[1, 2, 4], [0], [3]]
+    assert [*features.batches([])] == []
+
+
+def test_an_autoencoder_that_changed_or_is_too_large_is_refused(tmp_path: Path) -> None:
+    def changed(**fields: Any) -> StoredSweep:
+        asked = sweep("standard")
+        assert asked.attributed is not None
+        assert asked.attributed.sae is not None
+        sae = replace(asked.attributed.sae, **fields)
+        return replace(asked, attribution=replace(asked.attributed, sae=sae))
+
+    with pytest.raises(ValueError, match="sae_cache_mib"):
+        rows_of(tmp_path, changed(bytes=2 << 20), units((0, 1)), sae_cache_mib=1)
+    with pytest.raises(ValueError, match="changed since it was registered"):
+        rows_of(tmp_path, changed(digest="other"), units((0, 1)))

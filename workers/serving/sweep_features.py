@@ -1,0 +1,101 @@
+"""Rows that patch one feature of a sparse autoencoder each, or its error: the exact values of an
+attribution's features.
+
+They are computed from the rows that the pair's two unpatched runs captured on the vLLM worker, by
+the arithmetic of the estimates (`Autoencoder.exchange`), and are written like any cell's row.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from ...schemas.base.settings import Settings
+from ...schemas.base.tensors import Tensor, from_numpy
+from ...schemas.jobs.sweeps import StoredSweep, Unit
+from ...schemas.requests.source_runs import RunFiles
+from ...storage.formats.sae_files import SaeError, folder_of
+from ...storage.store import open_store
+from .sweep_neurons import read_rows
+
+if TYPE_CHECKING:
+    from ..runner.readings.sae import Autoencoder
+
+#: Patched rows that the ranks hold at a time: those of one batch of units.
+ROWS = 1024
+#: Rows that are encoded at a time.
+_ENCODED = 64
+
+
+class FeatureRows:
+    """The patched rows of one sweep's features. Call it off the event loop; it imports torch."""
+
+    def __init__(self, settings: Settings, sweep: StoredSweep) -> None:
+        assert sweep.attributed is not None
+        assert sweep.attributed.sae is not None
+        self._settings, self._sweep, self._named = settings, sweep, sweep.attributed.sae
+        self._sae: Autoencoder | None = None
+        self._loading = threading.Lock()
+
+    def batches(self, units: Sequence[Unit]) -> Iterator[list[Unit]]:
+        """Yield units of one pair in batches of about `ROWS` rows, those of a column together."""
+        ordered = sorted(units, key=lambda unit: (unit.column, unit.number))
+        start = rows = 0
+        for place, unit in enumerate(ordered):
+            more = len(self._sweep.pairs[unit.pair].columns[unit.column].places)
+            if place > start and rows + more > ROWS:
+                yield ordered[start:place]
+                start, rows = place, 0
+            rows += more
+        if ordered:
+            yield ordered[start:]
+
+    def rows(
+        self, base: RunFiles, source: RunFiles | None, units: Sequence[Unit]
+    ) -> dict[int, list[Tensor]]:
+        """Return the number of each unit → the row that is written at each place of its column.
+
+        `base`, `source`: the unpatched runs of the pair; no source in an ablation. `units`: one of
+        `batches`. Raises OSError, ValueError for rows or files that are not as expected, and
+        MidstreamError for a folder that is missing.
+        """
+        import torch
+
+        site = self._named.hook, self._named.layer
+        with self._loading:
+            sae = self._load()
+        store = open_store(self._settings.artifacts)
+
+        def read(files: RunFiles) -> torch.Tensor:
+            return torch.from_numpy(read_rows(store, files, site)).float()
+
+        ours, theirs = read(base), None if source is None else read(source)
+        mean = None
+        if self._sweep.ablation == "mean":
+            theirs = ours.mean(0).expand_as(ours)
+            mean = sum(sae.encode(part).sum(0) for part in ours.split(_ENCODED)) / len(ours)
+        result: dict[int, list[Tensor]] = {unit.number: [] for unit in units}
+        for column, members in groupby(units, key=lambda unit: unit.column):
+            chosen = list(members)
+            places = self._sweep.pairs[chosen[0].pair].columns[column].places
+            for start in range(0, len(places), _ENCODED):
+                part = places[start : start + _ENCODED]
+                to = [base.positions.index(place) for place, _ in part]
+                of = to if source is None else [source.positions.index(place) for _, place in part]
+                rows = ours[to]
+                parts = sae.exchange(rows, None if theirs is None else theirs[of], mean)
+                for unit in chosen:
+                    assert unit.feature is not None
+                    moved = sae.exchanged(rows, parts, unit.feature).numpy()
+                    result[unit.number] += map(from_numpy, moved)
+        return result
+
+    def _load(self) -> "Autoencoder":
+        if self._sae is None:
+            from ..runner.readings.sae import load
+
+            most, named = self._settings.sae_cache_mib << 20, self._named
+            if named.bytes > most:
+                raise SaeError(f"{named.name!r} has {named.bytes} bytes, more than sae_cache_mib")
+            self._sae = load(folder_of(self._settings.sae_root, named.path), named.digest)
+        return self._sae
