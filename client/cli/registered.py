@@ -3,10 +3,11 @@
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import typer
@@ -38,13 +39,11 @@ from .jobs import (
     print_list,
     print_record,
 )
+from .options import optional
 
 T = TypeVar("T")
 
 ModulesName = Annotated[str, typer.Argument(metavar="NAME", help="A module's name.")]
-LorasName = Annotated[str, typer.Argument(metavar="NAME", help="An adapter's name.")]
-SaeName = Annotated[str, typer.Argument(metavar="NAME", help="An autoencoder's name.")]
-TunedName = Annotated[str, typer.Argument(metavar="NAME", help="A tuned lens's name.")]
 JacobianName = Annotated[str, typer.Argument(metavar="NAME", help="A Jacobian lens's name.")]
 Description = Annotated[str, typer.Option(help="A description.")]
 Run = Annotated[
@@ -57,7 +56,7 @@ Steer = Annotated[
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """The commands `list`, `show` and `remove` of one kind of registered artifact.
+    """The commands of one kind of registered artifact.
 
     `calls`: the kind's calls of a client.
     """
@@ -93,22 +92,83 @@ class Registry(Generic[T]):
         )(remove)
         return app
 
+    def register(
+        self,
+        app: typer.Typer,
+        folder: str,
+        own: Mapping[str, Any] = MappingProxyType({}),
+        read: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+        command: str = "register",
+    ) -> None:
+        """Add the command that registers a folder. `folder`: what it is; `own`: the kind's own
+        options, by name, which `read` turns into arguments of the call.
+        """
+        name = Annotated[str, typer.Argument(metavar="NAME", help=f"The name of {self.noun}.")]
+        path = Annotated[str, typer.Argument(metavar="PATH", help=folder)]
 
-modules_app = Registry("a module", "modules", ModuleView, attrgetter("modules")).commands(
-    "Manage named modules: steering that requests refer to by name."
+        @options.with_options("fields", options.parameters(own), read)
+        def add(
+            name: name,
+            path: path,
+            *,
+            fields: dict[str, Any],
+            description: Description = "",
+            model: Model = None,
+            json_: AsJson = False,
+            url: Url = None,
+        ) -> None:
+            fields |= {"model": model, "description": description}
+            with connect(url) as client:
+                calls: Any = self.calls(client)
+                print_record(calls.register(name, path, **fields), json_)
+
+        help = f"Register {self.noun}, or replace it; running requests keep the previous one."
+        app.command(command, help=help)(add)
+
+
+def _reads(values: dict[str, Any]) -> dict[str, Any]:
+    """Return hook and layer of `HOOK:LAYER`."""
+    reads = values["reads"] or ""
+    hook, _, layer = reads.partition(":")
+    if reads and not layer.isdigit():
+        raise typer.BadParameter(
+            f"{reads!r} is not HOOK:LAYER, such as post_block:12", param_hint="--reads"
+        )
+    return {"hook": hook or None, "layer": int(layer) if layer else None}
+
+
+MODULES = Registry("a module", "modules", ModuleView, attrgetter("modules"))
+LORAS = Registry("an adapter", "adapters", Lora, attrgetter("loras"))
+SAES = Registry("a sparse autoencoder", "sparse autoencoders", Sae, attrgetter("saes"))
+TUNED = Registry("a tuned lens", "tuned lenses", TunedLens, attrgetter("lenses"))
+JACOBIANS = Registry("a Jacobian lens", "Jacobian lenses", JacobianLens, attrgetter("jacobians"))
+modules_app = MODULES.commands("Manage named modules: steering that requests refer to by name.")
+loras_app = LORAS.commands("Manage LoRA adapters: requests name one with --lora.")
+LORAS.register(loras_app, "PEFT folder, relative to the server's lora_dir.", command="add")
+sae_app = SAES.commands("Manage sparse autoencoders, whose features requests read and steer.")
+SAES.register(
+    sae_app,
+    "SAELens or Gemma Scope folder, relative to the server's sae_dir.",
+    {"reads": optional(str, "Its site, if its files do not name it.", metavar="HOOK:LAYER")},
+    _reads,
 )
-loras_app = Registry("an adapter", "adapters", Lora, attrgetter("loras")).commands(
-    "Manage LoRA adapters: requests name one with --lora."
+_LENS_FOLDER = "Folder with lens.safetensors, relative to the server's lens_dir."
+tuned_app = TUNED.commands("Manage tuned lenses, which map rows before the logit lens.")
+TUNED.register(
+    tuned_app,
+    _LENS_FOLDER,
+    {
+        "reads": optional(str, "Hook point of the rows; default: post_block.", metavar="HOOK"),
+        "residual": Annotated[
+            bool, typer.Option("--residual", help="The maps' outputs are added to the rows.")
+        ],
+    },
+    lambda values: {"hook": values["reads"] or "post_block", "residual": bool(values["residual"])},
 )
-sae_app = Registry("a sparse autoencoder", "sparse autoencoders", Sae, attrgetter("saes")).commands(
-    "Manage sparse autoencoders, whose features requests read and steer."
+jacobian_app = JACOBIANS.commands(
+    "Manage Jacobian lenses, which map rows to what they make the model say."
 )
-tuned_app = Registry("a tuned lens", "tuned lenses", TunedLens, attrgetter("lenses")).commands(
-    "Manage tuned lenses, which map rows before the logit lens."
-)
-jacobian_app = Registry(
-    "a Jacobian lens", "Jacobian lenses", JacobianLens, attrgetter("jacobians")
-).commands("Manage Jacobian lenses, which map rows to what they make the model say.")
+JACOBIANS.register(jacobian_app, _LENS_FOLDER)
 runs_app = typer.Typer(
     no_args_is_help=True, help="List, inspect and delete source runs: rows for patching."
 )
@@ -152,6 +212,24 @@ def modules_register(
 
 
 @modules_app.command("fit")
+@options.with_options(
+    "fields",
+    options.parameters(
+        {
+            "method": optional(str, f"{', '.join(get_args(FitMethod))}."),
+            "layers": optional(str, "Such as 12 or 10-15; each gets its own edit."),
+            "hook": optional(str, "Hook point; default: post_block."),
+            "read": optional(str, "last_prompt (default) or all_prompt: rows that are read."),
+            "rank": optional(int, "Of method reft; default: 4."),
+            "steps": optional(int, "Most steps; default: 200."),
+            "learning_rate": optional(float, "Default: 0.01."),
+            "held_out": optional(float, "Share; default: 0.25."),
+            "seed": optional(int, "Default: 0."),
+            "register": optional(str, "if_better (default), always or never."),
+        }
+    ),
+    dict,
+)
 def modules_fit(
     name: ModulesName,
     file: Annotated[
@@ -161,20 +239,8 @@ def modules_fit(
             "`target`."
         ),
     ],
-    method: Annotated[str, typer.Option(help=f"{', '.join(get_args(FitMethod))}.")],
-    layers: Annotated[str, typer.Option(help="Such as 12 or 10-15; each gets its own edit.")],
-    hook: Annotated[str | None, typer.Option(help="Hook point; default: post_block.")] = None,
-    read: Annotated[
-        str | None, typer.Option(help="last_prompt (default) or all_prompt: rows that are read.")
-    ] = None,
-    rank: Annotated[int | None, typer.Option(help="Of method reft; default: 4.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Most steps; default: 200.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Default: 0.01.")] = None,
-    held_out: Annotated[float | None, typer.Option(help="Share; default: 0.25.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
-    register: Annotated[
-        str | None, typer.Option(help="if_better (default), always or never.")
-    ] = None,
+    *,
+    fields: dict[str, Any],
     description: Description = "",
     model: Model = None,
     json_: AsJson = False,
@@ -182,25 +248,13 @@ def modules_fit(
 ) -> None:
     """Learn a module from examples, and register it if it works on held-out examples."""
     lines = _lines(file)
-    fields: dict[str, Any] = {
-        "name": name,
-        "method": method,
-        "layers": layers,
-        "hook": hook,
-        "positive": [line["positive"] for line in lines if "positive" in line],
-        "negative": [line["negative"] for line in lines if "negative" in line],
-        "examples": [line for line in lines if "target" in line],
-        "read": read,
-        "rank": rank,
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "held_out": held_out,
-        "seed": seed,
-        "register": register,
-        "description": description,
+    fields |= {
+        side: [line[side] for line in lines if side in line] for side in ("positive", "negative")
     }
+    fields["examples"] = [line for line in lines if "target" in line]
     with connect(url) as client:
-        result = client.fit_module(model=model or only_model(client), **fields)
+        served = model or only_model(client)
+        result = client.fit_module(model=served, name=name, description=description, **fields)
         print_record(result, json_)
 
 
@@ -235,138 +289,37 @@ def modules_export(
     out.print(f"{name} written to {file} as {written}", markup=False, soft_wrap=True)
 
 
-@loras_app.command("add")
-def loras_add(
-    name: LorasName,
-    path: Annotated[
-        str,
-        typer.Argument(metavar="PATH", help="PEFT folder, relative to the server's lora_dir."),
-    ],
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Register an adapter, or replace it; running requests keep the previous one."""
-    with connect(url) as client:
-        print_record(client.loras.register(name, path, model, description), json_)
-
-
-@sae_app.command("register")
-def sae_register(
-    name: SaeName,
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATH",
-            help="SAELens or Gemma Scope folder, relative to the server's sae_dir.",
-        ),
-    ],
-    reads: Annotated[
-        str, typer.Option(metavar="HOOK:LAYER", help="Its site, if its files do not name it.")
-    ] = "",
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Register a sparse autoencoder, or replace it; running requests keep the previous one."""
-    hook, _, layer = reads.partition(":")
-    if reads and not layer.isdigit():
-        raise typer.BadParameter(
-            f"{reads!r} is not HOOK:LAYER, such as post_block:12", param_hint="--reads"
-        )
-    with connect(url) as client:
-        print_record(
-            client.saes.register(
-                name, path, hook or None, int(layer) if layer else None, model, description
-            ),
-            json_,
-        )
-
-
-@tuned_app.command("register")
-def tuned_register(
-    name: TunedName,
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATH", help="Folder with lens.safetensors, relative to the server's lens_dir."
-        ),
-    ],
-    reads: Annotated[
-        str, typer.Option(metavar="HOOK", help="Hook point whose rows the lens maps.")
-    ] = "post_block",
-    residual: Annotated[
-        bool, typer.Option("--residual", help="The maps' outputs are added to the rows.")
-    ] = False,
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Register a tuned lens, or replace it; running requests keep the previous one."""
-    with connect(url) as client:
-        print_record(client.lenses.register(name, path, reads, residual, model, description), json_)
-
-
-@jacobian_app.command("register")
-def jacobian_register(
-    name: JacobianName,
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATH", help="Folder with lens.safetensors, relative to the server's lens_dir."
-        ),
-    ],
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Register a Jacobian lens, or replace it; running requests keep the previous one."""
-    with connect(url) as client:
-        print_record(client.jacobians.register(name, path, model, description), json_)
-
-
 @jacobian_app.command("fit")
+@options.with_options(
+    "fields",
+    options.parameters(
+        {
+            "layers": optional(str, "Such as 12 or 10-15; default: all below the last."),
+            "rank": optional(int, "Output dimensions of each prompt; default: all (exact)."),
+            "skip_first": optional(int, "Leading positions left out; default: 16."),
+            "max_tokens": optional(int, "Of each prompt; default: 128."),
+            "seed": optional(int, "Default: 0."),
+            "folder": optional(str, "Below the server's lens_dir; default: NAME."),
+        }
+    ),
+    dict,
+)
 def jacobian_fit(
     name: JacobianName,
     file: Annotated[Path, typer.Argument(help="JSONL; a line has `text`.")],
-    layers: Annotated[
-        str | None, typer.Option(help="Such as 12 or 10-15; default: all below the last.")
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option(help="Output dimensions of each prompt; default: all (exact).")
-    ] = None,
-    skip_first: Annotated[
-        int | None, typer.Option(help="Leading positions left out; default: 16.")
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Of each prompt; default: 128.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
-    folder: Annotated[
-        str | None, typer.Option(help="Below the server's lens_dir; default: NAME.")
-    ] = None,
+    *,
+    fields: dict[str, Any],
     description: Description = "",
     model: Model = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
     """Compute a Jacobian lens from a corpus, and register it, or replace it."""
-    fields: dict[str, Any] = {
-        "name": name,
-        "prompts": [line["text"] for line in _lines(file) if "text" in line],
-        "layers": layers,
-        "rank": rank,
-        "skip_first": skip_first,
-        "max_tokens": max_tokens,
-        "seed": seed,
-        "folder": folder,
-        "description": description,
-    }
+    fields["prompts"] = [line["text"] for line in _lines(file) if "text" in line]
     with connect(url) as client:
-        job = client.fits.submit_lens(model=model or only_model(client), **fields)
-        print_record(client.fits.result(job), json_)
+        served = model or only_model(client)
+        lens = client.fit_lens(model=served, name=name, description=description, **fields)
+        print_record(lens, json_)
 
 
 @jacobian_app.command("convert")

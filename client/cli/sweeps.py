@@ -28,7 +28,6 @@ from .jobs import AsJson, Url, connect, out, print_json
 #: The groups of options in `--help`.
 PAIR: dict[str, Any] = {"rich_help_panel": "Prompts"}
 CELLS: dict[str, Any] = {"rich_help_panel": "Cells"}
-ESTIMATE: dict[str, Any] = {"rich_help_panel": "Estimates"}
 RESULT: dict[str, Any] = {"rich_help_panel": "Result"}
 #: What `parse_verify` reads.
 VERIFY_FORM = "defaults|NAME=NUMBER,…"
@@ -289,42 +288,42 @@ def sweep(
         )
 
 
+def _estimate(kind: Any, help: str, **settings: Any) -> Any:
+    return options.optional(kind, help, rich_help_panel="Estimates", **settings)
+
+
+#: The fields of an attribution that a sweep lacks.
+ESTIMATE = {
+    "method": _estimate(str, "attribution (default), integrated, edges or adaptive."),
+    "steps": _estimate(
+        int,
+        "Points between the prompts at which gradients are taken; default: 1, and 8 for "
+        "integrated.",
+    ),
+    "sae": _estimate(str, "Estimate the features of this sparse autoencoder, and its error."),
+    "keep": _estimate(int, "Edges or features to keep; default: 1000."),
+    "verify": _estimate(
+        str,
+        "Compute cells exactly: the largest estimates, random ones, and those where the "
+        "method is known to fail.",
+        metavar=VERIFY_FORM,
+    ),
+    "seed": _estimate(int, "Of the random cells."),
+}
+
+
+def _estimated(values: dict[str, Any]) -> dict[str, Any]:
+    verify = values["verify"]
+    return values | {"verify": None if verify is None else parse_verify(verify)}
+
+
 @options.with_options("asked", _ESTIMATED, lambda values: cells(**values))
+@options.with_options("chosen", options.parameters(ESTIMATE), _estimated)
 @options.with_handling
 def attribute(
     *,
     asked: Asked,
-    method: Annotated[
-        str | None,
-        typer.Option(help="attribution (default), integrated, edges or adaptive.", **ESTIMATE),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Points between the prompts at which gradients are taken; default: 1, and 8 for "
-            "integrated.",
-            **ESTIMATE,
-        ),
-    ] = None,
-    sae: Annotated[
-        str | None,
-        typer.Option(
-            help="Estimate the features of this sparse autoencoder, and its error.", **ESTIMATE
-        ),
-    ] = None,
-    keep: Annotated[
-        int | None, typer.Option(help="Edges or features to keep; default: 1000.", **ESTIMATE)
-    ] = None,
-    verify: Annotated[
-        str | None,
-        typer.Option(
-            metavar=VERIFY_FORM,
-            help="Compute cells exactly: the largest estimates, random ones, and those where the "
-            "method is known to fail.",
-            **ESTIMATE,
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the random cells.", **ESTIMATE)] = None,
+    chosen: dict[str, Any],
     handling: dict[str, Any],
     png: Annotated[
         Path | None,
@@ -347,18 +346,10 @@ def attribute(
     """
     if png is not None:
         check(png, "png")
-    chosen: dict[str, Any] = {
-        "method": method,
-        "steps": steps,
-        "sae": sae,
-        "keep": keep,
-        "seed": seed,
-    }
-    chosen["verify"] = None if verify is None else parse_verify(verify)
     with connect(url) as client:
         request = None
         if job is None:
-            request = _request(client, asked, {**chosen, **handling}, pair, AttributionRequest)
+            request = _request(client, asked, chosen | handling, pair, AttributionRequest)
             job = _submitted(client.attributions.submit(request), wait, json_)
             if job is None:
                 return
