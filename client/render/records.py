@@ -15,7 +15,7 @@ from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
 from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
-from ...schemas.jobs.fits import FitResult, LensFitResult
+from ...schemas.jobs.fits import FitResult
 from ...schemas.jobs.jobs import SWEEPS, JobView, Output
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
@@ -204,15 +204,6 @@ SHOWN: dict[type, Shown] = {
             "learned": lambda result: _training(result.training),
             "effect": lambda result: _effect(result.training),
             "reason": _text("reason"),
-        }
-    ),
-    LensFitResult: Shown(
-        facts={
-            "Jacobian lens": lambda result: (
-                f"{escape(result.lens.name)}, {result.lens.digest[:DIGEST]}"
-            ),
-            "fit": lambda result: f"{_fit(result.lens)}, layers {as_ranges(result.lens.layers)}",
-            "path": lambda result: escape(result.lens.path),
         }
     ),
     Lora: Shown(

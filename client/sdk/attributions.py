@@ -52,7 +52,8 @@ class Attributions(Gridded[M]):
         """Submit an attribution, by struct or by its fields (`model=…, clean=…, corrupt=…,
         answer=…, foil=…, verify={}`); returns immediately. Safe to repeat.
         """
-        return await self._submitted(attribution_request(request, dict(fields)), idempotency_key)
+        body = attribution_request(request, dict(fields))
+        return await self._submit("/v1/attributions", body, idempotency_key)
 
     @call
     async def run(

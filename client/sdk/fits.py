@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.base.errors import MidstreamError
@@ -13,7 +13,7 @@ from . import wire
 from .calls import Awaits, Calls, M, call
 from .fields import FitFields, LensFitFields
 from .jobs import Jobs
-from .wire import Call, JobLike
+from .wire import JobLike
 
 
 class Fits(Calls[M]):
@@ -48,12 +48,6 @@ class Fits(Calls[M]):
         """
         body = values.request(request, dict(fields), LensFitRequest)
         return await self._submit("/v1/jacobians/fit", body, idempotency_key)
-
-    async def _submit(self, path: str, body: Any, idempotency_key: str | None) -> JobView:
-        headers = {"idempotency-key": idempotency_key or wire.idempotency_key()}
-        headers["prefer"] = "respond-async"
-        call = Call("POST", path, body=body, headers=headers)
-        return await self._ask_patiently(call, JobView)
 
     @call
     async def module(

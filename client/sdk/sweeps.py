@@ -31,7 +31,7 @@ from .answers.progress import SweepEvent as SweepEvent
 from .calls import Awaits, Calls, M, call, stream
 from .fields import SweepFields
 from .jobs import Jobs
-from .wire import Call, JobLike
+from .wire import JobLike
 
 R = TypeVar("R", bound=SweepRequest)
 
@@ -82,12 +82,6 @@ class Gridded(Calls[M]):
 
     _kind = "sweep"
 
-    async def _submitted(self, body: SweepRequest, key: str | None) -> JobView:
-        headers = {"idempotency-key": key or wire.idempotency_key(), "prefer": "respond-async"}
-        return await self._ask_patiently(
-            Call("POST", f"/v1/{self._kind}s", body=body, headers=headers), JobView
-        )
-
     async def _awaited_result(
         self, job_id: JobLike, progress: Progress | None, cancel: bool
     ) -> JobResult:
@@ -135,9 +129,8 @@ class Sweeps(Gridded[M]):
         """Submit a sweep, by struct or by its fields (`model=…, pairs=[…], hooks=[…]`); returns
         immediately. Safe to repeat.
         """
-        return await self._submitted(
-            sweep_request(request, dict(fields), SweepRequest), idempotency_key
-        )
+        body = sweep_request(request, dict(fields), SweepRequest)
+        return await self._submit("/v1/sweeps", body, idempotency_key)
 
     @call
     async def run(
