@@ -25,9 +25,8 @@ from . import jobs, options
 from .jobs import AsJson, Url, connect, out, print_json
 
 #: The groups of options in `--help`.
-_prompts, _cells, _estimates, _result = (
-    partial(options.optional, rich_help_panel=panel)
-    for panel in ("Prompts", "Cells", "Estimates", "Result")
+_prompts, _cells, _estimates = (
+    partial(options.optional, rich_help_panel=panel) for panel in ("Prompts", "Cells", "Estimates")
 )
 RESULT: dict[str, Any] = {"rich_help_panel": "Result"}
 #: What `parse_verify` reads.
@@ -139,8 +138,13 @@ def _read(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-Pair = _result(int, "Show this pair; default: the mean of all.")
-JobId = _result(str, "Show this job (waiting for it) instead of submitting one.")
+Pair = Annotated[
+    int | None, typer.Option(help="Show this pair; default: the mean of all.", **RESULT)
+]
+JobId = Annotated[
+    str | None,
+    typer.Option(help="Show this job (waiting for it) instead of submitting one.", **RESULT),
+]
 Wait = Annotated[
     bool,
     typer.Option(

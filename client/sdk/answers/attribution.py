@@ -70,9 +70,8 @@ class Attribution(Plotted):
     pair: int | None = None
 
     def __repr__(self) -> str:
-        counts = {"cells": self.cells, "off": self.off, "edges": self.edges}
-        listed = counts | {"features": self.features}
-        shown = [f"{name}={len(items)}" for name, items in listed.items() if items]
+        listed = {name: len(getattr(self, name)) for name in ("cells", "off", "edges", "features")}
+        shown = [f"{name}={count}" for name, count in listed.items() if count]
         return f"Attribution({', '.join([self.job, self.result.method, *shown])})"
 
     def of(self, pair: int) -> "Attribution":
