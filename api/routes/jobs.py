@@ -1,9 +1,11 @@
 """Routes of jobs: submit, get, list, follow, fetch the result, cancel."""
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 from litestar import Response, get, post
+from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import HeaderParameter, JSONBody, PathParameter, QueryParameter
 from litestar.response import Stream
@@ -125,7 +127,9 @@ def preferred_wait(header: str | None) -> float | None:
     return None
 
 
-def submits(path: str, *, summary: str, description: str, scope: Scope = "submit") -> Any:
+def submits(
+    path: str, *, summary: str, description: str, scope: Scope = "submit"
+) -> Callable[[Callable[..., Any]], HTTPRouteHandler]:
     """Return the decorator of a route that accepts a job: its handler takes a `Submission`."""
     return post(
         path,

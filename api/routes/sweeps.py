@@ -130,7 +130,7 @@ class Grids(NamedTuple):
 
     kind: Literal["sweep", "attribution"]
     body: type[SweepRequest]
-    view: type[SweepView | AttributionView]
+    view: Any  # the type of the answer to GET
     submit: tuple[str, str]  # summary and description
     plan: tuple[str, str]
     get: str  # summary
@@ -199,12 +199,22 @@ def grid_routes(row: Grids) -> list[Any]:
 
     submit.__name__, plan.__name__ = f"post_{kind}", f"post_{kind}_plan"
     standing.__name__ = f"get_{kind}"
-    planned = {"summary": row.plan[0], "description": row.plan[1], "responses": SUBMIT_ERRORS}
-    shown = {"summary": row.get, "responses": {410: PROBLEM, **ERRORS}}
     return [
         submits(path, summary=row.submit[0], description=row.submit[1])(submit),
-        post(f"{path}/plan", opt=needs("read"), status_code=200, **planned)(plan),
-        get(f"{path}/{{job_id:str}}", opt=needs("read"), **shown)(standing),
+        post(
+            f"{path}/plan",
+            opt=needs("read"),
+            status_code=200,
+            summary=row.plan[0],
+            description=row.plan[1],
+            responses=SUBMIT_ERRORS,
+        )(plan),
+        get(
+            f"{path}/{{job_id:str}}",
+            opt=needs("read"),
+            summary=row.get,
+            responses={410: PROBLEM, **ERRORS},
+        )(standing),
     ]
 
 

@@ -2,11 +2,10 @@
 output matrix as `unembedding` `[vocabulary, hidden]`, which edits need, and the fit's record.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -69,25 +68,24 @@ def write(
     """
     if not jacobians:
         raise ValueError("there is no layer to write")
-    width = len(next(iter(jacobians.values())))
-    zeros = np.zeros(width, DTYPES[dtype].raw)
-    layers, size = sorted(jacobians), ITEM_BYTES[dtype]
-    header = [(f"{n}.weight", DTYPE_NAMES[dtype], [width, width], size * width**2) for n in layers]
-    header += [(f"{n}.bias", DTYPE_NAMES[dtype], [width], size * width) for n in layers]
+    width, size, name = len(next(iter(jacobians.values()))), ITEM_BYTES[dtype], DTYPE_NAMES[dtype]
+    header = []
+    for layer in sorted(jacobians):
+        header.append((f"{layer}.weight", name, [width, width], size * width**2))
+        header.append((f"{layer}.bias", name, [width], size * width))
     if unembedding is not None:
-        shape, matrix = unembedding.values.shape, unembedding.values
-        header.append((UNEMBEDDING, DTYPE_NAMES[unembedding.dtype], list(shape), matrix.nbytes))
+        matrix = np.ascontiguousarray(unembedding.values)
+        shape, of = list(matrix.shape), DTYPE_NAMES[unembedding.dtype]
+        header.append((UNEMBEDDING, of, shape, matrix.nbytes))
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f"{FILE}.draft"
     with draft.open("wb") as out:
         out.write(safetensors_header(header, {RECORD: msgspec.json.encode(fit).decode()}))
-        for layer in layers:
-            values = np.ascontiguousarray(jacobians[layer], "<f4")
-            out.write(narrowed(values, dtype).data)
-        for _ in layers:
-            out.write(zeros.data)
+        for layer in sorted(jacobians):
+            out.write(narrowed(np.ascontiguousarray(jacobians[layer], "<f4"), dtype).data)
+            out.write(bytes(size * width))
         if unembedding is not None:
-            out.write(np.ascontiguousarray(unembedding.values).data)
+            out.write(matrix.data)
         out.flush()
         os.fsync(out.fileno())
     draft.replace(folder / FILE)
@@ -108,19 +106,15 @@ def check_on(folder: Path, num_layers: int, hidden_size: int) -> Content:
         with reading(folder) as file:
             shape = file.shapes.get(UNEMBEDDING)
             if shape is not None and (len(shape) != 2 or shape[1] != hidden_size):
-                raise TensorFileError(
-                    f"{FILE}: {UNEMBEDDING} has the shape {shape}; this model needs "
-                    f"[vocabulary, {hidden_size}]"
-                )
+                needed = f"this model needs [vocabulary, {hidden_size}]"
+                raise TensorFileError(f"{FILE}: {UNEMBEDDING} has the shape {shape}; {needed}")
             layers = layers_of(file, num_layers, hidden_size, besides=(UNEMBEDDING,))
             for layer in layers:
                 weight, bias = map_of(file, layer)
                 _check_finite(f"{layer}.weight", weight)
                 if bias.any():
-                    raise TensorFileError(
-                        f"{FILE}: {layer}.bias has numbers other than 0: register it as a tuned "
-                        "lens"
-                    )
+                    detail = "has numbers other than 0: register it as a tuned lens"
+                    raise TensorFileError(f"{FILE}: {layer}.bias {detail}")
             for values in _rows(file, shape):
                 _check_finite(UNEMBEDDING, values)
             raw = file.metadata.get(RECORD)
@@ -187,34 +181,23 @@ def output_matrix(checkpoint: Path) -> Matrix:
 
     Raises ValueError if there is no such matrix of floats, OSError.
     """
-    index = checkpoint / "model.safetensors.index.json"
-    if index.is_file():
-        names = json.loads(index.read_bytes())["weight_map"]
-        files = [checkpoint / file for file in dict.fromkeys(names.values())]
-    else:
-        files = sorted(checkpoint.glob("*.safetensors"))
-    places: dict[str, tuple[Path, TensorPlace]] = {}
-    for path in files:
-        with path.open("rb") as file:
+    places: dict[str, tuple[np.memmap, TensorPlace]] = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        raw = np.memmap(path, np.uint8, "r")
 
-            def bytes_at(start: int, count: int, file: BinaryIO = file) -> bytes:
-                file.seek(start)
-                return bytes(file.read(count))
+        def bytes_at(start: int, count: int, raw: np.memmap = raw) -> bytes:
+            return raw[start : start + count].tobytes()
 
-            try:
-                _, tensors, _ = read_tensors(bytes_at, path.stat().st_size, _ITEM_BYTES)
-            except DamagedBlob as error:
-                raise ValueError(f"{path.name}: {error}") from error
-            places |= {name: (path, place) for name, place in tensors.items()}
+        try:
+            _, tensors, _ = read_tensors(bytes_at, raw.size, _ITEM_BYTES)
+        except DamagedBlob as error:
+            raise ValueError(f"{path.name}: {error}") from error
+        places |= {name: (raw, place) for name, place in tensors.items()}
     for ends in (_HEADS, _EMBEDDINGS):
-        for name, (path, place) in places.items():
+        for name, (raw, place) in places.items():
             if name.endswith(ends) and place.dtype in DTYPE_OF_FILE and len(place.shape) == 2:
                 dtype = DTYPE_OF_FILE[place.dtype]
-                raw = np.fromfile(
-                    path, DTYPES[dtype].raw, place.length // ITEM_BYTES[dtype], offset=place.start
-                )
-                return Matrix(raw.reshape(place.shape), dtype)
-    raise ValueError(
-        f"{checkpoint} has no output matrix of floats in safetensors: "
-        f"{', '.join((*_HEADS, *_EMBEDDINGS))}"
-    )
+                values = raw[place.start : place.start + place.length].view(DTYPES[dtype].raw)
+                return Matrix(values.reshape(place.shape), dtype)
+    names = ", ".join((*_HEADS, *_EMBEDDINGS))
+    raise ValueError(f"{checkpoint} has no output matrix of floats in safetensors: {names}")
