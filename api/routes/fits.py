@@ -15,7 +15,7 @@ from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.attributions import GRADIENTS
 from ..resolve.admission.fits import resolve_fit, resolve_lens_fit
 from ..resolve.prompts.tokenizer import Codec
-from ..resolve.sweeps.attribution import check_gradients
+from ..resolve.readings.gradients import check_gradients
 from .jobs import Submission, submits
 
 #: Body of a fit.

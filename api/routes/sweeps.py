@@ -26,9 +26,10 @@ from ...schemas.jobs.sweeps import StoredPair, StoredSweep, SweepRequest
 from ...schemas.requests.attributions import GRADIENTS
 from ..context import AppContext
 from ..resolve.edits.loras import named_lora
+from ..resolve.readings.gradients import check_gradients
 from ..resolve.readings.saes import named_sae
 from ..resolve.sweeps.alignment import CLEAN, CORRUPT
-from ..resolve.sweeps.attribution import attributed, check_gradients, check_method, on_its_site
+from ..resolve.sweeps.attribution import attributed, check_method, on_its_site
 from ..resolve.sweeps.plan import Planned, plan_sweep
 from ..web.auth import needs, seen
 from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, JobId, Submission, submits

@@ -6,12 +6,8 @@ import msgspec
 import pytest
 from test_sweep_plan import model, pair, plan
 
-from midstream.api.resolve.sweeps.attribution import (
-    attributed,
-    check_gradients,
-    check_method,
-    on_its_site,
-)
+from midstream.api.resolve.readings.gradients import check_gradients
+from midstream.api.resolve.sweeps.attribution import attributed, check_method, on_its_site
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.attributions import AttributionRequest
