@@ -59,8 +59,6 @@ SAE = Sae(
 class Known:
     """A ledger that knows what a gradient worker has published."""
 
-    redis: Any = None
-
     def __init__(self, facts: GradientInfo | None = FACTS) -> None:
         self._facts = facts
 
@@ -130,13 +128,16 @@ def test_tokens_of_a_scalar_may_be_texts() -> None:
 def artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe with two labels and an autoencoder with `D_SAE` features are registered."""
 
-    async def probe(*_: Any) -> Probe:
-        return PROBE
+    class Probes:
+        def __init__(self, ledger: Any) -> None: ...
+
+        async def known(self, *_: Any) -> Probe:
+            return PROBE
 
     async def sae(*_: Any) -> Sae:
         return SAE
 
-    monkeypatch.setattr(gradients.Probes, "known", probe)
+    monkeypatch.setattr(gradients, "Probes", Probes)
     monkeypatch.setattr(gradients, "named_sae", sae)
 
 
