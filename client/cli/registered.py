@@ -17,6 +17,7 @@ from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
 from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.jobs.fits import FitResult
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import GlobalView, ModuleView
@@ -44,7 +45,6 @@ from .options import optional
 T = TypeVar("T")
 
 ModulesName = Annotated[str, typer.Argument(metavar="NAME", help="A module's name.")]
-JacobianName = Annotated[str, typer.Argument(metavar="NAME", help="A Jacobian lens's name.")]
 Description = Annotated[str, typer.Option(help="A description.")]
 Run = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's name, or the id of a job with capture files.")
@@ -56,7 +56,7 @@ Steer = Annotated[
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """The commands of one kind of registered artifact.
+    """The commands `list`, `show` and `remove` of one kind of registered artifact.
 
     `calls`: the kind's calls of a client.
     """
@@ -92,83 +92,188 @@ class Registry(Generic[T]):
         )(remove)
         return app
 
-    def register(
-        self,
-        app: typer.Typer,
-        folder: str,
-        own: Mapping[str, Any] = MappingProxyType({}),
-        read: Callable[[dict[str, Any]], dict[str, Any]] = dict,
-        command: str = "register",
+
+def makes(
+    app: typer.Typer,
+    command: str,
+    noun: str,
+    argument: Any,
+    run: Callable[[Client, str, Any, dict[str, Any]], Any],
+    own: Mapping[str, Any] = MappingProxyType({}),
+    help: str = "Register {}, or replace it; running requests keep the previous one.",
+) -> None:
+    """Add a command that makes a named artifact and prints it. `argument`: annotation of what it is
+    made from; `own`: further options, see `options.optional`; `run`: makes it of the client, the
+    name, the argument and the fields that the options give.
+    """
+    name = Annotated[str, typer.Argument(metavar="NAME", help=f"The name of {noun}.")]
+
+    @options.with_options("fields", options.parameters(own), dict)
+    def make(
+        name: name,
+        source: argument,
+        *,
+        fields: dict[str, Any],
+        description: Description = "",
+        model: Model = None,
+        json_: AsJson = False,
+        url: Url = None,
     ) -> None:
-        """Add the command that registers a folder. `folder`: what it is; `own`: the kind's own
-        options, by name, which `read` turns into arguments of the call.
-        """
-        name = Annotated[str, typer.Argument(metavar="NAME", help=f"The name of {self.noun}.")]
-        path = Annotated[str, typer.Argument(metavar="PATH", help=folder)]
+        fields |= {"model": model, "description": description}
+        with connect(url) as client:
+            print_record(run(client, name, source, fields), json_)
 
-        @options.with_options("fields", options.parameters(own), read)
-        def add(
-            name: name,
-            path: path,
-            *,
-            fields: dict[str, Any],
-            description: Description = "",
-            model: Model = None,
-            json_: AsJson = False,
-            url: Url = None,
-        ) -> None:
-            fields |= {"model": model, "description": description}
-            with connect(url) as client:
-                calls: Any = self.calls(client)
-                print_record(calls.register(name, path, **fields), json_)
-
-        help = f"Register {self.noun}, or replace it; running requests keep the previous one."
-        app.command(command, help=help)(add)
+    app.command(command, help=help.format(noun))(make)
 
 
-def _reads(values: dict[str, Any]) -> dict[str, Any]:
-    """Return hook and layer of `HOOK:LAYER`."""
-    reads = values["reads"] or ""
+def _path(help: str, metavar: str = "PATH") -> Any:
+    return Annotated[str, typer.Argument(metavar=metavar, help=help)]
+
+
+def _register_sae(client: Client, name: str, path: str, fields: dict[str, Any]) -> Sae:
+    reads = fields.pop("reads") or ""
     hook, _, layer = reads.partition(":")
     if reads and not layer.isdigit():
         raise typer.BadParameter(
             f"{reads!r} is not HOOK:LAYER, such as post_block:12", param_hint="--reads"
         )
-    return {"hook": hook or None, "layer": int(layer) if layer else None}
+    site = {"hook": hook or None, "layer": int(layer) if layer else None}
+    return client.saes.register(name, path, **site, **fields)
 
 
-MODULES = Registry("a module", "modules", ModuleView, attrgetter("modules"))
-LORAS = Registry("an adapter", "adapters", Lora, attrgetter("loras"))
-SAES = Registry("a sparse autoencoder", "sparse autoencoders", Sae, attrgetter("saes"))
-TUNED = Registry("a tuned lens", "tuned lenses", TunedLens, attrgetter("lenses"))
-JACOBIANS = Registry("a Jacobian lens", "Jacobian lenses", JacobianLens, attrgetter("jacobians"))
-modules_app = MODULES.commands("Manage named modules: steering that requests refer to by name.")
-loras_app = LORAS.commands("Manage LoRA adapters: requests name one with --lora.")
-LORAS.register(loras_app, "PEFT folder, relative to the server's lora_dir.", command="add")
-sae_app = SAES.commands("Manage sparse autoencoders, whose features requests read and steer.")
-SAES.register(
-    sae_app,
-    "SAELens or Gemma Scope folder, relative to the server's sae_dir.",
-    {"reads": optional(str, "Its site, if its files do not name it.", metavar="HOOK:LAYER")},
-    _reads,
+def _fit_module(client: Client, name: str, file: str, fields: dict[str, Any]) -> FitResult:
+    lines = _lines(Path(file))
+    for side in ("positive", "negative"):
+        fields[side] = [line[side] for line in lines if side in line]
+    fields["examples"] = [line for line in lines if "target" in line]
+    fields["model"] = fields["model"] or only_model(client)
+    return client.fit_module(name=name, **fields)
+
+
+def _fit_lens(client: Client, name: str, file: str, fields: dict[str, Any]) -> JacobianLens:
+    fields["prompts"] = [line["text"] for line in _lines(Path(file)) if "text" in line]
+    fields["model"] = fields["model"] or only_model(client)
+    return client.fit_lens(name=name, **fields)
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file. Raises typer.BadParameter naming the line."""
+    lines = []
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        try:
+            value = json.loads(line or "{}")
+        except ValueError as error:
+            raise typer.BadParameter(f"line {number} of {file} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise typer.BadParameter(f"line {number} of {file} is not an object")
+        lines.append(value)
+    return lines
+
+
+modules_app = Registry("a module", "modules", ModuleView, attrgetter("modules")).commands(
+    "Manage named modules: steering that requests refer to by name."
 )
-_LENS_FOLDER = "Folder with lens.safetensors, relative to the server's lens_dir."
-tuned_app = TUNED.commands("Manage tuned lenses, which map rows before the logit lens.")
-TUNED.register(
+makes(
+    modules_app,
+    "register",
+    "a module",
+    Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help=f"A file of vectors, or {options.STEER_FILE}."),
+    ],
+    lambda client, name, files, fields: client.modules.register(
+        name, options.parse_steering(files, "FILE"), **fields
+    ),
+)
+makes(
+    modules_app,
+    "fit",
+    "a module",
+    _path(
+        "JSONL; a line has `positive` and `negative`, or one of them, or `prompt` and `target`.",
+        "FILE",
+    ),
+    _fit_module,
+    {
+        "method": optional(str, f"{', '.join(get_args(FitMethod))}."),
+        "layers": optional(str, "Such as 12 or 10-15; each gets its own edit."),
+        "hook": optional(str, "Hook point; default: post_block."),
+        "read": optional(str, "last_prompt (default) or all_prompt: rows that are read."),
+        "rank": optional(int, "Of method reft; default: 4."),
+        "steps": optional(int, "Most steps; default: 200."),
+        "learning_rate": optional(float, "Default: 0.01."),
+        "held_out": optional(float, "Share; default: 0.25."),
+        "seed": optional(int, "Default: 0."),
+        "register": optional(str, "if_better (default), always or never."),
+    },
+    "Learn {} from examples, and register it if it works on held-out examples.",
+)
+loras_app = Registry("an adapter", "adapters", Lora, attrgetter("loras")).commands(
+    "Manage LoRA adapters: requests name one with --lora."
+)
+makes(
+    loras_app,
+    "add",
+    "an adapter",
+    _path("PEFT folder, relative to the server's lora_dir."),
+    lambda client, name, path, fields: client.loras.register(name, path, **fields),
+)
+sae_app = Registry("a sparse autoencoder", "sparse autoencoders", Sae, attrgetter("saes")).commands(
+    "Manage sparse autoencoders, whose features requests read and steer."
+)
+makes(
+    sae_app,
+    "register",
+    "a sparse autoencoder",
+    _path("SAELens or Gemma Scope folder, relative to the server's sae_dir."),
+    _register_sae,
+    {"reads": optional(str, "Its site, if its files do not name it.", metavar="HOOK:LAYER")},
+)
+tuned_app = Registry("a tuned lens", "tuned lenses", TunedLens, attrgetter("lenses")).commands(
+    "Manage tuned lenses, which map rows before the logit lens."
+)
+_LENS_FOLDER = _path("Folder with lens.safetensors, relative to the server's lens_dir.")
+makes(
     tuned_app,
+    "register",
+    "a tuned lens",
     _LENS_FOLDER,
+    lambda client, name, path, fields: client.lenses.register(
+        name, path, fields.pop("reads") or "post_block", bool(fields.pop("residual")), **fields
+    ),
     {
         "reads": optional(str, "Hook point of the rows; default: post_block.", metavar="HOOK"),
         "residual": Annotated[
             bool, typer.Option("--residual", help="The maps' outputs are added to the rows.")
         ],
     },
-    lambda values: {"hook": values["reads"] or "post_block", "residual": bool(values["residual"])},
 )
-jacobian_app = JACOBIANS.commands(
-    "Manage Jacobian lenses, which map rows to what they make the model say."
+jacobian_app = Registry(
+    "a Jacobian lens", "Jacobian lenses", JacobianLens, attrgetter("jacobians")
+).commands("Manage Jacobian lenses, which map rows to what they make the model say.")
+makes(
+    jacobian_app,
+    "register",
+    "a Jacobian lens",
+    _LENS_FOLDER,
+    lambda client, name, path, fields: client.jacobians.register(name, path, **fields),
 )
-JACOBIANS.register(jacobian_app, _LENS_FOLDER)
+makes(
+    jacobian_app,
+    "fit",
+    "a Jacobian lens",
+    _path("JSONL; a line has `text`.", "FILE"),
+    _fit_lens,
+    {
+        "layers": optional(str, "Such as 12 or 10-15; default: all below the last."),
+        "rank": optional(int, "Output dimensions of each prompt; default: all (exact)."),
+        "skip_first": optional(int, "Leading positions left out; default: 16."),
+        "max_tokens": optional(int, "Of each prompt; default: 128."),
+        "seed": optional(int, "Default: 0."),
+        "folder": optional(str, "Below the server's lens_dir; default: NAME."),
+    },
+    "Compute {} from a corpus, and register it, or replace it.",
+)
 runs_app = typer.Typer(
     no_args_is_help=True, help="List, inspect and delete source runs: rows for patching."
 )
@@ -193,85 +298,6 @@ def register(app: typer.Typer) -> None:
     app.command("dynamic")(dynamic)
 
 
-@modules_app.command("register")
-def modules_register(
-    name: ModulesName,
-    files: Annotated[
-        list[str],
-        typer.Argument(metavar="FILE...", help=f"A file of vectors, or {options.STEER_FILE}."),
-    ],
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Register a module, or replace it; running requests keep the old content."""
-    entries = options.parse_steering(files, "FILE")
-    with connect(url) as client:
-        print_record(client.modules.register(name, entries, model, description), json_)
-
-
-@modules_app.command("fit")
-@options.with_options(
-    "fields",
-    options.parameters(
-        {
-            "method": optional(str, f"{', '.join(get_args(FitMethod))}."),
-            "layers": optional(str, "Such as 12 or 10-15; each gets its own edit."),
-            "hook": optional(str, "Hook point; default: post_block."),
-            "read": optional(str, "last_prompt (default) or all_prompt: rows that are read."),
-            "rank": optional(int, "Of method reft; default: 4."),
-            "steps": optional(int, "Most steps; default: 200."),
-            "learning_rate": optional(float, "Default: 0.01."),
-            "held_out": optional(float, "Share; default: 0.25."),
-            "seed": optional(int, "Default: 0."),
-            "register": optional(str, "if_better (default), always or never."),
-        }
-    ),
-    dict,
-)
-def modules_fit(
-    name: ModulesName,
-    file: Annotated[
-        Path,
-        typer.Argument(
-            help="JSONL; a line has `positive` and `negative`, or one of them, or `prompt` and "
-            "`target`."
-        ),
-    ],
-    *,
-    fields: dict[str, Any],
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Learn a module from examples, and register it if it works on held-out examples."""
-    lines = _lines(file)
-    fields |= {
-        side: [line[side] for line in lines if side in line] for side in ("positive", "negative")
-    }
-    fields["examples"] = [line for line in lines if "target" in line]
-    with connect(url) as client:
-        served = model or only_model(client)
-        result = client.fit_module(model=served, name=name, description=description, **fields)
-        print_record(result, json_)
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file. Raises typer.BadParameter naming the line."""
-    lines = []
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
-        try:
-            value = json.loads(line or "{}")
-        except ValueError as error:
-            raise typer.BadParameter(f"line {number} of {file} is not JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise typer.BadParameter(f"line {number} of {file} is not an object")
-        lines.append(value)
-    return lines
-
-
 @modules_app.command("export")
 def modules_export(
     name: ModulesName,
@@ -287,39 +313,6 @@ def modules_export(
     with connect(url) as client:
         written = client.modules.export(name, file, format, model)
     out.print(f"{name} written to {file} as {written}", markup=False, soft_wrap=True)
-
-
-@jacobian_app.command("fit")
-@options.with_options(
-    "fields",
-    options.parameters(
-        {
-            "layers": optional(str, "Such as 12 or 10-15; default: all below the last."),
-            "rank": optional(int, "Output dimensions of each prompt; default: all (exact)."),
-            "skip_first": optional(int, "Leading positions left out; default: 16."),
-            "max_tokens": optional(int, "Of each prompt; default: 128."),
-            "seed": optional(int, "Default: 0."),
-            "folder": optional(str, "Below the server's lens_dir; default: NAME."),
-        }
-    ),
-    dict,
-)
-def jacobian_fit(
-    name: JacobianName,
-    file: Annotated[Path, typer.Argument(help="JSONL; a line has `text`.")],
-    *,
-    fields: dict[str, Any],
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Compute a Jacobian lens from a corpus, and register it, or replace it."""
-    fields["prompts"] = [line["text"] for line in _lines(file) if "text" in line]
-    with connect(url) as client:
-        served = model or only_model(client)
-        lens = client.fit_lens(model=served, name=name, description=description, **fields)
-        print_record(lens, json_)
 
 
 @jacobian_app.command("convert")
