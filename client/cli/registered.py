@@ -137,8 +137,8 @@ def _register_sae(client: Client, name: str, path: str, fields: dict[str, Any]) 
         raise typer.BadParameter(
             f"{reads!r} is not HOOK:LAYER, such as post_block:12", param_hint="--reads"
         )
-    site = {"hook": hook or None, "layer": int(layer) if layer else None}
-    return client.saes.register(name, path, **site, **fields)
+    fields |= {"hook": hook or None, "layer": int(layer) if layer else None}
+    return client.saes.register(name, path, **fields)
 
 
 def _fit_module(client: Client, name: str, file: str, fields: dict[str, Any]) -> FitResult:
