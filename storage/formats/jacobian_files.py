@@ -3,7 +3,7 @@ output matrix as `unembedding` `[vocabulary, hidden]`, which edits need, and the
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,18 +16,15 @@ from ...schemas.artifacts.jacobian_lenses import (
     JacobianRecord,
 )
 from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, narrowed
-from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now
 from ...schemas.jobs.models import ModelInfo
 from .capture_blobs import DTYPE_NAMES, DamagedBlob, TensorPlace, read_tensors, safetensors_header
 from .tensor_files import TensorFile, TensorFileError
-from .tuned_files import FILE, folder_of, layers_of, map_of, reading
+from .tuned_files import FILE, check_finite, checked, folder_of, map_of
 
 UNEMBEDDING = "unembedding"
 #: Key of the metadata that holds the `JacobianRecord`, in JSON.
 RECORD = "fit"
-#: Rows that are checked at a time.
-_ROWS = 4096
 #: Ends of the names that checkpoints give the output matrix, and the input embeddings that stand
 #: for it in models without one.
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -102,26 +99,23 @@ def check_on(folder: Path, num_layers: int, hidden_size: int) -> Content:
 
     Reads the whole file. Raises a 400 that names `path`.
     """
-    try:
-        with reading(folder) as file:
-            shape = file.shapes.get(UNEMBEDDING)
-            if shape is not None and (len(shape) != 2 or shape[1] != hidden_size):
-                needed = f"this model needs [vocabulary, {hidden_size}]"
-                raise TensorFileError(f"{FILE}: {UNEMBEDDING} has the shape {shape}; {needed}")
-            layers = layers_of(file, num_layers, hidden_size, besides=(UNEMBEDDING,))
-            for layer in layers:
-                weight, bias = map_of(file, layer)
-                _check_finite(f"{layer}.weight", weight)
-                if bias.any():
-                    detail = "has numbers other than 0: register it as a tuned lens"
-                    raise TensorFileError(f"{FILE}: {layer}.bias {detail}")
-            for values in _rows(file, shape):
-                _check_finite(UNEMBEDDING, values)
-            raw = file.metadata.get(RECORD)
+    with checked(folder, num_layers, hidden_size, (UNEMBEDDING,)) as (file, layers):
+        for layer in layers:
+            if file.read(f"{layer}.bias").any():
+                detail = "has numbers other than 0: register it as a tuned lens"
+                raise TensorFileError(f"{FILE}: {layer}.bias {detail}")
+        vocabulary, *width = file.shapes.get(UNEMBEDDING, [0, hidden_size])
+        if width != [hidden_size]:
+            detail = f"{[vocabulary, *width]}; this model needs [vocabulary, {hidden_size}]"
+            raise TensorFileError(f"{FILE}: {UNEMBEDDING} has the shape {detail}")
+        for row in range(vocabulary):
+            check_finite(UNEMBEDDING, file.read(UNEMBEDDING, row))
+        raw = file.metadata.get(RECORD)
+        try:
             fit = None if raw is None else msgspec.json.decode(raw, type=JacobianRecord)
-            return Content(file.digest().hex(), layers, file.bytes, shape[0] if shape else 0, fit)
-    except (TensorFileError, msgspec.DecodeError) as error:
-        raise MidstreamError("invalid_request", str(error), field="path") from error
+        except msgspec.DecodeError as error:
+            raise TensorFileError(f"{FILE}: metadata {RECORD!r}: {error}") from error
+        return Content(file.digest().hex(), layers, file.bytes, vocabulary, fit)
 
 
 def lens_of(request: JacobianLensRequest, model: ModelInfo, root: str) -> JacobianLens:
@@ -133,17 +127,13 @@ def lens_of(request: JacobianLensRequest, model: ModelInfo, root: str) -> Jacobi
     return JacobianLens(
         name=request.name,
         model=model.name,
-        digest=content.digest,
         path=request.path,
         hook="post_block",
         residual=False,
-        layers=content.layers,
         hidden_size=model.hidden_size,
-        bytes=content.bytes,
         created=now(),
         description=request.description,
-        vocabulary=content.vocabulary,
-        fit=content.fit,
+        **content._asdict(),
     )
 
 
@@ -161,18 +151,6 @@ def directions(
         vectors = rows @ map_of(file, layer)[0]
         result |= {(layer, token): row for token, row in zip(tokens, vectors, strict=True)}
     return result
-
-
-def _rows(file: TensorFile, shape: list[int] | None) -> Iterator[np.ndarray]:
-    count = shape[0] if shape else 0
-    for start in range(0, count, _ROWS):
-        rows = range(start, min(start + _ROWS, count))
-        yield np.stack([file.read(UNEMBEDDING, row) for row in rows])
-
-
-def _check_finite(name: str, values: np.ndarray) -> None:
-    if not np.isfinite(values).all():
-        raise TensorFileError(f"{FILE}: {name} has values that are not finite")
 
 
 def output_matrix(checkpoint: Path) -> Matrix:
