@@ -2,7 +2,6 @@
 `global` for global steering, and `dynamic` for the ranks' state.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -11,6 +10,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import typer
+from msgspec import DecodeError, json
 
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.loras import Lora
@@ -142,7 +142,7 @@ def _register_sae(client: Client, name: str, path: str, fields: dict[str, Any]) 
 
 
 def _fit_module(client: Client, name: str, file: str, fields: dict[str, Any]) -> FitResult:
-    lines = _lines(Path(file))
+    lines = _lines(file)
     for side in ("positive", "negative"):
         fields[side] = [line[side] for line in lines if side in line]
     fields["examples"] = [line for line in lines if "target" in line]
@@ -151,23 +151,17 @@ def _fit_module(client: Client, name: str, file: str, fields: dict[str, Any]) ->
 
 
 def _fit_lens(client: Client, name: str, file: str, fields: dict[str, Any]) -> JacobianLens:
-    fields["prompts"] = [line["text"] for line in _lines(Path(file)) if "text" in line]
+    fields["prompts"] = [line["text"] for line in _lines(file) if "text" in line]
     fields["model"] = fields["model"] or only_model(client)
     return client.fit_lens(name=name, **fields)
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file. Raises typer.BadParameter naming the line."""
-    lines = []
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
-        try:
-            value = json.loads(line or "{}")
-        except ValueError as error:
-            raise typer.BadParameter(f"line {number} of {file} is not JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise typer.BadParameter(f"line {number} of {file} is not an object")
-        lines.append(value)
-    return lines
+def _lines(file: str) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file. Raises MidstreamError naming the file."""
+    try:
+        return [json.decode(line, type=dict[str, Any]) for line in options.read_lines(file)]
+    except DecodeError as error:
+        raise invalid("FILE", f"{file}: {error}", allowed="an object on each line") from error
 
 
 modules_app = Registry("a module", "modules", ModuleView, attrgetter("modules")).commands(
