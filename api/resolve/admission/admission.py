@@ -288,7 +288,10 @@ def check_alone(parsed: ParsedRequest) -> None:
     }
     beside |= {name: spec for name, spec in parsed.readings.items() if name != "capture"}
     beside["messages"] = any(prompt.images for prompt in parsed.prompts)
-    beside["sampling"] = parsed.sampling != Sampling(max_tokens=parsed.sampling.max_tokens)
+    given = msgspec.structs.asdict(parsed.sampling)
+    beside["sampling"] = given != msgspec.structs.asdict(
+        Sampling(max_tokens=parsed.sampling.max_tokens)
+    )
     for field, present in beside.items():
         if present:
             detail = "not valid with capture.of = 'gradient', which generates nothing"
