@@ -20,7 +20,6 @@ from ..schemas.base.version import __version__
 from . import openapi
 from .context import context_of, open_context
 from .routes import (
-    attributions,
     captures,
     completions,
     feed,
@@ -59,7 +58,6 @@ ROUTES = [
     *probes.ROUTES,
     *sweeps.ROUTES,
     *fits.ROUTES,
-    *attributions.ROUTES,
     *harvests.ROUTES,
     *webhooks.ROUTES,
     *keys.ROUTES,
@@ -118,6 +116,7 @@ def make_app(settings: Settings) -> App:
         dependencies={
             "context": Provide(context_of, sync_to_thread=False),
             "caller": Provide(caller_of, sync_to_thread=False),
+            "submission": Provide(jobs.submission_of, sync_to_thread=False),
         },
         lifespan=[context],
         request_class=JsonRequest,

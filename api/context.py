@@ -61,8 +61,7 @@ from .resolve.prompts.request_parsing import ParsedRequest
 from .resolve.prompts.tokenizer import Codec
 from .resolve.prompts.tokenizer_pool import BundleHelpers, Helpers
 from .resolve.prompts.vllm_lens_fields import check_answer
-from .resolve.readings.jacobian_lenses import named_jacobian
-from .resolve.readings.lens import single_tokens
+from .resolve.readings.lens import named_jacobian, single_tokens
 from .resolve.readings.probes import probes_of
 from .resolve.readings.readings import with_artifacts
 from .resolve.readings.saes import named_sae

@@ -1,15 +1,17 @@
 """Routes of jobs: submit, get, list, follow, fetch the result, cancel."""
 
 import re
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
 
 from litestar import Response, get, post
+from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import HeaderParameter, JSONBody, PathParameter, QueryParameter
 from litestar.response import Stream
 
-from ...broker.ledger.jobs.ledger import Outcome
-from ...schemas.access.keys import Caller
+from ...broker.ledger.jobs.ledger import Outcome, new_job_id
+from ...schemas.access.keys import Caller, Scope
 from ...schemas.base.errors import MidstreamError, Problem, shortened
 from ...schemas.base.limits import (
     MAX_HEADER,
@@ -19,9 +21,12 @@ from ...schemas.base.limits import (
     MAX_TAG,
     MAX_WAIT_S,
 )
+from ...schemas.base.records import now
 from ...schemas.jobs.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequestView, ShownPrompt
-from ...schemas.jobs.jobs import JobPage, JobRequest, JobResult, JobView, State
+from ...schemas.jobs.jobs import Job, JobPage, JobRequest, JobResult, JobView, Sampling, State
+from ...schemas.jobs.models import ModelInfo
 from ..context import AppContext, unless_client_leaves
+from ..resolve.admission.admission import handled
 from ..resolve.prompts.request_parsing import parse_job
 from ..responses import events
 from ..responses.outcome import (
@@ -52,6 +57,9 @@ PROBLEM = ResponseSpec(
 ERRORS = {400: PROBLEM, 404: PROBLEM, 503: PROBLEM}
 #: 409, 500 and 504 may also be a job's own failure, if the response was held for it.
 SUBMIT_ERRORS = {**ERRORS, **dict.fromkeys((409, 413, 415, 422, 429, 500, 504, 507), PROBLEM)}
+HELD = ResponseSpec(
+    JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False
+)
 
 JobId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The job's id")]
 Wait = Annotated[
@@ -119,53 +127,97 @@ def preferred_wait(header: str | None) -> float | None:
     return None
 
 
-@post(
-    "/v1/jobs",
-    opt=needs("submit"),
-    status_code=202,
-    summary="Submit a job",
-    description="The job is durable once the response is sent. `Prefer: wait=N` holds the "
-    "response and returns the result with 200 "
-    "if the job ends in time; repeating a submission with the same "
-    "`Idempotency-Key` returns the same job.",
-    responses={
-        200: ResponseSpec(
-            JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False
-        ),
-        **SUBMIT_ERRORS,
-    },
-)
-async def submit_job(
-    data: JSONBody[JobRequest],
+def submits(
+    path: str, *, summary: str, description: str, scope: Scope = "submit"
+) -> Callable[[Callable[..., Any]], HTTPRouteHandler]:
+    """Return the decorator of a route that accepts a job: its handler takes a `Submission`."""
+    return post(
+        path,
+        opt=needs(scope),
+        status_code=202,
+        summary=summary,
+        description=description,
+        responses={200: HELD, **SUBMIT_ERRORS},
+    )
+
+
+class Submission(NamedTuple):
+    """What a route that accepts a job takes besides the body."""
+
+    request: JsonRequest
+    context: AppContext
+    caller: Caller
+    key: str | None
+    prefer: str | None
+
+    @property
+    def idempotency(self) -> tuple[str, str] | None:
+        return self.request.idempotency(self.key)
+
+    async def known(self) -> str | None:
+        """Return the id of the job that was accepted with the same key, if any."""
+        repeated = self.idempotency
+        return await self.context.ledger.repeated(repeated) if repeated else None
+
+    def job(self, kind: Any, info: ModelInfo, body: Any, **own: Any) -> Job:
+        """Return a job without prompts, whose body has `Handling` and `metadata`."""
+        return Job(
+            id=new_job_id(),
+            kind=kind,
+            model=info.name,
+            prompts=[],
+            sampling=Sampling(max_tokens=1),
+            created=now(),
+            metadata=body.metadata,
+            identity=info.identity,
+            **handled(body, self.caller),
+            **own,
+        )
+
+    async def answer(self, job_id: str) -> Response[JobView]:
+        """Return 202 and the job's address; or, if `Prefer` asks, the result of a job over in
+        time.
+        """
+        request, context = self.request, self.context
+        seconds = preferred_wait(self.prefer)
+        headers = {} if seconds is None else {"Preference-Applied": f"wait={seconds:.0f}"}
+        try:
+            held = context.outcome(job_id, is_over, seconds or 0.0, quiet=LIVE, known=ACCEPTED)
+            outcome = await unless_client_leaves(request, held)
+            if not (seconds and is_over(outcome.view)):
+                return accepted(context, outcome.view, headers)
+            released(request, outcome)
+            return await finished(request, context, outcome, headers)
+        except MidstreamError as error:  # the job is accepted nevertheless: return its address
+            return problems.answer(
+                request,
+                error.problem(instance=job_url(context, job_id)),
+                {"Location": job_url(context, job_id), "x-should-retry": "false"},
+            )
+
+
+def submission_of(
     request: JsonRequest,
     context: AppContext,
     caller: Caller,
     key: Key = None,
     prefer: Prefer = None,
-) -> Response[JobView]:
-    job_id = await context.submit(parse_job(data), request.idempotency(key), caller)
-    return await answer_submission(request, context, job_id, prefer)
+) -> Submission:
+    return Submission(request, context, caller, key, prefer)
 
 
-async def answer_submission(
-    request: JsonRequest, context: AppContext, job_id: str, prefer: str | None
-) -> Response[JobView]:
-    """Return 202 and the job's address; or, if `Prefer` asks, the result of a job over in time."""
-    seconds = preferred_wait(prefer)
-    headers = {} if seconds is None else {"Preference-Applied": f"wait={seconds:.0f}"}
-    try:
-        held = context.outcome(job_id, is_over, seconds or 0.0, quiet=LIVE, known=ACCEPTED)
-        outcome = await unless_client_leaves(request, held)
-        if not (seconds and is_over(outcome.view)):
-            return accepted(context, outcome.view, headers)
-        released(request, outcome)
-        return await finished(request, context, outcome, headers)
-    except MidstreamError as error:  # the job is accepted nevertheless: return its address
-        return problems.answer(
-            request,
-            error.problem(instance=job_url(context, job_id)),
-            {"Location": job_url(context, job_id), "x-should-retry": "false"},
-        )
+@submits(
+    "/v1/jobs",
+    summary="Submit a job",
+    description="The job is durable once the response is sent. `Prefer: wait=N` holds the "
+    "response and returns the result with 200 "
+    "if the job ends in time; repeating a submission with the same "
+    "`Idempotency-Key` returns the same job.",
+)
+async def submit_job(data: JSONBody[JobRequest], submission: Submission) -> Response[JobView]:
+    context, caller = submission.context, submission.caller
+    job_id = await context.submit(parse_job(data), submission.idempotency, caller)
+    return await submission.answer(job_id)
 
 
 @get(

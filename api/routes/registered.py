@@ -46,6 +46,12 @@ class FromFolder(Named):
     description: str
 
 
+#: What the content of a registration is.
+FILE, FILES = (
+    f"The digest of {what} is its identity: requests accepted earlier keep the previous one, and "
+    f"fail if {what} {changed}."
+    for what, changed in (("the file", "has changed"), ("its files", "have changed"))
+)
 FROM_FOLDERS = (
     FromFolder(
         LORAS,
@@ -54,9 +60,7 @@ FROM_FOLDERS = (
         "adapter",
         resolve_lora,
         lambda settings: settings.lora_dir,
-        "`path` is a folder below the setting `lora_dir`, as PEFT saves an adapter. "
-        "The digest of its files is its identity: "
-        "requests accepted earlier keep the previous one, and fail if its files have changed.",
+        f"`path` is a folder below the setting `lora_dir`, as PEFT saves an adapter. {FILES}",
     ),
     FromFolder(
         SAES,
@@ -67,9 +71,7 @@ FROM_FOLDERS = (
         lambda settings: settings.sae_root,
         "`path` is a folder below the setting `sae_dir` with `cfg.json` and "
         "`sae_weights.safetensors` (SAELens), or with "
-        "`params.npz` (Gemma Scope), which requires `hook` and `layer`. The digest of "
-        "its files is its identity: requests accepted earlier "
-        "keep the previous one, and fail if its files have changed.",
+        f"`params.npz` (Gemma Scope), which requires `hook` and `layer`. {FILES}",
     ),
     FromFolder(
         TUNED_LENSES,
@@ -79,9 +81,7 @@ FROM_FOLDERS = (
         resolve_tuned,
         lambda settings: settings.lens_root,
         "`path` is a folder below the setting `lens_dir` with `lens.safetensors`: "
-        "`{layer}.weight` and `{layer}.bias` of each "
-        "layer. The digest of the file is its identity: requests accepted earlier keep "
-        "the previous one, and fail if the file has changed.",
+        f"`{{layer}}.weight` and `{{layer}}.bias` of each layer. {FILE}",
     ),
     FromFolder(
         JACOBIAN_LENSES,
@@ -91,9 +91,7 @@ FROM_FOLDERS = (
         lens_of,
         lambda settings: settings.lens_root,
         "`path` is a folder below the setting `lens_dir` with `lens.safetensors`, as fits write it "
-        "and `midstream jacobian convert` makes it of other tools' files. "
-        "The digest of the file is its identity: requests accepted earlier keep "
-        "the previous one, and fail if the file has changed.",
+        f"and `midstream jacobian convert` makes it of other tools' files. {FILE}",
     ),
 )
 

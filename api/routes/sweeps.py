@@ -2,70 +2,62 @@
 accepted as a job like any other.
 """
 
+from typing import Any, Literal, NamedTuple
+
 from litestar import Response, get, post
-from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody
 
-from ...broker.ledger.jobs.ledger import new_job_id
 from ...broker.ledger.jobs.sweeps import Sweeps
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import from_json, now, to_json
+from ...schemas.base.records import from_json, to_json
 from ...schemas.jobs.attributions import AttributionRequest
-from ...schemas.jobs.jobs import Job, JobResult, JobView, Sampling
+from ...schemas.jobs.jobs import JobView
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.jobs.sweep_units import Units
-from ...schemas.jobs.sweep_views import PlannedColumn, PlannedPair, SweepPlan, SweepView
+from ...schemas.jobs.sweep_views import (
+    AttributionView,
+    PlannedColumn,
+    PlannedPair,
+    SweepPlan,
+    SweepView,
+)
 from ...schemas.jobs.sweeps import StoredPair, StoredSweep, SweepRequest
 from ...schemas.requests.attributions import GRADIENTS
 from ..context import AppContext
-from ..resolve.admission.admission import handled
 from ..resolve.edits.loras import named_lora
+from ..resolve.readings.gradients import check_gradients
 from ..resolve.readings.saes import named_sae
 from ..resolve.sweeps.alignment import CLEAN, CORRUPT
-from ..resolve.sweeps.attribution import (
-    attributed,
-    check_exact,
-    check_gradients,
-    check_method,
-    on_its_site,
-)
+from ..resolve.sweeps.attribution import attributed, check_exact, check_method, on_its_site
 from ..resolve.sweeps.plan import Planned, plan_sweep
 from ..web.auth import needs, seen
-from ..web.body import JsonRequest
-from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, JobId, Key, Prefer, answer_submission
+from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, JobId, Submission, submits
 
 
-async def submit_sweep(
-    context: AppContext, body: SweepRequest, idempotency: tuple[str, str] | None, caller: Caller
-) -> str:
+async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
     """Submit a sweep or an attribution like `AppContext.submit`. Raises MidstreamError, also
     `too_many_cells`.
     """
+    context = submission.context
     info = await context.model(body.model)
-    if idempotency and (known := await context.ledger.repeated(idempotency)):
+    if known := await submission.known():
         return known  # its cells are counted already
     lora = await named_lora(body.lora, info, context.ledger)
     probes = await context.watching(info)
-    sweep, blobs = await _planned(context, body, info, caller)
-    job = Job(
-        id=new_job_id(),
-        kind="sweep" if sweep.attributed is None else "attribution",
-        model=info.name,
-        prompts=[],
-        sampling=Sampling(max_tokens=1),
-        created=now(),
-        metadata=body.metadata,
+    sweep, blobs = await _planned(context, body, info, submission.caller)
+    job = submission.job(
+        "sweep" if sweep.attributed is None else "attribution",
+        info,
+        body,
         sweep=sweep,
         lora=lora,
         probes=probes,
         global_captures=info.global_captures,
         queue="" if sweep.attributed is None else GRADIENTS,
-        identity=info.identity,
-        **handled(body, caller),
     )
     pinned = [name for probe in probes for name in probe.content.tensors]
-    return await context.accept(job, info, blobs, idempotency, pinned, to_json(body))
+    return await context.accept(job, info, blobs, submission.idempotency, pinned, to_json(body))
 
 
 async def _planned(
@@ -78,65 +70,15 @@ async def _planned(
         if body.sae is not None:
             sae = (await named_sae(body.sae, "sae", info, context.ledger)).stored()
             body = on_its_site(body, sae)
+        hooks = {f"hooks[{index}]": hook for index, hook in enumerate(body.hooks)}
         gradients = await context.ledger.gradients(info)
-        check_gradients(
-            {f"hooks[{index}]": hook for index, hook in enumerate(body.hooks)},
-            info,
-            gradients,
-            bool(global_steering.entries),
-        )
-    planned = await plan_sweep(
-        body, info, await context.codec(info), context.settings, global_steering
-    )
+        check_gradients(hooks, info, gradients, bool(global_steering.entries))
+    codec = await context.codec(info)
+    planned = await plan_sweep(body, info, codec, context.settings, global_steering)
     if isinstance(body, AttributionRequest):
         planned = planned._replace(sweep=attributed(planned.sweep, body, sae))
         check_exact(planned.sweep, context.settings.sweep_cells)
     return planned
-
-
-@post(
-    "/v1/sweeps",
-    opt=needs("submit"),
-    status_code=202,
-    summary="Submit a sweep of patches",
-    description=(
-        "One job: both prompts of every pair unpatched, then every cell. Follow, fetch "
-        "and cancel it like any job."
-    ),
-    responses={
-        200: ResponseSpec(
-            JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False
-        ),
-        **SUBMIT_ERRORS,
-    },
-)
-async def post_sweep(
-    data: JSONBody[SweepRequest],
-    request: JsonRequest,
-    context: AppContext,
-    caller: Caller,
-    key: Key = None,
-    prefer: Prefer = None,
-) -> Response[JobView]:
-    job_id = await submit_sweep(context, data, request.idempotency(key), caller)
-    return await answer_submission(request, context, job_id, prefer)
-
-
-@post(
-    "/v1/sweeps/plan",
-    opt=needs("read"),
-    status_code=200,
-    summary="Check a sweep without running it",
-    description=(
-        "Takes a body of `POST /v1/sweeps`; answers its errors, or both prompts' "
-        "tokens as they would be aligned."
-    ),
-    responses=SUBMIT_ERRORS,
-)
-async def post_sweep_plan(
-    data: JSONBody[SweepRequest], context: AppContext, caller: Caller
-) -> SweepPlan:
-    return await plan_of(data, context, caller)
 
 
 async def plan_of(data: SweepRequest, context: AppContext, caller: Caller) -> SweepPlan:
@@ -185,20 +127,97 @@ def _planned_pair(sweep: StoredSweep, pair: StoredPair, clean_is_patched: bool) 
     )
 
 
-@get(
-    "/v1/sweeps/{job_id:str}",
-    opt=needs("read"),
-    summary="Get a sweep: its job, its request and its grids so far",
-    responses={410: PROBLEM, **ERRORS},
+class Grids(NamedTuple):
+    """A kind of job with grids, and what its routes say."""
+
+    kind: Literal["sweep", "attribution"]
+    body: type[SweepRequest]
+    view: Any  # the type of the answer to GET
+    submit: tuple[str, str]  # summary and description
+    plan: tuple[str, str]
+    get: str  # summary
+
+
+GRIDS = (
+    Grids(
+        "sweep",
+        SweepRequest,
+        SweepView,
+        (
+            "Submit a sweep of patches",
+            "One job: both prompts of every pair unpatched, then every cell. Follow, fetch "
+            "and cancel it like any job.",
+        ),
+        (
+            "Check a sweep without running it",
+            "Takes a body of `POST /v1/sweeps`; answers its errors, or both prompts' "
+            "tokens as they would be aligned.",
+        ),
+        "Get a sweep: its job, its request and its grids so far",
+    ),
+    Grids(
+        "attribution",
+        AttributionRequest,
+        AttributionView,
+        (
+            "Submit an attribution: a grid estimated by gradients and checked by exact patches",
+            "One job: a gradient worker estimates every cell, then vLLM workers compute the cells "
+            "of `verify` exactly. Follow, fetch and cancel it like any job.",
+        ),
+        (
+            "Check an attribution without running it",
+            "Takes a body of `POST /v1/attributions`; see `POST /v1/sweeps/plan`.",
+        ),
+        "Get an attribution: its job, its request and its grids so far",
+    ),
 )
-async def get_sweep(job_id: JobId, context: AppContext, caller: Caller) -> SweepView:
-    view = seen(caller, await context.ledger.view(job_id))
-    if view.kind != "sweep":
-        raise MidstreamError("not_found", f"job {job_id} is not a sweep")
-    raw, result, last_event = await Sweeps(context.ledger).standing(job_id)
-    await context.ledger.written()
-    request = from_json(raw, SweepRequest) if raw else None
-    return SweepView(job=view, request=request, result=result, last_event=last_event)
 
 
-ROUTES = [post_sweep, post_sweep_plan, get_sweep]
+def grid_routes(row: Grids) -> list[Any]:
+    """Return the routes that submit, plan and get jobs of a kind."""
+    kind, path = row.kind, f"/v1/{row.kind}s"
+
+    async def submit(
+        data: JSONBody[row.body],  # type: ignore[name-defined]
+        submission: Submission,
+    ) -> Response[JobView]:
+        return await submission.answer(await submit_sweep(data, submission))
+
+    async def plan(
+        data: JSONBody[row.body],  # type: ignore[name-defined]
+        context: AppContext,
+        caller: Caller,
+    ) -> SweepPlan:
+        return await plan_of(data, context, caller)
+
+    async def standing(job_id: JobId, context: AppContext, caller: Caller) -> row.view:  # type: ignore[name-defined]
+        view = seen(caller, await context.ledger.view(job_id))
+        if view.kind != kind:
+            raise MidstreamError("not_found", f"job {job_id} is not of kind {kind!r}")
+        raw, result, last_event = await Sweeps(context.ledger).standing(job_id)
+        await context.ledger.written()
+        request = from_json(raw, row.body) if raw else None
+        return row.view(job=view, request=request, result=result, last_event=last_event)
+
+    submit.__name__, plan.__name__ = f"post_{kind}", f"post_{kind}_plan"
+    standing.__name__ = f"get_{kind}"
+    return [
+        submits(path, summary=row.submit[0], description=row.submit[1])(submit),
+        post(
+            f"{path}/plan",
+            opt=needs("read"),
+            status_code=200,
+            summary=row.plan[0],
+            description=row.plan[1],
+            responses=SUBMIT_ERRORS,
+        )(plan),
+        get(
+            f"{path}/{{job_id:str}}",
+            opt=needs("read"),
+            summary=row.get,
+            responses={410: PROBLEM, **ERRORS},
+        )(standing),
+    ]
+
+
+ROUTES: list[Any] = [route for row in GRIDS for route in grid_routes(row)]

@@ -384,7 +384,7 @@ def print_result(client: Client, result: JobResult) -> None:
         out.print(attributions.report(attribution_of(result)))
         return
     if result.fit:
-        out.print(records.one(result.fit))
+        out.print(records.one(getattr(result.fit, "lens", result.fit)))
         return
     out.print(records.listed(result.outputs, Output))
     if result.probes:

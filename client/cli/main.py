@@ -36,28 +36,13 @@ from .jobs import AsJson, Url, connect, err, out
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start and stop": ("up", "serve", "demo", "status", "logs", "down", "model"),
     "Requests": (
-        "submit",
-        "sweep",
-        "attribute",
-        "lens",
-        "features",
-        "attention",
-        "job",
-        "capture",
-        "harvest",
+        *("submit", "sweep", "attribute", "lens", "features", "attention"),
+        *("job", "capture", "harvest"),
     ),
     "Named artifacts": ("modules", "global", "runs", "probe", "sae", "tuned", "jacobian", "loras"),
     "Operations": (
-        "top",
-        "doctor",
-        "verify",
-        "dynamic",
-        "keys",
-        "tenants",
-        "webhooks",
-        "acl",
-        "curve",
-        "version",
+        *("top", "doctor", "verify", "dynamic", "keys", "tenants", "webhooks"),
+        *("acl", "curve", "version"),
     ),
 }
 

@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -176,10 +176,7 @@ STEER_NAMES: dict[str, Callable[[str], Any]] = {
 #: The names that a module accepts.
 MODULE_NAMES = ("scale", "positions")
 #: The names that a token's direction accepts.
-_OF_TOKEN = (
-    *("token", "layers", "scale", "op", "swap", "norm_match", "strength", "low", "high"),
-    "positions",
-)
+_OF_TOKEN = ("token", "layers", "scale", "op", "swap", "norm_match", "strength", "positions")
 _READ: dict[str, Callable[[str], Any]] = STEER_NAMES | {
     "feature": int, "value": float, "token": lambda text: int(text) if text.isdecimal() else text,
     "layers": lambda text: parse_layers(text),
@@ -484,40 +481,38 @@ class HandlingOption(NamedTuple):
     read: Callable[[Any], Any] = lambda value: value
 
 
-def _option(kind: Any, **settings: Any) -> Any:
-    return Annotated[kind, typer.Option(rich_help_panel="Handling", **settings)]
+def optional(kind: Any, help: str, **settings: Any) -> Any:
+    """Return the annotation of an option that may be omitted; `settings`: of `typer.Option`."""
+    return Annotated[kind | None, typer.Option(help=help, **settings)]
 
+
+_option = partial(optional, rich_help_panel="Handling")
 
 #: Parameter's name → its option. `with_handling` adds all of them to each command that submits.
 HANDLING: dict[str, HandlingOption] = {
     "lora": HandlingOption(
-        "lora",
-        _option(str | None, metavar="NAME", help="Compute everything with this LoRA adapter."),
+        "lora", _option(str, "Compute everything with this LoRA adapter.", metavar="NAME")
     ),
-    "priority": HandlingOption(
-        "priority", _option(str | None, help="high, normal (default) or low.")
-    ),
+    "priority": HandlingOption("priority", _option(str, "high, normal (default) or low.")),
     "expires_in": HandlingOption(
         "expires_in",
         _option(
-            str | None,
+            str,
+            "Abort if no worker has started it within this time: 30s, 10m, 2h or 600.",
             metavar="TIME",
-            help="Abort if no worker has started it within this time: 30s, 10m, 2h or 600.",
         ),
         lambda text: seconds(text, "--expires-in"),
     ),
     "callback": HandlingOption(
         "callback_url",
-        _option(
-            str | None, metavar="URL", help="Send a signed webhook to this URL when the job ends."
-        ),
+        _option(str, "Send a signed webhook to this URL when the job ends.", metavar="URL"),
     ),
     "callback_event": HandlingOption(
         "callback_events",
         _option(
-            list[str] | None,
+            list[str],
+            "Event to send instead, such as job.running; repeatable.",
             metavar="EVENT",
-            help="Event to send instead, such as job.running; repeatable.",
         ),
     ),
 }
@@ -548,6 +543,15 @@ def with_options(
     return decorate
 
 
+def parameters(kinds: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
+    """Return name → option, for `with_options`. `kinds`: name → annotation, see `optional`."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return {
+        name: inspect.Parameter(name, kind, default=None, annotation=annotation)
+        for name, annotation in kinds.items()
+    }
+
+
 def _handled(values: dict[str, Any]) -> dict[str, Any]:
     return {
         HANDLING[name].field: HANDLING[name].read(value)
@@ -559,14 +563,7 @@ def _handled(values: dict[str, Any]) -> dict[str, Any]:
 #: Decorates a command: replaces its parameter `handling`, the fields to submit, by the options in
 #: `HANDLING`.
 with_handling = with_options(
-    "handling",
-    {
-        name: inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option.kind
-        )
-        for name, option in HANDLING.items()
-    },
-    _handled,
+    "handling", parameters({name: option.kind for name, option in HANDLING.items()}), _handled
 )
 
 

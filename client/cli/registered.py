@@ -2,20 +2,22 @@
 `global` for global steering, and `dynamic` for the ranks' state.
 """
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import typer
+from msgspec import DecodeError, json
 
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
 from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.jobs.fits import FitResult
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import GlobalView, ModuleView
@@ -38,14 +40,11 @@ from .jobs import (
     print_list,
     print_record,
 )
+from .options import optional
 
 T = TypeVar("T")
 
 ModulesName = Annotated[str, typer.Argument(metavar="NAME", help="A module's name.")]
-LorasName = Annotated[str, typer.Argument(metavar="NAME", help="An adapter's name.")]
-SaeName = Annotated[str, typer.Argument(metavar="NAME", help="An autoencoder's name.")]
-TunedName = Annotated[str, typer.Argument(metavar="NAME", help="A tuned lens's name.")]
-JacobianName = Annotated[str, typer.Argument(metavar="NAME", help="A Jacobian lens's name.")]
 Description = Annotated[str, typer.Option(help="A description.")]
 Run = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's name, or the id of a job with capture files.")
@@ -94,21 +93,181 @@ class Registry(Generic[T]):
         return app
 
 
+def makes(
+    app: typer.Typer,
+    command: str,
+    noun: str,
+    argument: Any,
+    run: Callable[[Client, str, Any, dict[str, Any]], Any],
+    own: Mapping[str, Any] = MappingProxyType({}),
+    help: str = "Register {}, or replace it; running requests keep the previous one.",
+) -> None:
+    """Add a command that makes a named artifact and prints it. `argument`: annotation of what it is
+    made from; `own`: further options, see `options.optional`; `run`: makes it of the client, the
+    name, the argument and the fields that the options give.
+    """
+    name = Annotated[str, typer.Argument(metavar="NAME", help=f"The name of {noun}.")]
+
+    @options.with_options("fields", options.parameters(own), dict)
+    def make(
+        name: name,
+        source: argument,
+        *,
+        fields: dict[str, Any],
+        description: Description = "",
+        model: Model = None,
+        json_: AsJson = False,
+        url: Url = None,
+    ) -> None:
+        fields |= {"model": model, "description": description}
+        with connect(url) as client:
+            print_record(run(client, name, source, fields), json_)
+
+    app.command(command, help=help.format(noun))(make)
+
+
+def _path(help: str, metavar: str = "PATH") -> Any:
+    return Annotated[str, typer.Argument(metavar=metavar, help=help)]
+
+
+def _register_sae(client: Client, name: str, path: str, fields: dict[str, Any]) -> Sae:
+    reads = fields.pop("reads") or ""
+    hook, _, layer = reads.partition(":")
+    if reads and not layer.isdigit():
+        raise typer.BadParameter(
+            f"{reads!r} is not HOOK:LAYER, such as post_block:12", param_hint="--reads"
+        )
+    fields |= {"hook": hook or None, "layer": int(layer) if layer else None}
+    return client.saes.register(name, path, **fields)
+
+
+def _fit_module(client: Client, name: str, file: str, fields: dict[str, Any]) -> FitResult:
+    lines = _lines(file)
+    for side in ("positive", "negative"):
+        fields[side] = [line[side] for line in lines if side in line]
+    fields["examples"] = [line for line in lines if "target" in line]
+    fields["model"] = fields["model"] or only_model(client)
+    return client.fit_module(name=name, **fields)
+
+
+def _fit_lens(client: Client, name: str, file: str, fields: dict[str, Any]) -> JacobianLens:
+    fields["prompts"] = [line["text"] for line in _lines(file) if "text" in line]
+    fields["model"] = fields["model"] or only_model(client)
+    return client.fit_lens(name=name, **fields)
+
+
+def _lines(file: str) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file. Raises MidstreamError naming the file."""
+    try:
+        return [json.decode(line, type=dict[str, Any]) for line in options.read_lines(file)]
+    except DecodeError as error:
+        raise invalid("FILE", f"{file}: {error}", allowed="an object on each line") from error
+
+
 modules_app = Registry("a module", "modules", ModuleView, attrgetter("modules")).commands(
     "Manage named modules: steering that requests refer to by name."
+)
+makes(
+    modules_app,
+    "register",
+    "a module",
+    Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help=f"A file of vectors, or {options.STEER_FILE}."),
+    ],
+    lambda client, name, files, fields: client.modules.register(
+        name, options.parse_steering(files, "FILE"), **fields
+    ),
+)
+makes(
+    modules_app,
+    "fit",
+    "a module",
+    _path(
+        "JSONL; a line has `positive` and `negative`, or one of them, or `prompt` and `target`.",
+        "FILE",
+    ),
+    _fit_module,
+    {
+        "method": optional(str, f"{', '.join(get_args(FitMethod))}."),
+        "layers": optional(str, "Such as 12 or 10-15; each gets its own edit."),
+        "hook": optional(str, "Hook point; default: post_block."),
+        "read": optional(str, "last_prompt (default) or all_prompt: rows that are read."),
+        "rank": optional(int, "Of method reft; default: 4."),
+        "steps": optional(int, "Most steps; default: 200."),
+        "learning_rate": optional(float, "Default: 0.01."),
+        "held_out": optional(float, "Share; default: 0.25."),
+        "seed": optional(int, "Default: 0."),
+        "register": optional(str, "if_better (default), always or never."),
+    },
+    "Learn {} from examples, and register it if it works on held-out examples.",
 )
 loras_app = Registry("an adapter", "adapters", Lora, attrgetter("loras")).commands(
     "Manage LoRA adapters: requests name one with --lora."
 )
+makes(
+    loras_app,
+    "add",
+    "an adapter",
+    _path("PEFT folder, relative to the server's lora_dir."),
+    lambda client, name, path, fields: client.loras.register(name, path, **fields),
+)
 sae_app = Registry("a sparse autoencoder", "sparse autoencoders", Sae, attrgetter("saes")).commands(
     "Manage sparse autoencoders, whose features requests read and steer."
+)
+makes(
+    sae_app,
+    "register",
+    "a sparse autoencoder",
+    _path("SAELens or Gemma Scope folder, relative to the server's sae_dir."),
+    _register_sae,
+    {"reads": optional(str, "Its site, if its files do not name it.", metavar="HOOK:LAYER")},
 )
 tuned_app = Registry("a tuned lens", "tuned lenses", TunedLens, attrgetter("lenses")).commands(
     "Manage tuned lenses, which map rows before the logit lens."
 )
+_LENS_FOLDER = _path("Folder with lens.safetensors, relative to the server's lens_dir.")
+makes(
+    tuned_app,
+    "register",
+    "a tuned lens",
+    _LENS_FOLDER,
+    lambda client, name, path, fields: client.lenses.register(
+        name, path, fields.pop("reads") or "post_block", bool(fields.pop("residual")), **fields
+    ),
+    {
+        "reads": optional(str, "Hook point of the rows; default: post_block.", metavar="HOOK"),
+        "residual": Annotated[
+            bool, typer.Option("--residual", help="The maps' outputs are added to the rows.")
+        ],
+    },
+)
 jacobian_app = Registry(
     "a Jacobian lens", "Jacobian lenses", JacobianLens, attrgetter("jacobians")
 ).commands("Manage Jacobian lenses, which map rows to what they make the model say.")
+makes(
+    jacobian_app,
+    "register",
+    "a Jacobian lens",
+    _LENS_FOLDER,
+    lambda client, name, path, fields: client.jacobians.register(name, path, **fields),
+)
+makes(
+    jacobian_app,
+    "fit",
+    "a Jacobian lens",
+    _path("JSONL; a line has `text`.", "FILE"),
+    _fit_lens,
+    {
+        "layers": optional(str, "Such as 12 or 10-15; default: all below the last."),
+        "rank": optional(int, "Output dimensions of each prompt; default: all (exact)."),
+        "skip_first": optional(int, "Leading positions left out; default: 16."),
+        "max_tokens": optional(int, "Of each prompt; default: 128."),
+        "seed": optional(int, "Default: 0."),
+        "folder": optional(str, "Below the server's lens_dir; default: NAME."),
+    },
+    "Compute {} from a corpus, and register it, or replace it.",
+)
 runs_app = typer.Typer(
     no_args_is_help=True, help="List, inspect and delete source runs: rows for patching."
 )
@@ -133,91 +292,6 @@ def register(app: typer.Typer) -> None:
     app.command("dynamic")(dynamic)
 
 
-@modules_app.command("register")
-def modules_register(
-    name: ModulesName,
-    files: Annotated[
-        list[str],
-        typer.Argument(metavar="FILE...", help=f"A file of vectors, or {options.STEER_FILE}."),
-    ],
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Register a module, or replace it; running requests keep the old content."""
-    entries = options.parse_steering(files, "FILE")
-    with connect(url) as client:
-        print_record(client.modules.register(name, entries, model, description), json_)
-
-
-@modules_app.command("fit")
-def modules_fit(
-    name: ModulesName,
-    file: Annotated[
-        Path,
-        typer.Argument(
-            help="JSONL; a line has `positive` and `negative`, or one of them, or `prompt` and "
-            "`target`."
-        ),
-    ],
-    method: Annotated[str, typer.Option(help=f"{', '.join(get_args(FitMethod))}.")],
-    layers: Annotated[str, typer.Option(help="Such as 12 or 10-15; each gets its own edit.")],
-    hook: Annotated[str | None, typer.Option(help="Hook point; default: post_block.")] = None,
-    read: Annotated[
-        str | None, typer.Option(help="last_prompt (default) or all_prompt: rows that are read.")
-    ] = None,
-    rank: Annotated[int | None, typer.Option(help="Of method reft; default: 4.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Most steps; default: 200.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Default: 0.01.")] = None,
-    held_out: Annotated[float | None, typer.Option(help="Share; default: 0.25.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
-    register: Annotated[
-        str | None, typer.Option(help="if_better (default), always or never.")
-    ] = None,
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Learn a module from examples, and register it if it works on held-out examples."""
-    lines = _lines(file)
-    fields: dict[str, Any] = {
-        "name": name,
-        "method": method,
-        "layers": layers,
-        "hook": hook,
-        "positive": [line["positive"] for line in lines if "positive" in line],
-        "negative": [line["negative"] for line in lines if "negative" in line],
-        "examples": [line for line in lines if "target" in line],
-        "read": read,
-        "rank": rank,
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "held_out": held_out,
-        "seed": seed,
-        "register": register,
-        "description": description,
-    }
-    with connect(url) as client:
-        result = client.fit_module(model=model or only_model(client), **fields)
-        print_record(result, json_)
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file. Raises typer.BadParameter naming the line."""
-    lines = []
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
-        try:
-            value = json.loads(line or "{}")
-        except ValueError as error:
-            raise typer.BadParameter(f"line {number} of {file} is not JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise typer.BadParameter(f"line {number} of {file} is not an object")
-        lines.append(value)
-    return lines
-
-
 @modules_app.command("export")
 def modules_export(
     name: ModulesName,
@@ -233,140 +307,6 @@ def modules_export(
     with connect(url) as client:
         written = client.modules.export(name, file, format, model)
     out.print(f"{name} written to {file} as {written}", markup=False, soft_wrap=True)
-
-
-@loras_app.command("add")
-def loras_add(
-    name: LorasName,
-    path: Annotated[
-        str,
-        typer.Argument(metavar="PATH", help="PEFT folder, relative to the server's lora_dir."),
-    ],
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Register an adapter, or replace it; running requests keep the previous one."""
-    with connect(url) as client:
-        print_record(client.loras.register(name, path, model, description), json_)
-
-
-@sae_app.command("register")
-def sae_register(
-    name: SaeName,
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATH",
-            help="SAELens or Gemma Scope folder, relative to the server's sae_dir.",
-        ),
-    ],
-    reads: Annotated[
-        str, typer.Option(metavar="HOOK:LAYER", help="Its site, if its files do not name it.")
-    ] = "",
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Register a sparse autoencoder, or replace it; running requests keep the previous one."""
-    hook, _, layer = reads.partition(":")
-    if reads and not layer.isdigit():
-        raise typer.BadParameter(
-            f"{reads!r} is not HOOK:LAYER, such as post_block:12", param_hint="--reads"
-        )
-    with connect(url) as client:
-        print_record(
-            client.saes.register(
-                name, path, hook or None, int(layer) if layer else None, model, description
-            ),
-            json_,
-        )
-
-
-@tuned_app.command("register")
-def tuned_register(
-    name: TunedName,
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATH", help="Folder with lens.safetensors, relative to the server's lens_dir."
-        ),
-    ],
-    reads: Annotated[
-        str, typer.Option(metavar="HOOK", help="Hook point whose rows the lens maps.")
-    ] = "post_block",
-    residual: Annotated[
-        bool, typer.Option("--residual", help="The maps' outputs are added to the rows.")
-    ] = False,
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Register a tuned lens, or replace it; running requests keep the previous one."""
-    with connect(url) as client:
-        print_record(client.lenses.register(name, path, reads, residual, model, description), json_)
-
-
-@jacobian_app.command("register")
-def jacobian_register(
-    name: JacobianName,
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATH", help="Folder with lens.safetensors, relative to the server's lens_dir."
-        ),
-    ],
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Register a Jacobian lens, or replace it; running requests keep the previous one."""
-    with connect(url) as client:
-        print_record(client.jacobians.register(name, path, model, description), json_)
-
-
-@jacobian_app.command("fit")
-def jacobian_fit(
-    name: JacobianName,
-    file: Annotated[Path, typer.Argument(help="JSONL; a line has `text`.")],
-    layers: Annotated[
-        str | None, typer.Option(help="Such as 12 or 10-15; default: all below the last.")
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option(help="Output dimensions of each prompt; default: all (exact).")
-    ] = None,
-    skip_first: Annotated[
-        int | None, typer.Option(help="Leading positions left out; default: 16.")
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Of each prompt; default: 128.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
-    folder: Annotated[
-        str | None, typer.Option(help="Below the server's lens_dir; default: NAME.")
-    ] = None,
-    description: Description = "",
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Compute a Jacobian lens from a corpus, and register it, or replace it."""
-    fields: dict[str, Any] = {
-        "name": name,
-        "prompts": [line["text"] for line in _lines(file) if "text" in line],
-        "layers": layers,
-        "rank": rank,
-        "skip_first": skip_first,
-        "max_tokens": max_tokens,
-        "seed": seed,
-        "folder": folder,
-        "description": description,
-    }
-    with connect(url) as client:
-        job = client.fits.submit_lens(model=model or only_model(client), **fields)
-        print_record(client.fits.result(job), json_)
 
 
 @jacobian_app.command("convert")

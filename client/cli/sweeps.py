@@ -1,10 +1,9 @@
 """The commands `midstream sweep` and `midstream attribute`: submit, follow, draw and save."""
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -26,25 +25,92 @@ from . import jobs, options
 from .jobs import AsJson, Url, connect, out, print_json
 
 #: The groups of options in `--help`.
-PAIR: dict[str, Any] = {"rich_help_panel": "Prompts"}
-CELLS: dict[str, Any] = {"rich_help_panel": "Cells"}
-ESTIMATE: dict[str, Any] = {"rich_help_panel": "Estimates"}
+_prompts, _cells, _estimates = (
+    partial(options.optional, rich_help_panel=panel) for panel in ("Prompts", "Cells", "Estimates")
+)
 RESULT: dict[str, Any] = {"rich_help_panel": "Result"}
 #: What `parse_verify` reads.
 VERIFY_FORM = "defaults|NAME=NUMBER,…"
-#: The options of path patching, which attributions lack.
-_PATH = ("sender", "receivers", "frozen")
 R = TypeVar("R", bound=SweepRequest)
 
-
-class Asked(NamedTuple):
-    """The options for prompts and cells."""
-
-    body: Path | None
-    pairs: Path | None
-    pair: dict[str, str | None]  # the fields of the only pair
-    spans: list[str]
-    fields: dict[str, Any]
+#: The options for prompts and cells.
+CELLS: dict[str, Any] = {
+    "clean": _prompts(str, "The prompt with the right answer."),
+    "corrupt": _prompts(str, "A prompt with a different answer."),
+    "answer": _prompts(str, "The answer to --clean, usually with a leading space."),
+    "foil": _prompts(str, "The answer to --corrupt, usually with a leading space."),
+    "pairs": _prompts(
+        Path, "File with several pairs: a JSON list of objects with the fields of one pair."
+    ),
+    "body": _prompts(Path, "The whole body of the request as JSON, instead of the options."),
+    "model": _prompts(str, "Default: the first model served."),
+    "hooks": _cells(
+        str,
+        "Such as resid_pre,attn_out,mlp_out; default: post_block.",
+        metavar=options.HOOKS_FORM,
+    ),
+    "layers": _cells(str, "all (default), 3, 0-5, or 0-5,9,-1."),
+    "positions": _cells(
+        str, "Of the patched prompt: all_prompt (default), 0,5,-1, 5:9, or 5: (from 5 on)."
+    ),
+    "axis": _cells(str, "Columns: position (default), together, head, head_position or neuron."),
+    "heads": _cells(str, "For axis head and head_position: all (default), 3, 0-5, or 0-5,-1."),
+    "neurons": _cells(
+        str,
+        "For axis neuron: those that differ most, together or one by one; or sets of dimensions.",
+        metavar="top:1,4,16|each:8|0-3/7",
+    ),
+    "sender": _cells(
+        str, "Path patching: the cells are receivers of this site.", metavar="LAYER.HOOK[.HEAD]"
+    ),
+    "receivers": _cells(
+        str,
+        "Path patching: the cells are senders to these sites.",
+        metavar="logits|LAYER.HOOK[.HEAD],…",
+    ),
+    "frozen": _cells(
+        str, "Path patching: branches held fixed on the way: attn,mlp (default), or one."
+    ),
+    "span": _cells(
+        list[str],
+        "Tokens patched together: in both prompts, or clean|corrupt; repeatable.",
+        metavar="NAME=TEXT[|TEXT]",
+    ),
+    "window": _cells(
+        str,
+        "Layers and positions patched together around a cell.",
+        metavar="LAYERS[xPOSITIONS]",
+    ),
+    "metric": _cells(
+        str, "recovered (default, except with --ablation), logit_diff, logprob or kl."
+    ),
+    "direction": _cells(str, "denoise (default): clean rows into corrupt; noise: the reverse."),
+    "ablation": _cells(str, "zeros or mean, instead of rows of --corrupt."),
+    "alignment": _cells(str, "auto (default), left or right."),
+    "alpha": _cells(float, "Fraction of a row that is replaced; default: 1."),
+    "mask": _cells(str, "Replace only these dimensions of a row: 0-63,100."),
+    "noise": _cells(int, "Number of no-op patches that measure the noise floor; default: 8."),
+}
+#: The options that are fields of the only pair, and those of path patching.
+_PAIR, _PATH = ("clean", "corrupt", "answer", "foil"), ("sender", "receivers", "frozen")
+#: The options of attributions: without path patching, and with how cells are estimated.
+ESTIMATED: dict[str, Any] = {name: CELLS[name] for name in CELLS if name not in _PATH} | {
+    "method": _estimates(str, "attribution (default), integrated, edges or adaptive."),
+    "steps": _estimates(
+        int,
+        "Points between the prompts at which gradients are taken; default: 1, and 8 for "
+        "integrated.",
+    ),
+    "sae": _estimates(str, "Estimate the features of this sparse autoencoder, and its error."),
+    "keep": _estimates(int, "Edges or features to keep; default: 1000."),
+    "verify": _estimates(
+        str,
+        "Compute cells exactly: the largest estimates, random ones, and those where the "
+        "method is known to fail.",
+        metavar=VERIFY_FORM,
+    ),
+    "seed": _estimates(int, "Of the random cells."),
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -53,176 +119,25 @@ def register(app: typer.Typer) -> None:
     app.command()(attribute)
 
 
-def cells(
-    *,
-    clean: Annotated[
-        str | None, typer.Option(help="The prompt with the right answer.", **PAIR)
-    ] = None,
-    corrupt: Annotated[
-        str | None, typer.Option(help="A prompt with a different answer.", **PAIR)
-    ] = None,
-    answer: Annotated[
-        str | None,
-        typer.Option(help="The answer to --clean, usually with a leading space.", **PAIR),
-    ] = None,
-    foil: Annotated[
-        str | None,
-        typer.Option(help="The answer to --corrupt, usually with a leading space.", **PAIR),
-    ] = None,
-    pairs: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with several pairs: a JSON list of objects with the fields of one pair.",
-            **PAIR,
-        ),
-    ] = None,
-    body: Annotated[
-        Path | None,
-        typer.Option(help="The whole body of the request as JSON, instead of the options.", **PAIR),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Default: the first model served.", **PAIR)
-    ] = None,
-    hooks: Annotated[
-        str | None,
-        typer.Option(
-            metavar=options.HOOKS_FORM,
-            help="Such as resid_pre,attn_out,mlp_out; default: post_block.",
-            **CELLS,
-        ),
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="all (default), 3, 0-5, or 0-5,9,-1.", **CELLS)
-    ] = None,
-    positions: Annotated[
-        str | None,
-        typer.Option(
-            help="Of the patched prompt: all_prompt (default), 0,5,-1, 5:9, or 5: (from 5 on).",
-            **CELLS,
-        ),
-    ] = None,
-    axis: Annotated[
-        str | None,
-        typer.Option(
-            help="Columns: position (default), together, head, head_position or neuron.", **CELLS
-        ),
-    ] = None,
-    heads: Annotated[
-        str | None,
-        typer.Option(
-            help="For axis head and head_position: all (default), 3, 0-5, or 0-5,-1.", **CELLS
-        ),
-    ] = None,
-    neurons: Annotated[
-        str | None,
-        typer.Option(
-            metavar="top:1,4,16|each:8|0-3/7",
-            help=(
-                "For axis neuron: those that differ most, together or one by one; or sets of "
-                "dimensions."
-            ),
-            **CELLS,
-        ),
-    ] = None,
-    sender: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LAYER.HOOK[.HEAD]",
-            help="Path patching: the cells are receivers of this site.",
-            **CELLS,
-        ),
-    ] = None,
-    receivers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="logits|LAYER.HOOK[.HEAD],…",
-            help="Path patching: the cells are senders to these sites.",
-            **CELLS,
-        ),
-    ] = None,
-    frozen: Annotated[
-        str | None,
-        typer.Option(
-            help="Path patching: branches held fixed on the way: attn,mlp (default), or one.",
-            **CELLS,
-        ),
-    ] = None,
-    span: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=TEXT[|TEXT]",
-            help="Tokens patched together: in both prompts, or clean|corrupt; repeatable.",
-            **CELLS,
-        ),
-    ] = None,
-    window: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LAYERS[xPOSITIONS]",
-            help="Layers and positions patched together around a cell.",
-            **CELLS,
-        ),
-    ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            help="recovered (default, except with --ablation), logit_diff, logprob or kl.", **CELLS
-        ),
-    ] = None,
-    direction: Annotated[
-        str | None,
-        typer.Option(
-            help="denoise (default): clean rows into corrupt; noise: the reverse.", **CELLS
-        ),
-    ] = None,
-    ablation: Annotated[
-        str | None, typer.Option(help="zeros or mean, instead of rows of --corrupt.", **CELLS)
-    ] = None,
-    alignment: Annotated[
-        str | None, typer.Option(help="auto (default), left or right.", **CELLS)
-    ] = None,
-    alpha: Annotated[
-        float | None, typer.Option(help="Fraction of a row that is replaced; default: 1.", **CELLS)
-    ] = None,
-    mask: Annotated[
-        str | None, typer.Option(help="Replace only these dimensions of a row: 0-63,100.", **CELLS)
-    ] = None,
-    noise: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of no-op patches that measure the noise floor; default: 8.", **CELLS
-        ),
-    ] = None,
-) -> Asked:
-    """Convert the options for prompts and cells, which are its parameters."""
-    return Asked(
-        body,
-        pairs,
-        {"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil},
-        span or [],
-        {
-            "model": model,
-            **options.sweep_sites(hooks, layers),
-            "positions": positions and options.parse_positions(positions),
-            "window": window and parse_window(window),
-            "axis": axis,
-            "heads": heads and options.parse_layers(heads),
-            "neurons": neurons and parse_neurons(neurons),
-            "path": parse_path(sender, receivers, frozen),
-            "metric": metric,
-            "direction": direction,
-            "ablation": ablation,
-            "alignment": alignment,
-            "alpha": alpha,
-            "mask": mask and options.parse_layers(mask),
-            "noise": noise,
-        },
-    )
+def _read(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that are given, as fields of the request where they are such."""
+    readers: dict[str, Callable[[str], Any]] = {
+        "positions": options.parse_positions,
+        "window": parse_window,
+        "heads": options.parse_layers,
+        "neurons": parse_neurons,
+        "mask": options.parse_layers,
+        "verify": parse_verify,
+    }
+    given = {name: value for name, value in values.items() if value not in (None, [])}
+    fields = {
+        name: readers[name](value) if name in readers else value for name, value in given.items()
+    }
+    fields["path"] = parse_path(*(fields.pop(name, None) for name in _PATH))
+    fields |= options.sweep_sites(fields.pop("hooks", None), fields.pop("layers", None))
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-#: The options of `cells`, those of `midstream attribute`, and what both commands have as well.
-_CELLS = inspect.signature(cells).parameters
-_ESTIMATED = {name: item for name, item in _CELLS.items() if name not in _PATH}
 Pair = Annotated[
     int | None, typer.Option(help="Show this pair; default: the mean of all.", **RESULT)
 ]
@@ -238,11 +153,11 @@ Wait = Annotated[
 ]
 
 
-@options.with_options("asked", _CELLS, lambda values: cells(**values))
+@options.with_options("asked", options.parameters(CELLS), _read)
 @options.with_handling
 def sweep(
     *,
-    asked: Asked,
+    asked: dict[str, Any],
     handling: dict[str, Any],  # the options of `with_handling`
     heatmap: Annotated[
         Path | None,
@@ -270,7 +185,7 @@ def sweep(
     with connect(url) as client:
         request = None
         if job is None:
-            request = _request(client, asked, handling, pair, SweepRequest)
+            request = _request(client, asked | handling, pair, SweepRequest)
             job = _submitted(client.sweeps.submit(request), wait, json_)
             if job is None:
                 return
@@ -289,42 +204,11 @@ def sweep(
         )
 
 
-@options.with_options("asked", _ESTIMATED, lambda values: cells(**values))
+@options.with_options("asked", options.parameters(ESTIMATED), _read)
 @options.with_handling
 def attribute(
     *,
-    asked: Asked,
-    method: Annotated[
-        str | None,
-        typer.Option(help="attribution (default), integrated, edges or adaptive.", **ESTIMATE),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Points between the prompts at which gradients are taken; default: 1, and 8 for "
-            "integrated.",
-            **ESTIMATE,
-        ),
-    ] = None,
-    sae: Annotated[
-        str | None,
-        typer.Option(
-            help="Estimate the features of this sparse autoencoder, and its error.", **ESTIMATE
-        ),
-    ] = None,
-    keep: Annotated[
-        int | None, typer.Option(help="Edges or features to keep; default: 1000.", **ESTIMATE)
-    ] = None,
-    verify: Annotated[
-        str | None,
-        typer.Option(
-            metavar=VERIFY_FORM,
-            help="Compute cells exactly: the largest estimates, random ones, and those where the "
-            "method is known to fail.",
-            **ESTIMATE,
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the random cells.", **ESTIMATE)] = None,
+    asked: dict[str, Any],
     handling: dict[str, Any],
     png: Annotated[
         Path | None,
@@ -347,18 +231,10 @@ def attribute(
     """
     if png is not None:
         check(png, "png")
-    chosen: dict[str, Any] = {
-        "method": method,
-        "steps": steps,
-        "sae": sae,
-        "keep": keep,
-        "seed": seed,
-    }
-    chosen["verify"] = None if verify is None else parse_verify(verify)
     with connect(url) as client:
         request = None
         if job is None:
-            request = _request(client, asked, {**chosen, **handling}, pair, AttributionRequest)
+            request = _request(client, asked | handling, pair, AttributionRequest)
             job = _submitted(client.attributions.submit(request), wait, json_)
             if job is None:
                 return
@@ -388,22 +264,19 @@ def _finish(job: str, path: Path | None, draw: Callable[..., Any] | None, as_jso
             out.print(f"drawn: {path}", markup=False, soft_wrap=True)
 
 
-def _request(
-    client: Client, asked: Asked, other: dict[str, Any], shown: int | None, kind: type[R]
-) -> R:
-    """Build the request from the options. `other`: further fields; `shown`: the pair of `--pair`.
-    Raises MidstreamError naming the option or the field.
+def _request(client: Client, asked: dict[str, Any], shown: int | None, kind: type[R]) -> R:
+    """Build the request from the options, see `_read`. `shown`: the pair of `--pair`. Raises
+    MidstreamError naming the option or the field.
     """
-    given = {**asked.fields, **other}
-    fields = {name: value for name, value in given.items() if value is not None}
-    prompts = {name: value for name, value in asked.pair.items() if value is not None}
-    pairs = asked.pairs
-    if asked.body is not None:
-        if fields or prompts or asked.spans or pairs:
+    fields = dict(asked)
+    body, pairs, spans = (fields.pop(name, None) for name in ("body", "pairs", "span"))
+    prompts = {name: fields.pop(name) for name in _PAIR if name in fields}
+    if body is not None:
+        if fields or prompts or spans or pairs:
             raise invalid(
                 "--body", "is the whole request: not valid with options for prompts or cells"
             )
-        request: R = options.read_json(asked.body, kind, "--body")
+        request: R = options.read_json(body, kind, "--body")
     else:
         if pairs is not None and prompts:
             raise invalid(
@@ -414,8 +287,8 @@ def _request(
         listed: list[dict[str, Any]] = (
             options.read_json(pairs, list[dict[str, Any]], "--pairs") if pairs else [prompts]
         )
-        if asked.spans:
-            columns = [parse_span(text) for text in asked.spans]
+        if spans:
+            columns = [parse_span(text) for text in spans]
             listed = [{**item, "spans": columns} for item in listed]
         model = fields.pop("model", None) or jobs.only_model(client)
         request = sweep_request(None, {"model": model, "pairs": listed, **fields}, kind)

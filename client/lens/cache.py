@@ -1,7 +1,7 @@
 """Gives a run's captured activations under TransformerLens' names, as numpy arrays."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -44,12 +44,13 @@ def refused(table: Mapping[str, str], owner: str, name: str) -> AttributeError:
 GRAD = "_grad"
 
 
-class Gradients(NamedTuple):
-    """The captured gradients of a run."""
-
-    reader: CaptureReader
-    sites: list[Site]
-    scale: float  # of the rows: from the server's scalar to the caller's
+def _plain(key: Any) -> Any:
+    """Return the key of the activation whose gradient `key` names; None: it names none."""
+    name, *rest = key if isinstance(key, tuple) and key else (key,)
+    if not isinstance(name, str) or not name.endswith(GRAD):
+        return None
+    plain = name.removesuffix(GRAD)
+    return (plain, *rest) if isinstance(key, tuple) else plain
 
 
 class ActivationCache(Mapping[str, np.ndarray]):
@@ -71,9 +72,11 @@ class ActivationCache(Mapping[str, np.ndarray]):
         sites: Sequence[Site],
         prompts: Sequence[Sequence[int]],
         batch: bool = True,
-        gradients: Gradients | None = None,
+        gradients: "ActivationCache | None" = None,
+        scale: float | None = None,
     ):
-        self.reader, self.card, self.gradients = reader, card, gradients
+        """`scale`: factor of the rows of `gradients`, which a second job captured."""
+        self.reader, self.card, self.gradients, self.scale = reader, card, gradients, scale
         self.sites = list(sites)
         self.prompts = [list(prompt) for prompt in prompts]  # token ids
         self.has_batch_dim = batch
@@ -100,49 +103,40 @@ class ActivationCache(Mapping[str, np.ndarray]):
 
     def __iter__(self) -> Iterator[str]:
         yield from (site.full for site in self.sites)
-        if self.gradients is not None:
-            yield from (site.full + GRAD for site in self.gradients.sites)
+        yield from (name + GRAD for name in self.gradients or ())
 
     def __contains__(self, key: object) -> bool:
-        plain, sites = self._named(key)
+        if (plain := _plain(key)) is not None:
+            return self.gradients is not None and plain in self.gradients
         try:
-            return site_of(plain, self.card) in sites
+            return site_of(key, self.card) in self.sites  # type: ignore[arg-type]
         except MidstreamError:
             return False
 
     def __getitem__(self, key: Key) -> np.ndarray:
-        plain, sites = self._named(key)
-        site, end = site_of(plain, self.card), "" if plain is key else GRAD
-        if site not in sites:
-            kinds = ", ".join(
-                name + end for name in BLOCK if any(item.name == name for item in sites)
-            )
+        plain = _plain(key)
+        if plain is not None and self.gradients is not None:
+            return self.gradients[plain]
+        site = site_of(key if plain is None else plain, self.card)
+        if plain is not None or site not in self.sites:
+            end = "" if plain is None and self.scale is None else GRAD
+            kinds = [name + end for name in BLOCK if any(item.name == name for item in self.sites)]
             raise MidstreamError(
                 "not_found",
                 f"{site.full}{end} was not captured",
                 field="names_filter",
-                allowed=f"{kinds} of captured layers" if sites else "incl_bwd=True, for gradients",
+                allowed=f"{', '.join(kinds)} of captured layers; gradients with incl_bwd=True",
             )
-        source = self.gradients if end and self.gradients else Gradients(self.reader, [], 1.0)
-        rows = np.stack([self._of(site, request, source) for request in range(len(self.prompts))])
+        rows = np.stack([self._of(site, request) for request in range(len(self.prompts))])
         return rows if self.has_batch_dim else rows[0]
 
-    def _named(self, key: Any) -> tuple[Any, list[Site]]:
-        """Return the key of an activation, without `GRAD`, and the sites that were captured so."""
-        first, *rest = key if isinstance(key, tuple) and key else (key,)
-        if not isinstance(first, str) or not first.endswith(GRAD):
-            return key, self.sites
-        plain = first.removesuffix(GRAD)
-        sites = [] if self.gradients is None else self.gradients.sites
-        return (plain, *rest) if isinstance(key, tuple) else plain, sites
-
-    def _of(self, site: Site, request: int, source: Gradients) -> np.ndarray:
+    def _of(self, site: Site, request: int) -> np.ndarray:
         if site.name == PATTERN:
-            return source.reader.attention(site.layer, request=request)
+            return self.reader.attention(site.layer, request=request)
         (hook,) = BLOCK[site.name]
-        rows = source.reader.array(site.layer, hook, request)
-        if source.scale != 1.0:
-            rows = rows * np.float32(source.scale)
+        rows = self.reader.array(site.layer, hook, request)
+        if self.scale is not None:
+            rows = rows * np.float32(self.scale)
         return rows.reshape(len(rows), *self.card.shape(hook))
 
     def remove_batch_dim(self) -> "ActivationCache":
@@ -153,8 +147,9 @@ class ActivationCache(Mapping[str, np.ndarray]):
             raise invalid(
                 "remove_batch_dim", f"there are {len(self.prompts)} prompts", allowed="one prompt"
             )
+        gradients = self.gradients and self.gradients.remove_batch_dim()
         return ActivationCache(
-            self.reader, self.card, self.sites, self.prompts, False, self.gradients
+            self.reader, self.card, self.sites, self.prompts, False, gradients, self.scale
         )
 
     def _layers(self, layer: int | None, upto: int) -> int:

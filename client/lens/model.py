@@ -19,7 +19,7 @@ from ..sdk import wire
 from ..sdk.client import Client
 from ..sdk.fields import ReadingFields
 from ..values import is_torch
-from .cache import ActivationCache, Gradients, refused
+from .cache import ActivationCache, refused
 from .logits import Logits, Predictions
 from .names import PATTERN, Card, Filter, Site, chosen, hooks_of
 from .ops import Op
@@ -529,7 +529,7 @@ class _Run:
             self.known.learn(reading, reading.request)
         return result
 
-    def gradients(self, sites: Sequence[Site], scalar: Mapping[str, Any] | None) -> Gradients:
+    def gradients(self, sites: Sequence[Site], scalar: Mapping[str, Any] | None) -> ActivationCache:
         """Capture the gradients at `sites` that are rows: of the mean loss, or of `scalar`."""
         rows = [site for site in sites if site.name != PATTERN]
         capture = {
@@ -542,7 +542,8 @@ class _Run:
         # the server's loss is a sum over tokens, this interface's the mean over tokens and prompts
         predicted = sum(len(prompt) - 1 for prompt in self.prompts)
         scale = 1.0 if scalar is not None else 1.0 / max(predicted, 1)
-        return Gradients(self.model.client.capture(result), rows, scale)
+        reader = self.model.client.capture(result)
+        return ActivationCache(reader, self.model.card, rows, self.prompts, scale=scale)
 
     def _lens(self, positions: Any, top: int, tokens: list[int]) -> dict[str, Any]:
         return {

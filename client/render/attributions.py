@@ -7,35 +7,30 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ...schemas.jobs.attributions import CheckedCell, NotLookedAt
+from ...schemas.jobs.attributions import NotLookedAt
 from ..sdk.answers.attribution import Attribution, Score, difference, estimated, place_name
 from ..sdk.answers.grid import titled
 from .jobs import count, table
 from .sweeps import Heatmap, remarks
 
-#: Shown for a number that is not known.
-_NONE = "–"
+
+def _number(value: float | None, sign: str) -> str:
+    return "–" if value is None else format(value, f"{sign}.3f")
 
 
 def report(attribution: Attribution, most: int = 10) -> RenderableType:
     """Return the estimates as a heatmap (of edges and features: a list), the `most` strongest cells
     whose exact value is known, others that disagree, and how well both agree.
     """
-    parts: list[RenderableType] = []
-    if scores := attribution.edges or attribution.features:
-        parts.append(scores_table(scores, most))
-    else:
-        parts.append(Heatmap(estimated(attribution.result), attribution.pair))
-    return Group(*parts, Text(""), findings(attribution, most))
-
-
-def findings(attribution: Attribution, most: int = 10) -> RenderableType:
-    """Return what `report` does, without the estimates."""
-    parts: list[RenderableType] = []
-    if attribution.cells:
-        parts.append(checked_table(attribution, most))
-    parts += [Text(line) for line in agreement(attribution)]
-    return Group(*parts, *remarks(attribution.result))
+    scores = attribution.edges or attribution.features
+    estimates: list[RenderableType] = (
+        [scores_table(scores, most)]
+        if scores
+        else [Heatmap(estimated(attribution.result), attribution.pair)]
+    )
+    checked = [checked_table(attribution, most)] if attribution.cells else []
+    lines = map(Text, agreement(attribution))
+    return Group(*estimates, Text(""), *checked, *lines, *remarks(attribution.result))
 
 
 def scores_table(scores: list[Score], most: int) -> Table:
@@ -60,15 +55,11 @@ def checked_table(attribution: Attribution, most: int) -> Table:
     for cell in [*cells[:most], *[cell for cell in cells[most:] if cell.off][:most]]:
         at = escape(place_name(names, cell.column, cell.feature))
         shown.add_row(
-            at, titled(cell.hook), str(cell.layer), *_values(cell),
+            at, titled(cell.hook), str(cell.layer),
+            _number(cell.estimate, ""), _number(cell.exact, ""), _number(difference(cell), "+"),
             ", ".join(cell.why), "[red]off[/]" if cell.off else "",
         )  # fmt: skip
     return shown
-
-
-def _values(cell: CheckedCell) -> Iterator[str]:
-    for value, form in ((cell.estimate, ".3f"), (cell.exact, ".3f"), (difference(cell), "+.3f")):
-        yield _NONE if value is None else format(value, form)
 
 
 def agreement(attribution: Attribution) -> Iterator[str]:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ..captures.patterns import Attention
     from ..captures.reader import CaptureReader
     from ..notebook import Listing
-    from ..sdk.answers.attribution import Attribution
     from ..sdk.answers.grid import Grid
     from ..sdk.mapping.map import Mapped
     from ..sdk.readings import Features, Lens
@@ -132,10 +131,6 @@ def _job_html(result: JobResult) -> str:
 
     if result.sweep is not None:
         return sweep_html(result.sweep)
-    if result.attribution:
-        from ..sdk.answers.attribution import attribution_of
-
-        return attribution_html(attribution_of(result))
     captures = result.capture_results
     parts: list[RenderableType] = [records.listed(result.outputs, Output)]
     if captures.status != "not_requested":
@@ -231,16 +226,6 @@ def grid_html(grid: "Grid") -> str:
 
     drawn = _png(lambda: plot(grid, None))
     return (_image("heatmap", drawn) if drawn else "") + html(sweeps.strongest_of(grid))
-
-
-def attribution_html(attribution: "Attribution") -> str:
-    """Return the figure (without matplotlib, what the terminal draws) and the findings."""
-    from . import attributions
-
-    drawn = _png(lambda: plot(attribution, None))
-    if drawn is None:
-        return html(attributions.report(attribution))
-    return _image("attribution", drawn) + html(attributions.findings(attribution))
 
 
 def plotly_figure(value: Any, *arguments: Any) -> Any:

@@ -15,7 +15,7 @@ from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
 from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
-from ...schemas.jobs.fits import FitResult, LensFitResult
+from ...schemas.jobs.fits import FitResult
 from ...schemas.jobs.jobs import SWEEPS, JobView, Output
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
@@ -140,10 +140,9 @@ def _thresholds(probe: Probe) -> str:
 def _training(training: Training) -> str:
     """Return how a module was learned, and its dose."""
     doses = [site.dose for site in training.sites]
-    low, high = min(doses), max(doses)
+    dose = " to ".join(dict.fromkeys(f"{end:.2g}" for end in (min(doses), max(doses))))
     layers = as_ranges(site.layer for site in training.sites)
     steps = f", {count(training.steps, 'step')}" if training.losses else ""
-    dose = f"{low:.2g}" if f"{low:.2g}" == f"{high:.2g}" else f"{low:.2g} to {high:.2g}"
     return (
         f"{training.method} at {training.hook} {layers} from {training.examples} examples{steps}; "
         f"changes rows by {dose} of their norm"
@@ -167,6 +166,30 @@ def _expires(key: KeyView) -> str:
 
 def _day(at: float) -> str:
     return time.strftime("%Y-%m-%d", time.localtime(at))
+
+
+def _lens(noun: str, **own: Cell) -> Shown:
+    """Return how lenses of a kind are shown. `own`: the facts that other kinds lack."""
+    return Shown(
+        f"{noun[0].upper()}{noun[1:]}es",
+        {
+            "name": _text("name"),
+            "reads": _text("hook"),
+            "layers": lambda lens: as_ranges(lens.layers),
+            "bytes": _bytes,
+            "path": _text("path"),
+        },
+        {
+            noun: _text("name"),
+            "model": _text("model"),
+            "digest": _digest,
+            "path": _text("path"),
+            "reads": lambda lens: f"{lens.hook} of layers {as_ranges(lens.layers)}",
+            **own,
+            "file": _bytes,
+            "description": _text("description"),
+        },
+    )
 
 
 #: Record type → how it is shown.
@@ -204,15 +227,6 @@ SHOWN: dict[type, Shown] = {
             "learned": lambda result: _training(result.training),
             "effect": lambda result: _effect(result.training),
             "reason": _text("reason"),
-        }
-    ),
-    LensFitResult: Shown(
-        facts={
-            "Jacobian lens": lambda result: (
-                f"{escape(result.lens.name)}, {result.lens.digest[:DIGEST]}"
-            ),
-            "fit": lambda result: f"{_fit(result.lens)}, layers {as_ranges(result.lens.layers)}",
-            "path": lambda result: escape(result.lens.path),
         }
     ),
     Lora: Shown(
@@ -260,46 +274,13 @@ SHOWN: dict[type, Shown] = {
             "description": _text("description"),
         },
     ),
-    TunedLens: Shown(
-        "Tuned lenses",
-        {
-            "name": _text("name"),
-            "reads": _text("hook"),
-            "layers": lambda tuned: as_ranges(tuned.layers),
-            "bytes": _bytes,
-            "path": _text("path"),
-        },
-        {
-            "tuned lens": _text("name"),
-            "model": _text("model"),
-            "digest": _digest,
-            "path": _text("path"),
-            "reads": lambda tuned: f"{tuned.hook} of layers {as_ranges(tuned.layers)}",
-            "gives": lambda tuned: "h + W h + b" if tuned.residual else "W h + b",
-            "file": _bytes,
-            "description": _text("description"),
-        },
+    TunedLens: _lens(
+        "tuned lens", gives=lambda tuned: "h + W h + b" if tuned.residual else "W h + b"
     ),
-    JacobianLens: Shown(
-        "Jacobian lenses",
-        {
-            "name": _text("name"),
-            "layers": lambda lens: as_ranges(lens.layers),
-            "fit": lambda lens: lens.fit.method if lens.fit else "",
-            "bytes": _bytes,
-            "path": _text("path"),
-        },
-        {
-            "Jacobian lens": _text("name"),
-            "model": _text("model"),
-            "digest": _digest,
-            "path": _text("path"),
-            "reads": lambda lens: f"{lens.hook} of layers {as_ranges(lens.layers)}",
-            "fit": _fit,
-            "edits": lambda lens: f"{lens.vocabulary:,} tokens" if lens.vocabulary else "none",
-            "file": _bytes,
-            "description": _text("description"),
-        },
+    JacobianLens: _lens(
+        "Jacobian lens",
+        fit=_fit,
+        edits=lambda lens: f"{lens.vocabulary:,} tokens" if lens.vocabulary else "none",
     ),
     Probe: Shown(
         "Probes",

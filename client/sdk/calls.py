@@ -17,6 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 import httpx2
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.jobs import JobView
 from .. import values
 from . import fields, wire
 from .transport import Transport
@@ -107,6 +108,10 @@ class Calls(Generic[M]):
     async def _do(self, call: Call) -> None:
         """Send a call whose response has no body; raises what `wire.raise_problem` raises."""
         wire.raise_problem(await self._send(call))
+
+    async def _submit(self, path: str, body: Any, key: str | None) -> JobView:
+        """Submit a job, and return it without waiting. Arguments as for `wire.submission`."""
+        return await self._ask_patiently(wire.submission(path, body, key), JobView)
 
     async def _ask_patiently(self, call: Call, kind: type[T]) -> T:
         """Like `_ask`, but repeat the call for `REPEAT_S` while the server does not answer: only

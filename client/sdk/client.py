@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NoReturn
 from ...schemas.base.errors import suggestion
 from .. import notebook
 from . import discovery, wire
-from .attributions import Attributions
 from .calls import Awaits, Blocks, Calls, M, stream, verb
 from .captures import Captures
 from .completions import Completions
@@ -28,7 +27,7 @@ from .registered import (
 )
 from .server import Server
 from .service import Keys, Tenants, Webhooks
-from .sweeps import Sweeps
+from .sweeps import Attributions, Sweeps
 from .transport import AwaitingTransport, BlockingTransport, Transport
 
 #: First guess at a call → advice.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.base.errors import MidstreamError
@@ -13,7 +13,7 @@ from . import wire
 from .calls import Awaits, Calls, M, call
 from .fields import FitFields, LensFitFields
 from .jobs import Jobs
-from .wire import Call, JobLike
+from .wire import JobLike
 
 
 class Fits(Calls[M]):
@@ -21,50 +21,24 @@ class Fits(Calls[M]):
 
     @call
     async def submit(
-        self,
-        /,
-        request: FitRequest | None = None,
-        *,
-        idempotency_key: str | None = None,
-        **fields: Unpack[FitFields],
+        self, request: FitRequest | LensFitRequest, *, idempotency_key: str | None = None
     ) -> JobView:
-        """Submit the fit of a module, by struct or by its fields (`model=…, name=…, method=…`);
-        returns immediately. Safe to repeat.
-        """
-        body = values.request(request, dict(fields), FitRequest)
-        return await self._submit("/v1/modules/fit", body, idempotency_key)
-
-    @call
-    async def submit_lens(
-        self,
-        /,
-        request: LensFitRequest | None = None,
-        *,
-        idempotency_key: str | None = None,
-        **fields: Unpack[LensFitFields],
-    ) -> JobView:
-        """Submit the fit of a Jacobian lens, by struct or by its fields (`model=…, name=…,
-        prompts=…`); returns immediately. Safe to repeat.
-        """
-        body = values.request(request, dict(fields), LensFitRequest)
-        return await self._submit("/v1/jacobians/fit", body, idempotency_key)
-
-    async def _submit(self, path: str, body: Any, idempotency_key: str | None) -> JobView:
-        headers = {"idempotency-key": idempotency_key or wire.idempotency_key()}
-        headers["prefer"] = "respond-async"
-        call = Call("POST", path, body=body, headers=headers)
-        return await self._ask_patiently(call, JobView)
+        """Submit the fit of a module or of a Jacobian lens; returns immediately. Safe to repeat."""
+        kind = "modules" if isinstance(request, FitRequest) else "jacobians"
+        return await self._submit(f"/v1/{kind}/fit", request, idempotency_key)
 
     @call
     async def module(
         self, /, request: FitRequest | None = None, **fields: Unpack[FitFields]
     ) -> FitResult:
-        """Fit a module, wait, and return its training record and its effect on held-out examples.
+        """Fit a module, by struct or by its fields (`model=…, name=…, method=…`); wait, and return
+        its training record and its effect on held-out examples.
 
         Steer with it afterwards by its name: `steering={"module": name}`. Without a better effect
         than none it is registered only with `register="always"`; `reason` says so.
         """
-        result = await self.result(await self.submit(request, **fields))
+        body = values.request(request, dict(fields), FitRequest)
+        result = await self.result(await self.submit(body))
         assert isinstance(result, FitResult)
         return result
 
@@ -72,12 +46,14 @@ class Fits(Calls[M]):
     async def lens(
         self, /, request: LensFitRequest | None = None, **fields: Unpack[LensFitFields]
     ) -> JacobianLens:
-        """Fit a Jacobian lens, wait, and return it as it is registered: `fit` states the prompts
-        used and the error of each layer of a sketch (`rank`).
+        """Fit a Jacobian lens, by struct or by its fields (`model=…, name=…, prompts=…`); wait, and
+        return it as it is registered: `fit` states the prompts used and the error of each layer of
+        a sketch (`rank`).
 
         Read through it afterwards by its name: `client.lens(prompt, jacobian=name)`.
         """
-        result = await self.result(await self.submit_lens(request, **fields))
+        body = values.request(request, dict(fields), LensFitRequest)
+        result = await self.result(await self.submit(body))
         assert isinstance(result, LensFitResult)
         return result.lens
 

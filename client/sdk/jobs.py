@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, nullcontext
-from typing import Any, Unpack
+from typing import Unpack
 
 import httpx2
 
@@ -17,11 +17,6 @@ from .calls import Awaits, Calls, M, call, stream
 from .fields import JobFields
 from .server import Server
 from .wire import Call, JobLike
-
-
-def submission(request: JobRequest | None, key: str | None, fields: dict[str, Any]) -> Call:
-    headers = {"idempotency-key": key or wire.idempotency_key(), "prefer": "respond-async"}
-    return Call("POST", "/v1/jobs", body=wire.job_request(request, fields), headers=headers)
 
 
 def poll(job_id: JobLike, version: str, seconds: float) -> Call:
@@ -54,13 +49,13 @@ class Jobs(Calls[M]):
         omitted if the server serves only one.
         """
         try:
-            call = submission(request, idempotency_key, dict(fields))
+            body = wire.job_request(request, dict(fields))
         except MidstreamError as error:
             if request is not None or "model" in fields or error.field != "model":
                 raise
             served = await Server[Awaits](self._io).models()
-            call = submission(None, idempotency_key, {"model": wire.only_model(served), **fields})
-        return await self._ask_patiently(call, JobView)
+            body = wire.job_request(None, {"model": wire.only_model(served), **fields})
+        return await self._submit("/v1/jobs", body, idempotency_key)
 
     @call
     async def get(self, job_id: JobLike) -> JobView:

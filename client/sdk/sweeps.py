@@ -1,6 +1,6 @@
-"""Calls on sweeps: submit, follow cell by cell, get the grid.
+"""Calls on sweeps and attributions: submit, follow cell by cell, get the grid.
 
-A sweep is a job, so the calls on jobs also work on it.
+Both are jobs, so the calls on jobs also work on them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, TypeVar, Unpack
 
 import msgspec
 
-from ...schemas.base.errors import MidstreamError
-from ...schemas.jobs.attributions import EstimatedPair
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.jobs.attributions import AttributionRequest, EstimatedPair
 from ...schemas.jobs.jobs import Event, JobResult, JobView
 from ...schemas.jobs.sweeps import (
     Metric,
@@ -26,12 +26,13 @@ from ...schemas.jobs.sweeps import (
 )
 from .. import values
 from . import wire
+from .answers.attribution import Attribution, attribution_of
 from .answers.progress import Progress as Progress
 from .answers.progress import SweepEvent as SweepEvent
 from .calls import Awaits, Calls, M, call, stream
-from .fields import SweepFields
+from .fields import AttributeFields, SweepFields
 from .jobs import Jobs
-from .wire import Call, JobLike
+from .wire import JobLike
 
 R = TypeVar("R", bound=SweepRequest)
 
@@ -82,12 +83,6 @@ class Gridded(Calls[M]):
 
     _kind = "sweep"
 
-    async def _submitted(self, body: SweepRequest, key: str | None) -> JobView:
-        headers = {"idempotency-key": key or wire.idempotency_key(), "prefer": "respond-async"}
-        return await self._ask_patiently(
-            Call("POST", f"/v1/{self._kind}s", body=body, headers=headers), JobView
-        )
-
     async def _awaited_result(
         self, job_id: JobLike, progress: Progress | None, cancel: bool
     ) -> JobResult:
@@ -135,9 +130,8 @@ class Sweeps(Gridded[M]):
         """Submit a sweep, by struct or by its fields (`model=…, pairs=[…], hooks=[…]`); returns
         immediately. Safe to repeat.
         """
-        return await self._submitted(
-            sweep_request(request, dict(fields), SweepRequest), idempotency_key
-        )
+        body = sweep_request(request, dict(fields), SweepRequest)
+        return await self._submit("/v1/sweeps", body, idempotency_key)
 
     @call
     async def run(
@@ -165,3 +159,71 @@ class Sweeps(Gridded[M]):
         `cancel`: interrupting the wait cancels the sweep.
         """
         return _grid(await self._awaited_result(job_id, progress, cancel))
+
+
+#: The fields of a pair that are arguments of the call.
+_PAIR = ("clean", "corrupt", "answer", "foil")
+
+
+def attribution_request(
+    request: AttributionRequest | None, fields: dict[str, Any]
+) -> AttributionRequest:
+    """Build the body of an attribution from a struct or from keyword arguments, which may be those
+    of one pair. Raises MidstreamError naming the field.
+    """
+    pair = {name: given for name in _PAIR if (given := fields.pop(name, None)) is not None}
+    if pair and (fields.get("pairs") is not None or request is not None):
+        raise invalid(next(iter(pair)), "is not valid with pairs, which have it")
+    if pair:
+        fields["pairs"] = [pair]
+    return sweep_request(request, fields, AttributionRequest)
+
+
+class Attributions(Gridded[M]):
+    """Calls on attributions."""
+
+    _kind = "attribution"
+
+    @call
+    async def submit(
+        self,
+        /,
+        request: AttributionRequest | None = None,
+        *,
+        idempotency_key: str | None = None,
+        **fields: Unpack[AttributeFields],
+    ) -> JobView:
+        """Submit an attribution, by struct or by its fields (`model=…, clean=…, corrupt=…,
+        answer=…, foil=…, verify={}`); returns immediately. Safe to repeat.
+        """
+        body = attribution_request(request, dict(fields))
+        return await self._submit("/v1/attributions", body, idempotency_key)
+
+    @call
+    async def run(
+        self,
+        /,
+        request: AttributionRequest | None = None,
+        *,
+        progress: Progress | None = None,
+        **fields: Unpack[AttributeFields],
+    ) -> Attribution:
+        """Submit an attribution, wait, and return its estimates beside the exact values.
+
+        `clean`, `corrupt`, `answer` and `foil` are those of one pair, instead of `pairs`.
+        `verify={}` computes the default cells exactly, and None none. `progress` is called with
+        every event; interrupting the wait cancels the attribution.
+        """
+        job = await self.submit(request, **fields)
+        return await self.result(job.id, progress, cancel=True)
+
+    @call
+    async def result(
+        self, job_id: JobLike, progress: Progress | None = None, *, cancel: bool = False
+    ) -> Attribution:
+        """Wait for an attribution, and return its estimates beside the exact values. Raises its
+        error if it failed, and `not_found` for a job that is not an attribution.
+
+        `cancel`: interrupting the wait cancels the attribution.
+        """
+        return attribution_of(await self._awaited_result(job_id, progress, cancel))

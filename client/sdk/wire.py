@@ -277,6 +277,12 @@ def idempotency_key() -> str:
     return uuid.uuid4().hex
 
 
+def submission(path: str, body: Any, key: str | None) -> Call:
+    """Return the call that submits a job. `key`: idempotency key; None: a new one."""
+    headers = {"idempotency-key": key or idempotency_key(), "prefer": "respond-async"}
+    return Call("POST", path, body=body, headers=headers)
+
+
 def unreachable(url: str, error: Exception) -> ServerUnreachable:
     """Return the error of a request that got no answer: the server is slow, or there is none."""
     if isinstance(error, httpx2.TimeoutException) and not isinstance(error, httpx2.ConnectTimeout):

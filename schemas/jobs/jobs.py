@@ -449,18 +449,9 @@ class JobPage(Record):
 #: Not an event of a job: the last event of a stream, with the problem that ended it.
 PROBLEM_EVENT = "error"
 EventKind = Literal[
-    "state",
-    "token",
-    "score",
-    "output",
-    "receipt",
-    "start",
-    "estimate",
-    "fit",
-    "cell",
-    "summary",
+    "state", "token", "score", "output", "receipt", "start", "estimate", "fit", "cell", "summary",
     "done",
-]
+]  # fmt: skip
 
 
 class Event(Record):

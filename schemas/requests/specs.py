@@ -117,8 +117,8 @@ class SteeringSpec(Record):
     (instead of the module's own). Or set the `feature` of a sparse autoencoder `sae`, at its hook
     and layer, to `value` (`op` is `clamp`) or to 0 (`ablate`), or add `value` times its decoder row
     (`add`). Or edit along the direction that a Jacobian lens `jacobian` gives a `token`, at
-    `layers`: `add`, `ablate` and `clamp` take it in place of `vector`; with `swap`, another token,
-    the row's coordinates in the plane of both directions are exchanged, `strength` times.
+    `layers`: `add` and `ablate` take it in place of `vector`; with `swap`, another token, the row's
+    coordinates in the plane of both directions are exchanged, `strength` times.
 
     `vector` v: `[hidden_size]`, finite; its norm does not matter for `ablate` and `clamp`, or with
     `norm_match`. `rotation` R and `weight` W: `[rank, hidden_size]`, `bias` b: `[rank]`.

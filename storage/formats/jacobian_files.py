@@ -2,11 +2,10 @@
 output matrix as `unembedding` `[vocabulary, hidden]`, which edits need, and the fit's record.
 """
 
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,18 +16,15 @@ from ...schemas.artifacts.jacobian_lenses import (
     JacobianRecord,
 )
 from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, narrowed
-from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now
 from ...schemas.jobs.models import ModelInfo
 from .capture_blobs import DTYPE_NAMES, DamagedBlob, TensorPlace, read_tensors, safetensors_header
 from .tensor_files import TensorFile, TensorFileError
-from .tuned_files import FILE, folder_of, layers_of, map_of, reading
+from .tuned_files import FILE, check_finite, checked, folder_of, map_of
 
 UNEMBEDDING = "unembedding"
 #: Key of the metadata that holds the `JacobianRecord`, in JSON.
 RECORD = "fit"
-#: Rows that are checked at a time.
-_ROWS = 4096
 #: Ends of the names that checkpoints give the output matrix, and the input embeddings that stand
 #: for it in models without one.
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -69,25 +65,24 @@ def write(
     """
     if not jacobians:
         raise ValueError("there is no layer to write")
-    width = len(next(iter(jacobians.values())))
-    zeros = np.zeros(width, DTYPES[dtype].raw)
-    layers, size = sorted(jacobians), ITEM_BYTES[dtype]
-    header = [(f"{n}.weight", DTYPE_NAMES[dtype], [width, width], size * width**2) for n in layers]
-    header += [(f"{n}.bias", DTYPE_NAMES[dtype], [width], size * width) for n in layers]
+    width, size, name = len(next(iter(jacobians.values()))), ITEM_BYTES[dtype], DTYPE_NAMES[dtype]
+    header = []
+    for layer in sorted(jacobians):
+        header.append((f"{layer}.weight", name, [width, width], size * width**2))
+        header.append((f"{layer}.bias", name, [width], size * width))
     if unembedding is not None:
-        shape, matrix = unembedding.values.shape, unembedding.values
-        header.append((UNEMBEDDING, DTYPE_NAMES[unembedding.dtype], list(shape), matrix.nbytes))
+        matrix = np.ascontiguousarray(unembedding.values)
+        shape, of = list(matrix.shape), DTYPE_NAMES[unembedding.dtype]
+        header.append((UNEMBEDDING, of, shape, matrix.nbytes))
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f"{FILE}.draft"
     with draft.open("wb") as out:
         out.write(safetensors_header(header, {RECORD: msgspec.json.encode(fit).decode()}))
-        for layer in layers:
-            values = np.ascontiguousarray(jacobians[layer], "<f4")
-            out.write(narrowed(values, dtype).data)
-        for _ in layers:
-            out.write(zeros.data)
+        for layer in sorted(jacobians):
+            out.write(narrowed(np.ascontiguousarray(jacobians[layer], "<f4"), dtype).data)
+            out.write(bytes(size * width))
         if unembedding is not None:
-            out.write(np.ascontiguousarray(unembedding.values).data)
+            out.write(matrix.data)
         out.flush()
         os.fsync(out.fileno())
     draft.replace(folder / FILE)
@@ -104,30 +99,23 @@ def check_on(folder: Path, num_layers: int, hidden_size: int) -> Content:
 
     Reads the whole file. Raises a 400 that names `path`.
     """
-    try:
-        with reading(folder) as file:
-            shape = file.shapes.get(UNEMBEDDING)
-            if shape is not None and (len(shape) != 2 or shape[1] != hidden_size):
-                raise TensorFileError(
-                    f"{FILE}: {UNEMBEDDING} has the shape {shape}; this model needs "
-                    f"[vocabulary, {hidden_size}]"
-                )
-            layers = layers_of(file, num_layers, hidden_size, besides=(UNEMBEDDING,))
-            for layer in layers:
-                weight, bias = map_of(file, layer)
-                _check_finite(f"{layer}.weight", weight)
-                if bias.any():
-                    raise TensorFileError(
-                        f"{FILE}: {layer}.bias has numbers other than 0: register it as a tuned "
-                        "lens"
-                    )
-            for values in _rows(file, shape):
-                _check_finite(UNEMBEDDING, values)
-            raw = file.metadata.get(RECORD)
+    with checked(folder, num_layers, hidden_size, (UNEMBEDDING,)) as (file, layers):
+        for layer in layers:
+            if file.read(f"{layer}.bias").any():
+                detail = "has numbers other than 0: register it as a tuned lens"
+                raise TensorFileError(f"{FILE}: {layer}.bias {detail}")
+        vocabulary, *width = file.shapes.get(UNEMBEDDING, [0, hidden_size])
+        if width != [hidden_size]:
+            detail = f"{[vocabulary, *width]}; this model needs [vocabulary, {hidden_size}]"
+            raise TensorFileError(f"{FILE}: {UNEMBEDDING} has the shape {detail}")
+        for row in range(vocabulary):
+            check_finite(UNEMBEDDING, file.read(UNEMBEDDING, row))
+        raw = file.metadata.get(RECORD)
+        try:
             fit = None if raw is None else msgspec.json.decode(raw, type=JacobianRecord)
-            return Content(file.digest().hex(), layers, file.bytes, shape[0] if shape else 0, fit)
-    except (TensorFileError, msgspec.DecodeError) as error:
-        raise MidstreamError("invalid_request", str(error), field="path") from error
+        except msgspec.DecodeError as error:
+            raise TensorFileError(f"{FILE}: metadata {RECORD!r}: {error}") from error
+        return Content(file.digest().hex(), layers, file.bytes, vocabulary, fit)
 
 
 def lens_of(request: JacobianLensRequest, model: ModelInfo, root: str) -> JacobianLens:
@@ -139,17 +127,13 @@ def lens_of(request: JacobianLensRequest, model: ModelInfo, root: str) -> Jacobi
     return JacobianLens(
         name=request.name,
         model=model.name,
-        digest=content.digest,
         path=request.path,
         hook="post_block",
         residual=False,
-        layers=content.layers,
         hidden_size=model.hidden_size,
-        bytes=content.bytes,
         created=now(),
         description=request.description,
-        vocabulary=content.vocabulary,
-        fit=content.fit,
+        **content._asdict(),
     )
 
 
@@ -169,52 +153,29 @@ def directions(
     return result
 
 
-def _rows(file: TensorFile, shape: list[int] | None) -> Iterator[np.ndarray]:
-    count = shape[0] if shape else 0
-    for start in range(0, count, _ROWS):
-        rows = range(start, min(start + _ROWS, count))
-        yield np.stack([file.read(UNEMBEDDING, row) for row in rows])
-
-
-def _check_finite(name: str, values: np.ndarray) -> None:
-    if not np.isfinite(values).all():
-        raise TensorFileError(f"{FILE}: {name} has values that are not finite")
-
-
 def output_matrix(checkpoint: Path) -> Matrix:
     """Return the output matrix of a checkpoint in safetensors, or the input embeddings of one
     without it.
 
     Raises ValueError if there is no such matrix of floats, OSError.
     """
-    index = checkpoint / "model.safetensors.index.json"
-    if index.is_file():
-        names = json.loads(index.read_bytes())["weight_map"]
-        files = [checkpoint / file for file in dict.fromkeys(names.values())]
-    else:
-        files = sorted(checkpoint.glob("*.safetensors"))
-    places: dict[str, tuple[Path, TensorPlace]] = {}
-    for path in files:
-        with path.open("rb") as file:
+    places: dict[str, tuple[np.memmap, TensorPlace]] = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        raw = np.memmap(path, np.uint8, "r")
 
-            def bytes_at(start: int, count: int, file: BinaryIO = file) -> bytes:
-                file.seek(start)
-                return bytes(file.read(count))
+        def bytes_at(start: int, count: int, raw: np.memmap = raw) -> bytes:
+            return raw[start : start + count].tobytes()
 
-            try:
-                _, tensors, _ = read_tensors(bytes_at, path.stat().st_size, _ITEM_BYTES)
-            except DamagedBlob as error:
-                raise ValueError(f"{path.name}: {error}") from error
-            places |= {name: (path, place) for name, place in tensors.items()}
+        try:
+            _, tensors, _ = read_tensors(bytes_at, raw.size, _ITEM_BYTES)
+        except DamagedBlob as error:
+            raise ValueError(f"{path.name}: {error}") from error
+        places |= {name: (raw, place) for name, place in tensors.items()}
     for ends in (_HEADS, _EMBEDDINGS):
-        for name, (path, place) in places.items():
+        for name, (raw, place) in places.items():
             if name.endswith(ends) and place.dtype in DTYPE_OF_FILE and len(place.shape) == 2:
                 dtype = DTYPE_OF_FILE[place.dtype]
-                raw = np.fromfile(
-                    path, DTYPES[dtype].raw, place.length // ITEM_BYTES[dtype], offset=place.start
-                )
-                return Matrix(raw.reshape(place.shape), dtype)
-    raise ValueError(
-        f"{checkpoint} has no output matrix of floats in safetensors: "
-        f"{', '.join((*_HEADS, *_EMBEDDINGS))}"
-    )
+                values = raw[place.start : place.start + place.length].view(DTYPES[dtype].raw)
+                return Matrix(values.reshape(place.shape), dtype)
+    names = ", ".join((*_HEADS, *_EMBEDDINGS))
+    raise ValueError(f"{checkpoint} has no output matrix of floats in safetensors: {names}")

@@ -82,20 +82,33 @@ def layers_of(
     return sorted(result)
 
 
+@contextmanager
+def checked(
+    folder: Path, num_layers: int, hidden_size: int, besides: Sequence[str] = ()
+) -> Iterator[tuple[TensorFile, list[int]]]:
+    """Open the file of a lens that fits the model, with its layers; their maps are finite. Raises a
+    400 that names `path`, also for errors inside.
+    """
+    try:
+        with reading(folder) as file:
+            layers = layers_of(file, num_layers, hidden_size, besides)
+            for layer in layers:
+                for name, values in zip(("weight", "bias"), map_of(file, layer), strict=True):
+                    check_finite(f"{layer}.{name}", values)
+            yield file, layers
+    except TensorFileError as error:
+        raise MidstreamError("invalid_request", str(error), field="path") from error
+
+
+def check_finite(name: str, values: np.ndarray) -> None:
+    if not np.isfinite(values).all():
+        raise TensorFileError(f"{FILE}: {name} has values that are not finite")
+
+
 def check_on(folder: Path, num_layers: int, hidden_size: int) -> tuple[str, list[int], int]:
     """Return (digest, layers, bytes) of a tuned lens that fits the model.
 
     Reads the whole file. Raises a 400 that names `path`.
     """
-    try:
-        with reading(folder) as file:
-            layers = layers_of(file, num_layers, hidden_size)
-            for layer in layers:
-                for name, values in zip(("weight", "bias"), map_of(file, layer), strict=True):
-                    if not np.isfinite(values).all():
-                        raise TensorFileError(
-                            f"{FILE}: {layer}.{name} has values that are not finite"
-                        )
-            return file.digest().hex(), layers, file.bytes
-    except TensorFileError as error:
-        raise MidstreamError("invalid_request", str(error), field="path") from error
+    with checked(folder, num_layers, hidden_size) as (file, layers):
+        return file.digest().hex(), layers, file.bytes

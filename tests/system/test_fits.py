@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from midstream_fake_engine.model import NUM_LAYERS
 from stack import Stack
 
 from midstream import Client
 from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.fits import FitRequest, LensFitRequest
 from midstream.schemas.jobs.jobs import State
 
 EXAMPLES = [{"prompt": f"number {n} is", "target": " even"} for n in range(12)]
@@ -35,6 +37,10 @@ LENS: dict[str, Any] = {
     "skip_first": 2,
 }
 DEADLINE_S = 60.0
+
+
+def lens_fit(**changes: Any) -> LensFitRequest:
+    return msgspec.convert(LENS | changes, LensFitRequest)
 
 
 @pytest.fixture
@@ -59,7 +65,7 @@ def until_running(client: Client, job_id: str) -> None:
 
 
 def test_fitted_module_is_registered_with_its_record(client: Client) -> None:
-    view = client.fits.submit(**FIT)
+    view = client.fits.submit(msgspec.convert(FIT, FitRequest))
     result = client.fits.result(view.id)
     training = result.training
     assert (training.job, training.effect.better) == (view.id, True)
@@ -90,7 +96,7 @@ def test_module_is_not_registered_if_nobody_wants_it(client: Client) -> None:
 def test_cancelled_fit_registers_nothing(stack: Stack, client: Client) -> None:
     stack.end("worker-g")
     stack.restart("worker-g", engine="gradients-fake", engine_options={"token_s": 0.5})
-    job_id = client.fits.submit(**FIT).id
+    job_id = client.fits.submit(msgspec.convert(FIT, FitRequest)).id
     until_running(client, job_id)
     client.jobs.cancel(job_id)
     assert client.jobs.wait(job_id).state is State.CANCELLED
@@ -100,7 +106,7 @@ def test_cancelled_fit_registers_nothing(stack: Stack, client: Client) -> None:
 def test_killed_worker_loses_no_fit(stack: Stack, client: Client) -> None:
     stack.end("worker-g")
     stack.restart("worker-g", engine="gradients-fake", engine_options={"token_s": 0.5})
-    job_id = client.fits.submit(**FIT).id
+    job_id = client.fits.submit(msgspec.convert(FIT, FitRequest)).id
     until_running(client, job_id)
     stack.kill("worker-g")
     stack.restart("worker-g", engine="gradients-fake")
@@ -110,7 +116,7 @@ def test_killed_worker_loses_no_fit(stack: Stack, client: Client) -> None:
 
 
 def test_fitted_lens_is_registered_with_its_error_and_read(stack: Stack, client: Client) -> None:
-    job = client.fits.submit_lens(**LENS, folder="corpora", description="of numbers")
+    job = client.fits.submit(lens_fit(folder="corpora", description="of numbers"))
     result = client.fits.result(job)
     lens = result.lens
     assert client.jacobians.get("said") == lens
@@ -141,7 +147,7 @@ def test_fit_of_a_name_that_exists_keeps_the_former_file(stack: Stack, client: C
 def test_cancelled_fit_of_a_lens_registers_nothing(stack: Stack, client: Client) -> None:
     stack.end("worker-g")
     stack.restart("worker-g", engine="gradients-fake", engine_options={"token_s": 0.5})
-    job_id = client.fits.submit_lens(**LENS).id
+    job_id = client.fits.submit(lens_fit()).id
     until_running(client, job_id)
     client.jobs.cancel(job_id)
     assert client.jobs.wait(job_id).state is State.CANCELLED

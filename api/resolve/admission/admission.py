@@ -289,16 +289,13 @@ def check_alone(parsed: ParsedRequest) -> None:
     beside |= {name: spec for name, spec in parsed.readings.items() if name != "capture"}
     beside["messages"] = any(prompt.images for prompt in parsed.prompts)
     given = msgspec.structs.asdict(parsed.sampling)
-    unset = msgspec.structs.asdict(Sampling(max_tokens=parsed.sampling.max_tokens))
-    beside["sampling"] = given != unset
+    beside["sampling"] = given != msgspec.structs.asdict(
+        Sampling(max_tokens=parsed.sampling.max_tokens)
+    )
     for field, present in beside.items():
         if present:
-            what = {"messages": "an image is", "sampling": "no token is generated: sampling is"}
-            raise invalid(
-                field,
-                f"{what.get(field, 'it is')} not valid with capture.of = 'gradient'",
-                hint="omit it, or submit it as another job",
-            )
+            detail = "not valid with capture.of = 'gradient', which generates nothing"
+            raise invalid(field, detail, hint="omit it, or submit it as another job")
 
 
 # --- Captures and steering ------------------------------------------------------------------------

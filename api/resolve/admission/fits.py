@@ -2,7 +2,7 @@
 a 400 names the field.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -18,13 +18,7 @@ from ....schemas.base.limits import (
     MIN_FIT_EXAMPLES,
 )
 from ....schemas.base.tensors import from_numpy
-from ....schemas.jobs.fits import (
-    FitExample,
-    FitRequest,
-    FitTokens,
-    LensFitRequest,
-    StoredModuleFit,
-)
+from ....schemas.jobs.fits import FitRequest, FitTokens, LensFitRequest, StoredModuleFit
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import (
     HOOKS,
@@ -43,26 +37,26 @@ from ..prompts.tokenizer import Codec, TooLong
 from .admission import tokenise, too_long
 from .continuations import added_tokens
 
-#: Lists of examples of the methods from rows, and of those by gradient.
-FROM_ROWS, FROM_TARGETS = ("positive", "negative"), ("examples",)
+#: Lists of examples of the methods from rows.
+FROM_ROWS = ("positive", "negative")
 
 
 async def resolve_fit(body: FitRequest, model: ModelInfo, codec: Codec) -> StoredModuleFit:
     """Return the fit to store. Raises a 400 naming the field and what is valid."""
     _check_numbers(body)
     template = _template(body, model)
-    prompts = await _prompts(body, model, codec)
+    rows = {}
+    for name in FROM_ROWS:
+        prompts = await _tokens(name, "", getattr(body, name), model, codec)
+        rows[name] = [
+            _example(f"{name}[{index}]", "read", body.read, ids, len(ids), model)
+            for index, ids in enumerate(prompts)
+        ]
     stored = StoredModuleFit(
         request=msgspec.structs.replace(body, positive=[], negative=[], examples=[]),
         template=template,
-        examples=await _with_targets(body, prompts["examples"], model, codec),
-        **{
-            name: [
-                _example(f"{name}[{index}]", "read", body.read, ids, len(ids), model)
-                for index, ids in enumerate(prompts[name])
-            ]
-            for name in FROM_ROWS
-        },
+        examples=await _examples(body, model, codec),
+        **rows,
     )
     tokens = sum(len(example.token_ids) for example in stored.every)
     _check_most("examples" if body.examples else "positive", "has", tokens, MAX_FIT_TOKENS)
@@ -83,21 +77,16 @@ async def resolve_lens_fit(body: LensFitRequest, model: ModelInfo, codec: Codec)
     if (body.rank or 1) > width:
         raise invalid("rank", f"is {body.rank}", allowed=f"1 to {width}, the hidden size")
     if body.max_tokens < shortest:
-        raise invalid(
-            "max_tokens", f"is {body.max_tokens}", allowed=f"{shortest} (`skip_first` + 2) or more"
-        )
+        allowed = f"{shortest} (`skip_first` + 2) or more"
+        raise invalid("max_tokens", f"is {body.max_tokens}", allowed=allowed)
     layers = _lens_layers(body, model)
-    parsed = [ParsedPrompt(f"prompts[{n}]", prompt) for n, prompt in enumerate(body.prompts)]
-    tokenised = await tokenise(parsed, model, codec)
     longest = min(body.max_tokens, model.max_model_len)
-    prompts = [list(prompt.token_ids[:longest]) for prompt in tokenised]
-    needed, used = -(-width // (body.rank or width)), [p for p in prompts if len(p) >= shortest]
-    if len(used) < needed:
-        raise invalid(
-            "prompts",
-            f"has {len(used)} of {shortest} tokens or more (`skip_first` + 2)",
-            allowed=f"{needed} or more (hidden size / `rank`)",
-        )
+    tokenised = await _tokens("prompts", "", body.prompts, model, codec)
+    prompts = [ids[:longest] for ids in tokenised]
+    needed, used = -(-width // (body.rank or width)), sum(len(ids) >= shortest for ids in prompts)
+    if used < needed:
+        detail = f"has {used} of {shortest} tokens or more (`skip_first` + 2)"
+        raise invalid("prompts", detail, allowed=f"{needed} or more (hidden size / `rank`)")
     fit = JacobianFit(**{name: getattr(body, name) for name in JacobianFit.__struct_fields__})
     stored = StoredLensFit(
         name=body.name,
@@ -109,8 +98,7 @@ async def resolve_lens_fit(body: LensFitRequest, model: ModelInfo, codec: Codec)
         description=body.description,
     )
     _check_most("prompts", "has", sum(map(len, prompts)), MAX_FIT_TOKENS)
-    field = "prompts" if body.rank else "rank"
-    _check_most(field, "computes", stored.tokens, MAX_LENS_WORK)
+    _check_most("prompts" if body.rank else "rank", "computes", stored.tokens, MAX_LENS_WORK)
     return stored
 
 
@@ -128,29 +116,24 @@ def _lens_layers(body: LensFitRequest, model: ModelInfo) -> list[int]:
     # float32 maps, and an output matrix of at most float32
     size = 4 * model.hidden_size * (len(layers) * (model.hidden_size + 1) + model.vocab_size)
     if size > MAX_TUNED_BYTES:
-        raise invalid(
-            "layers", f"make a file of {size} bytes", allowed=f"at most {MAX_TUNED_BYTES} bytes"
-        )
+        allowed = f"at most {MAX_TUNED_BYTES} bytes"
+        raise invalid("layers", f"make a file of {size} bytes", allowed=allowed)
     return layers
 
 
 def _check_numbers(body: FitRequest) -> None:
     """Raises a 400 for lists of examples that the method does not take, or that are too short."""
     trained = body.method in BY_GRADIENT
-    for name in (*FROM_ROWS, *FROM_TARGETS):
-        count, needed = len(getattr(body, name)), (name in FROM_TARGETS) == trained
+    for name in (*FROM_ROWS, "examples"):
+        count, needed = len(getattr(body, name)), (name == "examples") == trained
         if needed and count < MIN_FIT_EXAMPLES:
-            raise invalid(
-                name, f"has {count} entries", allowed=f"{body.method}: {MIN_FIT_EXAMPLES} or more"
-            )
+            allowed = f"{body.method}: {MIN_FIT_EXAMPLES} or more"
+            raise invalid(name, f"has {count} entries", allowed=allowed)
         if count and trained and not needed:
             raise invalid(name, f"is not valid for method {body.method!r}: give examples")
     if body.method == "pca" and len(body.positive) != len(body.negative):
-        raise invalid(
-            "negative",
-            f"has {len(body.negative)} entries, but positive has {len(body.positive)}: pca needs "
-            "pairs",
-        )
+        counts = f"{len(body.negative)} entries, but positive has {len(body.positive)}"
+        raise invalid("negative", f"has {counts}: pca needs pairs")
 
 
 def _template(body: FitRequest, model: ModelInfo) -> SteeringTemplate:
@@ -174,51 +157,35 @@ def _template(body: FitRequest, model: ModelInfo) -> SteeringTemplate:
     return msgspec.structs.replace(template, tensors=[])
 
 
-async def _prompts(body: FitRequest, model: ModelInfo, codec: Codec) -> dict[str, list[list[int]]]:
-    """Return list of the body → token ids of its prompts."""
-    values = {name: getattr(body, name) for name in FROM_ROWS}
-    values["examples"] = [example.prompt for example in body.examples]
-    parsed = [
-        ParsedPrompt(f"{name}[{index}]" + ".prompt" * (name == "examples"), value)
-        for name, listed in values.items()
-        for index, value in enumerate(listed)
-    ]
-    read = iter(await tokenise(parsed, model, codec))
-    return {name: [list(next(read).token_ids) for _ in listed] for name, listed in values.items()}
+async def _tokens(
+    field: str, part: str, listed: Sequence[str | list[int]], model: ModelInfo, codec: Codec
+) -> list[list[int]]:
+    """Return the token ids of a field's entries, or of a `part` of them."""
+    parsed = [ParsedPrompt(f"{field}[{index}]{part}", value) for index, value in enumerate(listed)]
+    return [list(prompt.token_ids) for prompt in await tokenise(parsed, model, codec)]
 
 
-async def _with_targets(
-    body: FitRequest, prompts: Sequence[list[int]], model: ModelInfo, codec: Codec
-) -> list[FitTokens]:
-    """Return the examples with their targets, which are tokenised after their prompts."""
-    fields = [f"examples[{index}].target" for index in range(len(prompts))]
-    whole = [text for _, text in _texts(body.examples)]
-    try:
-        encoded = iter(await codec.encodings(whole, special_tokens=True) if whole else [])
-    except TooLong as error:
-        place = [index for index, _ in _texts(body.examples)][error.index]
-        raise too_long(error, fields[place], model) from None
-    made = []
-    for field, example, ids in zip(fields, body.examples, prompts, strict=True):
-        target = example.target
-        if isinstance(target, str):
-            if not isinstance(example.prompt, str):
-                raise invalid(field, "is text, but its prompt is token ids", allowed="token ids")
-            target = added_tokens(field, target, np.array(ids), next(encoded).ids, codec)
-        else:
-            await tokenise([ParsedPrompt(field, target)], model, codec)
+async def _examples(body: FitRequest, model: ModelInfo, codec: Codec) -> list[FitTokens]:
+    """Return the examples with their targets; a text is tokenised after its prompt."""
+    prompts, targets, made = [], [], []
+    for index, (prompt, target) in enumerate((each.prompt, each.target) for each in body.examples):
+        if isinstance(target, str) and not isinstance(prompt, str):
+            detail = "is text, but its prompt is token ids"
+            raise invalid(f"examples[{index}].target", detail, allowed="token ids")
+        prompts.append(prompt)
+        targets.append(f"{prompt}{target}" if isinstance(target, str) else target)
+    before = await _tokens("examples", ".prompt", prompts, model, codec)
+    after = await _tokens("examples", ".target", targets, model, codec)
+    for index, (example, ids, target) in enumerate(zip(body.examples, before, after, strict=True)):
+        field = f"examples[{index}].target"
+        if isinstance(example.target, str):
+            target = added_tokens(field, example.target, np.array(ids), np.array(target), codec)
         if not 0 < len(target) <= MAX_TARGET_TOKENS:
             allowed = f"1 to {MAX_TARGET_TOKENS} tokens"
             raise invalid(field, f"has {len(target)} tokens", allowed=allowed)
         every = [*ids, *target]
         made.append(_example(field, "positions", body.positions, every, len(ids), model))
     return made
-
-
-def _texts(examples: Sequence[FitExample]) -> Iterator[tuple[int, str]]:
-    for index, example in enumerate(examples):
-        if isinstance(example.prompt, str) and isinstance(example.target, str):
-            yield index, example.prompt + example.target
 
 
 def _example(

@@ -23,12 +23,12 @@ from ....schemas.requests.specs import SteeringSpec
 from ....storage.formats.jacobian_files import directions
 from ....storage.formats.tensor_files import TensorFile, TensorFileError
 from ....storage.formats.tuned_files import folder_of, reading
+from .interventions import check_together, check_without
 
 #: Op → its fields that are valid with `jacobian`, besides FIELDS; `swap` is the field of that name.
 OPS: dict[str, tuple[str, ...]] = {
     "add": ("scale", "norm_match"),
     "ablate": ("strength",),
-    "clamp": ("strength", "low", "high"),
     "swap": ("strength", "swap"),
 }
 #: Fields that are valid with `jacobian` for every op.
@@ -76,11 +76,8 @@ class DirectionFiles:
         at, spec, lens, layers = directed
         for place, token in zip(directed.tokens, ids, strict=True):
             if token >= lens.vocabulary:
-                raise invalid(
-                    place,
-                    f"token id {token} is outside the output matrix of {lens.name!r}",
-                    allowed=f"0 to {lens.vocabulary - 1}",
-                )
+                detail = f"token id {token} is outside the output matrix of {lens.name!r}"
+                raise invalid(place, detail, allowed=f"0 to {lens.vocabulary - 1}")
         vectors = self._read(directed, ids)
         bare = msgspec.structs.replace(spec, jacobian=None, token=None, swap=None)
         result = []
@@ -95,22 +92,19 @@ class DirectionFiles:
         return result
 
     def _read(self, directed: Directed, tokens: Sequence[int]) -> dict[tuple[int, int], np.ndarray]:
-        lens = directed.lens
-        asked = [(layer, token) for layer in directed.layers for token in tokens]
-        missing = {
-            layer for layer, token in asked if (lens.digest, layer, token) not in self._known
-        }
-        if missing:
+        lens, layers = directed.lens, directed.layers
+        keys = [(lens.digest, layer, token) for layer in layers for token in tokens]
+        if not self._known.keys() >= {*keys}:
             try:
                 with reading(folder_of(self._root, lens.path)) as file:
                     self._check(lens, file)
-                    read = directions(file, sorted(missing), tokens)
+                    read = directions(file, layers, tokens)
             except (TensorFileError, MidstreamError) as error:
                 raise invalid(
                     f"{directed.at}.jacobian", f"{lens.name!r} ({lens.digest[:12]}): {error}"
                 ) from error
             self._known.update({(lens.digest, *key): vector for key, vector in read.items()})
-        result = {key: self._known[(lens.digest, *key)] for key in asked}
+        result = {key[1:]: self._known[key] for key in keys}
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return result
@@ -151,41 +145,23 @@ def check_directed(
     """
     result = []
     for index, spec in enumerate(specs):
-        at = f"steering[{index}]"
         if spec.jacobian is not None:
-            result.append(_checked(spec, lenses[spec.jacobian], model, at))
-            continue
-        for field in ("token", "swap"):
-            if getattr(spec, field) is not None:
-                raise invalid(
-                    f"{at}.{field}",
-                    "is not valid without `jacobian`, the lens that gives it a direction",
-                )
+            result.append(_checked(spec, lenses[spec.jacobian], model, f"steering[{index}]"))
+        else:
+            check_without(spec, f"steering[{index}]", "jacobian", ("token", "swap"))
     if (count := sum(len(directed.layers) for directed in result)) > MAX_ENTRIES:
-        raise invalid(
-            "steering",
-            f"has directions for {count} layers in total",
-            allowed=f"at most {MAX_ENTRIES}",
-        )
+        detail = f"has directions for {count} layers in total"
+        raise invalid("steering", detail, allowed=f"at most {MAX_ENTRIES}")
     return result
 
 
 def _checked(spec: SteeringSpec, lens: JacobianLens, model: ModelInfo, at: str) -> Directed:
-    op = "swap" if spec.swap is not None else spec.op or "add"
+    op = spec.op or ("add" if spec.swap is None else "swap")
     if op not in OPS or (spec.swap is not None and spec.op is not None):
         raise invalid(
-            f"{at}.op",
-            f"{spec.op!r} is not valid with {'swap' if spec.swap is not None else 'jacobian'}",
-            allowed="omit it with swap; otherwise add, ablate, clamp",
+            f"{at}.op", f"{op!r} is not valid here", allowed="add or ablate; with swap: omit it"
         )
-    valid = (*FIELDS, *OPS[op])
-    for field in SteeringSpec.__struct_fields__:
-        if field not in valid and getattr(spec, field) is not None:
-            raise invalid(
-                f"{at}.{field}",
-                f"is not valid together with jacobian for op {op!r}; valid fields: "
-                f"{', '.join(valid)}",
-            )
+    check_together(spec, at, f"jacobian for op {op!r}", (*FIELDS, *OPS[op]))
     if spec.token is None:
         raise invalid(f"{at}.token", "is required with jacobian: a text of one token, or its id")
     if resolve_hook(spec.hook or lens.hook) != lens.hook:
@@ -193,15 +169,11 @@ def _checked(spec: SteeringSpec, lens: JacobianLens, model: ModelInfo, at: str) 
     if spec.layers is None:
         raise invalid(f"{at}.layers", "is required: the layers to edit")
     try:
-        layers = lens.layers
-        if spec.layers != "all":
-            layers = resolve_layers(spec.layers, model.num_layers)
+        every = spec.layers == "all"
+        layers = lens.layers if every else resolve_layers(spec.layers, model.num_layers)
     except SelectorError as error:
         raise invalid(f"{at}.layers", str(error)) from error
     if lacking := sorted({*layers} - {*lens.layers}):
-        raise invalid(
-            f"{at}.layers",
-            f"{lens.name!r} has no map of layer {lacking[0]}",
-            allowed=as_ranges(lens.layers),
-        )
+        detail = f"{lens.name!r} has no map of layer {lacking[0]}"
+        raise invalid(f"{at}.layers", detail, allowed=as_ranges(lens.layers))
     return Directed(at, spec, lens, layers)

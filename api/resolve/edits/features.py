@@ -33,7 +33,7 @@ from ....storage.formats.sae_files import (
     tensors_of,
 )
 from ..positions.captures import Bounds, apply_rules, positions_of_each
-from .interventions import check_limit, keep
+from .interventions import check_limit, check_together, check_without, keep
 
 #: Ops that are valid with `sae` → whether the op takes a value.
 OPS: dict[str, bool] = {"clamp": True, "ablate": False, "add": True}
@@ -131,7 +131,7 @@ def check_specs(specs: Iterable[SteeringSpec], saes: Mapping[str, Sae]) -> dict[
     result: dict[str, set[int]] = {}
     for index, spec in enumerate(specs):
         if spec.sae is None:
-            _no_feature(spec, f"steering[{index}]")
+            check_without(spec, f"steering[{index}]", "sae", ("feature", "value"))
             continue
         _check(spec, saes[spec.sae], f"steering[{index}]")
         result.setdefault(spec.sae, set()).add(spec.feature or 0)
@@ -142,22 +142,9 @@ def check_specs(specs: Iterable[SteeringSpec], saes: Mapping[str, Sae]) -> dict[
     return result
 
 
-def _no_feature(spec: SteeringSpec, at: str) -> None:
-    for field in ("feature", "value"):
-        if getattr(spec, field) is not None:
-            raise invalid(
-                f"{at}.{field}", "is not valid without `sae`, the autoencoder that it belongs to"
-            )
-
-
 def _check(spec: SteeringSpec, sae: Sae, at: str) -> None:
     op = spec.op or "add"
-    for field in SteeringSpec.__struct_fields__:
-        if field not in FIELDS and getattr(spec, field) is not None:
-            raise invalid(
-                f"{at}.{field}",
-                f"is not valid together with sae; valid fields: {', '.join(FIELDS)}",
-            )
+    check_together(spec, at, "sae", FIELDS)
     if op not in OPS:
         raise invalid(f"{at}.op", f"{op!r} is not valid with sae", allowed=", ".join(OPS))
     if spec.feature is None:

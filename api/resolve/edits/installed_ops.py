@@ -16,7 +16,7 @@ from ....schemas.requests.interventions import INSTALLED
 from ....schemas.requests.specs import SteeringSpec
 from ....schemas.requests.steering import SteeringTemplate
 from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
-from .interventions import check_limit, check_vector, keep
+from .interventions import check_limit, check_together, check_vector, keep
 
 #: Fields that are valid together with `extension`.
 FIELDS = ("extension", "layers", "hook", "positions", "vector", "strength", "options")
@@ -128,12 +128,7 @@ def resolve_installed(
 
     Raises a 400 naming the field.
     """
-    for field in SteeringSpec.__struct_fields__:
-        if field not in FIELDS and getattr(spec, field) is not None:
-            raise invalid(
-                f"{at}.{field}",
-                f"is not valid together with extension; valid fields: {', '.join(FIELDS)}",
-            )
+    check_together(spec, at, "extension", FIELDS)
     filled = msgspec.structs.replace(
         spec, positions="all" if spec.positions is None else spec.positions
     )

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from ....schemas.base.dtypes import DTYPES
+from ....schemas.base.errors import invalid
 from ....schemas.base.records import to_msgpack
 from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from ....schemas.prompts.selectors import (
@@ -61,6 +62,21 @@ def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
 
 
 # --- Which fields
+
+
+def check_together(spec: SteeringSpec, at: str, key: str, valid: Sequence[str]) -> None:
+    """Raises a 400 for a field that is not valid together with `key`."""
+    for field in SteeringSpec.__struct_fields__:
+        if field not in valid and getattr(spec, field) is not None:
+            detail = f"is not valid together with {key}; valid fields: {', '.join(valid)}"
+            raise invalid(f"{at}.{field}", detail)
+
+
+def check_without(spec: SteeringSpec, at: str, key: str, fields: Sequence[str]) -> None:
+    """Raises a 400 for a field that is valid together with `key` only."""
+    for field in fields:
+        if getattr(spec, field) is not None:
+            raise invalid(f"{at}.{field}", f"is not valid without `{key}`, which it belongs to")
 
 
 def _valid_for_op(field: str, spec: SteeringSpec, bounds: Bounds) -> None:

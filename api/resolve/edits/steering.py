@@ -38,7 +38,7 @@ from ..positions.captures import Bounds, apply_rules, positions_of_each
 from ..positions.gates import Gated, gated_entries
 from .features import NONE, Named, plain_spec, resolve_feature
 from .installed_ops import check_not_installed, resolve_installed
-from .interventions import check_limit, limit_of, reach_of, resolve_entry
+from .interventions import check_limit, check_without, limit_of, reach_of, resolve_entry
 from .model_state import NOTHING, ModelState, unknown_module
 from .patches import resolve_patches
 
@@ -322,11 +322,7 @@ def _entry_of(
 ) -> tuple[SteeringTemplate, list[PositionSelector]]:
     if spec.extension is not None:
         return resolve_installed(spec, bounds, at, blobs)
-    if spec.options is not None:
-        raise invalid(
-            f"{at}.options",
-            "is not valid without `extension`, the installed op that they belong to",
-        )
+    check_without(spec, at, "extension", ("options",))
     plain = plain_spec(spec, features)
     if plain.sae is not None:
         return resolve_feature(spec, bounds, at, blobs, features)

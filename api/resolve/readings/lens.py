@@ -7,7 +7,7 @@ import msgspec
 
 from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.named.registry import Registry
-from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
+from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLens
 from ....schemas.artifacts.registered import Kind
 from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TUNED_LENSES, TunedLens
 from ....schemas.base.errors import invalid
@@ -63,6 +63,23 @@ def check_shape(lens: TunedLens, model: ModelInfo, at: str) -> None:
             f"{lens.name!r} was registered for a model of another shape",
             hint="register it again",
         )
+
+
+async def named_jacobian(name: str, field: str, model: ModelInfo, ledger: Ledger) -> JacobianLens:
+    """Return the lens whose directions a request's `field` names; it must have an output matrix.
+
+    Raises a 400 with the registered names.
+    """
+    registry = Registry(ledger, JACOBIAN_LENSES)
+    lens: JacobianLens = await registry.known(model.name, name, field, "invalid_request")
+    check_shape(lens, model, field)
+    if not lens.vocabulary:
+        raise invalid(
+            field,
+            f"the file of {name!r} has no output matrix, so tokens have no directions",
+            hint="convert it with the model's checkpoint, and register it again",
+        )
+    return lens
 
 
 async def with_token_ids(spec: LensSpec, codec: Codec) -> LensSpec:

@@ -1,14 +1,13 @@
 """Resolves how an attribution estimates and checks its cells; a 400 names what is not valid."""
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from ....schemas.artifacts.saes import StoredSae
-from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.errors import invalid
 from ....schemas.jobs.attributions import AttributionRequest
-from ....schemas.jobs.models import GradientInfo, ModelInfo
 from ....schemas.jobs.sweeps import StoredSweep, SweepPair
 from ....schemas.requests.attributions import Method, StoredAttribution, Verify
 
@@ -17,31 +16,8 @@ INTEGRATED_STEPS = 8
 #: `adaptive` computes at most this share of a pair's grid, and at least `LEAST_TOPS` × its top
 #: cells.
 BUDGET_SHARE, LEAST_TOPS = 0.1, 4
-START = "start one: `midstream up --set gradients=true`"
 #: Fields that choose cells; not valid where there is no grid.
 CELLS = ("hooks", "layers", "heads", "neurons", "window", "alpha", "mask")
-
-
-def check_gradients(
-    hooks: Mapping[str, str], model: ModelInfo, gradients: GradientInfo | None, steered: bool
-) -> None:
-    """Check that the model's gradient workers can serve `hooks` (field of the body → hook).
-
-    Raises MidstreamError: a 400, or `conflict` under global steering (`steered`).
-    """
-    if gradients is None:
-        raise invalid("model", f"no gradient worker has served {model.name!r} yet", hint=START)
-    if gradients.refused:
-        raise invalid("model", f"gradients of {model.name!r} are not served: {gradients.refused}")
-    for field, hook in hooks.items():
-        if hook in gradients.absent:
-            raise invalid(field, f"no gradients at {hook}: {gradients.absent[hook]}")
-    if steered:
-        raise MidstreamError(
-            "conflict",
-            f"global steering edits {model.name!r}, and gradients are computed without it",
-            hint="clear global steering first",
-        )
 
 
 def on_its_site(body: AttributionRequest, sae: StoredSae) -> AttributionRequest:
@@ -53,14 +29,12 @@ def on_its_site(body: AttributionRequest, sae: StoredSae) -> AttributionRequest:
 def check_method(body: AttributionRequest) -> None:
     """Check fields that exclude or require each other. Raises a 400."""
     method, verify = body.method, body.verify
-    if body.path is not None:
-        raise invalid("path", "is not valid: estimates are of cells without a path; omit it")
-    if body.lora is not None:
-        raise invalid("lora", "is not valid: gradient workers load no adapters; omit it")
+    _check_defaults(body, "estimates: they are of cells without a path", ("path",))
+    _check_defaults(body, "gradients: their workers load no adapters", ("lora",))
     if method == "edges":
-        _check_defaults(body, "method 'edges', which scores all edges", ("axis", *CELLS))
-        if body.ablation is not None:
-            raise invalid("ablation", "is not valid with method 'edges': give pairs with `corrupt`")
+        _check_defaults(
+            body, "method 'edges', which scores all edges of a pair", ("axis", "ablation", *CELLS)
+        )
         if verify is not None:
             raise invalid(
                 "verify",

@@ -1,6 +1,7 @@
 """Assembles the estimates of an attribution and compares them with the exact values."""
 
-import math
+import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 from ....schemas.jobs.attributions import (
@@ -165,24 +166,12 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     """
     if len(first) < LEAST_CELLS:
         return None
-    ranks = [_ranks(first), _ranks(second)]
-    middle = (len(first) - 1) / 2
-    spreads = [math.fsum((rank - middle) ** 2 for rank in side) for side in ranks]
-    if not all(spreads):
+    try:
+        return statistics.correlation(_ranks(first), _ranks(second))
+    except statistics.StatisticsError:
         return None
-    return math.fsum(
-        (one - middle) * (other - middle) for one, other in zip(*ranks, strict=True)
-    ) / math.sqrt(spreads[0] * spreads[1])
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks, start = [0.0] * len(values), 0
-    while start < len(order):
-        stop = start
-        while stop < len(order) and values[order[stop]] == values[order[start]]:
-            stop += 1
-        for place in order[start:stop]:
-            ranks[place] = (start + stop - 1) / 2
-        start = stop
-    return ranks
+    ordered = sorted(values)
+    return [(bisect_left(ordered, each) + bisect_right(ordered, each) - 1) / 2 for each in values]

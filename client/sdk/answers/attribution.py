@@ -1,7 +1,7 @@
 """Reads an attribution's result: estimates beside exact values, where they disagree, and edges."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +13,7 @@ from ....schemas.jobs.attributions import Agreement, AttributionResult, CheckedC
 from ....schemas.jobs.jobs import JobResult
 from ....schemas.jobs.sweeps import Baseline, SweepResult
 from ....schemas.requests.attributions import Edge, EdgeEnd, FeatureScore
-from ... import frames, notebook
+from ... import frames
 from .grid import Grid, grid_of, records
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def estimated(result: AttributionResult) -> SweepResult:
         )
         for pair, estimates in zip(result.pairs, result.estimated, strict=True)
     ]
-    fields = {name: getattr(result, name) for name in SweepResult.__struct_fields__}
-    return SweepResult(**fields | {"pairs": pairs, "mean": {}, "spread": {}})
+    return msgspec.structs.replace(result, pairs=pairs, mean={}, spread={})
 
 
 def _baseline(value: float | None) -> Baseline | None:
@@ -79,24 +78,9 @@ class Attribution(Plotted):
     pair: int | None = None
 
     def __repr__(self) -> str:
-        grid = self.estimates
-        facts: dict[str, Any] = {
-            "job": self.job,
-            "method": self.result.method,
-            "pairs": len(self._pairs),
-            "cells": sum(values.size for values in grid.values.values()) - grid.missing,
-            "edges": len(self.edges),
-            "features": len(self.features),
-            "checked": len(self.cells),
-            "off": len(self.off),
-            "spearman": self.spearman and round(self.spearman, 3),
-            "recall": self.recall and round(self.recall, 3),
-        }
-        shown = (f"{name}={value!r}" for name, value in facts.items() if value not in (None, 0))
-        return f"Attribution({', '.join(shown)})"
-
-    def _repr_html_(self) -> str:
-        return str(notebook.rendered("attribution_html", self))
+        listed = {name: len(getattr(self, name)) for name in ("cells", "off", "edges", "features")}
+        shown = [f"{name}={count}" for name, count in listed.items() if count]
+        return f"Attribution({', '.join([self.job, self.result.method, *shown])})"
 
     def of(self, pair: int) -> "Attribution":
         """Return the part of one pair. Raises MidstreamError if there is no such pair."""
@@ -158,6 +142,7 @@ class Attribution(Plotted):
             for number, item in self._pairs
             for names in [grid_of(self.result, number).names]
             for feature in item.features
+            for name in ["error" if feature.feature < 0 else f"feature {feature.feature}"]
         )
 
     @property
@@ -165,22 +150,14 @@ class Attribution(Plotted):
         """Spearman's rank correlation of estimates and exact values over the random cells, which
         stand for the grid; of several pairs, the mean. None: unknown.
         """
-        return self._correlation(lambda item: item.random)
+        return _mean(item.random for _, item in self._pairs)
 
     @property
     def spearman_checked(self) -> float | None:
         """The same over all cells with an exact value, most of which were chosen for their large
         estimates: it is higher.
         """
-        return self._correlation(lambda item: item.all)
-
-    def _correlation(self, of: Callable[[PairAttribution], Agreement | None]) -> float | None:
-        known = [
-            found.spearman
-            for _, item in self._pairs
-            if (found := of(item)) is not None and found.spearman is not None
-        ]
-        return math.fsum(known) / len(known) if known else None
+        return _mean(item.all for _, item in self._pairs)
 
     @property
     def recall(self) -> float | None:
@@ -188,47 +165,36 @@ class Attribution(Plotted):
         None: nothing beyond the largest estimates was computed.
         """
         known = [item.recall for _, item in self._pairs if item.recall is not None]
-        return (
-            sum(item.found for item in known) / sum(item.top for item in known) if known else None
-        )
+        top = sum(item.top for item in known)
+        return sum(item.found for item in known) / top if top else None
 
-    def records(self) -> list[dict[str, Any]]:
-        """Return one record for each cell: its estimate, its exact value and their effects (None:
-        unknown), why it was verified, and whether they disagree.
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return a sweep's line for each cell, whose `value` is the exact one, with its `estimate`,
+        why it was computed (`why`), and whether both disagree (`off`; None: not computed). Of edges
+        and features: one for each, and of features with the exact effect (`exact`).
 
-        For edges and features: one for each, with its `score`, and of features also the exact
-        effect, why it was verified, and whether they disagree.
+        Raises MidstreamError without pandas.
         """
         if edges := self.edges:
-            return [{"pair": item.pair, "name": item.name, "score": item.score} for item in edges]
+            return frames.pandas().DataFrame(edges, columns=list(Score._fields))
         if self.features:
-            return self._feature_records()
+            return frames.pandas().DataFrame(self._feature_lines())
         checked = {
             (number, cell.hook, cell.layer, cell.column): cell
             for number, item in self._pairs
             for cell in item.checked
         }
-        both = zip(records(estimated(self.result)), records(self.result), strict=True)
-        return [
-            {
-                **{name: part for name, part in estimate.items() if name not in _VALUES},
-                "estimate": estimate["value"],
-                "estimated_effect": estimate["effect"],
-                "exact": exact["value"],
-                "exact_effect": exact["effect"],
-                "why": [] if cell is None else list(cell.why),
-                "off": None if cell is None or cell.exact is None else cell.off,
-                "reason": exact["reason"],
-            }
-            for estimate, exact in both
-            if self.pair in (None, estimate["pair"])
-            for cell in [
-                checked.get(tuple(exact[name] for name in ("pair", "hook", "layer", "column")))
-            ]
-        ]
+        lines, estimates = [], records(estimated(self.result))
+        for line, estimate in zip(records(self.result), estimates, strict=True):
+            if self.pair in (None, line["pair"]):
+                cell = checked.get((line["pair"], line["hook"], line["layer"], line["column"]))
+                line["estimate"], line["why"] = estimate["value"], cell.why if cell else []
+                line["off"] = cell.off if cell and cell.exact is not None else None
+                lines.append(line)
+        return frames.pandas().DataFrame(lines)
 
-    def _feature_records(self) -> list[dict[str, Any]]:
-        unknown: dict[str, Any] = {"exact_effect": None, "why": [], "off": None}
+    def _feature_lines(self) -> list[dict[str, Any]]:
+        unknown: dict[str, Any] = {"exact": None, "why": [], "off": None}
         found: dict[tuple[Any, ...], dict[str, Any]] = {
             (item.pair, item.item.column, item.item.feature): {
                 "pair": item.pair, "name": item.name, "score": item.score, **unknown
@@ -241,15 +207,11 @@ class Attribution(Plotted):
             for cell in item.checked:
                 name = place_name(grid.names, cell.column, cell.feature)
                 score = None if cell.estimate is None else cell.estimate - base
-                record = {"pair": number, "name": name, "score": score, **unknown, "why": cell.why}
+                line = {"pair": number, "name": name, "score": score, **unknown, "why": cell.why}
                 if cell.exact is not None:
-                    record |= {"exact_effect": cell.exact - grid.base, "off": cell.off}
-                found[number, cell.column, cell.feature] = record
+                    line |= {"exact": cell.exact - grid.base, "off": cell.off}
+                found[number, cell.column, cell.feature] = line
         return list(found.values())
-
-    def to_pandas(self) -> "pandas.DataFrame":
-        """Return `records` as a table. Raises MidstreamError without pandas."""
-        return frames.pandas().DataFrame(self.records())
 
 
 def attribution_of(result: JobResult) -> Attribution:
@@ -259,11 +221,12 @@ def attribution_of(result: JobResult) -> Attribution:
     return Attribution(result.id, result.attribution)
 
 
-#: The fields of a sweep's record that an attribution's has twice, or of its exact value.
-_VALUES = ("value", "effect", "reason")
+def _mean(agreements: Iterable[Agreement | None]) -> float | None:
+    known = [item.spearman for item in agreements if item and item.spearman is not None]
+    return math.fsum(known) / len(known) if known else None
 
 
-def _strongest(scores: Iterator[Score]) -> list[Score]:
+def _strongest(scores: Iterable[Score]) -> list[Score]:
     return sorted(scores, key=lambda item: -abs(item.score))
 
 

@@ -451,7 +451,7 @@ class _Mapping:
             if self._cache
             else f"map-{chunk.token}-{chunk.attempt}"
         )
-        return await self._calls._ask(jobs.submission(body, token, {}), JobView)
+        return await self._calls._ask(wire.submission("/v1/jobs", body, token), JobView)
 
     def _hold(self, error: MidstreamError) -> None:
         """Submit nothing for a while. Raises `error` after `patience` seconds of this."""

@@ -39,17 +39,6 @@ ARTIFACT = {"J": HALVES, "n_prompts": 7, "source_layers": [0, 2], "d_model": WID
 LAYOUTS: dict[str, tuple[Any, tuple[int, int, int]]] = {
     "neuronpedia": (ARTIFACT, (7, 16, 0)),
     "transformer-lens": (ARTIFACT | {"metadata": METADATA}, (7, 4, 64)),
-    "checkpoint": (
-        {
-            "jacobian_sum": {layer: 7 * matrix for layer, matrix in JACOBIANS.items()},
-            "n_done": 7,
-            "next_idx": 7,
-            "source_layers": [0, 2],
-            "target_layer": 3,
-            "skip_first": 4,
-        },
-        (7, 4, 0),
-    ),
 }
 
 
@@ -68,25 +57,24 @@ def test_the_fields_files_are_imported(layout: str, tmp_path: Path) -> None:
     assert content.fit is not None
     assert (content.fit.method, content.fit.prompts) == ("imported", stated[0])
     assert (content.fit.skip_first, content.fit.max_tokens) == stated[1:]
-    kept = JACOBIANS if layout == "checkpoint" else HALVES
     with reading(tmp_path / "made") as file:
         for layer in (0, 2):
             weight, bias = map_of(file, layer)
-            np.testing.assert_allclose(weight, kept[layer].float().numpy(), rtol=1e-6)
+            np.testing.assert_allclose(weight, HALVES[layer].float().numpy(), rtol=1e-6)
             assert not bias.any()
         found = directions(file, [0, 2], [5, 19])
     for (layer, token), vector in found.items():
-        wanted = kept[layer].float().T @ HEAD[token].bfloat16().float()
+        wanted = HALVES[layer].float().T @ HEAD[token].bfloat16().float()
         np.testing.assert_allclose(vector, wanted.numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ([1], "is no Jacobian lens: valid: a dictionary with J or jacobian_sum"),
+        ([1], "is no Jacobian lens: valid: a dictionary with J, which maps layers"),
         (ARTIFACT | {"d_model": 9}, r"J\[0\] is \[8, 8\]; valid: \[9, 9\]"),
         (ARTIFACT | {"metadata": {"target_layer": 2}}, "to the output of layer 2; valid: the last"),
-        ({"jacobian_sum": JACOBIANS, "n_done": 0}, "states 0 prompts"),
+        ({"J": {0: [1]}, "d_model": 8}, r"J\[0\] is list; valid: \[8, 8\]"),
     ],
 )
 def test_a_file_that_is_no_lens_is_refused(value: Any, says: str, tmp_path: Path) -> None:

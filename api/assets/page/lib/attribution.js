@@ -84,13 +84,4 @@ export class AttributionGrid extends SweepGrid {
       })
       .sort((a, b) => Math.abs(b.score) - Math.abs(a.score));
   }
-
-  /** One record for each cell of each pair: its estimate and its exact value; of edges and features: its score. */
-  records() {
-    const scores = this.scores(null);
-    if (scores.length) return scores;
-    const off = new Map(this.checked(null).map((cell) => [`${cell.pair}/${cell.hook}/${cell.layer}/${cell.column}`, cell.off]));
-    const exact = super.records();
-    return this.estimates.records().map(({ value: estimate, effect, reason, ...cell }, n) => ({ ...cell, estimate, exact: exact[n].value, off: off.get(`${cell.pair}/${cell.hook}/${cell.layer}/${cell.column}`) ?? null }));
-  }
 }

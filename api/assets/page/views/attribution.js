@@ -1,14 +1,13 @@
 // An attribution: estimates beside exact values, with the cells that disagree marked; edges and features as a list.
 
-import { Button, Copy, Problem, html, useState } from "../lib/ui.js";
+import { Copy, Problem, html, useState } from "../lib/ui.js";
 import { count } from "../lib/format.js";
 import { AttributionGrid } from "../lib/attribution.js";
-import { csv, shown } from "../lib/grid.js";
+import { shown } from "../lib/grid.js";
 import { hookTitle } from "../lib/hooks.js";
 import { codeOf } from "../lib/code.js";
 import { lean } from "../lib/sweep_request.js";
 import { Id } from "../lib/parts.js";
-import { save } from "../lib/sweep_export.js";
 import { Maps, Missing, Pairs, State, isOver, notesOf, titleOf, useSweep } from "./sweep_grid.js";
 
 const MOST = 100; // rows of a table
@@ -34,8 +33,7 @@ function Attribution({ id, session, jobs }) {
     <p class="finding" role="status">${agreement(grid, chosen)}</p>
     <${Problem} error=${error} />
     ${job.error && html`<${Problem} error=${job.error.detail} title=${job.error.title} />`}
-    <div class="tools"><${Pairs} grid=${grid} pair=${pair} setPair=${setPair} /><span class="soft">Save as</span>
-      <${Button} onClick=${() => save(`${id}.csv`, new Blob([csv(grid.records())], { type: "text/csv" }))} onError=${setError}>CSV<//></div>
+    <div class="tools"><${Pairs} grid=${grid} pair=${pair} setPair=${setPair} /></div>
     ${scores.length ? html`<${Scores} scores=${scores} />` : html`<div class="beside">
       <section aria-label="Estimates"><h2>Estimates</h2>${maps(grid.estimates)}</section>
       ${grid.total > 0 && html`<section aria-label="Exact values"><h2>Exact values</h2>${maps(grid)}</section>`}</div>`}

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from test_sweep_plan import model, pair, plan
 
+from midstream.api.resolve.readings.gradients import check_gradients
 from midstream.api.resolve.sweeps.attribution import (
     attributed,
     check_exact,
-    check_gradients,
     check_method,
     on_its_site,
 )

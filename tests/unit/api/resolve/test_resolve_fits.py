@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from midstream.api.resolve.admission import fits
-from midstream.api.resolve.sweeps.attribution import check_gradients
+from midstream.api.resolve.readings.gradients import check_gradients
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.fits import FitRequest, FitTokens, LensFitRequest, StoredModuleFit

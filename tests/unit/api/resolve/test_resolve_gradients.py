@@ -11,7 +11,10 @@ from test_resolve_captures import bounds
 from midstream.api.resolve.admission.admission import admit
 from midstream.api.resolve.prompts.request_parsing import parse_completion, parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
+from midstream.api.resolve.readings import gradients
 from midstream.api.resolve.readings.readings import with_artifacts
+from midstream.schemas.artifacts.probes import Probe, ProbeContent
+from midstream.schemas.artifacts.saes import Sae, SaeForm
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import Job, JobRequest
 from midstream.schemas.jobs.models import GradientInfo, ModelInfo
@@ -24,6 +27,33 @@ MODEL: ModelInfo = bounds(vocab_size=300).model
 CODEC = Codec(make_bundle(make_tokenizer()))
 FACTS = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
 LOGIT = {"kind": "logit", "token": 5}
+D_SAE = 4
+PROBE = Probe(
+    name="mine",
+    model="m",
+    digest="p" * 64,
+    content=ProbeContent(
+        hook="post_block",
+        layer=1,
+        tensors=["w" * 64, "b" * 64],
+        labels=["one", "two"],
+        thresholds=[None, None],
+    ),
+    hidden_size=MODEL.hidden_size,
+    bytes=1,
+    created=0.0,
+)
+SAE = Sae(
+    name="tiny",
+    model="m",
+    digest="s" * 64,
+    path="tiny",
+    hook="post_block",
+    layer=1,
+    form=SaeForm(architecture="standard", d_in=MODEL.hidden_size, d_sae=D_SAE),
+    bytes=1,
+    created=0.0,
+)
 
 
 class Known:
@@ -94,6 +124,54 @@ def test_tokens_of_a_scalar_may_be_texts() -> None:
     assert first == StoredScalar(kind="logit", token=make_tokenizer().token_to_id("a"), foil=7)
 
 
+@pytest.fixture
+def artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe with two labels and an autoencoder with `D_SAE` features are registered."""
+
+    class Probes:
+        def __init__(self, ledger: Any) -> None: ...
+
+        async def known(self, *_: Any) -> Probe:
+            return PROBE
+
+    async def sae(*_: Any) -> Sae:
+        return SAE
+
+    monkeypatch.setattr(gradients, "Probes", Probes)
+    monkeypatch.setattr(gradients, "named_sae", sae)
+
+
+def test_the_score_of_a_probe_is_stored_with_its_weights(artifacts: None) -> None:
+    job = job_of({"scalar": {"kind": "probe", "probe": "mine", "label": 1}})
+    stored = StoredScalar(kind="probe", label=1, probe=PROBE.stored("none"), positions=[3])
+    assert scalars(job) == [stored, msgspec.structs.replace(stored, positions=[1])]
+    assert job.captures[0][0].tensors == PROBE.content.tensors != []
+
+
+def test_the_activation_of_a_feature_is_stored_with_its_autoencoder(artifacts: None) -> None:
+    scalar = {"kind": "feature", "sae": "tiny", "feature": 2, "positions": "all_prompt"}
+    (first, second) = scalars(job_of({"scalar": scalar}))
+    stored = StoredScalar(kind="feature", feature=2, sae=SAE.stored(), positions=[0, 1, 2, 3])
+    assert (first, second) == (stored, msgspec.structs.replace(stored, positions=[0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("scalar", "field", "allowed"),
+    [
+        ({"kind": "probe", "probe": "mine", "label": 2}, "label", "0 to 1"),
+        ({"kind": "feature", "sae": "tiny", "feature": D_SAE}, "feature", f"0 to {D_SAE - 1}"),
+        ({"kind": "feature", "sae": "tiny"}, "feature", None),
+        ({"kind": "probe", "probe": "mine", "token": 3}, "token", "probe, label, positions"),
+    ],
+)
+def test_a_label_or_feature_that_does_not_exist_is_refused(
+    artifacts: None, scalar: dict[str, Any], field: str, allowed: str | None
+) -> None:
+    with pytest.raises(MidstreamError) as refused:
+        job_of({"scalar": scalar})
+    assert (refused.value.field, refused.value.allowed) == (f"capture.scalar.{field}", allowed)
+
+
 @pytest.mark.parametrize(
     ("capture", "field", "words"),
     [
@@ -147,7 +225,7 @@ def test_gradients_come_alone(more: dict[str, Any], field: str) -> None:
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        (None, "no gradient worker of 'm' has been started"),
+        (None, "no gradient worker has served 'm' yet"),
         (msgspec.structs.replace(FACTS, refused="it is quantised"), "it is quantised"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream.client.lens.cache import ActivationCache, Gradients
+from midstream.client.lens.cache import ActivationCache
 from midstream.client.lens.names import BLOCK, Card, Site, chosen
 from midstream.lens import ops
 from midstream.schemas.base.errors import MidstreamError
@@ -182,8 +182,8 @@ def test_rows_are_patched_from_one_of_the_cached_prompts() -> None:
 
 def test_gradients_have_the_names_of_their_activations_with_grad_at_the_end() -> None:
     sites = chosen([("resid_post", 1)], CARD)
-    gradients = Gradients(Rows(), sites, 0.5)  # type: ignore[arg-type]
     prompts = [[5] * TOKENS]
+    gradients = ActivationCache(Rows(), CARD, sites, prompts, scale=0.5)  # type: ignore[arg-type]
     both = ActivationCache(Rows(), CARD, sites, prompts, gradients=gradients)  # type: ignore[arg-type]
     name = "blocks.1.hook_resid_post"
     assert list(both) == [name, f"{name}_grad"]

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from attribution_kit import WRONG, attribution, edges, estimated, features, job_result
+from attribution_kit import WRONG, attribution, edges, estimated, features
 from rich.console import Console
 
-from midstream.client.render import attributions, notebook
+from midstream.client.render import attributions
 from midstream.client.sdk.answers.attribution import Attribution
 from midstream.schemas.jobs.attributions import AttributionResult, NotLookedAt
 
@@ -82,12 +82,3 @@ def test_the_terminal_names_what_was_not_computed_and_why_nothing_was_estimated(
     assert "no estimates: the gradients are not finite" in printed(
         attribution(estimated(reason="the gradients are not finite"))
     )
-
-
-def test_notebooks_show_an_attribution_and_its_job() -> None:
-    for value in (Attribution("job_1", attribution()), job_result(attribution())):
-        shown = value._repr_html_()
-        assert shown is not None
-        assert '<img alt="attribution"' in shown
-        assert "Cells computed exactly" in shown
-    assert notebook.attribution_html

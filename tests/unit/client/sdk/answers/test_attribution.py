@@ -51,8 +51,7 @@ def test_cells_are_strongest_first_and_those_off_are_listed() -> None:
     whole = found()
     assert [(cell.layer, cell.column) for cell in whole.cells] == [STRONG, WRONG, FAILED]
     assert [(cell.layer, cell.column) for cell in whole.off] == [WRONG]
-    assert repr(whole).startswith("Attribution(job='job_1', method='attribution', pairs=1, cells=")
-    assert repr(whole).endswith("checked=3, off=1, spearman=0.5, recall=0.75)")
+    assert repr(whole) == "Attribution(job_1, attribution, cells=3, off=1)"
 
 
 def test_figures_of_agreement_are_over_all_pairs_or_one() -> None:
@@ -70,16 +69,17 @@ def test_edges_and_features_are_named_and_strongest_first() -> None:
     assert names == [("head 3.5 → q 7.2", -0.4), ("embed → mlp 0", 0.1)]
     labelled = [item.name for item in Attribution("job_1", features()).features]
     assert labelled == ["feature 12 at um 3", "error at um 3"]
-    assert [row["score"] for row in Attribution("job_1", edges()).records()] == [-0.4, 0.1]
+    assert list(Attribution("job_1", edges()).to_pandas()["score"]) == [-0.4, 0.1]
 
 
 def test_verified_features_are_listed_with_their_exact_effects() -> None:
     whole = Attribution("job_1", verified_features())
     assert [cell.feature for cell in whole.cells] == [7, 12], "strongest exact effect first"
     assert len(whole.off) == 2
+    table = whole.to_pandas()
     rows = [
-        (row["name"], row["score"], row["exact_effect"], row["why"], row["off"])
-        for row in whole.records()
+        (row.name, row.score, row.exact if row.exact == row.exact else None, row.why, row.off)
+        for row in table.itertuples(index=False)
     ]
     assert rows == [
         ("feature 12 at um 3", 0.3, 0.02, ["top"], True),
@@ -96,14 +96,14 @@ def test_verified_features_are_listed_with_their_exact_effects() -> None:
     assert "over the random features, which stand for all that differ: 0.500" in lines
 
 
-def test_a_record_has_both_values_and_whether_they_disagree() -> None:
-    records = {(row["hook"], row["layer"], row["column"]): row for row in found().records()}
-    wrong, unknown = records[HOOK, *WRONG], records["mlp_out", *WRONG]
-    assert (wrong["exact"], wrong["off"], wrong["why"]) == (0.1, True, ["top"])
+def test_a_line_has_both_values_and_whether_they_disagree() -> None:
+    table = found().to_pandas().set_index(["hook", "layer", "column"])
+    wrong, unknown = table.loc[(HOOK, *WRONG)], table.loc[("mlp_out", *WRONG)]
+    assert (wrong["value"], wrong["off"], wrong["why"]) == (0.1, True, ["top"])
     assert wrong["estimate"] == pytest.approx(0.9 / 14)
-    assert (unknown["exact"], unknown["off"], unknown["why"]) == (None, None, [])
-    assert records[HOOK, *FAILED]["off"] is None
-    assert len(found().to_pandas()) == len(records)
+    assert (np.isnan(unknown["value"]), unknown["off"], unknown["why"]) == (True, None, [])
+    assert table.loc[(HOOK, *FAILED)]["off"] is None
+    assert len(found(estimated(), estimated()).of(1).to_pandas()) == len(table)
 
 
 def test_a_call_takes_one_pair_by_its_fields_and_returns_the_answer() -> None:
