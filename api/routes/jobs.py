@@ -142,7 +142,7 @@ def submits(
 
 
 class Submission(NamedTuple):
-    """What a route that accepts a job takes besides the body."""
+    """The arguments of a route that accepts a job, without the body."""
 
     request: JsonRequest
     context: AppContext

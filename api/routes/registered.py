@@ -46,7 +46,7 @@ class FromFolder(Named):
     description: str
 
 
-#: What the content of a registration is.
+#: Descriptions of what identifies a registration.
 FILE, FILES = (
     f"The digest of {what} is its identity: requests accepted earlier keep the previous one, and "
     f"fail if {what} {changed}."

@@ -128,7 +128,7 @@ def _planned_pair(sweep: StoredSweep, pair: StoredPair, clean_is_patched: bool) 
 
 
 class Grids(NamedTuple):
-    """A kind of job with grids, and what its routes say."""
+    """A kind of job with grids, and the texts of its routes."""
 
     kind: Literal["sweep", "attribution"]
     body: type[SweepRequest]

@@ -159,7 +159,7 @@ def _fit_lens(client: Client, name: str, file: str, fields: dict[str, Any]) -> J
 def _lines(file: str) -> list[dict[str, Any]]:
     """Return the objects of a JSONL file. Raises MidstreamError naming the file."""
     try:
-        return [json.decode(line, type=dict[str, Any]) for line in options.read_lines(file)]
+        return [json.decode(line, type=dict[str, Any]) for line in options.read_lines(Path(file))]
     except DecodeError as error:
         raise invalid("FILE", f"{file}: {error}", allowed="an object on each line") from error
 

@@ -6,9 +6,14 @@ midpoints of the straight path from the unpatched rows to the patched ones (Sund
 2017, arXiv:1703.01365). On that path, all places of all columns of one hook and layer move
 together, so that the cells of a layer share `steps` passes, and their sum converges to the effect
 of patching all of them.
+
+Where attention is saturated, the gradient of the softmax vanishes, and a first-order estimate of a
+patched query or key with it. The QK correction of AtP* (Kramár et al. 2024, arXiv:2403.00745,
+section 3.1.1) recomputes the attention probabilities with the patched query or keys, and is linear
+only in what they do afterwards: Σ_j (p'_ij − p_ij) · ∂m/∂p_ij, with ∂m/∂p_ij = ∂m/∂z_i · v_j.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,13 +21,17 @@ import torch
 
 from ...schemas.jobs.sweeps import Baseline, StoredSweep
 from ...schemas.prompts.selectors import Hook
-from . import saturation
+from .attention import Attended, repeated, scores
 from .pairs import Pair, require_finite
 from .points import Points, Run, Site
 
 #: Hook points before the attention of their own layer; the rows of all others are next read by the
 #: attention of the following layer.
 _BEFORE_ATTENTION: frozenset[Hook] = frozenset({"pre_attn", "q_proj", "k_proj", "q", "k"})
+#: Hook points with a QK correction.
+KINDS: tuple[Hook, ...] = ("q", "k")
+#: Bytes of scores at a time: heads are computed in chunks of about this size.
+CHUNK_BYTES = 64 << 20
 
 
 @dataclass
@@ -82,7 +91,7 @@ def estimate_pair(
             effects |= {
                 site: _corrected(pair, run, gradients, site)
                 for site in pair.sites
-                if site[0] in saturation.KINDS
+                if site[0] in KINDS
             }
         if options.doubts:
             doubts = _by_hook(pair, _doubts(pair, run, gradients), abs(scale))
@@ -126,11 +135,11 @@ def _integrated(pair: Pair, run: Run, options: Options) -> dict[Site, np.ndarray
 
 def _attention_sites(pair: Pair, options: Options) -> set[Site]:
     """Return the sites that the QK correction and the doubts need beyond the sweep's own."""
-    corrected = {layer for hook, layer in pair.sites if hook in saturation.KINDS}
+    corrected = {layer for hook, layer in pair.sites if hook in KINDS}
     layers = corrected if options.correct else set()
     if options.doubts:
         layers |= {*map(_reader, pair.sites)} - {pair.points.num_layers}
-    return {(hook, layer) for layer in layers for hook in (*saturation.KINDS, "v", "z")}
+    return {(hook, layer) for layer in layers for hook in (*KINDS, "v", "z")}
 
 
 def _reader(site: Site) -> int:
@@ -147,7 +156,7 @@ def _corrected(pair: Pair, run: Run, gradients: dict[Site, torch.Tensor], site: 
     cells = np.full(len(pair.columns.member), np.nan)
     for part in parts:
         cells[part.columns] = 0.0
-    for heads in saturation.sensitivities(pair.points, run, gradients["z", layer], layer):
+    for heads in _sensitivities(pair.points, run, gradients["z", layer], layer):
         for part in parts:
             patched, member = base.clone(), pair.columns.member[part.columns]
             patched[:, part.dims] += differences[:, part.dims]
@@ -166,10 +175,88 @@ def _doubts(pair: Pair, run: Run, gradients: dict[Site, torch.Tensor]) -> dict[S
     departs = {pair.points.num_layers: torch.zeros(places, dtype=torch.float64)}
     for layer in {*map(_reader, pair.sites)} - departs.keys():
         departs[layer] = torch.zeros(places, dtype=torch.float64)
-        for heads in saturation.sensitivities(pair.points, run, gradients["z", layer], layer):
-            for kind in saturation.KINDS:
+        for heads in _sensitivities(pair.points, run, gradients["z", layer], layer):
+            for kind in KINDS:
                 base, differences = pair.replaced((kind, layer), run)
                 exact = heads.corrected(kind, base + differences, columns.base, alone)
                 tangent = heads.linear(kind, differences, columns.base)
                 departs[layer] += (exact - tangent).abs().sum((0, 1)).cpu()
     return {site: (columns.member @ departs[_reader(site)]).numpy() for site in pair.sites}
+
+
+@dataclass(frozen=True)
+class _Sensitivity:
+    """Some query heads of one layer. Tensors are float64, `[batch, heads, tokens, …]`; key heads
+    are repeated for the query heads that share them.
+    """
+
+    points: Points
+    heads: slice
+    q: torch.Tensor
+    k: torch.Tensor
+    gain: torch.Tensor  # [batch, heads, queries, keys]: ∂m / ∂ probability
+    attended: Attended
+
+    def _split(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return `[1, heads, places, head size]` of rows `[places, width]`."""
+        by_head = rows[None].to(self.q).unflatten(2, (-1, self.points.head_size)).transpose(1, 2)
+        return repeated(by_head, self.points.heads("q"))[:, self.heads]
+
+    def corrected(
+        self, kind: Hook, patched: torch.Tensor, at: list[int], member: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the effects of patched queries or keys, `[batch, heads, columns]`.
+
+        `patched`: the rows as the patch writes them, `[places, width]`; `at`: their positions;
+        `member`: which places a column writes, float64 `[columns, places]`.
+        """
+        rows, gain, member = self._split(patched), self.gain, member.to(self.q.device)
+        plain = scores(self.q, self.k, self.attended)
+        before = (plain.softmax(-1) * gain).sum(-1)  # [batch, heads, queries]
+        if kind == "q":
+            here = self.attended._replace(mask=self.attended.mask[..., at, :])
+            after = (scores(rows, self.k, here).softmax(-1) * gain[..., at, :]).sum(-1)
+            return (after - before[..., at]) @ member.T
+        # Σ_j p'_ij g_ij as a quotient: sums over the keys that stay and over the patched ones. The
+        # denominator has no difference of nearly equal numbers, even where one key has all weight.
+        there = self.attended._replace(mask=self.attended.mask[..., at])
+        changed = scores(self.q, rows, there)
+        top = torch.maximum(plain.amax(-1, keepdim=True), changed.amax(-1, keepdim=True))
+        stay, come = (plain - top).exp(), (changed - top).exp()
+        positions = torch.zeros(len(at), plain.shape[-1]).to(member)
+        positions[range(len(at)), at] = 1.0
+        others = 1.0 - (member @ positions).clamp(max=1.0)  # [columns, keys]
+        total = stay @ others.T + come @ member.T
+        gained = (stay * gain) @ others.T + (come * gain[..., at]) @ member.T
+        return (gained / total - before[..., None]).sum(-2)
+
+    def linear(self, kind: Hook, differences: torch.Tensor, at: list[int]) -> torch.Tensor:
+        """Return the first-order effects of changed queries or keys, `[batch, heads, places]`.
+
+        `differences`: patched − unpatched rows, `[places, width]`; `at`: their positions.
+        """
+        with torch.enable_grad():
+            ends = {"q": self.q.detach().requires_grad_(), "k": self.k.detach().requires_grad_()}
+            pattern = scores(ends["q"], ends["k"], self.attended).softmax(-1)
+            (slope,) = torch.autograd.grad((pattern * self.gain).sum(), ends[kind])
+        return (slope[..., at, :] * self._split(differences)).sum(-1)
+
+
+def _sensitivities(
+    points: Points, run: Run, gradients: torch.Tensor, layer: int
+) -> Iterator[_Sensitivity]:
+    """Yield the heads of one layer in chunks.
+
+    `run` has the layer's `q`, `k` and `v`; `gradients`: of `z`, `[batch, tokens, width]`.
+    """
+    heads, attended = points.heads("q"), run.attended[layer]
+    attended = attended._replace(mask=attended.mask.double())
+    q, k, v, slope = (
+        repeated(rows.double().unflatten(2, (-1, points.head_size)).transpose(1, 2), heads)
+        for rows in (*(run.rows((hook, layer)) for hook in ("q", "k", "v")), gradients)
+    )
+    step = max(1, CHUNK_BYTES // (8 * len(q) * q.shape[2] ** 2))
+    for start in range(0, heads, step):
+        part = slice(start, start + step)
+        gain = slope[:, part] @ v[:, part].transpose(-1, -2)
+        yield _Sensitivity(points, part, q[:, part], k[:, part], gain, attended)

@@ -698,3 +698,64 @@ def test_commands_that_the_page_names_exist() -> None:
         (commands,) = (each for each in main.app.registered_groups if each.name == group)
         assert commands.typer_instance is not None
         assert name in [each.name for each in commands.typer_instance.registered_commands]
+
+
+LINES = '{"positive": "a", "negative": "b"}\n\n{"prompt": "c", "target": "d"}\n{"text": "e"}\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "body"),
+    [
+        (
+            ["modules", "fit", "n", "FILE", "--method", "pca", "--layers", "1-2", "--rank", "2"],
+            "POST /v1/modules/fit",
+            {"method": "pca", "layers": "1-2", "rank": 2, "positive": ["a"], "negative": ["b"],
+             "examples": [{"prompt": "c", "target": "d"}]},
+        ),
+        (
+            ["jacobian", "fit", "n", "FILE", "--seed", "3"],
+            "POST /v1/jacobians/fit",
+            {"prompts": ["e"], "seed": 3},
+        ),
+        (["jacobian", "register", "n", "p"], "POST /v1/jacobians", {"path": "p"}),
+        (["loras", "add", "n", "p"], "POST /v1/loras", {"path": "p"}),
+        (
+            ["sae", "register", "n", "p", "--reads", "post_block:12"],
+            "POST /v1/saes",
+            {"path": "p", "hook": "post_block", "layer": 12},
+        ),
+        (
+            ["tuned", "register", "n", "p", "--residual"],
+            "POST /v1/lenses",
+            {"path": "p", "hook": "post_block", "residual": True},
+        ),
+    ],
+)  # fmt: skip
+def test_commands_that_make_an_artifact_send_what_was_typed(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    asked: str,
+    body: dict[str, Any],
+) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text(LINES)
+    given = [str(file) if argument == "FILE" else argument for argument in arguments]
+    refusal = MidstreamError("invalid_request", "refused here").problem()
+    with server(reply(refusal, 400)) as (url, seen):
+        status, _, err = call(capsys, *given, "--model", "m", "--description", "mine", "--url", url)
+    assert (status, "refused here" in err) == (1, True)
+    assert seen[0].startswith(asked)
+    wanted = body | {"name": "n", "model": "m", "description": "mine"}
+    sent = msgspec.json.decode(seen.bodies[0])
+    assert {name: sent[name] for name in wanted} == wanted
+
+
+def test_a_line_that_is_no_object_is_refused_with_its_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text("[1]\n")
+    arguments = ["jacobian", "fit", "n", str(file), "--model", "m", "--url", "http://127.0.0.1:1"]
+    status, _, err = call(capsys, *arguments)
+    assert (status, "lines.jsonl" in err, "an object on each line" in err) == (1, True, True)
