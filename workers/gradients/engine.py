@@ -36,6 +36,7 @@ from ...schemas.jobs.receipts import Receipt
 from ...schemas.requests.attributions import Estimate
 from ...schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
 from ...storage.formats.sae_files import folder_of
+from ...storage.store import open_store
 from ..engine.checkpoint import check_folder
 from ..engine.identity import BOOT
 from ..engine.model_identity import identity_of
@@ -161,7 +162,8 @@ class TransformersEngine:
             curve=client_keys(settings.curve_secret_file, settings.curve_server_key),
         )
         threads = plan_writers(accelerator=False, cores=1, threads=settings.writer_threads)
-        self._writer = make_writer(settings, settings.artifacts, BOOT, self._outbox, threads)
+        store = open_store(settings.artifacts)
+        self._writer = make_writer(settings, store, BOOT, self._outbox, threads)
         self._ledger = Ledger.connect(settings)
         self._idle = asyncio.create_task(self._unload_when_idle(), name="idle")
 

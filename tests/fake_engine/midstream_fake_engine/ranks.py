@@ -148,7 +148,7 @@ class FakeRanks:
         self._writers = [
             make_writer(
                 self._settings,
-                self._settings.artifacts,
+                open_store(self._settings.artifacts),
                 BOOT,
                 outbox,
                 threads=1,

@@ -16,7 +16,7 @@ from ....broker.receipts.outbox import Outbox
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, Consumed, Receipt
 from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
-from ....storage.store import open_store
+from ....storage.store import ArtifactStore
 from .consumers import BUILT_IN, Logging, Memory, installed
 from .finished_rows import Consumer, FinishedCapture, Outcome
 from .harvest_shards import Harvest
@@ -359,16 +359,16 @@ def _cut(message: str) -> str:
 
 def make_writer(
     config: "PlaneConfig | Settings",
-    root: str,
+    captures: ArtifactStore,
     boot: str,
     outbox: Outbox,
     threads: int,
     begin: Callable[[], None] = lambda: None,
     readings: Consumer | None = None,
 ) -> Writer:
-    """Return the writer of a rank. `root`: where captures are stored."""
+    """Return the writer of a rank, whose rows go to `captures`."""
     store = StoreConfig(
-        store=open_store(root),
+        store=captures,
         owner=f"{outbox.worker}.{boot[:BOOT_DIGITS]}.{outbox.rank}",
         segment_limit=config.segment_limit_kib << 10,
         segment_bytes=config.segment_mib << 20,

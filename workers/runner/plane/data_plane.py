@@ -129,7 +129,7 @@ class DataPlane:
         self.readings = readings = Readings(readers or {}, config.memory_limit_kib << 10)
         self._writer = make_writer(
             config,
-            config.capture_root,
+            open_store(config.capture_root),
             config.boot,
             self._outbox,
             config.writer_threads,
