@@ -165,7 +165,10 @@ def modules_fit(
     layers: Annotated[str, typer.Option(help="Such as 12 or 10-15; each gets its own edit.")],
     hook: Annotated[str | None, typer.Option(help="Hook point; default: post_block.")] = None,
     read: Annotated[
-        str | None, typer.Option(help="last_prompt (default) or all_prompt: rows that are read.")
+        str | None,
+        typer.Option(
+            help="Rows that are read: last_prompt (default), all_prompt, or positions such as 1:."
+        ),
     ] = None,
     rank: Annotated[int | None, typer.Option(help="Of method reft; default: 4.")] = None,
     steps: Annotated[int | None, typer.Option(help="Most steps; default: 200.")] = None,
@@ -190,7 +193,7 @@ def modules_fit(
         "positive": [line["positive"] for line in lines if "positive" in line],
         "negative": [line["negative"] for line in lines if "negative" in line],
         "examples": [line for line in lines if "target" in line],
-        "read": read,
+        "read": None if read is None else options.parse_positions(read),
         "rank": rank,
         "steps": steps,
         "learning_rate": learning_rate,
