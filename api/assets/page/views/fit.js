@@ -26,7 +26,8 @@ function Module({ fit: { name: module, digest, reason, training } }) {
     ]} />
     ${ends && html`<div class="cards"><${Chart} title="Training loss" note="nats per target token" ends=${ends} points=${trained.map(({ step, loss }) => [step, loss])} text=${digits} />
       <${Chart} title="Validation loss" note="nats per target token" ends=${ends} points=${losses.map(({ step, validation_loss }) => [step, validation_loss])} text=${digits} /></div>`}
-    <${Table} label="Effect by layer" heads=${["Layer", "Dose: change of a row, of its norm", ...(apart ? ["Separation (AUROC)"] : [])]} rows=${sites.map(({ layer, dose, auroc }) => [layer, percent(dose), ...(apart ? [digits(auroc)] : [])])} />`;
+    <p class="soft">Dose: how much the module changes a row, as a share of its norm.${apart ? " Separation: AUROC of held-out rows along the vector." : ""}</p>
+    <${Table} label="Effect by layer" heads=${["Layer", "Dose", ...(apart ? ["Separation"] : [])]} rows=${sites.map(({ layer, dose, auroc }) => [layer, percent(dose), ...(apart ? [digits(auroc)] : [])])} />`;
 }
 
 /** The outcome of a Jacobian lens's fit. */
@@ -39,8 +40,8 @@ function Lens({ fit: { lens } }) {
       { name: "Method", value: method, note: method === "sketched" ? `rank ${number(rank)}` : null },
       ...(errors.length ? [{ name: "Error", value: `up to ${percent(Math.max(...errors))}`, note: "stated, relative to the exact lens" }] : []),
     ]} />
-    <${Table} label="Layers" heads=${["Layer", "Error"]} rows=${lens.layers.map((layer, n) => [layer, errors.length ? percent(errors[n]) : "exact"])} />
-    <p class="mono uri">${lens.path}</p>`;
+    <p class="mono uri">${lens.path}</p>
+    <${Table} label="Layers" heads=${["Layer", "Error"]} rows=${lens.layers.map((layer, n) => [layer, errors.length ? percent(errors[n]) : "exact"])} />`;
 }
 
 /** The outcome of a job of kind `fit`, as in its result. */
