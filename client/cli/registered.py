@@ -146,6 +146,8 @@ def _fit_module(client: Client, name: str, file: str, fields: dict[str, Any]) ->
     for side in ("positive", "negative"):
         fields[side] = [line[side] for line in lines if side in line]
     fields["examples"] = [line for line in lines if "target" in line]
+    if fields["read"] is not None:
+        fields["read"] = options.parse_positions(fields["read"])
     fields["model"] = fields["model"] or only_model(client)
     return client.fit_module(name=name, **fields)
 
@@ -192,7 +194,9 @@ makes(
         "method": optional(str, f"{', '.join(get_args(FitMethod))}."),
         "layers": optional(str, "Such as 12 or 10-15; each gets its own edit."),
         "hook": optional(str, "Hook point; default: post_block."),
-        "read": optional(str, "last_prompt (default) or all_prompt: rows that are read."),
+        "read": optional(
+            str, "Rows that are read: last_prompt (default), all_prompt, or positions such as 1:."
+        ),
         "rank": optional(int, "Of method reft; default: 4."),
         "steps": optional(int, "Most steps; default: 200."),
         "learning_rate": optional(float, "Default: 0.01."),

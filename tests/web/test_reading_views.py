@@ -244,3 +244,46 @@ def test_the_views_fit_a_phone_and_are_accessible(
             expect(visit.page.locator(shown).first).to_be_visible()
             visit.check_fits()
             visit.check_accessible()
+
+
+def test_fits_show_effect_losses_and_dose_and_lenses_are_listed(site: Site, visit: Visit) -> None:
+    site.stack.spawn("worker-g", engine="gradients-fake")
+    site.stack.wait_ready("worker-g")
+    with Client(site.url, api_key=site.operator.key) as client:
+        model = "fake-model"
+        tokens = [list(range(n, n + 6)) for n in range(4)] + [[7]]
+        lens = client.fit_lens(model=model, name="said", prompts=tokens, rank=2, skip_first=2)
+        examples = [{"prompt": f"number {n} is", "target": " even"} for n in range(12)]
+        fields = {"model": model, "method": "vector", "layers": [1, 2], "examples": examples}
+        always = {"steps": 20, "learning_rate": 0.1, "register": "always"}
+        even = client.fit_module(name="even", **fields, **always).training
+        odd = client.fit_module(name="odd", **fields, steps=1, register="never")
+    visit.log_in(site.operator, f"jobs/{even.job}")
+    page = visit.page
+    details = page.get_by_role("region", name="even: vector")
+    expect(details.locator(".finding")).to_have_text("even is registered.")
+    effect = details.locator(".stat").filter(has_text="Held-out effect")
+    expect(effect).to_contain_text(f"{even.effect.before:.2f} → {even.effect.after:.2f} nats")
+    layers = details.get_by_role("table", name="Effect by layer").locator("tbody tr")
+    shares = [f"{site.layer}{100 * site.dose:.0f} %" for site in even.sites]
+    expect(layers).to_have_text(shares)
+    for title in ("Training loss", "Validation loss"):
+        expect(details.get_by_role("img", name=f"{title}: ")).to_be_visible()
+    visit.check_accessible()
+    visit.open(f"jobs/{odd.training.job}")
+    expect(page.locator(".details .finding")).to_have_text(f"odd is not registered: {odd.reason}.")
+    assert lens.fit is not None
+    visit.open(f"jobs/{Path(lens.path).name.rpartition('-')[0]}")
+    expect(page.locator(".details .stat").filter(has_text="Prompts")).to_contain_text(
+        "1 prompt too short"
+    )
+    visit.open("modules")
+    card = page.get_by_role("article", name="said")
+    expect(card).to_contain_text("layers 0-2 · sketched, of 4 prompts")
+    card.get_by_text("Details").click()
+    expect(card).to_contain_text(f"up to {100 * max(lens.fit.errors):.0f} %, stated")
+    card.get_by_role("link", name="Use said").click()
+    expect(page.get_by_label("Lens", exact=True)).to_have_value("^said")
+    page.get_by_label("Layers").fill("0-2")
+    page.get_by_role("button", name="Read the layers").click()
+    expect(page.get_by_role("group", name="Top token by layer and position")).to_be_visible()

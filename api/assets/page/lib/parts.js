@@ -49,8 +49,11 @@ function ceiling(value) {
   return [1, 2, 5, 10].find((step) => step * unit >= value * 0.9999) * unit;
 }
 
-/** A line over time: `points` is [[seconds since the epoch, value or null], …], oldest first; `text(value)` writes a value. */
-export function Chart({ title, note = "", points, text = String }) {
+/**
+ * A line over time: `points` is [[seconds since the epoch, value or null], …], oldest first; `text(value)` writes a value. Over something
+ * else, such as steps: `ends` has the words at both ends.
+ */
+export function Chart({ title, note = "", points, text = String, ends }) {
   const known = points.filter(([, value]) => value !== null && value !== undefined);
   const last = known.length ? known[known.length - 1] : null;
   const most = Math.max(...known.map(([, value]) => value), 0);
@@ -60,10 +63,10 @@ export function Chart({ title, note = "", points, text = String }) {
   const y = (value) => 8 + (1 - value / top) * (HEIGHT - BOTTOM - 8);
   const line = known.map(([at, value]) => `${x(at).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
   return html`<figure class="chart card"><figcaption><span>${title}${note && html` <small>${note}</small>`}</span><output>${last ? text(last[1]) : "–"}</output></figcaption>
-    <svg viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${last ? `${title}: ${text(last[1])} last, at most ${text(most)} in ${duration(to - from)}` : `${title}: nothing measured yet`}>
+    <svg viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${last ? `${title}: ${text(last[1])} last, at most ${text(most)} ${ends ? `from ${ends.join(" to ")}` : `in ${duration(to - from)}`}` : `${title}: nothing measured yet`}>
       ${[0, top / 2, top].map((value) => html`<line class="axis" x1=${LEFT} x2=${WIDTH} y1=${y(value)} y2=${y(value)} /><text x=${LEFT - 6} y=${y(value) + 4} text-anchor="end">${text(value)}</text>`)}
       ${known.length > 1 && html`<polygon class="area" points=${`${x(known[0][0])},${y(0)} ${line} ${x(last[0])},${y(0)}`} /><polyline class="line" points=${line} />`}
       ${last && html`<circle class="now" cx=${x(last[0])} cy=${y(last[1])} r="3" />`}
-      <text x=${LEFT} y=${HEIGHT - 4}>${to > from ? `${duration(to - from)} ago` : ""}</text><text x=${WIDTH} y=${HEIGHT - 4} text-anchor="end">now</text>
+      <text x=${LEFT} y=${HEIGHT - 4}>${ends ? ends[0] : to > from ? `${duration(to - from)} ago` : ""}</text><text x=${WIDTH} y=${HEIGHT - 4} text-anchor="end">${ends ? ends[1] : "now"}</text>
     </svg></figure>`;
 }

@@ -10,14 +10,15 @@ import { useModels } from "./models.js";
 const OVER = new Set(["succeeded", "failed", "cancelled", "aborted", "expired"]);
 const RECENT = 6;
 
-/** What `path` answers; undefined until then, null where it fails (`onError` gets why). No path: undefined. */
-export function useAnswer(path, onError = () => {}) {
+/** What `path` answers, of several the fields of all; undefined until then, null where it fails (`onError` gets why). No path: undefined. */
+export function useAnswer(paths, onError = () => {}) {
+  const path = [paths].flat().filter(Boolean).join("\n");
   const [found, set] = useState({});
   useEffect(() => {
     if (!path) return undefined;
     const stop = new AbortController();
-    get(path, { signal: stop.signal }).then(
-      (value) => set({ path, value }),
+    Promise.all(path.split("\n").map((each) => get(each, { signal: stop.signal }))).then(
+      (values) => set({ path, value: Object.assign({}, ...values) }),
       (error) => stop.signal.aborted || (set({ path, value: null }), onError(error)),
     );
     return () => stop.abort();
@@ -73,7 +74,7 @@ export function ReadingForm({ name, action, example, query, registered, fields, 
   const [error, setError] = useState(null);
   const models = useModels(setError);
   const model = models && (models.find(({ id }) => id === form.model) || models[0]);
-  const found = useAnswer(model && registered ? `${registered}?model=${encodeURIComponent(model.id)}` : null, setError);
+  const found = useAnswer(model && registered ? [registered].flat().map((path) => `${path}?model=${encodeURIComponent(model.id)}`) : null, setError);
   if (models && !models.length) return html`<${EmptyState} title="No model is served" text="Start one with midstream up." />`;
   if (!model || (registered && !found)) return html`<${Problem} error=${error} />${!error && html`<p class="loading" role="status">Loading …</p>`}`;
   const lacking = missing(model, found);

@@ -38,7 +38,7 @@ export function JobDetails({ id, job, session, onClose }) {
   const [asked, setAsked] = useState(null);
   const [result, setResult] = useState(null);
   const [error, setError] = useState(null);
-  const [Answers, setAnswers] = useState(null); // loaded where there are readings
+  const [Answers, setAnswers] = useState(null); // loaded where there are readings, or a fit
   const head = useRef(null);
   const at = job || known;
   useLayoutEffect(() => head.current.focus(), []); // before the next key, which may be Escape
@@ -60,11 +60,12 @@ export function JobDetails({ id, job, session, onClose }) {
   }, [id, over]);
 
   const attention = Boolean(asked && asked.body && [asked.body.capture].flat().some((each) => each && each.hooks && each.hooks.q && each.hooks.k));
-  const readings = Boolean(result && (result.lens || result.features || (result.probes || []).length || attention));
+  const fit = Boolean(result && result.fit);
+  const readings = Boolean(result && (fit || result.lens || result.features || (result.probes || []).length || attention));
   useEffect(() => {
     if (!readings) return undefined;
     let current = true;
-    import("./answers.js").then((loaded) => current && setAnswers(() => loaded.default), (failure) => current && setError(failure));
+    import(fit ? "./fit.js" : "./answers.js").then((loaded) => current && setAnswers(() => loaded.default), (failure) => current && setError(failure));
     return () => {
       current = false;
     };
@@ -84,15 +85,17 @@ export function JobDetails({ id, job, session, onClose }) {
           : html`<p class="soft">${(at && at.prompt) || "None."}</p>`
         : html`<p class="soft">Loading …</p>`
     }
-    <h3>Output</h3>
+    <h3>${fit ? "Fit" : "Output"}</h3>
     ${
       result
-        ? result.outputs.length
+        ? fit
+          ? Answers && html`<${Answers} fit=${result.fit} />`
+          : result.outputs.length
           ? html`<${List} items=${result.outputs} more="outputs">${(output) => html`<pre data-part="output">${output.text}</pre><small>${count(output.token_ids.length, "token")}, ${output.finish_reason}</small>`}<//>`
           : html`<p class="soft">None.</p>`
         : html`<p class="soft">${over ? "Loading …" : at && at.finished ? `No output (job ${at.state}).` : "Not ready yet."}</p>`
     }
-    ${readings && Answers && at && html`<${Answers} result=${result} view=${at} attention=${attention} />`}
+    ${readings && !fit && Answers && at && html`<${Answers} result=${result} view=${at} attention=${attention} />`}
     <h3>Receipts by rank</h3>
     ${result ? html`<${Receipts} determinism=${result.determinism} />` : html`<p class="soft">${at ? `${at.receipts || 0} of ${at.receipts_expected || 0} received.` : ""}</p>`}
     <h3>Files</h3>

@@ -13,16 +13,16 @@ const form = {
   name: "lens",
   action: "Read the layers",
   example: "The Eiffel Tower is in the city of",
-  registered: "/v1/lenses",
+  registered: ["/v1/lenses", "/v1/jacobians"],
   missing: ({ readings }) => readings.lens && html`<p>This model has no lens: ${readings.lens}.</p>`,
-  fields: ({ num_layers: count }, { lenses }) => [
+  fields: ({ num_layers: count }, { lenses, jacobians }) => [
     { name: "layers", label: "Layers", api: "lens.layers", value: "all", hint: `all, 3, 0-5 or 0-5,-1; the model has ${count}` },
     { name: "tokens", label: "Tokens to follow", api: "lens.tokens", value: "", hint: "separated by |, such as “ Paris| Rome”: a space begins a word" },
     { name: "top_k", label: "Top tokens", api: "lens.top_k", value: "5", type: "number", min: 1, max: 100 },
-    ...(lenses.length ? [{ name: "tuned", label: "Lens", api: "lens.tuned", value: "", options: { "": "logit lens", ...Object.fromEntries(lenses.map(({ name }) => [name, `tuned: ${name}`])) } }] : []),
+    ...(lenses.length + jacobians.length ? [{ name: "through", label: "Lens", api: "lens", value: "", options: { "": "logit lens", ...Object.fromEntries([...lenses.map(({ name }) => [name, `tuned: ${name}`]), ...jacobians.map(({ name }) => [`^${name}`, `Jacobian: ${name}`])]) } }] : []),
   ],
-  body: ({ layers, tokens, top_k, tuned }) => ({
-    lens: { layers: layers.trim(), positions: "all_prompt", top_k: Number(top_k), ...(tokens ? { tokens: tokens.split("|").filter(Boolean) } : {}), ...(tuned ? { tuned } : {}) },
+  body: ({ layers, tokens, top_k, through }) => ({
+    lens: { layers: layers.trim(), positions: "all_prompt", top_k: Number(top_k), ...(tokens ? { tokens: tokens.split("|").filter(Boolean) } : {}), ...(through ? (through.startsWith("^") ? { jacobian: through.slice(1) } : { tuned: through }) : {}) },
   }),
 };
 

@@ -3,7 +3,7 @@
 import { del, get } from "../lib/api.js";
 import { Button, Field, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
 import { EmptyState, Section } from "../lib/parts.js";
-import { age, bytes, count, number } from "../lib/format.js";
+import { age, bytes, count, number, percent } from "../lib/format.js";
 import { short } from "../lib/chips.js";
 import { useModels } from "../lib/models.js";
 
@@ -32,7 +32,7 @@ const KINDS = [
     title: "Steering modules", path: "/v1/steering/modules", list: "modules", open: (name) => ["playground", "module", name], file: true,
     empty: "Steering vectors and other edits under a name. Make one from two lists of texts in the playground.",
     what: ({ entries }) => `${entry(entries[0])}${entries.length > 1 ? ` and ${count(entries.length - 1, "more entry").replace("entrys", "entries")}` : ""}`,
-    facts: ({ entries, bytes: size, digest }) => [...entries.slice(0, 50).map((each, n) => [`Entry ${n + 1}`, entry(each)]), ["Size", bytes(size)], ["Digest", digest]],
+    facts: ({ entries, training, bytes: size, digest }) => [...(training ? [["Learned by", html`${training.method}, ${count(training.examples, "example")}: <a href=${`#/jobs/${training.job}`}>effect and losses</a>`]] : []), ...entries.slice(0, 50).map((each, n) => [`Entry ${n + 1}`, entry(each)]), ["Size", bytes(size)], ["Digest", digest]],
   },
   {
     title: "Probes", path: "/v1/probes", list: "probes", open: (name) => ["probes", "probe", name],
@@ -47,10 +47,16 @@ const KINDS = [
     facts: ({ form, path, trained_on, bytes: size, digest }) => [["Width of rows", number(form.d_in)], ["Trained on", trained_on], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
   },
   {
-    title: "Tuned lenses", path: "/v1/lenses", list: "lenses", open: (name) => ["lens", "tuned", name],
+    title: "Tuned lenses", path: "/v1/lenses", list: "lenses", open: (name) => ["lens", "through", name],
     empty: "Maps that make early layers readable, from a folder below lens_dir.", command: "midstream tuned register NAME PATH",
     what: ({ hook, layers }) => `${hook}, layers ${ranges(layers)}`,
     facts: ({ residual, path, bytes: size, digest }) => [["Maps", residual ? "added to the row" : "replace the row"], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
+  },
+  {
+    title: "Jacobian lenses", path: "/v1/jacobians", list: "jacobians", open: (name) => ["lens", "through", `^${name}`],
+    empty: "Maps from a row to what it makes the model say later. A gradient worker fits one to a corpus.", command: "midstream jacobian fit NAME FILE",
+    what: ({ layers, fit }) => `layers ${ranges(layers)}${fit ? ` · ${fit.method}, of ${count(fit.prompts, "prompt")}` : ""}`,
+    facts: ({ fit, vocabulary, path, bytes: size, digest }) => [["Error", fit && fit.errors.length ? `up to ${percent(Math.max(...fit.errors))}, stated` : ""], ["Edits", vocabulary ? "by the direction of a token" : "none: the file has no output matrix"], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
   },
   {
     title: "LoRA adapters", path: "/v1/loras", list: "loras",

@@ -450,3 +450,16 @@ def test_modules_are_listed_one_per_line() -> None:
     assert [word in text for word in ("joy", "cdcdcdcdcdcd", "add at post_block 3", "16 B")] == [
         True
     ] * 4
+
+
+@pytest.mark.parametrize(
+    ("typed", "sent"), [("last_prompt", "last_prompt"), ("1:", {"start": 1}), ("0,-1", [0, -1])]
+)
+def test_a_fit_reads_the_positions_that_are_typed(tmp_path: Path, typed: str, sent: Any) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"positive": "a", "negative": "b"}\n')
+    fit = ["modules", "fit", "joy", str(file), "--method", "logistic", "--layers", "3"]
+    problem = {"type": "urn:midstream:invalid_request", "title": "no", "detail": "no"}
+    with server(reply(problem, 400)) as (url, seen), pytest.raises(SystemExit):
+        main.main([*fit, "--read", typed, "--model", "m", "--url", url])
+    assert from_json(seen.bodies[0], dict[str, Any])["read"] == sent
