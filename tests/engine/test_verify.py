@@ -16,7 +16,7 @@ from midstream.client.stack.promises import PROMISES
 COSTS = {"idle", "capture", "steer", "patch"}
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.timeout(1500)
 def test_verify_measures_every_promise_of_the_real_engines(tmp_path: Path) -> None:
     model = checkpoint("llama", tmp_path / "llama")
