@@ -2,10 +2,17 @@
 
     .venv/bin/python benchmarks/attribution.py          # after `make model` and `make lens`
     .venv/bin/python benchmarks/attribution.py --exact 60  # and how close they are to exact cells
+    .venv/bin/python benchmarks/attribution.py --served 5
+        # instead: jobs of a service, beside sweeps of the same grid on vLLM
 
 All layers and positions of the demo model on an IOI pair, float32. A forward pass is a plain one of
 the patched prompt, without gradients, that computes the logits of the last position. The medians of
 runs that take turns; TransformerLens runs in its own environment, between two halves of ours.
+
+`--served`: in each round, one after the other: a sweep of all cells of `pre_attn` (`resid_pre`), an
+attribution of the same grid, one that also computes the 50 largest estimates exactly, and
+TransformerLens' attribution patching of the same prompts, whose model is loaded already. Jobs are
+timed from the request until they have ended.
 """
 
 import argparse
@@ -17,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +33,18 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 
-from gradient_kit import exact, heads_at, load, sweep
+import httpx2
+from gradient_kit import exact, heads_at, sweep
 from lens_heads import ANSWER, CLEAN, CORRUPT, FOIL
+from patching import LAYERS, Pair, stack
+from patching import pair_of as served_pair
+from patching import sweep as whole_sweep
 
 from lens import MODEL
 from midstream.schemas.jobs.sweeps import StoredSweep
 from midstream.workers.gradients.attribution import Options, estimate_pair
 from midstream.workers.gradients.edges import edge_scores
-from midstream.workers.gradients.points import Points
+from midstream.workers.gradients.points import Points, load
 
 #: IOI with a first sentence, as long as many published pairs are.
 CONTEXT = (
@@ -99,6 +111,97 @@ def accuracy(points: Points, stored: StoredSweep, count: int) -> None:
     )
 
 
+#: Cells that the verified attribution computes exactly.
+TOP = 50
+
+
+class Lens:
+    """TransformerLens' attribution patching in a process that has the model loaded."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("lens_attribution.py")
+        self._process = subprocess.Popen(
+            [str(LENS), str(script), "serve"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+
+    def run(self, pair: Pair) -> tuple[float, np.ndarray]:
+        """Return the seconds, and the estimates `[layers, positions]`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(pair._asdict() | {"hook": "pre_attn"}) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        return answer["seconds"], np.array(answer["values"])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def attribution(
+    http: httpx2.Client, model: str, pair: Pair, verify: dict[str, int] | None
+) -> tuple[float, dict[str, Any]]:
+    """Return the seconds from the request until the job has ended, and the pair's result."""
+    asked = pair._asdict() | {"answer": [pair.answer], "foil": [pair.foil]}
+    body = {"model": model, "pairs": [asked], "hooks": ["resid_pre"], "metric": "logit_diff"}
+    start = time.perf_counter()
+    answer = http.post("/v1/attributions", json=body | {"verify": verify}).raise_for_status()
+    path = f"/v1/jobs/{answer.json()['id']}"
+    while (state := http.get(path, params={"wait": 30}).json()["state"]) in ("queued", "running"):
+        pass
+    seconds = time.perf_counter() - start
+    assert state == "succeeded", state
+    found = http.get(f"{path}/result").raise_for_status().json()["attribution"]["estimated"][0]
+    return seconds, found
+
+
+def ready(http: httpx2.Client, model: str, pair: Pair) -> None:
+    """Wait for the model's gradient worker, which begins to serve after the vLLM worker."""
+    while True:
+        try:
+            attribution(http, model, pair, None)
+        except httpx2.HTTPStatusError as error:
+            if "no gradient worker" not in error.response.text:
+                raise
+            time.sleep(2)
+        else:
+            return
+
+
+def served(rounds: int, length: int) -> None:
+    """Print seconds of each kind in each round, medians, ratios to the sweep and differences."""
+    pair, lens = served_pair(length), Lens()
+    cells = LAYERS * length
+    checks = {"estimates": None, f"top {TOP} exact": {"top": TOP, "random": 0, "doubtful": 0}}
+    seconds: dict[str, list[float]] = {name: [] for name in ("sweep", *checks, "TransformerLens")}
+    apart = 0.0
+    with stack("float32", True, False, gradients=True) as (http, model):
+        ready(http, model, pair)
+        for number in range(rounds + 1):  # the first is a warm-up
+            took = {"sweep": whole_sweep(http, model, pair).seconds}
+            for name, verify in checks.items():
+                took[name], found = attribution(http, model, pair, verify)
+            took["TransformerLens"], theirs = lens.run(pair)
+            ours = np.array(found["estimates"]["pre_attn"], dtype=float)
+            apart = max(apart, float(np.abs(ours - found["base"] - theirs).max()))
+            line = "  ".join(f"{name} {value:.2f} s" for name, value in took.items())
+            print(f"round {number}: {line}; load {os.getloadavg()[0]:.1f}", flush=True)
+            for name, value in took.items() if number else ():
+                seconds[name].append(value)
+    lens.close()
+    for name, values in seconds.items():
+        ratios = [whole / value for whole, value in zip(seconds["sweep"], values, strict=True)]
+        rates = ", ".join(f"{cells / value:,.0f}" for value in values)
+        print(
+            f"{name}: median {statistics.median(values):.2f} s; cells/s {rates}; "
+            f"{statistics.median(ratios):.2f} times as fast as the sweep "
+            f"({min(ratios):.2f} to {max(ratios):.2f})"
+        )
+    print(f"{cells} cells; largest difference of our estimates to TransformerLens': {apart:.2g}")
+
+
 def main(runs: int, count: int) -> None:
     points = Points(load(MODEL, torch.float32))
     for context in (CONTEXT, ""):
@@ -136,5 +239,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--exact", type=int, default=0, help="cells to compute exactly")
+    parser.add_argument("--served", type=int, default=0, help="rounds of jobs of a service")
+    parser.add_argument("--length", type=int, default=23, choices=[23, 100], help="prompt tokens")
     options = parser.parse_args()
-    main(options.runs, options.exact)
+    if options.served:
+        served(options.served, options.length)
+    else:
+        main(options.runs, options.exact)

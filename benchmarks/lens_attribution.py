@@ -5,6 +5,8 @@
         # tests/data/attribution.safetensors, which the unit tests are held to
     .cache/lens/bin/python benchmarks/lens_attribution.py time
         # seconds of its estimates, for benchmarks/attribution.py
+    .cache/lens/bin/python benchmarks/lens_attribution.py serve
+        # JSON lines: a pair in, seconds and estimates out, for the same
 
 Runs in an environment of its own (`requirements/lens.lock`), as `lens.py` beside it, and imports
 nothing of the product; the tiny checkpoints are those of the tests. float32.
@@ -173,13 +175,27 @@ def timed(runs: int) -> None:
                 print(json.dumps(line), flush=True)
 
 
+def serve() -> None:
+    """Answer each JSON line, a pair and its `hook`, with seconds and `[layers, positions]`."""
+    lens = Lens(MODEL, "float32")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        found = Attribution(lens, asked)
+        start = time.perf_counter()
+        grid = found.grids({asked["hook"]: HOOKS[asked["hook"]]})[asked["hook"]]
+        seconds = time.perf_counter() - start
+        print(json.dumps({"seconds": seconds, "values": grid.tolist()}), flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["golden", "time"])
+    parser.add_argument("what", choices=["golden", "time", "serve"])
     parser.add_argument("--file", type=Path, default=GOLDEN)
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
     if options.what == "golden":
         golden(options.file)
+    elif options.what == "serve":
+        serve()
     else:
         timed(options.runs)

@@ -253,7 +253,12 @@ def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> M
     message = shortened(message)
     if not name:
         return MidstreamError("invalid_request", message)
-    parameter = request.route_handler.parsed_fn_signature.parameters.get(name)
+    handler = request.route_handler
+    providers = handler.resolve_dependencies().values()
+    signatures = [each.parsed_fn_signature for each in (handler, *providers)]
+    parameter = next(
+        (each.parameters[name] for each in signatures if name in each.parameters), None
+    )
     # Litestar reserves some names, so the handler's may not be the public one
     public = getattr(parameter.kwarg_definition, "name", None) if parameter else None
     kind = parameter.annotation if parameter else Any

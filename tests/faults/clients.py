@@ -35,7 +35,7 @@ WAYS = {
     "sweep": 1,
 }
 #: And of those that a gradient worker begins, where there is one.
-GRADIENT_WAYS = {"attribution": 4, "cancelled attribution": 1, "fit": 2}
+GRADIENT_WAYS = {"attribution": 4, "cancelled attribution": 1, "fit": 1}
 #: Kind of job → where it is requested.
 PATHS = {
     "job": "/v1/jobs",
@@ -62,7 +62,7 @@ FIT: dict[str, Any] = {
     "method": "vector",
     "layers": [1],
     "examples": [{"prompt": f"number {n} is", "target": " even"} for n in range(8)],
-    "steps": 8,
+    "steps": 3,
     "learning_rate": 0.1,
     "register": "always",
 }

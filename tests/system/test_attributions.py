@@ -49,7 +49,7 @@ from midstream.storage.formats.sae_files import reading
 
 TOP, RANDOM, DOUBTFUL = 4, 6, 2
 BOTH = [pair(), pair(CLEAN.replace("The", "Our"), CORRUPT.replace("The", "Our"))]
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 #: Of the autoencoder; the rows are wider.
 FEATURES = 6
 BODY = {
