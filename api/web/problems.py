@@ -254,8 +254,8 @@ def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> M
     if not name:
         return MidstreamError("invalid_request", message)
     handler = request.route_handler
-    providers = handler.resolve_dependencies().values()
-    signatures = [each.parsed_fn_signature for each in (handler, *providers)]
+    signatures = [handler.parsed_fn_signature]
+    signatures += [each.parsed_fn_signature for each in handler.resolve_dependencies().values()]
     parameter = next(
         (each.parameters[name] for each in signatures if name in each.parameters), None
     )
