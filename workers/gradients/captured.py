@@ -39,7 +39,7 @@ def finished(
     """Return the captures of a request, with their gradient rows; those with the same scalar share
     a backward pass. `tensors`: those of probes, by name.
 
-    Raises NonFiniteGradient, UnsupportedArchitectureError, and SaeError for changed files.
+    Raises NonFiniteGradient, UnsupportedArchitectureError, and what `load_sae` raises.
     """
     tokens, spec, result = list(ask.token_ids), rank_spec(ask, GlobalSteering()), []
     assert spec is not None, "the request has captures"
@@ -108,9 +108,7 @@ def scalar_of(
     tensors: Mapping[str, torch.Tensor],
     load_sae: Callable[[StoredSae], Autoencoder],
 ) -> Scalar:
-    """Return a scalar, see `schemas.requests.scalars.ScalarSpec`. Raises SaeError for changed
-    files.
-    """
+    """Return a scalar, see `schemas.requests.scalars.ScalarSpec`. Raises what `load_sae` raises."""
     at = stored.positions
     if stored.kind == "logit":
         token, foil = stored.token, stored.foil

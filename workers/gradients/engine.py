@@ -35,7 +35,6 @@ from ...schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle
 from ...schemas.jobs.receipts import Receipt
 from ...schemas.requests.attributions import Estimate
 from ...schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
-from ...storage.formats.sae_files import folder_of
 from ...storage.store import open_store
 from ..engine.checkpoint import check_folder
 from ..engine.identity import BOOT
@@ -56,8 +55,7 @@ from ..runner.edits.actions import ActionLedger
 from ..runner.files.finished_rows import FinishedCapture
 from ..runner.files.writer import WriteJob, make_writer
 from ..runner.hooks.architectures import UnsupportedArchitectureError
-from ..runner.readings.sae import Autoencoder
-from ..runner.readings.sae import load as load_sae
+from ..runner.readings.sae import Autoencoder, load_registered
 from ..runner.support.build_errors import reason_of
 from ..runner.support.quantisation import quantisation_of
 from . import agreement, captured, estimates
@@ -322,7 +320,8 @@ class TransformersEngine:
         return self._pace[1] * (len(pair.base) + len(pair.source))
 
     def _load_sae(self, sae: StoredSae) -> Autoencoder:
-        return load_sae(folder_of(self._settings.sae_root, sae.path), sae.digest)
+        settings = self._settings
+        return load_registered(sae, settings.sae_root, settings.sae_cache_mib << 20)
 
     async def generate(
         self, ask: EngineRequest, global_steering: GlobalSteering

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from ...schemas.artifacts.saes import StoredSae
 from ...schemas.base.settings import Settings
 from ...schemas.base.tensors import Tensor, from_numpy
 from ...schemas.jobs.sweeps import StoredSweep, Unit
 from ...schemas.requests.source_runs import RunFiles
-from ...storage.formats.sae_files import SaeError, folder_of
 from ...storage.store import open_store
 from .sweep_neurons import read_rows
 
@@ -27,6 +27,33 @@ ROWS = 1024
 _ENCODED = 64
 
 
+class _Loaded:
+    """The one autoencoder that this process has loaded: those of several jobs do not add up."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self._digest = ""
+        self._sae: Autoencoder | None = None
+
+    def get(self, settings: Settings, named: StoredSae) -> "Autoencoder":
+        """Return it, loaded in place of another. Raises MidstreamError. Call it with `turn`."""
+        from ..runner.readings.sae import load_registered
+
+        if self._sae is None or self._digest != named.digest:
+            self._sae = None
+            self._sae = load_registered(named, settings.sae_root, settings.sae_cache_mib << 20)
+            self._digest = named.digest
+        return self._sae
+
+    def drop(self, digest: str) -> None:
+        with self.turn:
+            if self._digest == digest:
+                self._sae = None
+
+
+_LOADED = _Loaded()
+
+
 class FeatureRows:
     """The patched rows of one sweep's features. Call it off the event loop; it imports torch."""
 
@@ -34,8 +61,6 @@ class FeatureRows:
         assert sweep.attributed is not None
         assert sweep.attributed.sae is not None
         self._settings, self._sweep, self._named = settings, sweep, sweep.attributed.sae
-        self._sae: Autoencoder | None = None
-        self._loading = threading.Lock()
 
     def batches(self, units: Sequence[Unit]) -> Iterator[list[Unit]]:
         """Yield units of one pair in batches of about `ROWS` rows, those of a column together."""
@@ -56,14 +81,22 @@ class FeatureRows:
         """Return the number of each unit → the row that is written at each place of its column.
 
         `base`, `source`: the unpatched runs of the pair; no source in an ablation. `units`: one of
-        `batches`. Raises OSError, ValueError for rows or files that are not as expected, and
-        MidstreamError for a folder that is missing.
+        `batches`. Raises OSError, ValueError for rows that are not as expected, and MidstreamError
+        for an autoencoder that cannot be loaded.
         """
+        with _LOADED.turn:
+            return self._rows(_LOADED.get(self._settings, self._named), base, source, units)
+
+    def close(self) -> None:
+        """Drop the autoencoder; another job that has it loads it again."""
+        _LOADED.drop(self._named.digest)
+
+    def _rows(
+        self, sae: "Autoencoder", base: RunFiles, source: RunFiles | None, units: Sequence[Unit]
+    ) -> dict[int, list[Tensor]]:
         import torch
 
         site = self._named.hook, self._named.layer
-        with self._loading:
-            sae = self._load()
         store = open_store(self._settings.artifacts)
 
         def read(files: RunFiles) -> torch.Tensor:
@@ -89,13 +122,3 @@ class FeatureRows:
                     moved = sae.exchanged(rows, parts, unit.feature).numpy()
                     result[unit.number] += map(from_numpy, moved)
         return result
-
-    def _load(self) -> "Autoencoder":
-        if self._sae is None:
-            from ..runner.readings.sae import load
-
-            most, named = self._settings.sae_cache_mib << 20, self._named
-            if named.bytes > most:
-                raise SaeError(f"{named.name!r} has {named.bytes} bytes, more than sae_cache_mib")
-            self._sae = load(folder_of(self._settings.sae_root, named.path), named.digest)
-        return self._sae

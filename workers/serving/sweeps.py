@@ -169,6 +169,8 @@ class SweepAttempt:
             await self._compute_units()
             await self._restore()
         finally:
+            if self._features is not None:
+                await asyncio.to_thread(self._features.close)
             await self._engine.release_vectors(names)
         if all(pair.useless for pair in self._pairs):
             raise MidstreamError("useless_baseline", self._pairs[0].useless, field="metric")

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding_bag
 
-from ....schemas.artifacts.saes import SaeForm
+from ....schemas.artifacts.saes import SaeForm, StoredSae
+from ....schemas.base.errors import MidstreamError
 from ....schemas.requests.interventions import LAYER_NORM_EPS
-from ....storage.formats.sae_files import SaeError, reading, tensors_of
+from ....storage.formats.sae_files import SaeError, folder_of, reading, tensors_of
 
 #: Bytes of dense activations at a time: rows are encoded in chunks of about this size.
 CHUNK_BYTES = 32 << 20
@@ -220,3 +221,18 @@ def load(folder: Path, digest: str) -> Autoencoder:
             for name, tensor in tensors_of(content.form, file).items()
         }
     return Autoencoder(content.form, tensors)
+
+
+def load_registered(sae: StoredSae, root: str, most: int) -> Autoencoder:
+    """Load a registered autoencoder of at most `most` bytes, outside of the ranks' cache.
+
+    `root`: the folder that contains the autoencoders' folders. Raises MidstreamError: it is larger,
+    its folder is missing, or its files have changed.
+    """
+    if sae.bytes > most:
+        detail = f"{sae.name!r} has {sae.bytes} bytes of weights, more than {most} (sae_cache_mib)"
+        raise MidstreamError("intervention_failed", detail)
+    try:
+        return load(folder_of(root, sae.path), sae.digest)
+    except SaeError as error:
+        raise MidstreamError("intervention_failed", f"{sae.name!r}: {error}") from error

@@ -74,6 +74,8 @@ CHANGED = {
     "end of an edge": {"edges": [replace(EDGE, receiver=EdgeEnd("mlp", 0))]},
     "score of a feature": {"features": [FeatureScore(0, 3, 0.1250001)]},
     "feature": {"features": [FeatureScore(0, 4, 0.125)]},
+    "drawn feature": {"drawn": [FeatureScore(0, 5, 0.0625)]},
+    "choice": {"chosen": {"top": [3]}},
 }
 
 

@@ -2,6 +2,7 @@
 sae-lens' own activations, and how they are sent in batches.
 """
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from sae_rows import FORMS, ROOT
 from safetensors.numpy import load_file
 
 from midstream.schemas.artifacts.saes import StoredSae
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.tensors import to_numpy
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, Unit
 from midstream.schemas.requests.attributions import StoredAttribution, Verify
 from midstream.storage.formats.sae_files import reading
+from midstream.workers.gradients.engine import TransformersEngine
 from midstream.workers.serving import sweep_features
 from midstream.workers.serving.sweep_features import FeatureRows
 
@@ -128,7 +131,27 @@ def test_an_autoencoder_that_changed_or_is_too_large_is_refused(tmp_path: Path) 
         sae = replace(asked.attributed.sae, **fields)
         return replace(asked, attribution=replace(asked.attributed, sae=sae))
 
-    with pytest.raises(ValueError, match="sae_cache_mib"):
-        rows_of(tmp_path, changed(bytes=2 << 20), units((0, 1)), sae_cache_mib=1)
-    with pytest.raises(ValueError, match="changed since it was registered"):
-        rows_of(tmp_path, changed(digest="other"), units((0, 1)))
+    large, other = changed(bytes=2 << 20), changed(digest="other")
+    with pytest.raises(MidstreamError, match="sae_cache_mib") as refused:
+        rows_of(tmp_path, large, units((0, 1)), sae_cache_mib=1)
+    assert refused.value.kind == "intervention_failed"
+    with pytest.raises(MidstreamError, match="changed since it was registered"):
+        rows_of(tmp_path, other, units((0, 1)))
+    engine = TransformersEngine(Settings(model="m", sae_dir=str(ROOT), sae_cache_mib=1))
+    for asked, why in ((large, "sae_cache_mib"), (other, "changed since it was registered")):
+        assert asked.attributed is not None
+        assert asked.attributed.sae is not None
+        with pytest.raises(MidstreamError, match=why):
+            engine._load_sae(asked.attributed.sae)
+
+
+def test_autoencoders_of_several_jobs_do_not_add_up(tmp_path: Path) -> None:
+    gone = []
+    for form in ("standard", "jumprelu"):
+        rows_of(tmp_path, sweep(form), units((0, 1)))
+        weakref.finalize(sweep_features._LOADED._sae, gone.append, form)
+    assert gone == ["standard"]
+    FeatureRows(Settings(), sweep("standard")).close()
+    assert gone == ["standard"], "another job's stays"
+    FeatureRows(Settings(), sweep("jumprelu")).close()
+    assert gone == ["standard", "jumprelu"]
