@@ -190,7 +190,11 @@ def grid_routes(row: Grids) -> list[Any]:
     ) -> SweepPlan:
         return await plan_of(data, context, caller)
 
-    async def standing(job_id: JobId, context: AppContext, caller: Caller) -> row.view:  # type: ignore[name-defined]
+    async def standing(
+        job_id: JobId,
+        context: AppContext,
+        caller: Caller,
+    ) -> row.view:  # type: ignore[name-defined]
         view = seen(caller, await context.ledger.view(job_id))
         if view.kind != kind:
             raise MidstreamError("not_found", f"job {job_id} is not of kind {kind!r}")

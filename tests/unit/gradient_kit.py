@@ -10,6 +10,7 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
+from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
 from midstream.schemas.prompts.selectors import Hook
 from midstream.workers.gradients import attention
@@ -18,6 +19,23 @@ from midstream.workers.gradients.points import Points, Site
 
 BASE = [20, 21, 22, 63, 24, 25, 26, 77, 28, 29]
 SOURCE = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]
+
+
+def model_info(num_layers: int = 2, hidden_size: int = 8, hooks: Sequence[Hook] = ()) -> ModelInfo:
+    """A Llama's description, as a worker publishes it."""
+    return ModelInfo(
+        name="m",
+        version="1",
+        architecture="LlamaForCausalLM",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        vocab_size=32,
+        max_model_len=64,
+        dtype="float32",
+        hooks=[*hooks],
+        tokenizer="",
+        identity="i" * 64,
+    )
 
 
 def load(folder: Path, dtype: torch.dtype) -> Any:

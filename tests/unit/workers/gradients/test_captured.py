@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gradient_kit import model_info
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.jobs.jobs import Sampling
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.scalars import StoredScalar
 from midstream.schemas.requests.specs import StoredCapture
@@ -46,19 +46,7 @@ def request_of(*captures: StoredCapture) -> EngineRequest:
     return EngineRequest("job_1", 0, 1, TOKENS, Sampling(max_tokens=1), captures=list(captures))
 
 
-INFO = ModelInfo(
-    name="m",
-    version="1",
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=16,
-    vocab_size=32,
-    max_model_len=64,
-    dtype="float32",
-    hooks=[],
-    tokenizer="",
-    identity="i" * 64,
-)
+INFO = model_info(hidden_size=16)
 
 
 def rows(

@@ -8,26 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gradient_kit import model_info
 from midstream_fake_engine.gradients import small_model
 
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
 from midstream.schemas.jobs.jobs import State
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.workers.gradient_jobs import fit_attempt
 
-INFO = ModelInfo(
-    name="m",
-    version="1",
-    architecture="LlamaForCausalLM",
-    num_layers=3,
-    hidden_size=8,
-    vocab_size=32,
-    max_model_len=64,
-    dtype="float32",
-    hooks=["post_block"],
-    tokenizer="",
-    identity="i" * 64,
-)
+INFO = model_info(num_layers=3, hooks=["post_block"])
 WANTED = StoredLensFit(
     name="mine",
     folder="mine",

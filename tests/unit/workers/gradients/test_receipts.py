@@ -7,31 +7,19 @@ import weakref
 from typing import Any
 
 import pytest
-from gradient_kit import BASE, SOURCE
+from gradient_kit import BASE, SOURCE, model_info
 from midstream_fake_engine.gradients import small_model
 from msgspec.structs import replace
 
 from midstream.schemas.base.settings import Settings
-from midstream.schemas.jobs.models import GradientInfo, ModelInfo
+from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
 from midstream.schemas.requests.attributions import Edge, EdgeEnd, Estimate, FeatureScore
 from midstream.workers.engine.protocol import EstimateRequest
 from midstream.workers.gradients.engine import TransformersEngine
 from midstream.workers.gradients.memory import Footprint
 
-INFO = ModelInfo(
-    name="m",
-    version="1",
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=8,
-    vocab_size=32,
-    max_model_len=64,
-    dtype="float32",
-    hooks=[],
-    tokenizer="",
-    identity="i" * 64,
-)
+INFO = model_info()
 PAIR = StoredPair(base=BASE, source=SOURCE, answer=[1], foil=[2], columns=[])
 SWEEP = StoredSweep(pairs=[PAIR], hooks=["z"], layers=[0], metric="logit_diff", direction="denoise")
 ASK = EstimateRequest("job_1", 7, 1, SWEEP, 0)
