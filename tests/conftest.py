@@ -74,7 +74,7 @@ LONGEST = (
     "test_worker_processes.py",
 )
 #: Engines that are slow to start, or started for few tests → the one file whose tests of them
-#: are not `long`.
+#: are not in the matrix.
 SLOW_ENGINES = {
     "compiled": "test_modes.py",
     "v2": "test_modes.py",
@@ -141,7 +141,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if stage == "engine":
             slow = engines_of(item) & SLOW_ENGINES.keys()
             if any(SLOW_ENGINES[engine] != item.path.name for engine in slow):
-                item.add_marker("long")
+                item.add_marker("matrix")
 
     def turn(item: pytest.Item) -> tuple[int, int]:
         name = item.path.name

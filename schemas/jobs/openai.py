@@ -37,6 +37,7 @@ from .jobs import (
     StopTokens,
     StructuredRequest,
 )
+from .models import GradientInfo
 
 #: Field → the values that ask for nothing. Anything else is refused with the field's name.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -406,6 +407,8 @@ class ModelCard(Record):
     certificate: Certificate | None = None
     # only of `GET /v1/models/{name}`: how its layers turn queries and keys into patterns
     attention: list[AttentionKind] = []
+    # only of `GET /v1/models/{name}`, of its gradient workers; null: there was none
+    gradients: GradientInfo | None = None
 
 
 class ModelList(Record):

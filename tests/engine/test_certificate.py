@@ -238,7 +238,11 @@ def compared(made: Certificate) -> dict[str, bool]:
             marks=pytest.mark.matrix,
         ),
         pytest.param(
-            "GptOssForCausalLM", {"swiglu_limit": 0.3}, "mlp_out", "float32", marks=pytest.mark.long
+            "GptOssForCausalLM",
+            {"swiglu_limit": 0.3},
+            "mlp_out",
+            "float32",
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "GptOssForCausalLM",
@@ -252,7 +256,7 @@ def compared(made: Certificate) -> dict[str, bool]:
             {"time_step_limit": [0.0, 0.01]},
             "post_attn",
             "float32",
-            marks=pytest.mark.long,
+            marks=pytest.mark.matrix,
         ),
     ],
 )

@@ -42,17 +42,9 @@ STEERED = [
 ]
 
 
-def rows(table: list[tuple[str, Way]], way: tuple[str, str, str]) -> list[Any]:
-    """Rows of a table as parameters; only the one of `way` is not in the matrix."""
-    return [
-        pytest.param(
-            name,
-            each,
-            id=f"{name} {each.name}",
-            marks=() if each == Way(*way) else pytest.mark.matrix,
-        )
-        for name, each in table
-    ]
+def rows(table: list[tuple[str, Way]]) -> list[Any]:
+    """Rows of a table as parameters."""
+    return [pytest.param(name, each, id=f"{name} {each.name}") for name, each in table]
 
 
 #: Architecture → marks: those that are tried every time are of different kinds.
@@ -91,8 +83,10 @@ def captured(checkpoints, nurseries, tmp_path_factory: pytest.TempPathFactory) -
     [
         *(pytest.param(name, "float32", marks=marks) for name, marks in MARKS.items()),
         *(
-            pytest.param(name, "bfloat16", marks=pytest.mark.matrix if marks else pytest.mark.long)
-            for name, marks in MARKS.items()
+            pytest.param(
+                name, "bfloat16", marks=pytest.mark.long if name == "gpt2" else pytest.mark.matrix
+            )
+            for name in MARKS
         ),
     ],
 )
@@ -109,8 +103,8 @@ def test_every_hook_of_every_architecture_gives_transformers_rows_plain_and_edit
 
 
 # field case 5
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "way"), rows(OTHERS, ("v2", "compiled", "float32")))
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "way"), rows(OTHERS))
 def test_compiled_and_v2_captures_match_transformers(
     name: str, way: Way, captured, checkpoints
 ) -> None:
@@ -122,8 +116,8 @@ def test_compiled_and_v2_captures_match_transformers(
 
 
 # field case 5
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "way"), rows(STEERED, ("v1", "eager", "bfloat16")))
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "way"), rows(STEERED))
 def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
     name: str, way: Way, checkpoints, nurseries, tmp_path
 ) -> None:

@@ -75,7 +75,7 @@ def test_a_constraint_of_too_many_rules_is_refused() -> None:
     assert "rules" in grammar
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_what_would_occupy_the_engine_is_refused_and_the_next_is_served() -> None:
     slower, empty, after = outcomes(
         {"regex": "((a*)*)*"},  # each token takes longer than the one before

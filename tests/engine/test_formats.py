@@ -26,6 +26,11 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 ALLOWED = {ALPHABET.index(letter) for letter in "xyz"}
 FORM = StructuredRequest(regex="(x|y|z){5,9}")
 
+MARKS = {
+    "v2 runner": [pytest.mark.matrix],
+    "two ranks": [pytest.mark.ranks],
+    "two stages": [pytest.mark.ranks, pytest.mark.matrix],
+}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "few blocks": {"num_gpu_blocks": 8},  # so few that requests preempt one another
@@ -57,9 +62,7 @@ def spelling(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(way, marks=pytest.mark.ranks) if way.startswith("two") else way for way in WAYS
-    ],
+    params=[pytest.param(way, marks=MARKS.get(way, ())) for way in WAYS],
 )
 def host(
     request: pytest.FixtureRequest,

@@ -12,29 +12,12 @@ from typing import Any
 import pytest
 from perturbed import CHANGES, PAGE, SHOWS, attempt, cases, label, read_page
 
-#: Tried with the long tests: some that stock vLLM reads. Of those that it leaves out,
-#: `test_certificate.py` starts engines.
-LONG = {
-    "StableLmForCausalLM": ("hidden_act",),
-    "GraniteMoeForCausalLM": ("hidden_act",),
-    "Olmo3ForCausalLM": ("rope_parameters",),
-}
 
-
-def params() -> list[Any]:
-    marks = {True: pytest.mark.long, False: pytest.mark.matrix}
-    return [
-        pytest.param(
-            name,
-            change,
-            id=f"{name} {label(change)}",
-            marks=marks[next(iter(change)) in LONG.get(name, ())],
-        )
-        for name, change in cases()
-    ]
-
-
-@pytest.mark.parametrize(("name", "change"), params())
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [pytest.param(name, change, id=f"{name} {label(change)}") for name, change in cases()],
+)
 def test_a_changed_field_is_served_as_transformers_or_refused(
     name: str, change: Mapping[str, Any], nursery, tmp_path: Path
 ) -> None:

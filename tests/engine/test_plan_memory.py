@@ -33,7 +33,7 @@ direct.close()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "demo"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("demo", marks=pytest.mark.matrix)])
 def test_the_ranks_buffers_are_as_large_as_planned(name: str, llama: Path, tmp_path: Path) -> None:
     folder = llama if name == "llama" else fetch_demo_model()
     settings = Settings(

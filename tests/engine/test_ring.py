@@ -115,7 +115,7 @@ def test_rows_of_cached_blocks_take_no_room_in_the_ring(small: Host, reference: 
     rows_match(small, reference, second, output)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_drafts_and_prompts_fit_the_ring_together(
     engine: Callable[..., Host], reference: Reference
 ) -> None:
@@ -131,7 +131,7 @@ def test_drafts_and_prompts_fit_the_ring_together(
     host.close()
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_rows_equal_those_of_a_ring_that_holds_the_whole_step(
     engine: Callable[..., Host], small: Host, reference: Reference
 ) -> None:

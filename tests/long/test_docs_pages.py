@@ -21,7 +21,18 @@ METRICS_PORT = "8360"
 PORT = re.compile(r"(?<!\d)83\d\d(?!\d)")
 ENGINE_START_S = 500.0
 #: Pages that take minutes: `make test-matrix` runs them.
-SLOW = ("attention", "choose-steering", "harvest", "lens", "patching", "scheduling")
+SLOW = (
+    "attention",
+    "choose-steering",
+    "client",
+    "extending",
+    "harvest",
+    "http",
+    "lens",
+    "patching",
+    "probes",
+    "scheduling",
+)
 #: The id that `midstream up` gives its worker on a machine called `vm`.
 WORKER = "vm-SmolLM2-135M-Instruct"
 

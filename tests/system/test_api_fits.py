@@ -58,7 +58,9 @@ def training(job: str) -> Training:
 
 
 def test_fit_is_a_job_of_the_gradient_queue(api: Api, hand: Hand) -> None:
+    assert api.http.get(f"/v1/models/{MODEL}").json()["gradients"] is None
     gradients(hand)
+    assert api.http.get(f"/v1/models/{MODEL}").json()["gradients"]["device"] == "cpu"
     answer = api.http.post("/v1/modules/fit", json=BODY)
     assert answer.status_code == 202, answer.text
     view = answer.json()

@@ -12,7 +12,7 @@ import triton
 from packaging.version import Version
 from tree import ROOT
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.matrix
 
 #: Bytes of a thread that are spilled at most, by the dtype's bytes: 88 before features of
 #: autoencoders that normalise rows. Measured with Triton 3.6, 88 to 112 and 0 to 96.

@@ -70,7 +70,7 @@ def test_the_interpreted_kernels_have_the_property(
     assert faults[sentence] is None, faults[sentence]
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_the_interpreted_kernels_do_in_random_steps_what_the_reference_does() -> None:
     assert tried(RANDOM) == dict.fromkeys(RANDOM)
 

@@ -34,7 +34,7 @@ def test_the_tree_holds_no_secret() -> None:
     assert [*check_secrets.faults(check_secrets.tree())] == []
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_the_history_holds_no_secret_but_the_burnt_ones() -> None:
     assert [*check_secrets.faults(check_secrets.history(), secret_files.BURNT)] == []
 

@@ -78,7 +78,7 @@ def test_processes_that_vllm_starts_have_it_as_well() -> None:
     assert "torchvision.io" in found
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_processes_that_multiprocessing_spawns_have_it_as_well(tmp_path: Path) -> None:
     """They take over the path of the process that spawns them, and not `PYTHONPATH`."""
     script = tmp_path / "script.py"
