@@ -106,7 +106,7 @@ test-unit: $(READY) ## unit tests: no engine, no server
 
 test-system: $(READY) model ## system tests: real Redis, Celery, ZeroMQ and HTTP
 	@echo "== system tests"
-	@$(PYTEST) $(SHARED) 6 -m "system and not matrix $(NOT_LONG)" tests/system
+	@$(PYTEST) $(SHARED) 4 -m "system and not matrix $(NOT_LONG)" tests/system
 
 # The tests of the page drive Debian's browser. As root it is installed; otherwise the tests fail and say how to install it.
 .PHONY: browser
@@ -154,7 +154,7 @@ test-redis: $(READY) model .cache/redis/.ready ## system tests over other versio
 	@failed=0; \
 	for server in $(REDIS); do \
 	  echo "== system tests with $$server"; \
-	  REDIS_SERVER=$$server $(PYTEST) $(SHARED) 6 -m "system and not matrix $(NOT_LONG)" tests/system || failed=1; \
+	  REDIS_SERVER=$$server $(PYTEST) $(SHARED) 4 -m "system and not matrix $(NOT_LONG)" tests/system || failed=1; \
 	done; \
 	exit $$failed
 

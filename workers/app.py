@@ -60,9 +60,9 @@ EXIT_NO_ENGINE = 3  # the engine never started
 EXIT_ENGINE_DIED = 70
 #: An orderly end after the engine's death takes a second or two; after this the process is killed.
 EXIT_DEADLINE_S = 6.0
-#: Concurrent jobs of a gradient worker, which takes turns between them: others wait in the queue,
-#: for any worker.
-GRADIENT_JOBS = 4
+#: Concurrent jobs of a gradient worker, which takes turns between them, and ends them before it
+#: stops. Others wait in the queue, for any worker.
+GRADIENT_JOBS = 2
 #: The environment variable that names the file which `compose/worker.sh` makes and
 #: `broker.health.worker` reads. Docker keeps 4 KiB of what a health check prints.
 NOTE_VARIABLE, NOTE_CHARS = "WORKER_STARTING_NOTE", 2000

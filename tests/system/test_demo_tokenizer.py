@@ -13,7 +13,7 @@ from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.prompts.selectors import Span
 from midstream.workers.demo_model import fetch_demo_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.matrix
 
 WORDS = [
     "The",

@@ -6,6 +6,7 @@ Everything is real but the model: a small random Llama, whose rows the fake vLLM
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,25 @@ def lens_fit(**changes: Any) -> LensFitRequest:
     return msgspec.convert(LENS | changes, LensFitRequest)
 
 
-@pytest.fixture
-def stack(tmp_path: Any) -> Iterator[Stack]:
-    with Stack(tmp_path, api=True) as running:
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("fits"), api=True) as running:
         running.spawn("worker-g", engine="gradients-fake")
         running.wait_ready("worker-g")
         yield running
 
 
-@pytest.fixture
+@contextmanager
+def slow_worker(stack: Stack) -> Iterator[None]:
+    """Within the block, each step of a fit takes half a second."""
+    stack.end("worker-g")
+    stack.restart("worker-g", engine="gradients-fake", engine_options={"token_s": 0.5})
+    yield
+    stack.kill("worker-g")
+    stack.restart("worker-g", engine="gradients-fake")
+
+
+@pytest.fixture(scope="module")
 def client(stack: Stack) -> Iterator[Client]:
     with Client(stack.url) as running:
         yield running
@@ -88,31 +99,31 @@ def test_same_fit_gives_the_same_module(client: Client) -> None:
 
 
 def test_module_is_not_registered_if_nobody_wants_it(client: Client) -> None:
-    result = client.fit_module(**FIT, register="never")
+    result = client.fit_module(**FIT | {"name": "unwanted", "register": "never"})
     assert (result.digest, result.reason) == ("", "register is 'never'")
-    assert list(client.modules.list("fake-model")) == []
+    assert "unwanted" not in {module.name for module in client.modules.list("fake-model")}
 
 
-def test_cancelled_fit_registers_nothing(stack: Stack, client: Client) -> None:
-    stack.end("worker-g")
-    stack.restart("worker-g", engine="gradients-fake", engine_options={"token_s": 0.5})
-    job_id = client.fits.submit(msgspec.convert(FIT, FitRequest)).id
-    until_running(client, job_id)
-    client.jobs.cancel(job_id)
-    assert client.jobs.wait(job_id).state is State.CANCELLED
-    assert list(client.modules.list("fake-model")) == []
+def test_cancelled_fits_register_nothing(stack: Stack, client: Client) -> None:
+    asked = [msgspec.convert(FIT | {"name": "stopped"}, FitRequest), lens_fit(name="stopped")]
+    with slow_worker(stack):
+        jobs = [client.fits.submit(fit).id for fit in asked]
+        for job_id in jobs:
+            until_running(client, job_id)
+            client.jobs.cancel(job_id)
+        assert {client.jobs.wait(job_id).state for job_id in jobs} == {State.CANCELLED}
+    assert "stopped" not in {module.name for module in client.modules.list("fake-model")}
+    assert list(client.jacobians.list("fake-model")) == []
+    assert not Path(stack.settings.lens_root, "stopped").exists()
 
 
 def test_killed_worker_loses_no_fit(stack: Stack, client: Client) -> None:
-    stack.end("worker-g")
-    stack.restart("worker-g", engine="gradients-fake", engine_options={"token_s": 0.5})
-    job_id = client.fits.submit(msgspec.convert(FIT, FitRequest)).id
-    until_running(client, job_id)
-    stack.kill("worker-g")
-    stack.restart("worker-g", engine="gradients-fake")
+    with slow_worker(stack):
+        job_id = client.fits.submit(msgspec.convert(FIT | {"name": "kept"}, FitRequest)).id
+        until_running(client, job_id)
     result = client.fits.result(job_id)
     assert client.jobs.get(job_id).attempt > 1  # a slow machine may lose a lease as well
-    assert client.modules.get("even").digest == result.digest
+    assert client.modules.get("kept").digest == result.digest
 
 
 def test_fitted_lens_is_registered_with_its_error_and_read(stack: Stack, client: Client) -> None:
@@ -144,22 +155,11 @@ def test_fit_of_a_name_that_exists_keeps_the_former_file(stack: Stack, client: C
     assert files[0] != files[1]
 
 
-def test_cancelled_fit_of_a_lens_registers_nothing(stack: Stack, client: Client) -> None:
-    stack.end("worker-g")
-    stack.restart("worker-g", engine="gradients-fake", engine_options={"token_s": 0.5})
-    job_id = client.fits.submit(lens_fit()).id
-    until_running(client, job_id)
-    client.jobs.cancel(job_id)
-    assert client.jobs.wait(job_id).state is State.CANCELLED
-    assert list(client.jacobians.list("fake-model")) == []
-    assert not Path(stack.settings.lens_root, "said").exists()
-
-
 def test_folder_that_cannot_be_written_fails_the_fit(stack: Stack, client: Client) -> None:
     root = Path(stack.settings.lens_root)
     root.mkdir(parents=True, exist_ok=True)
-    (root / "said").write_text("a file in the way")
+    (root / "blocked").write_text("a file in the way")
     with pytest.raises(MidstreamError, match="cannot be written") as failed:
-        client.fit_lens(**LENS)
+        client.fit_lens(**LENS | {"name": "blocked"})
     assert failed.value.kind == "internal"
-    assert list(client.jacobians.list("fake-model")) == []
+    assert "blocked" not in {lens.name for lens in client.jacobians.list("fake-model")}

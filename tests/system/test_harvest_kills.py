@@ -37,9 +37,8 @@ POINTS = {
     "relay.received": "relay",
     "relay.committed": "relay",
 }
-#: Those of them that are tried every time, and in CI; the others are rows of the matrix.
+#: Those of them that are tried every time; the others are rows of the matrix.
 FEW = ("harvest.part", "receipt.sent", "relay.committed")
-LONG = ("harvest.planned", "harvest.sealing", "worker.stored")
 #: Those where files matter; a minute each, so that most are rows of the matrix.
 OF_BUCKETS = [
     name if name == "harvest.part" else pytest.param(name, marks=pytest.mark.matrix)
@@ -103,12 +102,7 @@ def check_kill(stack: Stack, whole: Harvest, point: str, bucket: bool) -> None:
 
 @pytest.mark.parametrize(
     "point",
-    [
-        point
-        if point in FEW
-        else pytest.param(point, marks=pytest.mark.long if point in LONG else pytest.mark.matrix)
-        for point in POINTS
-    ],
+    [point if point in FEW else pytest.param(point, marks=pytest.mark.matrix) for point in POINTS],
 )
 def test_a_harvest_survives_a_kill_at(stack: Stack, whole: Harvest, point: str) -> None:
     check_kill(stack, whole, point, bucket=False)

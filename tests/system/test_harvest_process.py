@@ -224,7 +224,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], str], str | None]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.matrix if "15 MB" in name else ()) for name in HOSTILE],
+)
 def test_a_hostile_source_stays_within_the_memory(
     tmp_path: Path, process: SourceProcess, name: str
 ) -> None:

@@ -438,7 +438,7 @@ def test_the_doctor_finds_a_healthy_stack_by_its_data_directory(
         (disk_checks, "FSYNC_{}_MS", "disk fsync"),
     ],
 )
-@pytest.mark.parametrize("level", ["warn", "fail"])
+@pytest.mark.parametrize("level", ["warn", pytest.param("fail", marks=pytest.mark.matrix)])
 def test_the_doctor_reports_a_slow_redis_and_a_slow_disk(
     stack: Seen,
     patient_doctor: None,
@@ -454,6 +454,7 @@ def test_the_doctor_reports_a_slow_redis_and_a_slow_disk(
     assert found[about].advice
 
 
+@pytest.mark.matrix
 def test_the_doctor_says_what_to_do_about_a_redis_that_forgets(
     stack: Seen, patient_doctor: None
 ) -> None:

@@ -113,8 +113,7 @@ def test_a_second_up_on_a_data_directory_is_refused(up: Up) -> None:
     "name",
     [
         "worker",
-        "redis",
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("relay", "api")),
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("redis", "relay", "api")),
     ],
 )
 def test_a_part_that_is_killed_is_started_again_and_the_job_completes(
@@ -273,7 +272,7 @@ def test_flower_without_a_password_checks_the_host_name(up: Up) -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_every_path_of_flower_needs_the_password(tmp_path: Path) -> None:
     """Also those that Flower itself leaves open.
 
@@ -331,7 +330,7 @@ def test_every_path_of_flower_needs_the_password(tmp_path: Path) -> None:
         up.close()
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_failing_demo_stops_what_it_started(tmp_path: Path) -> None:
     demo = Up(
         tmp_path / "data", command=("demo", "--data", str(tmp_path / "data"))
@@ -471,7 +470,7 @@ def test_an_up_on_a_read_only_disk_says_so(disk: Path) -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_redis_that_was_orphaned_while_it_loaded_is_ended_by_the_next_up(tmp_path: Path) -> None:
     """Its pid is in no state file yet; it holds the lock of its folder."""
     data = tmp_path / "data"
