@@ -11,13 +11,19 @@ from typing import Annotated, Literal, Protocol, cast, get_args
 import msgspec
 
 from ..base.limits import (
+    MAX_AROUND,
     MAX_DIMENSIONS,
     MAX_IMAGE,
     MAX_LAYER,
     MAX_LAYER_TEXT,
     MAX_LAYERS,
+    MAX_MARGIN,
     MAX_POSITIONS,
+    MAX_SEQUENCES,
     MAX_SPAN_TEXT,
+    Count,
+    Index,
+    Name,
 )
 from ..base.records import Record
 from .images import MAX_IMAGE_TOKENS, ImageRef, inside
@@ -172,24 +178,79 @@ _LAYERS = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 PositionName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
 #: Names in requests; `image`: the tokens of all images of the prompt.
 RequestedName = Literal["last_prompt", "all_prompt", "all_generated", "all", "image"]
+#: Positions before or after others.
+Margin = Annotated[int, msgspec.Meta(ge=0, le=MAX_MARGIN)]
 #: The range of valid positions.
 Place = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)]
 
 
-class Window(Record):
-    """Absolute positions `[start, stop)`; without `stop`, to the last generated token."""
+class Window(Record, omit_defaults=True):
+    """Absolute positions `[start, stop)`; without `stop`, to the last generated token. `step`: only
+    every step-th of them, from the first.
+    """
 
     start: int
     stop: int | None = None
+    step: int = 1
 
 
 #: The resolved form, stored and sent to ranks: a name, ascending absolute positions, or a window.
 PositionSelector = PositionName | list[int] | Window
 
 
+class HeadAndTail(Record):
+    """The first `head` and the last `tail` positions of a request with its generated tokens."""
+
+    head: Margin
+    tail: Margin
+
+    def __post_init__(self) -> None:
+        if not self.head + self.tail:
+            raise ValueError("head and tail are both 0: give at least one position")
+
+
+_Sequence = Annotated[list[Index], msgspec.Meta(min_length=1, max_length=MAX_AROUND)]
+
+
+class Around(Record):
+    """Occurrences of a text, or of any of some sequences of token ids, in the prompt and in what is
+    generated, with the positions `before` and `after` each of them.
+
+    A text is found as the tokens that it has alone, or after a space.
+    """
+
+    text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_AROUND)] | None = None
+    token_ids: (
+        Annotated[list[_Sequence], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)] | None
+    ) = None
+    before: Margin = 0
+    after: Margin = 0
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.token_ids is None):
+            raise ValueError("give either text or token_ids")
+
+
+class When(Record):
+    """Positions where the score of a probe of the request (of any label; not aggregated) is
+    `at_least` this, with the positions `before` and `after` each of them.
+    """
+
+    probe: Name
+    at_least: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+    before: Margin = 0
+    after: Margin = 0
+
+
+#: Fields of a `Span` of which each is a span of its own kind.
+_WINDOWS = ("last", "head_and_tail", "around", "when")
+_KINDS = ("text", "image", *_WINDOWS)
+
+
 # `omit_defaults`: servers without the newer fields accept spans that do not use them
 class Span(Record, omit_defaults=True):
-    """Consecutive tokens: by their text, by their positions, or those of an image.
+    """Consecutive tokens: by their text, by their positions, or those of an image; or positions
+    that are known only when the request ends.
 
     By `text`: every prompt token that overlaps an occurrence of the text in the prompt.
     `occurrence`: 0 for the first, 1 for the second, …, negative from the last; null: all. By
@@ -197,7 +258,12 @@ class Span(Record, omit_defaults=True):
     generated token). Negative positions count from the prompt's end; positions of generated tokens
     follow those of the prompt. By `image`: the tokens of an image of the prompt, by its number
     (negative from the last), or of `all` images; with both `start` and `stop`, only the tokens
-    `[start, stop)` of each image, counted from the image's first token.
+    `[start, stop)` of each image, counted from the image's first token. `every`: of a range, only
+    every n-th position, from the first.
+
+    Only for captures: the `last` n positions of the request with its generated tokens,
+    `head_and_tail`, `around` a text or token ids wherever they come, or `when` a probe's score is
+    high.
     """
 
     text: Annotated[str, msgspec.Meta(max_length=MAX_SPAN_TEXT)] | None = None
@@ -207,8 +273,22 @@ class Span(Record, omit_defaults=True):
     image: Annotated[int, msgspec.Meta(ge=-MAX_IMAGE - 1, le=MAX_IMAGE)] | Literal["all"] | None = (
         None
     )
+    every: Count | None = None
+    last: Annotated[int, msgspec.Meta(ge=1, le=MAX_MARGIN)] | None = None
+    head_and_tail: HeadAndTail | None = None
+    around: Around | None = None
+    when: When | None = None
 
     def __post_init__(self) -> None:
+        kinds = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(kinds) > 1:
+            raise ValueError(f"give one of {', '.join(kinds)}")
+        if self.is_window:
+            if (self.start, self.stop, self.every, self.occurrence) != (None, None, None, 0):
+                raise ValueError(f"{kinds[0]} takes neither start, stop, every nor occurrence")
+            return
+        if self.every is not None and kinds:
+            raise ValueError(f"every is valid for a range of positions: omit {kinds[0]}")
         if self.image is not None:
             self._check_image()
             return
@@ -244,7 +324,12 @@ class Span(Record, omit_defaults=True):
 
     @property
     def is_range(self) -> bool:
-        return self.image is None and (self.start is not None or self.stop is not None)
+        return self.image is None and (self.start, self.stop, self.every) != (None, None, None)
+
+    @property
+    def is_window(self) -> bool:
+        """Return whether its positions are known only when the request ends."""
+        return any(getattr(self, name) is not None for name in _WINDOWS)
 
 
 _Places = Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)]
@@ -388,14 +473,23 @@ def resolve_positions(
 
     With `images`, positions are places in the prompt as written, see `schemas.prompts.images`.
     Raises SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that does
-    not occur, an empty list or range, or a range in a list that extends beyond the prompt.
+    not occur, an empty list or range, a range in a list that extends beyond the prompt, or
+    positions that are known only when the request ends.
     """
+    _check_known(requested_positions)
     if requested_positions == "image":
         return _of_images(Span(image="all"), images, "")
     if isinstance(requested_positions, str):
         return requested_positions
     if isinstance(requested_positions, Span) and requested_positions.image is not None:
         return _of_images(requested_positions, images, ".image")
+    if images and any(
+        isinstance(item, Span) and item.every is not None
+        for item in (
+            requested_positions if isinstance(requested_positions, list) else [requested_positions]
+        )
+    ):
+        raise SelectorError("every is not valid for a prompt with images")
     if isinstance(requested_positions, Span):
         return (
             _window(requested_positions, prompt_tokens, "")
@@ -405,16 +499,20 @@ def resolve_positions(
     if not requested_positions:
         raise SelectorError("no position given: give at least one")
     positions: set[int] = set()
-    ranges: list[range] = []
+    ranges: list[range] = []  # without a step
     texts: set[tuple[str | None, int | None]] = set()
     for index, item in enumerate(requested_positions):
         if isinstance(item, Span):
             if item.image is not None:
                 positions.update(_of_images(item, images, f"[{index}].image"))
             elif item.is_range:
-                ranges.append(
-                    _inside(_window(item, prompt_tokens, f"[{index}]"), prompt_tokens, f"[{index}]")
+                part = _inside(
+                    _window(item, prompt_tokens, f"[{index}]"), prompt_tokens, f"[{index}]"
                 )
+                if part.step == 1:
+                    ranges.append(part)
+                else:
+                    positions.update(part)
             elif (item.text, item.occurrence) not in texts:
                 texts.add((item.text, item.occurrence))
                 positions.update(_span(item, find, f"[{index}]"))
@@ -429,6 +527,22 @@ def resolve_positions(
         positions.add(item if item >= 0 else item + prompt_tokens)
     positions.update(joined(ranges))
     return sorted(positions)
+
+
+def _check_known(requested_positions: RequestedPositions) -> None:
+    """Raises SelectorError for positions that are known only when the request ends."""
+    if isinstance(requested_positions, str):
+        return
+    alone = isinstance(requested_positions, Span)
+    for index, item in enumerate(
+        [requested_positions] if isinstance(requested_positions, Span) else requested_positions
+    ):
+        if isinstance(item, Span) and item.is_window:
+            raise SelectorError(
+                "last, head_and_tail, around and when are for the positions of a capture, and "
+                "stand alone: their positions are known only when the request ends",
+                "" if alone else f"[{index}]",
+            )
 
 
 def _of_images(span: Span, images: Sequence[ImageRef], at: str) -> list[int]:
@@ -466,7 +580,7 @@ def _window(span: Span, prompt_tokens: int, at: str) -> Window:
             (f"the range from {start} up to {stop} is empty in a prompt of length {prompt_tokens}"),
             at,
         )
-    return Window(start=start, stop=stop)
+    return Window(start=start, stop=stop, step=span.every or 1)
 
 
 def _counted(place: int, prompt_tokens: int) -> int:
@@ -485,7 +599,7 @@ def _inside(window: Window, prompt_tokens: int, at: str) -> range:
             "only a single range may extend beyond it"
         )
         raise SelectorError(detail, f"{at}.stop")
-    return range(window.start, window.stop)
+    return range(window.start, window.stop, window.step)
 
 
 def _span(span: Span, find: SpanFinder, at: str) -> list[int]:
@@ -526,7 +640,8 @@ def _cut(span: Span, prompt_tokens: int, end: int | None) -> Span | None:
     start = max(_counted(span.start or 0, prompt_tokens), 0)
     stop = end if span.stop is None else _counted(span.stop, prompt_tokens)
     stop = stop if end is None or stop is None else min(stop, end)
-    return None if stop is not None and start >= stop else Span(start=start, stop=stop)
+    empty = stop is not None and start >= stop
+    return None if empty else Span(start=start, stop=stop, every=span.every)
 
 
 def lowest_position(selector: PositionSelector, prompt_tokens: int) -> int:
@@ -564,9 +679,11 @@ def select(
 ) -> list[int] | range:
     """Return the absolute positions in `[start, stop)` that a resolved selector has, ascending."""
     if isinstance(selector, Window):
-        return range(
-            max(start, selector.start), stop if selector.stop is None else min(stop, selector.stop)
-        )
+        end = stop if selector.stop is None else min(stop, selector.stop)
+        if selector.step == 1:
+            return range(max(start, selector.start), end)
+        skipped = -(-max(start - selector.start, 0) // selector.step)  # steps before `start`
+        return list(range(selector.start + skipped * selector.step, end, selector.step))
     if selector == "all":
         return range(start, stop)
     if selector == "all_prompt":

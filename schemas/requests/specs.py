@@ -263,6 +263,62 @@ def at_scale(entry: StoredSteering, factor: float) -> StoredSteering:
     return msgspec.structs.replace(entry, numbers=[entry.numbers[0] * factor, *entry.numbers[1:]])
 
 
+class StoredWindow(Record, omit_defaults=True):
+    """A window over the rows of a request: which of them are stored is known when it has ended.
+
+    Exactly one of these applies: the first `head` and last `tail` positions; occurrences of any of
+    `sequences` of token ids; or positions where `probe` has a score of `at_least`; the latter two
+    with the positions `before` and `after`.
+    """
+
+    head: int = 0
+    tail: int = 0
+    sequences: list[list[int]] = []
+    probe: str = ""
+    at_least: float = 0.0
+    before: int = 0
+    after: int = 0
+
+    @property
+    def positions(self) -> int:
+        """The most positions that it has; 0: as many as the request."""
+        return self.head + self.tail
+
+    @property
+    def held(self) -> int:
+        """The most positions whose rows a rank holds: also those that rejected drafts reach, and
+        whole pieces; 0: all.
+        """
+        return self.positions and self.positions + 256
+
+    def hits(self, token_ids: Sequence[int], high: Sequence[bool]) -> set[int]:
+        """Return the positions of the occurrences. `high`: of each position, whether the probe's
+        score is at least that high.
+        """
+        if self.probe:
+            return {position for position, is_high in enumerate(high) if is_high}
+        found: set[int] = set()
+        for sequence in self.sequences:
+            size = len(sequence)
+            for at, token in enumerate(token_ids):
+                if token == sequence[0] and [*token_ids[at : at + size]] == sequence:
+                    found.update(range(at, at + size))
+        return found
+
+    def keep(
+        self, selected: Sequence[int], token_ids: Sequence[int], high: Sequence[bool] = ()
+    ) -> set[int]:
+        """Return the positions to store, of those `selected`, which ascend. `token_ids`: of prompt
+        and generated text, all that are known; `high`: as in `hits`.
+        """
+        if self.positions:
+            return {*selected[: self.head], *selected[max(len(selected) - self.tail, 0) :]}
+        wanted: set[int] = set()
+        for hit in self.hits(token_ids, high):
+            wanted.update(range(hit - self.before, hit + self.after + 1))
+        return wanted.intersection(selected)
+
+
 class StoredCapture(Record, omit_defaults=True):
     """A validated capture for one prompt: the hooks of a `CaptureSpec` in one bank, or the rows for
     a reading (`reading`).
@@ -286,6 +342,7 @@ class StoredCapture(Record, omit_defaults=True):
     harvest: HarvestPlace | None = None
     # its rows are gradients of this number; null: activations
     gradient: StoredScalar | None = None
+    window: StoredWindow | None = None  # which of the positions are stored; null: all
 
     @property
     def bank(self) -> str:
@@ -341,8 +398,20 @@ class StoredCapture(Record, omit_defaults=True):
             if position < prompt_tokens or (position - prompt_tokens) % self.every_n == 0
         ]
 
+    def count_held(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Return the most rows per site that a rank holds, if up to `max_tokens` are generated."""
+        recorded = self.count_positions(prompt_tokens, max_tokens)
+        bound = self.window.held if self.window is not None else 0
+        return min(recorded, bound) if bound else recorded
+
+    def count_stored(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Return the most stored rows per site, if up to `max_tokens` tokens are generated."""
+        recorded = self.count_positions(prompt_tokens, max_tokens)
+        bound = self.window.positions if self.window is not None else 0
+        return min(recorded, bound) if bound else recorded
+
     def count_positions(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Return the most rows per site, if up to `max_tokens` tokens are generated.
+        """Return the most recorded rows per site, if up to `max_tokens` tokens are generated.
 
         Takes constant time for names and ranges.
         """

@@ -23,12 +23,13 @@ from ..prompts.selectors import (
     LayerSelector,
     RequestedName,
     SelectorError,
+    Span,
     cut_positions,
     resolve_positions,
     resolve_sites,
     written_range,
 )
-from ..requests.specs import CaptureSpec, StoredCapture
+from ..requests.specs import CaptureSpec, StoredCapture, StoredWindow
 
 #: Names of hooks, aliases included.
 HOOK_NAMES = (*EVERY, *get_args(Alias))
@@ -36,6 +37,7 @@ HOOK_NAMES = (*EVERY, *get_args(Alias))
 #: layers.
 _BEFORE_HOOK = re.compile(r"[;,]\s*(?=[A-Za-z_])|;")
 _IMAGE = re.compile(r"image:(-?[0-9]{1,4})")
+_LAST = re.compile(r"last:([0-9]{1,5})")
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
@@ -82,7 +84,9 @@ def captures_of(
     try:
         sites = resolve_sites(spec.wanted, model.num_layers, model.hooks, model.absent)
         for tokens in lengths:
-            positions = cut_positions(spec.positions, tokens)
+            window = spec.positions if isinstance(spec.positions, Span) else None
+            last = window.last if window is not None else None
+            positions = "all" if last else cut_positions(spec.positions, tokens)
             if positions == []:
                 stored_captures.append(None)
                 continue
@@ -95,6 +99,7 @@ def captures_of(
                 dtype=spec.dtype,
                 layout=spec.layout,
                 consumers=spec.consumers,
+                window=StoredWindow(tail=last) if last else None,
             )
             stored_captures.append(capture)
     except SelectorError as error:
@@ -162,12 +167,16 @@ def parse_hooks(text: str, layers: LayerSelector = "all") -> dict[HookName, Laye
 
 
 def parse_positions(text: str) -> RequestedName | dict[str, int] | list[int | dict[str, int]]:
-    """Parse a name, `image:0`, `0,5,-1`, or a range such as `5:9` or `5:`. Raises ValueError."""
+    """Parse a name, `image:0`, `last:64`, `0,5,-1`, or a range such as `5:9` or `5:`. Raises
+    ValueError.
+    """
     text = text.strip()
     if text in get_args(RequestedName):
         return cast(RequestedName, text)
     if image := _IMAGE.fullmatch(text):
         return {"image": int(image[1])}
+    if last := _LAST.fullmatch(text):
+        return {"last": int(last[1])}
     if single_range := written_range(text):
         return single_range
     parts = [part.strip() for part in text.split(",")]
@@ -175,6 +184,6 @@ def parse_positions(text: str) -> RequestedName | dict[str, int] | list[int | di
         names = ", ".join(get_args(RequestedName))
         raise ValueError(
             f"{text[:40]!r} is not a position selector: use {names}, numbers such as "
-            "0,5,-1, or a range such as 5:9 or 5:"
+            "0,5,-1, a range such as 5:9 or 5:, or last:64"
         )
     return [written_range(part) or int(part) for part in parts]

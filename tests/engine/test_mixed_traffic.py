@@ -21,7 +21,7 @@ from tolerances import FP32_ROWS
 from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
 from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS, Span, resolve_positions
 from midstream.schemas.requests.interventions import STEERING_FIELDS
-from midstream.schemas.requests.specs import SteeringSpec, StoredCapture
+from midstream.schemas.requests.specs import SteeringSpec, StoredCapture, StoredWindow
 
 pytestmark = pytest.mark.long
 
@@ -57,11 +57,26 @@ def random_positions(rng: np.random.Generator, prompt: int) -> Any:
     return kind
 
 
+def random_window(rng: np.random.Generator) -> StoredWindow | None:
+    """A window over all positions for every third capture."""
+    kind = int(rng.integers(0, 9))
+    if kind == 0:
+        return StoredWindow(tail=int(rng.integers(1, 40)))
+    if kind == 1:
+        return StoredWindow(head=int(rng.integers(1, 30)), tail=int(rng.integers(0, 30)))
+    if kind == 2:
+        tokens = [[int(token)] for token in rng.integers(0, 100, 30)]
+        return StoredWindow(sequences=tokens, before=int(rng.integers(0, 4)), after=2)
+    return None
+
+
 def random_capture(rng: np.random.Generator, prompt: int) -> StoredCapture:
     hooks = [hook for hook in HOOKS if rng.random() < 0.4] or ["post_block"]
+    window = random_window(rng)
     return capture_of(
         [],
-        resolve_positions(random_positions(rng, prompt), prompt),
+        "all" if window else resolve_positions(random_positions(rng, prompt), prompt),
+        window=window,
         sites={
             hook: sorted({int(layer) for layer in rng.integers(0, LAYERS, 3)}) for hook in hooks
         },
@@ -201,6 +216,8 @@ def test_every_row_of_hundreds_of_mixed_requests_equals_that_of_a_solo_run(
         tokens = job.prompts[0].token_ids + outputs[job.id][0].token_ids
         reader = crowded.capture(job)
         wanted_positions = list(capture.select(0, len(tokens) - 1, len(job.prompts[0].token_ids)))
+        if capture.window is not None:
+            wanted_positions = sorted(capture.window.keep(wanted_positions, tokens))
         assert reader.positions() == wanted_positions, job
         assert reader.token_ids() == [tokens[position] for position in wanted_positions]
         if not wanted_positions:

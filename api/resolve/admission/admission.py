@@ -42,6 +42,7 @@ from ..edits.patches import runs_of
 from ..edits.steering import check_number, modules_named, resolve_edits
 from ..positions.captures import Bounds, PromptFacts, has_text, resolve_captures
 from ..positions.gates import gated_by
+from ..positions.windows import with_window_tokens
 from ..prompts.images import check_number as check_number_of_images
 from ..prompts.images import placed
 from ..prompts.request_parsing import ParsedPrompt, ParsedRequest, plain_messages
@@ -318,9 +319,13 @@ async def resolve(
     """
 
     parsed = await with_token_ids_of(parsed, codec)
+    capture = await with_window_tokens(parsed.capture, codec)
+    if capture is not parsed.capture:
+        parsed = replace(parsed, capture=capture)
 
     def resolved() -> Resolved:
-        bounds = Bounds(model, facts_of(parsed, prompts, codec, model_state), max_tokens)
+        facts = facts_of(parsed, prompts, codec, model_state)
+        bounds = Bounds(model, facts, max_tokens, [probe.name for probe in probes])
         captures = resolve_captures(parsed.capture, bounds, resolve_readings(parsed, bounds))
         return captures, *resolve_edits(
             parsed.patch, parsed.steering, bounds, model_state, gated_by(parsed.probes, probes)

@@ -114,7 +114,7 @@ def _listed(selector: PositionSelector, tokens: int, end: int) -> PositionSelect
         return selector
     if selector.stop is not None and selector.stop > end:
         raise SelectorError(f"the range stops at {selector.stop}: {text}", ".stop")
-    return list(range(selector.start, end if selector.stop is None else selector.stop))
+    return list(select(selector, 0, end, tokens))
 
 
 def _mask(spec: PatchSpec, bounds: Bounds) -> list[int] | None:
@@ -443,7 +443,8 @@ def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
     else:
         if isinstance(selector, Window):
             # check the ends of a long range before listing all its positions
-            _check_has([selector.start, cast(int, selector.stop) - 1], prompt)
+            steps = (cast(int, selector.stop) - 1 - selector.start) // selector.step
+            _check_has([selector.start, selector.start + steps * selector.step], prompt)
         chosen = list(select(selector, 0, max(last + 1, prompt.tokens), prompt.tokens))
         _check_has(chosen, prompt)
     if (ranges := as_ranges(chosen).count(",") + 1) > MAX_MEAN_RANGES:

@@ -35,6 +35,7 @@ from ....schemas.requests.specs import (
 )
 from ....schemas.service.global_capture import captures_of, step_rows
 from .heads import heads_of
+from .windows import stored_window, window_of
 
 #: Bytes of rows that all prompts of a job together may return, since Redis keeps them with the
 #: job's result (one prompt may return its `memory_limit_kib`, if that is more).
@@ -57,6 +58,7 @@ class Bounds:
     model: ModelInfo
     prompts: Sequence[PromptFacts]
     max_tokens: int = 1  # tokens generated, at most
+    probes: Sequence[str] = ()  # the probes that score the request
 
 
 def has_text(positions: RequestedPositions) -> bool:
@@ -183,10 +185,21 @@ def _scalar(spec: CaptureSpec, bounds: Bounds) -> None:
         raise ValueError("is valid with of = 'gradient' only: omit it, or set of")
 
 
+def _positions(spec: CaptureSpec, bounds: Bounds) -> list[PositionSelector]:
+    """Return one selector per prompt: of all positions for a window, which chooses when the request
+    has ended.
+    """
+    if window_of(spec.positions) is not None:
+        return ["all"] * len(bounds.prompts)
+    return positions_of_each(spec, bounds)
+
+
 def _run(spec: CaptureSpec, bounds: Bounds) -> None:
     """Check that a source run is stored as files, which workers may read long after the job."""
     if spec.run is not None and spec.heads is not None:
         raise ValueError("a source run has whole rows: omit heads")
+    if spec.run is not None and window_of(spec.positions) is not None:
+        raise ValueError("a source run has rows at positions that are known: name other positions")
     if spec.run is not None and "filesystem" not in spec.consumers:
         raise ValueError(
             "requires the consumer 'filesystem' (consumers: "
@@ -204,7 +217,7 @@ SITE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
     *SITE_RULES,
     ("heads", _heads),
-    ("positions", positions_of_each),
+    ("positions", _positions),
     ("consumers", _consumers),
     ("run", _run),
     ("of", _of),
@@ -259,6 +272,13 @@ def split(captures: Sequence[StoredCapture], model: ModelInfo) -> list[StoredCap
 def stored_captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
     """Return one capture per prompt. Raises a 400 naming the field below `at`."""
     made = apply_rules(CAPTURE_RULES, spec, bounds, at)
+    try:
+        span = window_of(spec.positions)
+        window = None
+        if span is not None:
+            window = stored_window(span, bounds.probes, bounds.model.pp)
+    except SelectorError as error:
+        raise invalid(f"{at}.positions{error.at}", str(error)) from error
     return [
         StoredCapture(
             sites=made["hooks"],
@@ -270,6 +290,7 @@ def stored_captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCa
             layout=spec.layout,
             consumers=made["consumers"],
             heads=made["heads"],
+            window=window,
         )
         for chosen in made["positions"]
     ]
@@ -305,7 +326,7 @@ def _unsplit_rows(captures: Sequence[StoredCapture], index: int, bounds: Bounds)
 
 
 def _positions_of(capture: StoredCapture, index: int, bounds: Bounds) -> int:
-    return capture.count_positions(bounds.prompts[index].tokens, bounds.max_tokens)
+    return capture.count_stored(bounds.prompts[index].tokens, bounds.max_tokens)
 
 
 def _check_step(field: str, captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> None:

@@ -109,9 +109,10 @@ def gated_entries(
 def generated(positions: PositionSelector, prompt_tokens: int) -> PositionSelector | None:
     """Return the part of `positions` after the prompt; None if there is none, or for a list."""
     if isinstance(positions, Window):
-        start = max(positions.start, prompt_tokens)
+        skipped = -(-max(prompt_tokens - positions.start, 0) // positions.step)
+        start = positions.start + skipped * positions.step
         return (
-            Window(start=start, stop=positions.stop)
+            Window(start=start, stop=positions.stop, step=positions.step)
             if positions.stop is None or start < positions.stop
             else None
         )

@@ -46,7 +46,10 @@ def wishes(prompt: int) -> st.SearchStrategy[Any]:
     inside = st.tuples(st.integers(0, prompt - 1), st.integers(1, prompt)).filter(
         lambda ends: ends[0] < ends[1]
     )
-    one_range = inside.map(lambda ends: Span(start=ends[0], stop=ends[1]))
+    every = st.none() | st.integers(1, 9)
+    one_range = st.builds(
+        lambda ends, step: Span(start=ends[0], stop=ends[1], every=step), inside, every
+    )
     open_range = st.tuples(st.integers(0, 2 * prompt), st.none() | st.integers(1, 30)).map(
         lambda ends: Span(start=ends[0], stop=None if ends[1] is None else ends[0] + ends[1])
     )
@@ -411,3 +414,37 @@ def test_a_hook_that_is_not_served_is_refused_with_its_reason() -> None:
         match="not served: the certification run did not prove it; the model has pre_attn",
     ):
         resolve_sites({"mlp_in": "all"}, 4, ["pre_attn", "post_block"], absent)
+
+
+def test_every_nth_position_of_a_range_is_selected_in_any_steps() -> None:
+    chosen = resolve_positions(Span(start=3, every=4), 10)
+    assert isinstance(chosen, Window)
+    assert [*select(chosen, 0, 30, 10)] == [3, 7, 11, 15, 19, 23, 27]
+    steps = [0, 1, 2, 8, 9, 23, 24, 30]
+    parts = [select(chosen, start, stop, 10) for start, stop in itertools.pairwise(steps)]
+    assert [place for part in parts for place in part] == [3, 7, 11, 15, 19, 23, 27]
+    assert resolve_positions([Span(stop=9, every=4), 9], 10) == [0, 4, 8, 9]
+    assert cut_positions(Span(start=-20, every=3), 10) == Span(start=0, every=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"last": 2, "text": "a"}, "give one of text, last"),
+        ({"last": 2, "start": 1}, "last takes neither start"),
+        ({"text": "a", "every": 2}, "every is valid for a range"),
+        ({"head_and_tail": {"head": 0, "tail": 0}}, "both 0"),
+        ({"around": {"before": 1}}, "give either text or token_ids"),
+        ({"around": {"token_ids": [[]]}}, "length >= 1"),
+        ({"last": 0}, ">= 1"),
+    ],
+)
+def test_a_window_of_two_minds_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=words):
+        msgspec.convert(fields, Span)
+
+
+def test_positions_known_at_the_end_are_for_captures_alone() -> None:
+    for positions in (Span(last=2), [0, Span(last=2)]):
+        with pytest.raises(SelectorError, match="known only when the request ends"):
+            resolve_positions(positions, 10)

@@ -100,6 +100,7 @@ class Reports:
             tracked.spec,
             token_ids,
             rows=rows,
+            watch=tracked.watch,
             hidden_size=self._hidden_size,
             dtype=self._dtype,
             **self.origin,

@@ -221,6 +221,18 @@ class Watch:
             )
         return bool((aggregates >= self.kind.thresholds[column.start : column.stop]).any())
 
+    def high(self, probe: str, at_least: float) -> list[bool]:
+        """Return, of each position that was scored, whether a score of the probe is at least that
+        high. False where it is not finite; `results` raises then.
+        """
+        (columns,) = (
+            columns
+            for other, columns in zip(self.probes, self.kind.columns, strict=True)
+            if other.name == probe
+        )
+        scores = self.scores[: self.reached, columns.start : columns.stop]
+        return np.asarray((scores >= at_least).any(axis=1)).tolist()
+
     def results(self, positions: int, stopped_by: str = "") -> tuple[list[ProbeScore], int]:
         """Return the results of the first `positions` tokens, and a CRC32 of their scores.
 

@@ -316,19 +316,31 @@ class Recording:
 
     def leave(self) -> None:
         """Hand pieces that are complete to the stream, once they have enough rows; drop those that
-        are scored.
+        are scored, or that a window of the first and last positions has left behind.
 
         Called before a step's rows are copied: pieces that the step completes may yet be kept for
         other requests.
         """
         self.opened = False
-        if self.stream is None and not self.capture.scored:
+        window = self.capture.window
+        bounded = window is not None and window.positions > 0
+        if self.stream is None and not self.capture.scored and not bounded:
             return
         passed = {
             first: piece
             for first, piece in list(self._pieces.items())
             if piece.span.stop <= self._reached
         }
+        if bounded and self.stream is None:
+            assert window is not None
+            # rejected drafts may have been recorded beyond the tokens that stay
+            end = self._reached - window.tail - SPAN
+            passed = {
+                first: piece
+                for first, piece in passed.items()
+                if first >= window.head and piece.span.stop <= end
+            }
+            self.left += sum(piece.num_held for piece in passed.values())
         if self.stream is not None:
             if sum(piece.rows.slab.nbytes for piece in passed.values()) < self.stream.part:
                 return
@@ -363,6 +375,7 @@ class Recording:
         token_ids: list[int],
         *,
         rows: int | None = None,
+        watch: "Watch | None" = None,
         hidden_size: int,
         dtype: torch.dtype,
         worker: str,
@@ -379,14 +392,17 @@ class Recording:
         generated).
 
         `rows`: number of tokens that have rows; None: all but the last one, which was never fed
-        back. Raises RuntimeError when an expected row is missing.
+        back. `watch`: the scores that the capture's window needs. Raises RuntimeError when an
+        expected row is missing.
         """
         stop = len(token_ids) - 1 if rows is None else rows
-        expected = (
-            set(self.capture.select(0, stop, spec.prompt_tokens))
-            if stop >= spec.prompt_tokens
-            else set()
-        )
+        expected = set[int]()
+        if stop >= spec.prompt_tokens:
+            chosen, window = self.capture.select(0, stop, spec.prompt_tokens), self.capture.window
+            expected = set(chosen)
+            if window is not None:
+                high = watch.high(window.probe, window.at_least) if watch is not None else ()
+                expected = window.keep(chosen, token_ids, high)
         stored_as = dtype if self.capture.dtype == "model" else getattr(torch, self.capture.dtype)
         result: Any  # `_Rows`, or those of the stream
         pieces = self.pieces()
@@ -433,6 +449,8 @@ class Recording:
         rows.
         """
         runs = [run for piece in pieces for run in piece.runs(stop=stop)]
+        if self.capture.window is not None:
+            runs = [part for run in runs for part in run.among(sorted(expected & {*run.positions}))]
         if self.dropped:  # earlier rows of these are of rejected drafts, or of a preempted run
             runs = [
                 part

@@ -111,6 +111,8 @@ class Stream:
                 raise self._error
             # earlier rows of dropped positions do not count, see `Recording.dropped`
             self._written &= ~np.isin(self._order, sorted(recording.dropped))
+            if recording.capture.window is not None:
+                self._written &= np.isin(self._order, sorted(expected))
             if (
                 extra := {
                     int(position) for position in self._order[self._written] if position < stop
@@ -324,7 +326,8 @@ class Streams:
         window.
         """
         chosen = recording.capture.select(0, recording.end, spec.prompt_tokens)
-        if len(chosen) * row <= self._window:
+        window = recording.capture.window
+        if min(len(chosen), (window and window.held) or len(chosen)) * row <= self._window:
             return None
         order = as_array(chosen)
         stored_as = (

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 
 from midstream import __version__
@@ -13,8 +14,8 @@ from midstream.broker.ops.metrics import GLOBAL_CAPTURE_SKIPPED
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.prompts.selectors import Span, Window
-from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
+from midstream.schemas.prompts.selectors import Span, When, Window
+from midstream.schemas.requests.specs import CaptureSpec, StoredCapture, StoredWindow
 
 HIDDEN = 8
 
@@ -38,6 +39,7 @@ def bounds(*lengths: int, max_tokens: int = 4, **changes: Any) -> Bounds:
         ModelInfo(**(facts | changes)),
         [PromptFacts(length) for length in lengths or (6,)],
         max_tokens,
+        probes=["p"],
     )
 
 
@@ -120,6 +122,13 @@ def test_each_hook_has_its_own_layers_and_every_option_is_kept() -> None:
             "unknown consumer 'kafka': the worker has filesystem, memory",
         ),
         ({"consumers": ["memory", "memory"]}, "capture.consumers[1]", "listed twice"),
+        ({"positions": [0, Span(last=2)]}, "capture.positions[1]", "stand alone"),
+        (
+            {"positions": Span(when=When(probe="q", at_least=0.5))},
+            "capture.positions.when.probe",
+            "'q' does not score this request: it has p",
+        ),
+        ({"positions": Span(last=2), "run": "r"}, "capture.run", "positions that are known"),
     ],
 )
 # field case 27
@@ -129,6 +138,41 @@ def test_captures_the_model_or_worker_lacks_are_refused_by_field(
     with pytest.raises(MidstreamError, match=words) as refused:
         captured(wish)
     assert (refused.value.status, refused.value.field) == (400, field)
+
+
+@pytest.mark.parametrize(
+    ("span", "window"),
+    [
+        ({"last": 3}, StoredWindow(tail=3)),
+        ({"head_and_tail": {"head": 2, "tail": 0}}, StoredWindow(head=2)),
+        (
+            {"around": {"token_ids": [[5, 6]], "before": 1, "after": 2}},
+            StoredWindow(sequences=[[5, 6]], before=1, after=2),
+        ),
+        (
+            {"when": {"probe": "p", "at_least": -1.5, "after": 4}},
+            StoredWindow(probe="p", at_least=-1.5, after=4),
+        ),
+    ],
+)
+def test_windows_record_all_positions_and_choose_at_the_end(
+    span: dict[str, Any], window: StoredWindow
+) -> None:
+    ((capture,),) = captured({"positions": msgspec.convert(span, Span)})
+    assert (capture.positions, capture.window) == ("all", window)
+
+
+def test_windows_of_a_probe_need_all_its_scores_on_each_rank() -> None:
+    with pytest.raises(MidstreamError, match="pipeline stages") as refused:
+        captured({"positions": Span(when=When(probe="p", at_least=0.5))}, pp=2)
+    assert refused.value.field == "capture.positions.when"
+
+
+def test_last_positions_bound_what_the_response_returns() -> None:
+    wish = {"positions": Span(last=2), "consumers": ["memory"], "layers": 0}
+    assert captured(wish, 60, memory_limit_kib=1)
+    with pytest.raises(MidstreamError, match="may produce"):
+        captured({**wish, "positions": "all"}, 60, memory_limit_kib=1)
 
 
 def test_rows_for_the_response_are_bounded_by_the_most_that_a_prompt_may_give() -> None:
