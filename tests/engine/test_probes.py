@@ -25,7 +25,7 @@ from tolerances import FP32_BATCH, FP32_ROWS
 
 from midstream.schemas.artifacts.probes import ProbeScore, StoredProbe
 from midstream.schemas.jobs.jobs import Job
-from midstream.schemas.requests.specs import Grade
+from midstream.schemas.requests.specs import Grade, StoredWindow
 
 AGGREGATIONS = (("last", 0.0), ("max", 0.0), ("mean", 0.0), ("exponential", 0.9))
 
@@ -69,6 +69,54 @@ def test_scores_equal_numpy_on_captured_rows(engine: str, request: pytest.Fixtur
         tokens_of(scores_of(host, jobs[2])["after"])[:, 0],
         second.of(host.capture(jobs[2], 0).array(layers[1]))[:, 0],
     )
+
+
+@pytest.mark.parametrize("engine", ["v1", "tp2"])
+def test_a_window_has_the_rows_around_high_scores(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
+    """Beside windows of the same request around tokens and at its ends, and a whole capture."""
+    host: Host = request.getfixturevalue(engine)
+    prompt, probe = prompt_of(80, seed=21), Weights(4, k=2).probe(host, 1)
+    free = host.job(prompt, max_tokens=20, probes=[probe])
+    tokens = [*prompt, *host.run(free)[free.id][0].token_ids]
+    scores = tokens_of(scores_of(host, free)["p"]).max(axis=1)
+    at_least = float(np.quantile(scores, 0.9))
+    windows = {
+        "high": StoredWindow(probe="p", at_least=at_least, before=2, after=1),
+        "around": StoredWindow(sequences=[[tokens[40], tokens[41]], [tokens[90]]], before=3),
+        "ends": StoredWindow(head=2, tail=5),
+    }
+    captures = [capture_of([0, 1], "all", tag=tag, window=windows[tag]) for tag in windows]
+    captures.append(capture_of([0, 1], "all", tag="whole"))
+    job = host.job(prompt, max_tokens=20, probes=[probe], capture=captures)
+    host.run(job, host.job(prompt_of(30, seed=6), max_tokens=12))
+    whole, rows = host.capture(job, 3), range(len(tokens) - 1)
+    hits = {
+        "high": [at for at in rows if scores[at] >= at_least],
+        "around": [at for at in rows if tokens[at] == tokens[90]]
+        + [
+            at + more
+            for at in range(len(tokens) - 1)
+            for more in (0, 1)
+            if tokens[at : at + 2] == tokens[40:42]
+        ],
+        "ends": [0, 1, *rows[-5:]],
+    }
+    for number, (tag, window) in enumerate(windows.items()):
+        wanted = sorted(
+            {
+                at
+                for hit in hits[tag]
+                for at in range(hit - window.before, hit + window.after + 1)
+                if at in rows
+            }
+        )
+        assert 5 <= len(wanted) < 60
+        reader = host.capture(job, number)
+        assert reader.positions() == wanted
+        for layer in (0, 1):
+            np.testing.assert_array_equal(reader.array(layer), whole.array(layer)[wanted])
 
 
 @pytest.mark.parametrize("engine", ["v1", "v2", "compiled", "overlapped"])
