@@ -130,7 +130,7 @@ def submit(
         typer.Option(
             help=(
                 "Capture these: last_prompt (default), all_prompt, all_generated, all, image, "
-                "image:0, 0,5,-1, 5:9, or 5: (from 5 on)."
+                "image:0, 0,5,-1, 5:9, 5: (from 5 on), or last:64 (the last rows)."
             ),
             **CAPTURE,
         ),

@@ -138,6 +138,52 @@ def test_a_streamed_capture_ends_with_its_results(service: Stack) -> None:
     assert all((Path(results["root"]) / file["path"]).is_file() for file in results["files"])
 
 
+def test_windows_store_the_rows_that_slicing_a_whole_capture_gives(service: Stack) -> None:
+    """Over HTTP: the last rows, those around a text wherever it comes, and none around another."""
+
+    def tokens_of(text: str) -> list[int]:
+        body = {"model": "demo", "prompt": text, "add_special_tokens": False}
+        answer = httpx2.post(f"{service.url}/v1/tokenize", json=body, timeout=60)
+        ids: list[int] = answer.raise_for_status().json()["tokens"]
+        return ids
+
+    with Client(service.url) as client:
+
+        def rows(positions: Any) -> tuple[list[int], list[int], np.ndarray]:
+            done = client.run(
+                model="demo",
+                prompts=["Paris, Rome, Paris, Rome,"],
+                sampling={"max_tokens": 8, "temperature": 0},
+                capture={"layers": [3], "positions": positions},
+                timeout=60,
+            )
+            reader = client.capture(done.id)
+            return reader.positions(), reader.token_ids(), reader.array(3)
+
+        places, tokens, whole = rows("all")
+        sequences = [tokens_of("Paris"), tokens_of(" Paris")]
+        hits = {
+            at + more
+            for sequence in sequences
+            for at in places
+            if tokens[at : at + len(sequence)] == sequence
+            for more in range(len(sequence))
+        }
+        assert len(hits) >= 3, "in the prompt and in the answer"
+        wanted = {
+            "last": ({"last": 5}, places[-5:]),
+            "around": (
+                {"around": {"text": "Paris", "before": 1}},
+                [at for at in places if {at, at + 1} & hits],
+            ),
+            "nowhere": ({"around": {"text": "Reykjavik zebra"}}, []),
+        }
+        for positions, expected in wanted.values():
+            found, _, values = rows(positions)
+            assert found == expected
+            np.testing.assert_allclose(values, whole[expected], atol=1e-4)
+
+
 def test_forty_held_captures_at_once_are_all_whole(service: Stack) -> None:
     with Client(service.url) as client:
 

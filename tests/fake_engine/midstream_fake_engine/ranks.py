@@ -287,9 +287,10 @@ class FakeRanks:
         rank: int,
         pp: int,
     ) -> FinishedCapture:
-        positions = np.array(
-            capture.select(0, len(finished.fed), len(finished.prompt)), dtype=np.int64
-        )
+        chosen = capture.select(0, len(finished.fed), len(finished.prompt))
+        if capture.window is not None:
+            chosen = sorted(capture.window.keep(chosen, finished.fed))
+        positions = np.array(chosen, dtype=np.int64)
         token_ids = np.array(finished.fed, dtype=np.int64)[positions]
         dtype = "float32" if capture.dtype == "model" else capture.dtype
 
