@@ -24,7 +24,7 @@ from ..base.limits import (
     TokenIds,
 )
 from ..base.records import Record
-from ..prompts.selectors import Hook
+from ..prompts.selectors import Hook, Span
 from ..prompts.sites import At, SitesSpec
 from ..requests.harvest_work import ShardDType
 from .jobs import SamplingRequest
@@ -86,6 +86,20 @@ class HarvestPositions(Record, kw_only=True):
     sample: Count | None = None
     seed: Seed = 0  # of the sampling
     prompt: bool = True  # with `generate`: also harvest the rows of the prompt
+    # of each document, with what was generated: `last`, `head_and_tail`, or `around` token ids
+    window: Span | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is None:
+            return
+        around = self.window.around
+        if not self.window.is_window or self.window.when or (around and around.text is not None):
+            raise ValueError(
+                "window takes last, head_and_tail, or around with token_ids (POST /v1/tokenize "
+                "has those of a text)"
+            )
+        if (self.every, self.skip_first, self.sample) != (1, 0, None):
+            raise ValueError("window takes neither every, skip_first nor sample")
 
 
 class HarvestShards(Record, kw_only=True):
@@ -121,6 +135,8 @@ class HarvestRequest(SitesSpec, kw_only=True):
             self.cut.fit != "truncate" or self.positions.sample is not None
         ):
             raise ValueError("`generate` takes fit `truncate` and no `sample`")
+        if self.positions.window is not None and self.cut.fit != "truncate":
+            raise ValueError("`window` takes fit `truncate`: a sequence is one document then")
         if self.generate is None and not self.positions.prompt:
             raise ValueError("`prompt: false` requires `generate`")
 

@@ -34,6 +34,7 @@ from ..prompts.selectors import (
     Place,
     PositionSelector,
     RequestedPositions,
+    Span,
     Window,
     end_position,
     lowest_position,
@@ -278,6 +279,22 @@ class StoredWindow(Record, omit_defaults=True):
     at_least: float = 0.0
     before: int = 0
     after: int = 0
+
+    @classmethod
+    def of(cls, span: Span) -> "StoredWindow":
+        """Return the window of a selector that is one, with token ids in place of text."""
+        if span.head_and_tail is not None:
+            return cls(head=span.head_and_tail.head, tail=span.head_and_tail.tail)
+        if span.around is not None:
+            around = span.around
+            sequences = around.token_ids or []
+            return cls(sequences=sequences, before=around.before, after=around.after)
+        if span.when is not None:
+            when = span.when
+            return cls(
+                probe=when.probe, at_least=when.at_least, before=when.before, after=when.after
+            )
+        return cls(tail=span.last or 0)
 
     @property
     def positions(self) -> int:

@@ -84,9 +84,8 @@ def captures_of(
     try:
         sites = resolve_sites(spec.wanted, model.num_layers, model.hooks, model.absent)
         for tokens in lengths:
-            window = spec.positions if isinstance(spec.positions, Span) else None
-            last = window.last if window is not None else None
-            positions = "all" if last else cut_positions(spec.positions, tokens)
+            ends = isinstance(spec.positions, Span) and spec.positions.last is not None
+            positions = "all" if ends else cut_positions(spec.positions, tokens)
             if positions == []:
                 stored_captures.append(None)
                 continue
@@ -99,7 +98,7 @@ def captures_of(
                 dtype=spec.dtype,
                 layout=spec.layout,
                 consumers=spec.consumers,
-                window=StoredWindow(tail=last) if last else None,
+                window=StoredWindow.of(cast(Span, spec.positions)) if ends else None,
             )
             stored_captures.append(capture)
     except SelectorError as error:

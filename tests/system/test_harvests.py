@@ -81,6 +81,40 @@ def test_lines_of_a_request_become_shards_with_every_row(client: Client) -> None
     assert client.harvests.list(limit=1).harvests[0].id == view.id
 
 
+@pytest.mark.parametrize(
+    ("window", "kept"),
+    [
+        ({"last": 2}, lambda positions: positions[-2:]),
+        (
+            {"head_and_tail": {"head": 1, "tail": 1}},
+            lambda positions: [positions[0], positions[-1]],
+        ),
+        ({"around": {"token_ids": [[99_999]]}}, lambda positions: []),
+    ],
+)
+def test_a_window_of_each_document_is_harvested(
+    client: Client, window: dict[str, Any], kept: Callable[[list[int]], list[int]]
+) -> None:
+    documents = [text for text in texts(12) if len(text) > 2]
+    view = client.harvests.submit(
+        model="fake-model",
+        source={"lines": documents},
+        layers=[1],
+        positions={"window": window},
+        shards={"shuffle": None},
+    )
+    done = client.harvests.wait(view, timeout=WAIT_S)
+    found: dict[int, list[int]] = {}
+    for path in Path(done.uri).rglob("*.safetensors"):
+        with safe_open(str(path), "np") as file:
+            places = zip(file.get_tensor("documents"), file.get_tensor("positions"), strict=True)
+            for document, position in places:
+                found.setdefault(int(document), []).append(int(position))
+    wanted = {n: kept([*range(len(text))]) for n, text in enumerate(documents)}
+    assert found == {n: positions for n, positions in wanted.items() if positions}
+    assert done.rows == sum(map(len, wanted.values()))
+
+
 @pytest.mark.long
 def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(
     stack: Stack, client: Client
@@ -181,6 +215,8 @@ def test_a_repeated_submission_is_one_harvest(client: Client) -> None:
         ({"cut": {"max_length": 100_000}}, "cut.max_length"),
         ({"cut": {"fit": "fold"}}, "cut.fit"),
         ({"positions": {"every": 0}}, "positions.every"),
+        ({"positions": {"window": {"when": {"probe": "p", "at_least": 0}}}}, "positions"),
+        ({"positions": {"window": {"last": 2}}, "cut": {"fit": "pack"}}, "body"),
         ({"dtype": "float64"}, "dtype"),
         ({"shards": {"mib": 0}}, "shards.mib"),
         ({"store": "s3://elsewhere"}, "store"),

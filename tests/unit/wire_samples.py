@@ -43,6 +43,7 @@ from midstream.schemas.jobs.jobs import Event, Job, Output
 from midstream.schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle, WorkerInfo
 from midstream.schemas.jobs.receipts import LostRange, Receipt
 from midstream.schemas.jobs.sweeps import Neurons, SweepRequest, UnitRecord
+from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.readings.features import FeaturesPart
 from midstream.schemas.readings.installed import ReaderPart
 from midstream.schemas.readings.lens import LensPart
@@ -132,6 +133,7 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("SweepRequest", "path"): SweepPath(receivers="logits"),
     ("AttributionRequest", "neurons"): Neurons(top=[1, 4]),
     ("AttributionRequest", "path"): SweepPath(receivers="logits"),
+    ("HarvestPositions", "window"): Span(last=3),
     ("StoredHarvest", "source"): HarvestSource(path="corpus", field="body"),
 }
 TEXTS = {"name": "alpha", "tenant": "team", "id": "0123456789ab", "tag": "t", "sha256": "0" * 64}

@@ -42,7 +42,7 @@ from ...schemas.jobs.harvests import (  # fmt: skip
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from ...schemas.requests.harvest_work import HARVEST, HarvestPlace
-from ...schemas.requests.specs import StoredCapture
+from ...schemas.requests.specs import StoredCapture, StoredWindow
 from ...storage.shards import checksum
 from ...storage.store import ArtifactStore, open_store
 from ..engine.admission import CellSlots
@@ -536,6 +536,9 @@ class HarvestAttempt:
             dtype=dtype,
             consumers=[HARVEST],
             harvest=place,
+            window=None
+            if harvest.positions.window is None
+            else StoredWindow.of(harvest.positions.window),
         )
         return sequence_request(
             job,

@@ -42,24 +42,13 @@ def stored_window(span: Span, probes: Sequence[str], stages: int) -> StoredWindo
 
     Raises SelectorError.
     """
-    if span.last is not None:
-        return StoredWindow(tail=span.last)
-    if span.head_and_tail is not None:
-        return StoredWindow(head=span.head_and_tail.head, tail=span.head_and_tail.tail)
-    if span.around is not None:
-        around = span.around
-        assert around.token_ids is not None
-        return StoredWindow(sequences=around.token_ids, before=around.before, after=around.after)
-    assert span.when is not None
     when = span.when
-    if when.probe not in probes:
+    if when is not None and when.probe not in probes:
         raise SelectorError(
             f"{when.probe!r} does not score this request: it has "
             f"{', '.join(probes) or 'no probes'}; name it in probes",
             ".when.probe",
         )
-    if stages > 1:
+    if when is not None and stages > 1:
         raise SelectorError(STAGES, ".when")
-    return StoredWindow(
-        probe=when.probe, at_least=when.at_least, before=when.before, after=when.after
-    )
+    return StoredWindow.of(span)
