@@ -89,17 +89,20 @@ class HarvestPositions(Record, kw_only=True):
     # of each document, with what was generated: `last`, `head_and_tail`, or `around` token ids
     window: Span | None = None
 
-    def __post_init__(self) -> None:
+    def check_window(self, fit: Fit) -> None:
+        """Raises ValueError for a window that a harvest does not have, or beside other fields."""
         if self.window is None:
             return
+        if fit != "truncate":
+            raise ValueError("`window` takes fit `truncate`: a sequence is one document then")
         around = self.window.around
         if not self.window.is_window or self.window.when or (around and around.text is not None):
             raise ValueError(
-                "window takes last, head_and_tail, or around with token_ids (POST /v1/tokenize "
+                "`window` takes last, head_and_tail, or around with token_ids (POST /v1/tokenize "
                 "has those of a text)"
             )
         if (self.every, self.skip_first, self.sample) != (1, 0, None):
-            raise ValueError("window takes neither every, skip_first nor sample")
+            raise ValueError("`window` takes neither every, skip_first nor sample")
 
 
 class HarvestShards(Record, kw_only=True):
@@ -135,8 +138,7 @@ class HarvestRequest(SitesSpec, kw_only=True):
             self.cut.fit != "truncate" or self.positions.sample is not None
         ):
             raise ValueError("`generate` takes fit `truncate` and no `sample`")
-        if self.positions.window is not None and self.cut.fit != "truncate":
-            raise ValueError("`window` takes fit `truncate`: a sequence is one document then")
+        self.positions.check_window(self.cut.fit)
         if self.generate is None and not self.positions.prompt:
             raise ValueError("`prompt: false` requires `generate`")
 
