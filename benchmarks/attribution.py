@@ -192,13 +192,14 @@ def served(rounds: int, length: int) -> None:
                 seconds[name].append(value)
     lens.close()
     for name, values in seconds.items():
-        ratios = [whole / value for whole, value in zip(seconds["sweep"], values, strict=True)]
         rates = ", ".join(f"{cells / value:,.0f}" for value in values)
-        print(
-            f"{name}: median {statistics.median(values):.2f} s; cells/s {rates}; "
-            f"{statistics.median(ratios):.2f} times as fast as the sweep "
-            f"({min(ratios):.2f} to {max(ratios):.2f})"
-        )
+        print(f"{name}: median {statistics.median(values):.2f} s; cells/s {rates}")
+        for other in ("sweep", "TransformerLens"):
+            ratios = [theirs / own for theirs, own in zip(seconds[other], values, strict=True)]
+            print(
+                f"  {statistics.median(ratios):.2f} times as fast as {other} "
+                f"({', '.join(f'{ratio:.2f}' for ratio in ratios)})"
+            )
     print(f"{cells} cells; largest difference of our estimates to TransformerLens': {apart:.2g}")
 
 

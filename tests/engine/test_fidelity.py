@@ -47,9 +47,11 @@ def rows(table: list[tuple[str, Way]]) -> list[Any]:
     return [pytest.param(name, each, id=f"{name} {each.name}") for name, each in table]
 
 
-#: Architecture → marks: those that are tried every time are of different kinds.
+#: Tried every time, and in CI: of different kinds. Others are rows of the matrix.
+ALWAYS = ("llama", "gpt2", "gemma3", "qwen3-moe")
+CI = ("gemma2", "gpt-neox", "mixtral", "olmo2", "phi3")
 MARKS = {
-    name: () if name in ("llama", "gpt2", "gemma3", "qwen3-moe") else (pytest.mark.long,)
+    name: () if name in ALWAYS else (pytest.mark.long if name in CI else pytest.mark.matrix,)
     for name in CHECKPOINTS
 }
 ARCHITECTURES = [pytest.param(name, marks=marks) for name, marks in MARKS.items()]

@@ -106,14 +106,14 @@ def test_ordinary_constraints_pass() -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_constraint_that_needs_more_memory_than_there_is_is_refused() -> None:
     # less than the process has already
     (refused,) = outcomes({"json": TOOLS}, seconds=60.0, memory=1 << 20)
     assert "or 0.000976562 GiB" in refused
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_process_that_does_not_start_is_no_fault_of_the_request(tmp_path: Path) -> None:
     (failed,) = outcomes({"regex": "a"}, model=str(tmp_path))  # no tokenizer there
     assert failed.startswith("the process that checks constraints ended with 1")

@@ -27,6 +27,7 @@ ALLOWED = {ALPHABET.index(letter) for letter in "xyz"}
 FORM = StructuredRequest(regex="(x|y|z){5,9}")
 
 MARKS = {
+    "few blocks": [pytest.mark.matrix],
     "v2 runner": [pytest.mark.matrix],
     "two ranks": [pytest.mark.ranks],
     "two stages": [pytest.mark.ranks, pytest.mark.matrix],

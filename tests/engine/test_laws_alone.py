@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {
     "engine_unproven": True,
 }
 DRAWN = {"DRAW_WEIGHTS": "1"}
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.matrix
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ print("bytes", json.dumps([sum(each.nbytes for each in part) for part in (reserv
 """
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_the_plan_counts_what_vllm_reserves_and_keeps(tmp_path: Path) -> None:
     base = checkpoint("llama", tmp_path / "llama")
     make_adapter(tmp_path, "one", base, (*LLAMA, "k_proj", "up_proj"), rank=8)

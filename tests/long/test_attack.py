@@ -12,7 +12,7 @@ from midstream.workers.demo_model import fetch_demo_model
 
 #: For each of them, and as long as the first round of every attack takes. `ATTACK_SECONDS=600`
 #: looks longer.
-SECONDS = float(os.environ.get("ATTACK_SECONDS", "45"))
+SECONDS = float(os.environ.get("ATTACK_SECONDS", "20"))
 MATRIX = pytest.mark.matrix
 
 

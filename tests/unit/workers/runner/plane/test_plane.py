@@ -206,7 +206,7 @@ def test_rows_missing_from_a_failed_request_are_reported_and_fail_dependent_ones
     assert "served by the prefix cache, are not available" in told[1].message
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_ten_thousand_requests_leave_no_state_behind(tmp_path: Path) -> None:
     """Distinct configurations come, end, are cancelled and preempted, while modules and global
     steering change under them.

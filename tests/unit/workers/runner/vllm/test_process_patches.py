@@ -22,7 +22,8 @@ ROUNDS = "midstream.workers.runner.support.cpu_fp8"
 @pytest.mark.parametrize(
     ("process", "patches"),
     [
-        ("scheduler", [ZEROED, SLEEPS]),  # the engine core
+        # the engine core
+        pytest.param("scheduler", [ZEROED, SLEEPS], marks=pytest.mark.matrix),
         ("worker_class", [ZEROED, SLEEPS, ROUNDS]),  # a rank
     ],
 )
