@@ -78,8 +78,8 @@ LONGEST = (
     "test_service.py",
     "test_worker_processes.py",
 )
-#: Engines that are slow to start, or started for few tests → the one file whose tests of them
-#: are not in the matrix.
+#: Engines that are slow to start, or started for few tests → the one file whose tests of them are
+#: in `make test`. Those of other files are rows of the matrix, but for the ones of `IN_CI`.
 SLOW_ENGINES = {
     "compiled": "test_modes.py",
     "v2": "test_modes.py",
@@ -87,6 +87,17 @@ SLOW_ENGINES = {
     "pp2": "test_modes.py",
     "nurseries": "test_real_model.py",
 }
+#: Files whose tests of slow engines are `long`: CI has them.
+IN_CI = (
+    "test_certificate.py",
+    "test_fidelity.py",
+    "test_formats.py",
+    "test_lora.py",
+    "test_overload.py",
+    "test_ring.py",
+    "test_speculative.py",
+    "test_vision.py",
+)
 #: Folders in the order in which they run.
 STAGES = ("unit", "system", "web", "engine", "faults", "long", "machines")
 
@@ -146,7 +157,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if stage == "engine":
             slow = engines_of(item) & SLOW_ENGINES.keys()
             if any(SLOW_ENGINES[engine] != item.path.name for engine in slow):
-                item.add_marker("matrix")
+                item.add_marker("long" if item.path.name in IN_CI else "matrix")
 
     def turn(item: pytest.Item) -> tuple[int, int]:
         name = item.path.name

@@ -356,7 +356,11 @@ def test_few_steering_rows_and_blocks_are_enough(start: Callable[..., Host]) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "way", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"]
+    "way",
+    [
+        pytest.param({"tensor_parallel_size": 2}, id="tp2"),
+        pytest.param({"pipeline_parallel_size": 2}, id="pp2", marks=pytest.mark.matrix),
+    ],
 )
 def test_ranks_are_proven_together(
     way: dict[str, int], qwen3: Path, two_ranks: None, tmp_path: Path
@@ -378,7 +382,7 @@ def test_ranks_are_proven_together(
         host.close()
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "way", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"]
 )
@@ -396,7 +400,7 @@ def test_ranks_that_compute_otherwise_are_refused(
         Host(directory, path, **(SMALL | way))
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_rank_that_fails_alone_ends_the_certificate_on_all(
     qwen3: Path, two_ranks: None, tmp_path: Path
 ) -> None:

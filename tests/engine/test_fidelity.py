@@ -163,7 +163,7 @@ def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
     assert exceeded == {}
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "split"), [("mixtral", "tensor_parallel_size"), ("olmo2", "pipeline_parallel_size")]
 )

@@ -29,7 +29,7 @@ FORM = StructuredRequest(regex="(x|y|z){5,9}")
 MARKS = {
     "few blocks": [pytest.mark.matrix],
     "v2 runner": [pytest.mark.matrix],
-    "two ranks": [pytest.mark.ranks],
+    "two ranks": [pytest.mark.ranks, pytest.mark.matrix],
     "two stages": [pytest.mark.ranks, pytest.mark.matrix],
 }
 WAYS: dict[str, dict[str, Any]] = {
