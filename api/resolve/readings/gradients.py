@@ -113,6 +113,8 @@ def resolve_gradients(spec: GradientsOf, bounds: Bounds, at: str) -> list[Stored
         raise invalid(f"{at}.run", "a source run has activations", hint="omit it")
     plain = msgspec.structs.replace(spec, of="activation", scalar=None)
     captures = stored_captures(plain, bounds, at)
+    if captures[0].window is not None:
+        raise invalid(f"{at}.positions", "gradients are those of the prompt: name its positions")
     for hook in captures[0].sites:
         if hook in spec.absent:
             raise invalid(f"{at}.hooks", f"{hook} has no gradients: {spec.absent[hook]}")

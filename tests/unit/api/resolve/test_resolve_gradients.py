@@ -191,6 +191,7 @@ def test_a_label_or_feature_that_does_not_exist_is_refused(
         ),
         ({"positions": "all_generated"}, "capture.positions", "selects no token of prompt 0"),
         ({"positions": [3]}, "capture.positions[0]", "prompt 1"),
+        ({"positions": {"last": 2}}, "capture.positions", "gradients are those of the prompt"),
         ({"layers": [9]}, "capture.layers", "layer 9"),
         ({"run": "mine"}, "capture.run", "a source run has activations"),
         ({"of": "activation"}, "capture.scalar", "is valid with of = 'gradient' only"),
