@@ -281,7 +281,7 @@ class Span(Record, omit_defaults=True):
 
     def __post_init__(self) -> None:
         kinds = [name for name in _KINDS if getattr(self, name) is not None]
-        if len(kinds) > 1:
+        if len(kinds) > 1 and kinds != ["text", "image"]:  # see `_check_image`
             raise ValueError(f"give one of {', '.join(kinds)}")
         if self.is_window:
             if (self.start, self.stop, self.every, self.occurrence) != (None, None, None, 0):

@@ -401,7 +401,10 @@ class Recording:
             chosen, window = self.capture.select(0, stop, spec.prompt_tokens), self.capture.window
             expected = set(chosen)
             if window is not None:
-                high = watch.high(window.probe, window.at_least) if watch is not None else ()
+                high = list[bool]()
+                if window.probe:
+                    assert watch is not None
+                    high = watch.high(window.probe, window.at_least)
                 expected = window.keep(chosen, token_ids, high)
         stored_as = dtype if self.capture.dtype == "model" else getattr(torch, self.capture.dtype)
         result: Any  # `_Rows`, or those of the stream
