@@ -89,18 +89,22 @@ class HarvestPositions(Record, kw_only=True):
     # of each document, with what was generated: `last`, `head_and_tail`, or `around` token ids
     window: Span | None = None
 
-    def check_window(self, fit: Fit) -> None:
-        """Raises ValueError for a window that a harvest does not have, or beside other fields."""
+    def __post_init__(self) -> None:
         if self.window is None:
             return
-        if fit != "truncate":
-            raise ValueError("`window` takes fit `truncate`: a sequence is one document then")
         around = self.window.around
         if not self.window.is_window or self.window.when or (around and around.text is not None):
             raise ValueError(
                 "`window` takes last, head_and_tail, or around with token_ids (POST /v1/tokenize "
                 "has those of a text)"
             )
+
+    def check_window(self, fit: Fit) -> None:
+        """Raises ValueError for a window beside fields that choose positions differently."""
+        if self.window is None:
+            return
+        if fit != "truncate":
+            raise ValueError("`window` takes fit `truncate`: a sequence is one document then")
         if (self.every, self.skip_first, self.sample) != (1, 0, None):
             raise ValueError("`window` takes neither every, skip_first nor sample")
 

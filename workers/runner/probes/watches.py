@@ -231,7 +231,7 @@ class Watch:
             if other.name == probe
         )
         scores = self.scores[: self.reached, columns.start : columns.stop]
-        return [bool(is_high) for is_high in (scores >= at_least).any(axis=1)]
+        return [bool((row >= at_least).any()) for row in scores]
 
     def results(self, positions: int, stopped_by: str = "") -> tuple[list[ProbeScore], int]:
         """Return the results of the first `positions` tokens, and a CRC32 of their scores.
