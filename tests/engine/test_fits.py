@@ -38,7 +38,7 @@ def client(tmp_path_factory: Any) -> Iterator[Client]:
         max_model_len=256,
         lease_s=20.0,
         visibility_timeout_s=30,
-        start_timeout_s=300.0,
+        start_timeout_s=400.0,
     ) as stack:
         stack.spawn("worker-g", engine="gradients", worker_id="g1")
         stack.wait_ready("worker-g")

@@ -44,7 +44,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     }
     options |= {"dtype": "float32", "global_capture": "post_block:15", "global_capture_tag": "ops"}
     with Stack(
-        tmp_path_factory.mktemp("harvest"), api=True, start_timeout_s=180, **options, **SLOW
+        tmp_path_factory.mktemp("harvest"), api=True, start_timeout_s=400, **options, **SLOW
     ) as stack:
         yield stack
 

@@ -58,7 +58,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "max_lora_rank": 16,
     }
     with (
-        Stack(folder / "stack", api=True, start_timeout_s=180, **options) as stack,
+        Stack(folder / "stack", api=True, start_timeout_s=400, **options) as stack,
         Client(stack.url) as client,
     ):
         client.loras.register("one", "first")

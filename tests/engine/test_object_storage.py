@@ -50,7 +50,7 @@ def stack(
         "artifact_access_key": s3_kit.ACCESS_KEY,
         "artifact_secret_key": s3_kit.SECRET_KEY,
     }
-    with Stack(tmp_path_factory.mktemp("stack"), start_timeout_s=180, **engine, **store) as running:
+    with Stack(tmp_path_factory.mktemp("stack"), start_timeout_s=400, **engine, **store) as running:
         yield running
 
 

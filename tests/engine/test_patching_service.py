@@ -95,7 +95,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         tmp_path_factory.mktemp("patching"),
         api=True,
         callbacks=False,
-        start_timeout_s=180,
+        start_timeout_s=400,
         **options,
         **patience,
     ) as stack:

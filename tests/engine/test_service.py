@@ -38,7 +38,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     }
     options |= {"dtype": "float32", "log_format": "json"}
     with Stack(
-        tmp_path_factory.mktemp("service"), api=True, start_timeout_s=180, **options
+        tmp_path_factory.mktemp("service"), api=True, start_timeout_s=400, **options
     ) as stack:
         yield stack
 

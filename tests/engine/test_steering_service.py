@@ -115,7 +115,7 @@ def service(
         "lease_s": 15.0,
         "visibility_timeout_s": 30,
         "steering_wait_s": 60.0,
-        "start_timeout_s": 240,
+        "start_timeout_s": 400,
     }
     directory = tmp_path_factory.mktemp("steering")
     with Stack(

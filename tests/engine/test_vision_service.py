@@ -38,7 +38,7 @@ def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     }
     slow = {"lease_s": 15.0, "visibility_timeout_s": 30}
     with Stack(
-        tmp_path_factory.mktemp("service"), api=True, start_timeout_s=180, **options, **slow
+        tmp_path_factory.mktemp("service"), api=True, start_timeout_s=400, **options, **slow
     ) as stack:
         yield stack
 

@@ -34,7 +34,7 @@ def stack(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         "kv_cache_gib": 0.1,
         "lease_s": 60,
     }
-    with Stack(directory, start_timeout_s=180, **settings) as running:
+    with Stack(directory, start_timeout_s=400, **settings) as running:
         yield running
 
 

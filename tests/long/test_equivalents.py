@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HookedModel]:
         "visibility_timeout_s": 30,
     }
     with Stack(
-        tmp_path_factory.mktemp("stack"), api=True, start_timeout_s=300, **options, **sizes
+        tmp_path_factory.mktemp("stack"), api=True, start_timeout_s=400, **options, **sizes
     ) as stack:
         hooked = HookedModel(url=stack.url)
         with hooked.client:

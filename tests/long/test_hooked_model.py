@@ -64,7 +64,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "sae_dir": str(ROOT / "examples" / "data" / "saes"),
     }
     slow = {"lease_s": 60.0, "visibility_timeout_s": 120, "certify": False}
-    with Stack(directory, api=True, start_timeout_s=300, **options, **sizes, **slow) as stack:
+    with Stack(directory, api=True, start_timeout_s=400, **options, **sizes, **slow) as stack:
         yield stack
 
 

@@ -50,7 +50,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "dtype": "float32",
     }
     with Stack(
-        tmp_path_factory.mktemp("inspect"), api=True, start_timeout_s=300, **options, **slow
+        tmp_path_factory.mktemp("inspect"), api=True, start_timeout_s=400, **options, **slow
     ) as stack:
         yield stack
 

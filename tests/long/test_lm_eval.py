@@ -44,7 +44,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     }
     slow = {"lease_s": 15.0, "visibility_timeout_s": 30, "certify": False, "dtype": "float32"}
     with Stack(
-        tmp_path_factory.mktemp("lm-eval"), api=True, start_timeout_s=300, **options, **slow
+        tmp_path_factory.mktemp("lm-eval"), api=True, start_timeout_s=400, **options, **slow
     ) as stack:
         vector = np.random.default_rng(0).standard_normal(576).astype(np.float32)
         with Client(stack.url) as client:

@@ -46,7 +46,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "certify": False,
         "dtype": "float32",
     }
-    with Stack(directory, api=True, start_timeout_s=300, **options, **slow) as stack:
+    with Stack(directory, api=True, start_timeout_s=400, **options, **slow) as stack:
         yield stack
 
 
