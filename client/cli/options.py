@@ -14,7 +14,7 @@ import typer
 from ...schemas.base.errors import MidstreamError, invalid, suggestion
 from ...schemas.base.settings import SettingsError
 from ...schemas.base.tensors import Tensor
-from ...schemas.prompts.selectors import HookName, LayerSelector, written_range
+from ...schemas.prompts.selectors import HookName, LayerSelector, written_last, written_range
 from ...schemas.requests.interventions import FAMILIES, STEERING_FIELDS
 from ...schemas.service.choices import refusal
 from ...schemas.service.global_capture import HOOK_NAMES, parse_hooks
@@ -55,11 +55,12 @@ def parse_layers(text: str) -> str | int:
 
 
 def parse_positions(text: str) -> str | dict[str, int] | list[int | dict[str, int]]:
-    """Parse `0,5,-1` as numbers, `5:` or `5:9` as a range; return other text unchanged, for the
-    server.
+    """Parse `0,5,-1` as numbers, `5:` or `5:9` as a range, `last:64` as the last rows; return other
+    text unchanged, for the server.
     """
     try:
-        return written_range(text) or [written_range(part) or int(part) for part in text.split(",")]
+        whole = written_last(text) or written_range(text)
+        return whole or [written_range(part) or int(part) for part in text.split(",")]
     except ValueError:
         return text
 

@@ -337,6 +337,7 @@ _Places = Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)]
 RequestedPositions = RequestedName | _Places | Span
 #: The same where nothing is generated.
 PromptPositions = Literal["all_prompt", "last_prompt"] | _Places | Span
+_LAST = re.compile(r"last:([0-9]{1,9})")
 _RANGE = re.compile(r"(-?[0-9]{1,9})?:(-?[0-9]{1,9})?")
 
 
@@ -350,6 +351,12 @@ def written_range(text: str) -> dict[str, int] | None:
         for name, place in zip(("start", "stop"), match.groups(), strict=True)
         if place is not None
     }
+
+
+def written_last(text: str) -> dict[str, int] | None:
+    """Parse `last:64` as a field of a `Span`; None if it is not that."""
+    match = _LAST.fullmatch(text.strip())
+    return None if match is None else {"last": int(match[1])}
 
 
 def resolve_layers(

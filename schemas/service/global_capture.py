@@ -27,6 +27,7 @@ from ..prompts.selectors import (
     cut_positions,
     resolve_positions,
     resolve_sites,
+    written_last,
     written_range,
 )
 from ..requests.specs import CaptureSpec, StoredCapture, StoredWindow
@@ -37,7 +38,6 @@ HOOK_NAMES = (*EVERY, *get_args(Alias))
 #: layers.
 _BEFORE_HOOK = re.compile(r"[;,]\s*(?=[A-Za-z_])|;")
 _IMAGE = re.compile(r"image:(-?[0-9]{1,4})")
-_LAST = re.compile(r"last:([0-9]{1,5})")
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
@@ -174,10 +174,8 @@ def parse_positions(text: str) -> RequestedName | dict[str, int] | list[int | di
         return cast(RequestedName, text)
     if image := _IMAGE.fullmatch(text):
         return {"image": int(image[1])}
-    if last := _LAST.fullmatch(text):
-        return {"last": int(last[1])}
-    if single_range := written_range(text):
-        return single_range
+    if whole := written_last(text) or written_range(text):
+        return whole
     parts = [part.strip() for part in text.split(",")]
     if not all(written_range(part) or _NUMBER.fullmatch(part) for part in parts):
         names = ", ".join(get_args(RequestedName))

@@ -209,6 +209,7 @@ def test_a_span_of_an_image_has_both_ends_or_none(fields: dict[str, Any]) -> Non
 
 
 def test_images_are_written_as_text_on_the_command_line_and_refused_for_everyone() -> None:
+    assert parse_positions("last:64") == {"last": 64}
     assert (parse_positions("image"), parse_positions("image:-1")) == ("image", {"image": -1})
     with pytest.raises(ValueError, match="few prompts have one"):
         parse("post_block", "image")

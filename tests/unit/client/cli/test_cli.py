@@ -79,6 +79,7 @@ def test_positions_are_names_or_numbers() -> None:
     [
         ("5:", {"start": 5}),
         ("5:9", {"start": 5, "stop": 9}),
+        ("last:64", {"last": 64}),
         ("-4:", {"start": -4}),
         (":9", {"stop": 9}),
         ("0,5:9,-1", [0, {"start": 5, "stop": 9}, -1]),
