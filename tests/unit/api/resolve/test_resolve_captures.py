@@ -16,6 +16,7 @@ from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import Span, When, Window
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture, StoredWindow
+from midstream.schemas.service.global_capture import captures_of, parse
 
 HIDDEN = 8
 
@@ -166,6 +167,14 @@ def test_windows_of_a_probe_need_all_its_scores_on_each_rank() -> None:
     with pytest.raises(MidstreamError, match="pipeline stages") as refused:
         captured({"positions": Span(when=When(probe="p", at_least=0.5))}, pp=2)
     assert refused.value.field == "capture.positions.when"
+
+
+def test_the_operator_captures_the_end_of_every_request() -> None:
+    model = bounds().model
+    (spec,) = parse("post_block:1", "last:3")
+    (capture,) = captures_of(spec, model, [1])
+    assert capture is not None
+    assert (capture.positions, capture.window) == ("all", StoredWindow(tail=3))
 
 
 def test_last_positions_bound_what_the_response_returns() -> None:
