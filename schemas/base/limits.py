@@ -83,7 +83,7 @@ MAX_POSITIONS = 1 << 16  # entries of a list of positions
 MAX_SPAN_TEXT = 1 << 16
 MAX_MARGIN = 1 << 16  # positions of a window before or after others
 MAX_AROUND = 256  # characters, or token ids, of what a window is around
-MAX_SEQUENCES = 64  # sequences of token ids of a window
+MAX_SEQUENCES = 16  # sequences of token ids of a window
 
 # --- Captures, steering and patches
 

@@ -37,6 +37,7 @@ from ..prompts.selectors import (
     Span,
     Window,
     end_position,
+    joined,
     lowest_position,
     select,
 )
@@ -308,19 +309,18 @@ class StoredWindow(Record, omit_defaults=True):
         """
         return self.positions and self.positions + 256
 
-    def hits(self, token_ids: Sequence[int], high: Sequence[bool]) -> set[int]:
-        """Return the positions of the occurrences. `high`: of each position, whether the probe's
+    def hits(self, token_ids: Sequence[int], high: Sequence[bool]) -> list[range]:
+        """Return the positions of each occurrence. `high`: of each position, whether the probe's
         score is at least that high.
         """
         if self.probe:
-            return {position for position, is_high in enumerate(high) if is_high}
-        found: set[int] = set()
-        for sequence in self.sequences:
-            size = len(sequence)
-            for at, token in enumerate(token_ids):
-                if token == sequence[0] and [*token_ids[at : at + size]] == sequence:
-                    found.update(range(at, at + size))
-        return found
+            return [range(at, at + 1) for at, is_high in enumerate(high) if is_high]
+        return [
+            range(at, at + len(sequence))
+            for sequence in self.sequences
+            for at, token in enumerate(token_ids)
+            if token == sequence[0] and [*token_ids[at : at + len(sequence)]] == sequence
+        ]
 
     def keep(
         self, selected: Sequence[int], token_ids: Sequence[int], high: Sequence[bool] = ()
@@ -330,10 +330,12 @@ class StoredWindow(Record, omit_defaults=True):
         """
         if self.positions:
             return {*selected[: self.head], *selected[max(len(selected) - self.tail, 0) :]}
-        wanted: set[int] = set()
-        for hit in self.hits(token_ids, high):
-            wanted.update(range(hit - self.before, hit + self.after + 1))
-        return wanted.intersection(selected)
+        # joined, because the surroundings of many occurrences overlap
+        wanted = joined(
+            range(max(hit.start - self.before, 0), min(hit.stop + self.after, len(token_ids)))
+            for hit in self.hits(token_ids, high)
+        )
+        return set(wanted).intersection(selected)
 
 
 class StoredCapture(Record, omit_defaults=True):

@@ -65,7 +65,7 @@ def random_window(rng: np.random.Generator) -> StoredWindow | None:
     if kind == 1:
         return StoredWindow(head=int(rng.integers(1, 30)), tail=int(rng.integers(0, 30)))
     if kind == 2:
-        tokens = [[int(token)] for token in rng.integers(0, 100, 30)]
+        tokens = [[int(token)] for token in rng.integers(0, 100, 16)]
         return StoredWindow(sequences=tokens, before=int(rng.integers(0, 4)), after=2)
     return None
 

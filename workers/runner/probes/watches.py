@@ -225,7 +225,7 @@ class Watch:
         """Return, of each position that was scored, whether a score of the probe is at least that
         high. False where it is not finite; `results` raises then.
         """
-        (columns,) = (
+        columns = next(
             columns
             for other, columns in zip(self.probes, self.kind.columns, strict=True)
             if other.name == probe

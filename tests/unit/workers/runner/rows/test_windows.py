@@ -110,5 +110,12 @@ def test_window_of_a_probe_has_the_rows_where_it_is_high() -> None:
     assert sorted(window.keep([0, 2, 7], [0] * 10, high)) == [0, 2, 7]
 
 
+@pytest.mark.timeout(30)
+def test_surroundings_that_overlap_are_joined_before_they_are_listed() -> None:
+    """Thousands of occurrences with the widest surroundings: listing each takes minutes."""
+    window = StoredWindow(sequences=[[7]], before=1 << 16, after=1 << 16)
+    assert window.keep(range(8192), [7] * 8192) == {*range(8192)}
+
+
 def test_pieces_are_smaller_than_the_slack() -> None:
     assert StoredWindow(tail=1).held > streams.SPAN * 3
