@@ -354,12 +354,12 @@ def test_few_steering_rows_and_blocks_are_enough(start: Callable[..., Host]) -> 
     assert made.absent == {}
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "way",
     [
         pytest.param({"tensor_parallel_size": 2}, id="tp2"),
-        pytest.param({"pipeline_parallel_size": 2}, id="pp2", marks=pytest.mark.matrix),
+        pytest.param({"pipeline_parallel_size": 2}, id="pp2"),
     ],
 )
 def test_ranks_are_proven_together(

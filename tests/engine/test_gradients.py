@@ -274,6 +274,7 @@ def test_a_job_survives_the_death_of_its_worker(service: Service) -> None:
     np.testing.assert_allclose(reader.array(1)[0], service.by_hand(1, "loss")[3], atol=1e-4)
 
 
+@pytest.mark.matrix
 def test_a_model_of_other_numbers_is_refused_with_hook_layer_and_figure(
     service: Service, tmp_path: Path
 ) -> None:

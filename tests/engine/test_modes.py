@@ -3,6 +3,7 @@ pipeline stages.
 """
 
 import numpy as np
+import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
 from reference import Edit, Reference
 from tiny import HIDDEN, LAYERS
@@ -217,6 +218,7 @@ def test_each_pipeline_stage_writes_its_own_layers_and_one_reader_sees_all(
             assert sorted(layer for part in written for layer in part) == layers
 
 
+@pytest.mark.matrix
 def test_stages_with_three_steps_under_way_capture_and_steer_like_the_reference(
     overlapped: Host, qwen3
 ) -> None:

@@ -25,15 +25,20 @@ SLOW = (
     "attention",
     "choose-steering",
     "client",
+    "coming-from",
     "extending",
     "features",
     "harvest",
+    "heads",
+    "heads-study",
     "http",
     "lens",
     "lora",
+    "openai-compatibility",
     "patching",
     "probes",
     "scheduling",
+    "steering",
 )
 #: The id that `midstream up` gives its worker on a machine called `vm`.
 WORKER = "vm-SmolLM2-135M-Instruct"

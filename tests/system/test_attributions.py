@@ -200,7 +200,14 @@ def test_a_pair_that_cannot_be_estimated_fails_alone(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "point", ["worker.claimed", "attribution.kept", "attribution.estimated", "attribution.handed"]
+    "point",
+    [
+        "attribution.estimated",
+        *(
+            pytest.param(point, marks=pytest.mark.matrix)
+            for point in ("worker.claimed", "attribution.kept", "attribution.handed")
+        ),
+    ],
 )
 def test_a_killed_gradient_worker_loses_no_estimate(tmp_path: Any, point: str) -> None:
     with both_kinds(tmp_path, fault=f"crash:at={point}") as running:
@@ -227,6 +234,7 @@ def test_a_killed_vllm_worker_loses_no_cell(tmp_path: Any) -> None:
         assert (kinds.count("estimate"), kinds.count("cell")) == (2, view.cells)
 
 
+@pytest.mark.matrix
 def test_a_killed_vllm_worker_loses_no_feature(tmp_path: Any) -> None:
     with both_kinds(tmp_path) as running:
         dictionary(root := Path(running.settings.sae_root))

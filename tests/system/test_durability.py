@@ -205,7 +205,7 @@ def test_a_redis_that_loads_its_log_is_checked_when_it_has(
     assert codes == []
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_processes_that_start_while_redis_loads_its_log_wait_for_it(tmp_path: Path) -> None:
     with Stack(tmp_path, api=True) as stack:
         fill_log(stack.settings.redis_url)

@@ -39,12 +39,8 @@ POINTS = {
 }
 #: Those of them that are tried every time; the others are rows of the matrix.
 FEW = ("harvest.part", "receipt.sent", "relay.committed")
-#: Those where files matter; a minute each, so that most are rows of the matrix.
-OF_BUCKETS = [
-    name if name == "harvest.part" else pytest.param(name, marks=pytest.mark.matrix)
-    for name in POINTS
-    if name.startswith(("harvest.", "receipt."))
-]
+#: Those where files matter; a minute each.
+OF_BUCKETS = [name for name in POINTS if name.startswith(("harvest.", "receipt."))]
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +104,7 @@ def test_a_harvest_survives_a_kill_at(stack: Stack, whole: Harvest, point: str) 
     check_kill(stack, whole, point, bucket=False)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize("point", OF_BUCKETS)
 def test_a_harvest_into_a_busy_bucket_survives_a_kill_at(
     stack: Stack, whole: Harvest, proxy: FaultProxy, point: str

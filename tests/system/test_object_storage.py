@@ -318,7 +318,7 @@ def test_an_outage_longer_than_all_retries_costs_no_job(
         check(client.capture(job))
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_request_that_is_never_answered_costs_no_job(
     stack: Apart, client: Client, proxy: FaultProxy
 ) -> None:

@@ -95,7 +95,7 @@ def test_jobs_survive_a_stop_and_start_of_up(up: Up, tmp_path: Path) -> None:
         again.close()
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_second_up_on_a_data_directory_is_refused(up: Up) -> None:
     url = up.ready()
     second = up.midstream("up")
@@ -194,7 +194,7 @@ def test_up_cleans_up_after_a_killed_up(up: Up, tmp_path: Path) -> None:
     assert up.alive() == []
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_everything_up_starts_is_private_to_the_account(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -416,7 +416,7 @@ def missing_of(url: str) -> str:
     return ""
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_up_outlives_a_full_disk_and_a_read_only_one(disk: Path) -> None:
     up = Up(disk, lease_s=6, sweep_interval_s=0.5)
     try:
