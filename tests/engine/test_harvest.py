@@ -55,11 +55,16 @@ def client(service: Stack) -> Iterator[Client]:
         yield made
 
 
-def harvested(client: Client, **fields: object) -> Harvest:
+def harvested(service: Stack, client: Client, **fields: object) -> Harvest:
     view = client.harvests.submit(
         model="demo", source={"lines": DOCUMENTS}, layers=LAYERS, shards={"mib": 1}, **fields
     )
-    view = client.harvests.wait(view, timeout=180)
+    try:
+        view = client.harvests.wait(view, timeout=300)
+    except TimeoutError as error:
+        for name in service.processes:
+            error.add_note(f"{name}:\n{service.log(name)[-4000:]}")
+        raise
     assert verify(view.uri).faults == []
     return open(view.uri)
 
@@ -79,7 +84,7 @@ def check_close(made: Harvest, other: Harvest) -> None:
 @pytest.fixture(scope="module")
 def whole(service: Stack) -> Harvest:
     with Client(service.url) as made:
-        return harvested(made)
+        return harvested(service, made)
 
 
 def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: Harvest) -> None:
@@ -125,11 +130,13 @@ def test_what_the_operator_captures_of_all_traffic_it_captures_of_a_harvest(
         )
 
 
-def test_a_probe_that_stops_all_traffic_ends_what_a_harvest_generates(client: Client) -> None:
+def test_a_probe_that_stops_all_traffic_ends_what_a_harvest_generates(
+    service: Stack, client: Client
+) -> None:
     """At the first token in which it crosses; the rows of the documents stay."""
 
     def generated() -> int:
-        made = harvested(client, generate={"max_tokens": 4, "ignore_eos": True})
+        made = harvested(service, client, generate={"max_tokens": 4, "ignore_eos": True})
         return made.manifest.generated
 
     assert generated() == 4 * len(DOCUMENTS)
@@ -165,12 +172,14 @@ def test_a_killed_worker_costs_no_row_and_doubles_none(
     }
 
 
-def test_scaled_rows_of_the_real_model_are_close(client: Client, whole: Harvest) -> None:
+def test_scaled_rows_of_the_real_model_are_close(
+    service: Stack, client: Client, whole: Harvest
+) -> None:
     """To half a step of the dtype, measured by the row's largest value, and what the batch may
     change.
     """
     for dtype, step in (("int8", 1 / 254), ("float8_e4m3fn", 2**-4)):
-        made = harvested(client, dtype=dtype)
+        made = harvested(service, client, dtype=dtype)
         for layer in LAYERS:
             exact = whole.document(11, layer)[1]
             error = np.abs(made.document(11, layer)[1] - exact).max(axis=1)
