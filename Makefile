@@ -141,7 +141,7 @@ test-long: $(READY) model ## long tests: every block of the docs, attacks on oth
 	exit $$failed
 
 # Tables whose every row is an engine of its own. After a change of vLLM, of a table, or of what its rows share.
-test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family, changed config and quantised format, attacks in each dtype, GPU benchmarks on a CPU, the smoke of vLLM versions, and test-redis; two hours
+test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family, changed config and quantised format, attacks in each dtype, GPU benchmarks on a CPU, the smoke of vLLM versions, and test-redis; several hours
 	@echo "== matrix tests"
 	@failed=0; \
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) 2 -m "matrix and not ranks" tests || failed=1; \
