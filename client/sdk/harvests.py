@@ -1,19 +1,33 @@
-"""Calls on harvests: submit, follow, pause, resume, cancel, delete."""
+"""Calls on harvests: submit, follow, stream, pause, resume, cancel, delete."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Unpack
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Unpack
 from urllib.parse import quote
 
+from zlib_ng import zlib_ng
+
 from ...schemas.base.errors import MidstreamError, error_of
-from ...schemas.jobs.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
+from ...schemas.jobs.harvests import (
+    OVER,
+    HarvestPage,
+    HarvestRequest,
+    HarvestView,
+    ShardFile,
+    StreamCursor,
+    StreamPage,
+    UnitEntry,
+)
 from .. import values
 from . import wire
-from .calls import Calls, M, call
+from .calls import Calls, M, call, stream
 from .fields import HarvestFields
 from .wire import Call
+
+if TYPE_CHECKING:
+    from ..harvest.streams import StreamedUnit
 
 _HARVESTS = "/v1/harvests"
 #: Seconds between two polls while waiting for a harvest.
@@ -121,3 +135,86 @@ class Harvests(Calls[M]):
     async def delete(self, harvest: HarvestLike) -> None:
         """Delete a harvest's files and record. Raises `conflict` for one that has not ended."""
         await self._do(Call("DELETE", _path(harvest)))
+
+    @stream
+    async def stream(
+        self,
+        harvest: HarvestLike,
+        *,
+        consumer: str = "trainer",
+        after: int | None = None,
+        acknowledge: bool = True,
+    ) -> AsyncIterator[StreamedUnit]:
+        """Yield the units of a harvest that was submitted with `to="stream"`, each with its rows,
+        in order and to the end of the harvest.
+
+        Begins after the units that the consumer has acknowledged, or after the first `after`. A
+        unit is acknowledged when the next one is asked for; with `acknowledge=False`, by calls of
+        `acknowledge`. Survives an API restart. Raises what `next_units` raises.
+        """
+        patience, units, owed = wire.Patience(), list[UnitEntry](), 0
+        while True:
+            try:
+                if owed and acknowledge:
+                    await self.acknowledge(harvest, owed, consumer=consumer)
+                    owed = 0
+                if not units:
+                    page = await self.next_units(harvest, consumer=consumer, after=after)
+                    if page.ended(after):
+                        return
+                    units = page.units
+                ready = [await self.unit(harvest, entry) for entry in units[:1]]
+                patience.ok()
+            except MidstreamError as error:
+                patience.check(error)
+                await self._io.sleep(wire.PAUSE_S)
+                continue
+            for unit in ready:
+                yield unit
+                after = owed = unit.cursor
+            units = units[1:]
+
+    @call
+    async def next_units(
+        self,
+        harvest: HarvestLike,
+        *,
+        consumer: str = "trainer",
+        after: int | None = None,
+        wait: float = wire.POLL_S,
+    ) -> StreamPage:
+        """Return the units of a stream that are ready, without rows, after at most `wait` seconds.
+
+        Raises `conflict` for a harvest that is no stream or did not succeed, `gone` for units that
+        were dropped, `invalid_request` for an unknown consumer.
+        """
+        params = wire.given(consumer=consumer, after=after, wait=wait)
+        request = Call("GET", _path(harvest, "stream"), params=params, timeout=wire.HELD_S)
+        return await self._ask(request, StreamPage)
+
+    @call
+    async def unit(self, harvest: HarvestLike, unit: UnitEntry) -> StreamedUnit:
+        """Fetch the rows of a unit of a stream, checked. Raises `gone`, `capture_damaged`."""
+        from ..harvest.streams import StreamedUnit
+
+        files = [file for shard in unit.shards for file in shard.files]
+        return StreamedUnit(unit, {file.key: await self._shard(harvest, file) for file in files})
+
+    @call
+    async def acknowledge(
+        self, harvest: HarvestLike, cursor: int, *, consumer: str = "trainer"
+    ) -> StreamCursor:
+        """Acknowledge the first `cursor` units of a stream: the consumer needs them no more.
+
+        Raises what `next_units` raises.
+        """
+        body = StreamCursor(consumer=consumer, cursor=cursor)
+        request = Call("POST", _path(harvest, "stream", "ack"), body=body)
+        return await self._ask_patiently(request, StreamCursor)
+
+    async def _shard(self, harvest: HarvestLike, file: ShardFile) -> bytes:
+        response = await self._send(Call("GET", _path(harvest, *file.key.split("/"))))
+        wire.raise_problem(response)
+        if zlib_ng.crc32(response.content) != file.crc32:
+            raise MidstreamError("capture_damaged", f"{file.key} arrived with another CRC32")
+        return response.content

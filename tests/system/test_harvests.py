@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 from harvest_kit import check_equal, check_rows, checked, texts
 from safetensors import safe_open
@@ -19,6 +20,7 @@ from stack import Stack
 from tree import ROOT
 
 from midstream.client import Client, MidstreamError
+from midstream.client.harvest import Harvest
 from midstream.schemas.jobs.harvests import HarvestView
 
 WAIT_S = 120.0
@@ -199,6 +201,57 @@ def test_a_repeated_submission_is_one_harvest(client: Client) -> None:
     assert client.harvests.submit(idempotency_key="once", **fields).id == first.id
     with pytest.raises(MidstreamError, match="different body"):
         client.harvests.submit(idempotency_key="once", **fields | {"layers": [1]})
+
+
+def consumer(stack: Stack, view: HarvestView, folder: Path, *seed: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    script = Path(__file__).parent / "stream_consumer.py"
+    return subprocess.Popen(
+        [sys.executable, str(script), stack.url, view.id, str(folder), *seed],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def check_stored(folder: Path, made: Harvest) -> None:
+    """A consumer's files are the rows of an ordinary harvest, in its order, bit for bit."""
+    units = [np.load(path) for path in sorted(folder.glob("*.npz"))]
+    assert [len(unit["documents"]) for unit in units] == [unit.rows for unit in made.units]
+    keys = made.keys(slice(None))
+    for name, column in keys._asdict().items():
+        assert np.array_equal(np.concatenate([unit[name] for unit in units]), column)
+    for hook, layer in made.sites:
+        rows = np.concatenate([unit[f"{hook}.{layer}"] for unit in units])
+        assert rows.tobytes() == made.rows(slice(None), layer, hook).tobytes()
+
+
+def test_a_consumer_killed_20_times_gets_every_row_once(
+    stack: Stack, client: Client, tmp_path: Path
+) -> None:
+    """Workers are killed meanwhile, and what is acknowledged is dropped."""
+    fields: dict[str, Any] = {
+        "model": "fake-model",
+        "source": {"path": corpus(stack, "stream.jsonl", texts(3000, 120))},
+        "layers": [1, 3],
+        "shards": SMALL,
+    }
+    made = checked(client.harvests.wait(client.harvests.submit(**fields), timeout=WAIT_S).uri)
+    view = client.harvests.submit(**fields, to={"window": 3})
+    codes = []
+    for kill in range(20):
+        if kill in (5, 12):
+            name = "worker" if kill == 5 else "worker-2"
+            stack.kill(name)
+            stack.restart(name)
+        codes.append(consumer(stack, view, tmp_path / "rows", str(kill)).wait(WAIT_S))
+    last = consumer(stack, view, tmp_path / "rows")
+    assert last.communicate(timeout=WAIT_S)[1] == ""
+    print(codes, len(made.units))
+    check_stored(tmp_path / "rows", made)
+    done = client.harvests.wait(view, timeout=WAIT_S)
+    assert done.acknowledged == {"trainer": len(made.units)}
+    assert (done.bytes, done.rows, done.shards) == (0, len(made), len(made.shards))
+    assert not list(Path(done.uri).rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(

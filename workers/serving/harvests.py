@@ -18,6 +18,7 @@ from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.jobs.status import relay_alive_for
 from ...broker.ledger.jobs.sweeps import Sweeps
 from ...broker.ledger.recovery.harvests import Harvests, Kept
+from ...broker.ledger.recovery.streams import Streams
 from ...broker.ops import metrics
 from ...broker.ops.global_capture import QUOTA_SPARE, count_skipped
 from ...schemas.base.dtypes import RowDType
@@ -95,6 +96,7 @@ class HarvestAttempt:
         )
         self._part = attempt.job.harvest
         self._harvests, self._receipts = Harvests(ledger), Sweeps(ledger)
+        self._streams = Streams(ledger)
         self._slots, self._shards = slots, shards
         self._usage = Usage(
             open_store(ledger.settings.artifacts), ledger.settings.capture_quota_mib << 20
@@ -223,6 +225,7 @@ class HarvestAttempt:
             parts=list(parts),
             metadata=harvest.metadata,
             identity=harvest.identity,
+            dropped=harvest.stream is not None and not harvest.stream.keep,
         )
 
     async def _put(
@@ -301,6 +304,10 @@ class HarvestAttempt:
                 for number in range(self._part.first, self._part.first + self._part.count):
                     if number in kept:
                         continue
+                    if number >= await patiently(
+                        lambda: self._streams.limit(harvest), f"window of {harvest.id}"
+                    ):
+                        break  # the rest of the part is submitted again when consumers are there
                     documents = await source.read(plan, plan.units[number])
                     shards = shards_of(
                         harvest, await asyncio.to_thread(cut, harvest, documents, bos, eos)
@@ -315,6 +322,8 @@ class HarvestAttempt:
                     await begun.wait()
         finally:
             await self._engine.release_vectors(names)
+        if len(kept) < self._part.count:
+            return
         manifest = PartManifest(
             part=self._part.part, units=[kept[number] for number in sorted(kept)]
         )

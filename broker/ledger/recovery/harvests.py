@@ -33,6 +33,7 @@ from ..core import scripts
 from ..core.tenants import limits_of, refusal
 from ..jobs.ledger import ALPHABET, Ledger, new_job_id, reachable
 from ..named.probes import Probes
+from .streams import Streams, cursor_field
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ REFUSED = {
     "cancelling": "is being cancelled",
     "sealing": "has all its rows, and its manifest is being written",
 }
+#: Why a stream's harvest waits.
+WINDOW_FULL = "waits for a consumer of its stream to acknowledge units: its window is full"
 #: Numbers of the parts that write the plan and the manifest.
 PLANS, SEALS = -1, -2
 
@@ -95,6 +98,7 @@ class Harvests:
         self._ledger = ledger
         self._redis: Any = ledger.redis
         self._scripts = scripts.Scripts(ledger.redis)
+        self._streams = Streams(ledger)
 
     # --- accepting and reading
 
@@ -120,6 +124,7 @@ class Harvests:
             id=harvest.id,
             spec=spec,
             lines=packed,
+            streams=harvest.stream is not None or None,
             created=repr(harvest.created),
             tenant=harvest.tenant,
             idem=key,
@@ -447,7 +452,11 @@ class Harvests:
             await self._begun(harvest.id),
         ):
             again[part.part] = Out(job="", part=part)
-        for previous in again.values():
+        limit = await self._streams.limit(harvest)
+        within = [item for item in again.values() if await self._streams.within(item.part, limit)]
+        if again and not within and not out:
+            return WINDOW_FULL
+        for previous in within:
             part = (
                 msgspec.structs.replace(previous.part, tries=previous.part.tries + 1)
                 if previous.job
@@ -646,5 +655,9 @@ def _view(record: Mapping[str, Any], jobs: "list_of_text") -> HarvestView:
         tenant=harvest.tenant,
         metadata=harvest.metadata,
         identity=harvest.identity,
+        acknowledged={
+            consumer: int(record.get(cursor_field(consumer), 0))
+            for consumer in (harvest.stream.consumers if harvest.stream else ())
+        },
         **numbers,
     )
