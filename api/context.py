@@ -32,7 +32,6 @@ from ..broker.ledger.named.steering import Steering
 from ..broker.ledger.people.keys import Keys
 from ..broker.ledger.people.sessions import Sessions
 from ..broker.ledger.recovery.harvests import Harvests
-from ..broker.ledger.recovery.streams import Streams
 from ..broker.ops import global_capture, logs
 from ..broker.ops.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery
@@ -110,7 +109,6 @@ class AppContext:
         self.steering = Steering(ledger)
         self.probes = Probes(ledger)
         self.harvests = Harvests(ledger)
-        self.streams = Streams(ledger)
         self._features = FeatureFiles(settings.sae_root)
         self._directions = DirectionFiles(settings.lens_root)
         self._reading_features = anyio.CapacityLimiter(1)

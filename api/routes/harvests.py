@@ -1,10 +1,8 @@
-"""Routes of harvests: submit, get, list, follow, pause, resume, cancel, delete; streams of their
-units and shards.
-"""
+"""Routes of harvests: submit, get, list, follow, pause, resume, cancel, delete, and streams."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import anyio.to_thread
@@ -26,16 +24,14 @@ from ...schemas.jobs.harvests import (
     StreamCursor,
     StreamPage,
 )
-from ...storage.store import Handle, around, open_store
+from ...storage.store import around, open_store
 from ..context import HARVEST_LOOK_S as LOOK_S
 from ..context import AppContext, unless_client_leaves
 from ..resolve.admission.harvests import plan_harvest
 from ..responses import events
-from ..responses.packed import CHUNK
 from ..web.auth import needs, tenant_asked
 from ..web.body import JsonRequest
 from ..web.open_calls import EVENTS
-from .captures import MEDIA_TYPE
 from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, Key, PageSize, Wait, Whose
 
 HarvestId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The harvest's id")]
@@ -213,7 +209,7 @@ async def stream_harvest(
 ) -> StreamPage:
     harvest = await _stored(context, caller, harvest_id)
     # what a process that was killed after an acknowledgement has left
-    await context.streams.drop(harvest)
+    await context.harvests.drop_shards(harvest)
     return await unless_client_leaves(
         request, _next_units(context, harvest, consumer, after, time.monotonic() + (wait or 0.0))
     )
@@ -223,9 +219,8 @@ async def _next_units(
     context: AppContext, harvest: StoredHarvest, consumer: str, after: int | None, until: float
 ) -> StreamPage:
     while True:
-        page = await context.streams.page(harvest, consumer, after)
-        over = page.units or page.ended(after) or page.state in OVER or context.closing
-        if over or time.monotonic() >= until:
+        page = await context.harvests.stream_page(harvest, consumer, after)
+        if page.units or page.ended or context.closing or time.monotonic() >= until:
             return page
         await context.or_closing(asyncio.sleep(LOOK_S))
 
@@ -243,50 +238,15 @@ async def acknowledge_harvest(
     harvest_id: HarvestId, data: JSONBody[StreamCursor], context: AppContext, caller: Caller
 ) -> StreamCursor:
     harvest = await _stored(context, caller, harvest_id)
-    await context.streams.acknowledge(harvest, data.consumer, data.cursor)
+    await context.harvests.acknowledge(harvest, data.consumer, data.cursor)
     await context.harvests.advance(harvest_id)
     return data
 
 
-@get(
-    "/v1/harvests/{harvest_id:str}/shards/{job:str}/{name:str}",
-    opt=needs("read"),
-    summary="Download a shard's file",
-    description="`shards/<job>/<name>` is the file's key in its unit. A safetensors file.",
-    media_type=MEDIA_TYPE,
-    responses={410: PROBLEM, **ERRORS},
-)
-async def get_shard(
-    harvest_id: HarvestId,
-    job: Annotated[str, PathParameter(max_length=MAX_NAME, description="Folder of the file")],
-    name: Annotated[str, PathParameter(max_length=MAX_NAME, description="Name of the file")],
-    context: AppContext,
-    caller: Caller,
-) -> Response[Any]:
-    harvest = await _stored(context, caller, harvest_id)
-    if "/" in job + name:  # a slash that was sent as %2F
-        raise MidstreamError("not_found", f"harvest {harvest_id} has no such shard")
-    store = open_store(harvest.uri)
-    try:
-        handle = await anyio.to_thread.run_sync(store.open, f"shards/{job}/{name}", False)
-    except (FileNotFoundError, ValueError) as error:
-        raise MidstreamError("gone", f"harvest {harvest_id} has no shard {job}/{name}") from error
-    headers = {"Content-Length": str(handle.size)}
-    return Stream(_chunks(handle), media_type=MEDIA_TYPE, headers=headers)
-
-
-def _chunks(handle: Handle) -> Iterator[bytes]:
-    with handle:
-        for at in range(0, handle.size, CHUNK):
-            yield handle.read(at, CHUNK)
-
-
 async def _stored(context: AppContext, caller: Caller, harvest_id: str) -> StoredHarvest:
     """Return the harvest as accepted. Raises what `_seen` raises."""
-    harvest = await context.streams.harvest(harvest_id)
-    if not caller.sees(harvest.tenant):
-        raise MidstreamError("not_found", f"unknown harvest {harvest_id}")
-    return harvest
+    await _seen(context, caller, harvest_id)
+    return await context.harvests.stored(harvest_id)
 
 
 async def _ask(context: AppContext, caller: Caller, harvest_id: str, needed: Wanted) -> HarvestView:
@@ -317,5 +277,4 @@ ROUTES = [
     delete_harvest,
     stream_harvest,
     acknowledge_harvest,
-    get_shard,
 ]

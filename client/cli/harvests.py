@@ -1,4 +1,6 @@
-"""The commands `harvest run`, `status`, `list`, `pause`, `resume`, `cancel`, `delete`, `verify`."""
+"""The commands `harvest run`, `stream`, `status`, `list`, `pause`, `resume`, `cancel`, `delete`,
+`verify`.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -150,6 +152,31 @@ def harvest_run(
         with harvest_bar() as progress:
             view = client.harvests.wait(view, progress)
     _print(view, json_)
+
+
+@harvest_app.command("stream")
+def harvest_stream(
+    harvest: Id,
+    to: Annotated[
+        str,
+        typer.Option(
+            help="file:FOLDER, or a Mooncake store: tcp://MASTER:PORT, rdma://MASTER:PORT."
+        ),
+    ],
+    consumer: Annotated[str, typer.Option(help="One of the stream's consumers.")] = "trainer",
+    limit: Annotated[
+        int, typer.Option(min=1, help="Wait while this many samples are not taken.")
+    ] = 4096,
+    url: Url = None,
+) -> None:
+    """Hand a stream's documents to a trainer, as hs_connectors reads them.
+
+    Goes on where it was after an interruption. A trainer takes a sample by deleting it.
+    """
+    from ..harvest.bridge import bridge, target_of
+
+    with connect(url) as client:
+        bridge(client, harvest, target_of(to, harvest), consumer, limit)
 
 
 @harvest_app.command("status")

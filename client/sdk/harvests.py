@@ -7,18 +7,14 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Unpack
 from urllib.parse import quote
 
-from zlib_ng import zlib_ng
-
 from ...schemas.base.errors import MidstreamError, error_of
 from ...schemas.jobs.harvests import (
     OVER,
     HarvestPage,
     HarvestRequest,
     HarvestView,
-    ShardFile,
     StreamCursor,
     StreamPage,
-    UnitEntry,
 )
 from .. import values
 from . import wire
@@ -27,7 +23,7 @@ from .fields import HarvestFields
 from .wire import Call
 
 if TYPE_CHECKING:
-    from ..harvest.streams import StreamedUnit
+    from ..harvest.reader import StreamedUnit
 
 _HARVESTS = "/v1/harvests"
 #: Seconds between two polls while waiting for a harvest.
@@ -150,29 +146,21 @@ class Harvests(Calls[M]):
 
         Begins after the units that the consumer has acknowledged, or after the first `after`. A
         unit is acknowledged when the next one is asked for; with `acknowledge=False`, by calls of
-        `acknowledge`. Survives an API restart. Raises what `next_units` raises.
+        `acknowledge`. Survives an API restart. Their files are read from the
+        harvest's store, a folder or bucket. Raises what `next_units` raises.
         """
-        patience, units, owed = wire.Patience(), list[UnitEntry](), 0
+        from ..harvest.reader import StreamedUnit
+
         while True:
-            try:
-                if owed and acknowledge:
-                    await self.acknowledge(harvest, owed, consumer=consumer)
-                    owed = 0
-                if not units:
-                    page = await self.next_units(harvest, consumer=consumer, after=after)
-                    if page.ended(after):
-                        return
-                    units = page.units
-                ready = [await self.unit(harvest, entry) for entry in units[:1]]
-                patience.ok()
-            except MidstreamError as error:
-                patience.check(error)
-                await self._io.sleep(wire.PAUSE_S)
-                continue
-            for unit in ready:
+            page = await self.next_units(harvest, consumer=consumer, after=after)
+            if page.ended:
+                return
+            for entry in page.units:
+                unit = StreamedUnit(entry, page.uri)
                 yield unit
-                after = owed = unit.cursor
-            units = units[1:]
+                after = unit.cursor
+                if acknowledge:
+                    await self.acknowledge(harvest, after, consumer=consumer)
 
     @call
     async def next_units(
@@ -188,17 +176,13 @@ class Harvests(Calls[M]):
         Raises `conflict` for a harvest that is no stream or did not succeed, `gone` for units that
         were dropped, `invalid_request` for an unknown consumer.
         """
-        params = wire.given(consumer=consumer, after=after, wait=wait)
-        request = Call("GET", _path(harvest, "stream"), params=params, timeout=wire.HELD_S)
-        return await self._ask(request, StreamPage)
-
-    @call
-    async def unit(self, harvest: HarvestLike, unit: UnitEntry) -> StreamedUnit:
-        """Fetch the rows of a unit of a stream, checked. Raises `gone`, `capture_damaged`."""
-        from ..harvest.streams import StreamedUnit
-
-        files = [file for shard in unit.shards for file in shard.files]
-        return StreamedUnit(unit, {file.key: await self._shard(harvest, file) for file in files})
+        call = Call(
+            "GET",
+            _path(harvest, "stream"),
+            params=wire.given(consumer=consumer, after=after, wait=wait),
+            timeout=wire.HELD_S,
+        )
+        return await self._ask_patiently(call, StreamPage, wire.PATIENCE_S)
 
     @call
     async def acknowledge(
@@ -208,13 +192,9 @@ class Harvests(Calls[M]):
 
         Raises what `next_units` raises.
         """
-        body = StreamCursor(consumer=consumer, cursor=cursor)
-        request = Call("POST", _path(harvest, "stream", "ack"), body=body)
-        return await self._ask_patiently(request, StreamCursor)
-
-    async def _shard(self, harvest: HarvestLike, file: ShardFile) -> bytes:
-        response = await self._send(Call("GET", _path(harvest, *file.key.split("/"))))
-        wire.raise_problem(response)
-        if zlib_ng.crc32(response.content) != file.crc32:
-            raise MidstreamError("capture_damaged", f"{file.key} arrived with another CRC32")
-        return response.content
+        call = Call(
+            "POST",
+            _path(harvest, "stream", "ack"),
+            body=StreamCursor(consumer=consumer, cursor=cursor),
+        )
+        return await self._ask_patiently(call, StreamCursor, wire.PATIENCE_S)

@@ -4,7 +4,7 @@ and manifests.
 docs/decisions/0035-harvests.md explains the design.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -132,19 +132,6 @@ class HarvestStream(Record, kw_only=True):
     window: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAM_WINDOW)] = 32
     keep: bool = False  # keep the shards of acknowledged units in the store
 
-    def __post_init__(self) -> None:
-        if len(set(self.consumers)) < len(self.consumers):
-            raise ValueError("`consumers` names one of them twice")
-
-    @classmethod
-    def of(cls, to: "Destination") -> Self | None:
-        """Return the stream that a request asks for, if any."""
-        return cls() if to == "stream" else to if isinstance(to, cls) else None
-
-
-#: Where rows go: files in the store that stay, or a stream.
-Destination = Literal["store", "stream"] | HarvestStream
-
 
 class HarvestRequest(SitesSpec, kw_only=True):
     """Body of `POST /v1/harvests`."""
@@ -157,7 +144,8 @@ class HarvestRequest(SitesSpec, kw_only=True):
     generate: SamplingRequest | None = None  # also harvest tokens generated after each document
     dtype: ShardDType = "model"
     shards: HarvestShards = HarvestShards()
-    to: Destination = "store"
+    # files that stay, or a stream of them
+    to: Literal["store", "stream"] | HarvestStream = "store"
     # an entry of the setting `harvest_stores`; null: the first
     store: Annotated[str, msgspec.Meta(max_length=MAX_PATH)] | None = None
     # the most tokens of all sequences together; later documents are left out
@@ -364,13 +352,9 @@ class StreamPage(Record, kw_only=True):
     """Answer of `GET /v1/harvests/{id}/stream`: the units from a cursor on that are ready."""
 
     state: HarvestState
-    acknowledged: int  # the consumer's cursor: units before it are acknowledged
-    total: int | None = None  # units of the whole stream, once it is planned
+    uri: str  # of the store with the units' files
+    ended: bool  # there are no units from the cursor on, and there will be none
     units: list[UnitEntry]
-
-    def ended(self, cursor: int | None) -> bool:
-        """Return whether a consumer at `cursor` has the whole stream."""
-        return self.total == (self.acknowledged if cursor is None else cursor)
 
 
 class StreamCursor(Record, kw_only=True):

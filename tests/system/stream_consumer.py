@@ -14,11 +14,13 @@ import numpy as np
 
 from midstream.client import Client
 
-#: Seconds after its first unit at which a consumer that kills itself is gone at the latest.
-LONGEST_S = 0.4
+#: Seconds after its first unit at which a consumer that kills itself is gone at the latest, and
+#: that it takes for each step, so that kills come between all of them.
+LONGEST_S, STEP_S = 0.15, 0.02
 
 
 def consume(url: str, harvest: str, folder: Path, seed: int | None) -> None:
+    pause = 0.0 if seed is None else STEP_S
     with Client(url) as client:
         # its own files are what it has: it may have been killed before it could acknowledge them
         after = len(list(folder.glob("*.npz")))
@@ -26,6 +28,7 @@ def consume(url: str, harvest: str, folder: Path, seed: int | None) -> None:
             if seed is not None:
                 threading.Thread(target=die, args=(seed,)).start()
                 seed = None
+            time.sleep(pause)
             keys = unit.keys()
             partial = folder / f"{unit.cursor:05d}.partial"
             with partial.open("wb") as file:
@@ -36,7 +39,9 @@ def consume(url: str, harvest: str, folder: Path, seed: int | None) -> None:
                 )
             target = partial.with_suffix(".npz")
             assert not target.exists(), f"{target} came twice"
+            time.sleep(pause)
             partial.rename(target)
+            time.sleep(pause)
 
 
 def die(seed: int) -> None:

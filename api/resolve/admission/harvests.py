@@ -93,7 +93,11 @@ async def plan_harvest(
         row_bytes=sum(info.row_size(hook) * len(layers) for hook, layers in sites.items())
         * ITEM_BYTES[info.dtype],
         shards=body.shards,
-        stream=HarvestStream.of(body.to),
+        stream=body.to
+        if isinstance(body.to, HarvestStream)
+        else HarvestStream()
+        if body.to == "stream"
+        else None,
         max_tokens=body.max_tokens,
         tenant=caller.tenant,
         key=caller.key,

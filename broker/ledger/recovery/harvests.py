@@ -31,9 +31,9 @@ from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.harvest_work import HarvestPart
 from ..core import scripts
 from ..core.tenants import limits_of, refusal
-from ..jobs.ledger import ALPHABET, Ledger, new_job_id, reachable
+from ..jobs.ledger import ALPHABET, new_job_id, reachable
 from ..named.probes import Probes
-from .streams import Streams, cursor_field
+from .streams import HarvestStreams
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,6 @@ REFUSED = {
     "cancelling": "is being cancelled",
     "sealing": "has all its rows, and its manifest is being written",
 }
-#: Why a stream's harvest waits.
-WINDOW_FULL = "waits for a consumer of its stream to acknowledge units: its window is full"
 #: Numbers of the parts that write the plan and the manifest.
 PLANS, SEALS = -1, -2
 
@@ -91,14 +89,8 @@ def not_found(harvest_id: str) -> MidstreamError:
     return MidstreamError("not_found", f"unknown harvest {harvest_id}")
 
 
-class Harvests:
+class Harvests(HarvestStreams):
     """Harvests in a ledger. Belongs to the ledger's event loop."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._redis: Any = ledger.redis
-        self._scripts = scripts.Scripts(ledger.redis)
-        self._streams = Streams(ledger)
 
     # --- accepting and reading
 
@@ -452,11 +444,11 @@ class Harvests:
             await self._begun(harvest.id),
         ):
             again[part.part] = Out(job="", part=part)
-        limit = await self._streams.limit(harvest)
-        within = [item for item in again.values() if await self._streams.within(item.part, limit)]
-        if again and not within and not out:
-            return WINDOW_FULL
-        for previous in within:
+        end = await self.window_end(harvest)
+        ready = [item for item in again.values() if await self.has_work(item.part, end)]
+        if again and not ready and not out:
+            return "its window is full: it waits until its consumers acknowledge units"
+        for previous in ready:
             part = (
                 msgspec.structs.replace(previous.part, tries=previous.part.tries + 1)
                 if previous.job
@@ -656,7 +648,7 @@ def _view(record: Mapping[str, Any], jobs: "list_of_text") -> HarvestView:
         metadata=harvest.metadata,
         identity=harvest.identity,
         acknowledged={
-            consumer: int(record.get(cursor_field(consumer), 0))
+            consumer: int(record.get(f"ack:{consumer}", 0))
             for consumer in (harvest.stream.consumers if harvest.stream else ())
         },
         **numbers,
