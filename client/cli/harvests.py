@@ -173,7 +173,7 @@ def harvest_stream(
 
     Goes on where it was after an interruption. A trainer takes a sample by deleting it.
     """
-    from ..harvest.bridge import bridge, target_of
+    from ..sdk.bridge import bridge, target_of
 
     with connect(url) as client:
         bridge(client, harvest, target_of(to, harvest), consumer, limit)

@@ -15,9 +15,9 @@ from ...schemas.base.errors import invalid
 from ...schemas.base.records import to_json
 from ...storage.shards import shard_buffers
 from ...storage.store import open_store
-from ..sdk.client import Client
-from .exports import Tensor, documents
-from .reader import StreamedUnit
+from ..harvest.exports import Tensor, documents
+from ..harvest.reader import StreamedUnit
+from .client import Client
 
 #: Seconds between two looks at what a trainer has taken; and for which a unit is waited for.
 PAUSE_S, LONGEST_S = 0.1, 25.0
