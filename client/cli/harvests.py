@@ -108,6 +108,10 @@ def harvest_run(
         str | None,
         typer.Option(help="One of the server's harvest_stores; default: its first.", **ROWS),
     ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(help="store (default): files that stay; stream: to its consumer.", **RESULT),
+    ] = None,
     wait: Annotated[
         bool,
         typer.Option(
@@ -130,7 +134,7 @@ def harvest_run(
             "cut": given(max_length=max_length, fit=fit),
             "positions": given(every=every, sample=sample, skip_first=skip_first, seed=seed),
             "shards": given(mib=shard_mib, shuffle=seed),
-            **given(model=model, dtype=dtype, store=store, max_tokens=max_tokens),
+            **given(model=model, dtype=dtype, store=store, max_tokens=max_tokens, to=to),
             **_sites(hooks, layers),
         }
         chosen = {name: value for name, value in fields.items() if value}
