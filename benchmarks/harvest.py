@@ -4,6 +4,7 @@
     python benchmarks/harvest.py scale    # 1, 2 and 4 fake workers
     python benchmarks/harvest.py memory   # resident memory over --tokens tokens; then `read`
     python benchmarks/harvest.py read     # rows/s of RowDataset beside the disk's own rate
+    python benchmarks/harvest.py stream   # rows/s of a stream beside a harvest
 
 Prints JSON. A rate counts the tokens of sequences; for the service, from the planned source to the
 last unit that counts.
@@ -275,6 +276,66 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
             }
 
 
+def stream(arguments: argparse.Namespace) -> dict[str, Any]:
+    """From the submission until the last row has been read."""
+    fake = arguments.engine == "fake"
+    options: dict[str, Any] = (
+        {"engine": "fake"}
+        if fake
+        else {"engine": "vllm", "model": str(DEMO_MODEL), "certify": False, **ENGINE}
+    )
+    lines = (
+        [f"{number} " + "x" * 1000 for number in range(2000)]
+        if fake
+        else sequences(arguments.sequences, 7)
+    )
+    fields: dict[str, Any] = {
+        "model": "m",
+        "source": {"lines": lines},
+        "layers": [1, 2],
+        "shards": {"mib": 4 if fake else 16},
+    }
+    rates: dict[str, list[int]] = {"harvest": [], "stream": [], "stream_window_2": []}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Stack(
+            Path(folder), api=True, start_timeout_s=300, model_name="m", **options, **SLOW
+        ) as stack,
+        Client(stack.url) as client,
+    ):
+
+        def harvested() -> int:
+            view = client.harvests.wait(client.harvests.submit(**fields))
+            return sum(len(shard.rows("post_block", 1)) for shard in open(view.uri).shards)
+
+        def streamed(window: int) -> int:
+            view = client.harvests.submit(**fields, to={"window": window})
+            return sum(len(unit.rows(1)) for unit in client.harvests.stream(view))
+
+        kinds = [lambda: harvested(), lambda: streamed(32), lambda: streamed(2)]
+        harvested()
+        for number in range(arguments.rounds):
+            for place in range(3):
+                which = (number + place) % 3
+                start = time.perf_counter()
+                rows = kinds[which]()
+                list(rates.values())[which].append(round(rows / (time.perf_counter() - start)))
+    return {
+        "rows": rows,
+        **{f"{kind}_rows_s": each for kind, each in rates.items()},
+        **{
+            f"{kind}_to_harvest": round(
+                statistics.median(
+                    mine / whole for mine, whole in zip(each, rates["harvest"], strict=True)
+                ),
+                3,
+            )
+            for kind, each in rates.items()
+            if kind != "harvest"
+        },
+    }
+
+
 @contextmanager
 def sampled(pids: dict[str, int]) -> Iterator[dict[str, list[float]]]:
     """Resident MiB of each process and of those below it, twice a second."""
@@ -362,7 +423,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["speed", "scale", "memory", "read"])
+    parser.add_argument("what", choices=["speed", "scale", "memory", "read", "stream"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument(
@@ -375,7 +436,9 @@ if __name__ == "__main__":
     chosen = parser.parse_args()
     print(
         json.dumps(
-            {"speed": speed, "scale": scale, "memory": memory, "read": read}[chosen.what](chosen),
+            {"speed": speed, "scale": scale, "memory": memory, "read": read, "stream": stream}[
+                chosen.what
+            ](chosen),
             indent=1,
         )
     )

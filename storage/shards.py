@@ -13,9 +13,10 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from ..schemas.base.dtypes import DTYPES, narrowed, widened
+from ..schemas.base.errors import MidstreamError
 from ..schemas.requests.harvest_work import SCALED
 from .formats.capture_blobs import TensorPlace, read_tensors, safetensors_header
-from .store import Buffer, Handle
+from .store import ArtifactStore, Buffer, Handle
 
 KEYS = ("documents", "positions", "token_ids")
 #: Midstream's name of a dtype → safetensors' name, and numpy's dtype for its bits.
@@ -128,3 +129,12 @@ def checksum(handle: Handle, piece: int = 8 << 20) -> int:
     while chunk := handle.read(at, piece):
         crc, at = zlib_ng.crc32(chunk, crc), at + len(chunk)
     return crc
+
+
+def checked(store: ArtifactStore, key: str, crc32: int) -> bytes:
+    """Returns an object's bytes. Raises OSError, capture_damaged if its checksum differs."""
+    with store.open(key) as handle:
+        data = handle.read(0, handle.size)
+    if zlib_ng.crc32(data) != crc32:
+        raise MidstreamError("capture_damaged", f"{key} is not what was written: its CRC32 differs")
+    return data

@@ -1,29 +1,38 @@
-"""Routes of harvests: submit, get, list, follow, pause, resume, cancel, delete."""
+"""Routes of harvests: submit, get, list, follow, pause, resume, cancel, delete, and streams."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import anyio.to_thread
 from litestar import Response, delete, get, post
-from litestar.params import JSONBody, PathParameter
+from litestar.params import JSONBody, PathParameter, QueryParameter
 from litestar.response import Stream
 
 from ...broker.ledger.recovery.harvests import Wanted
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.limits import MAX_NAME
+from ...schemas.base.limits import MAX_INT64, MAX_NAME
 from ...schemas.base.records import to_json
-from ...schemas.jobs.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
+from ...schemas.jobs.harvests import (
+    OVER,
+    HarvestPage,
+    HarvestRequest,
+    HarvestView,
+    StoredHarvest,
+    StreamCursor,
+    StreamPage,
+)
 from ...storage.store import around, open_store
 from ..context import HARVEST_LOOK_S as LOOK_S
-from ..context import AppContext
+from ..context import AppContext, unless_client_leaves
 from ..resolve.admission.harvests import plan_harvest
 from ..responses import events
 from ..web.auth import needs, tenant_asked
 from ..web.body import JsonRequest
 from ..web.open_calls import EVENTS
-from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, Key, PageSize, Whose
+from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, Key, PageSize, Wait, Whose
 
 HarvestId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The harvest's id")]
 
@@ -178,6 +187,68 @@ async def delete_harvest(harvest_id: HarvestId, context: AppContext, caller: Cal
     await context.harvests.forget(harvest_id)
 
 
+@get(
+    "/v1/harvests/{harvest_id:str}/stream",
+    opt=needs("read"),
+    summary="Get the next units of a harvest's stream",
+    description="Units in order, at most those of one part: `after` is the number of units that "
+    "the consumer has, by default those that it has acknowledged. With `wait`, the response is "
+    "held until a unit is ready.",
+    responses={409: PROBLEM, 410: PROBLEM, **ERRORS},
+)
+async def stream_harvest(
+    harvest_id: HarvestId,
+    request: JsonRequest,
+    context: AppContext,
+    caller: Caller,
+    consumer: Annotated[
+        str, QueryParameter(max_length=MAX_NAME, description="One of the stream's consumers")
+    ],
+    after: Annotated[int | None, QueryParameter(ge=0, le=MAX_INT64, description="A cursor")] = None,
+    wait: Wait = None,
+) -> StreamPage:
+    harvest = await _stored(context, caller, harvest_id)
+    # what a process that was killed after an acknowledgement has left
+    await context.harvests.drop_shards(harvest)
+    return await unless_client_leaves(
+        request, _next_units(context, harvest, consumer, after, time.monotonic() + (wait or 0.0))
+    )
+
+
+async def _next_units(
+    context: AppContext, harvest: StoredHarvest, consumer: str, after: int | None, until: float
+) -> StreamPage:
+    while True:
+        page = await context.harvests.stream_page(harvest, consumer, after)
+        if page.units or page.ended or context.closing or time.monotonic() >= until:
+            return page
+        await context.or_closing(asyncio.sleep(LOOK_S))
+
+
+@post(
+    "/v1/harvests/{harvest_id:str}/stream/ack",
+    opt=needs("submit"),
+    status_code=200,
+    summary="Acknowledge units of a harvest's stream",
+    description="The consumer has all units before `cursor`: it gets them no more, and shards that "
+    "all consumers have acknowledged are deleted, unless the stream keeps them. Repeatable.",
+    responses={409: PROBLEM, **ERRORS},
+)
+async def acknowledge_harvest(
+    harvest_id: HarvestId, data: JSONBody[StreamCursor], context: AppContext, caller: Caller
+) -> StreamCursor:
+    harvest = await _stored(context, caller, harvest_id)
+    await context.harvests.acknowledge(harvest, data.consumer, data.cursor)
+    await context.harvests.advance(harvest_id)
+    return data
+
+
+async def _stored(context: AppContext, caller: Caller, harvest_id: str) -> StoredHarvest:
+    """Return the harvest as accepted. Raises what `_seen` raises."""
+    await _seen(context, caller, harvest_id)
+    return await context.harvests.stored(harvest_id)
+
+
 async def _ask(context: AppContext, caller: Caller, harvest_id: str, needed: Wanted) -> HarvestView:
     await _seen(context, caller, harvest_id)
     view = await context.harvests.ask(harvest_id, needed)
@@ -204,4 +275,6 @@ ROUTES = [
     resume_harvest,
     cancel_harvest,
     delete_harvest,
+    stream_harvest,
+    acknowledge_harvest,
 ]

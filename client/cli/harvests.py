@@ -1,4 +1,6 @@
-"""The commands `harvest run`, `status`, `list`, `pause`, `resume`, `cancel`, `delete`, `verify`."""
+"""The commands `harvest run`, `stream`, `status`, `list`, `pause`, `resume`, `cancel`, `delete`,
+`verify`.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,6 +108,10 @@ def harvest_run(
         str | None,
         typer.Option(help="One of the server's harvest_stores; default: its first.", **ROWS),
     ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(help="store (default): files that stay; stream: to its consumer.", **RESULT),
+    ] = None,
     wait: Annotated[
         bool,
         typer.Option(
@@ -128,7 +134,7 @@ def harvest_run(
             "cut": given(max_length=max_length, fit=fit),
             "positions": given(every=every, sample=sample, skip_first=skip_first, seed=seed),
             "shards": given(mib=shard_mib, shuffle=seed),
-            **given(model=model, dtype=dtype, store=store, max_tokens=max_tokens),
+            **given(model=model, dtype=dtype, store=store, max_tokens=max_tokens, to=to),
             **_sites(hooks, layers),
         }
         chosen = {name: value for name, value in fields.items() if value}
@@ -150,6 +156,31 @@ def harvest_run(
         with harvest_bar() as progress:
             view = client.harvests.wait(view, progress)
     _print(view, json_)
+
+
+@harvest_app.command("stream")
+def harvest_stream(
+    harvest: Id,
+    to: Annotated[
+        str,
+        typer.Option(
+            help="file:FOLDER, or a Mooncake store: tcp://MASTER:PORT, rdma://MASTER:PORT."
+        ),
+    ],
+    consumer: Annotated[str, typer.Option(help="One of the stream's consumers.")] = "trainer",
+    limit: Annotated[
+        int, typer.Option(min=1, help="Wait while this many samples are not taken.")
+    ] = 4096,
+    url: Url = None,
+) -> None:
+    """Hand a stream's documents to a trainer, as hs_connectors reads them.
+
+    Goes on where it was after an interruption. A trainer takes a sample by deleting it.
+    """
+    from ..sdk.bridge import bridge, target_of
+
+    with connect(url) as client:
+        bridge(client, harvest, target_of(to, harvest), consumer, limit)
 
 
 @harvest_app.command("status")

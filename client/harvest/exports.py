@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import invalid
 from ...storage.shards import shard_buffers, site_name
-from .reader import Harvest, Shard, Site
+from .reader import Shard, Site
 from .reader import open as open_harvest
+
+GAPS = "the harvest's positions leave gaps: training reads whole documents"
+#: (name, dtype, bits) of a tensor.
+Tensor = tuple[str, str, np.ndarray]
 
 
 def to_parquet(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) -> list[Path]:
@@ -83,11 +87,7 @@ def to_hidden_states(
     target.mkdir(parents=True, exist_ok=True)
     rule = harvest.manifest.positions
     if rule.every != 1 or rule.sample is not None:
-        raise MidstreamError(
-            "invalid_request",
-            "the harvest's positions leave gaps: training reads whole documents",
-            field="positions",
-        )
+        raise invalid("positions", GAPS)
     hook = hook or harvest.sites[0][0]
     layers = list(layers) if layers is not None else harvest.manifest.sites.get(hook, [])
     for layer in layers:
@@ -95,22 +95,28 @@ def to_hidden_states(
     paths: list[Path] = []
     for unit in harvest.units:
         shards = [shard for shard in harvest.shards if shard.unit is unit]
-        paths += _documents(harvest, shards, target, hook, layers)
+        for document, tensors in documents(shards, hook, layers):
+            paths.append(target / f"{document:09d}.safetensors")
+            paths[-1].write_bytes(b"".join(shard_buffers(tensors, {})[0]))
     return paths
 
 
-def _documents(
-    harvest: Harvest, shards: Sequence[Shard], target: Path, hook: str, layers: Sequence[int]
-) -> Iterator[Path]:
+def documents(
+    shards: Sequence[Shard], hook: str, layers: Sequence[int]
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield (document, tensors of its file) for the documents of a unit, given all its shards.
+
+    Raises MidstreamError if the harvested positions of a document leave gaps.
+    """
     if not shards:
         return
-    documents, positions, token_ids = (
+    of, positions, token_ids = (
         np.concatenate(parts) for parts in zip(*[shard.keys() for shard in shards], strict=True)
     )
     generated = (
         np.concatenate([shard.generated() for shard in shards])
-        if harvest.manifest.generated
-        else np.ones(len(documents), bool)
+        if shards[0].unit.generated
+        else np.ones(len(of), bool)
     )
     states = np.stack(
         [np.concatenate([_stored(shard, hook, layer) for shard in shards]) for layer in layers],
@@ -118,30 +124,22 @@ def _documents(
     )
     for shard in shards:
         shard.close()
-    order = np.lexsort((positions, documents))
-    for document in np.unique(documents):
-        rows = order[documents[order] == document]
-        path = target / f"{document:09d}.safetensors"
-        _save(
-            path,
-            np.ascontiguousarray(states[rows]),
-            token_ids[rows],
-            generated[rows].astype(np.int64),
+    order = np.lexsort((positions, of))
+    dtype = {"uint16": "bfloat16"}.get(states.dtype.name, states.dtype.name)
+    for document in np.unique(of).tolist():
+        rows = order[of[order] == document]
+        if (np.diff(positions[rows]) != 1).any():
+            raise invalid("positions", GAPS)
+        yield (
+            document,
+            [
+                ("token_ids", "int64", token_ids[rows]),
+                ("loss_mask", "int64", generated[rows].astype(np.int64)),
+                ("hidden_states", dtype, np.ascontiguousarray(states[rows])),
+            ],
         )
-        yield path
 
 
 def _stored(shard: Shard, hook: str, layer: int) -> np.ndarray:
     bits, dtype = shard.bits(hook, layer)
     return bits if dtype == "bfloat16" else shard.rows(hook, layer)
-
-
-def _save(path: Path, states: np.ndarray, token_ids: np.ndarray, mask: np.ndarray) -> None:
-    dtype = {"uint16": "bfloat16"}.get(states.dtype.name, states.dtype.name)
-    tensors = [
-        ("token_ids", "int64", token_ids),
-        ("loss_mask", "int64", mask),
-        ("hidden_states", dtype, states),
-    ]
-    buffers, _, _ = shard_buffers(tensors, {})
-    path.write_bytes(b"".join(buffers))

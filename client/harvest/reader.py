@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from zlib_ng import zlib_ng
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import Plotted, from_json
@@ -21,7 +20,15 @@ from ...schemas.jobs.harvests import (
     UnitEntry,
 )
 from ...storage.formats.capture_blobs import TensorPlace
-from ...storage.shards import KEYS, decoded_rows, dtype_of, shard_tensors, site_name, tensor_bits
+from ...storage.shards import (
+    KEYS,
+    checked,
+    decoded_rows,
+    dtype_of,
+    shard_tensors,
+    site_name,
+    tensor_bits,
+)
 from ...storage.store import ArtifactStore, Handle, open_store
 
 #: The most shards whose files a `Harvest` keeps open.
@@ -131,6 +138,28 @@ class Shard:
         return tensor_bits(
             opened.handle.read(tensor.start + start * item, max(0, stop - start) * item), tensor
         )
+
+
+class StreamedUnit:
+    """Rows of some consecutive documents, about one shard, in the order of the stream.
+
+    `cursor`: acknowledge it once the rows are safe; `unit`: the entry of the harvest's manifest.
+    """
+
+    def __init__(self, unit: UnitEntry, uri: str) -> None:
+        self.unit, self.cursor = unit, unit.unit + 1
+        self.shards = [Shard(open_store(uri), entry, unit, 0) for entry in unit.shards]
+
+    def keys(self) -> Keys:
+        """Return the keys of all rows."""
+        parts = [shard.keys() for shard in self.shards] or [Keys(*[np.zeros(0, np.int64)] * 3)]
+        return Keys(*[np.concatenate(columns) for columns in zip(*parts, strict=True)])
+
+    def rows(self, layer: int, hook: str = "post_block") -> np.ndarray:
+        """Return the rows of a site, `[rows, width]`, in the order of `keys`. Raises `not_found`;
+        ValueError for a unit without rows.
+        """
+        return np.concatenate([shard.rows(hook, layer) for shard in self.shards])
 
 
 class Harvest(Plotted):
@@ -282,14 +311,19 @@ class Harvest(Plotted):
 def open(uri: str) -> Harvest:
     """Open the complete harvest at a folder or URI.
 
-    Raises MidstreamError: `not_found` if it has no manifest, `capture_damaged` if a manifest is
+    Raises MidstreamError: `not_found` if it has no manifest, `gone` if it was a stream that did not
+    keep its shards, `capture_damaged` if a manifest is
     damaged.
     """
     store = open_store(uri)
     manifest = read_manifest(store)
-    units: list[UnitEntry] = []
-    for part in manifest.parts:
-        units += from_json(_checked(store, part.key, part.crc32), PartManifest).units
+    if manifest.dropped:
+        raise MidstreamError("gone", f"{uri} was a stream: its rows went to its consumers")
+    units = [
+        unit
+        for part in manifest.parts
+        for unit in from_json(checked(store, part.key, part.crc32), PartManifest).units
+    ]
     return Harvest(store, manifest, units)
 
 
@@ -314,14 +348,6 @@ def read_manifest(store: ArtifactStore) -> HarvestManifest:
         raise MidstreamError(
             "capture_damaged", f"{store.uri}/{MANIFEST} cannot be read: {error}"
         ) from error
-
-
-def _checked(store: ArtifactStore, key: str, crc32: int) -> bytes:
-    with store.open(key) as handle:
-        data = handle.read(0, handle.size)
-    if zlib_ng.crc32(data) != crc32:
-        raise MidstreamError("capture_damaged", f"{key} is not what was written: its CRC32 differs")
-    return data
 
 
 def _key_part(part: int, shard: Shard, start: int, stop: int) -> np.ndarray:

@@ -307,7 +307,10 @@ def harvest(view: HarvestView) -> str:
     """Return a few lines about a harvest."""
     lines = [f"{view.id}  {view.state}" + (f": {view.reason}" if view.reason else "")]
     counts = f"{view.documents:,} documents, {view.tokens:,} tokens, {view.rows:,} rows"
-    lines.append(f"{counts}, {size(view.bytes)} in {view.shards:,} shards")
+    acknowledged = [f"{name}: {units:,} units" for name, units in view.acknowledged.items()]
+    lines.append(
+        ", ".join([f"{counts}, {size(view.bytes)} in {view.shards:,} shards", *acknowledged])
+    )
     if view.units:
         remaining = "" if view.left_s is None else f", about {_time(view.left_s)} left"
         lines.append(

@@ -113,11 +113,11 @@ class Calls(Generic[M]):
         """Submit a job, and return it without waiting. Arguments as for `wire.submission`."""
         return await self._ask_patiently(wire.submission(path, body, key), JobView)
 
-    async def _ask_patiently(self, call: Call, kind: type[T]) -> T:
-        """Like `_ask`, but repeat the call for `REPEAT_S` while the server does not answer: only
+    async def _ask_patiently(self, call: Call, kind: type[T], seconds: float = REPEAT_S) -> T:
+        """Like `_ask`, but repeat the call for `seconds` while the server does not answer: only
         for calls that are safe to repeat.
         """
-        patience = wire.Patience(seconds=REPEAT_S)
+        patience = wire.Patience(seconds)
         while True:
             try:
                 response = await self._send(call)

@@ -15,7 +15,13 @@ from ...schemas.access.handling import Priority
 from ...schemas.artifacts.probes import Aggregation, ProbeUse, Side
 from ...schemas.base.states import CallbackEvent
 from ...schemas.jobs.fits import FitExample, Registration
-from ...schemas.jobs.harvests import HarvestCut, HarvestPositions, HarvestShards, HarvestSource
+from ...schemas.jobs.harvests import (
+    HarvestCut,
+    HarvestPositions,
+    HarvestShards,
+    HarvestSource,
+    HarvestStream,
+)
 from ...schemas.jobs.jobs import Sampling, StructuredRequest
 from ...schemas.jobs.openai import ResponseFormat, StreamOptions
 from ...schemas.jobs.sweeps import (
@@ -268,6 +274,7 @@ class HarvestFields(TypedDict, total=False):
     generate: Sampling | Fields | None
     dtype: str | None
     shards: HarvestShards | Fields | None
+    to: HarvestStream | Fields | Literal["store", "stream"] | None
     store: str | None
     max_tokens: int | None
     priority: Priority | None

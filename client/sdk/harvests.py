@@ -1,19 +1,29 @@
-"""Calls on harvests: submit, follow, pause, resume, cancel, delete."""
+"""Calls on harvests: submit, follow, stream, pause, resume, cancel, delete."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Unpack
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Unpack
 from urllib.parse import quote
 
 from ...schemas.base.errors import MidstreamError, error_of
-from ...schemas.jobs.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
+from ...schemas.jobs.harvests import (
+    OVER,
+    HarvestPage,
+    HarvestRequest,
+    HarvestView,
+    StreamCursor,
+    StreamPage,
+)
 from .. import values
 from . import wire
-from .calls import Calls, M, call
+from .calls import Calls, M, call, stream
 from .fields import HarvestFields
 from .wire import Call
+
+if TYPE_CHECKING:
+    from ..harvest.reader import StreamedUnit
 
 _HARVESTS = "/v1/harvests"
 #: Seconds between two polls while waiting for a harvest.
@@ -121,3 +131,70 @@ class Harvests(Calls[M]):
     async def delete(self, harvest: HarvestLike) -> None:
         """Delete a harvest's files and record. Raises `conflict` for one that has not ended."""
         await self._do(Call("DELETE", _path(harvest)))
+
+    @stream
+    async def stream(
+        self,
+        harvest: HarvestLike,
+        *,
+        consumer: str = "trainer",
+        after: int | None = None,
+        acknowledge: bool = True,
+    ) -> AsyncIterator[StreamedUnit]:
+        """Yield the units of a harvest that was submitted with `to="stream"`, each with its rows,
+        in order and to the end of the harvest.
+
+        Begins after the units that the consumer has acknowledged, or after the first `after`. A
+        unit is acknowledged when the next one is asked for; with `acknowledge=False`, by calls of
+        `acknowledge`. Survives an API restart. Their files are read from the
+        harvest's store, a folder or bucket. Raises what `next_units` raises.
+        """
+        from ..harvest.reader import StreamedUnit
+
+        while True:
+            page = await self.next_units(harvest, consumer=consumer, after=after)
+            if page.ended:
+                return
+            for entry in page.units:
+                unit = StreamedUnit(entry, page.uri)
+                yield unit
+                after = unit.cursor
+                if acknowledge:
+                    await self.acknowledge(harvest, after, consumer=consumer)
+
+    @call
+    async def next_units(
+        self,
+        harvest: HarvestLike,
+        *,
+        consumer: str = "trainer",
+        after: int | None = None,
+        wait: float = wire.POLL_S,
+    ) -> StreamPage:
+        """Return the units of a stream that are ready, without rows, after at most `wait` seconds.
+
+        Raises `conflict` for a harvest that is no stream or did not succeed, `gone` for units that
+        were dropped, `invalid_request` for an unknown consumer.
+        """
+        call = Call(
+            "GET",
+            _path(harvest, "stream"),
+            params=wire.given(consumer=consumer, after=after, wait=wait),
+            timeout=wire.HELD_S,
+        )
+        return await self._ask_patiently(call, StreamPage, wire.PATIENCE_S)
+
+    @call
+    async def acknowledge(
+        self, harvest: HarvestLike, cursor: int, *, consumer: str = "trainer"
+    ) -> StreamCursor:
+        """Acknowledge the first `cursor` units of a stream: the consumer needs them no more.
+
+        Raises what `next_units` raises.
+        """
+        call = Call(
+            "POST",
+            _path(harvest, "stream", "ack"),
+            body=StreamCursor(consumer=consumer, cursor=cursor),
+        )
+        return await self._ask_patiently(call, StreamCursor, wire.PATIENCE_S)

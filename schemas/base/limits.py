@@ -178,6 +178,9 @@ MAX_HARVEST_LINES = 4096  # documents in the request itself
 MAX_HARVESTS_KEPT = 4096
 MAX_SHARD_MIB = 1024
 MAX_DOCUMENT_BYTES = 16 << 20  # of a document of a file: a line of JSONL, or a value of a table
+MAX_CONSUMERS = 8  # of a harvest's stream
+# units of a stream that are computed and not acknowledged
+MAX_STREAM_WINDOW = 1024
 MAX_SOURCES = 64  # entries of a tenant's `harvest_sources`
 
 # --- Keys, webhooks, listings

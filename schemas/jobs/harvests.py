@@ -12,14 +12,17 @@ from ..access.handling import Priority
 from ..access.keys import DEFAULT_TENANT
 from ..base.errors import Problem
 from ..base.limits import (
+    MAX_CONSUMERS,
     MAX_HARVEST_LINES,
     MAX_INT64,
     MAX_PATH,
     MAX_PROMPT_TOKENS,
     MAX_SHARD_MIB,
+    MAX_STREAM_WINDOW,
     Count,
     Metadata,
     Name,
+    PathName,
     Text,
     TokenIds,
 )
@@ -118,6 +121,18 @@ class HarvestShards(Record, kw_only=True):
     shuffle: Seed | None = 0
 
 
+class HarvestStream(Record, kw_only=True):
+    """A stream of a harvest's units, in their order, to consumers that acknowledge them."""
+
+    # their names; a unit is acknowledged once each of them has done so
+    consumers: Annotated[list[PathName], msgspec.Meta(min_length=1, max_length=MAX_CONSUMERS)] = (
+        msgspec.field(default_factory=lambda: ["trainer"])
+    )
+    # the most units that are computed and not acknowledged; a unit is about one shard
+    window: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAM_WINDOW)] = 32
+    keep: bool = False  # keep the shards of acknowledged units in the store
+
+
 class HarvestRequest(SitesSpec, kw_only=True):
     """Body of `POST /v1/harvests`."""
 
@@ -129,6 +144,8 @@ class HarvestRequest(SitesSpec, kw_only=True):
     generate: SamplingRequest | None = None  # also harvest tokens generated after each document
     dtype: ShardDType = "model"
     shards: HarvestShards = HarvestShards()
+    # files that stay, or a stream of them
+    to: Literal["store", "stream"] | HarvestStream = "store"
     # an entry of the setting `harvest_stores`; null: the first
     store: Annotated[str, msgspec.Meta(max_length=MAX_PATH)] | None = None
     # the most tokens of all sequences together; later documents are left out
@@ -165,6 +182,7 @@ class StoredHarvest(Record, omit_defaults=True, kw_only=True):
     dtype: ShardDType = "model"
     row_bytes: int  # of one position at all sites, as the model computes them
     shards: HarvestShards = HarvestShards()
+    stream: HarvestStream | None = None
     max_tokens: int | None = None
     tenant: str = DEFAULT_TENANT
     key: str = ""
@@ -287,6 +305,7 @@ class HarvestManifest(Record, kw_only=True):
     parts: list[PartFile]
     metadata: dict[str, str] = {}
     identity: str = ""  # of the model that computed all rows
+    dropped: bool = False  # shards are deleted once a stream's consumers have acknowledged them
 
 
 HarvestState = Literal[
@@ -313,8 +332,9 @@ class HarvestView(Record, omit_defaults=True, kw_only=True):
     documents: int = 0  # of the finished units, like the following counts
     tokens: int = 0
     rows: int = 0
-    bytes: int = 0
+    bytes: int = 0  # in the store: without shards that were dropped after they were acknowledged
     shards: int = 0
+    acknowledged: dict[str, int] = {}  # consumer of a stream → units that it has acknowledged
     share: float = 0.0  # of the source, 0 to 1
     tokens_s: float = 0.0  # tokens per second of its running time
     left_s: float | None = None  # seconds until the end, at this rate
@@ -326,3 +346,21 @@ class HarvestView(Record, omit_defaults=True, kw_only=True):
 
 class HarvestPage(Record, kw_only=True):
     harvests: list[HarvestView]
+
+
+class StreamPage(Record, kw_only=True):
+    """Answer of `GET /v1/harvests/{id}/stream`: the units from a cursor on that are ready."""
+
+    state: HarvestState
+    uri: str  # of the store with the units' files
+    ended: bool  # there are no units from the cursor on, and there will be none
+    units: list[UnitEntry]
+
+
+class StreamCursor(Record, kw_only=True):
+    """Body of `POST /v1/harvests/{id}/stream/ack`, and its answer: the consumer has all units
+    before `cursor`.
+    """
+
+    consumer: PathName
+    cursor: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]

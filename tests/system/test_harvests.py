@@ -4,21 +4,27 @@ disks, bad input.
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 from harvest_kit import check_equal, check_rows, checked, texts
+from ports import free_port
 from safetensors import safe_open
 from stack import Stack
 from tree import ROOT
 
 from midstream.client import Client, MidstreamError
+from midstream.client.harvest import Harvest, to_hidden_states
 from midstream.schemas.jobs.harvests import HarvestView
 
 WAIT_S = 120.0
@@ -199,6 +205,212 @@ def test_a_repeated_submission_is_one_harvest(client: Client) -> None:
     assert client.harvests.submit(idempotency_key="once", **fields).id == first.id
     with pytest.raises(MidstreamError, match="different body"):
         client.harvests.submit(idempotency_key="once", **fields | {"layers": [1]})
+
+
+def consumer(stack: Stack, view: HarvestView, folder: Path, *seed: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    script = Path(__file__).parent / "stream_consumer.py"
+    return subprocess.Popen(
+        [sys.executable, str(script), stack.url, view.id, str(folder), *seed],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def check_stored(folder: Path, made: Harvest) -> None:
+    """A consumer's files are the rows of an ordinary harvest, in its order, bit for bit."""
+    units = [np.load(path) for path in sorted(folder.glob("*.npz"))]
+    assert [len(unit["documents"]) for unit in units] == [unit.rows for unit in made.units]
+    keys = made.keys(slice(None))
+    for name, column in keys._asdict().items():
+        assert np.array_equal(np.concatenate([unit[name] for unit in units]), column)
+    for hook, layer in made.sites:
+        rows = np.concatenate([unit[f"{hook}.{layer}"] for unit in units])
+        assert rows.tobytes() == made.rows(slice(None), layer, hook).tobytes()
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.matrix)])
+def test_a_consumer_that_is_killed_gets_every_row_once(
+    stack: Stack, client: Client, tmp_path: Path, kills: int
+) -> None:
+    """A worker is killed meanwhile, and what is acknowledged is dropped."""
+    fields: dict[str, Any] = {
+        "model": "fake-model",
+        "source": {"path": corpus(stack, f"stream-{kills}.jsonl", texts(200 * kills, 120))},
+        "layers": [1, 3],
+        "shards": SMALL,
+    }
+    made = checked(client.harvests.wait(client.harvests.submit(**fields), timeout=WAIT_S).uri)
+    view = client.harvests.submit(**fields, to={"window": 3})
+    codes = []
+    for kill in range(kills):
+        codes.append(consumer(stack, view, tmp_path / "rows", str(kill)).wait(WAIT_S))
+        if kill == kills // 2:
+            stack.kill("worker")
+            stack.restart("worker")
+    last = consumer(stack, view, tmp_path / "rows")
+    assert last.communicate(timeout=WAIT_S)[1] == ""
+    assert codes == [-9] * kills
+    check_stored(tmp_path / "rows", made)
+    done = client.harvests.wait(view, timeout=WAIT_S)
+    assert done.acknowledged == {"trainer": len(made.units)}
+    assert (done.bytes, done.rows, done.shards) == (0, len(made), len(made.shards))
+    assert not list(Path(done.uri).rglob("*.safetensors"))
+
+
+def test_a_full_window_holds_its_harvest_and_nothing_else(stack: Stack, client: Client) -> None:
+    """While its consumers are away, no part is under way: a job and another harvest end, and a
+    killed worker changes nothing. The slower of two consumers moves the window.
+    """
+    fields: dict[str, Any] = {
+        "model": "fake-model",
+        "source": {"path": corpus(stack, "window.jsonl", texts(1200, 120))},
+        "layers": [0, 1, 2, 3],
+        "shards": SMALL,
+    }
+    names = ["trainer", "probe"]
+    view = client.harvests.submit(**fields, to={"consumers": names, "window": 2, "keep": True})
+
+    def is_full(view: HarvestView) -> bool:
+        jobs = [client.jobs.get(job).state for job in view.jobs]
+        return "its window is full" in view.reason and set(jobs) <= {"succeeded"}
+
+    full = until(client, view, is_full)
+    assert (full.state, full.units_done) == ("running", 2)
+    stack.kill("worker")
+    stack.restart("worker")
+    assert client.completion(model="fake-model", prompt="beside it", max_tokens=2).text
+    made = checked(client.harvests.wait(client.harvests.submit(**fields), timeout=WAIT_S).uri)
+    assert len(made.units) > 4
+    assert client.harvests.get(view).units_done == 2
+    page = client.harvests.next_units(view, consumer="probe", wait=0)
+    assert ([unit.unit for unit in page.units], page.ended) == ([0, 1], False)
+    for harvest, cursor, named, error in (
+        (view.id, 3, "probe", "not all ready"),
+        (view.id, 10**15, "probe", "not all ready"),
+        (view.id, 1, "other", "no consumer 'other'"),
+        (made.manifest.id, 0, "trainer", "it was not submitted as a stream"),
+    ):
+        with pytest.raises(MidstreamError, match=error):
+            client.harvests.acknowledge(harvest, cursor, consumer=named)
+    for cursor in (2, 1):  # a cursor that was passed changes nothing
+        client.harvests.acknowledge(view, cursor, consumer="probe")
+    client.harvests.acknowledge(view, 1)
+    third = until(client, view, lambda view: is_full(view) and view.units_done > 2)
+    assert (third.units_done, third.acknowledged) == (3, {"trainer": 1, "probe": 2})
+    found = zip_longest(*[client.harvests.stream(view, consumer=name) for name in names])
+    mine, others = zip(*[[unit and unit.unit.unit for unit in pair] for pair in found], strict=True)
+    assert list(mine) == list(range(1, len(made.units)))
+    assert list(others) == [*range(2, len(made.units)), None]
+    check_equal(checked(client.harvests.wait(view, timeout=WAIT_S).uri), made)
+
+
+def check_samples(folder: Path, made: Harvest, exported: Path) -> None:
+    """Samples are the files that an ordinary harvest exports, bit for bit."""
+    paths = to_hidden_states(made.store.uri, exported)
+    assert len(list(folder.glob("*.safetensors"))) == len(paths)
+    for path in paths:
+        with (
+            safe_open(path, framework="np") as wanted,
+            safe_open(folder / f"{int(path.stem)}.safetensors", framework="np") as found,
+        ):
+            assert sorted(found.keys()) == ["hidden_states", "loss_mask", "token_ids"]
+            for name in found.keys():  # noqa: SIM118
+                assert found.get_tensor(name).tobytes() == wanted.get_tensor(name).tobytes()
+                assert found.get_tensor(name).shape == wanted.get_tensor(name).shape
+
+
+def bridged(stack: Stack, view: HarvestView, target: str, **options: Any) -> subprocess.Popen[str]:
+    command = ["-m", "midstream.client", "harvest", "stream", view.id, "--to", target]
+    return subprocess.Popen(
+        [sys.executable, *command, "--limit", "150"],
+        env={**os.environ, "MIDSTREAM_PUBLIC_URL": stack.url},
+        text=True,
+        stderr=subprocess.PIPE,
+        **options,
+    )
+
+
+def test_a_bridge_that_is_killed_writes_every_document_once(
+    stack: Stack, client: Client, tmp_path: Path
+) -> None:
+    documents = texts(500, 120)
+    fields: dict[str, Any] = {
+        "model": "fake-model",
+        "source": {"path": corpus(stack, "bridge.jsonl", documents)},
+        "layers": [1, 3],
+        "shards": SMALL,
+    }
+    made = checked(client.harvests.wait(client.harvests.submit(**fields), timeout=WAIT_S).uri)
+    view = client.harvests.submit(**fields, to="stream")
+    folder, taken = tmp_path / "in", tmp_path / "taken"
+    taken.mkdir()
+    chance, runs = random.Random(1), 0
+    while len(found := list(taken.iterdir())) < len(documents):
+        runs += 1
+        with bridged(stack, view, f"file:{folder}") as process:
+            until_s = time.monotonic() + (chance.uniform(1.5, 2.5) if runs < 4 else WAIT_S)
+            while process.poll() is None and time.monotonic() < until_s:
+                for path in folder.glob("hs_*.safetensors"):
+                    assert path.with_name(f"{path.name}.lock").exists()
+                    path.rename(taken / path.name.removeprefix("hs_"))
+                    assert len(list(taken.iterdir())) == len(found) + 1, "a document came twice"
+                    found.append(path)
+            process.kill()
+    assert runs == 4
+    check_samples(taken, made, tmp_path / "exported")
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packages of a trainer's environment."""
+    target = tmp_path_factory.mktemp("trainers")
+    names = ["hs-connectors==0.9.0", "mooncake-transfer-engine-non-cuda==0.3.13.post1"]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
+    subprocess.run([*pip, *names], check=True)
+    return target
+
+
+@pytest.mark.packages
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_hs_connectors_reads_what_the_bridge_hands_over(
+    stack: Stack,
+    client: Client,
+    tmp_path: Path,
+    trainers: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mooncake needs libibverbs, also over TCP."""
+    monkeypatch.setenv("PYTHONPATH", str(trainers))
+    documents = texts(300, 120)
+    fields: dict[str, Any] = {
+        "model": "fake-model",
+        "source": {"path": corpus(stack, f"{kind}.jsonl", documents)},
+        "layers": [1, 3],
+        "shards": SMALL,
+    }
+    made = checked(client.harvests.wait(client.harvests.submit(**fields), timeout=WAIT_S).uri)
+    view = client.harvests.submit(**fields, to="stream")
+    taken, port = tmp_path / "taken", free_port()
+    taken.mkdir()
+    origin = str(tmp_path / "in") if kind == "file" else f"127.0.0.1:{port}"
+    command = [sys.executable, str(Path(__file__).parent / "trainer.py"), origin, str(taken)]
+    with ExitStack() as stopped:
+        if kind == "tcp":
+            master = subprocess.Popen(
+                [str(trainers / "mooncake/mooncake_master"), f"--port={port}"]
+            )
+            stopped.enter_context(master)
+            stopped.callback(master.kill)
+        target = f"file:{origin}" if kind == "file" else f"tcp://{origin}"
+        process = stopped.enter_context(bridged(stack, view, target, stdout=subprocess.PIPE))
+        trainer = subprocess.run(
+            [*command, str(len(documents))], stdin=process.stdout, timeout=WAIT_S, check=False
+        )
+        assert (trainer.returncode, process.wait(WAIT_S)) == (0, 0)
+    check_samples(taken, made, tmp_path / "exported")
+    assert client.harvests.get(view).acknowledged == {"trainer": len(made.units)}
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from ...schemas.requests.harvest_work import HARVEST, HarvestPlace
 from ...schemas.requests.specs import StoredCapture, StoredWindow
-from ...storage.shards import checksum
+from ...storage.shards import checked, checksum
 from ...storage.store import ArtifactStore, open_store
 from ..engine.admission import CellSlots
 from ..engine.protocol import Engine, EngineRequest, Fetch
@@ -162,15 +162,8 @@ class HarvestAttempt:
     ) -> tuple[PlanFile, HarvestPlan]:
         file = await patiently(lambda: self._harvests.plan(harvest.id), f"plan of {harvest.id}")
 
-        def read() -> HarvestPlan:
-            with store.open(file.key) as handle:
-                if checksum(handle) != file.crc32:
-                    raise MidstreamError(
-                        "capture_damaged", f"{file.key} is not what was written: its CRC32 differs"
-                    )
-                return from_msgpack(handle.read(0, handle.size), HarvestPlan)
-
-        return file, await asyncio.to_thread(read)
+        data = await asyncio.to_thread(checked, store, file.key, file.crc32)
+        return file, await asyncio.to_thread(from_msgpack, data, HarvestPlan)
 
     def _manifest(
         self,
@@ -181,13 +174,12 @@ class HarvestAttempt:
         file: PlanFile,
     ) -> HarvestManifest:
         """Return the manifest of all parts; removes objects that no part names."""
-        units: list[UnitEntry] = []
         named = {part.key for part in parts} | {file.key}
-        for part in parts:
-            with store.open(part.key) as handle:
-                if checksum(handle) != part.crc32:
-                    raise MidstreamError("capture_damaged", f"{part.key} is not what was written")
-                units += from_json(handle.read(0, handle.size), PartManifest).units
+        units = [
+            unit
+            for part in parts
+            for unit in from_json(checked(store, part.key, part.crc32), PartManifest).units
+        ]
         _check_documents(units, plan)
         named |= {file.key for unit in units for shard in unit.shards for file in shard.files}
         folders = store.children(f"{SHARDS}/")
@@ -223,6 +215,7 @@ class HarvestAttempt:
             parts=list(parts),
             metadata=harvest.metadata,
             identity=harvest.identity,
+            dropped=harvest.stream is not None and not harvest.stream.keep,
         )
 
     async def _put(
@@ -301,6 +294,10 @@ class HarvestAttempt:
                 for number in range(self._part.first, self._part.first + self._part.count):
                     if number in kept:
                         continue
+                    if number >= await patiently(
+                        lambda: self._harvests.window_end(harvest), f"window of {harvest.id}"
+                    ):
+                        break  # the rest of the part is submitted again when consumers are there
                     documents = await source.read(plan, plan.units[number])
                     shards = shards_of(
                         harvest, await asyncio.to_thread(cut, harvest, documents, bos, eos)
@@ -315,6 +312,8 @@ class HarvestAttempt:
                     await begun.wait()
         finally:
             await self._engine.release_vectors(names)
+        if len(kept) < self._part.count:
+            return
         manifest = PartManifest(
             part=self._part.part, units=[kept[number] for number in sorted(kept)]
         )

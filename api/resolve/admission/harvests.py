@@ -15,7 +15,7 @@ from ....schemas.base.dtypes import ITEM_BYTES
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import now
 from ....schemas.base.settings import Settings
-from ....schemas.jobs.harvests import HarvestRequest, StoredHarvest
+from ....schemas.jobs.harvests import HarvestRequest, HarvestStream, StoredHarvest
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import BANK, RESIDUAL
 from ....schemas.prompts.selectors import Hook
@@ -93,6 +93,11 @@ async def plan_harvest(
         row_bytes=sum(info.row_size(hook) * len(layers) for hook, layers in sites.items())
         * ITEM_BYTES[info.dtype],
         shards=body.shards,
+        stream=body.to
+        if isinstance(body.to, HarvestStream)
+        else HarvestStream()
+        if body.to == "stream"
+        else None,
         max_tokens=body.max_tokens,
         tenant=caller.tenant,
         key=caller.key,

@@ -89,6 +89,7 @@ NAMES = (
     "keep_harvest",
     "change_harvest",
     "forget_harvest",
+    "move_cursor",
     "list_modules",
     "forget_workers",
     "put_probe",

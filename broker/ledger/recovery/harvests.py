@@ -31,8 +31,9 @@ from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.harvest_work import HarvestPart
 from ..core import scripts
 from ..core.tenants import limits_of, refusal
-from ..jobs.ledger import ALPHABET, Ledger, new_job_id, reachable
+from ..jobs.ledger import ALPHABET, new_job_id, reachable
 from ..named.probes import Probes
+from .streams import HarvestStreams
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +89,8 @@ def not_found(harvest_id: str) -> MidstreamError:
     return MidstreamError("not_found", f"unknown harvest {harvest_id}")
 
 
-class Harvests:
+class Harvests(HarvestStreams):
     """Harvests in a ledger. Belongs to the ledger's event loop."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._redis: Any = ledger.redis
-        self._scripts = scripts.Scripts(ledger.redis)
 
     # --- accepting and reading
 
@@ -120,6 +116,7 @@ class Harvests:
             id=harvest.id,
             spec=spec,
             lines=packed,
+            streams=harvest.stream is not None or None,
             created=repr(harvest.created),
             tenant=harvest.tenant,
             idem=key,
@@ -447,7 +444,11 @@ class Harvests:
             await self._begun(harvest.id),
         ):
             again[part.part] = Out(job="", part=part)
-        for previous in again.values():
+        end = await self.window_end(harvest)
+        ready = [item for item in again.values() if await self.has_work(item.part, end)]
+        if again and not ready and not out:
+            return "its window is full: it waits until its consumers acknowledge units"
+        for previous in ready:
             part = (
                 msgspec.structs.replace(previous.part, tries=previous.part.tries + 1)
                 if previous.job
@@ -646,5 +647,9 @@ def _view(record: Mapping[str, Any], jobs: "list_of_text") -> HarvestView:
         tenant=harvest.tenant,
         metadata=harvest.metadata,
         identity=harvest.identity,
+        acknowledged={
+            consumer: int(record.get(f"ack:{consumer}", 0))
+            for consumer in (harvest.stream.consumers if harvest.stream else ())
+        },
         **numbers,
     )

@@ -42,6 +42,8 @@ PATHS = {
     "/v1/harvests/{harvest_id}/events": {"get"},
     "/v1/harvests/{harvest_id}/pause": {"post"},
     "/v1/harvests/{harvest_id}/resume": {"post"},
+    "/v1/harvests/{harvest_id}/stream": {"get"},
+    "/v1/harvests/{harvest_id}/stream/ack": {"post"},
     "/v1/feed": {"get"},
     "/v1/jobs": {"get", "post"},
     "/v1/jobs/{job_id}": {"get"},

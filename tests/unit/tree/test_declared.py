@@ -26,7 +26,7 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
 }
 #: Inside functions, imports for which another extra is the remedy.
 LAZY_EXTRAS: dict[str, tuple[str, ...]] = {
-    "client": ("cpu", "demo", "notebook", "plots", "probes", "harvest", "inspect"),
+    "client": ("cpu", "demo", "notebook", "plots", "probes", "harvest", "trainers", "inspect"),
     "broker": ("otel", "up"),
     "benchmarks": ("lens",),
 }
@@ -48,6 +48,7 @@ BROUGHT_ALONG = {
 }
 #: What a script needs of an environment of its own: (package, script).
 BY_HAND = {
+    ("hs_connectors", "trainer.py"),
     ("inspect_ai", "inspect_calls.py"),
     ("inspect_ai", "inspect_steering.py"),
     ("nnsight", "nnsight_calls.py"),

@@ -1,5 +1,5 @@
 -- Accept a harvest: record, listings and idempotency key in one commit. The key lives as long as the record: until it is deleted.
--- args: id, spec (packed, without the request's lines), lines (packed, or nil), created (text), tenant, idem (idempotency key, or nil),
+-- args: id, spec (packed, without the request's lines), lines (packed, or nil), streams (true for a stream, or nil), created (text), tenant, idem (idempotency key, or nil),
 --       body (its body's sha256), limits (defaults where the tenant has none of its own)
 -- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'refused', name of the limit, used, allowed, ''}
 local id, tenant = args.id, args.tenant
@@ -21,6 +21,9 @@ end
 redis.call('HSET', key('harvest', id), 'spec', args.spec, 'state', 'planning', 'wanted', 'run', 'version', 1, 'tenant', tenant)
 if args.lines then
   redis.call('SET', key('harvest-lines', id), args.lines)
+end
+if args.streams then
+  redis.call('HSET', key('harvest', id), 'streams', 1)
 end
 tally_from_here(key('harvest', id))
 redis.call('ZADD', 'ms:harvests', args.created, id)

@@ -31,7 +31,9 @@ elseif args.finish then
     end
   end
   redis.call('DEL', key('harvest-lines', id), key('harvest-out', id), key('harvest-begun', id))
-  redis.call('EXPIRE', key('harvest-done', id), 2 * args.result_ttl) -- a seal may be run again
+  if redis.call('HEXISTS', record, 'streams') == 0 then -- a stream's consumers read them
+    redis.call('EXPIRE', key('harvest-done', id), 2 * args.result_ttl) -- a seal may be run again
+  end
   redis.call('SREM', 'ms:harvests-live', id)
   redis.call('SREM', key('harvests-open', tenant), id)
 elseif wanted ~= args.wanted then
