@@ -68,7 +68,7 @@ async def list_harvests(
 
 @get("/v1/harvests/{harvest_id:str}", opt=needs("read"), summary="Get a harvest", responses=ERRORS)
 async def get_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> HarvestView:
-    return await _seen(context, caller, harvest_id)
+    return await seen_harvest(context, caller, harvest_id)
 
 
 @get(
@@ -84,7 +84,7 @@ async def get_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller
 async def harvest_events(
     harvest_id: HarvestId, context: AppContext, caller: Caller
 ) -> Response[Any]:
-    await _seen(context, caller, harvest_id)
+    await seen_harvest(context, caller, harvest_id)
     return Stream(
         _progress(context, harvest_id, caller),
         media_type=events.MEDIA_TYPE,
@@ -170,7 +170,7 @@ async def cancel_harvest(harvest_id: HarvestId, context: AppContext, caller: Cal
     responses={409: PROBLEM, **ERRORS},
 )
 async def delete_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> None:
-    view = await _seen(context, caller, harvest_id)
+    view = await seen_harvest(context, caller, harvest_id)
     if view.state not in OVER:
         raise MidstreamError("conflict", f"harvest {harvest_id} has not ended: cancel it first")
     base, name = around(view.uri)
@@ -179,7 +179,7 @@ async def delete_harvest(harvest_id: HarvestId, context: AppContext, caller: Cal
 
 
 async def _ask(context: AppContext, caller: Caller, harvest_id: str, needed: Wanted) -> HarvestView:
-    await _seen(context, caller, harvest_id)
+    await seen_harvest(context, caller, harvest_id)
     view = await context.harvests.ask(harvest_id, needed)
     if needed != "run":
         for job in view.jobs:
@@ -187,7 +187,7 @@ async def _ask(context: AppContext, caller: Caller, harvest_id: str, needed: Wan
     return view
 
 
-async def _seen(context: AppContext, caller: Caller, harvest_id: str) -> HarvestView:
+async def seen_harvest(context: AppContext, caller: Caller, harvest_id: str) -> HarvestView:
     """Return the harvest. Raises `not_found` if it does not exist or belongs to another tenant."""
     view = await context.harvests.view(harvest_id)
     if not caller.sees(view.tenant):

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ...schemas.base.errors import MidstreamError
+from ...storage.harvests import Harvest, Shard, Site
+from ...storage.harvests import open as open_harvest
 from ...storage.shards import shard_buffers, site_name
-from .reader import Harvest, Shard, Site
-from .reader import open as open_harvest
 
 
 def to_parquet(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) -> list[Path]:

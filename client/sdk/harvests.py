@@ -9,11 +9,20 @@ from urllib.parse import quote
 
 from ...schemas.base.errors import MidstreamError, error_of
 from ...schemas.jobs.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
+from ...schemas.jobs.surveys import (
+    FeatureListing,
+    FeatureSurveyRequest,
+    SurveyList,
+    SurveyRequest,
+)
+from ...storage.store import open_store
+from ...storage.surveys import Surveyed
 from .. import values
 from . import wire
-from .calls import Calls, M, call
-from .fields import HarvestFields
-from .wire import Call
+from .calls import Awaits, Calls, M, call
+from .fields import Handled, HarvestFields
+from .jobs import Jobs
+from .wire import Call, JobLike
 
 _HARVESTS = "/v1/harvests"
 #: Seconds between two polls while waiting for a harvest.
@@ -101,6 +110,46 @@ class Harvests(Calls[M]):
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"the harvest has not ended after {timeout} s")
             await self._io.sleep(POLL_S)
+
+    @call
+    async def features(
+        self,
+        harvest: HarvestLike,
+        sae: str,
+        *,
+        top: int = 10,
+        context: int = 8,
+        **handling: Unpack[Handled],
+    ) -> Surveyed:
+        """Survey a finished harvest: the density of each feature of the autoencoder `sae`, and its
+        `top` strongest examples, of different documents, with `context` tokens on either side.
+        Waits, and returns the result, which is read from the harvest's store.
+
+        Raises the job's error if it failed.
+        """
+        fields = {"sae": sae, "top": top, "context": context, **handling}
+        body = values.request(None, fields, FeatureSurveyRequest)
+        return await self._surveyed(harvest, "features", body)
+
+    async def _surveyed(self, harvest: HarvestLike, kind: str, body: SurveyRequest) -> Surveyed:
+        jobs = Jobs[Awaits](self._io)
+        view = await jobs.wait(await self._submit(_path(harvest, kind), body, None))
+        if view.state != "succeeded":
+            await jobs.result(view)  # raises the job's error
+        return await self.survey(harvest, view.id)
+
+    @call
+    async def surveys(self, harvest: HarvestLike) -> SurveyList:
+        """Return the finished surveys of a harvest."""
+        return await self._ask(Call("GET", _path(harvest, "surveys")), SurveyList)
+
+    @call
+    async def survey(self, harvest: HarvestLike, job: JobLike) -> Surveyed:
+        """Open the survey that a job made, in the harvest's store. Raises `not_found`."""
+        view = await self.get(harvest)
+        path = _path(harvest, "surveys", wire.id_of(job))
+        listing = await self._ask(Call("GET", path, params={"limit": 1}), FeatureListing)
+        return Surveyed(open_store(view.uri), listing.survey)
 
     @call
     async def pause(self, harvest: HarvestLike) -> HarvestView:

@@ -4,6 +4,7 @@ disks, bad input.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,16 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
+import torch
 from harvest_kit import check_equal, check_rows, checked, texts
 from safetensors import safe_open
 from stack import Stack
+from survey_kit import examples_of
 from tree import ROOT
 
 from midstream.client import Client, MidstreamError
+from midstream.client.harvest import open as open_harvest
+from midstream.client.harvest import verify
 from midstream.schemas.jobs.harvests import HarvestView
+from midstream.workers.runner.readings.sae import load
+from midstream.workers.surveys.rows import Block
 
 WAIT_S = 120.0
+FORMS = ROOT / "tests" / "data" / "saes"
 SMALL = {"mib": 1}
 
 
@@ -29,6 +38,8 @@ SMALL = {"mib": 1}
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two workers of two stages."""
     corpora = tmp_path_factory.mktemp("corpora")
+    saes = tmp_path_factory.mktemp("saes")
+    shutil.copytree(FORMS, saes / "saes")
     directory = tmp_path_factory.mktemp("harvests")
     with Stack(
         directory,
@@ -37,7 +48,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         pipeline_parallel_size=2,
         harvest_sources=str(corpora),
         harvest_stores=str(directory / "rows"),
+        sae_dir=str(saes / "saes"),
     ) as running:
+        with Client(running.url) as client:
+            client.saes.register("tiny", "standard")
+            client.saes.register("small", "topk")
         yield running
 
 
@@ -143,6 +158,44 @@ def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(
         )
     view = client.harvests.wait(view, timeout=WAIT_S)
     check_equal(checked(view.uri), made)
+
+
+@pytest.mark.parametrize("sae", ["tiny", "small"])
+def test_a_survey_finds_what_all_rows_at_once_show(client: Client, sae: str) -> None:
+    documents = texts(300, 4)
+    view = client.harvests.submit(
+        model="fake-model", source={"lines": documents}, layers=[1, 2], shards=SMALL
+    )
+    view = client.harvests.wait(view, timeout=WAIT_S)
+    survey = client.harvests.features(view, sae, top=3, context=2)
+    harvest = open_harvest(view.uri)
+    keys = harvest.keys(slice(None))
+    order = np.lexsort((keys.positions, keys.documents))
+    rows = harvest.rows(slice(None), layer=1)[order]
+    registered = client.saes.get(sae)
+    encoder = load(FORMS / registered.path, registered.digest)
+    active = encoder.encode(torch.from_numpy(rows)).numpy()
+    keyed = Block(*[column[order] for column in keys], active)
+    assert survey.density.tolist() == ((active > 0).sum(0) / len(rows)).tolist()
+    np.testing.assert_allclose(survey.array("largest"), active.max(0), rtol=1e-6)
+    for feature in range(active.shape[1]):
+        expected = examples_of(keyed, feature, 3, 2)
+        for example, (document, position, value, near) in zip(
+            survey.examples(feature), expected, strict=True
+        ):
+            assert (example.document, example.position) == (document, position)
+            assert example.value == pytest.approx(value, rel=1e-6)
+            assert list(zip(example.positions, example.token_ids, strict=True)) == [
+                place[:2] for place in near
+            ]
+            assert example.values == pytest.approx([place[2] for place in near], rel=1e-6)
+    (entry,) = client.harvests.surveys(view).surveys
+    assert entry == survey.entry
+    assert (entry.rows, entry.features, entry.sae, entry.layer) == (len(rows), 32, sae, 1)
+    assert client.harvests.get(view).bytes == view.bytes + entry.bytes
+    assert verify(view.uri).ok
+    client.harvests.delete(view)
+    assert not Path(view.uri).exists()
 
 
 def test_progress_is_streamed_until_the_end(stack: Stack, client: Client) -> None:

@@ -41,13 +41,16 @@ from ...schemas.jobs.harvests import (  # fmt: skip
 )
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
-from ...schemas.requests.harvest_work import HARVEST, HarvestPlace
+from ...schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
 from ...schemas.requests.specs import StoredCapture, StoredWindow
 from ...storage.shards import checksum
 from ...storage.store import ArtifactStore, open_store
 from ..engine.admission import CellSlots
 from ..engine.protocol import Engine, EngineRequest, Fetch
 from ..engine.requests import format_request, sequence_request, tensors_of
+from ..surveys.process import survey as run_survey
+from ..surveys.process import threads as survey_threads
+from ..surveys.work import SurveyWork
 from .attempt import Attempt
 from .harvest_cut import CutSequence, cut, shards_of
 from .harvest_process import SourceProcess, SourceReader
@@ -107,6 +110,9 @@ class HarvestAttempt:
             lambda: self._harvests.stored(self._part.harvest), f"harvest {self._part.harvest}"
         )
         store = open_store(harvest.uri)
+        if self._part.survey is not None:
+            await self._survey(harvest, store, self._part.survey)
+            return
         roots, info = self._ledger.settings.harvest_sources, self._engine.info
         source = SourceReader(SOURCES, harvest, self._engine.tokenizer, roots, info.vocab_size)
         if self._part.role == "plan":
@@ -115,6 +121,28 @@ class HarvestAttempt:
             await self._seal(harvest, store)
         else:
             await self._compute(harvest, store, source)
+
+    async def _survey(self, harvest: StoredHarvest, store: ArtifactStore, survey: Survey) -> None:
+        """Run a survey of the finished harvest, and record it; an attempt that cannot leaves no
+        file.
+        """
+        job, attempt, settings = self._attempt.job, self._attempt.number, self._ledger.settings
+        work = SurveyWork(
+            job=job.id,
+            harvest=harvest,
+            survey=survey,
+            sae_root=settings.sae_root,
+            sae_bytes=settings.sae_cache_mib << 20,
+            threads=survey_threads(),
+        )
+        entry = await run_survey(work)
+        crash_point("harvest.surveyed")
+        answer = await patiently(
+            lambda: self._harvests.keep_survey(job, attempt, entry), f"survey of {harvest.id}"
+        )
+        if answer in ("cancelling", "unknown"):
+            await asyncio.to_thread(store.delete, entry.key)
+        self._check(answer)
 
     # Planning and sealing
 

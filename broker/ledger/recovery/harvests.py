@@ -28,6 +28,7 @@ from ....schemas.jobs.harvests import (
 )
 from ....schemas.jobs.jobs import Job, Sampling, State
 from ....schemas.jobs.models import ModelInfo
+from ....schemas.jobs.surveys import SurveyEntry
 from ....schemas.requests.harvest_work import HarvestPart
 from ..core import scripts
 from ..core.tenants import limits_of, refusal
@@ -308,6 +309,19 @@ class Harvests:
     async def keep_part(self, job: Job, attempt: int, file: PartFile) -> Kept:
         """Record that the part's manifest is durable, and drop its units."""
         return await self._keep(job, attempt, record=to_json(file), counts={"parts_done": 1})
+
+    async def keep_survey(self, job: Job, attempt: int, entry: SurveyEntry) -> Kept:
+        """Record a survey whose file is durable; its harvest has succeeded."""
+        return await self._keep(
+            job, attempt, survey=True, record=to_json(entry), counts={"bytes": entry.bytes}
+        )
+
+    @reachable
+    async def surveys(self, harvest_id: str) -> dict[str, SurveyEntry]:
+        """Return job → survey of the harvest's finished surveys, in the order of their jobs."""
+        raw = await self._redis.hgetall(f"ms:harvest-surveys:{harvest_id}")
+        entries = [from_json(record, SurveyEntry) for record in raw.values()]
+        return {entry.job: entry for entry in sorted(entries, key=lambda entry: entry.job)}
 
     async def trouble(self, job: Job, attempt: int, reason: str) -> Kept:
         """Record why a worker waits, which is shown until a unit is kept.

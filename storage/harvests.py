@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 from zlib_ng import zlib_ng
 
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import Plotted, from_json
-from ...schemas.jobs.harvests import (
+from ..schemas.base.errors import MidstreamError
+from ..schemas.base.records import Plotted, from_json
+from ..schemas.jobs.harvests import (
     FORMAT,
     MANIFEST,
     HarvestManifest,
@@ -20,9 +20,9 @@ from ...schemas.jobs.harvests import (
     ShardEntry,
     UnitEntry,
 )
-from ...storage.formats.capture_blobs import TensorPlace
-from ...storage.shards import KEYS, decoded_rows, dtype_of, shard_tensors, site_name, tensor_bits
-from ...storage.store import ArtifactStore, Handle, open_store
+from .formats.capture_blobs import TensorPlace
+from .shards import KEYS, decoded_rows, dtype_of, shard_tensors, site_name, tensor_bits
+from .store import ArtifactStore, Handle, open_store
 
 #: The most shards whose files a `Harvest` keeps open.
 OPEN = 16
