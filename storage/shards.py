@@ -15,7 +15,7 @@ from zlib_ng import zlib_ng
 from ..schemas.base.dtypes import DTYPES, narrowed, widened
 from ..schemas.requests.harvest_work import SCALED
 from .formats.capture_blobs import TensorPlace, read_tensors, safetensors_header
-from .store import Buffer, Handle
+from .store import ArtifactStore, Buffer, Handle
 
 KEYS = ("documents", "positions", "token_ids")
 #: Midstream's name of a dtype → safetensors' name, and numpy's dtype for its bits.
@@ -120,6 +120,18 @@ def tensor_bits(data: Buffer, tensor: TensorPlace) -> np.ndarray:
 def dtype_of(tensor: TensorPlace) -> str:
     """Returns Midstream's name of a tensor's dtype."""
     return _OF_FILE[tensor.dtype]
+
+
+def put(store: ArtifactStore, key: str, buffers: Sequence[Buffer]) -> None:
+    """Write an object; it is durable on return. Raises OSError."""
+    store.prepare()
+    writer = store.writer()
+    try:
+        writer.append(key, buffers)
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def checksum(handle: Handle, piece: int = 8 << 20) -> int:

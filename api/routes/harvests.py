@@ -2,30 +2,54 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from contextlib import closing
+from typing import Annotated, Any, Literal
 
 import anyio.to_thread
 from litestar import Response, delete, get, post
-from litestar.params import JSONBody, PathParameter
+from litestar.params import JSONBody, PathParameter, QueryParameter
 from litestar.response import Stream
 
 from ...broker.ledger.recovery.harvests import Wanted
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.limits import MAX_NAME
+from ...schemas.base.limits import MAX_NAME, MAX_SAE_WIDTH
 from ...schemas.base.records import to_json
-from ...schemas.jobs.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
+from ...schemas.jobs.harvests import (
+    OVER,
+    HarvestPage,
+    HarvestRequest,
+    HarvestView,
+    SurveyRequest,
+    SurveyView,
+)
+from ...schemas.jobs.jobs import JobView
 from ...storage.store import around, open_store
+from ...storage.surveys import Surveyed
 from ..context import HARVEST_LOOK_S as LOOK_S
 from ..context import AppContext
-from ..resolve.admission.harvests import plan_harvest
+from ..resolve.admission.harvests import plan_harvest, plan_survey
 from ..responses import events
 from ..web.auth import needs, tenant_asked
 from ..web.body import JsonRequest
 from ..web.open_calls import EVENTS
-from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, Key, PageSize, Whose
+from .jobs import (
+    ERRORS,
+    PROBLEM,
+    SUBMIT_ERRORS,
+    JobId,
+    Key,
+    PageSize,
+    Submission,
+    Whose,
+    submits,
+)
 
 HarvestId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The harvest's id")]
+Feature = Annotated[
+    int | None,
+    QueryParameter(ge=0, le=MAX_SAE_WIDTH, description="Of the examples; the first of the list"),
+]
 
 
 @post(
@@ -68,7 +92,7 @@ async def list_harvests(
 
 @get("/v1/harvests/{harvest_id:str}", opt=needs("read"), summary="Get a harvest", responses=ERRORS)
 async def get_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> HarvestView:
-    return await seen_harvest(context, caller, harvest_id)
+    return await _seen(context, caller, harvest_id)
 
 
 @get(
@@ -84,7 +108,7 @@ async def get_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller
 async def harvest_events(
     harvest_id: HarvestId, context: AppContext, caller: Caller
 ) -> Response[Any]:
-    await seen_harvest(context, caller, harvest_id)
+    await _seen(context, caller, harvest_id)
     return Stream(
         _progress(context, harvest_id, caller),
         media_type=events.MEDIA_TYPE,
@@ -170,7 +194,7 @@ async def cancel_harvest(harvest_id: HarvestId, context: AppContext, caller: Cal
     responses={409: PROBLEM, **ERRORS},
 )
 async def delete_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> None:
-    view = await seen_harvest(context, caller, harvest_id)
+    view = await _seen(context, caller, harvest_id)
     if view.state not in OVER:
         raise MidstreamError("conflict", f"harvest {harvest_id} has not ended: cancel it first")
     base, name = around(view.uri)
@@ -178,8 +202,58 @@ async def delete_harvest(harvest_id: HarvestId, context: AppContext, caller: Cal
     await context.harvests.forget(harvest_id)
 
 
+@submits(
+    "/v1/harvests/{harvest_id:str}/surveys",
+    summary="Survey a harvest",
+    description="One pass over the rows of a finished harvest: the density of each feature of an "
+    "autoencoder, and the contexts where it is most active. A job: follow, fetch and cancel it "
+    "like any job; the harvest lists the survey under the job's id.",
+)
+async def post_survey(
+    harvest_id: HarvestId, data: JSONBody[SurveyRequest], submission: Submission
+) -> Response[JobView]:
+    context = submission.context
+    view, job_id = await _seen(context, submission.caller, harvest_id), await submission.known()
+    if job_id is None:
+        info, harvest = await context.model(view.model), await context.harvests.stored(view.id)
+        part = await plan_survey(data, view, harvest, info, context.ledger)
+        job = submission.job("harvest", info, data, harvest=part)
+        job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
+    return await submission.answer(job_id)
+
+
+@get(
+    "/v1/harvests/{harvest_id:str}/surveys/{job_id:str}",
+    opt=needs("read"),
+    summary="Get a survey's features, and examples of one",
+    description="Features come by `order`, the largest first; of a comparison, by the change.",
+    responses=ERRORS,
+)
+async def get_survey(
+    harvest_id: HarvestId,
+    job_id: JobId,
+    context: AppContext,
+    caller: Caller,
+    order: Literal["density", "mean"] = "density",
+    limit: PageSize = 50,
+    feature: Feature = None,
+) -> SurveyView:
+    view = await _seen(context, caller, harvest_id)
+    entry = next((entry for entry in view.surveys if entry.job == job_id), None)
+    if entry is None:
+        raise MidstreamError("not_found", f"harvest {harvest_id} has no survey {job_id}")
+
+    def read() -> SurveyView:
+        with closing(Surveyed(open_store(view.uri), entry)) as found:
+            listed = found.features(order, limit)
+            chosen = listed[0].feature if feature is None else feature
+            return SurveyView(survey=entry, features=listed, examples=found.examples(chosen))
+
+    return await anyio.to_thread.run_sync(read)
+
+
 async def _ask(context: AppContext, caller: Caller, harvest_id: str, needed: Wanted) -> HarvestView:
-    await seen_harvest(context, caller, harvest_id)
+    await _seen(context, caller, harvest_id)
     view = await context.harvests.ask(harvest_id, needed)
     if needed != "run":
         for job in view.jobs:
@@ -187,7 +261,7 @@ async def _ask(context: AppContext, caller: Caller, harvest_id: str, needed: Wan
     return view
 
 
-async def seen_harvest(context: AppContext, caller: Caller, harvest_id: str) -> HarvestView:
+async def _seen(context: AppContext, caller: Caller, harvest_id: str) -> HarvestView:
     """Return the harvest. Raises `not_found` if it does not exist or belongs to another tenant."""
     view = await context.harvests.view(harvest_id)
     if not caller.sees(view.tenant):
@@ -204,4 +278,6 @@ ROUTES = [
     resume_harvest,
     cancel_harvest,
     delete_harvest,
+    post_survey,
+    get_survey,
 ]

@@ -274,6 +274,15 @@ class HarvestFields(TypedDict, total=False):
     metadata: Mapping[str, str] | None
 
 
+class SurveyFields(Handled, total=False):
+    """`POST /v1/harvests/{id}/surveys`."""
+
+    sae: str | None
+    against: str | None
+    top: int | None
+    context: int | None
+
+
 class OpenAIFields(Observed, Sampled, Handled, total=False):
     """What both OpenAI-style calls take."""
 

@@ -8,11 +8,11 @@ from typing import Unpack
 from urllib.parse import quote
 
 from ...schemas.base.errors import MidstreamError, error_of
-from ...schemas.jobs.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
-from ...schemas.jobs.surveys import (
-    FeatureListing,
-    FeatureSurveyRequest,
-    SurveyList,
+from ...schemas.jobs.harvests import (
+    OVER,
+    HarvestPage,
+    HarvestRequest,
+    HarvestView,
     SurveyRequest,
 )
 from ...storage.store import open_store
@@ -20,7 +20,7 @@ from ...storage.surveys import Surveyed
 from .. import values
 from . import wire
 from .calls import Awaits, Calls, M, call
-from .fields import Handled, HarvestFields
+from .fields import HarvestFields, SurveyFields
 from .jobs import Jobs
 from .wire import Call, JobLike
 
@@ -112,44 +112,28 @@ class Harvests(Calls[M]):
             await self._io.sleep(POLL_S)
 
     @call
-    async def features(
-        self,
-        harvest: HarvestLike,
-        sae: str,
-        *,
-        top: int = 10,
-        context: int = 8,
-        **handling: Unpack[Handled],
-    ) -> Surveyed:
-        """Survey a finished harvest: the density of each feature of the autoencoder `sae`, and its
-        `top` strongest examples, of different documents, with `context` tokens on either side.
-        Waits, and returns the result, which is read from the harvest's store.
+    async def survey(self, harvest: HarvestLike, **fields: Unpack[SurveyFields]) -> Surveyed:
+        """Survey a finished harvest (`sae=…, top=…, context=…`): the density of each feature of an
+        autoencoder, and its strongest examples, of different documents, in context. Waits, and
+        opens the result in the harvest's store.
 
-        Raises the job's error if it failed.
+        Raises the error of a survey that failed.
         """
-        fields = {"sae": sae, "top": top, "context": context, **handling}
-        body = values.request(None, fields, FeatureSurveyRequest)
-        return await self._surveyed(harvest, "features", body)
-
-    async def _surveyed(self, harvest: HarvestLike, kind: str, body: SurveyRequest) -> Surveyed:
-        jobs = Jobs[Awaits](self._io)
-        view = await jobs.wait(await self._submit(_path(harvest, kind), body, None))
-        if view.state != "succeeded":
-            await jobs.result(view)  # raises the job's error
-        return await self.survey(harvest, view.id)
+        jobs, body = Jobs[Awaits](self._io), values.request(None, dict(fields), SurveyRequest)
+        view = await jobs.wait(await self._submit(_path(harvest, "surveys"), body, None))
+        await jobs.result(view)
+        return await self.surveyed(harvest, view)
 
     @call
-    async def surveys(self, harvest: HarvestLike) -> SurveyList:
-        """Return the finished surveys of a harvest."""
-        return await self._ask(Call("GET", _path(harvest, "surveys")), SurveyList)
-
-    @call
-    async def survey(self, harvest: HarvestLike, job: JobLike) -> Surveyed:
-        """Open the survey that a job made, in the harvest's store. Raises `not_found`."""
-        view = await self.get(harvest)
-        path = _path(harvest, "surveys", wire.id_of(job))
-        listing = await self._ask(Call("GET", path, params={"limit": 1}), FeatureListing)
-        return Surveyed(open_store(view.uri), listing.survey)
+    async def surveyed(self, harvest: HarvestLike, job: JobLike) -> Surveyed:
+        """Open a finished survey by its job; `get(harvest).surveys` lists them. Raises
+        `not_found`.
+        """
+        view, job_id = await self.get(harvest), wire.id_of(job)
+        for entry in view.surveys:
+            if entry.job == job_id:
+                return Surveyed(open_store(view.uri), entry)
+        raise MidstreamError("not_found", f"harvest {view.id} has no survey {job_id}")
 
     @call
     async def pause(self, harvest: HarvestLike) -> HarvestView:

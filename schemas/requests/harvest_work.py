@@ -27,7 +27,6 @@ class Survey(Record, omit_defaults=True, kw_only=True):
     """
 
     sae: StoredSae | None = None
-    features: int = 0  # of `sae`
     top: int  # examples of each feature
     context: int  # tokens before and after each example
     against: str = ""  # another harvest of the same tokens

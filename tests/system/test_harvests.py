@@ -167,7 +167,7 @@ def test_a_survey_finds_what_all_rows_at_once_show(client: Client, sae: str) -> 
         model="fake-model", source={"lines": documents}, layers=[1, 2], shards=SMALL
     )
     view = client.harvests.wait(view, timeout=WAIT_S)
-    survey = client.harvests.features(view, sae, top=3, context=2)
+    survey = client.harvests.survey(view, sae=sae, top=3, context=2)
     harvest = open_harvest(view.uri)
     keys = harvest.keys(slice(None))
     order = np.lexsort((keys.positions, keys.documents))
@@ -176,8 +176,9 @@ def test_a_survey_finds_what_all_rows_at_once_show(client: Client, sae: str) -> 
     encoder = load(FORMS / registered.path, registered.digest)
     active = encoder.encode(torch.from_numpy(rows)).numpy()
     keyed = Block(*[column[order] for column in keys], active)
-    assert survey.density.tolist() == ((active > 0).sum(0) / len(rows)).tolist()
-    np.testing.assert_allclose(survey.array("largest"), active.max(0), rtol=1e-6)
+    assert survey.density[:, 0].tolist() == ((active > 0).sum(0) / len(rows)).tolist()
+    mean = active.sum(0, dtype=np.float64) / np.maximum(1, (active > 0).sum(0))
+    np.testing.assert_allclose(survey.array("mean")[:, 0], mean, rtol=1e-6)
     for feature in range(active.shape[1]):
         expected = examples_of(keyed, feature, 3, 2)
         for example, (document, position, value, near) in zip(
@@ -189,10 +190,10 @@ def test_a_survey_finds_what_all_rows_at_once_show(client: Client, sae: str) -> 
                 place[:2] for place in near
             ]
             assert example.values == pytest.approx([place[2] for place in near], rel=1e-6)
-    (entry,) = client.harvests.surveys(view).surveys
-    assert entry == survey.entry
-    assert (entry.rows, entry.features, entry.sae, entry.layer) == (len(rows), 32, sae, 1)
-    assert client.harvests.get(view).bytes == view.bytes + entry.bytes
+    now = client.harvests.get(view)
+    assert now.surveys == [survey.survey]
+    assert (len(survey), survey.survey.survey.sae) == (len(rows), registered.stored())
+    assert now.bytes == view.bytes + survey.survey.bytes
     assert verify(view.uri).ok
     client.harvests.delete(view)
     assert not Path(view.uri).exists()

@@ -9,20 +9,24 @@ import anyio.to_thread
 import msgspec
 
 from ....broker.artifacts.corpora import find, roots_of, store_of
-from ....broker.ledger.recovery.harvests import new_harvest_id
+from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.recovery.harvests import SURVEYS, new_harvest_id
 from ....schemas.access.keys import Caller
 from ....schemas.base.dtypes import ITEM_BYTES
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.limits import EXAMPLE_TOKEN_BYTES, MAX_SURVEY_BYTES, MAX_SURVEYS
 from ....schemas.base.records import now
 from ....schemas.base.settings import Settings
-from ....schemas.jobs.harvests import HarvestRequest, StoredHarvest
+from ....schemas.jobs.harvests import HarvestRequest, HarvestView, StoredHarvest, SurveyRequest
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import BANK, RESIDUAL
 from ....schemas.prompts.selectors import Hook
+from ....schemas.requests.harvest_work import HarvestPart, Survey
 from ....schemas.requests.specs import StoredCapture
 from ....storage.store import below
 from ..positions.captures import SITE_RULES, Bounds, PromptFacts
 from ..prompts.formats import structured
+from ..readings.saes import named_sae
 from .admission import check_vocabulary
 
 
@@ -101,6 +105,35 @@ async def plan_harvest(
         steering=steering,
         identity=info.identity,
     )
+
+
+async def plan_survey(
+    body: SurveyRequest, view: HarvestView, harvest: StoredHarvest, info: ModelInfo, ledger: Ledger
+) -> HarvestPart:
+    """Return the work of a survey's job.
+
+    Raises a 400 naming the field and what is valid, and `conflict` for a harvest that cannot be
+    surveyed.
+    """
+    if view.state != "succeeded" or len(view.surveys) >= MAX_SURVEYS:
+        why = f"is {view.state}, with {len(view.surveys)} surveys"
+        raise MidstreamError(
+            "conflict", f"harvest {view.id} {why}", allowed=f"succeeded, fewer than {MAX_SURVEYS}"
+        )
+    if body.sae is None:
+        raise invalid("sae", "is required", allowed="the name of a registered autoencoder")
+    sae = await named_sae(body.sae, "sae", info, ledger)
+    if sae.layer not in harvest.sites.get(sae.hook, []):
+        kept = "; ".join(f"{hook} {layers}" for hook, layers in harvest.sites.items())
+        detail = f"reads {sae.hook} of layer {sae.layer}, which {harvest.id} does not have"
+        raise invalid("sae", f"{sae.name!r} {detail}", allowed=f"one that reads {kept}")
+    size = sae.form.d_sae * body.top * (2 * body.context + 1) * EXAMPLE_TOKEN_BYTES
+    if size > MAX_SURVEY_BYTES:
+        detail = f"{body.top} examples of {sae.form.d_sae} features take {size} bytes"
+        raise invalid("top", detail, allowed=f"at most {MAX_SURVEY_BYTES} bytes, with `context`")
+    survey = Survey(sae=sae.stored(), top=body.top, context=body.context)
+    tokens = max(1, view.rows)
+    return HarvestPart(harvest=view.id, part=SURVEYS, role="survey", tokens=tokens, survey=survey)
 
 
 def _sites(body: HarvestRequest, info: ModelInfo) -> dict[Hook, list[int]]:

@@ -24,11 +24,11 @@ from ....schemas.jobs.harvests import (
     PartFile,
     PlanFile,
     StoredHarvest,
+    SurveyEntry,
     UnitEntry,
 )
 from ....schemas.jobs.jobs import Job, Sampling, State
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.jobs.surveys import SurveyEntry
 from ....schemas.requests.harvest_work import HarvestPart
 from ..core import scripts
 from ..core.tenants import limits_of, refusal
@@ -52,8 +52,8 @@ REFUSED = {
     "cancelling": "is being cancelled",
     "sealing": "has all its rows, and its manifest is being written",
 }
-#: Numbers of the parts that write the plan and the manifest.
-PLANS, SEALS = -1, -2
+#: Numbers of the parts that write the plan and the manifest, and of surveys.
+PLANS, SEALS, SURVEYS = -1, -2, -3
 
 Wanted = Literal["run", "pause", "cancel"]
 Kept = Literal["kept", "stale", "cancelling", "unknown"]
@@ -166,10 +166,13 @@ class Harvests:
         """Return the view of the harvest. Raises not_found."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(f"ms:harvest:{harvest_id}").hvals(f"ms:harvest-out:{harvest_id}")
-            record, out = await pipe.execute()
+            pipe.hvals(f"ms:harvest-surveys:{harvest_id}")
+            record, out, surveys = await pipe.execute()
         if not record:
             raise not_found(harvest_id)
-        return _view(_texts(record), [from_json(item, Out).job for item in out])
+        view = _view(_texts(record), [from_json(item, Out).job for item in out])
+        entries = [from_json(survey, SurveyEntry) for survey in surveys]
+        return msgspec.structs.replace(view, surveys=sorted(entries, key=lambda entry: entry.job))
 
     @reachable
     async def list(self, tenant: str | None, limit: int) -> HarvestPage:
@@ -315,13 +318,6 @@ class Harvests:
         return await self._keep(
             job, attempt, survey=True, record=to_json(entry), counts={"bytes": entry.bytes}
         )
-
-    @reachable
-    async def surveys(self, harvest_id: str) -> dict[str, SurveyEntry]:
-        """Return job → survey of the harvest's finished surveys, in the order of their jobs."""
-        raw = await self._redis.hgetall(f"ms:harvest-surveys:{harvest_id}")
-        entries = [from_json(record, SurveyEntry) for record in raw.values()]
-        return {entry.job: entry for entry in sorted(entries, key=lambda entry: entry.job)}
 
     async def trouble(self, job: Job, attempt: int, reason: str) -> Kept:
         """Record why a worker waits, which is shown until a unit is kept.

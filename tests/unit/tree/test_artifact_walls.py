@@ -85,7 +85,6 @@ OPENS: dict[str, str] = {
     "workers/runner/support/replacements.py": "our own source",
     "workers/runner/support/vllm_source.py": "vLLM's source",
     "workers/serving/harvest_process.py": "/proc",
-    "workers/surveys/process.py": "/proc",
 }
 #: Modules that name the artifact store, or the capture root, without opening a store: to show it,
 #: or to hand it to a rank.
