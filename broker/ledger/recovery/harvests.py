@@ -613,7 +613,7 @@ def _view(record: Mapping[str, Any], jobs: "list_of_text") -> HarvestView:
         state, reason = "paused", record["trouble"]
     if record["wanted"] == "cancel" and state not in OVER:
         reason = "being cancelled"
-    numbers = {
+    numbers: dict[str, Any] = {
         name: int(record.get(name, 0))
         for name in (
             "units",
