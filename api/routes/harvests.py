@@ -28,7 +28,9 @@ from ...storage.store import around, open_store
 from ...storage.surveys import Surveyed
 from ..context import HARVEST_LOOK_S as LOOK_S
 from ..context import AppContext
-from ..resolve.admission.harvests import plan_harvest, plan_survey
+from ..resolve.admission.harvests import check_comparable, plan_harvest, plan_survey
+from ..resolve.edits.loras import named_lora
+from ..resolve.edits.steering import modules_named
 from ..responses import events
 from ..web.auth import needs, tenant_asked
 from ..web.body import JsonRequest
@@ -71,9 +73,10 @@ async def post_harvest(
 ) -> Response[HarvestView]:
     idempotency = request.idempotency(key)
     info = await context.model(data.model)
-    steering = (await context.model_state(info.name, [], caller)).global_steering.digest
+    state = await context.model_state(info.name, modules_named(data.steering), caller)
+    lora = await named_lora(data.lora, info, context.ledger)
     sources = (await context.ledger.tenants.get(caller.tenant)).limits.harvest_sources
-    harvest = await plan_harvest(data, info, context.settings, steering, caller, sources)
+    harvest = await plan_harvest(data, info, context.settings, state, lora, caller, sources)
     harvest_id = await context.harvests.submit(harvest, idempotency)
     await context.harvests.advance(harvest_id)
     return Response(
@@ -216,6 +219,10 @@ async def post_survey(
     view, job_id = await _seen(context, submission.caller, harvest_id), await submission.known()
     if job_id is None:
         info, harvest = await context.model(view.model), await context.harvests.stored(view.id)
+        if data.against is not None:
+            state = (await _seen(context, submission.caller, data.against)).state
+            other = await context.harvests.stored(data.against)
+            await check_comparable(harvest, other, state, info, context.harvests)
         part = await plan_survey(data, view, harvest, info, context.ledger)
         job = submission.job("harvest", info, data, harvest=part)
         job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
@@ -246,7 +253,8 @@ async def get_survey(
     def read() -> SurveyView:
         with closing(Surveyed(open_store(view.uri), entry)) as found:
             listed = found.features(order, limit)
-            chosen = listed[0].feature if feature is None else feature
+            first = 0 if entry.survey.against else listed[0].feature
+            chosen = first if feature is None else feature
             return SurveyView(survey=entry, features=listed, examples=found.examples(chosen))
 
     return await anyio.to_thread.run_sync(read)

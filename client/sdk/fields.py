@@ -266,6 +266,8 @@ class HarvestFields(TypedDict, total=False):
     positions: HarvestPositions | Fields | None
     at: At | None
     generate: Sampling | Fields | None
+    steering: Some[Steering] | None
+    lora: str | None
     dtype: str | None
     shards: HarvestShards | Fields | None
     store: str | None

@@ -4,12 +4,13 @@ and manifests.
 docs/decisions/0035-harvests.md explains the design.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ..access.handling import Handling, Priority
 from ..access.keys import DEFAULT_TENANT
+from ..artifacts.loras import StoredLora
 from ..base.errors import Problem
 from ..base.limits import (
     MAX_EXAMPLE_CONTEXT,
@@ -29,6 +30,7 @@ from ..base.records import Record
 from ..prompts.selectors import Hook, Span
 from ..prompts.sites import At, SitesSpec
 from ..requests.harvest_work import ShardDType, Survey
+from ..requests.specs import SteeringList, StoredSteering
 from .jobs import SamplingRequest
 
 FORMAT = "midstream-harvest-1"
@@ -137,6 +139,8 @@ class HarvestRequest(SitesSpec, kw_only=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)] | None = None
     priority: Priority | None = None
     metadata: Metadata = {}
+    steering: SteeringList = []  # edits of all its sequences, at all positions
+    lora: Name | None = None  # adapter with which all rows are computed
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,6 +177,8 @@ class StoredHarvest(Record, omit_defaults=True, kw_only=True):
     priority: Priority = "normal"
     metadata: dict[str, str] = {}
     steering: str = ""  # digest of the global steering with which all rows are computed
+    edits: list[StoredSteering] = []  # with which all rows are computed, beside it
+    lora: StoredLora | None = None
     identity: str = ""  # of the model that computes all rows
 
 
@@ -313,10 +319,12 @@ class SurveyTask(Record, omit_defaults=True, kw_only=True):
     """What the process that computes a survey gets from its worker."""
 
     job: str
-    harvest: StoredHarvest
+    harvest: str
+    uris: list[str]  # of its store, and of that of the harvest that it is compared with
     survey: Survey
     sae_root: str
     sae_bytes: int  # the most of an autoencoder's weights
+    checkpoint: list[Any] | None = None  # `workers.engine.proof.comparison.Source`
 
 
 class SurveyEntry(Record, omit_defaults=True, kw_only=True):
@@ -325,6 +333,7 @@ class SurveyEntry(Record, omit_defaults=True, kw_only=True):
     job: str
     survey: Survey
     rows: int  # that were read
+    mean_kl: float | None = None  # of all rows, in nats
     key: str
     bytes: int
     crc32: int

@@ -126,13 +126,19 @@ class HarvestAttempt:
         self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader, survey: Survey
     ) -> None:
         """Run a survey of the finished harvest, and record it."""
-        job, settings = self._attempt.job, self._ledger.settings
+        job, settings, others = self._attempt.job, self._ledger.settings, list[str]()
+        if survey.against:
+            against = self._harvests.stored
+            other = await patiently(lambda: against(survey.against), f"harvest {survey.against}")
+            others = [other.uri]
         task = SurveyTask(
             job=job.id,
-            harvest=harvest,
+            harvest=harvest.id,
+            uris=[harvest.uri, *others],
             survey=survey,
             sae_root=settings.sae_root,
             sae_bytes=settings.sae_cache_mib << 20,
+            checkpoint=self._engine.checkpoint,
         )
         entry = await source.survey(task)
         crash_point("harvest.surveyed")
@@ -315,8 +321,9 @@ class HarvestAttempt:
         if harvest.generate is not None:
             await self._engine.check(format_request(self._attempt.job, harvest.generate))
         bos, eos = await source.special()
-        names = sorted(tensors_of(self._attempt.job, steering))
-        await self._engine.hold_vectors(names, self._fetch)
+        edited = {name for edit in harvest.edits for name in edit.tensors}
+        names = sorted(tensors_of(self._attempt.job, steering) | edited)
+        await self._engine.hold_vectors(names, self._fetch, users=[harvest.edits])
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(self._part.first, self._part.first + self._part.count):
@@ -569,6 +576,7 @@ class HarvestAttempt:
             attempt=self._attempt.number,
             token_ids=sequence.token_ids.tolist(),
             sampling=harvest.generate or Sampling(max_tokens=1),
+            steering=harvest.edits,
             captured={HARVEST: sequences},
             trace=self._attempt.progress.span.traceparent,
         )

@@ -1,14 +1,20 @@
-"""A survey of a harvest: one pass over its rows, which writes the survey's file."""
+"""A survey of a harvest, or of two that are compared: one pass over their rows, and its file."""
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.harvests import MANIFEST, SurveyEntry, SurveyTask
+from ...schemas.requests.harvest_work import Survey
+from ...storage.harvests import Harvest
 from ...storage.harvests import open as open_harvest
 from ...storage.shards import checksum, put, shard_buffers
+from ..engine.proof.comparison import Source, reference_of
+from ..engine.proof.reference import NotComparableError, Reference
 from ..runner.base.process import die_with_parent
 from ..runner.readings.sae import CHUNK_BYTES, Autoencoder, load_registered
 from .rows import Block, Examples, blocks_of, neighbourhoods, ordered_rows
@@ -16,6 +22,8 @@ from .rows import Block, Examples, blocks_of, neighbourhoods, ordered_rows
 #: A survey uses this part of the machine's cores at most, at the lowest priority.
 CORES_DIVISOR = 4
 LOWEST = 19
+#: Bytes of a token's logits, by token of the vocabulary, while predictions are compared.
+LOGIT_BYTES = 64
 
 
 def run_survey(task: SurveyTask) -> SurveyEntry:
@@ -23,26 +31,42 @@ def run_survey(task: SurveyTask) -> SurveyEntry:
     die_with_parent()
     os.setpriority(os.PRIO_PROCESS, 0, LOWEST)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // CORES_DIVISOR))
-    survey, harvest = task.survey, open_harvest(task.harvest.uri)
-    assert survey.sae is not None
-    sae = load_registered(survey.sae, task.sae_root, task.sae_bytes)
-    examples = Examples(sae.form.d_sae, survey.top, survey.context)
-    rows = ordered_rows(harvest, survey.sae.hook, survey.sae.layer)
-    for around, start, stop in neighbourhoods(encoded(sae, rows, survey.context), survey.context):
-        examples.add(around, start, stop)
-    arrays = {**examples.arrays, "active": examples.active.astype(np.int64)[:, None]}
-    arrays["mean"] = (examples.total / np.maximum(1, examples.active)).astype(np.float32)[:, None]
-    kinds = {"i": "int64", "f": "float32"}
-    tensors = [(name, kinds[array.dtype.kind], array) for name, array in arrays.items()]
-    with harvest.store.open(MANIFEST) as handle:
-        metadata = {"harvest": task.harvest.id, "manifest": f"{checksum(handle):08x}"}
-    metadata |= {"sae": survey.sae.digest, "identity": task.harvest.identity}
-    buffers, size, crc32 = shard_buffers(tensors, metadata)
-    key = f"surveys/{task.job}.safetensors"
-    put(harvest.store, key, buffers)
+    survey, harvests = task.survey, [open_harvest(uri) for uri in task.uris]
+    found = [Examples(0, survey.top, survey.context) for _ in harvests]
+    if survey.sae is not None:
+        sae = load_registered(survey.sae, task.sae_root, task.sae_bytes)
+        for number, harvest in enumerate(harvests):
+            rows = ordered_rows(harvest, survey.sae.hook, survey.sae.layer)
+            # a comparison needs only the figures
+            kept = (1, 0) if survey.against else (survey.top, survey.context)
+            found[number] = _examples(encoded(sae, rows, survey.context), sae.form.d_sae, *kept)
+    arrays, mean_kl = found[0].arrays, None
+    if survey.against:
+        kl: list[np.ndarray] = []
+        blocks = divergences(reference(task), harvests, survey, kl)
+        compared = _examples(blocks, 1, survey.top, survey.context)
+        arrays, mean_kl = {**compared.arrays}, float(compared.total[0] / max(1, len(harvests[0])))
+        arrays["kl"] = np.concatenate(kl) if kl else np.zeros(0, np.float32)
+    arrays["active"] = np.stack([one.active for one in found], 1).astype(np.int64)
+    mean = np.stack([one.total / np.maximum(1, one.active) for one in found], 1)
+    arrays["mean"] = mean.astype(np.float32)
+    size, crc32, key = _write(harvests[0], task, arrays)
     return SurveyEntry(
-        job=task.job, survey=survey, rows=len(harvest), key=key, bytes=size, crc32=crc32
+        job=task.job,
+        survey=survey,
+        rows=len(harvests[0]),
+        mean_kl=mean_kl,
+        key=key,
+        bytes=size,
+        crc32=crc32,
     )
+
+
+def _examples(blocks: Iterator[Block], features: int, top: int, context: int) -> Examples:
+    examples = Examples(features, top, context)
+    for around, start, stop in neighbourhoods(blocks, context):
+        examples.add(around, start, stop)
+    return examples
 
 
 def encoded(sae: Autoencoder, rows: Iterator[Block], context: int) -> Iterator[Block]:
@@ -55,3 +79,57 @@ def encoded(sae: Autoencoder, rows: Iterator[Block], context: int) -> Iterator[B
         with torch.inference_mode():
             values = sae.encode(torch.from_numpy(np.where(finite, block.values, 0))).numpy()
         yield block._replace(values=np.where(finite, values, 0))
+
+
+def reference(task: SurveyTask) -> Reference:
+    """Load the model's final norm and output matrix in transformers, in float32."""
+    source = Source(*(task.checkpoint or ("", "", None, {}, 0.0, "this engine has no checkpoint")))
+    try:
+        if source.refused:
+            raise NotComparableError(source.refused)
+        model = reference_of(source)
+        model.load()
+    except NotComparableError as error:
+        detail = f"its predictions cannot be computed from rows: {error}"
+        raise MidstreamError("invalid_request", detail, field="against") from error
+    return model
+
+
+def divergences(
+    model: Reference, harvests: list[Harvest], survey: Survey, kept: list[np.ndarray]
+) -> Iterator[Block]:
+    """Yield KL(first ‖ second) of the next-token distributions of each row, in nats, from float64
+    log-probabilities; 0 where a row is not finite. All are appended to `kept` too.
+
+    Raises MidstreamError if the harvests have other tokens.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    size = max(1, survey.context, CHUNK_BYTES // (LOGIT_BYTES * vocabulary))
+    streams = [
+        blocks_of(ordered_rows(harvest, "post_block", survey.last_layer), size)
+        for harvest in harvests
+    ]
+    for first, second in zip(*streams, strict=False):
+        if not all(map(np.array_equal, first[:3], second[:3])):
+            raise MidstreamError("conflict", f"{survey.against} has rows of other tokens")
+        p, q = (
+            model.logits(torch.from_numpy(block.values)).double().log_softmax(-1)
+            for block in (first, second)
+        )
+        kl = (p.exp() * (p - q)).nan_to_num_(nan=0.0).sum(1).clamp_min_(0)
+        kept.append(kl.float().numpy())
+        yield first._replace(values=kept[-1][:, None])
+
+
+def _write(harvest: Harvest, task: SurveyTask, arrays: dict[str, Any]) -> tuple[int, int, str]:
+    """Write the survey's file; return its bytes, CRC32 and key."""
+    store, key = harvest.store, f"surveys/{task.job}.safetensors"
+    kinds = {"i": "int64", "f": "float32"}
+    tensors = [(name, kinds[array.dtype.kind], array) for name, array in arrays.items()]
+    with store.open(MANIFEST) as handle:
+        metadata = {"harvest": harvest.manifest.id, "manifest": f"{checksum(handle):08x}"}
+    sae = "" if task.survey.sae is None else task.survey.sae.digest
+    metadata |= {"sae": sae, "against": task.survey.against, "identity": harvest.manifest.identity}
+    buffers, size, crc32 = shard_buffers(tensors, metadata)
+    put(store, key, buffers)
+    return size, crc32, key

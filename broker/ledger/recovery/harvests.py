@@ -126,12 +126,17 @@ class Harvests:
             idem=key,
             body=body,
             limits=limits_of(settings),
+            tensors=[(name, False) for name in _tensors_of(harvest)],
         )
         outcome, harvest_id, *rest = scripts.text(
             await self._scripts.accept_harvest(args=arguments)
         )
         if outcome == "refused":
             raise refusal(harvest.tenant, harvest_id, int(rest[0]), int(rest[1]), 1, None)
+        if outcome == "missing":
+            raise MidstreamError(
+                "conflict", "a module was changed while the harvest was being accepted: repeat it"
+            )
         if outcome == "mismatch":
             detail = f"this Idempotency-Key was used for {harvest_id} with a different body"
             raise MidstreamError("idempotency_mismatch", detail, field="Idempotency-Key")
@@ -471,6 +476,7 @@ class Harvests:
             try:
                 job = _job(harvest, item, model, probes)
                 pinned = {name for probe in job.probes for name in probe.content.tensors}
+                pinned |= _tensors_of(harvest)
                 await self._ledger.submit(
                     job, {}, None, pinned, {spec.tag for spec in job.global_captures}
                 )
@@ -569,6 +575,10 @@ list_of_out = list[Out]
 list_of_probes = list[StoredProbe]
 
 
+def _tensors_of(harvest: StoredHarvest) -> set[str]:
+    return {name for edit in harvest.edits for name in edit.tensors}
+
+
 def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, probes: "list_of_probes") -> Job:
     """Return the job of a part; a part that runs units also gets the probes and captures that apply
     to all traffic now.
@@ -586,6 +596,7 @@ def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, probes: "list_of_pr
         key=harvest.key,
         priority=harvest.priority,
         metadata={"harvest": harvest.id},
+        lora=harvest.lora if runs else None,
         probes=probes if runs else [],
         global_captures=model.global_captures if runs else [],
         identity=harvest.identity,

@@ -32,6 +32,7 @@ elseif args.finish then
   end
   redis.call('DEL', key('harvest-lines', id), key('harvest-out', id), key('harvest-begun', id))
   redis.call('EXPIRE', key('harvest-done', id), 2 * args.result_ttl) -- a seal may be run again
+  pin('harvest:' .. id, {})
   redis.call('SREM', 'ms:harvests-live', id)
   redis.call('SREM', key('harvests-open', tenant), id)
 elseif wanted ~= args.wanted then
