@@ -9,7 +9,7 @@ document −1, absent tokens id −1.
 import numpy as np
 
 from ..schemas.base.errors import MidstreamError
-from ..schemas.jobs.harvests import Example, FeatureFigures, SurveyEntry
+from ..schemas.jobs.harvests import Example, FeatureFigures, SurveyEntry, SurveyView
 from .harvests import Shard
 from .store import ArtifactStore
 
@@ -46,6 +46,18 @@ class Surveyed(Shard):
             )
             for feature in np.argsort(-by, kind="stable")[:limit].tolist()
         ]
+
+    def view(
+        self, order: str = "density", limit: int = 50, feature: int | None = None
+    ) -> SurveyView:
+        """Return features, and examples of `feature`; by default of the first, or of a comparison.
+
+        Raises `not_found`.
+        """
+        listed = self.features(order, limit)
+        first = 0 if self.survey.survey.against else listed[0].feature
+        examples = self.examples(first if feature is None else feature)
+        return SurveyView(survey=self.survey, features=listed, examples=examples)
 
     def examples(self, feature: int = 0) -> list[Example]:
         """Return the strongest examples of a feature; of a comparison, with feature 0, the tokens

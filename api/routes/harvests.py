@@ -219,11 +219,13 @@ async def post_survey(
     view, job_id = await _seen(context, submission.caller, harvest_id), await submission.known()
     if job_id is None:
         info, harvest = await context.model(view.model), await context.harvests.stored(view.id)
+        uris = [view.uri]
         if data.against is not None:
             state = (await _seen(context, submission.caller, data.against)).state
             other = await context.harvests.stored(data.against)
             await check_comparable(harvest, other, state, info, context.harvests)
-        part = await plan_survey(data, view, harvest, info, context.ledger)
+            uris.append(other.uri)
+        part = await plan_survey(data, view, harvest, uris, info, context.ledger)
         job = submission.job("harvest", info, data, harvest=part)
         job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
     return await submission.answer(job_id)
@@ -252,10 +254,7 @@ async def get_survey(
 
     def read() -> SurveyView:
         with closing(Surveyed(open_store(view.uri), entry)) as found:
-            listed = found.features(order, limit)
-            first = 0 if entry.survey.against else listed[0].feature
-            chosen = first if feature is None else feature
-            return SurveyView(survey=entry, features=listed, examples=found.examples(chosen))
+            return found.view(order, limit, feature)
 
     return await anyio.to_thread.run_sync(read)
 

@@ -319,8 +319,6 @@ class SurveyTask(Record, omit_defaults=True, kw_only=True):
     """What the process that computes a survey gets from its worker."""
 
     job: str
-    harvest: str
-    uris: list[str]  # of its store, and of that of the harvest that it is compared with
     survey: Survey
     sae_root: str
     sae_bytes: int  # the most of an autoencoder's weights

@@ -26,6 +26,7 @@ class Survey(Record, omit_defaults=True, kw_only=True):
     far the model's predictions, and the features of `sae`, are from those of that harvest.
     """
 
+    uris: list[str]  # of the harvest's store, and of that of `against`
     sae: StoredSae | None = None
     top: int  # examples of each feature
     context: int  # tokens before and after each example

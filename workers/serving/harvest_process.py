@@ -124,7 +124,9 @@ class SourceReader:
 
     async def survey(self, task: SurveyTask) -> SurveyEntry:
         """Compute a survey and write its file. Raises MidstreamError."""
-        entry = (await self._ask("the survey", Request(task.harvest, survey=task))).survey
+        entry = (
+            await self._ask("the survey", Request(self._opening.harvest.id, survey=task))
+        ).survey
         assert entry is not None, "the reply has the survey"
         return entry
 

@@ -126,15 +126,9 @@ class HarvestAttempt:
         self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader, survey: Survey
     ) -> None:
         """Run a survey of the finished harvest, and record it."""
-        job, settings, others = self._attempt.job, self._ledger.settings, list[str]()
-        if survey.against:
-            against = self._harvests.stored
-            other = await patiently(lambda: against(survey.against), f"harvest {survey.against}")
-            others = [other.uri]
+        job, settings = self._attempt.job, self._ledger.settings
         task = SurveyTask(
             job=job.id,
-            harvest=harvest.id,
-            uris=[harvest.uri, *others],
             survey=survey,
             sae_root=settings.sae_root,
             sae_bytes=settings.sae_cache_mib << 20,

@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import to_json
 from ...schemas.jobs.harvests import MANIFEST, SurveyEntry, SurveyTask
 from ...schemas.requests.harvest_work import Survey
 from ...storage.harvests import Harvest
@@ -22,6 +22,7 @@ from .rows import Block, Examples, blocks_of, neighbourhoods, ordered_rows
 #: A survey uses this part of the machine's cores at most, at the lowest priority.
 CORES_DIVISOR = 4
 LOWEST = 19
+FIGURES = ("active", "total")
 #: Bytes of a token's logits, by token of the vocabulary, while predictions are compared.
 LOGIT_BYTES = 64
 
@@ -31,26 +32,28 @@ def run_survey(task: SurveyTask) -> SurveyEntry:
     die_with_parent()
     os.setpriority(os.PRIO_PROCESS, 0, LOWEST)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // CORES_DIVISOR))
-    survey, harvests = task.survey, [open_harvest(uri) for uri in task.uris]
+    survey = task.survey
+    harvests = [open_harvest(uri) for uri in survey.uris]
     found = [Examples(0, survey.top, survey.context) for _ in harvests]
     if survey.sae is not None:
         sae = load_registered(survey.sae, task.sae_root, task.sae_bytes)
+        # a comparison needs only the figures
+        kept = (1, 0) if survey.against else (survey.top, survey.context)
         for number, harvest in enumerate(harvests):
             rows = ordered_rows(harvest, survey.sae.hook, survey.sae.layer)
-            # a comparison needs only the figures
-            kept = (1, 0) if survey.against else (survey.top, survey.context)
-            found[number] = _examples(encoded(sae, rows, survey.context), sae.form.d_sae, *kept)
+            found[number] = _examples(encoded(sae, rows, kept[1]), sae.form.d_sae, *kept)
+    active, total = (np.stack([getattr(one, name) for one in found], 1) for name in FIGURES)
     arrays, mean_kl = found[0].arrays, None
     if survey.against:
-        kl: list[np.ndarray] = []
+        kl: list[np.ndarray] = [np.zeros(0, np.float32)]
         blocks = divergences(reference(task), harvests, survey, kl)
         compared = _examples(blocks, 1, survey.top, survey.context)
-        arrays, mean_kl = {**compared.arrays}, float(compared.total[0] / max(1, len(harvests[0])))
-        arrays["kl"] = np.concatenate(kl) if kl else np.zeros(0, np.float32)
-    arrays["active"] = np.stack([one.active for one in found], 1).astype(np.int64)
-    mean = np.stack([one.total / np.maximum(1, one.active) for one in found], 1)
-    arrays["mean"] = mean.astype(np.float32)
-    size, crc32, key = _write(harvests[0], task, arrays)
+        mean_kl = float(compared.total[0] / max(1, len(harvests[0])))
+        arrays = {**compared.arrays, "kl": np.concatenate(kl)}
+    arrays["active"] = active.astype(np.int64)
+    arrays["mean"] = (total / np.maximum(1, active)).astype(np.float32)
+    key = f"surveys/{task.job}.safetensors"
+    size, crc32 = _write(harvests[0], key, survey, arrays)
     return SurveyEntry(
         job=task.job,
         survey=survey,
@@ -121,15 +124,15 @@ def divergences(
         yield first._replace(values=kept[-1][:, None])
 
 
-def _write(harvest: Harvest, task: SurveyTask, arrays: dict[str, Any]) -> tuple[int, int, str]:
-    """Write the survey's file; return its bytes, CRC32 and key."""
-    store, key = harvest.store, f"surveys/{task.job}.safetensors"
+def _write(
+    harvest: Harvest, key: str, survey: Survey, arrays: dict[str, np.ndarray]
+) -> tuple[int, int]:
+    """Write the survey's file; return its bytes and CRC32."""
+    store = harvest.store
+    with store.open(MANIFEST) as handle:
+        metadata = {"manifest": f"{checksum(handle):08x}", "survey": to_json(survey).decode()}
     kinds = {"i": "int64", "f": "float32"}
     tensors = [(name, kinds[array.dtype.kind], array) for name, array in arrays.items()]
-    with store.open(MANIFEST) as handle:
-        metadata = {"harvest": harvest.manifest.id, "manifest": f"{checksum(handle):08x}"}
-    sae = "" if task.survey.sae is None else task.survey.sae.digest
-    metadata |= {"sae": sae, "against": task.survey.against, "identity": harvest.manifest.identity}
     buffers, size, crc32 = shard_buffers(tensors, metadata)
     put(store, key, buffers)
-    return size, crc32, key
+    return size, crc32

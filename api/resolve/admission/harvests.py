@@ -123,9 +123,14 @@ async def plan_harvest(
 
 
 async def plan_survey(
-    body: SurveyRequest, view: HarvestView, harvest: StoredHarvest, info: ModelInfo, ledger: Ledger
+    body: SurveyRequest,
+    view: HarvestView,
+    harvest: StoredHarvest,
+    uris: list[str],
+    info: ModelInfo,
+    ledger: Ledger,
 ) -> HarvestPart:
-    """Return the work of a survey's job.
+    """Return the work of a survey's job. `uris`: of the stores that it reads.
 
     Raises a 400 naming the field and what is valid, and `conflict` for a harvest that cannot be
     surveyed.
@@ -151,6 +156,7 @@ async def plan_survey(
         )
         raise invalid("top", detail, allowed=f"at most {MAX_SURVEY_BYTES} bytes, with `context`")
     survey = Survey(
+        uris=uris,
         sae=None if sae is None else sae.stored(),
         top=body.top,
         context=body.context,
