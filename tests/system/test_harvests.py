@@ -4,6 +4,7 @@ disks, bad input.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+import redis
 import torch
 from harvest_kit import check_equal, check_rows, checked, texts
+from midstream_fake_engine.model import HIDDEN_SIZE
 from safetensors import safe_open
 from stack import Stack
 from survey_kit import examples_of
@@ -197,6 +200,59 @@ def test_a_survey_finds_what_all_rows_at_once_show(client: Client, sae: str) -> 
     assert verify(view.uri).ok
     client.harvests.delete(view)
     assert not Path(view.uri).exists()
+
+
+def test_surveys_that_cannot_be_right_are_refused_by_name(stack: Stack, client: Client) -> None:
+    client.modules.register("shift", [{"layers": [1], "vector": np.ones(HIDDEN_SIZE)}])
+    client.modules.register(
+        "late", [{"layers": [1], "vector": np.ones(HIDDEN_SIZE), "positions": {"start": 1}}]
+    )
+    plain: dict[str, Any] = {"model": "fake-model", "layers": [1, 3], "source": {"lines": ["a b"]}}
+    changes: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "after": {"steering": [{"module": "shift"}], "at": "after"},
+        "before": {"steering": [{"module": "shift"}]},
+        "others": {"source": {"lines": ["a c"]}},
+        "layers": {"layers": [1]},
+        "bytes": {"dtype": "int8"},
+    }
+    views = {
+        name: client.harvests.wait(client.harvests.submit(**plain | more), timeout=WAIT_S)
+        for name, more in changes.items()
+    }
+
+    def refused(status: int, field: str, says: str, harvest: str = "plain", **body: Any) -> None:
+        path = f"{stack.url}/v1/harvests/{views[harvest].id}/surveys"
+        answer = httpx2.post(path, json=body, timeout=60)
+        problem = answer.json()
+        assert (answer.status_code, problem.get("field", "")) == (status, field), problem
+        assert says in problem["detail"]
+
+    refused(400, "sae", "is required without `against`")
+    refused(400, "sae", "unknown sparse autoencoder", sae="none")
+    refused(400, "top", "256", sae="tiny", top=257)
+    refused(404, "", "unknown harvest", against="hrv_none")
+    for name, says in {
+        "before": "has rows from before its steering: `at` must be after",
+        "layers": "lacks post_block of layer 3",
+        "bytes": "has rows rounded to int8",
+        "others": "the documents of its source",
+    }.items():
+        refused(400, "against", says, against=views[name].id)
+    with pytest.raises(MidstreamError, match="this engine has no checkpoint"):
+        client.harvests.survey(views["plain"], against=views["after"].id)
+    for steering, says in (
+        ([{"layers": [1], "vector": [1.0] * HIDDEN_SIZE}], "steering[0].module"),
+        ([{"module": "late"}], "at some positions only"),
+    ):
+        with pytest.raises(MidstreamError, match=re.escape(says)):
+            client.harvests.submit(**plain, steering=steering)
+    with pytest.raises(MidstreamError, match="served without adapters"):
+        client.harvests.submit(**plain, lora="none")
+    # the tensors of a module are held until its harvest ends
+    assert redis.Redis.from_url(stack.settings.redis_url).keys("ms:pins:harvest:*") == []
+    rows = {name: open_harvest(views[name].uri).rows(slice(None), 1) for name in ("plain", "after")}
+    assert not np.array_equal(rows["plain"], rows["after"])
 
 
 def test_progress_is_streamed_until_the_end(stack: Stack, client: Client) -> None:
