@@ -123,6 +123,18 @@ def dtype_of(tensor: TensorPlace) -> str:
     return _OF_FILE[tensor.dtype]
 
 
+def put(store: ArtifactStore, key: str, buffers: Sequence[Buffer]) -> None:
+    """Write an object; it is durable on return. Raises OSError."""
+    store.prepare()
+    writer = store.writer()
+    try:
+        writer.append(key, buffers)
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+
+
 def checksum(handle: Handle, piece: int = 8 << 20) -> int:
     """Returns the CRC32 of the whole object."""
     crc, at = 0, 0

@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from contextlib import closing
+from typing import Annotated, Any, Literal
 
 import anyio.to_thread
 from litestar import Response, delete, get, post
@@ -13,7 +14,7 @@ from litestar.response import Stream
 from ...broker.ledger.recovery.harvests import Wanted
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.limits import MAX_INT64, MAX_NAME
+from ...schemas.base.limits import MAX_INT64, MAX_NAME, MAX_SAE_WIDTH
 from ...schemas.base.records import to_json
 from ...schemas.jobs.harvests import (
     OVER,
@@ -23,18 +24,39 @@ from ...schemas.jobs.harvests import (
     StoredHarvest,
     StreamCursor,
     StreamPage,
+    SurveyRequest,
+    SurveyView,
 )
+from ...schemas.jobs.jobs import JobView
 from ...storage.store import around, open_store
+from ...storage.surveys import Surveyed
 from ..context import HARVEST_LOOK_S as LOOK_S
 from ..context import AppContext, unless_client_leaves
-from ..resolve.admission.harvests import plan_harvest
+from ..resolve.admission.harvests import check_comparable, plan_harvest, plan_survey
+from ..resolve.edits.loras import named_lora
+from ..resolve.edits.steering import modules_named
 from ..responses import events
 from ..web.auth import needs, tenant_asked
 from ..web.body import JsonRequest
 from ..web.open_calls import EVENTS
-from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, Key, PageSize, Wait, Whose
+from .jobs import (
+    ERRORS,
+    PROBLEM,
+    SUBMIT_ERRORS,
+    JobId,
+    Key,
+    PageSize,
+    Submission,
+    Wait,
+    Whose,
+    submits,
+)
 
 HarvestId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The harvest's id")]
+Feature = Annotated[
+    int | None,
+    QueryParameter(ge=0, le=MAX_SAE_WIDTH, description="Of the examples; the first of the list"),
+]
 
 
 @post(
@@ -56,9 +78,10 @@ async def post_harvest(
 ) -> Response[HarvestView]:
     idempotency = request.idempotency(key)
     info = await context.model(data.model)
-    steering = (await context.model_state(info.name, [], caller)).global_steering.digest
+    state = await context.model_state(info.name, modules_named(data.steering), caller)
+    lora = await named_lora(data.lora, info, context.ledger)
     sources = (await context.ledger.tenants.get(caller.tenant)).limits.harvest_sources
-    harvest = await plan_harvest(data, info, context.settings, steering, caller, sources)
+    harvest = await plan_harvest(data, info, context.settings, state, lora, caller, sources)
     harvest_id = await context.harvests.submit(harvest, idempotency)
     await context.harvests.advance(harvest_id)
     return Response(
@@ -249,6 +272,60 @@ async def _stored(context: AppContext, caller: Caller, harvest_id: str) -> Store
     return await context.harvests.stored(harvest_id)
 
 
+@submits(
+    "/v1/harvests/{harvest_id:str}/surveys",
+    summary="Survey a harvest",
+    description="One pass over the rows of a finished harvest: the density of each feature of an "
+    "autoencoder, and the contexts where it is most active. A job: follow, fetch and cancel it "
+    "like any job; the harvest lists the survey under the job's id.",
+)
+async def post_survey(
+    harvest_id: HarvestId, data: JSONBody[SurveyRequest], submission: Submission
+) -> Response[JobView]:
+    context = submission.context
+    view, job_id = await _seen(context, submission.caller, harvest_id), await submission.known()
+    if job_id is None:
+        info, harvest = await context.model(view.model), await context.harvests.stored(view.id)
+        uris = [view.uri]
+        if data.against is not None:
+            state = (await _seen(context, submission.caller, data.against)).state
+            other = await context.harvests.stored(data.against)
+            await check_comparable(harvest, other, state, info, context.harvests)
+            uris.append(other.uri)
+        part = await plan_survey(data, view, harvest, uris, info, context.ledger)
+        job = submission.job("harvest", info, data, harvest=part)
+        job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
+    return await submission.answer(job_id)
+
+
+@get(
+    "/v1/harvests/{harvest_id:str}/surveys/{job_id:str}",
+    opt=needs("read"),
+    summary="Get a survey's features, and examples of one",
+    description="Features come by `order`, the largest first; of a comparison, by the change.",
+    responses=ERRORS,
+)
+async def get_survey(
+    harvest_id: HarvestId,
+    job_id: JobId,
+    context: AppContext,
+    caller: Caller,
+    order: Literal["density", "mean"] = "density",
+    limit: PageSize = 50,
+    feature: Feature = None,
+) -> SurveyView:
+    view = await _seen(context, caller, harvest_id)
+    entry = next((entry for entry in view.surveys if entry.job == job_id), None)
+    if entry is None:
+        raise MidstreamError("not_found", f"harvest {harvest_id} has no survey {job_id}")
+
+    def read() -> SurveyView:
+        with closing(Surveyed(open_store(view.uri), entry)) as found:
+            return found.view(order, limit, feature)
+
+    return await anyio.to_thread.run_sync(read)
+
+
 async def _ask(context: AppContext, caller: Caller, harvest_id: str, needed: Wanted) -> HarvestView:
     await _seen(context, caller, harvest_id)
     view = await context.harvests.ask(harvest_id, needed)
@@ -277,4 +354,6 @@ ROUTES = [
     delete_harvest,
     stream_harvest,
     acknowledge_harvest,
+    post_survey,
+    get_survey,
 ]

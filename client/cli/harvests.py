@@ -1,5 +1,5 @@
 """The commands `harvest run`, `stream`, `status`, `list`, `pause`, `resume`, `cancel`, `delete`,
-`verify`.
+`verify`, `survey`.
 """
 
 from pathlib import Path
@@ -265,6 +265,35 @@ def harvest_verify(
         )
     if not result.ok:
         raise MidstreamError("capture_damaged", "; ".join(result.faults[:5]))
+
+
+@harvest_app.command("survey")
+def harvest_survey(
+    harvest: Id,
+    sae: Annotated[
+        str | None, typer.Option(help="The registered autoencoder whose features are surveyed.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="HARVEST", help="Another harvest to compare it with.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="Examples of each feature.")] = 10,
+    context: Annotated[int, typer.Option(help="Tokens on either side of an example.")] = 8,
+    feature: Annotated[
+        int | None, typer.Option(help="Whose examples are shown; default: the first listed.")
+    ] = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Survey the features of a finished harvest, or compare it with another of the same tokens."""
+    with connect(url) as client:
+        fields = given(sae=sae, against=against, top=top, context=context)
+        found, model = client.harvests.survey(harvest, **fields), client.harvests.get(harvest).model
+        view = found.view(limit=20, feature=feature)
+        if not print_json(view, json_):
+            tokens = sorted({token for one in view.examples for token in one.token_ids})
+            texts = client.detokenize(model, tokens).token_strs if tokens else []
+            shown = show.survey(view, dict(zip(tokens, texts, strict=True)))
+            out.print(*shown, sep="\n", soft_wrap=True)
 
 
 def _print(view: HarvestView, json_: bool) -> None:

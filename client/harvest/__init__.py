@@ -6,26 +6,26 @@ from typing import TYPE_CHECKING, Any
 from ..extras import explained
 
 if TYPE_CHECKING:
+    from ...storage.harvests import Harvest as Harvest
+    from ...storage.harvests import open as open
     from .exports import to_arrow as to_arrow
     from .exports import to_hidden_states as to_hidden_states
     from .exports import to_parquet as to_parquet
-    from .reader import Harvest as Harvest
-    from .reader import open as open
     from .training import RowDataset as RowDataset
     from .training import activations as activations
     from .verification import Verification as Verification
     from .verification import verify as verify
 
 _HOMES = {
-    "open": "reader",
-    "Harvest": "reader",
-    "verify": "verification",
-    "Verification": "verification",
-    "to_parquet": "exports",
-    "to_arrow": "exports",
-    "to_hidden_states": "exports",
-    "RowDataset": "training",
-    "activations": "training",
+    "open": "...storage.harvests",
+    "Harvest": "...storage.harvests",
+    "verify": ".verification",
+    "Verification": ".verification",
+    "to_parquet": ".exports",
+    "to_arrow": ".exports",
+    "to_hidden_states": ".exports",
+    "RowDataset": ".training",
+    "activations": ".training",
 }
 __all__ = [
     "Harvest",
@@ -51,6 +51,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        return getattr(import_module(_HOMES[name], __name__), name)
     except ModuleNotFoundError as error:
         raise explained(error) from None

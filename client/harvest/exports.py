@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ...schemas.base.errors import invalid
+from ...storage.harvests import Shard, Site
+from ...storage.harvests import open as open_harvest
 from ...storage.shards import shard_buffers, site_name
-from .reader import Shard, Site
-from .reader import open as open_harvest
 
 GAPS = "the harvest's positions leave gaps: training reads whole documents"
 #: (name, dtype, bits) of a tensor.

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ...storage.harvests import Harvest, Shard, Site
+from ...storage.harvests import open as open_harvest
 from ...storage.shards import site_name
-from .reader import Harvest, Shard, Site
-from .reader import open as open_harvest
 
 #: The default number of shards that are shuffled together.
 MIXED = 4

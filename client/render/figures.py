@@ -15,9 +15,9 @@ from ...schemas.artifacts.probes import ProbeResult
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.jobs.jobs import JobResult
 from ...schemas.jobs.sweeps import SweepResult
+from ...storage.harvests import Harvest
 from ..captures.patterns import Attention
 from ..captures.reader import CaptureReader
-from ..harvest.reader import Harvest
 from ..probes import Fit
 from ..sdk.answers.attribution import Attribution, attribution_of, estimated, marks
 from ..sdk.answers.grid import MEANING, Grid, described, grid_of, titled

@@ -1,7 +1,7 @@
 """Terminal output of jobs, receipts, captures and harvests."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from rich import box
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schemas.jobs.captures import CapturePage
-from ...schemas.jobs.harvests import HarvestView
+from ...schemas.jobs.harvests import HarvestView, SurveyView
 from ...schemas.jobs.jobs import CaptureResults, Determinism, Event, FileEntry, JobView
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunPrompt
@@ -301,6 +301,26 @@ def harvests(views: Sequence[HarvestView]) -> Table:
             minute(view.created),
         )
     return shown
+
+
+def survey(view: SurveyView, words: Mapping[int, str]) -> list[Table | Text]:
+    """Return a survey's features and examples, a line each; the token itself is bold. `words`:
+    token id → text.
+    """
+    drawn = table("", "feature", "density", "mean activation")
+    for each in view.features:
+        density = " → ".join(f"{value:.2%}" for value in each.density)
+        drawn.add_row(str(each.feature), density, " → ".join(f"{mean:.2f}" for mean in each.mean))
+    lines: list[Table | Text] = [drawn] if view.features else []
+    if view.survey.mean_kl is not None:
+        lines.append(Text(f"mean KL divergence: {view.survey.mean_kl:.4g} nats"))
+    for one in view.examples:
+        parts = [
+            (words[token].replace("\n", "⏎"), "bold" if position == one.position else "")
+            for token, position in zip(one.token_ids, one.positions, strict=True)
+        ]
+        lines.append(Text.assemble(f"{one.value:8.2f}  {one.document}:{one.position}  ", *parts))
+    return lines
 
 
 def harvest(view: HarvestView) -> str:

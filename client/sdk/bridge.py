@@ -13,10 +13,10 @@ from pathlib import Path
 
 from ...schemas.base.errors import invalid
 from ...schemas.base.records import to_json
+from ...storage.harvests import StreamedUnit
 from ...storage.shards import shard_buffers
 from ...storage.store import open_store
 from ..harvest.exports import Tensor, documents
-from ..harvest.reader import StreamedUnit
 from .client import Client
 
 #: Seconds between two looks at what a trainer has taken; and for which a unit is waited for.

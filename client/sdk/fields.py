@@ -272,6 +272,8 @@ class HarvestFields(TypedDict, total=False):
     positions: HarvestPositions | Fields | None
     at: At | None
     generate: Sampling | Fields | None
+    steering: Some[Steering] | None
+    lora: str | None
     dtype: str | None
     shards: HarvestShards | Fields | None
     to: HarvestStream | Fields | Literal["store", "stream"] | None
@@ -279,6 +281,15 @@ class HarvestFields(TypedDict, total=False):
     max_tokens: int | None
     priority: Priority | None
     metadata: Mapping[str, str] | None
+
+
+class SurveyFields(Handled, total=False):
+    """`POST /v1/harvests/{id}/surveys`."""
+
+    sae: str | None
+    against: str | None
+    top: int | None
+    context: int | None
 
 
 class OpenAIFields(Observed, Sampled, Handled, total=False):

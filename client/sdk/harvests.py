@@ -15,15 +15,19 @@ from ...schemas.jobs.harvests import (
     HarvestView,
     StreamCursor,
     StreamPage,
+    SurveyRequest,
 )
+from ...storage.store import open_store
+from ...storage.surveys import Surveyed
 from .. import values
 from . import wire
-from .calls import Calls, M, call, stream
-from .fields import HarvestFields
-from .wire import Call
+from .calls import Awaits, Calls, M, call, stream
+from .fields import HarvestFields, SurveyFields
+from .jobs import Jobs
+from .wire import Call, JobLike
 
 if TYPE_CHECKING:
-    from ..harvest.reader import StreamedUnit
+    from ...storage.harvests import StreamedUnit
 
 _HARVESTS = "/v1/harvests"
 #: Seconds between two polls while waiting for a harvest.
@@ -113,6 +117,30 @@ class Harvests(Calls[M]):
             await self._io.sleep(POLL_S)
 
     @call
+    async def survey(self, harvest: HarvestLike, **fields: Unpack[SurveyFields]) -> Surveyed:
+        """Survey a finished harvest (`sae=…, top=…, context=…`): the density of each feature of an
+        autoencoder, and its strongest examples, of different documents, in context. Waits, and
+        opens the result in the harvest's store.
+
+        Raises the error of a survey that failed.
+        """
+        jobs, body = Jobs[Awaits](self._io), values.request(None, dict(fields), SurveyRequest)
+        view = await jobs.wait(await self._submit(_path(harvest, "surveys"), body, None))
+        await jobs.result(view)
+        return await self.surveyed(harvest, view)
+
+    @call
+    async def surveyed(self, harvest: HarvestLike, job: JobLike) -> Surveyed:
+        """Open a finished survey by its job; `get(harvest).surveys` lists them. Raises
+        `not_found`.
+        """
+        view, job_id = await self.get(harvest), wire.id_of(job)
+        for entry in view.surveys:
+            if entry.job == job_id:
+                return Surveyed(open_store(view.uri), entry)
+        raise MidstreamError("not_found", f"harvest {view.id} has no survey {job_id}")
+
+    @call
     async def pause(self, harvest: HarvestLike) -> HarvestView:
         """Stop computing; finished shards are kept. Raises `conflict` for one that has ended."""
         return await self._ask(Call("POST", _path(harvest, "pause")), HarvestView)
@@ -149,7 +177,7 @@ class Harvests(Calls[M]):
         `acknowledge`. Survives an API restart. Their files are read from the
         harvest's store, a folder or bucket. Raises what `next_units` raises.
         """
-        from ..harvest.reader import StreamedUnit
+        from ...storage.harvests import StreamedUnit
 
         while True:
             page = await self.next_units(harvest, consumer=consumer, after=after)

@@ -45,6 +45,7 @@ CRASH_POINTS: dict[str, str] = {
     "harvest.written": "all shards of a unit are durable and reported; the unit is not committed",
     "harvest.kept": "the unit is committed; the next is not",
     "harvest.part": "the manifest of a part is durable; the ledger has not recorded the part",
+    "harvest.surveyed": "the file of a survey is durable; the ledger has not recorded it",
     "harvest.sealing": "files of superseded attempts are removed; the harvest has no manifest",
     "sweeper.requeued": (
         "a dead worker's job has been requeued; the other jobs that are due have not been checked"

@@ -133,6 +133,11 @@ MAX_SAE_WIDTH = 1 << 21  # features of one
 MAX_FEATURES = 256  # different features in one request's steering
 MAX_FEATURE_SPECS = 64  # `features` of one request
 MAX_FEATURE_TOP = 256  # features returned for one token
+MAX_EXAMPLES = 256  # of each feature in a survey of a harvest
+MAX_EXAMPLE_CONTEXT = 64  # tokens on either side of an example
+EXAMPLE_TOKEN_BYTES = 12  # of one token of an example's context, in a survey's result
+MAX_SURVEY_BYTES = 512 << 20  # of a survey's result
+MAX_SURVEYS = 64  # kept with one harvest
 
 # --- Probes
 

@@ -4,15 +4,18 @@ and manifests.
 docs/decisions/0035-harvests.md explains the design.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..access.handling import Priority
+from ..access.handling import Handling, Priority
 from ..access.keys import DEFAULT_TENANT
+from ..artifacts.loras import StoredLora
 from ..base.errors import Problem
 from ..base.limits import (
     MAX_CONSUMERS,
+    MAX_EXAMPLE_CONTEXT,
+    MAX_EXAMPLES,
     MAX_HARVEST_LINES,
     MAX_INT64,
     MAX_PATH,
@@ -29,7 +32,8 @@ from ..base.limits import (
 from ..base.records import Record
 from ..prompts.selectors import Hook, Span
 from ..prompts.sites import At, SitesSpec
-from ..requests.harvest_work import ShardDType
+from ..requests.harvest_work import ShardDType, Survey
+from ..requests.specs import SteeringList, StoredSteering
 from .jobs import SamplingRequest
 
 FORMAT = "midstream-harvest-1"
@@ -152,6 +156,8 @@ class HarvestRequest(SitesSpec, kw_only=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)] | None = None
     priority: Priority | None = None
     metadata: Metadata = {}
+    steering: SteeringList = []  # edits of all its sequences, at all positions
+    lora: Name | None = None  # adapter with which all rows are computed
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,6 +195,8 @@ class StoredHarvest(Record, omit_defaults=True, kw_only=True):
     priority: Priority = "normal"
     metadata: dict[str, str] = {}
     steering: str = ""  # digest of the global steering with which all rows are computed
+    edits: list[StoredSteering] = []  # with which all rows are computed, beside it
+    lora: StoredLora | None = None
     identity: str = ""  # of the model that computes all rows
 
 
@@ -314,6 +322,69 @@ HarvestState = Literal[
 OVER: frozenset[HarvestState] = frozenset({"succeeded", "failed", "cancelled"})
 
 
+class SurveyRequest(Handling, kw_only=True):
+    """Body of `POST /v1/harvests/{id}/surveys`: `sae`, `against` or both."""
+
+    sae: Name | None = None  # whose features are surveyed
+    against: Name | None = None  # another harvest of the same tokens, to compare with
+    # examples of each feature, of different documents
+    top: Annotated[int, msgspec.Meta(ge=1, le=MAX_EXAMPLES)] = 10
+    # tokens before and after each example
+    context: Annotated[int, msgspec.Meta(ge=0, le=MAX_EXAMPLE_CONTEXT)] = 8
+    metadata: Metadata = {}
+
+
+class SurveyTask(Record, omit_defaults=True, kw_only=True):
+    """What the process that computes a survey gets from its worker."""
+
+    job: str
+    survey: Survey
+    sae_root: str
+    sae_bytes: int  # the most of an autoencoder's weights
+    checkpoint: list[Any] | None = None  # `workers.engine.proof.comparison.Source`
+
+
+class SurveyEntry(Record, omit_defaults=True, kw_only=True):
+    """A finished survey, and its file in the harvest's store."""
+
+    job: str
+    survey: Survey
+    rows: int  # that were read
+    mean_kl: float | None = None  # of all rows, in nats
+    key: str
+    bytes: int
+    crc32: int
+
+
+class FeatureFigures(Record, kw_only=True):
+    """Figures of one feature; in a comparison, of both harvests."""
+
+    feature: int
+    density: list[float]  # share of the rows where it is active
+    mean: list[float]  # activation over the rows where it is active
+
+
+class Example(Record, kw_only=True):
+    """A token where a feature is strongly active, with its neighbours in the document that have
+    rows. In a comparison, the value is the KL divergence of the predictions, in nats.
+    """
+
+    document: int
+    position: int
+    value: float
+    positions: list[int]  # of the neighbours, and its own
+    token_ids: list[int]
+    values: list[float]
+
+
+class SurveyView(Record, kw_only=True):
+    """Answer of `GET /v1/harvests/{id}/surveys/{job}`."""
+
+    survey: SurveyEntry
+    features: list[FeatureFigures]
+    examples: list[Example]  # of the feature that was asked for, or of the first one
+
+
 class HarvestView(Record, omit_defaults=True, kw_only=True):
     """Answer of `GET /v1/harvests/{id}`."""
 
@@ -339,6 +410,7 @@ class HarvestView(Record, omit_defaults=True, kw_only=True):
     tokens_s: float = 0.0  # tokens per second of its running time
     left_s: float | None = None  # seconds until the end, at this rate
     jobs: list[str] = []  # ids of the jobs of submitted parts
+    surveys: list[SurveyEntry] = []  # that are finished; not in listings
     tenant: str = DEFAULT_TENANT
     metadata: dict[str, str] = {}
     identity: str = ""  # of the model that computes all rows

@@ -4,6 +4,7 @@ rows). See `schemas.jobs.harvests`.
 
 from typing import Literal
 
+from ..artifacts.saes import StoredSae
 from ..base.records import Record
 
 #: The consumer of rows that become shards; users cannot name it.
@@ -20,18 +21,33 @@ ShardDType = Literal["model", "float32", "bfloat16", "float16", "int8", "float8_
 SCALED: dict[str, float] = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
+class Survey(Record, omit_defaults=True, kw_only=True):
+    """One pass over the rows of a finished harvest: the features of `sae`, or with `against` how
+    far the model's predictions, and the features of `sae`, are from those of that harvest.
+    """
+
+    uris: list[str]  # of the harvest's store, and of that of `against`
+    sae: StoredSae | None = None
+    top: int  # examples of each feature
+    context: int  # tokens before and after each example
+    against: str = ""  # another harvest of the same tokens
+    last_layer: int = 0  # of the model: predictions are computed from its `post_block`
+
+
 class HarvestPart(Record, omit_defaults=True):
     """The work of a job of kind `harvest`. `run`: compute units `[first, first + count)`; `plan`:
-    divide the harvest into units; `seal`: complete the harvest.
+    divide the harvest into units; `seal`: complete the harvest; `survey`: read a harvest that has
+    succeeded.
     """
 
     harvest: str
     part: int
-    role: Literal["plan", "run", "seal"] = "run"
+    role: Literal["plan", "run", "seal", "survey"] = "run"
     first: int = 0
     count: int = 0
     tokens: int = 1  # estimate: the cost of the job
     tries: int = 0  # earlier jobs of this part
+    survey: Survey | None = None
 
 
 class HarvestPlace(Record, omit_defaults=True):

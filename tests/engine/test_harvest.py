@@ -5,12 +5,17 @@ doubles none.
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from host import relative_error
 from stack import Stack
+from survey_kit import examples_of
 from tolerances import BF16_BATCH
+from transformers import AutoModelForCausalLM
+from tree import ROOT
 
 from midstream.broker.artifacts.headers import find_entries
 from midstream.broker.ledger.recovery.harvests import job_id_of
@@ -19,6 +24,8 @@ from midstream.client.captures.reader import CaptureReader
 from midstream.client.harvest import Harvest, open, verify
 from midstream.storage.store import open_store
 from midstream.workers.demo_model import fetch_demo_model
+from midstream.workers.runner.readings.sae import load as load_sae
+from midstream.workers.surveys.rows import Block
 
 SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}
 DOCUMENTS = [
@@ -42,6 +49,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "kv_cache_gib": 0.5,
         "certify": False,
     }
+    options["sae_dir"] = str(ROOT / "examples" / "data" / "saes")
     options |= {"dtype": "float32", "global_capture": "post_block:15", "global_capture_tag": "ops"}
     with Stack(
         tmp_path_factory.mktemp("harvest"), api=True, start_timeout_s=400, **options, **SLOW
@@ -184,3 +192,88 @@ def test_scaled_rows_of_the_real_model_are_close(
             exact = whole.document(11, layer)[1]
             error = np.abs(made.document(11, layer)[1] - exact).max(axis=1)
             assert (error <= (step + BF16_BATCH) * np.abs(exact).max(axis=1)).all(), (dtype, layer)
+
+
+def predictions(model: Any, tokens: list[int], vector: np.ndarray | None) -> torch.Tensor:
+    """transformers' log-probabilities of the next token, `[tokens, vocabulary]` float64, with
+    `vector` added to the output of layer 10.
+    """
+
+    def steer(_module: Any, _inputs: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        steered = first + torch.from_numpy(vector)
+        return (steered, *output[1:]) if isinstance(output, tuple) else steered
+
+    hooked = [model.model.layers[10].register_forward_hook(steer)] if vector is not None else []
+    try:
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([tokens])).logits[0]
+    finally:
+        for handle in hooked:
+            handle.remove()
+    return logits.double().log_softmax(-1)
+
+
+def test_a_module_is_compared_with_the_plain_model(client: Client) -> None:
+    """KL of every token equals that of transformers' own predictions, and so do the tokens that
+    move most; the features' figures are those of both harvests' rows.
+    """
+    vector = np.random.default_rng(5).standard_normal(576).astype(np.float32) * 4
+    client.modules.register("shift", [{"layers": [10], "vector": vector}])
+    client.saes.register("words", "smollm2-15")
+    fields: dict[str, Any] = {"positions": {"skip_bos": False}, "at": "after"}
+    fields |= {"source": {"lines": DOCUMENTS[:12]}, "shards": {"mib": 1}, "layers": [15, 29]}
+    views = [
+        client.harvests.wait(client.harvests.submit(model="demo", **fields, **more), timeout=180)
+        for more in ({}, {"steering": [{"module": "shift"}]})
+    ]
+    survey = client.harvests.survey(views[0], against=views[1].id, sae="words", top=5, context=2)
+    plain, steered = (open(view.uri) for view in views)
+    model = AutoModelForCausalLM.from_pretrained(fetch_demo_model(), dtype=torch.float32)
+    expected, keys = [], []
+    for document in range(12):
+        found, _ = plain.document(document, 29)
+        tokens = found.token_ids.tolist()
+        assert found.positions.tolist() == list(range(len(tokens)))
+        p, q = (predictions(model, tokens, edit) for edit in (None, vector))
+        expected += (p.exp() * (p - q)).sum(1).tolist()
+        keys += [(document, position) for position in range(len(tokens))]
+    kl = survey.array("kl")
+    print(np.abs(kl - expected).max(), max(expected), float(np.mean(expected)))
+    np.testing.assert_allclose(kl, expected, atol=2e-4, rtol=1e-3)
+    assert survey.survey.mean_kl == pytest.approx(np.mean(expected), rel=1e-3)
+    strongest = {}
+    for row in np.argsort(-kl, kind="stable").tolist():
+        strongest.setdefault(keys[row][0], (*keys[row], float(kl[row])))
+    assert [
+        (example.document, example.position, example.value) for example in survey.examples()
+    ] == list(strongest.values())[:5]
+    registered = client.saes.get("words")
+    encoder = load_sae(ROOT / "examples" / "data" / "saes" / "smollm2-15", registered.digest)
+    for side, harvest in enumerate((plain, steered)):
+        active = encoder.encode(torch.from_numpy(harvest.rows(slice(None), 15))).numpy()
+        density = (active > 0).mean(0)
+        # a row of another batch shape may differ in its last bits, at an activation's threshold
+        np.testing.assert_allclose(survey.density[:, side], density, atol=2.1 / len(kl))
+    moved = survey.features(limit=3)
+    change = np.abs(survey.density[:, 1] - survey.density[:, 0])
+    assert [each.feature for each in moved] == np.argsort(-change, kind="stable")[:3].tolist()
+
+
+def test_a_survey_on_the_real_model_equals_its_rows(client: Client, whole: Harvest) -> None:
+    if "words" not in [sae.name for sae in client.saes.list()]:
+        client.saes.register("words", "smollm2-15")
+    survey = client.harvests.survey(whole.manifest.id, sae="words", top=3, context=4)
+    keys = whole.keys(slice(None))
+    order = np.lexsort((keys.positions, keys.documents))
+    registered = client.saes.get("words")
+    encoder = load_sae(ROOT / "examples" / "data" / "saes" / "smollm2-15", registered.digest)
+    active = encoder.encode(torch.from_numpy(whole.rows(slice(None), 15)[order])).numpy()
+    rows = Block(*[column[order] for column in keys], active)
+    np.testing.assert_allclose(survey.density[:, 0], (active > 0).mean(0), atol=2.1 / len(active))
+    for feature in range(0, active.shape[1], 7):
+        found = survey.examples(feature)
+        expected = examples_of(rows, feature, 3, 4)
+        assert [example.value for example in found] == pytest.approx(
+            [value for _, _, value, _ in expected], rel=1e-5, abs=1e-5
+        )

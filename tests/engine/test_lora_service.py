@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx2
+import numpy as np
 import pytest
 from adapters import LLAMA, make_adapter, merged
 from host import DEFAULTS, prompt_of, relative_error
@@ -186,6 +187,33 @@ def test_a_sweep_under_an_adapter_measures_the_merged_model(served: Served) -> N
                     position,
                 )
     assert not result.skipped
+
+
+@pytest.mark.matrix
+def test_harvests_under_an_adapter_differ_as_the_merged_weights_do(served: Served) -> None:
+    """The KL divergence of each token is that of transformers' predictions with base and merged
+    weights.
+    """
+    prompts = [prompt_of(11 + seed, seed=seed) for seed in range(6)]
+    fields = {"model": "llama", "source": {"lines": prompts}, "layers": [0, LAYERS - 1]}
+    plain, adapted = (
+        served.client.harvests.wait(
+            served.client.harvests.submit(**fields, positions={"skip_bos": False}, **more)
+        )
+        for more in ({}, {"lora": "one"})
+    )
+    found = served.client.harvests.survey(plain, against=adapted.id, top=2, context=1)
+    wanted = []
+    for prompt in prompts:
+        logs = []
+        for name in ("", "one"):
+            served.truth[name].rows(prompt)
+            logs.append(served.truth[name].logits.double().log_softmax(-1))
+        wanted += (logs[0].exp() * (logs[0] - logs[1])).sum(-1).tolist()
+    print(abs(found.kl - wanted).max(), max(wanted))
+    np.testing.assert_allclose(found.kl, wanted, rtol=1e-3, atol=2e-5)
+    assert found.survey.mean_kl == pytest.approx(np.mean(wanted), rel=1e-3)
+    assert found.examples()[0].value == found.kl.max()
 
 
 def test_a_name_may_be_pointed_at_other_content_and_removed(served: Served) -> None:

@@ -4,15 +4,18 @@ in the same order.
 Into a folder, and into a bucket that answers 503, cuts uploads and goes away.
 """
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 import s3_kit
 from harvest_kit import check_equal, check_rows, checked, texts
 from s3_kit import FaultProxy
 from stack import Stack
+from tree import ROOT
 
 from midstream.client import Client
 from midstream.client.harvest import Harvest
@@ -23,7 +26,11 @@ DOCUMENTS = texts(1500, 100)
 WAIT_S = 120.0
 #: Point → which process comes to it.
 POINTS = {
-    **{name: "worker" for name in CRASH_POINTS if name.startswith(("harvest.", "receipt."))},
+    **{
+        name: "worker"
+        for name in CRASH_POINTS
+        if name.startswith(("harvest.", "receipt.")) and name != "harvest.surveyed"
+    },
     **dict.fromkeys(
         (
             "worker.claimed",
@@ -56,7 +63,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory, proxy: FaultProxy) -> Iterat
     directory = tmp_path_factory.mktemp("kills")
     access = {"artifact_access_key": s3_kit.ACCESS_KEY, "artifact_secret_key": s3_kit.SECRET_KEY}
     stores = f"{directory}/rows, {s3_kit.uri(proxy, prefix='rows')}"
+    shutil.copytree(ROOT / "tests" / "data" / "saes", directory / "saes")
+    access["sae_dir"] = str(directory / "saes")
     with Stack(directory, api=True, max_attempts=20, harvest_stores=stores, **access) as running:
+        with Client(running.url) as client:
+            client.saes.register("tiny", "standard")
         yield running
 
 
@@ -102,6 +113,29 @@ def check_kill(stack: Stack, whole: Harvest, point: str, bucket: bool) -> None:
 )
 def test_a_harvest_survives_a_kill_at(stack: Stack, whole: Harvest, point: str) -> None:
     check_kill(stack, whole, point, bucket=False)
+
+
+@pytest.mark.long
+def test_a_survey_is_the_same_after_its_worker_was_killed(stack: Stack, whole: Harvest) -> None:
+    """In the middle, and when its file is durable and not recorded; the file is the same."""
+    path = f"/v1/harvests/{whole.manifest.id}/surveys"
+    died = Path(stack.settings.data_dir) / FOLDER / "harvest.surveyed"
+    with Client(stack.url) as client, httpx2.Client(base_url=stack.url, timeout=60) as http:
+        jobs = [http.post(path, json={"sae": "tiny"}).json()["id"]]
+        while client.jobs.get(jobs[0]).state != "running":
+            time.sleep(0.02)
+        stack.kill("worker")
+        stack.restart("worker", fault="crash:at=harvest.surveyed")
+        assert stack.processes["worker"].wait(WAIT_S) == -9  # of the second attempt
+        stack.restart("worker")
+        jobs.append(http.post(path, json={"sae": "tiny"}).json()["id"])
+        assert [client.jobs.wait(job, WAIT_S).state for job in jobs] == ["succeeded"] * 2
+        assert client.jobs.get(jobs[0]).attempt == 3
+        first, second = client.harvests.get(whole.manifest.id).surveys
+        assert (first.crc32, first.rows) == (second.crc32, len(whole))
+        files = {f"surveys/{job}.safetensors" for job in jobs}
+        assert set(whole.store.children("surveys/")) == files
+    assert died.exists()
 
 
 @pytest.mark.matrix

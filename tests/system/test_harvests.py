@@ -5,6 +5,8 @@ disks, bad input.
 import json
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -17,17 +19,25 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+import redis
+import torch
 from harvest_kit import check_equal, check_rows, checked, texts
+from midstream_fake_engine.model import HIDDEN_SIZE
 from ports import free_port
 from safetensors import safe_open
 from stack import Stack
+from survey_kit import examples_of
 from tree import ROOT
 
 from midstream.client import Client, MidstreamError
-from midstream.client.harvest import Harvest, to_hidden_states
+from midstream.client.harvest import Harvest, to_hidden_states, verify
+from midstream.client.harvest import open as open_harvest
 from midstream.schemas.jobs.harvests import HarvestView
+from midstream.workers.runner.readings.sae import load
+from midstream.workers.surveys.rows import Block
 
 WAIT_S = 120.0
+FORMS = ROOT / "tests" / "data" / "saes"
 SMALL = {"mib": 1}
 
 
@@ -35,6 +45,8 @@ SMALL = {"mib": 1}
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two workers of two stages."""
     corpora = tmp_path_factory.mktemp("corpora")
+    saes = tmp_path_factory.mktemp("saes")
+    shutil.copytree(FORMS, saes / "saes")
     directory = tmp_path_factory.mktemp("harvests")
     with Stack(
         directory,
@@ -43,7 +55,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         pipeline_parallel_size=2,
         harvest_sources=str(corpora),
         harvest_stores=str(directory / "rows"),
+        sae_dir=str(saes / "saes"),
     ) as running:
+        with Client(running.url) as client:
+            client.saes.register("tiny", "standard")
+            client.saes.register("small", "topk")
         yield running
 
 
@@ -149,6 +165,98 @@ def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(
         )
     view = client.harvests.wait(view, timeout=WAIT_S)
     check_equal(checked(view.uri), made)
+
+
+@pytest.mark.parametrize("sae", ["tiny", "small"])
+def test_a_survey_finds_what_all_rows_at_once_show(client: Client, sae: str) -> None:
+    documents = texts(300, 4)
+    view = client.harvests.submit(
+        model="fake-model", source={"lines": documents}, layers=[1, 2], shards=SMALL
+    )
+    view = client.harvests.wait(view, timeout=WAIT_S)
+    survey = client.harvests.survey(view, sae=sae, top=3, context=2)
+    harvest = open_harvest(view.uri)
+    keys = harvest.keys(slice(None))
+    order = np.lexsort((keys.positions, keys.documents))
+    rows = harvest.rows(slice(None), layer=1)[order]
+    registered = client.saes.get(sae)
+    encoder = load(FORMS / registered.path, registered.digest)
+    active = encoder.encode(torch.from_numpy(rows)).numpy()
+    keyed = Block(*[column[order] for column in keys], active)
+    assert survey.density[:, 0].tolist() == ((active > 0).sum(0) / len(rows)).tolist()
+    mean = active.sum(0, dtype=np.float64) / np.maximum(1, (active > 0).sum(0))
+    np.testing.assert_allclose(survey.array("mean")[:, 0], mean, rtol=1e-6)
+    for feature in range(active.shape[1]):
+        expected = examples_of(keyed, feature, 3, 2)
+        for example, (document, position, value, near) in zip(
+            survey.examples(feature), expected, strict=True
+        ):
+            assert (example.document, example.position) == (document, position)
+            assert example.value == pytest.approx(value, rel=1e-6)
+            assert list(zip(example.positions, example.token_ids, strict=True)) == [
+                place[:2] for place in near
+            ]
+            assert example.values == pytest.approx([place[2] for place in near], rel=1e-6)
+    now = client.harvests.get(view)
+    assert now.surveys == [survey.survey]
+    assert (len(survey), survey.survey.survey.sae) == (len(rows), registered.stored())
+    assert now.bytes == view.bytes + survey.survey.bytes
+    assert verify(view.uri).ok
+    client.harvests.delete(view)
+    assert not Path(view.uri).exists()
+
+
+def test_surveys_that_cannot_be_right_are_refused_by_name(stack: Stack, client: Client) -> None:
+    client.modules.register("shift", [{"layers": [1], "vector": np.ones(HIDDEN_SIZE)}])
+    client.modules.register(
+        "late", [{"layers": [1], "vector": np.ones(HIDDEN_SIZE), "positions": {"start": 1}}]
+    )
+    plain: dict[str, Any] = {"model": "fake-model", "layers": [1, 3], "source": {"lines": ["a b"]}}
+    changes: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "after": {"steering": [{"module": "shift"}], "at": "after"},
+        "before": {"steering": [{"module": "shift"}]},
+        "others": {"source": {"lines": ["a c"]}},
+        "layers": {"layers": [1]},
+        "bytes": {"dtype": "int8"},
+    }
+    views = {
+        name: client.harvests.wait(client.harvests.submit(**plain | more), timeout=WAIT_S)
+        for name, more in changes.items()
+    }
+
+    def refused(status: int, field: str, says: str, harvest: str = "plain", **body: Any) -> None:
+        path = f"{stack.url}/v1/harvests/{views[harvest].id}/surveys"
+        answer = httpx2.post(path, json=body, timeout=60)
+        problem = answer.json()
+        assert (answer.status_code, problem.get("field", "")) == (status, field), problem
+        assert says in problem["detail"]
+
+    refused(400, "sae", "is required without `against`")
+    refused(400, "sae", "unknown sparse autoencoder", sae="none")
+    refused(400, "top", "256", sae="tiny", top=257)
+    refused(404, "", "unknown harvest", against="hrv_none")
+    for name, says in {
+        "before": "has rows from before its steering: `at` must be after",
+        "layers": "lacks post_block of layer 3",
+        "bytes": "has rows rounded to int8",
+        "others": "the documents of its source",
+    }.items():
+        refused(400, "against", says, against=views[name].id)
+    with pytest.raises(MidstreamError, match="this engine has no checkpoint"):
+        client.harvests.survey(views["plain"], against=views["after"].id)
+    for steering, says in (
+        ([{"layers": [1], "vector": [1.0] * HIDDEN_SIZE}], "steering[0].module"),
+        ([{"module": "late"}], "at some positions only"),
+    ):
+        with pytest.raises(MidstreamError, match=re.escape(says)):
+            client.harvests.submit(**plain, steering=steering)
+    with pytest.raises(MidstreamError, match="served without adapters"):
+        client.harvests.submit(**plain, lora="none")
+    # the tensors of a module are held until its harvest ends
+    assert redis.Redis.from_url(stack.settings.redis_url).keys("ms:pins:harvest:*") == []
+    rows = {name: open_harvest(views[name].uri).rows(slice(None), 1) for name in ("plain", "after")}
+    assert not np.array_equal(rows["plain"], rows["after"])
 
 
 def test_progress_is_streamed_until_the_end(stack: Stack, client: Client) -> None:

@@ -37,6 +37,7 @@ from midstream.schemas.jobs.harvests import (
     PartManifest,
     PlanFile,
     StoredHarvest,
+    SurveyEntry,
     UnitEntry,
 )
 from midstream.schemas.jobs.jobs import Event, Job, Output
@@ -103,6 +104,7 @@ JSON: tuple[Any, ...] = (
     PartFile,
     PlanFile,
     PartManifest,
+    SurveyEntry,
     SweepRequest,
     AttributionRequest,
 )

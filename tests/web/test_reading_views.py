@@ -174,6 +174,39 @@ def test_a_harvest_is_started_followed_and_deleted(site: Site, visit: Visit) -> 
     expect(page.get_by_text("No harvests yet")).to_be_visible()
 
 
+def test_a_survey_shows_each_feature_in_its_contexts(site: Site, visit: Visit) -> None:
+    with Client(site.url, api_key=site.alice.key) as client:
+        lines = ["one document", "another one", "a third"]
+        view = client.harvests.submit(model="fake-model", source={"lines": lines}, layers=[1])
+        client.harvests.wait(view)
+    visit.log_in(site.alice, f"harvests/{view.id}")
+    page = visit.page
+    page.get_by_label("Examples of each feature").fill("2")
+    page.get_by_role("button", name="Find examples").click()
+    page.get_by_role("link", name="features of tiny").click()
+    (entry,) = site.alice.get(f"/v1/harvests/{view.id}")["surveys"]
+    path = f"/v1/harvests/{view.id}/surveys/{entry['job']}"
+    features = site.alice.get(f"{path}?limit=100")["features"]
+    listed = page.get_by_role("list", name="Features of the harvest")
+    expect(listed.locator(".bar-text")).to_have_text(
+        [re.compile(f"^{each['feature']} mean") for each in features]
+    )
+    third = features[2]["feature"]
+    listed.get_by_role("button").nth(2).click()
+    expect(page.get_by_role("heading", name=f"Examples of feature {third}")).to_be_visible()
+    found = site.alice.get(f"{path}?feature={third}")["examples"]
+    assert len(found) == 2
+    expect(page.locator(".examples .chips")).to_have_count(2)
+    for number, example in enumerate(found):
+        chips = page.locator(".examples .chips").nth(number).locator(".chip")
+        text = lines[example["document"]]
+        expect(chips).to_have_text([text[at].replace(" ", "·") for at in example["positions"]])
+        at = page.locator(".examples li").nth(number)
+        expect(at).to_contain_text(f"token {example['position']} of document {example['document']}")
+    with Client(site.url, api_key=site.alice.key) as client:
+        client.harvests.delete(view)
+
+
 def test_a_direction_of_two_lists_is_tried_and_saved(site: Site, visit: Visit) -> None:
     visit.log_in(site.alice, "playground")
     page = visit.page

@@ -90,6 +90,7 @@ class VllmEngine(RankControl):
     info: ModelInfo
     tokenizer: TokenizerBundle
     enters = False
+    checkpoint: list[Any] | None = None
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -266,6 +267,7 @@ class VllmEngine(RankControl):
             tool_parsers=[] if self._tools or settings.tool_parser else [*candidates(template)],
             image_placeholder=images.placeholder,
         )
+        self.checkpoint = list(source_of(settings, config, quantisation.name))
         await self._certify(trusted=adapter.variant.known and bool(residual))
         if self._tools is not None and settings.tool_parser:
             # where the template chose the parser, the process starts when it is needed

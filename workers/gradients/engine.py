@@ -96,6 +96,7 @@ class TransformersEngine:
     gradients: GradientInfo
     tokenizer: TokenizerBundle
     enters = False
+    checkpoint: list[Any] | None = None  # no harvest is surveyed here
     world = 1
     waiting = 0
 

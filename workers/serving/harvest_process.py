@@ -24,13 +24,22 @@ import numpy as np
 from ...schemas.base.errors import MidstreamError, Problem, error_of
 from ...schemas.base.records import from_msgpack, to_msgpack
 from ...schemas.base.settings import Settings
-from ...schemas.jobs.harvests import HarvestPlan, PlannedUnit, SourceFile, StoredHarvest
+from ...schemas.jobs.harvests import (
+    HarvestPlan,
+    PlannedUnit,
+    SourceFile,
+    StoredHarvest,
+    SurveyEntry,
+    SurveyTask,
+)
 from ...schemas.jobs.models import TokenizerBundle
 from .harvest_cut import Document
 from .harvest_source import HarvestSource
 
 #: The process's RLIMIT_DATA, which does not count mapped files. Sources that need more are refused.
 LIMIT_MIB = 2048
+#: That of a process that computes surveys, with an autoencoder or the model's output matrix.
+SURVEY_MIB = 1 << 15
 #: A request is repeated in a new process when the process ends: something else may have killed it.
 TRIES = 2
 #: Exit status of the process when it runs out of memory, and the seconds that it gets to exit.
@@ -58,6 +67,7 @@ class Request(msgspec.Struct, frozen=True):
     special: bool = False
     file: SourceFile | None = None
     unit: PlannedUnit | None = None
+    survey: SurveyTask | None = None  # of a finished harvest, whose source is not read
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -69,6 +79,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     plan: HarvestPlan | None = None
     special: tuple[int | None, int | None] | None = None  # ids of BOS and EOS
     documents: list[tuple[int, bytes]] = []  # number, token ids as int32
+    survey: SurveyEntry | None = None
 
 
 class SourceReader:
@@ -110,6 +121,14 @@ class SourceReader:
         )
         reply = await self._ask(place, Request(self._opening.harvest.id, file=file, unit=unit))
         return [Document(number, np.frombuffer(ids, np.int32)) for number, ids in reply.documents]
+
+    async def survey(self, task: SurveyTask) -> SurveyEntry:
+        """Compute a survey and write its file. Raises MidstreamError."""
+        entry = (
+            await self._ask("the survey", Request(self._opening.harvest.id, survey=task))
+        ).survey
+        assert entry is not None, "the reply has the survey"
+        return entry
 
     async def _ask(self, place: str, request: Request) -> Reply:
         stopped = threading.Event()
@@ -261,6 +280,10 @@ class Server:
     def answer(self, request: Request) -> Reply:
         """Return the reply to a request. Raises MemoryError, which ends the process."""
         try:
+            if request.survey is not None:
+                from ..surveys.survey import run_survey
+
+                return Reply(survey=run_survey(request.survey))
             if (opening := request.opening) is not None:
                 self._sources[request.harvest] = HarvestSource(
                     opening.harvest,

@@ -37,20 +37,21 @@ from ...schemas.jobs.harvests import (  # fmt: skip
     ShardEntry,
     ShardFile,
     StoredHarvest,
+    SurveyTask,
     UnitEntry,
 )
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
-from ...schemas.requests.harvest_work import HARVEST, HarvestPlace
+from ...schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
 from ...schemas.requests.specs import StoredCapture, StoredWindow
-from ...storage.shards import checked, checksum
+from ...storage.shards import checked, checksum, put
 from ...storage.store import ArtifactStore, open_store
 from ..engine.admission import CellSlots
 from ..engine.protocol import Engine, EngineRequest, Fetch
 from ..engine.requests import format_request, sequence_request, tensors_of
 from .attempt import Attempt
 from .harvest_cut import CutSequence, cut, shards_of
-from .harvest_process import SourceProcess, SourceReader
+from .harvest_process import SURVEY_MIB, SourceProcess, SourceReader
 from .redis_retry import patiently
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 WRITE_PATIENCE = 10
 #: Reads the sources of all harvests of this worker.
 SOURCES = SourceProcess()
+#: Computes surveys, one at a time, so that neither this process nor the model's waits for them.
+SURVEYS = SourceProcess(SURVEY_MIB)
 SHARDS, PARTS, PLANS = "shards", "parts", "plans"
 
 
@@ -108,13 +111,38 @@ class HarvestAttempt:
         )
         store = open_store(harvest.uri)
         roots, info = self._ledger.settings.harvest_sources, self._engine.info
-        source = SourceReader(SOURCES, harvest, self._engine.tokenizer, roots, info.vocab_size)
-        if self._part.role == "plan":
+        process = SOURCES if self._part.survey is None else SURVEYS
+        source = SourceReader(process, harvest, self._engine.tokenizer, roots, info.vocab_size)
+        if self._part.survey is not None:
+            await self._survey(harvest, store, source, self._part.survey)
+        elif self._part.role == "plan":
             await self._plan(harvest, store, source)
         elif self._part.role == "seal":
             await self._seal(harvest, store)
         else:
             await self._compute(harvest, store, source)
+
+    async def _survey(
+        self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader, survey: Survey
+    ) -> None:
+        """Run a survey of the finished harvest, and record it."""
+        job, settings = self._attempt.job, self._ledger.settings
+        task = SurveyTask(
+            job=job.id,
+            survey=survey,
+            sae_root=settings.sae_root,
+            sae_bytes=settings.sae_cache_mib << 20,
+            checkpoint=self._engine.checkpoint,
+        )
+        entry = await source.survey(task)
+        crash_point("harvest.surveyed")
+        answer = await patiently(
+            lambda: self._harvests.keep_survey(job, self._attempt.number, entry),
+            f"survey of {harvest.id}",
+        )
+        if answer in ("cancelling", "unknown"):  # no other attempt follows
+            await asyncio.to_thread(store.delete, entry.key)
+        self._check(answer)
 
     # Planning and sealing
 
@@ -232,14 +260,7 @@ class HarvestAttempt:
         """
 
         def write() -> int:
-            store.prepare()
-            writer = store.writer()
-            try:
-                writer.append(key, [data])
-                writer.commit()
-            except BaseException:
-                writer.abort()
-                raise
+            put(store, key, [data])
             with store.open(key) as handle:
                 return checksum(handle)
 
@@ -287,8 +308,9 @@ class HarvestAttempt:
         if harvest.generate is not None:
             await self._engine.check(format_request(self._attempt.job, harvest.generate))
         bos, eos = await source.special()
-        names = sorted(tensors_of(self._attempt.job, steering))
-        await self._engine.hold_vectors(names, self._fetch)
+        edited = {name for edit in harvest.edits for name in edit.tensors}
+        names = sorted(tensors_of(self._attempt.job, steering) | edited)
+        await self._engine.hold_vectors(names, self._fetch, users=[harvest.edits])
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(self._part.first, self._part.first + self._part.count):
@@ -547,6 +569,7 @@ class HarvestAttempt:
             attempt=self._attempt.number,
             token_ids=sequence.token_ids.tolist(),
             sampling=harvest.generate or Sampling(max_tokens=1),
+            steering=harvest.edits,
             captured={HARVEST: sequences},
             trace=self._attempt.progress.span.traceparent,
         )

@@ -9,34 +9,52 @@ import anyio.to_thread
 import msgspec
 
 from ....broker.artifacts.corpora import find, roots_of, store_of
-from ....broker.ledger.recovery.harvests import new_harvest_id
+from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.recovery.harvests import SURVEYS, Harvests, new_harvest_id
 from ....schemas.access.keys import Caller
+from ....schemas.artifacts.loras import StoredLora
 from ....schemas.base.dtypes import ITEM_BYTES
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.limits import EXAMPLE_TOKEN_BYTES, MAX_SURVEY_BYTES, MAX_SURVEYS
 from ....schemas.base.records import now
 from ....schemas.base.settings import Settings
-from ....schemas.jobs.harvests import HarvestRequest, HarvestStream, StoredHarvest
+from ....schemas.jobs.harvests import (
+    HarvestRequest,
+    HarvestState,
+    HarvestStream,
+    HarvestView,
+    StoredHarvest,
+    SurveyRequest,
+)
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import BANK, RESIDUAL
 from ....schemas.prompts.selectors import Hook
-from ....schemas.requests.specs import StoredCapture
+from ....schemas.requests.harvest_work import SCALED, HarvestPart, Survey
+from ....schemas.requests.specs import StoredCapture, StoredSteering
 from ....storage.store import below
+from ..edits.model_state import ModelState
+from ..edits.steering import check_number, resolve_edits
 from ..positions.captures import SITE_RULES, Bounds, PromptFacts
 from ..prompts.formats import structured
+from ..readings.saes import named_sae
 from .admission import check_vocabulary
+
+#: Fields in which two harvests that are compared must agree.
+SAME = ("sites", "cut", "positions", "max_length", "max_tokens", "shards", "root", "row_bytes")
 
 
 async def plan_harvest(
     body: HarvestRequest,
     info: ModelInfo,
     settings: Settings,
-    steering: str,
+    state: ModelState,
+    lora: StoredLora | None,
     caller: Caller,
     sources: Sequence[str] | None,
 ) -> StoredHarvest:
     """Return the harvest to store.
 
-    `steering`: digest of the global steering. `sources`: the tenant's limit `harvest_sources`.
+    `sources`: the tenant's limit `harvest_sources`.
     Raises a 400 naming the field and what is valid.
     """
     sites = _sites(body, info)
@@ -103,9 +121,101 @@ async def plan_harvest(
         key=caller.key,
         priority=body.priority or "normal",
         metadata=body.metadata,
-        steering=steering,
+        steering=state.global_steering.digest,
+        edits=_edits(body, info, state),
+        lora=lora,
         identity=info.identity,
     )
+
+
+async def plan_survey(
+    body: SurveyRequest,
+    view: HarvestView,
+    harvest: StoredHarvest,
+    uris: list[str],
+    info: ModelInfo,
+    ledger: Ledger,
+) -> HarvestPart:
+    """Return the work of a survey's job. `uris`: of the stores that it reads.
+
+    Raises a 400 naming the field and what is valid, and `conflict` for a harvest that cannot be
+    surveyed.
+    """
+    if view.state != "succeeded" or len(view.surveys) >= MAX_SURVEYS:
+        why = f"is {view.state}, with {len(view.surveys)} surveys"
+        raise MidstreamError(
+            "conflict", f"harvest {view.id} {why}", allowed=f"succeeded, fewer than {MAX_SURVEYS}"
+        )
+    if body.sae is None and body.against is None:
+        raise invalid("sae", "is required without `against`", allowed="a registered autoencoder")
+    sae = None if body.sae is None else await named_sae(body.sae, "sae", info, ledger)
+    if sae is not None and sae.layer not in harvest.sites.get(sae.hook, []):
+        kept = "; ".join(f"{hook} {layers}" for hook, layers in harvest.sites.items())
+        detail = f"reads {sae.hook} of layer {sae.layer}, which {harvest.id} does not have"
+        raise invalid("sae", f"{sae.name!r} {detail}", allowed=f"one that reads {kept}")
+    features = 1 if sae is None or body.against is not None else sae.form.d_sae
+    size = features * body.top * (2 * body.context + 1) * EXAMPLE_TOKEN_BYTES
+    size += 4 * view.rows * (body.against is not None)
+    if size > MAX_SURVEY_BYTES:
+        detail = (
+            f"{body.top} examples of {features} features, and KL divergences, take {size} bytes"
+        )
+        raise invalid("top", detail, allowed=f"at most {MAX_SURVEY_BYTES} bytes, with `context`")
+    survey = Survey(
+        uris=uris,
+        sae=None if sae is None else sae.stored(),
+        top=body.top,
+        context=body.context,
+        against=body.against or "",
+        last_layer=info.num_layers - 1,
+    )
+    tokens = max(1, view.rows)
+    return HarvestPart(harvest=view.id, part=SURVEYS, role="survey", tokens=tokens, survey=survey)
+
+
+async def check_comparable(
+    first: StoredHarvest,
+    second: StoredHarvest,
+    state: HarvestState,
+    info: ModelInfo,
+    harvests: Harvests,
+) -> None:
+    """Raises a 400 naming `against` unless both harvests have the rows from which the predictions
+    of the served model at the same tokens follow. `state`: of the second harvest.
+    """
+    if state != "succeeded":
+        raise invalid("against", f"{second.id} is {state}, not succeeded")
+    last = info.num_layers - 1
+    for harvest in (first, second):
+        edited = bool(harvest.steering or harvest.edits)
+        for wrong, applies in {
+            "was computed by another model": harvest.identity != info.identity,
+            f"lacks post_block of layer {last}": last not in harvest.sites.get("post_block", []),
+            "has rows from before its steering: `at` must be after": edited
+            and harvest.at != "after",
+            f"has rows rounded to {harvest.dtype}": harvest.dtype in SCALED,
+            "has generated tokens": harvest.generate is not None,
+        }.items():
+            if applies:
+                raise invalid("against", f"{harvest.id} {wrong}")
+    differing = [name for name in SAME if getattr(first, name) != getattr(second, name)]
+    plans = [(await harvests.plan(harvest.id)).crc32 for harvest in (first, second)]
+    if differing or plans[0] != plans[1]:
+        differs = ", ".join(differing) or "the documents of its source"
+        raise invalid("against", f"{second.id} differs in {differs}", allowed="the same request")
+
+
+def _edits(body: HarvestRequest, info: ModelInfo, state: ModelState) -> list[StoredSteering]:
+    """Return the entries of the named modules, which apply at all positions."""
+    for index, spec in enumerate(body.steering):
+        if spec.module is None:
+            raise invalid(f"steering[{index}].module", "is required", allowed="a named module")
+    check_number(body.steering, state)
+    edits, _ = resolve_edits([], body.steering, Bounds(info, [PromptFacts(1)]), state)
+    found = edits[0] if edits else []
+    if any(edit.positions != "all" for edit in found):
+        raise invalid("steering", "has entries at some positions only", allowed='positions "all"')
+    return found
 
 
 def _sites(body: HarvestRequest, info: ModelInfo) -> dict[Hook, list[int]]:

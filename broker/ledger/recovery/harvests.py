@@ -24,6 +24,7 @@ from ....schemas.jobs.harvests import (
     PartFile,
     PlanFile,
     StoredHarvest,
+    SurveyEntry,
     UnitEntry,
 )
 from ....schemas.jobs.jobs import Job, Sampling, State
@@ -52,8 +53,8 @@ REFUSED = {
     "cancelling": "is being cancelled",
     "sealing": "has all its rows, and its manifest is being written",
 }
-#: Numbers of the parts that write the plan and the manifest.
-PLANS, SEALS = -1, -2
+#: Numbers of the parts that write the plan and the manifest, and of surveys.
+PLANS, SEALS, SURVEYS = -1, -2, -3
 
 Wanted = Literal["run", "pause", "cancel"]
 Kept = Literal["kept", "stale", "cancelling", "unknown"]
@@ -122,12 +123,17 @@ class Harvests(HarvestStreams):
             idem=key,
             body=body,
             limits=limits_of(settings),
+            tensors=[(name, False) for name in _tensors_of(harvest)],
         )
         outcome, harvest_id, *rest = scripts.text(
             await self._scripts.accept_harvest(args=arguments)
         )
         if outcome == "refused":
             raise refusal(harvest.tenant, harvest_id, int(rest[0]), int(rest[1]), 1, None)
+        if outcome == "missing":
+            raise MidstreamError(
+                "conflict", "a module was changed while the harvest was being accepted: repeat it"
+            )
         if outcome == "mismatch":
             detail = f"this Idempotency-Key was used for {harvest_id} with a different body"
             raise MidstreamError("idempotency_mismatch", detail, field="Idempotency-Key")
@@ -162,10 +168,13 @@ class Harvests(HarvestStreams):
         """Return the view of the harvest. Raises not_found."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(f"ms:harvest:{harvest_id}").hvals(f"ms:harvest-out:{harvest_id}")
-            record, out = await pipe.execute()
+            pipe.hvals(f"ms:harvest-surveys:{harvest_id}")
+            record, out, surveys = await pipe.execute()
         if not record:
             raise not_found(harvest_id)
-        return _view(_texts(record), [from_json(item, Out).job for item in out])
+        view = _view(_texts(record), [from_json(item, Out).job for item in out])
+        entries = [from_json(survey, SurveyEntry) for survey in surveys]
+        return msgspec.structs.replace(view, surveys=sorted(entries, key=lambda entry: entry.job))
 
     @reachable
     async def list(self, tenant: str | None, limit: int) -> HarvestPage:
@@ -305,6 +314,12 @@ class Harvests(HarvestStreams):
     async def keep_part(self, job: Job, attempt: int, file: PartFile) -> Kept:
         """Record that the part's manifest is durable, and drop its units."""
         return await self._keep(job, attempt, record=to_json(file), counts={"parts_done": 1})
+
+    async def keep_survey(self, job: Job, attempt: int, entry: SurveyEntry) -> Kept:
+        """Record a survey whose file is durable; its harvest has succeeded."""
+        return await self._keep(
+            job, attempt, survey=True, record=to_json(entry), counts={"bytes": entry.bytes}
+        )
 
     async def trouble(self, job: Job, attempt: int, reason: str) -> Kept:
         """Record why a worker waits, which is shown until a unit is kept.
@@ -462,6 +477,7 @@ class Harvests(HarvestStreams):
             try:
                 job = _job(harvest, item, model, probes)
                 pinned = {name for probe in job.probes for name in probe.content.tensors}
+                pinned |= _tensors_of(harvest)
                 await self._ledger.submit(
                     job, {}, None, pinned, {spec.tag for spec in job.global_captures}
                 )
@@ -560,6 +576,10 @@ list_of_out = list[Out]
 list_of_probes = list[StoredProbe]
 
 
+def _tensors_of(harvest: StoredHarvest) -> set[str]:
+    return {name for edit in harvest.edits for name in edit.tensors}
+
+
 def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, probes: "list_of_probes") -> Job:
     """Return the job of a part; a part that runs units also gets the probes and captures that apply
     to all traffic now.
@@ -577,6 +597,7 @@ def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, probes: "list_of_pr
         key=harvest.key,
         priority=harvest.priority,
         metadata={"harvest": harvest.id},
+        lora=harvest.lora if runs else None,
         probes=probes if runs else [],
         global_captures=model.global_captures if runs else [],
         identity=harvest.identity,
@@ -604,7 +625,7 @@ def _view(record: Mapping[str, Any], jobs: "list_of_text") -> HarvestView:
         state, reason = "paused", record["trouble"]
     if record["wanted"] == "cancel" and state not in OVER:
         reason = "being cancelled"
-    numbers = {
+    numbers: dict[str, Any] = {
         name: int(record.get(name, 0))
         for name in (
             "units",

@@ -62,6 +62,7 @@ class FakeEngine(RankControl):
     Its options are `FakeOptions`.
     """
 
+    checkpoint = None
     enters = True  # no layer is skipped, but the rows at the entry are checked
 
     def __init__(self, settings: Settings):

@@ -75,6 +75,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "app",
         "gradient_jobs",
         "serving",
+        "surveys",
         "engines demo_model",
         "gradients",
         "engine",

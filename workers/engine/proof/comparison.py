@@ -136,7 +136,7 @@ class Comparison:
     async def _prepare(self) -> None:
         try:
             if not self.refused:
-                self.reference = await asyncio.to_thread(_open, self._source)
+                self.reference = await asyncio.to_thread(reference_of, self._source)
                 self._planned.set()
                 await asyncio.to_thread(self.reference.load)
         except NotComparableError as error:
@@ -192,7 +192,7 @@ def source_of(settings: Settings, config: Any, quantization: str) -> Source:
     )
 
 
-def _open(source: Source) -> Reference:
+def reference_of(source: Source) -> Reference:
     return Reference(
         source.path,
         architecture=source.architecture,

@@ -5,6 +5,7 @@ import { Button, Copy, Field, Problem, Progress, html, useEffect, useRef, useSta
 import { EmptyState, Id, State, Stats } from "../lib/parts.js";
 import { age, bytes, count, duration, number, percent, time } from "../lib/format.js";
 import { useModels } from "../lib/models.js";
+import Survey, { Surveys } from "./survey.js";
 
 const OVER = new Set(["succeeded", "failed", "cancelled"]);
 const LOOK_MS = 2000; // between two looks while one is under way
@@ -126,9 +127,11 @@ function One({ id }) {
       ${state === "succeeded"
         ? html`<${Copy} label="Read it" tabs=${{ Python: `import midstream\n\nharvest = midstream.harvest.open(${JSON.stringify(harvest.uri)})\nprint(len(harvest), harvest.sites)\nhook, layer = harvest.sites[0]\nrows = harvest.rows(slice(0, 100), layer=layer)\n`, CLI: `midstream harvest verify ${harvest.uri}\n` }} />`
         : html`<p class="soft">The folder is complete once it has a <code>manifest.json</code>.</p>`}
+      ${state === "succeeded" && html`<${Surveys} harvest=${harvest} look=${look} />`}
       <p class="soft">${harvest.model}${harvest.jobs.length ? html`; ${count(harvest.jobs.length, "job")}: ${harvest.jobs.slice(0, 8).map((job) => html`<a class="mono" href=${`#/jobs/${job}`}>${job}</a> `)}` : ""}</p>`}`;
 }
 
 export default function View({ params }) {
+  if (params[1]) return html`<${Survey} key=${params[1]} harvest=${params[0]} job=${params[1]} />`;
   return params[0] ? html`<${One} key=${params[0]} id=${params[0]} />` : html`<${List} />`;
 }

@@ -1,7 +1,8 @@
 -- Accept a harvest: record, listings and idempotency key in one commit. The key lives as long as the record: until it is deleted.
 -- args: id, spec (packed, without the request's lines), lines (packed, or nil), streams (true for a stream, or nil), created (text), tenant, idem (idempotency key, or nil),
---       body (its body's sha256), limits (defaults where the tenant has none of its own)
--- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'refused', name of the limit, used, allowed, ''}
+--       body (its body's sha256), limits (defaults where the tenant has none of its own), tensors (of its edits: {sha256, false} of
+--       each, which a module has)
+-- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'missing', ''} | {'refused', name of the limit, used, allowed, ''}
 local id, tenant = args.id, args.tenant
 local before = accepted_before(args.idem, args.body, id)
 if before then
@@ -17,6 +18,9 @@ local refused = over(limits, 'harvests', redis.call('SCARD', open), 1, 1)
   or over(limits, 'capture_mib', tonumber(redis.call('HGET', 'ms:usage', tenant .. '/bytes')) or 0, 1, MIB)
 if refused then
   return refused
+end
+if pin('harvest:' .. id, args.tensors) then
+  return {'missing', ''} -- its module was changed or deleted since the look-up
 end
 redis.call('HSET', key('harvest', id), 'spec', args.spec, 'state', 'planning', 'wanted', 'run', 'version', 1, 'tenant', tenant)
 if args.lines then

@@ -34,6 +34,7 @@ elseif args.finish then
   if redis.call('HEXISTS', record, 'streams') == 0 then -- a stream's consumers read them
     redis.call('EXPIRE', key('harvest-done', id), 2 * args.result_ttl) -- a seal may be run again
   end
+  pin('harvest:' .. id, {})
   redis.call('SREM', 'ms:harvests-live', id)
   redis.call('SREM', key('harvests-open', tenant), id)
 elseif wanted ~= args.wanted then

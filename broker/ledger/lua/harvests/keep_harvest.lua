@@ -1,7 +1,9 @@
 -- Record what a part of a harvest reports, if its attempt is current: a unit whose shards are durable, which counts once; that the
--- part is done; or fields of the record. Nothing is recorded once the harvest has ended or is being cancelled.
--- args: id, attempt (of the part's job), harvest, part, unit (its number), record (packed unit; without a unit: the done part's file as
---       JSON), set (field -> value), clear (fields), counts (name -> what to add), requests (whose receipts were read), ranks, stages
+-- part is done; fields of the record; or a survey. Only a survey is recorded once the harvest has ended, and nothing once it is deleted
+-- or being cancelled.
+-- args: id, attempt (of the part's job), harvest, part, unit (its number), survey (whether it is one), record (packed unit; the survey
+--       as JSON; otherwise the done part's file as JSON), set (field -> value), clear (fields), counts (name -> what to add),
+--       requests (whose receipts were read), ranks, stages
 -- returns 'unknown' | 'stale' | 'cancelling' | 'kept'
 local id, record = args.id, key('harvest', args.harvest)
 local job, why = job_of(id, args.attempt)
@@ -9,7 +11,7 @@ if not job then
   return why
 end
 local state, wanted, tenant = unpack(redis.call('HMGET', record, 'state', 'wanted', 'tenant'))
-if not state or OVER[state] or wanted == 'cancel' then
+if not state or (OVER[state] and not args.survey) or wanted == 'cancel' then
   move(job, 'cancelling') -- no other attempt follows
 end
 if job.state == 'cancelling' then
@@ -27,6 +29,8 @@ if args.unit then
       redis.call('HDEL', key('agree', id), request .. '/' .. stage)
     end
   end
+elseif args.survey then
+  new = redis.call('HSETNX', key('harvest-surveys', args.harvest), id, args.record) == 1
 elseif args.record then
   new = redis.call('HSETNX', key('harvest-done', args.harvest), args.part, args.record) == 1
   redis.call('DEL', units)

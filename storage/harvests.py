@@ -9,9 +9,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import Plotted, from_json
-from ...schemas.jobs.harvests import (
+from ..schemas.base.errors import MidstreamError
+from ..schemas.base.records import Plotted, from_json
+from ..schemas.jobs.harvests import (
     FORMAT,
     MANIFEST,
     HarvestManifest,
@@ -19,8 +19,8 @@ from ...schemas.jobs.harvests import (
     ShardEntry,
     UnitEntry,
 )
-from ...storage.formats.capture_blobs import TensorPlace
-from ...storage.shards import (
+from .formats.capture_blobs import TensorPlace
+from .shards import (
     KEYS,
     checked,
     decoded_rows,
@@ -29,7 +29,7 @@ from ...storage.shards import (
     site_name,
     tensor_bits,
 )
-from ...storage.store import ArtifactStore, Handle, open_store
+from .store import ArtifactStore, Handle, open_store
 
 #: The most shards whose files a `Harvest` keeps open.
 OPEN = 16

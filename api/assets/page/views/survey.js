@@ -1,0 +1,69 @@
+// Surveys of a harvest: the form that starts one, and one's features with the contexts where they are most active.
+
+import { post } from "../lib/api.js";
+import { Button, Field, Problem, html, useState } from "../lib/ui.js";
+import { Chips, Legend, short } from "../lib/chips.js";
+import { Id } from "../lib/parts.js";
+import { count, percent } from "../lib/format.js";
+import { shade } from "../lib/heatmap.js";
+import { Bars, ended, quoted, useAnswer, useWords } from "../lib/readings.js";
+
+const titled = ({ survey: { sae, against, top } }) => `${[sae && `features of ${sae.name}`, against && `compared with ${against}`].filter(Boolean).join(", ")}, ${count(top, "example")}`;
+
+/** A harvest's finished surveys, and a form for another. `look` asks for the harvest again. */
+export function Surveys({ harvest, look }) {
+  const [form, setForm] = useState({ top: "10" });
+  const [error, setError] = useState(null);
+  const found = useAnswer(`/v1/saes?model=${encodeURIComponent(harvest.model)}`, setError);
+  const saes = (found && found.saes) || [];
+  const set = (name) => ({ target: { value } }) => setForm((known) => ({ ...known, [name]: value }));
+  const send = async () => {
+    setError(null);
+    const { id } = await post(`/v1/harvests/${harvest.id}/surveys`, { sae: form.sae || saes[0].name, top: Number(form.top) });
+    const { state, error: problem } = await ended(id);
+    if (state !== "succeeded") throw new Error(problem ? problem.detail : `The survey is ${state}.`);
+    await look();
+  };
+  return html`<section aria-label="Surveys"><h2>Features</h2>
+    ${(harvest.surveys || []).length > 0 && html`<ul>${harvest.surveys.map((entry) => html`<li key=${entry.job}><a href=${`#/harvests/${harvest.id}/${entry.job}`}>${titled(entry)}</a></li>`)}</ul>`}
+    ${found && !saes.length && html`<p class="soft">No registered autoencoder reads these rows.</p>`}
+    ${saes.length > 0 && html`<form class="fields" onSubmit=${(event) => event.preventDefault()}>
+      <${Field} label="Autoencoder">${(id) => html`<select id=${id} value=${form.sae} onChange=${set("sae")}>${saes.map(({ name }) => html`<option value=${name}>${name}</option>`)}</select>`}<//>
+      <${Field} label="Examples of each feature">${(id) => html`<input id=${id} type="number" min="1" max="256" value=${form.top} onInput=${set("top")} />`}<//>
+      <${Button} onClick=${send} onError=${setError}>Find examples<//></form>`}
+    <${Problem} error=${error} /></section>`;
+}
+
+const Sides = ({ values, text }) => values.map(text).join(" → ");
+
+/** One survey: its features, and the examples of the one that is picked. */
+export default function Survey({ harvest, job }) {
+  const [error, setError] = useState(null);
+  const [feature, pick] = useState(null);
+  const [order, setOrder] = useState("density");
+  const view = useAnswer(`/v1/harvests/${encodeURIComponent(harvest)}`, setError);
+  const path = `/v1/harvests/${encodeURIComponent(harvest)}/surveys/${encodeURIComponent(job)}?limit=100&order=${order}`;
+  const listed = useAnswer(path, setError);
+  const answer = useAnswer(feature === null ? path : `${path}&feature=${feature}`, setError);
+  const examples = (answer && answer.examples) || [];
+  const word = useWords(view && view.model, view && answer ? examples.flatMap(({ token_ids }) => token_ids) : null);
+  const { against, sae } = listed ? listed.survey.survey : {};
+  const features = listed ? listed.features : [];
+  const chosen = features.find((each) => each.feature === (feature ?? (features[0] || {}).feature));
+  const top = examples.length ? examples[0].value : 1;
+  const largest = Math.max(1e-9, ...features.map(({ density }) => Math.max(...density)));
+  const what = against ? "KL divergence in nats" : "activation";
+  return html`<h1>${against ? "Comparison" : "Features"}</h1><p><a href=${`#/harvests/${harvest}`}>Its harvest</a> · <a href=${`#/jobs/${job}`}>its job</a> · <${Id} id=${job} /></p>
+    <${Problem} error=${error} />
+    ${listed && html`<p class="finding">${against && `Compared with ${against}: a mean KL divergence of ${short(listed.survey.mean_kl)} nats over ${count(listed.survey.rows, "row")}. `}${sae && chosen && `Feature ${chosen.feature} of ${sae.name} is active on ${Sides({ values: chosen.density, text: percent })} of ${count(listed.survey.rows, "row")}.`}</p>
+    <div class="reading even">
+      ${sae && html`<section class="card" aria-label="Features"><h2>Features</h2>
+        <p class="inline"><label>By <select value=${order} onChange=${({ target }) => setOrder(target.value)}><option value="density">density</option><option value="mean">mean activation</option></select></label>${against && html`<span class="soft">largest change first</span>`}</p>
+        <${Bars} label="Features of the harvest" onPick=${against ? null : pick} items=${features.map((each) => ({ key: each.feature, active: chosen === each, text: html`${each.feature} <span class="soft">mean ${Sides({ values: each.mean, text: short })}</span>`, value: Sides({ values: each.density, text: percent }), share: each.density[0] / largest }))} /></section>`}
+      <section class="card" aria-label="Examples"><h2>${against ? "Tokens that differ most" : `Examples of feature ${chosen ? chosen.feature : ""}`}</h2>
+        ${answer && !examples.length && html`<p class="soft">It is active nowhere.</p>`}
+        ${word && examples.length > 0 && html`<${Legend} low=${0} paint=${shade} from=${0} to=${Number(top.toPrecision(2))} what=${what} />
+          <ol class="examples">${examples.map(({ document, position, value, positions, token_ids, values }) => html`<li key=${document}><p class="soft">${short(value)} at ${quoted(word(token_ids[positions.indexOf(position)]))}, token ${position} of document ${document}</p>
+            <${Chips} label=${`Document ${document}`} paint=${shade} active=${position} items=${positions.map((at, n) => ({ key: at, word: word(token_ids[n]), value: values[n], share: values[n] / top }))} /></li>`)}</ol>`}</section>
+    </div>`}`;
+}

@@ -1,0 +1,83 @@
+"""Results of surveys, read from the harvest's store by ranges.
+
+Tensors, with F features, k examples, w = 2 · context + 1 tokens and one harvest, or two that are
+compared: `active` int64 and `mean` float32 `[F, harvests]`; `values` float32, `documents` and
+`positions` int64 `[F, k]`; `tokens` int64 and `around` float32 `[F, k, w]`. Absent examples have
+document −1, absent tokens id −1.
+"""
+
+import numpy as np
+
+from ..schemas.base.errors import MidstreamError
+from ..schemas.jobs.harvests import Example, FeatureFigures, SurveyEntry, SurveyView
+from .harvests import Shard
+from .store import ArtifactStore
+
+
+class Surveyed(Shard):
+    """The result of a survey, which `entry` describes."""
+
+    def __init__(self, store: ArtifactStore, entry: SurveyEntry) -> None:
+        self.survey, self._store, self._files = entry, store, {}
+
+    def __len__(self) -> int:
+        return self.survey.rows
+
+    def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return rows `[start, stop)` of a tensor (see the module). Raises OSError, DamagedBlob."""
+        return self._read(self._open(self.survey.key), name, start, stop)
+
+    @property
+    def density(self) -> np.ndarray:
+        """The share of the rows where each feature is active: float64 `[features, harvests]`."""
+        return self.array("active") / max(1, len(self))
+
+    def features(self, order: str = "density", limit: int = 50) -> list[FeatureFigures]:
+        """Return the features with the largest `density` or `mean`, or in a comparison with the
+        largest change of it.
+        """
+        figures = {"density": self.density, "mean": self.array("mean")}
+        by = figures[order] if order == "density" else figures["mean"] * (figures["density"] > 0)
+        by = abs(by[:, -1] - by[:, 0]) if by.shape[1] > 1 else by[:, 0]
+        return [
+            FeatureFigures(
+                feature=feature,
+                **{name: array[feature].tolist() for name, array in figures.items()},
+            )
+            for feature in np.argsort(-by, kind="stable")[:limit].tolist()
+        ]
+
+    def view(
+        self, order: str = "density", limit: int = 50, feature: int | None = None
+    ) -> SurveyView:
+        """Return features, and examples of `feature`; by default of the first, or of a comparison.
+
+        Raises `not_found`.
+        """
+        listed = self.features(order, limit)
+        first = 0 if self.survey.survey.against else listed[0].feature
+        examples = self.examples(first if feature is None else feature)
+        return SurveyView(survey=self.survey, features=listed, examples=examples)
+
+    def examples(self, feature: int = 0) -> list[Example]:
+        """Return the strongest examples of a feature; of a comparison, with feature 0, the tokens
+        with the largest KL divergence. Raises `not_found`.
+        """
+        names = ("documents", "positions", "values", "tokens", "around")
+        parts = [self.array(name, feature, feature + 1) for name in names]
+        if not len(parts[0]):
+            raise MidstreamError("not_found", f"the survey has no examples of feature {feature}")
+        return [
+            Example(
+                document=int(document),
+                position=int(position),
+                value=float(value),
+                positions=(position - self.survey.survey.context + near).tolist(),
+                token_ids=tokens[near].tolist(),
+                values=around[near].tolist(),
+            )
+            for document, position, value, tokens, around in zip(
+                *(part[0] for part in parts), strict=True
+            )
+            if document >= 0 and len(near := np.flatnonzero(tokens >= 0))
+        ]
