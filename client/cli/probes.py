@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import typer
 
-from ...schemas.artifacts.probes import Action, Aggregation, Probe
+from ...schemas.artifacts.probes import Aggregation, Probe
 from ...schemas.base.errors import invalid
 from ...schemas.prompts.selectors import HookName
 from ..captures.row_matrix import samples
@@ -18,10 +18,6 @@ from .jobs import AsJson, Model, Url, connect, only_model, out, print_record
 from .registered import Registry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A probe's name.")]
-#: Actions of a probe on all traffic. `steer` needs a module, so it is valid only in requests.
-_WATCHES = tuple(action for action in get_args(Action) if action != "steer")
-Acts = Annotated[str, typer.Option(help=f"What happens at a threshold: {', '.join(_WATCHES)}.")]
-
 probe_app = Registry("a probe", "probes", Probe, attrgetter("probes")).commands(
     "Train and manage linear probes; requests name one with --probe."
 )
@@ -150,29 +146,6 @@ def probe_register(
     }
     with connect(url) as client:
         print_record(client.probes.register(name, **fields), json_)
-
-
-@probe_app.command("watch")
-def probe_watch(
-    name: Name,
-    action: Acts = "flag",
-    off: Annotated[bool, typer.Option("--off", help="End the watch.")] = False,
-    model: Model = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Let a probe score all traffic of its model; `--off` ends that."""
-    if action not in _WATCHES:
-        raise invalid(
-            "action", f"{action!r} is not valid for all traffic", allowed=", ".join(_WATCHES)
-        )
-    with connect(url) as client:
-        print_record(
-            client.probes.unwatch(name, model)
-            if off
-            else client.probes.watch(name, cast(Action, action), model),
-            json_,
-        )
 
 
 def read_examples(file: Path) -> list[Example]:

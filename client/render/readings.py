@@ -201,6 +201,21 @@ def scores(result: JobResult) -> Table:
     return shown
 
 
+def decisions(result: JobResult) -> Table:
+    """Return a table of what policies decided, with a line for each decision."""
+    shown = table("Decisions", "prompt", "policy", "token", "event", "score", "actions")
+    for each in result.probes:
+        if (policy := each.policy) is not None:
+            taken = ", ".join(policy.actions) if policy.acts else "only recorded"
+            name = f"{policy.name} v{policy.version}"
+            rows: list[list[str]] = [
+                [str(item.position), item.event, f"{item.score:.4f}"] for item in each.decisions
+            ]
+            for row in rows or [["", policy.inherited and f"latched by {policy.inherited}", ""]]:
+                shown.add_row(*map(escape, (str(each.request), name, *row, taken)))
+    return shown
+
+
 def _steered_at(result: ProbeResult) -> str:
     return as_ranges(
         (place for first, last in result.gate or [] for place in range(first, last + 1)), _RUNS

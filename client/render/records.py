@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ...schemas.access.keys import KeyView
 from ...schemas.access.webhooks import Delivery, DeliveryAttempt
+from ...schemas.artifacts.conditions import Condition
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
@@ -19,6 +20,7 @@ from ...schemas.jobs.fits import FitResult
 from ...schemas.jobs.jobs import SWEEPS, JobView, Output
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
+from ...schemas.requests.policies import Policy
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import ModuleView
 from ...schemas.requests.trainings import Training
@@ -115,6 +117,14 @@ def _fit(lens: JacobianLens) -> str:
         return "not stated"
     error = f", error up to {max(fit.errors):.1%}" if fit.errors else ""
     return f"{fit.method}, of {count(fit.prompts, 'prompt')}{error}"
+
+
+def _condition(condition: Condition) -> str:
+    below = (
+        f", off below {condition.release_below:g}" if condition.release_below is not None else ""
+    )
+    latch = f", latched for the {condition.latch}" if condition.latch != "none" else ""
+    return f"{condition.aggregation} ≥ {condition.at_least:g}{below}{latch}"
 
 
 def _site(probe: Probe) -> str:
@@ -289,7 +299,6 @@ SHOWN: dict[type, Shown] = {
             "digest": _short_digest,
             "site": _site,
             "labels": _labels,
-            "watches": lambda probe: escape(probe.watch or ""),
             "description": _text("description"),
         },
         {
@@ -305,9 +314,22 @@ SHOWN: dict[type, Shown] = {
                 probe.content.aggregation
                 + (f", decay {probe.content.decay:g}" if probe.content.decay else "")
             ),
-            "watches": lambda probe: "" if probe.watch is None else f"all traffic, {probe.watch}",
             "description": _text("description"),
         },
+    ),
+    Policy: Shown(
+        "Policies",
+        _POLICY := {
+            "name": _text("name"),
+            "digest": _short_digest,
+            "version": lambda policy: str(policy.current.version),
+            "mode": lambda policy: policy.current.content.mode,
+            "traffic": lambda policy: "all" if policy.current.content.all_traffic else "named",
+            "probe": lambda policy: escape(policy.current.content.probe),
+            "condition": lambda policy: _condition(policy.current.content.condition),
+            "actions": lambda policy: ", ".join(policy.current.content.kinds),
+        },
+        _POLICY,
     ),
     # the job is below the run's name, so that both fit 80 columns
     RunView: Shown(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ....broker.ledger.named.probes import Probes, misfit
+from ....broker.ledger.named.probes import Pinned, misfit
 from ....schemas.artifacts.probes import Probe, ProbeContent, ProbeRequest, ProbeUse, StoredProbe
 from ....schemas.base.errors import invalid
 from ....schemas.base.limits import MAX_PROBE_LABELS, MAX_PROBE_TOKENS, MAX_REQUEST_PROBES
@@ -150,12 +150,9 @@ def _decay(probe_request: ProbeRequest) -> float:
 
 
 async def probes_of(
-    request: Sequence[str | ProbeUse], model: ModelInfo, probes: Probes, watching: Sequence[bytes]
+    request: Sequence[str | ProbeUse], model: ModelInfo, probes: Pinned[Probe]
 ) -> list[StoredProbe]:
-    """Return those that a request names, then those named `watching`, which score all traffic.
-
-    Raises a 400 naming the field.
-    """
+    """Return those that a request names. Raises a 400 naming the field."""
     uses = [ProbeUse(probe=use) if isinstance(use, str) else use for use in request]
     if len(uses) > MAX_REQUEST_PROBES:
         raise invalid("probes", f"has {len(uses)} entries", allowed=f"up to {MAX_REQUEST_PROBES}")
@@ -170,7 +167,7 @@ async def probes_of(
         check_action(probe, use.action, f"{at}.action", model)
         check_use(use, at, model)
         stored_probes.append(probe.stored(use.action, tokens=use.tokens))
-    return stored_probes + await probes.watching(model, watching)
+    return stored_probes
 
 
 def check_action(probe: Probe, action: str, at: str, model: ModelInfo) -> None:
