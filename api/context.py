@@ -63,8 +63,7 @@ from .resolve.prompts.tokenizer import Codec
 from .resolve.prompts.tokenizer_pool import BundleHelpers, Helpers
 from .resolve.prompts.vllm_lens_fields import check_answer
 from .resolve.readings.lens import named_jacobian, single_tokens
-from .resolve.readings.policies import policies_of
-from .resolve.readings.probes import probes_of
+from .resolve.readings.probes import policies_of, probes_of
 from .resolve.readings.readings import with_artifacts
 from .resolve.readings.saes import named_sae
 from .web import request_context

@@ -1,19 +1,31 @@
-"""Routes of probes: registration, listing, removal."""
+"""Routes of probes and policies: registration, listing, removal; versions of policies."""
 
 from typing import Annotated, Any
 
 import anyio.to_thread
-from litestar import Response, put
+import msgspec
+from litestar import Response, patch, put
 from litestar.params import JSONBody
 
+from ...schemas.access.keys import Caller
 from ...schemas.artifacts.probes import PROBES, Probe, ProbeRequest
+from ...schemas.base.limits import MAX_POLICY_VERSIONS
+from ...schemas.requests.policies import (
+    POLICIES,
+    Policy,
+    PolicyChange,
+    PolicyRequest,
+    PolicyVersion,
+    Steer,
+)
 from ..context import AppContext
-from ..resolve.readings.probes import resolve_probe
+from ..resolve.readings.probes import changed, digest_of, resolve_policy, resolve_probe
 from ..web.auth import needs
-from .jobs import PROBLEM
+from .jobs import ERRORS, PROBLEM, Model
 from .registered import Named, name_parameter, name_routes, put_response, put_responses
 
 Name = Annotated[str, name_parameter("probe")]
+PolicyName = Annotated[str, name_parameter("policy")]
 
 
 @put(
@@ -34,11 +46,70 @@ async def put_probe(
     return put_response(context, PROBES, made, former)
 
 
+@put(
+    "/v1/policies/{name:str}",
+    opt=needs("steer-global"),
+    status_code=200,
+    summary="Register a policy, or a new version of it",
+    description="Its probe and its modules stay those of its registration. Requests accepted "
+    "earlier keep the version that they have.",
+    responses={**put_responses(Policy), 409: PROBLEM},
+)
+async def put_policy(
+    name: PolicyName, data: JSONBody[PolicyRequest], context: AppContext, caller: Caller
+) -> Response[Policy]:
+    info = await context.the_model(data.model)
+    probe = await context.probes.known(info.name, data.probe, "probe", "invalid_request")
+    named = [action.module for action in data.actions if isinstance(action, Steer)]
+    state = await context.model_state(info.name, named, caller)
+    made = resolve_policy(data, info, probe, state, caller, context.settings)
+    policy, former = await context.policies.put(
+        info.name, name, lambda former: _with(former, made, info.name, name), {}
+    )
+    return put_response(context, POLICIES, policy, former)
+
+
+@patch(
+    "/v1/policies/{name:str}",
+    opt=needs("steer-global"),
+    status_code=200,
+    summary="Change a policy's mode, or restore a version",
+    description="Makes a new version, which applies to requests accepted from now on.",
+    responses={**ERRORS, 409: PROBLEM, 415: PROBLEM},
+)
+async def change_policy(
+    name: PolicyName, data: JSONBody[PolicyChange], context: AppContext, model: Model = None
+) -> Policy:
+    info = await context.the_model(model)
+    known = await context.policies.known(info.name, name)
+
+    def make(former: Policy | None) -> Policy:
+        return _with(former, changed(former or known, data), info.name, name)
+
+    return (await context.policies.put(info.name, name, make, {}))[0]
+
+
+def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> Policy:
+    """Return the policy with one version more; the oldest ones are dropped."""
+    kept = [] if former is None else former.versions
+    number = kept[-1].version + 1 if kept else 1
+    made = msgspec.structs.replace(made, version=number, digest=digest_of(made))
+    versions = [*kept, made][-MAX_POLICY_VERSIONS:]
+    return Policy(name=name, model=model, digest=made.digest, versions=versions)
+
+
 ROUTES: list[Any] = [
     put_probe,
     *name_routes(
         Named(PROBES, "a probe", "probes", "probe"),
         lambda context: context.probes,
+        "Requests accepted earlier keep it.",
+    ),
+    put_policy,
+    change_policy,
+    *name_routes(
+        Named(POLICIES, "a policy", "policies", "policy"),
+        lambda context: context.policies,
         "Requests accepted earlier keep it.",
     ),
 ]

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from ...schemas.access.keys import KeyView
 from ...schemas.access.webhooks import Delivery, DeliveryAttempt
-from ...schemas.artifacts.conditions import Condition
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
@@ -117,14 +116,6 @@ def _fit(lens: JacobianLens) -> str:
         return "not stated"
     error = f", error up to {max(fit.errors):.1%}" if fit.errors else ""
     return f"{fit.method}, of {count(fit.prompts, 'prompt')}{error}"
-
-
-def _condition(condition: Condition) -> str:
-    below = (
-        f", off below {condition.release_below:g}" if condition.release_below is not None else ""
-    )
-    latch = f", latched for the {condition.latch}" if condition.latch != "none" else ""
-    return f"{condition.aggregation} ≥ {condition.at_least:g}{below}{latch}"
 
 
 def _site(probe: Probe) -> str:
@@ -326,7 +317,9 @@ SHOWN: dict[type, Shown] = {
             "mode": lambda policy: policy.current.content.mode,
             "traffic": lambda policy: "all" if policy.current.content.all_traffic else "named",
             "probe": lambda policy: escape(policy.current.content.probe),
-            "condition": lambda policy: _condition(policy.current.content.condition),
+            "condition": lambda policy: (
+                f"{(item := policy.current.content.condition).aggregation} ≥ {item.at_least:g}"
+            ),
             "actions": lambda policy: ", ".join(policy.current.content.kinds),
         },
         _POLICY,

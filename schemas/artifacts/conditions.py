@@ -50,12 +50,20 @@ class Condition(Record):
     latch_s: Annotated[int, msgspec.Meta(ge=1, le=MAX_LATCH_S)] = 24 * 3600
 
     def __post_init__(self) -> None:
-        if (self.window is not None) != (self.aggregation in ("mean", "max")):
-            raise ValueError("window is required for mean and max, and valid for no other")
-        if (self.decay is not None) != (self.aggregation == "exponential"):
-            raise ValueError("decay is required for exponential, and valid for no other")
-        if self.release_below is not None and self.release_below > self.at_least:
-            raise ValueError("release_below is above at_least")
+        kind, below = self.aggregation, self.release_below
+        for why, applies in (
+            (
+                "window is required for mean and max, and not valid otherwise",
+                (self.window is not None) != (kind in ("mean", "max")),
+            ),
+            (
+                "decay is required for exponential, and not valid otherwise",
+                (self.decay is not None) != (kind == "exponential"),
+            ),
+            ("release_below is above at_least", below is not None and below > self.at_least),
+        ):
+            if applies:
+                raise ValueError(why)
 
 
 class StoredPolicy(Record, omit_defaults=True):

@@ -70,12 +70,16 @@ class PolicyRequest(Record):
 
     def __post_init__(self) -> None:
         once = [kind for kind in self.kinds if kind != "steer"]
-        if len(set(once)) < len(once):
-            raise ValueError("an action is listed twice, which only steer may be")
-        if (self.mode == "canary") != (self.share > 0):
-            raise ValueError("share is above 0 in mode canary, and 0 in other modes")
-        if self.all_traffic and "capture" in once:
-            raise ValueError("capture is not valid for all traffic")
+        for why, applies in (
+            ("an action is listed twice, which only steer may be", len({*once}) < len(once)),
+            (
+                "share is above 0 in mode canary, and 0 in other modes",
+                (self.mode == "canary") != (self.share > 0),
+            ),
+            ("capture is not valid for all traffic", self.all_traffic and "capture" in once),
+        ):
+            if applies:
+                raise ValueError(why)
 
     @property
     def kinds(self) -> list[str]:

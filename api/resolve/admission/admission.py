@@ -53,8 +53,7 @@ from ..prompts.images import check_number as check_number_of_images
 from ..prompts.images import placed
 from ..prompts.request_parsing import ParsedPrompt, ParsedRequest, plain_messages
 from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong
-from ..readings.policies import NO_POLICIES, Applied
-from ..readings.probes import check_step, check_tokens
+from ..readings.probes import NO_POLICIES, Applied, check_step, check_tokens
 from ..readings.readings import positions_asked, resolve_readings, with_token_ids_of
 
 #: Cost of resolving, for one prompt, an entry, a span, and a part of a text such as `0-3,7,-1`. The

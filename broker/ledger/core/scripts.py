@@ -388,10 +388,10 @@ def _decision(report: Receipt, score: ProbeScore, policy: StoredPolicy) -> bytes
     """Return, as JSON, what webhooks say of a policy's decisions on a prompt: the number of
     triggers, and the first; null: a latch of the conversation was set before.
     """
-    first = next(iter(score.decisions), None)
     own = {name: getattr(policy, name) for name in ("version", "digest", "inherited")}
-    named = {"policy": policy.name, "request": report.request, "triggers": score.triggers}
-    return to_json({**named, **own, "first": first})
+    first = next(iter(score.decisions), None)
+    counted = {"request": report.request, "triggers": score.triggers, "first": first}
+    return to_json({"policy": policy.name, **own, **counted})
 
 
 def _size_of(files: Sequence[CapturedFile]) -> tuple[int, int]:

@@ -104,20 +104,17 @@ def misfit(probe: Probe, model: ModelInfo) -> str | None:
 
 def unfit(version: PolicyVersion, model: ModelInfo) -> str | None:
     """Return why the policy cannot apply to requests to this model; None: it can."""
-    if version.identity != model.identity:
-        return (
-            f"was registered for the model with the identity {version.identity[:12]}; the model "
-            f"has the identity {model.identity[:12]}: register it again"
-        )
-    if model.speculative_tokens:
-        return "is not served with speculative decoding: tokens are scored that are rejected later"
     at_once = {"stop", "steer", "capture"} & {*version.content.kinds}
-    if model.pp > 1 and at_once:
-        return (
-            f"is not served with pipeline parallelism, since it has the action {min(at_once)!r}: a "
-            "stage does not have the scores of another"
-        )
-    return None
+    reasons = {
+        f"was registered for a model with the identity {version.identity[:12]}; the one that is "
+        f"served has {model.identity[:12]}: register it again": version.identity != model.identity,
+        "is not served with speculative decoding, which scores tokens that it rejects later": (
+            model.speculative_tokens > 0
+        ),
+        f"has an action ({', '.join(sorted(at_once))}) that is not served with pipeline "
+        "parallelism: a stage does not have the scores of another": model.pp > 1 and at_once,
+    }
+    return next((why for why, applies in reasons.items() if applies), None)
 
 
 async def of_all_traffic(

@@ -84,9 +84,9 @@ def result(
         else:
             attribution = attribution_result(*swept, seconds)
     ticket = sorted(decoded, key=lambda receipt: (receipt.request, receipt.pp, receipt.rank))
-    # of a sweep, they are in its cells
-    of_jobs = ticket if swept is None else []
-    scores = [probe_result(item.request, score) for item in of_jobs for score in item.scores]
+    # what ended a unit of a sweep is in its cells
+    scored = ticket if swept is None else ()
+    scores = [probe_result(item.request, score) for item in scored for score in item.scores]
     reported = record.captures or view.steered or swept is not None or bool(scores)
     return JobResult(
         id=view.id,
