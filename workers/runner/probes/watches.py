@@ -109,6 +109,7 @@ class Watch:
             for number, probe in enumerate(self.probes)
             if probe.policy is not None
         }
+        self._decided = 0  # positions that the policies have read
         self._told = False  # the news has been sent that a policy ends the request
 
     @property
@@ -159,12 +160,12 @@ class Watch:
 
     def decide(self, stop: int) -> None:
         """Let policies read the scores of positions below `stop`, up to one that is not finite."""
+        scores = self.scores[self._decided : stop]
+        if not (finite := np.isfinite(scores).all(axis=1)).all():
+            scores = scores[: int(finite.argmin())]
+        self._decided, by_column = self._decided + len(scores), scores.T.tolist()
         for number, decider in self.deciders.items():
-            column = self.kind.columns[number].start + decider.policy.column
-            scores = self.scores[len(decider.states) : stop, column]
-            if not (finite := np.isfinite(scores)).all():
-                scores = scores[: int(finite.argmin())]
-            decider.read(scores.tolist())
+            decider.read(by_column[self.kind.columns[number].start + decider.policy.column])
 
     def stopped(self) -> News | None:
         """Return the news that a policy ends the request, once."""
