@@ -9,7 +9,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from math import fsum
+from math import fsum, isfinite
 from typing import Any
 
 import msgspec
@@ -29,17 +29,23 @@ class Decider:
         self._add = _aggregate(policy.condition)
         self._on = bool(policy.inherited)
         self._ready = 0  # the first position at which it may turn on
+        #: The position at which it ends the request; -1: none so far.
+        self.stop_at = 0 if self._on and policy.takes("stop") else -1
         #: For each position read so far, whether the policy is on after it.
         self.states = bytearray()
         self.decisions: list[Decision] = []
         self.triggers: list[int] = []  # all positions at which it turned on
 
     def read(self, scores: Sequence[float]) -> None:
-        """Read the finite scores of the positions that follow those read so far."""
+        """Read the scores of the positions that follow those read so far, up to one that decides
+        and is not finite.
+        """
         skipped = min(max(self._scheduled.start - len(self.states), 0), len(scores))
         self.states += bytes([self._on]) * skipped
         for position, score in enumerate(scores[skipped:], len(self.states)):
             if position in self._scheduled:
+                if not isfinite(score):
+                    return
                 self._decide(position, self._add(score))
             self.states.append(self._on)
 
@@ -52,6 +58,8 @@ class Decider:
             self._on, self._ready = False, position + 1 + condition.cool_down
         elif aggregate >= condition.at_least and position >= self._ready:
             self._on = True
+            if not self.triggers and self.policy.takes("stop"):
+                self.stop_at = position
             self.triggers.append(position)
         else:
             return
@@ -63,12 +71,6 @@ class Decider:
                     score=aggregate,
                 )
             )
-
-    @property
-    def stop_at(self) -> int:
-        """The position at which it ends the request; -1: none so far."""
-        first = 0 if self.policy.inherited else next(iter(self.triggers), -1)
-        return first if self.policy.takes("stop") else -1
 
     def report(self, positions: int, checksum: int) -> tuple[dict[str, Any], int]:
         """Return the fields of a `ProbeScore` about the request's first `positions` tokens (the

@@ -109,7 +109,6 @@ class Watch:
             for number, probe in enumerate(self.probes)
             if probe.policy is not None
         }
-        self._decided = 0  # positions that the policies have read
         self._told = False  # the news has been sent that a policy ends the request
 
     @property
@@ -160,25 +159,22 @@ class Watch:
 
     def decide(self, stop: int) -> None:
         """Let policies read the scores of positions below `stop`, up to one that is not finite."""
-        scores = self.scores[self._decided : stop]
-        if not (finite := np.isfinite(scores).all(axis=1)).all():
-            scores = scores[: int(finite.argmin())]
-        self._decided, by_column = self._decided + len(scores), scores.T.tolist()
         for number, decider in self.deciders.items():
-            decider.read(by_column[self.kind.columns[number].start + decider.policy.column])
+            column = self.kind.columns[number].start + decider.policy.column
+            decider.read(self.scores[len(decider.states) : stop, column].tolist())
 
     def stopped(self) -> News | None:
         """Return the news that a policy ends the request, once."""
-        if self._told:
-            return None
         self.decide(self.reached)
         stops = [
             (decider.stop_at, self.probes[number].name)
             for number, decider in self.deciders.items()
             if decider.stop_at >= 0
         ]
-        self._told = bool(stops)
-        return News(self.request_id, *min(stops), []) if stops else None
+        if not stops or self._told:
+            return None
+        self._told = True
+        return News(self.request_id, *min(stops), [])
 
     @property
     def follows(self) -> bool:
