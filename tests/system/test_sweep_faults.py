@@ -78,7 +78,7 @@ def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(
         assert any(value is not None for value in grids[0])
         assert {*grids[1]} == {None}
         assert any(
-            "source prompt failed: the probe 'guard' ended it" in skipped.reason
+            "source prompt failed: the probe 'policy:guard' ended it" in skipped.reason
             for skipped in result.sweep.skipped
         )
         units = Units(asked)

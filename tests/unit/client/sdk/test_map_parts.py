@@ -209,7 +209,7 @@ def test_a_job_that_used_what_was_planned_is_accepted() -> None:
         ({"modules": {"joy": "another"}}, "module 'joy'"),
         ({"modules": {}}, "module 'joy'"),
         ({"runs": {"clean": "job_0"}}, "run 'clean'"),
-        ({"contents": {}}, "sae 'first'"),
+        ({"contents": {}}, "policy 'guard'"),
         ({"contents": a_view().contents | {"tuned/lens": "another"}}, "tuned 'lens'"),
         ({"contents": a_view().contents | {"policy/guard": "another"}}, "policy 'guard'"),
         ({"contents": a_view().contents | {"policy/new": "of new"}}, "policy 'new'"),
