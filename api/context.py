@@ -26,7 +26,7 @@ from ..broker.artifacts.retention import Usage
 from ..broker.ledger.core.scripts import stored_tags
 from ..broker.ledger.jobs.ledger import Ledger, Outcome, new_job_id
 from ..broker.ledger.jobs.watch import SharedReads, Watcher
-from ..broker.ledger.named.probes import Probes
+from ..broker.ledger.named.probes import Pinned, of_all_traffic, recorded
 from ..broker.ledger.named.source_runs import SourceRuns
 from ..broker.ledger.named.steering import Steering
 from ..broker.ledger.people.keys import Keys
@@ -36,7 +36,7 @@ from ..broker.ops import global_capture, logs
 from ..broker.ops.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery
 from ..schemas.access.keys import Caller, own, scoped, shown
-from ..schemas.artifacts.probes import StoredProbe
+from ..schemas.artifacts.probes import PROBES, StoredProbe
 from ..schemas.base.errors import MidstreamError, invalid
 from ..schemas.base.faults import crash_point
 from ..schemas.base.records import from_msgpack
@@ -44,6 +44,7 @@ from ..schemas.base.settings import Settings, asks_for_keys
 from ..schemas.jobs.harvests import HarvestView
 from ..schemas.jobs.jobs import Job, JobView, State
 from ..schemas.jobs.models import ModelInfo, TokenizerBundle
+from ..schemas.requests.policies import POLICIES
 from ..schemas.requests.specs import PatchSpec, SteeringSpec
 from ..schemas.service.compatibility import misfit_of
 from ..storage.store import open_store
@@ -62,7 +63,7 @@ from .resolve.prompts.tokenizer import Codec
 from .resolve.prompts.tokenizer_pool import BundleHelpers, Helpers
 from .resolve.prompts.vllm_lens_fields import check_answer
 from .resolve.readings.lens import named_jacobian, single_tokens
-from .resolve.readings.probes import probes_of
+from .resolve.readings.probes import policies_of, probes_of
 from .resolve.readings.readings import with_artifacts
 from .resolve.readings.saes import named_sae
 from .web import request_context
@@ -107,7 +108,7 @@ class AppContext:
         self.hosts = Hosts(settings, settings.api_host, asks_for_keys(settings))
         self.key_watch = KeyWatch(self.keys, self.sessions, self.gate.always)
         self.steering = Steering(ledger)
-        self.probes = Probes(ledger)
+        self.probes, self.policies = Pinned(ledger, PROBES), Pinned(ledger, POLICIES)
         self.harvests = Harvests(ledger)
         self._features = FeatureFiles(settings.sae_root)
         self._directions = DirectionFiles(settings.lens_root)
@@ -225,21 +226,29 @@ class AppContext:
         info = await self._usable(parsed.model, info)
         named = admission.modules_of(parsed)
         artifacts = parsed.readings or any(spec.sae or spec.jacobian for spec in parsed.steering)
-        names = named or parsed.lora or parsed.probes or artifacts or patches.runs_of(parsed.patch)
+        scored = parsed.probes or parsed.policies
+        names = named or parsed.lora or scored or artifacts or patches.runs_of(parsed.patch)
         if names and idempotency and (known := await self.ledger.repeated(idempotency)):
             # the first job, even if the modules, probes, … that it names have been removed since
             return known
         lora = await named_lora(parsed.lora, info, self.ledger)
         parsed = await with_artifacts(parsed, info, self.ledger)
-        probes = await probes_of(parsed.probes, info, self.probes, watching)
+        probes = await probes_of(parsed.probes, info, self.probes)
+        job_id = new_job_id()
+        policies = await policies_of(parsed, info, self.policies, watching, job_id)
         model_state = (
             await self.model_state(info.name, named, caller, parsed.patch)
-            if named or parsed.steering or parsed.patch
+            if named or parsed.steering or parsed.patch or policies.gated
             else NOTHING
         )
-        model_state = replace(model_state, features=await self.features(info, parsed.steering))
+        model_state = replace(
+            model_state,
+            modules={**model_state.modules, **policies.modules},
+            features=await self.features(info, parsed.steering),
+        )
+        codec = await self.codec(info)
         admitted = await admission.admit(
-            parsed, info, await self.codec(info), new_job_id(), model_state, caller, lora, probes
+            parsed, info, codec, job_id, model_state, caller, lora, probes, policies
         )
         check_answer(parsed, admitted.job, info, self.settings.vllm_lens_mib)
         call = request_context.CURRENT.get()
@@ -305,9 +314,9 @@ class AppContext:
         return ModelState(modules, current, known, runs, named)
 
     async def watching(self, info: ModelInfo) -> list[StoredProbe]:
-        """Return the probes that score all traffic of the model."""
+        """Return the scores that policies of all traffic of the model need in a sweep."""
         _, names = await self.ledger.watched_model(info.name)
-        return await self.probes.watching(info, names)
+        return recorded(await of_all_traffic(self.policies, info, names), info.name)
 
     async def features(self, info: ModelInfo, specs: Sequence[SteeringSpec]) -> Named:
         """Return the features and directions that steering names. Raises a 400 naming the field."""

@@ -1,4 +1,4 @@
-"""What do a rank's own parts of a step cost, with and without probes?
+"""What do a rank's own parts of a step cost, with and without probes, and with policies?
 
 A whole data plane and its sites, without a model.
 
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from midstream import __version__
+from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
@@ -39,10 +40,21 @@ PROMPT = 32
 PARTS = ("begin", "choose", "plan", "forward", "drain")
 
 
-def made(probes: int, layers: int, hidden: int, plane: DataPlane) -> list[StoredProbe]:
+def made(
+    probes: int, layers: int, hidden: int, plane: DataPlane, policies: bool
+) -> list[StoredProbe]:
     """Random ones, in turn at `layers` layers, whose thresholds nothing reaches; their weights are
-    put into `plane`.
+    put into `plane`. `policies`: each is read by one that stops, too.
     """
+    policy = StoredPolicy(
+        name="p",
+        version=1,
+        digest="d",
+        condition=Condition(at_least=1e30, aggregation="mean", window=16),
+        actions=["stop"],
+        mode="active",
+        acts=True,
+    )
     found = []
     for number in range(probes):
         rng = np.random.default_rng(number)
@@ -59,7 +71,13 @@ def made(probes: int, layers: int, hidden: int, plane: DataPlane) -> list[Stored
             thresholds=[1e30],
         )
         found.append(
-            StoredProbe(name=f"p{number}", digest=content.digest, content=content, action="stop")
+            StoredProbe(
+                name=f"p{number}",
+                digest=content.digest,
+                content=content,
+                action="stop",
+                policy=policy if policies else None,
+            )
         )
     return found
 
@@ -169,16 +187,24 @@ def arriving(ids: list[str], spec: RankSpec, generated: int) -> list[NewRequest]
 
 
 def cost(
-    requests: int, tokens: int, probes: int, at: int, *, hidden: int, layers: int, steps: int
+    requests: int,
+    tokens: int,
+    probes: int,
+    at: int,
+    policies: bool,
+    *,
+    hidden: int,
+    layers: int,
+    steps: int,
 ) -> list[float]:
-    """Median µs of a step's parts, with `probes` in turn at `at` layers.
+    """Median µs of a step's parts, with `probes` in turn at `at` layers, or as many policies.
 
     `tokens`: of each request in a step; 1: it generates; more: each step computes new prompts, and
     those of the step before end.
     """
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         stand = Stand(Path(folder), layers, hidden)
-        probed = made(probes, at, hidden, stand.plane)
+        probed = made(probes, at, hidden, stand.plane, policies)
         prompt = PROMPT if tokens == 1 else tokens
         spec = spec_of(prompt, captures=probe_captures(probed), probes=probed)
 
@@ -214,10 +240,18 @@ def main() -> None:
     torch.set_num_threads(1)
     results = []
     for requests, tokens in ((1, 1), (8, 1), (64, 1), (1, 512), (32, 36)):
-        for probes, at in ((0, 0), (1, 1), (16, 1), (16, 16)):
-            parts = cost(requests, tokens, probes, at, **vars(options))
+        for probes, at, policies in (
+            (0, 0, False),
+            (1, 1, False),
+            (1, 1, True),
+            (16, 1, False),
+            (16, 1, True),
+            (16, 16, False),
+        ):
+            parts = cost(requests, tokens, probes, at, policies, **vars(options))
             names = ("plan", "sites", "drain")
             results.append({"requests": requests, "tokens": tokens, "probes": probes, "layers": at})
+            results[-1]["policies"] = policies
             results[-1] |= {name: round(part) for name, part in zip(names, parts, strict=True)} | {
                 "sum": round(sum(parts))
             }

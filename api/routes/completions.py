@@ -100,7 +100,7 @@ async def _answer(
     with as_written(parsed):
         job_id = await context.submit(parsed, request.idempotency(key), caller)
     headers = {JOB_HEADER: job_id, "Location": job_url(context, job_id)}
-    read = [*parsed.readings, *(["probes"] if parsed.probes else [])]
+    read = [*parsed.readings, *(["probes"] if parsed.probes or parsed.policies else [])]
     hold = (
         body.capture_wait
         or bool(read)

@@ -1,21 +1,31 @@
-"""Routes of probes: registration, listing, removal, and which of them watch all traffic."""
+"""Routes of probes and policies: registration, listing, removal; versions of policies."""
 
 from typing import Annotated, Any
 
 import anyio.to_thread
 import msgspec
-from litestar import Response, delete, put
+from litestar import Response, patch, put
 from litestar.params import JSONBody
 
-from ...schemas.artifacts.probes import PROBES, Probe, ProbeRequest, WatchRequest
-from ...schemas.base.errors import invalid
+from ...schemas.access.keys import Caller
+from ...schemas.artifacts.probes import PROBES, Probe, ProbeRequest
+from ...schemas.base.limits import MAX_POLICY_VERSIONS
+from ...schemas.requests.policies import (
+    POLICIES,
+    Policy,
+    PolicyChange,
+    PolicyRequest,
+    PolicyVersion,
+    Steer,
+)
 from ..context import AppContext
-from ..resolve.readings.probes import check_action, resolve_probe
+from ..resolve.readings.probes import changed, digest_of, resolve_policy, resolve_probe
 from ..web.auth import needs
 from .jobs import ERRORS, PROBLEM, Model
 from .registered import Named, name_parameter, name_routes, put_response, put_responses
 
 Name = Annotated[str, name_parameter("probe")]
+PolicyName = Annotated[str, name_parameter("policy")]
 
 
 @put(
@@ -24,8 +34,7 @@ Name = Annotated[str, name_parameter("probe")]
     status_code=200,
     summary="Register or replace a probe",
     description="A linear map of a row to a score for each label. Requests accepted earlier "
-    "keep the previous version; a probe that watches "
-    "all traffic continues with the new one.",
+    "keep the previous version, and so do policies.",
     responses={**put_responses(Probe), 409: PROBLEM},
 )
 async def put_probe(
@@ -33,63 +42,74 @@ async def put_probe(
 ) -> Response[Probe]:
     info = await context.the_model(data.model)
     made, blobs = await anyio.to_thread.run_sync(resolve_probe, data, name, info)
-    former = await context.probes.get(info.name, name)
-    if former is not None and former.watch is not None:
-        check_action(made, former.watch, "thresholds", info)
-        made = msgspec.structs.replace(made, watch=former.watch)
-    former = await context.probes.put(made, blobs)
+    made, former = await context.probes.put(info.name, name, lambda _: made, blobs)
     return put_response(context, PROBES, made, former)
 
 
 @put(
-    "/v1/probes/{name:str}/watch",
+    "/v1/policies/{name:str}",
     opt=needs("steer-global"),
     status_code=200,
-    summary="Let a probe watch all traffic",
-    description=(
-        "It scores every request to the model that is accepted from now on, also those "
-        "of other tenants."
-    ),
+    summary="Register a policy, or a new version of it",
+    description="Its probe and its modules stay those of its registration. Requests accepted "
+    "earlier keep the version that they have.",
+    responses={**put_responses(Policy), 409: PROBLEM},
+)
+async def put_policy(
+    name: PolicyName, data: JSONBody[PolicyRequest], context: AppContext, caller: Caller
+) -> Response[Policy]:
+    info = await context.the_model(data.model)
+    probe = await context.probes.known(info.name, data.probe, "probe", "invalid_request")
+    named = [action.module for action in data.actions if isinstance(action, Steer)]
+    state = await context.model_state(info.name, named, caller)
+    made = resolve_policy(data, info, probe, state, caller, context.settings)
+    policy, former = await context.policies.put(
+        info.name, name, lambda former: _with(former, made, info.name, name), {}
+    )
+    return put_response(context, POLICIES, policy, former)
+
+
+@patch(
+    "/v1/policies/{name:str}",
+    opt=needs("steer-global"),
+    status_code=200,
+    summary="Change a policy's mode, or restore a version",
+    description="Makes a new version, which applies to requests accepted from now on.",
     responses={**ERRORS, 409: PROBLEM, 415: PROBLEM},
 )
-async def watch(
-    name: Name, data: JSONBody[WatchRequest], context: AppContext, model: Model = None
-) -> Probe:
+async def change_policy(
+    name: PolicyName, data: JSONBody[PolicyChange], context: AppContext, model: Model = None
+) -> Policy:
     info = await context.the_model(model)
-    probe = await context.probes.known(info.name, name)
-    if data.action == "steer":
-        raise invalid(
-            "action",
-            "'steer' is not valid for all traffic: only a request can steer, by a module it names",
-            allowed="none, flag, stop",
-        )
-    check_action(probe, data.action, "action", info)
-    probe = msgspec.structs.replace(probe, watch=data.action)
-    await context.probes.put(probe, {})
-    return probe
+    known = await context.policies.known(info.name, name)
+
+    def make(former: Policy | None) -> Policy:
+        return _with(former, changed(former or known, data), info.name, name)
+
+    return (await context.policies.put(info.name, name, make, {}))[0]
 
 
-@delete(
-    "/v1/probes/{name:str}/watch",
-    opt=needs("steer-global"),
-    status_code=200,
-    summary="End a probe's watch",
-    responses={**ERRORS, 409: PROBLEM},
-)
-async def unwatch(name: Name, context: AppContext, model: Model = None) -> Probe:
-    info = await context.the_model(model)
-    probe = msgspec.structs.replace(await context.probes.known(info.name, name), watch=None)
-    await context.probes.put(probe, {})
-    return probe
+def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> Policy:
+    """Return the policy with one version more; the oldest ones are dropped."""
+    kept = [] if former is None else former.versions
+    number = kept[-1].version + 1 if kept else 1
+    made = msgspec.structs.replace(made, version=number, digest=digest_of(made))
+    versions = [*kept, made][-MAX_POLICY_VERSIONS:]
+    return Policy(name=name, model=model, digest=made.digest, versions=versions)
 
 
 ROUTES: list[Any] = [
     put_probe,
-    watch,
-    unwatch,
     *name_routes(
         Named(PROBES, "a probe", "probes", "probe"),
         lambda context: context.probes,
+        "Requests accepted earlier keep it.",
+    ),
+    put_policy,
+    change_policy,
+    *name_routes(
+        Named(POLICIES, "a policy", "policies", "policy"),
+        lambda context: context.policies,
         "Requests accepted earlier keep it.",
     ),
 ]

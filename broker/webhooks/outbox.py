@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from msgspec import UNSET
+
 from ...schemas.access.webhooks import (
     Delivery,
     DeliveryAttempt,
@@ -66,6 +68,7 @@ class DeliveryLease(NamedTuple):
     tries: int  # attempts before this one, since its retry schedule began
     token: str
     ends: float
+    detail: str = ""  # the decision of a policy, as JSON
 
     def body(self) -> bytes:
         """Return the body of the request: the same bytes in every attempt."""
@@ -74,7 +77,13 @@ class DeliveryLease(NamedTuple):
             .isoformat(timespec="milliseconds")
             .replace("+00:00", "Z")
         )
-        data = HookData(id=self.job, state=self.job_state, attempt=self.attempt, model=self.model)
+        data = HookData(
+            id=self.job,
+            state=self.job_state,
+            attempt=self.attempt,
+            model=self.model,
+            decision=from_json(self.detail.encode(), dict[str, Any]) if self.detail else UNSET,
+        )
         return to_json(HookBody(type=cast(CallbackEvent, self.event), timestamp=stamp, data=data))
 
 
@@ -116,8 +125,8 @@ class WebhookOutbox:
             await self._written()
         leases = []
         for row in rows:
-            id_, job, event, tenant, key, url, created, state, attempt, model, tries = (
-                part.decode() for part in row
+            id_, job, event, tenant, key, url, created, state, attempt, model, tries, detail = (
+                (part or b"").decode() for part in row
             )
             leases.append(
                 DeliveryLease(
@@ -134,6 +143,7 @@ class WebhookOutbox:
                     int(tries),
                     token,
                     at + lease_s,
+                    detail,
                 )
             )
         return leases

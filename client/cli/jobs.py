@@ -182,6 +182,12 @@ def submit(
             help="Replace rows by rows of a run, a vector or zeros; repeatable.",
         ),
     ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Apply this policy; repeatable.")
+    ] = None,
+    conversation: Annotated[
+        str | None, typer.Option(help="The conversation, for policies that latch it.")
+    ] = None,
     probe: Annotated[
         list[str] | None,
         typer.Option(
@@ -238,6 +244,8 @@ def submit(
             fields["steering"] = options.parse_steering(steer or [])
             fields["patch"] = options.parse_patches(patch or [])
             fields["probes"] = options.parse_probes(probe or [])
+            fields["policies"] = policy or []
+            fields["conversation"] = conversation
             fields["lens"] = options.parse_lens(lens) if lens else None
             fields["features"] = [options.parse_features(item) for item in features or []]
             fields |= handling
@@ -389,6 +397,8 @@ def print_result(client: Client, result: JobResult) -> None:
     out.print(records.listed(result.outputs, Output))
     if result.probes:
         out.print(readings.scores(result))
+    if any(probe.policy for probe in result.probes):
+        out.print(readings.decisions(result))
     captures = result.capture_results
     if tokens := readings.tokens(result):
         words = dict(zip(tokens, client.detokenize(result.model, tokens).token_strs, strict=True))
@@ -434,8 +444,8 @@ def only_model(client: Client) -> str:
     return served[0]
 
 
-def read_request(path: Path) -> JobRequest:
+def read_request(path: Path, kind: Any = JobRequest) -> Any:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=JobRequest)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise invalid("body", f"{path}: {error}") from error

@@ -39,7 +39,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("submit", "sweep", "attribute", "lens", "features", "attention"),
         *("job", "capture", "harvest"),
     ),
-    "Named artifacts": ("modules", "global", "runs", "probe", "sae", "tuned", "jacobian", "loras"),
+    "Named artifacts": (
+        *("modules", "global", "runs", "probe", "policy"),
+        *("sae", "tuned", "jacobian", "loras"),
+    ),
     "Operations": (
         *("top", "doctor", "verify", "dynamic", "keys", "tenants", "webhooks"),
         *("acl", "curve", "version"),

@@ -1,4 +1,4 @@
-"""The commands `midstream probe …`."""
+"""The commands `midstream probe …` and `midstream policy …`."""
 
 from operator import attrgetter
 from pathlib import Path
@@ -8,22 +8,25 @@ import msgspec
 import numpy as np
 import typer
 
-from ...schemas.artifacts.probes import Action, Aggregation, Probe
+from ...schemas.artifacts.probes import Aggregation, Probe
 from ...schemas.base.errors import invalid
 from ...schemas.prompts.selectors import HookName
+from ...schemas.requests.policies import Policy, PolicyRequest
 from ..captures.row_matrix import samples
 from ..render import readings as render
 from ..sdk.client import Client
-from .jobs import AsJson, Model, Url, connect, only_model, out, print_record
+from ..sdk.wire import given
+from .jobs import AsJson, Model, Url, connect, only_model, out, print_record, read_request
 from .registered import Registry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A probe's name.")]
-#: Actions of a probe on all traffic. `steer` needs a module, so it is valid only in requests.
-_WATCHES = tuple(action for action in get_args(Action) if action != "steer")
-Acts = Annotated[str, typer.Option(help=f"What happens at a threshold: {', '.join(_WATCHES)}.")]
-
 probe_app = Registry("a probe", "probes", Probe, attrgetter("probes")).commands(
     "Train and manage linear probes; requests name one with --probe."
+)
+
+PolicyName = Annotated[str, typer.Argument(metavar="NAME", help="A policy's name.")]
+policy_app = Registry("a policy", "policies", Policy, attrgetter("policies")).commands(
+    "Manage policies, which act on the scores of probes; requests name one with --policy."
 )
 
 #: Tag of the rows that probes are trained on.
@@ -40,6 +43,7 @@ class Example(msgspec.Struct):
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `midstream`."""
     app.add_typer(probe_app, name="probe")
+    app.add_typer(policy_app, name="policy")
 
 
 @probe_app.command("train")
@@ -152,27 +156,34 @@ def probe_register(
         print_record(client.probes.register(name, **fields), json_)
 
 
-@probe_app.command("watch")
-def probe_watch(
-    name: Name,
-    action: Acts = "flag",
-    off: Annotated[bool, typer.Option("--off", help="End the watch.")] = False,
+@policy_app.command("register")
+def policy_register(
+    name: PolicyName,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The policy, as JSON.")],
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Register a policy, or a new version of it; running requests keep the previous one."""
+    fields = msgspec.structs.asdict(read_request(file, PolicyRequest))
+    with connect(url) as client:
+        print_record(client.policies.register(name, **fields), json_)
+
+
+@policy_app.command("change")
+def policy_change(
+    name: PolicyName,
+    mode: Annotated[str | None, typer.Option(help="shadow, canary or active.")] = None,
+    share: Annotated[float | None, typer.Option(help="Share of requests of a canary.")] = None,
+    version: Annotated[int | None, typer.Option(help="The version to restore.")] = None,
+    all_traffic: Annotated[bool | None, typer.Option(help="Apply it to every request.")] = None,
     model: Model = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Let a probe score all traffic of its model; `--off` ends that."""
-    if action not in _WATCHES:
-        raise invalid(
-            "action", f"{action!r} is not valid for all traffic", allowed=", ".join(_WATCHES)
-        )
+    """Change a policy's mode, or restore a version."""
+    fields = given(mode=mode, share=share, version=version, all_traffic=all_traffic)
     with connect(url) as client:
-        print_record(
-            client.probes.unwatch(name, model)
-            if off
-            else client.probes.watch(name, cast(Action, action), model),
-            json_,
-        )
+        print_record(client.policies.change(name, model, **fields), json_)
 
 
 def read_examples(file: Path) -> list[Example]:

@@ -19,6 +19,7 @@ from ...schemas.jobs.fits import FitResult
 from ...schemas.jobs.jobs import SWEEPS, JobView, Output
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
+from ...schemas.requests.policies import Policy
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import ModuleView
 from ...schemas.requests.trainings import Training
@@ -289,7 +290,6 @@ SHOWN: dict[type, Shown] = {
             "digest": _short_digest,
             "site": _site,
             "labels": _labels,
-            "watches": lambda probe: escape(probe.watch or ""),
             "description": _text("description"),
         },
         {
@@ -305,9 +305,24 @@ SHOWN: dict[type, Shown] = {
                 probe.content.aggregation
                 + (f", decay {probe.content.decay:g}" if probe.content.decay else "")
             ),
-            "watches": lambda probe: "" if probe.watch is None else f"all traffic, {probe.watch}",
             "description": _text("description"),
         },
+    ),
+    Policy: Shown(
+        "Policies",
+        _POLICY := {
+            "name": _text("name"),
+            "digest": _short_digest,
+            "version": lambda policy: str(policy.current.version),
+            "mode": lambda policy: policy.current.content.mode,
+            "traffic": lambda policy: "all" if policy.current.content.all_traffic else "named",
+            "probe": lambda policy: escape(policy.current.content.probe),
+            "condition": lambda policy: (
+                f"{(item := policy.current.content.condition).aggregation} ≥ {item.at_least:g}"
+            ),
+            "actions": lambda policy: ", ".join(policy.current.content.kinds),
+        },
+        _POLICY,
     ),
     # the job is below the run's name, so that both fit 80 columns
     RunView: Shown(

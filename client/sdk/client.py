@@ -21,6 +21,7 @@ from .registered import (
     Lenses,
     Loras,
     Modules,
+    Policies,
     Probes,
     Saes,
     SourceRuns,
@@ -76,6 +77,7 @@ class Verbs(Calls[M]):
         self.global_steering: GlobalSteering[M] = GlobalSteering(io, blocking)
         self.source_runs: SourceRuns[M] = SourceRuns(io, blocking)
         self.probes: Probes[M] = Probes(io, blocking)
+        self.policies: Policies[M] = Policies(io, blocking)
         self.saes: Saes[M] = Saes(io, blocking)
         self.lenses: Lenses[M] = Lenses(io, blocking)
         self.jacobians: Jacobians[M] = Jacobians(io, blocking)

@@ -75,6 +75,8 @@ class Observed(TypedDict, total=False):
     steering: Some[Steering] | None
     patch: Some[Patch] | None
     probes: Some[str | ProbeUse | Fields] | None
+    policies: Some[str] | None
+    conversation: str | None
     lens: LensSpec | Fields | None
     features: Some[FeatureSpec | Fields] | None
     readers: Some[ReaderSpec | Fields] | None

@@ -1,5 +1,5 @@
 """Calls on named objects of the server: modules, LoRA adapters, SAEs, tuned and Jacobian lenses,
-probes and source runs; also on global steering and rank agreement.
+probes, policies and source runs; also on global steering and rank agreement.
 
 Steering is one entry, a list of entries, a mapping from site to array
 (`{"post_block.12": vector}`), or a file in one of the formats of `client.vectors`. The mapping and
@@ -19,11 +19,12 @@ from ...schemas.artifacts.jacobian_lenses import (
     JacobianLensRequest,
 )
 from ...schemas.artifacts.loras import Lora, LoraPage, LoraRequest
-from ...schemas.artifacts.probes import Action, Probe, ProbePage, ProbeRequest, WatchRequest
+from ...schemas.artifacts.probes import Probe, ProbePage, ProbeRequest
 from ...schemas.artifacts.saes import Sae, SaePage, SaeRequest
 from ...schemas.artifacts.tuned_lenses import TunedLens, TunedLensPage, TunedLensRequest
 from ...schemas.base.errors import invalid
 from ...schemas.base.limits import PathName
+from ...schemas.requests.policies import Policy, PolicyChange, PolicyPage, PolicyRequest
 from ...schemas.requests.source_runs import RunPage, RunView
 from ...schemas.requests.specs import SteeringSpec
 from ...schemas.requests.steering import (
@@ -323,16 +324,29 @@ class Probes(Named[M, Probe]):
         request = wire.checked(body, ProbeRequest, "")
         return await self._ask(self._call("PUT", name, body=request), Probe)
 
-    @call
-    async def watch(self, name: str, action: Action = "flag", model: str | None = None) -> Probe:
-        """Let the probe score every request to the model from now on."""
-        body = WatchRequest(action=action)
-        return await self._ask(self._call("PUT", name, model, "/watch", body), Probe)
+
+class Policies(Named[M, Policy]):
+    """Calls on policies."""
+
+    _path, _record, _page = "/v1/policies", Policy, PolicyPage
 
     @call
-    async def unwatch(self, name: str, model: str | None = None) -> Probe:
-        """Let the probe score only requests that name it. Raises `not_found`."""
-        return await self._ask(self._call("DELETE", name, model, "/watch"), Probe)
+    async def register(self, /, name: str, **fields: Any) -> Policy:
+        """Store a policy under a name; requests use it as `policies=[name]`.
+
+        An existing policy of that name gets a new version, which applies from then on. `fields`:
+        those of `PolicyRequest`.
+        """
+        request = wire.checked(wire.given(**fields), PolicyRequest, "")
+        return await self._ask(self._call("PUT", name, body=request), Policy)
+
+    @call
+    async def change(self, /, name: str, model: str | None = None, **fields: Any) -> Policy:
+        """Make a version with another `mode`, `share` or `all_traffic`; `version`: the one whose
+        content it restores. `fields`: those of `PolicyChange`.
+        """
+        body = wire.checked(wire.given(**fields), PolicyChange, "")
+        return await self._ask(self._call("PATCH", name, model, body=body), Policy)
 
 
 class SourceRuns(Calls[M]):

@@ -36,6 +36,9 @@ class Callback(Record):
     url: str
     events: list[CallbackEvent]
     key: str = ""  # id of the API key that submitted the job, whose secret signs the webhooks
+    # whose webhooks they are, with an action of a policy: the tenant that registered it; empty: the
+    # job's
+    tenant: str = ""
 
 
 def handling_of(body: Handling) -> Handling:

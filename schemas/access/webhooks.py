@@ -1,8 +1,9 @@
 """Webhooks (Standard Webhooks 1.0): payloads, deliveries and secrets."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from ..base.records import Record
 from ..base.states import CallbackEvent
@@ -20,6 +21,8 @@ class HookData(Record):
     state: str
     attempt: int
     model: str
+    # with `job.decided`: {policy, version, digest, request, triggers, inherited, first}
+    decision: dict[str, Any] | UnsetType = UNSET
 
 
 class HookBody(Record):

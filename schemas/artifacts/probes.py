@@ -23,6 +23,7 @@ from ..base.limits import (
 from ..base.records import Plotted, Record, Wire
 from ..base.tensors import NumbersOrTensor, pack_numbers
 from ..prompts.selectors import Hook, HookName
+from .conditions import Decision, StoredPolicy, Threshold
 from .registered import Kind, Registered
 
 #: How the scores of a request's tokens are combined into one score: the last token's, the largest,
@@ -31,8 +32,6 @@ Aggregation = Literal["last", "max", "mean", "exponential"]
 #: What happens when the aggregate of a label reaches its threshold. `steer`: a module edits the
 #: generated tokens for as long as the aggregate is at or above it.
 Action = Literal["none", "flag", "stop", "steer"]
-#: In the range of float32, like the scores.
-Threshold = Annotated[float, msgspec.Meta(ge=-3e38, le=3e38)]
 ProbeLabel = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
 #: Before or after the interventions of the same site.
 Side = Literal["before", "after"]
@@ -95,13 +94,13 @@ class Probe(Registered):
     bytes: int  # of its tensors
     created: float
     description: str = ""
-    # the action on all traffic of the model; null: the probe does not watch all traffic
-    watch: Action | None = None
     replaced: str = ""  # the previous digest of the name, if this request replaced it
 
-    def stored(
-        self, action: Action, *, tokens: bool = False, watching: bool = False
-    ) -> "StoredProbe":
+    @property
+    def tensors(self) -> list[str]:
+        return self.content.tensors
+
+    def stored(self, action: Action, *, tokens: bool = False) -> "StoredProbe":
         return StoredProbe(
             name=self.name,
             digest=self.digest,
@@ -109,7 +108,6 @@ class Probe(Registered):
             model=self.model,
             action=action,
             tokens=tokens,
-            watching=watching,
         )
 
 
@@ -120,14 +118,6 @@ class ProbePage(Record):
 
 
 PROBES = Kind("probe", "probes", "probe", Probe, ProbeRequest, ProbePage, "ms:probes:", MAX_PROBES)
-
-
-class WatchRequest(Record):
-    """Body of `PUT /v1/probes/{name}/watch`: the probe scores every request to the model that is
-    accepted from then on.
-    """
-
-    action: Action = "flag"
 
 
 class ProbeUse(Record):
@@ -164,7 +154,13 @@ class StoredProbe(Record):
     model: str = ""
     action: Action = "none"
     tokens: bool = False
-    watching: bool = False  # added by the operator, not by the request
+    # the policy that these scores are for, whose name follows `POLICY` in `name`
+    policy: StoredPolicy | None = None
+
+    @property
+    def gate(self) -> str:
+        """The value of `StoredSteering.gate` of entries that it decides about."""
+        return self.digest if self.policy is None else self.name
 
 
 def label_starts(probes: list[StoredProbe]) -> list[int]:
@@ -187,22 +183,25 @@ class ProbeScore(Wire):
     crossed: list[int | None]
     action: str = "none"
     tokens: bytes = b""  # if requested: float32 `[positions, labels]`, C order, little-endian
-    watching: bool = False
     model: str = ""
     stopped: bool = False  # it ended the request
     gate: list[tuple[int, int]] | None = None  # of `steer`, see `ProbeResult.gate`
     gated: int = 0
+    policy: StoredPolicy | None = None  # whose decisions follow
+    decisions: list[Decision] = []  # the first `MAX_DECISIONS`
+    triggers: int = 0  # of all decisions
+
+    @property
+    def triggered(self) -> bool:
+        """Return whether the policy was on at a token."""
+        return self.policy is not None and bool(self.triggers or self.policy.inherited)
 
     @property
     def flagged(self) -> bool:
-        """Return whether the job's result reports it as flagged. (The operator's probes are
-        reported in metrics instead.)
-        """
-        return (
-            self.action == "flag"
-            and not self.watching
-            and any(position is not None for position in self.crossed)
-        )
+        """Return whether the job's result reports it as flagged."""
+        if self.policy is not None:
+            return self.triggered and self.policy.takes("flag")
+        return self.action == "flag" and any(position is not None for position in self.crossed)
 
 
 class TokenScores(Record):
@@ -233,3 +232,8 @@ class ProbeResult(Plotted, Record):
     #: of each run of consecutive tokens; at most `MAX_GATE_RUNS` runs.
     gate: list[tuple[int, int]] | None = None
     gated: int = 0  # number of tokens in all runs
+    # of a policy, whose scores these are: `probe` is `policy:` and its name, `crossed` has its
+    # first trigger
+    policy: StoredPolicy | None = None
+    decisions: list[Decision] = []  # the first `MAX_DECISIONS`, in token order
+    triggers: int = 0  # of all decisions

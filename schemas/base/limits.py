@@ -142,12 +142,21 @@ MAX_SURVEYS = 64  # kept with one harvest
 # --- Probes
 
 MAX_PROBES = 256  # registered, of one model
-MAX_WATCHING = 16  # probes that watch all traffic
 MAX_REQUEST_PROBES = 16  # named by one request
 MAX_PROBE_LABELS = 64  # of one probe
 MAX_GATE_RUNS = 1024  # runs of tokens with gated edits, in a result for each probe
 # returned scores of single tokens, over all prompts and probes of a job
 MAX_PROBE_TOKENS = 1 << 18
+
+# --- Policies
+
+MAX_POLICIES = 64  # registered, of one model
+MAX_REQUEST_POLICIES = 16  # named by one request, or applied to all traffic
+MAX_POLICY_ACTIONS = 8  # of one policy
+MAX_POLICY_VERSIONS = 8  # kept of one policy: the newest
+MAX_POLICY_WINDOW = 256  # tokens of an aggregate
+MAX_DECISIONS = 256  # in a result for each policy and prompt
+MAX_LATCH_S = 30 * 24 * 3600
 
 # --- Sweeps
 

@@ -31,10 +31,16 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 TERMINAL = frozenset(state for state, following in TRANSITIONS.items() if not following)
 
-#: The events that a webhook may report: an attempt began, a probe flagged a prompt, or the job
-#: ended.
+#: The events that a webhook may report: an attempt began, a probe or a policy flagged a prompt, a
+#: policy that acts was triggered, or the job ended.
 CallbackEvent = Literal[
-    "job.running", "job.flagged", "job.succeeded", "job.failed", "job.cancelled", "job.aborted"
+    "job.running",
+    "job.flagged",
+    "job.decided",
+    "job.succeeded",
+    "job.failed",
+    "job.cancelled",
+    "job.aborted",
 ]
 ENDS = tuple(
     cast(CallbackEvent, f"job.{state}")

@@ -29,6 +29,7 @@ from ..base.limits import (
     Index,
     Metadata,
     Name,
+    PathName,
     Text,
     TokenIds,
 )
@@ -41,6 +42,7 @@ from ..prompts.images import ImageRef
 from ..readings.readings import ReadingRequest, ReadingResults
 from ..requests.attributions import Queue
 from ..requests.harvest_work import HarvestPart
+from ..requests.policies import PolicyList
 from ..requests.specs import (
     CaptureSpec,
     CaptureStatus,
@@ -153,6 +155,10 @@ class JobRequest(ReadingRequest, kw_only=True):
     steering: SteeringList = []
     patch: PatchList = []
     probes: ProbeList = []
+    policies: PolicyList = []
+    #: Name of the conversation that the request continues, for policies that latch it; the tenant's
+    #: own.
+    conversation: PathName | None = None
     metadata: Metadata = {}
 
 
@@ -209,13 +215,15 @@ class Job(Record, dict=True, omit_defaults=True):
     # for prompts with images: generate up to the model's length limit, since the API does not know
     # the prompts' lengths; `sampling.max_tokens` is too large
     fills: bool = False
-    probes: list[StoredProbe] = []  # that score all its prompts
+    probes: list[StoredProbe] = []  # that score all its prompts; also for its policies
+    conversation: str = ""  # that it continues; of its tenant
+    hooks: dict[str, Callback] = {}  # policy that acts on it → the webhook of its decisions
     # for a sweep or harvest, whose prompts are not in `prompts`: the global captures
     global_captures: list[CaptureSpec] = []
     # identity of the model that it was accepted for; empty: accepted by a version without
     # identities, so no worker runs it
     identity: str = ""
-    # artifacts that it names or that the operator adds: `sae/NAME`, `watching/NAME`, … → digest
+    # artifacts that it names or that the operator adds: `sae/NAME`, `policy/NAME`, … → digest
     contents: dict[str, str] = {}
     # the queue that it enters first; its record has the queue that it is in
     queue: Queue = ""
@@ -285,7 +293,7 @@ class Output(Record):
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str  # stop | length | tool_calls | probe:NAME
+    finish_reason: str  # stop | length | tool_calls | probe:NAME | policy:NAME
     prompt_tokens: int
     cached_tokens: int = 0  # prompt tokens served by the prefix cache
     logprobs: list[TokenLogprob] | None = None
@@ -409,13 +417,14 @@ class JobView(Record, omit_defaults=True):
     priority: Priority = "normal"
     expires: float | None = None  # aborted if no worker has begun it by then
     callback_url: str | None = None
-    probed: bool = False  # probes score it: its own, or those that watch all traffic
+    conversation: str = ""  # that it continues
+    probed: bool = False  # probes score it: its own, or those of policies
     # something edits it: its own steering, its adapter, or the global steering that it was started
     # under
     steered: bool = False
     lora: LoraUse | None = None
     identity: str = ""  # of the model that it was accepted for; no other model runs it
-    # what it uses: `sae/NAME`, `tuned/NAME`, `probe/NAME`, `lora/NAME`, `watching/NAME`, … → digest
+    # what it uses: `sae/NAME`, `tuned/NAME`, `probe/NAME`, `lora/NAME`, `policy/NAME`, … → digest
     contents: dict[str, str] = {}
     # version of the global steering that its attempt began under; null: it has not begun
     global_version: int | None = None
@@ -437,7 +446,7 @@ class JobResult(Plotted, ReadingResults):
     attribution: AttributionResult | UnsetType = UNSET
     fit: FitOutcome | UnsetType = UNSET
     lora: LoraUse | None = None  # the adapter that it ran with
-    probes: list[ProbeResult] = []
+    probes: list[ProbeResult] = []  # of its probes, and of its policies, with their decisions
     identity: str = ""  # of the model that computed it
 
 

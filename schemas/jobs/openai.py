@@ -14,7 +14,17 @@ from msgspec import UNSET, UnsetType
 from ..artifacts.loras import LoraSupport
 from ..artifacts.probes import ProbeList, ProbeResult, TokenScores
 from ..base.errors import Problem
-from ..base.limits import MAX_CHOICES, MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
+from ..base.limits import (
+    MAX_CHOICES,
+    MAX_PROMPT_TOKENS,
+    Count,
+    Index,
+    Label,
+    Metadata,
+    Name,
+    PathName,
+    Text,
+)
 from ..base.records import Record
 from ..extensions import Extension
 from ..model.attention import AttentionKind
@@ -22,6 +32,7 @@ from ..model.banks import RowShape
 from ..prompts.chat import Conversation, NamedTool, ToolCall, ToolList
 from ..readings.readings import ReadingAnswers, ReadingRequest
 from ..requests.lens_args import LensArgs, LensRows
+from ..requests.policies import PolicyList
 from ..requests.specs import CaptureSpec, PatchList, SteeringList
 from .certificates import Certificate
 from .jobs import (
@@ -134,6 +145,10 @@ class OpenAIRequest(ReadingRequest, kw_only=True):
     patch: PatchList = []
     capture: CaptureSpec | None = None
     probes: ProbeList = []
+    policies: PolicyList = []
+    #: Name of the conversation that the request continues, for policies that latch it; the tenant's
+    #: own.
+    conversation: PathName | None = None
     #: Hold the answer until every capture is durable and every rank has reported. A steered answer
     #: is always held for the ranks' reports, so that an intervention which was not applied is never
     #: answered as if it were.
@@ -249,7 +264,7 @@ class Answer(ReadingAnswers):
     determinism: Determinism | UnsetType | None = UNSET
     # `residual_stream`, with vllm-lens' `output_residual_stream`
     activations: dict[str, LensRows] | UnsetType = UNSET
-    #: Present with probes; in the last chunk of a stream.
+    #: Present with probes or policies; in the last chunk of a stream.
     probes: list[ProbeResult] | UnsetType = UNSET
     #: In chunks of a stream with probes: of tokens fed back to the model since the last chunk; the
     #: first are those of the prompt's last.

@@ -138,7 +138,7 @@ def test_what_the_operator_captures_of_all_traffic_it_captures_of_a_harvest(
         )
 
 
-def test_a_probe_that_stops_all_traffic_ends_what_a_harvest_generates(
+def test_a_policy_that_stops_all_traffic_ends_what_a_harvest_generates(
     service: Stack, client: Client
 ) -> None:
     """At the first token in which it crosses; the rows of the documents stay."""
@@ -149,11 +149,13 @@ def test_a_probe_that_stops_all_traffic_ends_what_a_harvest_generates(
 
     assert generated() == 4 * len(DOCUMENTS)
     client.probes.register("guard", weight=np.zeros(576), bias=[1.0], layer=3, thresholds=[0.5])
-    client.probes.watch("guard", action="stop")
+    condition = {"at_least": 0.5, "schedule": {"tokens": "all"}}
+    fields = {"probe": "guard", "condition": condition, "mode": "active", "all_traffic": True}
+    client.policies.register("guard", **fields, actions=["stop"])
     try:
         assert generated() == 0
     finally:
-        client.probes.delete("guard")
+        client.policies.delete("guard")
 
 
 @pytest.mark.matrix

@@ -3,6 +3,7 @@ request.
 """
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from probe_kit import (
 from reference import Reference
 from tolerances import FP32_BATCH, FP32_ROWS
 
+from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeScore, StoredProbe
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.requests.specs import Grade, StoredWindow
@@ -387,13 +389,14 @@ def test_preempted_requests_are_edited_where_their_gate_was_open(
     last = cached.info["num_layers"] - 1
     gate, _ = flapping(reference, prompt_of(110, seed=500), 14, last, 40)
     before = cached.call("midstream_status")[0]["preemptions"]
+    watcher = guard(cached, gate.weights, last, "flag", at_least=gate.threshold)
     jobs = [
         cached.job(
             prompt_of(110, seed=500 + number),
             max_tokens=180,
             capture=capture_of([last], "all"),
             steering=gate.steering(cached),
-            probes=[gate.probe(cached)],
+            probes=[gate.probe(cached), watcher],
         )
         for number in range(6)
     ]
@@ -410,6 +413,8 @@ def test_preempted_requests_are_edited_where_their_gate_was_open(
             np.isin(np.arange(110, 289), is_open)[clear], (decides >= gate.threshold)[clear]
         )
         assert 0 < len(is_open) < 179
+        # of a policy, each score is read once, as it was computed first
+        assert decisions(scores_of(cached, job)["policy:guard"], gate.threshold)
 
 
 def test_a_rank_whose_gate_differs_is_found(tp2: Host) -> None:
@@ -429,3 +434,129 @@ def test_a_rank_whose_gate_differs_is_found(tp2: Host) -> None:
     tp2.call("restart_ledgers")
     assert (first.status, second.status, first.applied, second.applied) == ("ok", "ok", 0, 1)
     assert first.checksum != second.checksum
+
+
+# --- Policies
+# ------------------------------------------------------------------------------------------------
+
+
+def guard(
+    host: Host, weights: Weights, site: int, *actions: str, acts: bool = True, **condition: Any
+) -> StoredProbe:
+    """The scores of the first label, read by a policy."""
+    read = StoredPolicy(
+        name="guard",
+        version=1,
+        digest="d",
+        condition=Condition(label="label0", **condition),
+        actions=list(actions),
+        mode="active" if acts else "shadow",
+        acts=acts,
+    )
+    decides = "steer" if read.takes("steer") else "stop" if read.takes("stop") else "none"
+    probe = weights.probe(host, site, decides, name="policy:guard")
+    return msgspec.structs.replace(probe, policy=read)
+
+
+def decisions(score: ProbeScore, at_least: float, below: float | None = None) -> list[int]:
+    """Check that the decisions are those that the reported scores of generated tokens give, and
+    return the positions at which the policy was on.
+    """
+    scores, wanted, on = tokens_of(score)[:, 0], [], []
+    assert score.policy is not None
+    start = score.policy.condition.schedule.tokens == "all"
+    for position, value in enumerate(map(float, scores)):
+        if position < (0 if start else PROMPT):
+            continue
+        was = bool(on) and on[-1] == position - 1
+        if value >= (at_least if not was else at_least if below is None else below):
+            on.append(position)
+        if (position in on) != was:
+            wanted.append((position, "release" if was else "trigger", value))
+    assert [(each.position, each.event, each.score) for each in score.decisions] == wanted
+    assert score.triggers == sum(event == "trigger" for _, event, _ in wanted)
+    return on
+
+
+#: Tokens of the prompts below.
+PROMPT = 110
+
+
+def test_policies_decide_in_token_order_and_act_on_the_next_token(v1: Host) -> None:
+    """Steering begins at the token after the decision; a policy that only records, and neighbours
+    of one that acts, keep every bit; a replay decides the same.
+    """
+    last, weights, prompt = v1.info["num_layers"] - 1, Weights(41, k=1), prompt_of(PROMPT, seed=41)
+    free = v1.job(prompt, max_tokens=40, probes=[weights.probe(v1, last)])
+    other = prompt_of(50, seed=42)
+    tokens = v1.run(free)[free.id][0].token_ids
+    generated = np.sort(tokens_of(scores_of(v1, free)["p"])[PROMPT:, 0])
+    # between two scores, so that rounding decides nothing
+    high, low = (float(generated[at : at + 2].mean()) for at in (30, 15))
+    entry = steer(v1.vector(np.full(64, 3.0)), [0], positions="all_generated")
+    entry = msgspec.structs.replace(entry, gate="policy:guard")
+
+    def run(*actions: str, acts: bool) -> tuple[list[int], ProbeScore, list[bytes], Job]:
+        probe = guard(v1, weights, last, *actions, acts=acts, at_least=high, release_below=low)
+        window = StoredWindow(probe="policy:guard", before=2, after=1)
+        captures = [capture_of([last], "all"), capture_of([0], "all", tag="w", window=window)]
+        steering = [entry] if acts and "steer" in actions else None
+        job = v1.job(prompt, max_tokens=40, capture=captures, probes=[probe], steering=steering)
+        near = v1.job(other, max_tokens=40, capture=capture_of([last], "all"))
+        output = v1.run_together(job, near)[job.id][0]
+        rows = [v1.capture(each, 0).array(last).tobytes() for each in (job, near)]
+        return output.token_ids, scores_of(v1, job)["policy:guard"], rows, job
+
+    plain, shadow, rows, job = run("steer", "stop", "flag", acts=False)
+    assert plain == tokens
+    on = decisions(shadow, high, low)
+    triggers = [each.position for each in shadow.decisions if each.event == "trigger"]
+    assert 1 < len(triggers) < len(on) < 39
+    assert (shadow.flagged, shadow.gate, v1.receipts(job)[0].applied) == (False, None, 0)
+    wanted = {at for trigger in triggers for at in range(trigger - 2, trigger + 2)}
+    assert v1.capture(job, 1).positions() == sorted(wanted & set(range(PROMPT + 39)))
+
+    steered, score, changed, job = run("steer", "flag", acts=True)
+    on = decisions(score, high, low)
+    first = triggers[0]
+    # the token of the decision's row, and the next one, which that row gives, are those of before
+    assert steered[: first + 2 - PROMPT] == tokens[: first + 2 - PROMPT]
+    assert steered != tokens
+    assert (score.flagged, on[0]) == (True, first)
+    assert positions_of(score) == [at + 1 for at in on if at + 1 < PROMPT + 39]
+    assert v1.receipts(job)[0].applied == len(positions_of(score))
+    assert changed[1] == rows[1]  # the neighbour's
+    # a replay: the same tokens, in steps of the same rows
+    probe = guard(v1, weights, last, "steer", at_least=high, release_below=low)
+    replays = []
+    for _ in range(2):
+        replay = v1.job(prompt, max_tokens=40, probes=[probe], steering=[entry])
+        replays.append((v1.run(replay)[replay.id][0].token_ids, scores_of(v1, replay)))
+    assert replays[0] == replays[1]
+    again = replays[0][1]["policy:guard"]
+    assert replays[0][0] == steered
+    assert [each.position for each in again.decisions] == [at.position for at in score.decisions]
+
+    stopped, score, cut, _ = run("stop", acts=True)
+    assert (stopped, score.stopped) == (tokens[: first + 1 - PROMPT], True)
+    assert (decisions(score, high, low), cut[1]) == ([first], rows[1])
+
+
+def test_a_latch_of_a_conversation_steers_from_the_first_token(v1: Host) -> None:
+    """And ends a request that it stops before the first token."""
+    last, weights, prompt = v1.info["num_layers"] - 1, Weights(43, k=1), prompt_of(9, seed=43)
+    for action, applied, tokens in (("steer", 5, 6), ("stop", 0, 0)):
+        probe = guard(v1, weights, last, action, at_least=1e9, latch="conversation")
+        latched = msgspec.structs.replace(probe.policy, inherited="job_1")
+        entry = steer(v1.vector(np.ones(64)), [0], positions="all_generated")
+        job = v1.job(
+            prompt,
+            max_tokens=6,
+            probes=[msgspec.structs.replace(probe, policy=latched)],
+            steering=[msgspec.structs.replace(entry, gate="policy:guard")],
+        )
+        (output,) = v1.run(job)[job.id]
+        assert (len(output.token_ids), v1.receipts(job)[0].applied) == (tokens, applied)
+        assert scores_of(v1, job)["policy:guard"].decisions == []
+        if action == "stop":
+            assert output.finish_reason == "policy:guard"

@@ -36,6 +36,7 @@ SLOW = (
     "lora",
     "openai-compatibility",
     "patching",
+    "policies",
     "probes",
     "scheduling",
     "steering",
@@ -104,6 +105,8 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(
                 client.lenses.delete(lens.name)
             for sae in client.saes.list():
                 client.saes.delete(sae.name)
+            for policy in client.policies.list():
+                client.policies.delete(policy.name)
             for probe in client.probes.list():
                 client.probes.delete(probe.name)
     assert page.ran

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -29,10 +29,11 @@ from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, identity_of, ma
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.jobs.sweeps import Sweeps
-from midstream.broker.ledger.named.probes import Probes
+from midstream.broker.ledger.named.probes import Pinned
 from midstream.broker.ledger.named.steering import Steering
 from midstream.broker.receipts.relay import Relay
-from midstream.schemas.artifacts.probes import Action, Probe, ProbeContent
+from midstream.schemas.artifacts.conditions import Condition, Schedule
+from midstream.schemas.artifacts.probes import Probe, ProbeContent
 from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.tensors import content_hash, from_numpy
@@ -47,6 +48,7 @@ from midstream.schemas.jobs.sweeps import (
     UnitRecord,
 )
 from midstream.schemas.prompts.selectors import as_ranges
+from midstream.schemas.requests.policies import POLICIES, Policy, PolicyRequest, PolicyVersion
 from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.schemas.requests.specs import dims_name
 from midstream.workers.serving.attempt import AttemptOutcome
@@ -282,8 +284,8 @@ class Rig:
         await self.ledger.submit(job, {})
         return job.id
 
-    async def watch(self, threshold: float, action: Action = "stop") -> None:
-        """Have a probe `guard` watch all traffic: the fake engine's scores are positions."""
+    async def watch(self, threshold: float, action: Literal["flag", "stop"] = "stop") -> None:
+        """Have a policy `guard` read all traffic: the fake engine's scores are positions."""
         tensors = [from_numpy(np.ones(shape, np.float32)) for shape in ((1, HIDDEN_SIZE), (1,))]
         content = ProbeContent(
             hook="post_block",
@@ -300,10 +302,31 @@ class Rig:
             hidden_size=HIDDEN_SIZE,
             bytes=0,
             created=now(),
-            watch=action,
         )
-        await Probes(self.ledger).put(
-            probe, {content_hash(each): to_msgpack(each) for each in tensors}
+        content = PolicyRequest(
+            probe="guard",
+            condition=Condition(at_least=threshold, schedule=Schedule(tokens="all")),
+            actions=[action],
+            mode="active",
+            all_traffic=True,
+        )
+        version = PolicyVersion(
+            version=1,
+            digest="digest",
+            created=now(),
+            content=content,
+            probe=probe.stored("none"),
+            modules=[],
+            identity=identity_of(Settings(model="fake-model")),
+            tenant="",
+            key="",
+        )
+        policy = Policy(name="guard", model="fake-model", digest="digest", versions=[version])
+        await Pinned(self.ledger, POLICIES).put(
+            "fake-model",
+            "guard",
+            lambda _: policy,
+            {content_hash(each): to_msgpack(each) for each in tensors},
         )
 
     async def known(self, job_id: str, cells: int) -> None:

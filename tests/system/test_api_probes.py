@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 
 from midstream.client import Client, MidstreamError
 from midstream.client.cli.main import app
+from midstream.schemas.artifacts.probes import ProbeResult
+from midstream.schemas.jobs.jobs import JobResult
 
 HIDDEN = 8
 TIMES = {"lease_s": 9.0, "visibility_timeout_s": 60}
@@ -40,6 +42,13 @@ def client(stack: Stack) -> Iterator[Client]:
         yield connected
 
 
+def of_all(probe: str, *actions: Any, **fields: Any) -> dict[str, Any]:
+    """The fields of a policy of all traffic that acts on the prompt's tokens too."""
+    condition = {"at_least": 5.0, "label": "angry", "schedule": {"tokens": "all"}}
+    all_ = {"actions": list(actions), "mode": "active", "all_traffic": True}
+    return {"probe": probe, "condition": condition, **all_, **fields}
+
+
 @pytest.fixture(scope="module")
 def calm(client: Client) -> str:
     """Two labels, of which the second crosses at position 4."""
@@ -51,7 +60,7 @@ def calm(client: Client) -> str:
     }
     assert client.probes.register("calm", **fields).replaced == ""
     first = client.probes.get("calm")
-    assert (first.content.layer, first.content.labels, first.watch) == (3, ["calm", "angry"], None)
+    assert (first.content.layer, first.content.labels) == (3, ["calm", "angry"])
     assert client.probes.register("calm", **fields | {"bias": [1, 2]}).replaced == first.digest
     assert [probe.name for probe in client.probes.list()] == ["calm"]
     return "calm"
@@ -118,38 +127,23 @@ def test_completions_carry_the_scores(client: Client, calm: str, stream: bool) -
     assert (scores["probe"], scores["crossed"]) == ("calm", {"angry": 4})
 
 
-def test_a_probe_that_watches_scores_every_request_and_shows_in_metrics_only(
-    stack: Stack, client: Client
-) -> None:
-    client.probes.register("watcher", weight=np.ones(HIDDEN), layer=0, thresholds=2, labels=["bad"])
-    with pytest.raises(MidstreamError, match="'steer' is not valid for all traffic") as refused:
-        client.probes.watch("watcher", "steer")
-    assert (refused.value.field, refused.value.allowed) == ("action", "none, flag, stop")
-    assert client.probes.watch("watcher").watch == "flag"
+def test_a_policy_of_all_traffic_reads_every_request(client: Client, calm: str) -> None:
+    client.policies.register("watcher", **of_all(calm, "flag"))
     mapped = client.map(["hello there"], model="fake-model", max_tokens=2, progress=False)
-    assert list(client.jobs.get(next(iter(mapped)).result.id).contents) == ["watching/watcher"]
+    assert list(client.jobs.get(next(iter(mapped)).result.id).contents) == ["policy/watcher"]
     result = client.run(prompts=["hello there"], max_tokens=2, model="fake-model")
-    assert (result.probes, result.determinism is not None, client.jobs.get(result.id).probed) == (
-        [],
-        True,
-        True,
-    )
+    assert client.jobs.get(result.id).probed
+    assert result.determinism is not None
+    assert [(probe.probe, probe.flagged) for probe in result.probes] == [("policy:watcher", True)]
     answer = client.completion(model="fake-model", prompt="hello there", max_tokens=2)
     assert (answer.probes, answer.determinism) == ([], None)
     assert client.jobs.get(answer).state == "succeeded", (
         "held until the ranks have reported that they scored it"
     )
-    assert (
-        client.probes.register(
-            "watcher", weight=np.zeros(HIDDEN), layer=0, thresholds=2, labels=["bad"]
-        ).watch
-        == "flag"
-    )
-    assert client.probes.unwatch("watcher").watch is None
+    client.policies.delete("watcher")
     assert client.run(prompts=["hello there"], max_tokens=2, model="fake-model").determinism is None
-    client.probes.delete("watcher")
-    with pytest.raises(MidstreamError, match="unknown probe 'watcher'"):
-        client.probes.get("watcher")
+    with pytest.raises(MidstreamError, match="unknown policy 'watcher'"):
+        client.policies.get("watcher")
 
 
 WEIGHT = np.ones((2, HIDDEN)).tolist()
@@ -286,22 +280,14 @@ def test_the_command_line_registers_lists_and_deletes(stack: Stack, tmp_path: Pa
     )
     assert "cli" in ran("list")
     assert "x ≥ 1.5" in ran("show", "cli")
-    assert "all traffic, flag" in ran("watch", "cli")
-    refused = CliRunner().invoke(
-        app, ["probe", "watch", "cli", "--action", "steer", "--url", stack.url]
-    )
-    assert isinstance(refused.exception, MidstreamError)
-    assert (refused.exception.field, refused.exception.allowed) == ("action", "none, flag, stop")
-    assert "all traffic" not in ran("watch", "cli", "--off")
     assert "removed" in ran("remove", "cli")
 
 
 def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> None:
-    """In the chunks of a completion, and as events of its job; those of a probe that watches are
-    not among them.
+    """In the chunks of a completion, and as events of its job; those of policies are not among
+    them.
     """
-    client.probes.register("watching", weight=np.ones(HIDDEN), layer=0)
-    client.probes.watch("watching", action="none")
+    client.policies.register("watching", **of_all(calm, "flag"))
     body = {
         "model": "fake-model",
         "prompt": "hello there",
@@ -310,7 +296,7 @@ def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> No
         "stream": True,
     }
     answer = httpx2.post(f"{client.url}/v1/completions", json=body, timeout=60)
-    client.probes.delete("watching")
+    client.policies.delete("watching")
     chunks = [
         json.loads(line.removeprefix("data: "))
         for line in answer.text.splitlines()
@@ -340,3 +326,159 @@ def test_the_client_returns_scores_of_completions(client: Client, calm: str) -> 
         {"angry": 4},
         ["length"],
     )
+
+
+# --- Policies
+# ------------------------------------------------------------------------------------------------
+
+
+def run(client: Client, *policies: str, **fields: Any) -> JobResult:
+    fields = {"max_tokens": 3, "model": "fake-model", **fields}
+    return client.run(prompts=["hello there"], policies=list(policies), **fields)
+
+
+def decided(result: JobResult) -> dict[str, ProbeResult]:
+    return {probe.policy.name: probe for probe in result.probes if probe.policy is not None}
+
+
+def test_a_policy_of_all_traffic_has_versions_and_modes(client: Client, calm: str) -> None:
+    """A version in shadow mode records, one that acts stops, and both can be restored; all in the
+    job's result.
+    """
+    first = client.policies.register("guard", **of_all(calm, "stop", mode="shadow"))
+    digest, tokens = first.digest, run(client).outputs[0].token_ids
+    assert run(client).outputs[0].finish_reason == "length"
+    active = client.policies.change("guard", mode="active")
+    assert (active.current.version, active.replaced) == (2, "")
+    stopped = run(client)
+    assert stopped.outputs[0].finish_reason == "policy:guard"
+    assert stopped.outputs[0].token_ids == tokens[: len(stopped.outputs[0].token_ids)]
+    guard = decided(stopped)["guard"]
+    assert (guard.policy.version, guard.policy.mode, guard.policy.acts) == (2, "active", True)
+    assert [(each.position, each.event, each.score) for each in guard.decisions] == [
+        (4, "trigger", 5.0)
+    ]
+    third = client.policies.change("guard", version=1)
+    assert (third.digest, third.current.version) == (digest, 3)
+    guard = decided(run(client))["guard"]
+    assert (guard.policy.acts, guard.policy.version) == (False, 3)
+    assert guard.decisions[0].position == 4
+    # the probe's name may change: the policy keeps what it was registered with
+    client.probes.register("other", weight=np.ones((2, HIDDEN)), layer=0, labels=["calm", "angry"])
+    client.policies.register("guard", **of_all("other", "stop"))
+    client.probes.delete("other")
+    assert run(client).outputs[0].finish_reason == "policy:guard"
+    job = client.submit(prompts=["hello"], model="fake-model", sampling={"max_tokens": 3})
+    assert client.wait(job).contents["policy/guard"] == client.policies.get("guard").digest
+    client.policies.delete("guard")
+    assert run(client).probes == []
+
+
+def test_a_canary_acts_in_a_share_of_conversations(client: Client, calm: str) -> None:
+    fields = of_all(calm, "flag", mode="canary", share=0.5, all_traffic=False)
+    client.policies.register("canary", **fields)
+    acted = {
+        name: {
+            decided(run(client, "canary", conversation=name))["canary"].policy.acts
+            for _ in range(2)
+        }
+        for name in map(str, range(16))
+    }
+    assert {len(values) for values in acted.values()} == {1}
+    assert 2 <= sum(True in values for values in acted.values()) <= 14
+
+
+def test_a_latch_turns_the_next_requests_of_a_conversation_on(client: Client, calm: str) -> None:
+    """Of this conversation and this tenant alone, and only where the policy acts."""
+    condition = {"at_least": 5.0, "label": "angry", "latch": "conversation"}
+    fields = of_all(calm, "flag", condition=condition, all_traffic=False)
+    client.policies.register("latch", **fields)
+    client.policies.register("shadow", **fields | {"mode": "shadow"})
+    first = run(client, "latch", "shadow", conversation="c1")
+    assert decided(first)["latch"].policy.inherited == ""
+    later = decided(run(client, "latch", "shadow", conversation="c1"))
+    assert (later["latch"].policy.inherited, later["latch"].triggers) == (first.id, 0)
+    assert (later["latch"].flagged, later["latch"].decisions) == (True, [])
+    assert later["shadow"].policy.inherited == ""
+    for other in ({"conversation": "c2"}, {}):
+        assert decided(run(client, "latch", **other))["latch"].policy.inherited == ""
+
+
+def test_a_decision_is_sent_to_the_policys_webhook(client: Client, calm: str) -> None:
+    """Once, with the decision; also to the job's own, if it lists the event."""
+    hook = {"action": "webhook", "url": "http://127.0.0.1:9/policy"}
+    client.policies.register("hook", **of_all(calm, hook, all_traffic=False))
+    own = {"callback_url": "http://127.0.0.1:9/job", "callback_events": ["job.decided"]}
+    result = run(client, "hook", **own)
+    sent = client.webhooks.deliveries(job=result.id).deliveries
+    assert sorted((each.event, each.url) for each in sent) == [
+        ("job.decided", "http://127.0.0.1:9/job"),
+        ("job.decided", "http://127.0.0.1:9/policy"),
+    ]
+    client.policies.change("hook", mode="shadow")
+    quiet = run(client, "hook", **own)
+    assert client.webhooks.deliveries(job=quiet.id).deliveries == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"probe": "none"}, "probe"),
+        ({"condition": {"at_least": 5.0}}, "condition.label"),
+        ({"condition": {"at_least": 1.0, "aggregation": "mean"}}, "condition"),
+        ({"condition": {"at_least": 1.0, "release_below": 2.0}}, "condition"),
+        ({"actions": [{"action": "steer", "module": "none"}]}, "actions[0].module"),
+        ({"actions": [{"action": "capture", "layers": 0}]}, None),
+        ({"actions": [{"action": "webhook", "url": "ftp://a"}]}, "actions[0].url"),
+        ({"actions": ["flag", "flag"]}, None),
+        ({"mode": "canary"}, None),
+        ({"share": 0.5}, None),
+    ],
+)
+def test_policies_that_are_refused(
+    client: Client, calm: str, fields: dict[str, Any], field: str | None
+) -> None:
+    with pytest.raises(MidstreamError) as refused:
+        client.policies.register("bad", **of_all(calm, "flag") | fields)
+    assert refused.value.kind == "invalid_request"
+    assert refused.value.field == field or field in (None, "condition")
+
+
+def test_requests_and_changes_that_are_refused(client: Client, calm: str) -> None:
+    client.policies.register("real", **of_all(calm, "flag", all_traffic=False))
+    for policies, field in ((["none"], "policies[0]"), (["real", "real"], "policies[1]")):
+        with pytest.raises(MidstreamError) as refused:
+            run(client, *policies)
+        assert (refused.value.kind, refused.value.field) == ("invalid_request", field)
+    with pytest.raises(MidstreamError) as refused:
+        client.policies.change("real", version=9)
+    assert (refused.value.field, refused.value.allowed) == ("version", "1")
+    with pytest.raises(MidstreamError) as refused:
+        client.policies.change("real", share=0.5)
+    assert refused.value.field == "mode"
+
+
+def test_a_policy_captures_the_window_around_its_trigger(client: Client, calm: str) -> None:
+    window = {"action": "capture", "layers": 0, "before": 1}
+    client.policies.register("window", **of_all(calm, window, all_traffic=False))
+    result = run(client, "window")
+    assert result.capture_results.status == "ok"
+    assert [file.tag for file in result.capture_results.files] == ["policy-window"]
+    with pytest.raises(MidstreamError, match="tags of captures"):
+        run(client, "window", capture={"layers": 0, "tag": "policy-window"})
+
+
+def test_the_commands_of_policies(stack: Stack, client: Client, calm: str, tmp_path: Path) -> None:
+    def ran(*words: str) -> str:
+        found = CliRunner().invoke(app, [*words, "--url", stack.url])
+        assert found.exit_code == 0, found.output
+        return found.output
+
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(of_all(calm, "flag", all_traffic=False)))
+    assert "last ≥ 5" in ran("policy", "register", "cli", str(file))
+    assert "shadow" in ran("policy", "change", "cli", "--mode", "shadow")
+    assert "cli" in ran("policy", "list")
+    shown = ran("submit", "hello there", "--policy", "cli", "--conversation", "c9")
+    assert "only recorded" in shown
+    assert "removed" in ran("policy", "remove", "cli")

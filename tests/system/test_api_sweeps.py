@@ -76,11 +76,11 @@ def test_a_sweep_job_carries_what_applies_to_all_traffic(api: Api, hand: Hand) -
     hand.serve(grades=True, global_captures=[CaptureSpec(layers=[0], tag="ops")])
     with Client(api.url) as client:
         client.probes.register("guard", weight=np.ones(HIDDEN), layer=0, thresholds=[1.0])
-        client.probes.watch("guard", action="stop")
+        condition = {"at_least": 1.0, "schedule": {"tokens": "all"}}
+        fields = {"probe": "guard", "condition": condition, "mode": "active", "all_traffic": True}
+        client.policies.register("guard", **fields, actions=["stop"])
     job = hand.job(swept(api))
-    assert [(probe.name, probe.action, probe.watching) for probe in job.probes] == [
-        ("guard", "stop", True)
-    ]
+    assert [(probe.name, probe.action) for probe in job.probes] == [("policy:guard", "stop")]
     assert [spec.tag for spec in job.global_captures] == ["ops"]
     for name in job.probes[0].content.tensors:
         assert hand.do(hand.ledger.get_tensor(name)).shape in ([1, HIDDEN], [1])

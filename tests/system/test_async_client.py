@@ -116,8 +116,11 @@ async def probes(client: AsyncClient) -> None:
     assert [each.name for each in await client.probes.list()] == [
         (await client.probes.get("calm")).name
     ]
-    assert (await client.probes.watch("calm")).watch == "flag"
-    assert not (await client.probes.unwatch("calm")).watch
+    fields = {"probe": "calm", "condition": {"at_least": 2.0}, "actions": ["flag"]}
+    await client.policies.register("guard", **fields)
+    changed = await client.policies.change("guard", mode="active")
+    assert changed.current.version == (await client.policies.get("guard")).current.version == 2
+    await client.policies.delete("guard")
     await client.probes.delete("calm")
     await refused(client.probes.get("calm"), "not_found")
 

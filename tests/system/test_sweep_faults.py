@@ -14,12 +14,13 @@ import pytest
 from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, pair, sweep, sweep_job
 
 from midstream.broker.ledger.core.scripts import SHELVED_S
-from midstream.broker.ledger.named.probes import Probes
+from midstream.broker.ledger.named.probes import Pinned, of_all_traffic, recorded
 from midstream.broker.ledger.named.source_runs import SourceRuns
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.requests.policies import POLICIES
 from midstream.storage.file_store import FileStore
 from midstream.workers.serving.attempt import AttemptOutcome
 
@@ -59,7 +60,8 @@ def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(
             await at.watch(max(len(pair().base), len(pair().source)) + 2.0)
             info, watching = await at.ledger.watched_model("fake-model")
             assert info is not None
-            probes = await Probes(at.ledger).watching(info, watching)
+            policies = await of_all_traffic(Pinned(at.ledger, POLICIES), info, watching)
+            probes = recorded(policies, info.name)
             job = msgspec.structs.replace(
                 sweep_job(asked), probes=probes, global_captures=info.global_captures
             )
@@ -76,7 +78,7 @@ def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(
         assert any(value is not None for value in grids[0])
         assert {*grids[1]} == {None}
         assert any(
-            "source prompt failed: the probe 'guard' ended it" in skipped.reason
+            "source prompt failed: the probe 'policy:guard' ended it" in skipped.reason
             for skipped in result.sweep.skipped
         )
         units = Units(asked)

@@ -1,7 +1,8 @@
 """Makes every engine request, with all that the operator has set for all traffic.
 
 Each kind of request has a function: a prompt of a job, a sequence of a harvest, a unit of a sweep.
-Watching probes, global capture, tenant and adapter come from the request's job, for every kind.
+Policies of all traffic, global capture, tenant and adapter come from the request's job, for every
+kind.
 Global steering comes from the attempt (`Attempt.submit`).
 """
 
@@ -21,7 +22,7 @@ from .protocol import EngineRequest
 
 RequestKind = Literal["prompt", "sequence", "unpatched", "patched", "trial"]
 
-#: Kinds to which watching probes and global capture do not apply, with the reason.
+#: Kinds to which policies of all traffic and global capture do not apply, with the reason.
 EXEMPT: dict[RequestKind, str] = {
     "patched": (
         "a sweep's unpatched requests have the same tokens, and its patched ones "

@@ -11,6 +11,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from ...schemas.artifacts.conditions import POLICY
 from ...schemas.base.errors import MidstreamError, invalid, shortened
 from ...schemas.base.limits import MAX_DETAIL
 from ...schemas.jobs.jobs import Message, Output, Prompted, Sampling, TokenLogprob
@@ -114,7 +115,10 @@ class OutputJoiner:
         return replace(progress, finished=self._finished(output, stopped_by), stopped_by=stopped_by)
 
     def _finished(self, output: RequestOutput, stopped_by: str) -> Output:
-        """Return the whole output. `stopped_by`: the probe that ended the request, or ""."""
+        """Return the whole output. `stopped_by`: the probe or the policy that ended the request, or
+        "".
+        """
+        ended = stopped_by if stopped_by.startswith(POLICY) else f"probe:{stopped_by}"
         part = output.outputs[0]
         if part.finish_reason == "error" and self._constrained:
             raise invalid("structured_outputs", "the engine could not compile the constraint")
@@ -135,7 +139,7 @@ class OutputJoiner:
             index=self._request,
             text=text,
             token_ids=self._token_ids,
-            finish_reason=f"probe:{stopped_by}" if stopped_by else reason,
+            finish_reason=ended if stopped_by else reason,
             prompt_tokens=len(output.prompt_token_ids or []),
             cached_tokens=output.num_cached_tokens or 0,
             logprobs=self._logprobs,

@@ -555,12 +555,12 @@ def _leaves(error: BaseException) -> Iterable[BaseException]:
 
 def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
     """Return one event per token in `progress`, with the scores of the probes that the job named;
-    the operator's probes are left out.
+    policies' are left out.
     """
     named = [
         (probe, start)
         for probe, start in zip(job.probes, label_starts(job.probes), strict=True)
-        if not probe.watching
+        if probe.policy is None
     ]
 
     def by_label(values: Sequence[float]) -> dict[str, dict[str, float]]:

@@ -40,14 +40,20 @@ from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of
 from ..edits.steering import check_number, modules_named, resolve_edits
-from ..positions.captures import Bounds, PromptFacts, has_text, resolve_captures
+from ..positions.captures import (
+    Bounds,
+    PromptFacts,
+    has_text,
+    resolve_captures,
+    stored_captures,
+)
 from ..positions.gates import gated_by
 from ..positions.windows import with_window_tokens
 from ..prompts.images import check_number as check_number_of_images
 from ..prompts.images import placed
 from ..prompts.request_parsing import ParsedPrompt, ParsedRequest, plain_messages
 from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong
-from ..readings.probes import check_step, check_tokens
+from ..readings.probes import NO_POLICIES, Applied, check_step, check_tokens
 from ..readings.readings import positions_asked, resolve_readings, with_token_ids_of
 
 #: Cost of resolving, for one prompt, an entry, a span, and a part of a text such as `0-3,7,-1`. The
@@ -285,7 +291,7 @@ def check_alone(parsed: ParsedRequest) -> None:
     unedited model on texts, and generates nothing.
     """
     beside: dict[str, Any] = {
-        name: getattr(parsed, name) for name in ("steering", "patch", "probes", "lora")
+        name: getattr(parsed, name) for name in ("steering", "patch", "probes", "policies", "lora")
     }
     beside |= {name: spec for name, spec in parsed.readings.items() if name != "capture"}
     beside["messages"] = any(prompt.images for prompt in parsed.prompts)
@@ -312,6 +318,7 @@ async def resolve(
     max_tokens: int,
     model_state: ModelState = NOTHING,
     probes: Sequence[StoredProbe] = (),
+    policies: Applied = NO_POLICIES,
 ) -> Resolved:
     """Return captures and edits for each prompt, and the request's tensors by content hash.
 
@@ -326,10 +333,11 @@ async def resolve(
     def resolved() -> Resolved:
         facts = facts_of(parsed, prompts, codec, model_state)
         bounds = Bounds(model, facts, max_tokens, [probe.name for probe in probes])
-        captures = resolve_captures(parsed.capture, bounds, resolve_readings(parsed, bounds))
-        return captures, *resolve_edits(
-            parsed.patch, parsed.steering, bounds, model_state, gated_by(parsed.probes, probes)
-        )
+        more = [(at, stored_captures(spec, bounds, at)) for at, spec in policies.captures]
+        readings = resolve_readings(parsed, bounds)
+        captures = resolve_captures(parsed.capture, bounds, [*readings, *more])
+        gated = [*gated_by(parsed.probes, probes), *policies.gated]
+        return captures, *resolve_edits(parsed.patch, parsed.steering, bounds, model_state, gated)
 
     characters = sum(map(_characters, prompts))
     cost = check_cost(parsed, len(prompts), characters, model_state)
@@ -506,8 +514,9 @@ async def admit(
     caller: Caller = EVERYBODY,
     lora: StoredLora | None = None,
     probes: Sequence[StoredProbe] = (),
+    policies: Applied = NO_POLICIES,
 ) -> Admitted:
-    """Return the parsed request as a job of `caller` with this id, adapter and probes.
+    """Return the parsed request as a job of `caller` with this id, adapter, probes and policies.
 
     Raises a 400 with the path of the field at fault.
     """
@@ -515,6 +524,7 @@ async def admit(
         check_alone(parsed)
         parsed, probes = replace(parsed, sampling=Sampling(max_tokens=1)), ()
         model = msgspec.structs.replace(model, global_captures=[])
+    probes = [*probes, *policies.probes]
     check_sampling(
         parsed.sampling,
         parsed.sampling_at,
@@ -527,7 +537,7 @@ async def admit(
     max_tokens = check_lengths(parsed, prompts, model)
     check_tokens(probes, [len(prompt.token_ids) + max_tokens for prompt in prompts])
     captures, steering, blobs = await resolve(
-        parsed, prompts, model, codec, max_tokens, model_state, probes
+        parsed, prompts, model, codec, max_tokens, model_state, probes, policies
     )
     check_step(probes, captures, model)
     job = Job(
@@ -551,7 +561,9 @@ async def admit(
         if parsed.capture and parsed.capture.run
         else "",
         lora=lora,
-        probes=list(probes),
+        probes=probes,
+        conversation=parsed.conversation or "",
+        hooks=policies.hooks,
         identity=model.identity,
         queue=GRADIENTS if "capture" in parsed.readings else "",
         contents=_contents(parsed, model, model_state, lora, probes),
@@ -576,11 +588,8 @@ def _contents(
     if lora is not None:
         contents[f"lora/{lora.name}"] = lora.digest
     for probe in probes:
-        contents |= (
-            {f"watching/{probe.name}": f"{probe.digest} {probe.action}"}
-            if probe.watching
-            else {f"probe/{probe.name}": probe.digest}
-        )
+        kind, used = ("probe", probe) if probe.policy is None else ("policy", probe.policy)
+        contents[f"{kind}/{used.name}"] = used.digest
     return contents | {
         f"{extension.kind}/{extension.name}": extension.digest for extension in model.extensions
     }

@@ -78,6 +78,8 @@ class ParsedRequest:
     handling: Handling = field(default_factory=Handling)
     lora: str | None = None
     probes: list[str | ProbeUse] = field(default_factory=list)
+    policies: list[str] = field(default_factory=list)
+    conversation: str | None = None
     # the answer has the rows of `capture`, as vllm-lens' clients read them
     returns_rows: bool = False
     # field of ours → where the request has it instead
@@ -170,7 +172,7 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
 
 
 #: Members of a parsed request that every body has under the same name.
-_SAME = ("model", "capture", "steering", "patch", "lora", "probes")
+_SAME = ("model", "capture", "steering", "patch", "lora", "probes", "policies", "conversation")
 
 
 def _parsed(body: JobRequest | OpenAIRequest, **own: Any) -> ParsedRequest:

@@ -101,6 +101,7 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
         "lora": use_of(job.lora),
         # the key names the secret that signs the job's webhooks
         "callback": job.callback and msgspec.structs.replace(job.callback, key=job.key),
+        "policies": _policies(job) or None,
         "cost": cost_of(job),
         "request": msgspec.Raw(request) if request else None,
         "prompt": shortened(_prompt(job, request), SHOWN),
@@ -128,6 +129,17 @@ def _prompt(job: Job, request: bytes) -> str:
         if isinstance(content, str):
             return content
     return (job.prompts[0].text or "") if job.prompts else ""
+
+
+def _policies(job: Job) -> dict[str, dict[str, Any]]:
+    """Return what scripts need of the policies that act on the job: the seconds that a latch of its
+    conversation lasts, and the webhook of decisions.
+    """
+    result: dict[str, dict[str, Any]] = {name: {"hook": job.hooks[name]} for name in job.hooks}
+    for policy in (probe.policy for probe in job.probes if job.conversation):
+        if policy is not None and policy.acts and policy.condition.latch == "conversation":
+            result.setdefault(policy.name, {})["latch_s"] = policy.condition.latch_s
+    return result
 
 
 def _requests(job: Job) -> int:

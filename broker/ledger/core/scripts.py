@@ -16,10 +16,12 @@ from typing import Any, Protocol
 import msgspec
 
 from ....schemas.access.keys import unscoped
+from ....schemas.artifacts.conditions import StoredPolicy
 from ....schemas.artifacts.loras import use_of
-from ....schemas.artifacts.probes import Probe
+from ....schemas.artifacts.probes import Probe, ProbeScore
+from ....schemas.artifacts.registered import Kind
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError
-from ....schemas.base.limits import MAX_PROBES, MAX_WATCHING
+from ....schemas.base.limits import MAX_REQUEST_POLICIES
 from ....schemas.base.records import now, to_json, to_msgpack
 from ....schemas.base.settings import Settings
 from ....schemas.base.version import __version__
@@ -29,6 +31,7 @@ from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, LostRange, Receipt
 from ....schemas.requests.attributions import Queue
 from ....schemas.requests.harvest_work import HARVEST
+from ....schemas.requests.policies import Policy
 from ....schemas.requests.source_runs import Run
 from ....schemas.requests.steering import Module, Proposal
 from ...queue.celery_app import SEPARATOR, channels_of
@@ -92,8 +95,8 @@ NAMES = (
     "move_cursor",
     "list_modules",
     "forget_workers",
-    "put_probe",
-    "delete_probe",
+    "put_pinned",
+    "delete_pinned",
     "publish",
 )
 
@@ -370,10 +373,26 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
             f"{report.checksum}:{report.actions}:{report.epoch}:{report.applied}",
             f"{report.worker}\0{report.boot}\0{report.kind}\0{report.message}",
             any(score.flagged for score in report.scores),
+            [
+                part
+                for score in report.scores
+                if score.policy is not None and score.policy.acts and score.triggered
+                for part in (score.policy.name, binary(_decision(report, score, score.policy)))
+            ],
         )
         for seq, report in receipts
     ]
     return pack(settings, receipts=rows)
+
+
+def _decision(report: Receipt, score: ProbeScore, policy: StoredPolicy) -> bytes:
+    """Return, as JSON, what webhooks say of a policy's decisions on a prompt: the number of
+    triggers, and the first; null: a latch of the conversation was set before.
+    """
+    own = {name: getattr(policy, name) for name in ("version", "digest", "inherited")}
+    first = next(iter(score.decisions), None)
+    counted = {"request": report.request, "triggers": score.triggers, "first": first}
+    return to_json({"policy": policy.name, **own, **counted})
 
 
 def _size_of(files: Sequence[CapturedFile]) -> tuple[int, int]:
@@ -454,20 +473,25 @@ def put_module(
     )
 
 
-def put_probe(
-    settings: Settings, probe: Probe, former: bytes | None, blobs: Mapping[str, bytes]
+def put_pinned(
+    settings: Settings,
+    kind: Kind[Any],
+    record: Probe | Policy,
+    former: bytes | None,
+    blobs: Mapping[str, bytes],
 ) -> list[bytes]:
-    """Return ARGV of `put_probe`. `former`: the probe being replaced, as stored."""
+    """Return ARGV of `put_pinned`. `former`: the record being replaced, as stored."""
     return pack(
         settings,
-        model=probe.model,
-        name=probe.name,
-        probe=to_msgpack(probe),
+        kind=kind.plural,
+        model=record.model,
+        name=record.name,
+        record=to_msgpack(record),
         former=former,
-        limit=MAX_PROBES,
-        watching=probe.watch is not None,
-        watch_limit=MAX_WATCHING,
-        tensors=_tensors({name: blobs.get(name, b"") for name in probe.content.tensors}),
+        limit=kind.limit,
+        watching=isinstance(record, Policy) and record.current.content.all_traffic,
+        watch_limit=MAX_REQUEST_POLICIES,
+        tensors=_tensors({name: blobs.get(name, b"") for name in record.tensors}),
     )
 
 

@@ -76,12 +76,12 @@ class Fleet(Connection):
 
     @reachable
     async def watched_model(self, name: str) -> tuple[ModelInfo | None, list[bytes]]:
-        """Return the model, and the names of the probes that score all its traffic, ascending; in
-        one round trip, because every submission needs both.
+        """Return the model, and the names of the policies that apply to all its traffic, ascending;
+        in one round trip, because every submission needs both.
         """
         async with self.redis.pipeline(transaction=False) as pipe:
             pipe.hget("ms:models", name)
-            pipe.smembers(f"ms:probes-watching:{name}")
+            pipe.smembers(f"ms:policies-watching:{name}")
             raw, watching = await pipe.execute()
         return self._read_model(name, raw), sorted(watching)
 

@@ -56,6 +56,23 @@ class Claim(NamedTuple):
     queued: float  # when the job began to wait, in seconds since the epoch
 
 
+def _latched(job: Job, latches: Sequence[str]) -> Job:
+    """Return the job with its policies turned on by the latches of its conversation: policy, and
+    the job that set the latch, in turn.
+    """
+    holders = dict(zip(latches[::2], latches[1::2], strict=True))
+    probes = [
+        msgspec.structs.replace(
+            probe,
+            policy=msgspec.structs.replace(probe.policy, inherited=holders[probe.policy.name]),
+        )
+        if probe.policy is not None and probe.policy.name in holders
+        else probe
+        for probe in job.probes
+    ]
+    return msgspec.structs.replace(job, probes=probes) if holders else job
+
+
 class Outcome(NamedTuple):
     """A job as it was at one moment."""
 
@@ -299,7 +316,7 @@ class Ledger(Fleet):
             log.error("%s", error.detail)
             await self.fail(job_id, attempt, error.problem())
             return None
-        return Claim(job, attempt, float(rest[2]))
+        return Claim(_latched(job, scripts.text(rest[3])), attempt, float(rest[2]))
 
     async def store_outputs(
         self,

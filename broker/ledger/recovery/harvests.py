@@ -30,10 +30,11 @@ from ....schemas.jobs.harvests import (
 from ....schemas.jobs.jobs import Job, Sampling, State
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.harvest_work import HarvestPart
+from ....schemas.requests.policies import POLICIES
 from ..core import scripts
 from ..core.tenants import limits_of, refusal
 from ..jobs.ledger import ALPHABET, new_job_id, reachable
-from ..named.probes import Probes
+from ..named.probes import Pinned, of_all_traffic, recorded
 from .streams import HarvestStreams
 
 log = logging.getLogger(__name__)
@@ -498,11 +499,12 @@ class Harvests(HarvestStreams):
         return ""
 
     async def _watched(self, name: str) -> tuple[ModelInfo, "list_of_probes"]:
-        """Return the model, and the probes that score all its traffic now."""
+        """Return the model, and the scores that policies of all its traffic need now."""
         model, watching = await self._ledger.watched_model(name)
         if model is None:
             raise MidstreamError("unavailable", f"the model {name!r} is not served")
-        return model, await Probes(self._ledger).watching(model, watching)
+        policies = Pinned(self._ledger, POLICIES)
+        return model, recorded(await of_all_traffic(policies, model, watching), name)
 
     async def _begun(self, harvest_id: str) -> int:
         """Return how many parts have begun; they begin in order."""

@@ -84,8 +84,10 @@ def result(
         else:
             attribution = attribution_result(*swept, seconds)
     ticket = sorted(decoded, key=lambda receipt: (receipt.request, receipt.pp, receipt.rank))
-    scored = any(item.scores for item in ticket)
-    reported = record.captures or view.steered or swept is not None or scored
+    # what ended a unit of a sweep is in its cells
+    scored = ticket if swept is None else ()
+    scores = [probe_result(item.request, score) for item in scored for score in item.scores]
+    reported = record.captures or view.steered or swept is not None or bool(scores)
     return JobResult(
         id=view.id,
         model=view.model,
@@ -101,17 +103,13 @@ def result(
         attribution=attribution,
         lora=view.lora,
         **readings(ticket),
-        probes=[
-            probe_result(item.request, score)
-            for item in ticket
-            for score in item.scores
-            if not score.watching
-        ],
+        probes=scores,
         identity=view.identity,
     )
 
 
 def probe_result(request: int, score: ProbeScore) -> ProbeResult:
+    """Return the scores of a probe; those that a policy read, with its decisions."""
     crossed = {
         label: position
         for label, position in zip(score.labels, score.crossed, strict=True)
@@ -135,6 +133,9 @@ def probe_result(request: int, score: ProbeScore) -> ProbeResult:
         tokens=tokens,
         gate=score.gate,
         gated=score.gated,
+        policy=score.policy,
+        decisions=score.decisions,
+        triggers=score.triggers,
     )
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 
 from ....schemas.access.handling import Handling
-from ....schemas.artifacts.probes import Probe, ProbeUse
+from ....schemas.artifacts.probes import ProbeUse
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import JobRequest, JobView
 from ....schemas.jobs.openai import ChatRequest
 from ....schemas.readings.readings import FIELDS
+from ....schemas.requests.policies import Policy
 
 #: Fields that `base` does not digest with the rest of the request: some do not affect the results;
 #: the model and the prompts are digested separately.
@@ -28,7 +29,7 @@ Request = JobRequest | ChatRequest
 
 def named(request: Request) -> Iterator[Named]:
     """Yield what the request names: modules, autoencoders, source runs, tuned and Jacobian lenses,
-    probes and an adapter.
+    probes, policies and an adapter.
     """
     for entry in request.steering:
         yield from (("module", entry.module),) if entry.module else ()
@@ -41,6 +42,7 @@ def named(request: Request) -> Iterator[Named]:
         yield "probe", probe.probe if isinstance(probe, ProbeUse) else probe
         if isinstance(probe, ProbeUse) and probe.module:
             yield "module", probe.module
+    yield from (("policy", name) for name in request.policies)
     for field in FIELDS:
         specs = getattr(request, field) or []
         for spec in specs if isinstance(specs, list) else [specs]:
@@ -49,15 +51,15 @@ def named(request: Request) -> Iterator[Named]:
         yield "lora", request.lora
 
 
-def operators(card: dict[str, Any], probes: Sequence[Probe]) -> dict[Named, str]:
+def operators(card: dict[str, Any], policies: Sequence[Policy]) -> dict[Named, str]:
     """Return the digests of what the operator applies to every request to the model: extensions,
-    and the probes that watch all traffic.
+    and policies of all traffic.
     """
     result = {(item["kind"], item["name"]): item["digest"] for item in card.get("extensions", [])}
     return result | {
-        ("watching", probe.name): f"{probe.digest} {probe.watch}"
-        for probe in probes
-        if probe.watch is not None
+        ("policy", policy.name): policy.digest
+        for policy in policies
+        if policy.current.content.all_traffic
     }
 
 
@@ -148,8 +150,11 @@ def of_job(base: bytes, keys: Sequence[str], attempt: int = 0) -> str:
 def checked_request(request: JobRequest) -> JobRequest:
     """Return the request if it can be divided into several jobs.
 
-    Raises MidstreamError if it names a source run, which belongs to one job.
+    Raises MidstreamError if it names a source run, which belongs to one job, or a conversation, of
+    which earlier requests decide later results.
     """
+    if request.conversation:
+        raise invalid("conversation", "its requests depend on each other", allowed="run()")
     if request.capture is not None and request.capture.run:
         raise invalid(
             "capture.run",

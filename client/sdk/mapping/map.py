@@ -32,7 +32,17 @@ from ..calls import Awaits, Calls
 from ..captures import Captures
 from ..fields import MapFields
 from ..jobs import Jobs
-from ..registered import GlobalSteering, Jacobians, Lenses, Loras, Modules, Probes, Saes, SourceRuns
+from ..registered import (
+    GlobalSteering,
+    Jacobians,
+    Lenses,
+    Loras,
+    Modules,
+    Policies,
+    Probes,
+    Saes,
+    SourceRuns,
+)
 from ..server import Server
 from ..transport import Transport
 from . import key as map_key
@@ -64,6 +74,7 @@ _KINDS: dict[str, Any] = {
     "lora": Loras,
     "tuned": Lenses,
     "jacobian": Jacobians,
+    "policy": Policies,
     "probe": Probes,
 }
 _OF_PROMPT = re.compile(r"(?:prompts|messages)\[(\d+)\](.*)", re.DOTALL)
@@ -169,7 +180,7 @@ async def over(
     finds the jobs that were running. The key covers: the name and the identity of the model;
     the prompt; every field of the request but handling (`priority`, `expires_in`, `callback_…`)
     and `metadata`; the content of what it names (modules, adapters, autoencoders, tuned lenses,
-    probes, source runs); extensions; global steering, and the probes that watch all traffic.
+    probes, source runs); extensions; global steering, and the policies of all traffic.
     Every job must report the same, with or without a cache: otherwise `conflict` is raised. The
     versions of Midstream and vLLM are not covered. Equal prompts share one result.
     `keep_captures`: download the captured rows into the cache; without it, they stay on the
@@ -250,7 +261,7 @@ async def standing(
     """
     model = request.model
     card = await Server[Awaits](io).model(model)
-    watching = map_key.operators(card, await Probes[Awaits](io).list(model))
+    watching = map_key.operators(card, await Policies[Awaits](io).list(model))
     named = sorted(set(map_key.named(request)))
     names = watching | {item: await _digest(io, item, model) for item in named}
     return map_key.identity(card), names, await GlobalSteering[Awaits](io).get(model)

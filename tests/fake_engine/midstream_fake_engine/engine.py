@@ -201,10 +201,16 @@ def _crossing(ask: EngineRequest) -> tuple[float, str]:
     crossings = [
         (max(0.0, threshold - number), probe.name)
         for probe in ask.probes
-        if probe.action == "stop"
+        if probe.action == "stop" and probe.policy is None
         for number, threshold in enumerate(probe.content.thresholds)
         if threshold is not None
     ]
+    for probe in ask.probes:
+        if probe.policy is not None and probe.policy.takes("stop"):
+            condition = probe.policy.condition
+            first = 0 if condition.schedule.tokens == "all" else len(ask.token_ids)
+            at = max(first, condition.at_least - probe.policy.column)
+            crossings.append((0.0 if probe.policy.inherited else at, probe.name))
     return min(crossings, default=(math.inf, ""))
 
 
@@ -227,8 +233,10 @@ class _Writing:
         #: Characters held back while they may turn out to begin a stop string.
         self._held_back = max((len(stop) for stop in ask.sampling.stop), default=1) - 1
         self._stop_at, self._probe = _crossing(ask)
+        is_policy = self._probe.startswith("policy:")
+        self._reason = self._probe if is_policy else f"probe:{self._probe}"
         if self._stop_at < len(ask.token_ids):
-            self.finish_reason = f"probe:{self._probe}"
+            self.finish_reason = self._reason
 
     def add_token(self) -> None:
         sampling = self._ask.sampling
@@ -240,7 +248,7 @@ class _Writing:
         elif self.token_ids[-1] in sampling.stop_token_ids:
             self.finish_reason = "stop"
         elif self._stop_at < len(self._ask.token_ids) + len(self.token_ids):
-            self.finish_reason = f"probe:{self._probe}"
+            self.finish_reason = self._reason
         elif len(self.token_ids) >= sampling.max_tokens:
             self.finish_reason = "length"
 
@@ -259,7 +267,7 @@ class _Writing:
             else []
         )
         output = self._output() if self.finish_reason else None
-        stopped_by = self._probe if self.finish_reason == f"probe:{self._probe}" else ""
+        stopped_by = self._probe if self.finish_reason == self._reason else ""
         return Progress(self._ask.request, text, tokens, output, scores, stopped_by=stopped_by)
 
     def _score(self, position: int) -> Scored:

@@ -240,7 +240,8 @@ class FakeRanks:
         probes = [probe for probe in finished.spec.probes if probe.content.layer in share]
         if not probes:
             return None
-        watch, positions = Watch(finished.spec.key, probes), len(finished.fed)
+        spec, positions = finished.spec, len(finished.fed)
+        watch = Watch(spec.key, probes, prompt_tokens=spec.prompt_tokens)
         for column in watch.kind.columns:
             scores = np.arange(positions)[:, None] + np.arange(len(column))
             watch.put(0, np.array(column), scores.astype(np.float32))

@@ -54,7 +54,7 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
         chunk=ask.chunk,
         images=ask.spans,
         probes=ask.probes,
-        stream_scores=ask.stream and any(not probe.watching for probe in ask.probes),
+        stream_scores=ask.stream and any(probe.policy is None for probe in ask.probes),
     )
 
 

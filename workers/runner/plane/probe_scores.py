@@ -94,7 +94,11 @@ class Scorer:
             return None
         streams_from = spec.prompt_tokens - 1 if spec.stream_scores and self._streams else -1
         watch = Watch(
-            request_id, [spec.probes[number] for number in plan.numbers], streams_from, plan.kind
+            request_id,
+            [spec.probes[number] for number in plan.numbers],
+            streams_from,
+            plan.kind,
+            spec.prompt_tokens,
         )
         for recording, stack in zip(scored, plan.stacks, strict=True):
             recording.watch, recording.stack = watch, stack

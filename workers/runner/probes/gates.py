@@ -21,9 +21,11 @@ class Gates:
     """Gates of one request on this rank."""
 
     def __init__(self, watch: Watch | None, probes: Iterable[str], prompt_tokens: int) -> None:
-        """`probes`: digests. Raises LookupError for a probe that this rank does not score."""
+        """`probes`: values of `StoredProbe.gate`. Raises LookupError for one that this rank does
+        not score.
+        """
         local = (
-            {probe.digest: number for number, probe in enumerate(watch.probes)}
+            {probe.gate: number for number, probe in enumerate(watch.probes)}
             if watch is not None
             else {}
         )
@@ -68,7 +70,8 @@ class Gates:
         """
         if score.action != "steer":
             return score
-        positions = self.among(score.digest, range(self._first, stop))
+        gate = score.digest if score.policy is None else score.name
+        positions = self.among(gate, range(self._first, stop))
         runs: list[tuple[int, int]] = []
         for position in positions:
             if runs and runs[-1][1] == position - 1:

@@ -2,11 +2,13 @@
 
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from ....schemas.artifacts.probes import ProbeScore, StoredProbe
 from .aggregates import aggregate
+from .deciders import Decider
 from .probe_news import News, Scored
 
 #: Positions for which a watch has room at first; it grows by doubling.
@@ -30,17 +32,22 @@ class Kind:
         ]
         self.width: int = ends[-1]
         thresholds = [
-            np.inf if threshold is None else threshold
-            for content in contents
-            for threshold in content.thresholds
+            np.inf if threshold is None or probe.policy is not None else threshold
+            for probe in probes
+            for threshold in probe.content.thresholds
         ]
-        stops = [probe.action == "stop" for probe in probes for _ in probe.content.labels]
+        # a policy has a threshold of its own
+        stops = [
+            probe.action == "stop" and probe.policy is None
+            for probe in probes
+            for _ in probe.content.labels
+        ]
         self.thresholds = np.array(thresholds)
         # infinite for columns that do not end a request
         self.stop_thresholds = np.where(stops, self.thresholds, np.inf)
         self.acts = any(stops)
         # scores decide how the request continues: whether it ends, or which edits are applied
-        self.decides = self.acts or any(probe.action == "steer" for probe in probes)
+        self.decides = any(probe.action in ("stop", "steer") for probe in probes)
         self.names = [probe.name for probe in probes for _ in probe.content.labels]
         kinds = [
             (content.aggregation, content.decay if content.aggregation == "exponential" else 0.0)
@@ -84,6 +91,7 @@ class Watch:
         probes: Sequence[StoredProbe],
         streams_from: int = -1,
         kind: Kind | None = None,
+        prompt_tokens: int = 0,
     ) -> None:
         """`request_id`: the engine's id. `streams_from`: the first position whose scores are
         streamed; -1: none are. `kind`: the kind of these probes, if it exists already.
@@ -95,6 +103,13 @@ class Watch:
         self._aggregated = 0
         self.reached = 0  # the first position that was never scored
         self._lowest = 0  # lowest position scored since the last news
+        #: The policies among the probes, by their number.
+        self.deciders = {
+            number: Decider(probe.policy, prompt_tokens)
+            for number, probe in enumerate(self.probes)
+            if probe.policy is not None
+        }
+        self._told = False  # the news has been sent that a policy ends the request
 
     @property
     def urgent(self) -> bool:
@@ -104,13 +119,17 @@ class Watch:
     def put(self, first: int, columns: np.ndarray | slice, scores: np.ndarray) -> None:
         """Store `scores` `[positions, len(columns)]`, from position `first` on.
 
-        Scores that are computed again replace the earlier ones.
+        Scores that are computed again replace the earlier ones. With policies, which have decided
+        from the earlier ones, those stay: no draft, which would be replaced, has policies.
         """
         stop = first + len(scores)
         if stop > len(self.scores):
             more = max(stop, 2 * len(self.scores)) - len(self.scores)
             self.scores = np.pad(self.scores, ((0, more), (0, 0)), constant_values=np.nan)
             self.aggregates = np.pad(self.aggregates, ((0, more), (0, 0)), constant_values=np.nan)
+        if self.deciders:
+            earlier = self.scores[first:stop, columns]
+            scores = np.where(np.isnan(earlier), scores, earlier)
         self.scores[first:stop, columns] = scores
         self.reached = max(self.reached, stop)
         self._aggregated, self._lowest = min(self._aggregated, first), min(self._lowest, first)
@@ -137,6 +156,25 @@ class Watch:
         )
         self.aggregates[position] = after[0]
         self._aggregated = position + 1
+
+    def decide(self, stop: int) -> None:
+        """Let policies read the scores of positions below `stop`, up to one that is not finite."""
+        for number, decider in self.deciders.items():
+            column = self.kind.columns[number].start + decider.policy.column
+            decider.read(self.scores[len(decider.states) : stop, column].tolist())
+
+    def stopped(self) -> News | None:
+        """Return the news that a policy ends the request, once."""
+        self.decide(self.reached)
+        stops = [
+            (decider.stop_at, self.probes[number].name)
+            for number, decider in self.deciders.items()
+            if decider.stop_at >= 0
+        ]
+        if not stops or self._told:
+            return None
+        self._told = True
+        return News(self.request_id, *min(stops), [])
 
     @property
     def follows(self) -> bool:
@@ -205,6 +243,10 @@ class Watch:
         """Return whether an aggregate of probe number `probe`, up to this position, is at or above
         its threshold. Raises ProbeError.
         """
+        if (decider := self.deciders.get(probe)) is not None and position < self.reached:
+            self.decide(position + 1)
+            if position < len(decider.states):
+                return bool(decider.states[position])
         column = self.kind.columns[probe]
         if position < self.reached:
             self._aggregate(position + 1)
@@ -223,13 +265,15 @@ class Watch:
 
     def high(self, probe: str, at_least: float) -> list[bool]:
         """Return, of each position that was scored, whether a score of the probe is at least that
-        high. False where it is not finite; `results` raises then.
+        high, or whether it triggered the policy. False where it is not finite; `results` raises
+        then.
         """
-        columns = next(
-            columns
-            for other, columns in zip(self.probes, self.kind.columns, strict=True)
-            if other.name == probe
-        )
+        number = [other.name for other in self.probes].index(probe)
+        if (decider := self.deciders.get(number)) is not None:
+            self.decide(self.reached)
+            triggers = set(decider.triggers)
+            return [position in triggers for position in range(self.reached)]
+        columns = self.kind.columns[number]
         scores = self.scores[: self.reached, columns.start : columns.stop]
         return [bool((row >= at_least).any()) for row in scores]
 
@@ -251,12 +295,20 @@ class Watch:
             )
             why = "its score is not finite" if where < self.reached else "it was not scored"
             raise ProbeError(f"probe {name!r}: {why} at position {where}")
+        self.decide(positions)
         self._aggregate(positions)
         aggregates = self.aggregates[:positions]
         above = np.asarray(aggregates >= self.kind.thresholds)
         firsts = np.where(above.any(axis=0), above.argmax(axis=0), -1).tolist()
         crossed = [None if first < 0 else first for first in firsts]
         last: list[float] = aggregates[-1].tolist()
+        checksum = zlib.crc32(scores.tobytes())
+        decided: dict[int, dict[str, Any]] = {}
+        for number, decider in self.deciders.items():
+            decided[number], checksum = decider.report(positions, checksum)
+            if decided[number]["triggers"]:
+                column = self.kind.columns[number].start + decider.policy.column
+                crossed[column] = decider.triggers[0]
         results = [
             ProbeScore(
                 name=probe.name,
@@ -271,13 +323,15 @@ class Watch:
                 ).tobytes()
                 if probe.tokens
                 else b"",
-                watching=probe.watching,
                 model=probe.model,
                 stopped=probe.name == stopped_by,
+                **decided.get(number, {}),
             )
-            for probe, columns in zip(self.probes, self.kind.columns, strict=True)
+            for number, (probe, columns) in enumerate(
+                zip(self.probes, self.kind.columns, strict=True)
+            )
         ]
-        return results, zlib.crc32(scores.tobytes())
+        return results, checksum
 
 
 def news_of_all(watches: Iterable[Watch]) -> list[News]:
@@ -287,6 +341,8 @@ def news_of_all(watches: Iterable[Watch]) -> list[News]:
     result: list[News] = []
     kinds: dict[int, list[Watch]] = {}
     for watch in watches:
+        if watch.deciders and (news := watch.stopped()) is not None:
+            result.append(news)
         if watch.follows:
             kinds.setdefault(id(watch.kind), []).append(watch)
         elif (news := watch.news(watch.reached)) is not None:

@@ -42,8 +42,19 @@ function Line({ scores, threshold, prompt, at, move, words }) {
   </svg></div>`;
 }
 
+/** What one policy decided on one prompt. */
+function Decisions({ found: { policy, decisions, triggers } }) {
+  const done = policy.acts ? policy.actions.join(", ") : "only recorded";
+  return html`<p class="finding">Policy ${policy.name}, version ${policy.version} (${policy.mode}; ${done}): triggered ${triggers} times.${policy.inherited ? ` On from the start, by job ${policy.inherited}.` : ""}</p>
+    <ul>${decisions.map(({ position, event, score }) => html`<li>token ${position}: ${event} at ${short(score)}</li>`)}</ul>`;
+}
+
+export function ProbeResult(props) {
+  return props.found.policy ? html`<${Decisions} ...${props} />` : html`<${Scores} ...${props} />`;
+}
+
 /** One probe's scores of one prompt, as in a job's result; `tokens` are there where the request asked for them. */
-export function ProbeResult({ found, result, view }) {
+function Scores({ found, result, view }) {
   const output = result.outputs[found.request];
   const content = useAnswer(`/v1/probes/${encodeURIComponent(found.probe)}?model=${encodeURIComponent(view.model)}`); // deleted since: without thresholds
   const given = useAnswer(`/v1/jobs/${view.id}/request`);

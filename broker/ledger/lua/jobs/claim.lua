@@ -4,7 +4,7 @@
 --       unreachable (why the worker's artifact store is unavailable; empty: it is not), identity (of the worker's model),
 --       on_model_change ('fail' or 'wait'), queue (that the worker serves)
 -- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', desired version}
---         | {'claimed', attempt, spec, time of queueing}
+--         | {'claimed', attempt, spec, time of queueing, latches of its conversation: {policy, job that set it, ...}}
 local id, worker = args.id, args.worker
 local job = read(id)
 if not job then
@@ -13,7 +13,7 @@ end
 if job.state ~= 'queued' then
   local call, spec, queued = unpack(redis.call('HMGET', key('job', id), 'claim', 'spec', 'queued'))
   if job.state == 'running' and call == args.call then -- a repeat: the connection broke before the reply arrived
-    return {'claimed', job.attempt, spec, queued}
+    return {'claimed', job.attempt, spec, queued, latched(job)}
   end
   return {'refused', job.state}
 end
@@ -57,4 +57,4 @@ redis.call('SADD', key('held', worker), id)
 look_at(job, now + args.lease_s)
 move(job, 'running')
 local spec, queued = unpack(redis.call('HMGET', hash, 'spec', 'queued'))
-return {'claimed', job.attempt, spec, queued}
+return {'claimed', job.attempt, spec, queued, latched(job)}

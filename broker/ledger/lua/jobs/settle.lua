@@ -1,7 +1,7 @@
 -- A batch of receipts of one stream, committed together with the stream's mark, the tickets and the jobs.
 -- keys: the mark of (worker, rank, epoch)
 -- args: receipts: {seq, job, request, rank, pp, attempt, status, packed receipt, bytes and rows of its files, account, about, whether a
---       probe flags it} of each, by seq. Values that are not read separately are joined: an account is checksum:actions:epoch:edited
+--       probe flags it, policies that act on it and were triggered: {policy, decision as JSON, ...}} of each, by seq. Values that are not read separately are joined: an account is checksum:actions:epoch:edited
 --       (epoch of the rank's action ledger, number of token rows edited); about is worker, its boot, kind and message, separated by
 --       zero bytes
 -- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, disagreement of its ranks, ...},
@@ -65,6 +65,22 @@ local function difference(request, pp, first, second)
   return 'request ' .. request .. ', stage ' .. pp .. ': ' .. account(first) .. ', ' .. account(second)
 end
 
+-- Set the latches of the conversation, and send the webhooks, of policies that were triggered: in the commit of the decision itself.
+local function act(job, request, decided)
+  local policies, latch = policies_of(job)
+  for place = 1, #decided, 2 do
+    local policy, detail = decided[place], decided[place + 1]
+    local entry, mark = policies[policy] or {}, policy .. '_' .. request
+    if entry.latch_s then
+      redis.call('SET', latch(policy), job.id, 'NX', 'EX', entry.latch_s)
+    end
+    if entry.hook then
+      announce(job, 'decided', {mark = mark .. '_policy', detail = detail, hook = entry.hook})
+    end
+    announce(job, 'decided', {mark = mark, detail = detail})
+  end
+end
+
 -- Compare a rank's report on a request with that of the first rank of its stage. Returns the difference and the later of their epochs;
 -- nil if they agree, or this is the first.
 local function compare(job, request, rank, pp, account)
@@ -81,7 +97,7 @@ local function compare(job, request, rank, pp, account)
   return difference(request, pp, first, second), math.max(tonumber(first.epoch), tonumber(second.epoch))
 end
 
-local function receive(id, request, rank, pp, attempt, status, packed, bytes, rows, account, about, flagged)
+local function receive(id, request, rank, pp, attempt, status, packed, bytes, rows, account, about, flagged, decided)
   local job = jobs[id]
   if job == nil then
     job = read(id) or false
@@ -107,6 +123,9 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
     errors = errors + (status == 'error' and 1 or 0)
     if flagged and job.state == 'running' then
       announce(job, 'flagged')
+    end
+    if #decided > 0 then
+      act(job, request, decided)
     end
     local sweep = READS_RECEIPTS[job.kind] -- its worker reads the ticket, unit by unit
     if not sweep then

@@ -55,12 +55,14 @@ local function hook_put(id, lane, at)
 end
 
 -- Add the webhook of the state that `job` has just entered, or of the event `what`, if its callback lists it. No webhook is added
--- twice: an attempt begins once and a job ends once, and each has one id.
-local function announce(job, what)
-  if not job.callback then
+-- twice: an attempt begins once and a job ends once, and each has one id. `own`, of a policy's decision: detail (for the body), mark
+-- (for the id), hook (the callback of the policy; nil: the job's).
+local function announce(job, what, own)
+  local callback = own and own.hook or job.callback and cjson.decode(job.callback)
+  if not callback then
     return
   end
-  local name, callback = 'job.' .. (what or job.state), cjson.decode(job.callback)
+  local name = 'job.' .. (what or job.state)
   local listed = false
   for _, event in ipairs(callback.events) do
     listed = listed or event == name
@@ -72,12 +74,15 @@ local function announce(job, what)
   if not what and not TERMINAL[job.state] then
     id = id .. '_' .. job.attempt
   end
-  local tenant = job.tenant or 'default'
+  if own then
+    id = id .. '_' .. own.mark
+  end
+  local tenant = (callback.tenant or '') ~= '' and callback.tenant or job.tenant or 'default'
   if redis.call('HSETNX', 'ms:hook:' .. id, 'created', args.at) == 0 then
     return
   end
   redis.call('HSET', 'ms:hook:' .. id, 'job', job.id, 'event', name, 'tenant', tenant, 'key', callback.key or '', 'url', callback.url,
-    'job_state', job.state, 'attempt', job.attempt, 'model', job.model, 'tries', 0)
+    'job_state', job.state, 'attempt', job.attempt, 'model', job.model, 'tries', 0, 'detail', own and own.detail or '')
   redis.call('ZADD', 'ms:hook-index', args.at, id)
   redis.call('ZADD', 'ms:hook-index:' .. tenant, args.at, id)
   redis.call('SADD', 'ms:hook-job:' .. job.id, id)

@@ -67,6 +67,27 @@ local function job_of(id, attempt)
   return job
 end
 
+-- What scripts need of the policies that act on the job, see `core/record.py`: policy -> {latch_s, hook}; and the key of a policy's latch.
+local function policies_of(job)
+  local policies, conversation = unpack(redis.call('HMGET', key('job', job.id), 'policies', 'conversation'))
+  return policies and cjson.decode(policies) or {}, function(policy)
+    return key('latch', table.concat({job.tenant, policy, conversation or '', job.model}, ':'))
+  end
+end
+
+-- The latches of the job's conversation that other jobs have set: {policy, job, ...}.
+local function latched(job)
+  local result, policies, latch = {}, policies_of(job)
+  for policy, entry in pairs(policies) do
+    local holder = entry.latch_s and redis.call('GET', latch(policy))
+    if holder and holder ~= job.id then
+      result[#result + 1] = policy
+      result[#result + 1] = holder
+    end
+  end
+  return result
+end
+
 -- Maximum length of the job's event stream: a sweep's holds all its cells.
 local function events_kept(job)
   if not SWEEPS[job.kind] then

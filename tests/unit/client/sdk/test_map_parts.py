@@ -181,7 +181,7 @@ def a_view(**changes: Any) -> JobView:
         "contents": {
             "sae/first": "of first",
             "tuned/lens": "of lens",
-            "watching/guard": "of guard stop",
+            "policy/guard": "of guard",
         },
         "identity": "a",
         "global_version": 3,
@@ -193,7 +193,7 @@ NAMES = {
     ("module", "joy"): "of joy",
     ("sae", "first"): "of first",
     ("tuned", "lens"): "of lens",
-    ("watching", "guard"): "of guard stop",
+    ("policy", "guard"): "of guard",
 }
 
 
@@ -209,10 +209,10 @@ def test_a_job_that_used_what_was_planned_is_accepted() -> None:
         ({"modules": {"joy": "another"}}, "module 'joy'"),
         ({"modules": {}}, "module 'joy'"),
         ({"runs": {"clean": "job_0"}}, "run 'clean'"),
-        ({"contents": {}}, "sae 'first'"),
+        ({"contents": {}}, "policy 'guard'"),
         ({"contents": a_view().contents | {"tuned/lens": "another"}}, "tuned 'lens'"),
-        ({"contents": a_view().contents | {"watching/guard": "of guard flag"}}, "watching 'guard'"),
-        ({"contents": a_view().contents | {"watching/new": "of new flag"}}, "watching 'new'"),
+        ({"contents": a_view().contents | {"policy/guard": "another"}}, "policy 'guard'"),
+        ({"contents": a_view().contents | {"policy/new": "of new"}}, "policy 'new'"),
         ({"global_version": 4}, "global steering"),
         ({"global_version": 0}, "global steering"),
         ({"global_version": None}, "global steering"),

@@ -1,0 +1,93 @@
+"""Conditions of policies: which scores of a probe trigger one, and the form that ranks receive."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ..base.limits import MAX_LABEL, MAX_LATCH_S, MAX_POLICY_WINDOW, Count, Index
+from ..base.records import Record
+
+#: `shadow`: decisions are recorded, and nothing else happens. `canary`: a share of the requests is
+#: `active`, the others `shadow`. `active`: the actions are taken.
+Mode = Literal["shadow", "canary", "active"]
+#: In the range of float32, like the scores.
+Threshold = Annotated[float, msgspec.Meta(ge=-3e38, le=3e38)]
+#: `StoredProbe.name` of a policy's scores: this, then the policy's name.
+POLICY = "policy:"
+
+
+class Schedule(Record):
+    """The tokens whose scores a policy reads: of those `generated` (or of `all`, which includes the
+    prompt's), every `every`-th from number `start` to `stop`, exclusive; null: to the last.
+    """
+
+    tokens: Literal["generated", "all"] = "generated"
+    start: Index = 0
+    stop: Index | None = None
+    every: Count = 1
+
+
+class Condition(Record):
+    """When a policy is triggered, and for how long it is on.
+
+    The scores of the `schedule` are aggregated in token order: the last one, the mean or the
+    maximum of the last `window`, or their exponential average with this `decay`. The policy turns
+    on at a token at which the aggregate is `at_least` this, and off where it is below
+    `release_below`; for `cool_down` tokens from then on it stays off. A `latch` keeps it on: for
+    the rest of the request, or for the conversation, until `latch_s` seconds have passed.
+    """
+
+    at_least: Threshold
+    release_below: Threshold | None = None  # null: `at_least`
+    # of the probe; null: its only label
+    label: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)] | None = None
+    aggregation: Literal["last", "mean", "max", "exponential"] = "last"
+    window: Annotated[int, msgspec.Meta(ge=1, le=MAX_POLICY_WINDOW)] | None = None
+    decay: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
+    schedule: Schedule = Schedule()
+    cool_down: Index = 0
+    latch: Literal["none", "request", "conversation"] = "none"
+    latch_s: Annotated[int, msgspec.Meta(ge=1, le=MAX_LATCH_S)] = 24 * 3600
+
+    def __post_init__(self) -> None:
+        kind, below = self.aggregation, self.release_below
+        for why, applies in (
+            (
+                "window is required for mean and max, and not valid otherwise",
+                (self.window is not None) != (kind in ("mean", "max")),
+            ),
+            (
+                "decay is required for exponential, and not valid otherwise",
+                (self.decay is not None) != (kind == "exponential"),
+            ),
+            ("release_below is above at_least", below is not None and below > self.at_least),
+        ):
+            if applies:
+                raise ValueError(why)
+
+
+class StoredPolicy(Record, omit_defaults=True):
+    """A version of a policy, as a job, its ranks and its results have it."""
+
+    name: str
+    version: int
+    digest: str  # of the version's content
+    condition: Condition
+    actions: list[str]  # `flag`, `stop`, `steer`, `capture` or `webhook`, in their order
+    mode: Mode
+    acts: bool  # on this request; otherwise it only records
+    column: int = 0  # of the condition's label, among the probe's labels
+    # the job of the same conversation whose latch turned it on before this request
+    inherited: str = ""
+
+    def takes(self, action: str) -> bool:
+        """Return whether the action is taken when the policy is triggered."""
+        return self.acts and action in self.actions
+
+
+class Decision(Record):
+    """A token at which a policy turned on or off."""
+
+    position: int  # of the token, from the prompt's first
+    event: Literal["trigger", "release"]
+    score: float  # the aggregate that decided, float64

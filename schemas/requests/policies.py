@@ -1,0 +1,147 @@
+"""Policies: registration, versions, and use in requests.
+
+A policy reads the scores of a registered probe, and acts when its condition is met.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ..artifacts.conditions import Condition, Mode
+from ..artifacts.probes import StoredProbe
+from ..artifacts.registered import Kind, Registered
+from ..base.limits import (
+    MAX_DESCRIPTION,
+    MAX_POLICIES,
+    MAX_POLICY_ACTIONS,
+    MAX_REQUEST_POLICIES,
+    MAX_URL,
+    Index,
+    Name,
+    Reference,
+)
+from ..base.records import Record
+from ..prompts.selectors import HookName, LayerSelector, Margin
+from .steering import Module
+
+
+class Steer(Record, tag_field="action", tag="steer"):
+    """A module, at `scale`, edits the generated tokens from the next one on, while the policy is
+    on.
+    """
+
+    module: Reference
+    scale: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] = 1.0
+
+
+class Window(Record, tag_field="action", tag="capture"):
+    """The rows of `layers` at the token, and at those `before` and `after` it, are stored."""
+
+    layers: LayerSelector
+    hook: HookName = "post_block"
+    before: Margin = 0
+    after: Margin = 0
+
+
+class Webhook(Record, tag_field="action", tag="webhook"):
+    """The decision is sent to `url`."""
+
+    url: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_URL)]
+
+
+#: What happens when a policy turns on. `flag` marks the result, and sends the webhook
+#: `job.flagged` to jobs whose `callback_events` ask for it; `stop` ends the request.
+Action = Literal["flag", "stop"] | Steer | Window | Webhook
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class PolicyRequest(Record):
+    """Body of `PUT /v1/policies/{name}`."""
+
+    probe: Reference
+    condition: Condition
+    # in their order; only `steer` several times
+    actions: Annotated[list[Action], msgspec.Meta(max_length=MAX_POLICY_ACTIONS)]
+    mode: Mode = "shadow"
+    share: Share = 0.0  # of the requests, in mode `canary`
+    all_traffic: bool = False  # applies to every request to the model; otherwise to those naming it
+    model: Name | None = None  # null: the only served model
+    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
+
+    def __post_init__(self) -> None:
+        once = [kind for kind in self.kinds if kind != "steer"]
+        for why, applies in (
+            ("an action is listed twice, which only steer may be", len({*once}) < len(once)),
+            (
+                "share is above 0 in mode canary, and 0 in other modes",
+                (self.mode == "canary") != (self.share > 0),
+            ),
+            ("capture is not valid for all traffic", self.all_traffic and "capture" in once),
+        ):
+            if applies:
+                raise ValueError(why)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The names of the actions."""
+        return [
+            item if isinstance(item, str) else str(item.__struct_config__.tag)
+            for item in self.actions
+        ]
+
+
+class PolicyChange(Record):
+    """Body of `PATCH /v1/policies/{name}`: makes a version that differs in what is given."""
+
+    version: Index | None = None  # whose content the new version has; null: the current one's
+    mode: Mode | None = None
+    share: Share | None = None  # null: 0, or the present one in mode `canary`
+    all_traffic: bool | None = None
+
+
+class PolicyVersion(Record):
+    """A version of a policy. Its probe and its modules are those of its registration, even if their
+    names were registered again since.
+    """
+
+    version: int
+    digest: str  # of everything that decides what it does
+    created: float
+    content: PolicyRequest
+    probe: StoredProbe
+    modules: list[Module]  # of its actions `steer`, in their order
+    identity: str  # of the model that it was registered for
+    # the tenant and the API key that its webhooks belong to and are signed for
+    tenant: str
+    key: str
+
+
+class Policy(Registered):
+    """A registered policy, as the ledger stores it and the API returns it; without tensors."""
+
+    versions: list[PolicyVersion]  # the newest `MAX_POLICY_VERSIONS`; the last one applies
+    replaced: str = ""  # the previous digest of the name, if this request replaced it
+
+    @property
+    def current(self) -> PolicyVersion:
+        return self.versions[-1]
+
+    @property
+    def tensors(self) -> list[str]:
+        """The content hashes of the tensors of all kept versions."""
+        probes = [name for version in self.versions for name in version.probe.content.tensors]
+        modules = [module for version in self.versions for module in version.modules]
+        return sorted({*probes, *(name for module in modules for name in module.tensors)})
+
+
+class PolicyPage(Record):
+    """Answer of `GET /v1/policies`."""
+
+    policies: list[Policy]
+
+
+POLICIES = Kind(
+    "policy", "policies", "policy", Policy, PolicyRequest, PolicyPage, "ms:policies:", MAX_POLICIES
+)
+#: The policies that a request names.
+PolicyList = Annotated[list[Reference], msgspec.Meta(max_length=MAX_REQUEST_POLICIES)]

@@ -1,0 +1,104 @@
+"""What policies refuse, the versions that changes make, and which requests a canary acts on."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from midstream.api.resolve.readings.probes import changed, digest_of
+from midstream.broker.ledger.named.probes import recorded, scores_of, unfit
+from midstream.schemas.artifacts.conditions import Condition
+from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.policies import (
+    Policy,
+    PolicyChange,
+    PolicyRequest,
+    PolicyVersion,
+    Steer,
+    Window,
+)
+
+MODEL = ModelInfo(
+    name="m",
+    version="",
+    architecture="",
+    num_layers=2,
+    hidden_size=4,
+    vocab_size=9,
+    max_model_len=64,
+    dtype="float32",
+    hooks=list(HOOKS),
+    tokenizer="",
+    identity="a",
+)
+
+
+def policy(*actions: Any, **fields: Any) -> Policy:
+    content = ProbeContent(
+        hook=HOOKS[0], layer=0, tensors=["w", "b"], labels=["x", "y"], thresholds=[1.0, None]
+    )
+    fields = {"mode": "active", **fields}
+    version = PolicyVersion(
+        version=1,
+        digest="d",
+        created=0.0,
+        content=PolicyRequest(
+            probe="p", condition=Condition(at_least=1.0, label="y"), actions=[*actions], **fields
+        ),
+        probe=StoredProbe(name="p", digest=content.digest, content=content),
+        modules=[],
+        identity="a",
+        tenant="t",
+        key="k",
+    )
+    return Policy(name="guard", model="m", digest="d", versions=[version])
+
+
+@pytest.mark.parametrize(
+    ("actions", "changes", "words"),
+    [
+        (["flag"], {"identity": "b"}, "identity a; the one that is served has b"),
+        (["flag"], {"speculative_tokens": 2}, "speculative decoding"),
+        (["flag", "stop"], {"pp": 2}, "(stop) that is not served with pipeline parallelism"),
+        ([Steer(module="m")], {"pp": 2}, "(steer)"),
+        ([Window(layers=0)], {"pp": 2}, "(capture)"),
+        (["flag"], {"pp": 2}, None),
+    ],
+)
+def test_a_policy_that_does_not_fit_the_model(
+    actions: list[Any], changes: dict[str, Any], words: str | None
+) -> None:
+    model = msgspec.structs.replace(MODEL, **changes)
+    why = unfit(policy(*actions).current, model)
+    assert why == words or (words is not None and words in str(why))
+
+
+def test_a_canary_acts_in_its_share_of_requests() -> None:
+    canary = policy("stop", mode="canary", share=0.25)
+    scores = [scores_of(canary, f"job_{number}") for number in range(2000)]
+    acts = [score.policy.acts for score in scores]
+    assert 400 < sum(acts) < 600
+    assert [score.action == "stop" for score in scores] == acts
+    assert scores[0].name == "policy:guard"
+    assert scores[0].policy.column == 1
+
+
+def test_a_policy_that_steers_only_records_in_sweeps_and_harvests() -> None:
+    steers, stops = recorded([policy(Steer(module="m"), "flag"), policy("stop")], "m")
+    assert (steers.action, steers.policy.acts) == ("none", False)
+    assert (stops.action, stops.policy.acts) == ("stop", True)
+
+
+def test_changes_make_versions() -> None:
+    first = policy("flag", mode="shadow")
+    canary = changed(first, PolicyChange(mode="canary", share=0.5))
+    assert (canary.content.mode, canary.content.share) == ("canary", 0.5)
+    active = changed(msgspec.structs.replace(first, versions=[canary]), PolicyChange(mode="active"))
+    assert active.content.share == 0.0
+    assert len({digest_of(each) for each in (first.current, canary, active)}) == 3
+    with pytest.raises(MidstreamError) as refused:
+        changed(policy(Window(layers=0)), PolicyChange(all_traffic=True))
+    assert "capture is not valid for all traffic" in refused.value.detail
