@@ -79,9 +79,9 @@ class Planned(NamedTuple):
     #: [all sites, COUNTS], incremented by the ops, zeroed by its reader: the work that each site
     #: actually did.
     counts: torch.Tensor
-    #: float32 [all sites, capacity], written by the ops, set to NaN by its reader: the relative size
-    #: ‖edit‖₂ / ‖row before it‖₂ of all edits of a site at a token, at most LARGEST_SIZE; negative
-    #: if it exceeds a limit that fails the request; NaN: not edited.
+    #: float32 [all sites, capacity], written by the ops, set to NaN by its reader: the relative
+    #: size ‖edit‖₂ / ‖row before it‖₂ of all edits of a site at a token, at most LARGEST_SIZE;
+    #: negative if it exceeds a limit that fails the request; NaN: not edited.
     sizes: torch.Tensor
 
 

@@ -8,9 +8,9 @@ an addition that vLLM fuses into the next norm: a rewritten row becomes (−0, n
 If a rewrite applies to a token, s is first rounded to the model's dtype, as the next norm stores
 it. All families then compute in float32, and the result is rounded once. A rewrite that does not
 change a row (its strength is 0, the component is within its range, or the result has the same bits)
-counts as absent. Last, the edits' relative size is measured on the rounded rows, and a row whose
-edits exceed their limit is rewritten with scaled ones. The cost is proportional to the number of tokens that each family edits; rows that
-no configuration edits keep their bits.
+counts as absent. Last, the relative size of a row's edits is measured on the rounded rows, and a
+row whose edits exceed their limit is rewritten with scaled ones. The cost is proportional to the
+number of tokens that each family edits; rows that no configuration edits keep their bits.
 """
 
 import math

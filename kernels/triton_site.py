@@ -483,7 +483,16 @@ def _visit(  # type: ignore[no-untyped-def]
 # compilation could fall into the capture of a graph.
 @triton.jit(
     do_not_specialize=[
-        *("plan", "token_rows", "capture_slots", "site_rows", "scalars", "broken", "counts", "sizes"),
+        *(
+            "plan",
+            "token_rows",
+            "capture_slots",
+            "site_rows",
+            "scalars",
+            "broken",
+            "counts",
+            "sizes",
+        ),
         *("tokens", "capacity", "configurations", "programs", "sites", "branches"),
     ]
 )

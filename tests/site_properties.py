@@ -760,7 +760,7 @@ def a_stream_with_a_leading_one_is_the_same_stream(pair_site: Op, single_site: O
 
 
 def edits_beyond_their_limit_are_scaled_to_it(pair_site: Op, single_site: Op) -> None:
-    """A row of length 1 gets an edit of 0.5, and others of 2 and more; tokens 0 to 4 are limited."""
+    """Rows of length 1 get edits of 0.5, and of 2 and more; those of tokens 0 to 4 are limited."""
     unit, limit = torch.zeros(1, WIDTH), 0.7
     unit[0, 3] = 1
     others = {

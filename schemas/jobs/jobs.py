@@ -40,6 +40,7 @@ from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef
 from ..readings.readings import ReadingRequest, ReadingResults
 from ..requests.attributions import Queue
+from ..requests.edit_sizes import EditSizes
 from ..requests.harvest_work import HarvestPart
 from ..requests.specs import (
     CaptureSpec,
@@ -219,6 +220,7 @@ class Job(Record, dict=True, omit_defaults=True):
     contents: dict[str, str] = {}
     # the queue that it enters first; its record has the queue that it is in
     queue: Queue = ""
+    edit_limit: float = 0.0  # of its tenant, for all its edits: see `StoredSteering.limit`
 
     @property
     def wants_receipts(self) -> bool:
@@ -438,6 +440,7 @@ class JobResult(Plotted, ReadingResults):
     fit: FitOutcome | UnsetType = UNSET
     lora: LoraUse | None = None  # the adapter that it ran with
     probes: list[ProbeResult] = []
+    edits: list[EditSizes] = []  # of each prompt, hook and layer that was edited
     identity: str = ""  # of the model that computed it
 
 

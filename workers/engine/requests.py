@@ -14,6 +14,7 @@ from ...broker.ops.global_capture import count_skipped
 from ...schemas.artifacts.loras import use_of
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.models import ModelInfo
+from ...schemas.requests.edit_sizes import strictest
 from ...schemas.requests.specs import StoredCapture, probe_captures
 from ...schemas.requests.steering import GlobalSteering
 from ...schemas.service.global_capture import captures_of, step_rows
@@ -125,6 +126,11 @@ def _build(
     API could not add global capture.
     """
     probes = [] if kind in EXEMPT else job.probes
+    if job.edit_limit and fields.get("steering"):
+        fields["steering"] = [
+            msgspec.structs.replace(entry, limit=strictest(entry.limit, job.edit_limit))
+            for entry in fields["steering"]
+        ]
     if model is not None and kind not in EXEMPT:
         captures = _with_global(
             captures, job, model, len(fields["token_ids"]), fields["sampling"].max_tokens

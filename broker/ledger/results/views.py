@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
@@ -31,6 +32,7 @@ from ....schemas.jobs.receipts import CapturedFile, Receipt, receipt_decoder
 from ....schemas.jobs.sweeps import StoredSweep, SweepResult
 from ....schemas.prompts.selectors import as_ranges
 from ....schemas.readings.stored import READER
+from ....schemas.requests.edit_sizes import EditSizes
 from ....schemas.requests.harvest_work import HARVEST
 from ..core.record import JobRecord
 from .attribution_result import attribution_result
@@ -106,6 +108,11 @@ def result(
             for item in ticket
             for score in item.scores
             if not score.watching
+        ],
+        edits=[
+            EditSizes(request=item.request, **msgspec.structs.asdict(size))
+            for item in ticket
+            for size in item.sizes
         ],
         identity=view.identity,
     )
