@@ -24,7 +24,7 @@ from litestar import Request
 
 from ..broker.artifacts.retention import Usage
 from ..broker.ledger.core.scripts import stored_tags
-from ..broker.ledger.jobs.ledger import Ledger, Outcome, new_job_id
+from ..broker.ledger.jobs.ledger import Ledger, Outcome, new_job_id, reachable
 from ..broker.ledger.jobs.watch import SharedReads, Watcher
 from ..broker.ledger.named.probes import Probes
 from ..broker.ledger.named.source_runs import SourceRuns
@@ -262,6 +262,9 @@ class AppContext:
         `blobs`, `pinned`, `request`: see `Ledger.submit`.
         """
         check_callback(job.callback, self.settings)
+        if any(job.steering) or job.sweep is not None:
+            tenant = await reachable(self.ledger.tenants.get)(job.tenant)
+            job = admission.under_limit(job, tenant.limits.edit_limit)
         await self.disks.check(job)
         if self.settings.capture_quota_mib and not (
             idempotency and await self.ledger.knows_key(idempotency[0])

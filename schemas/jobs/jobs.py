@@ -51,6 +51,7 @@ from ..requests.specs import (
     StoredSteering,
 )
 from .attributions import AttributionResult
+from .doses import DoseMeasured, DoseResult, StoredDose
 from .fits import FitOutcome, StoredFit
 from .sweeps import StoredSweep, SweepResult
 
@@ -175,7 +176,9 @@ class Job(Record, dict=True, omit_defaults=True):
     """
 
     id: str
-    kind: Literal["generate", "completion", "chat", "sweep", "attribution", "fit", "harvest"]
+    kind: Literal[
+        "generate", "completion", "chat", "sweep", "attribution", "fit", "dose", "harvest"
+    ]
     model: str
     prompts: list[StoredPrompt]  # empty for a sweep or harvest
     sampling: Sampling
@@ -194,6 +197,7 @@ class Job(Record, dict=True, omit_defaults=True):
     sweep: StoredSweep | None = None
     harvest: HarvestPart | None = None
     fit: StoredFit | None = None
+    dose: StoredDose | None = None
     # owner of the job, its captures and its source run; invisible to other tenants
     tenant: str = DEFAULT_TENANT
     key: str = ""  # id of the API key that it was submitted with; empty: authentication is off
@@ -295,6 +299,10 @@ class Output(Record):
     stop_reason: int | str | UnsetType = UNSET
     message: Message | UnsetType = UNSET  # with tools
     prompt: Prompted | UnsetType = UNSET  # if it was requested
+
+
+#: What a worker stores for a job: of a fit or a dose, its outcome instead of outputs.
+Outcome = list[Output] | FitOutcome | DoseMeasured
 
 
 class FileEntry(Record):
@@ -438,6 +446,7 @@ class JobResult(Plotted, ReadingResults):
     sweep: SweepResult | None = None
     attribution: AttributionResult | UnsetType = UNSET
     fit: FitOutcome | UnsetType = UNSET
+    dose: DoseResult | UnsetType = UNSET
     lora: LoraUse | None = None  # the adapter that it ran with
     probes: list[ProbeResult] = []
     edits: list[EditSizes] = []  # of each prompt, hook and layer that was edited

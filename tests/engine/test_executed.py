@@ -74,7 +74,6 @@ def test_each_rank_answers_for_its_own_sites(tp2: Host) -> None:
     assert "(rank 1)" in receipts[1].message
 
 
-@pytest.mark.parametrize("hook", ["z", "k", "mlp_act"])
 def test_ranks_agree_on_the_sizes_of_limited_edits(tp2: Host) -> None:
     """The norm is that of whole rows; each rank folds the sizes into its checksum."""
     job = tp2.job(
@@ -91,6 +90,7 @@ def test_ranks_agree_on_the_sizes_of_limited_edits(tp2: Host) -> None:
     assert second.sizes == []
 
 
+@pytest.mark.parametrize("hook", ["z", "k", "mlp_act"])
 def test_each_rank_answers_for_its_own_columns_of_sites_inside(tp2: Host, hook: str) -> None:
     """A site of one rank that does not capture or edit, or edits otherwise, is in the receipts;
     requests beside it are sound.

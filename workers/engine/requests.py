@@ -52,7 +52,9 @@ def prompt_request(
         images=prompt.images,
         files=[(files or {})[image.digest] for image in prompt.images],
         tools=job.tools,
-        echo=(prompt.text or "") if job.echo else None,
+        echo=(prompt.text or "")
+        if job.echo or (job.dose is not None and not job.dose.continues(request))
+        else None,
         fills=job.fills,
     )
 
@@ -170,7 +172,11 @@ def _with_global(
 
 
 def _sampling_of(job: Job, request: int) -> Sampling:
-    """Return the sampling of one of a prompt's `n` outputs; each has the seed that vLLM assigns."""
+    """Return the sampling of one of a prompt's `n` outputs; each has the seed that vLLM assigns. A
+    dose's prompts are continued, or their own tokens count.
+    """
+    if job.dose is not None and not job.dose.continues(request):
+        return Sampling(max_tokens=1, prompt_logprobs=0)
     if job.n == 1 or job.sampling.seed is None:
         return job.sampling
     return msgspec.structs.replace(job.sampling, seed=job.sampling.seed + request % job.n)

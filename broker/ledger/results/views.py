@@ -13,6 +13,7 @@ from ....schemas.base.errors import invalid
 from ....schemas.base.records import from_msgpack, now
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.attributions import AttributionResult
+from ....schemas.jobs.doses import DoseMeasured
 from ....schemas.jobs.fits import FitOutcome
 from ....schemas.jobs.jobs import (
     SWEEPS,
@@ -36,6 +37,7 @@ from ....schemas.requests.edit_sizes import EditSizes
 from ....schemas.requests.harvest_work import HARVEST
 from ..core.record import JobRecord
 from .attribution_result import attribution_result
+from .dose_result import dose_result
 from .readings import readings
 from .sweep_result import Records, sweep_result
 
@@ -92,7 +94,12 @@ def result(
         id=view.id,
         model=view.model,
         state=view.state,
-        outputs=from_msgpack(outputs, list[Output]) if outputs and view.kind != "fit" else [],
+        outputs=from_msgpack(outputs, list[Output])
+        if outputs and view.kind not in ("fit", "dose")
+        else [],
+        dose=dose_result(from_msgpack(outputs, DoseMeasured), ticket)
+        if outputs and view.kind == "dose"
+        else UNSET,
         fit=from_msgpack(outputs, FitOutcome)  # type: ignore[arg-type]
         if outputs and view.kind == "fit"
         else UNSET,
