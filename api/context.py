@@ -212,9 +212,15 @@ class AppContext:
         return known
 
     async def submit(
-        self, parsed: ParsedRequest, idempotency: tuple[str, str] | None, caller: Caller
+        self,
+        parsed: ParsedRequest,
+        idempotency: tuple[str, str] | None,
+        caller: Caller,
+        change: Callable[[Job, ModelInfo], Job] = lambda job, _: job,
     ) -> str:
         """Validate a request, commit it to the ledger and hand it to Celery; return the job's id.
+
+        `change`: returns the job to commit in place of the request's.
 
         Once this returns, the job is durable.
 
@@ -244,9 +250,8 @@ class AppContext:
         check_answer(parsed, admitted.job, info, self.settings.vllm_lens_mib)
         call = request_context.CURRENT.get()
         body = call.body if call is not None else b""
-        return await self.accept(
-            admitted.job, info, admitted.blobs, idempotency, admitted.pinned, body
-        )
+        job = change(admitted.job, info)
+        return await self.accept(job, info, admitted.blobs, idempotency, admitted.pinned, body)
 
     async def accept(
         self,

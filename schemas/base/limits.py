@@ -172,7 +172,6 @@ MAX_FIT_BATCH = 64
 
 MAX_DOSE_PROMPTS = 64  # of each list of a dose
 MAX_DOSE_SCALES = 32
-MAX_DOSE_LAYERS = 64
 MAX_DOSE_WORDS = 64
 MAX_DOSE_TOKENS = 512  # of one continuation
 MAX_DOSE_WORK = 1 << 20  # tokens of all cells

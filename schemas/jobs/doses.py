@@ -1,9 +1,8 @@
 """Doses: jobs that steer a few prompts at several scales and layers, and weigh the effect against
 the damage.
 
-The API resolves a `DoseRequest` to a `StoredDose` and the prompts of an ordinary job: for the
-unsteered model and for each cell, the prompts to continue, those with their targets, and the
-held-out texts. The worker keeps a `DoseMeasured`, from which the `DoseResult` follows.
+A dose is an ordinary job, whose prompts are, for the unsteered model and then for each cell: the
+prompts to continue, the same with the target after them, and the held-out texts.
 """
 
 from typing import Annotated
@@ -21,48 +20,44 @@ from ..base.limits import (
     Name,
     Reference,
     Text,
-    TokenIds,
 )
 from ..base.records import Plotted, Record
 from ..prompts.selectors import LayerSelector
-from ..requests.specs import SteeringSpec
+from ..requests.steering import Entries
 
-Texts = Annotated[list[Text | TokenIds], msgspec.Meta(min_length=1, max_length=MAX_DOSE_PROMPTS)]
+Texts = Annotated[list[Text], msgspec.Meta(min_length=1, max_length=MAX_DOSE_PROMPTS)]
 Scale = Annotated[float, msgspec.Meta(ge=-1e4, le=1e4)]
 Bound = Annotated[float, msgspec.Meta(ge=0, le=100)]
 Word = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_TEXT)]
 
 
 class DoseEffect(Record):
-    """What is measured on the prompts: exactly one of `words`, `target` and `probe`.
+    """What is measured on the prompts: exactly one of its fields.
 
-    `words`: the share of continuations in which one of them occurs, in any case. `target`: the mean
-    log-probability per token of this continuation, in nats. `probe`: the mean of its score over all
-    tokens, of the first or of the named `label`.
+    `words`: the share of continuations in which one of them occurs, in any case. `target`: the
+    log-probability per token of this text after the prompt, in nats. `probe`: the score of its
+    first label, as its mean over all tokens.
     """
 
     words: Annotated[list[Word], msgspec.Meta(max_length=MAX_DOSE_WORDS)] = []
     target: Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)] = ""
     probe: Reference | None = None
-    label: str | None = None
 
     def __post_init__(self) -> None:
         if sum((bool(self.words), bool(self.target), self.probe is not None)) != 1:
             raise ValueError("give exactly one of words, target and probe")
-        if self.label is not None and self.probe is None:
-            raise ValueError("label requires `probe`")
 
 
 class DoseRequest(Handling, kw_only=True):
     """Body of `POST /v1/doses`.
 
-    `steering`: one entry without `layers`; each scale multiplies its effect. Each of `layers` is
-    steered alone; null, for a module: all of its layers together.
+    Each scale multiplies the effect of all of `steering`. Each of `layers` is steered alone: its
+    entries without layers get them, and those of a module count at their own. Null: all together.
     """
 
     model: Name
     prompts: Texts
-    steering: SteeringSpec
+    steering: Entries
     scales: Annotated[list[Scale], msgspec.Meta(min_length=1, max_length=MAX_DOSE_SCALES)]
     effect: DoseEffect
     held_out: Texts  # texts that have nothing to do with the effect
@@ -75,61 +70,39 @@ class DoseRequest(Handling, kw_only=True):
     metadata: Metadata = {}
 
     def __post_init__(self) -> None:
-        if len(set(self.scales)) < len(self.scales) or 0 in self.scales:
-            raise ValueError("scales must be different and other than 0, which is always measured")
+        if len({0, *self.scales}) <= len(self.scales):
+            raise ValueError("scales must differ from each other and from 0, which is always there")
 
 
 class StoredDose(Record):
-    """A dose after validation. `layers` is [null] for a whole module."""
+    """A dose after validation."""
 
-    layers: list[int | None]
-    scales: list[float]  # ascending
+    cells: list[tuple[int | None, float]]  # layer and scale; the first is the unsteered model's
     effect: DoseEffect
     prompts: int  # continued in each cell
-    target_tokens: int  # 0: prompts with targets are not measured
-    held_out: int
+    requests: int  # prompts of each cell, in all
+    target_tokens: list[int]  # after each prompt; empty without a target
     max_loss: float
     max_repetition: float
-
-    @property
-    def cells(self) -> list[tuple[int | None, float]]:
-        """(layer, scale) of each cell, first the unsteered model's."""
-        return [(None, 0.0), *((layer, scale) for layer in self.layers for scale in self.scales)]
-
-    @property
-    def requests(self) -> int:
-        """The number of prompts in each cell: to continue, with targets, held out."""
-        return self.prompts * (2 if self.target_tokens else 1) + self.held_out
 
     def continues(self, request: int) -> bool:
         """Return whether a prompt of the job is continued; otherwise its own tokens count."""
         return request % self.requests < self.prompts
 
 
-class DoseMeasured(Record):
-    """What the worker keeps of a dose: for each cell and prompt the continuation, and for each cell
-    its means.
-    """
-
-    dose: StoredDose
-    texts: list[list[str]]
-    repetition: list[float]
-    loss: list[float]  # nats per token of the held-out texts
-    effect: list[float]  # 0 for a probe, whose scores are in the receipts
-
-
 class DoseCell(Record):
-    """The figures of one cell. `median`, `largest`: of the relative sizes of its edits."""
+    """The figures of one cell; a mean over its prompts or texts."""
 
-    layer: int | None  # null: all layers of the module, or none of the unsteered model
+    layer: int | None  # null: all together
     scale: float
     effect: float
-    loss: float  # nats per token of the held-out texts, above the unsteered model's
-    repetition: float  # mean share of 4-grams that a continuation has already had
+    loss: float  # on the held-out texts, nats per token; of a steered cell, above the unsteered one
+    repetition: float  # share of 4-grams that a continuation has already had
     safe: bool
-    median: float
-    largest: float
     text: str  # the continuation of the first prompt
+    # relative sizes of its edits: the median of the sites' and prompts' medians, and the largest
+    median: float = 0.0
+    largest: float = 0.0
 
 
 class DoseResult(Plotted, Record):
@@ -137,9 +110,7 @@ class DoseResult(Plotted, Record):
     which every cell is safe.
     """
 
-    effect: str  # what is measured
+    dose: StoredDose
     unsteered: DoseCell
     cells: list[DoseCell]
-    safe: list[DoseCell]
-    max_loss: float
-    max_repetition: float
+    safe: list[DoseCell] = []

@@ -51,7 +51,7 @@ from ..requests.specs import (
     StoredSteering,
 )
 from .attributions import AttributionResult
-from .doses import DoseMeasured, DoseResult, StoredDose
+from .doses import DoseResult, StoredDose
 from .fits import FitOutcome, StoredFit
 from .sweeps import StoredSweep, SweepResult
 
@@ -302,7 +302,7 @@ class Output(Record):
 
 
 #: What a worker stores for a job: of a fit or a dose, its outcome instead of outputs.
-Outcome = list[Output] | FitOutcome | DoseMeasured
+Outcome = list[Output] | FitOutcome | DoseResult
 
 
 class FileEntry(Record):

@@ -5,31 +5,44 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.jobs.doses import DoseMeasured, StoredDose
+from ...schemas.jobs.doses import DoseCell, DoseResult, StoredDose
 from ...schemas.jobs.jobs import Output
 
 #: Length of the runs of tokens whose repetition counts.
 GRAM = 4
 
 
-def measure(dose: StoredDose, outputs: Sequence[Output]) -> DoseMeasured:
-    """Return the figures of every cell. `outputs`: of the job's prompts, in order.
+def measure(dose: StoredDose, outputs: Sequence[Output]) -> DoseResult:
+    """Return the figures of every cell, without those of the receipts. `outputs`: of the job's
+    prompts, in order.
 
     Raises MidstreamError("engine_failed") for a prompt without log-probabilities.
     """
-    cells = [
-        outputs[first : first + dose.requests] for first in range(0, len(outputs), dose.requests)
-    ]
-    continued = [cell[: dose.prompts] for cell in cells]
-    return DoseMeasured(
-        dose=dose,
-        texts=[[output.text for output in cell] for cell in continued],
-        repetition=[
-            float(np.mean([repetition(output.token_ids) for output in cell])) for cell in continued
-        ],
-        loss=[-_logprob(cell[len(cell) - dose.held_out :], 0) for cell in cells],
-        effect=[_effect(dose, cell) for cell in cells],
-    )
+    cells: list[DoseCell] = []
+    for number, (layer, scale) in enumerate(dose.cells):
+        of_cell = outputs[number * dose.requests : (number + 1) * dose.requests]
+        texts = of_cell[: dose.prompts]
+        held_out = of_cell[dose.prompts + len(dose.target_tokens) :]
+        loss = -float(np.mean([value for output in held_out for value in _logprobs(output)]))
+        repeated = float(np.mean([repetition(output.token_ids) for output in texts]))
+        # the first cell's own, to which those of others are compared
+        loss_of, repeated_of = (cells[0].loss, cells[0].repetition) if cells else (0.0, repeated)
+        cells.append(
+            DoseCell(
+                layer=layer,
+                scale=scale,
+                effect=_effect(dose, of_cell),
+                loss=loss - loss_of,
+                repetition=repeated,
+                safe=not cells
+                or (
+                    loss - loss_of <= dose.max_loss
+                    and repeated - repeated_of <= dose.max_repetition
+                ),
+                text=texts[0].text,
+            )
+        )
+    return DoseResult(dose=dose, unsteered=cells[0], cells=cells[1:])
 
 
 def repetition(tokens: Sequence[int]) -> float:
@@ -39,23 +52,18 @@ def repetition(tokens: Sequence[int]) -> float:
 
 
 def _effect(dose: StoredDose, cell: Sequence[Output]) -> float:
-    if dose.target_tokens:
-        return _logprob(cell[dose.prompts : 2 * dose.prompts], dose.target_tokens)
-    texts = [output.text.casefold() for output in cell[: dose.prompts]]
+    whole = zip(cell[dose.prompts :], dose.target_tokens, strict=False)
+    if values := [value for output, count in whole for value in _logprobs(output)[-count:]]:
+        return float(np.mean(values))
     words = [word.casefold() for word in dose.effect.words]
+    texts = [output.text.casefold() for output in cell[: dose.prompts]]
     return float(np.mean([any(word in text for word in words) for text in texts]))
 
 
-def _logprob(outputs: Sequence[Output], last: int) -> float:
-    """Return the mean log-probability of the prompts' last tokens; `last` 0: of all but the
-    first.
-    """
-    values: list[float] = []
-    for output in outputs:
-        logprobs = output.prompt.logprobs if output.prompt else None
-        tokens = [token.logprob for token in (logprobs or ())[-last:] if token is not None]
-        if not tokens:
-            detail = f"prompt {output.index} of the dose has no log-probabilities"
-            raise MidstreamError("engine_failed", detail)
-        values += tokens
-    return float(np.mean(values))
+def _logprobs(output: Output) -> list[float]:
+    """Return the log-probabilities of a prompt's tokens from the second on."""
+    tokens = output.prompt.logprobs if output.prompt else None
+    if not tokens:
+        detail = f"prompt {output.index} of the dose has no log-probabilities"
+        raise MidstreamError("engine_failed", detail)
+    return [token.logprob for token in tokens if token is not None]

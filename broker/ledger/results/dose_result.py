@@ -1,66 +1,50 @@
-"""The result of a dose: the worker's figures of each cell, with the ranks' sizes and scores."""
+"""The result of a dose: the worker's figures, with what the ranks report of sizes and scores."""
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
-from ....schemas.jobs.doses import DoseCell, DoseMeasured, DoseResult
+from ....schemas.jobs.doses import DoseCell, DoseResult
 from ....schemas.jobs.receipts import Receipt
 
 
-def dose_result(measured: DoseMeasured, ticket: Sequence[Receipt]) -> DoseResult:
-    """Return the result. `ticket`: the receipts that have arrived."""
-    dose, cells = measured.dose, list[DoseCell]()
-    for number, (layer, scale) in enumerate(dose.cells):
-        loss = measured.loss[number] - measured.loss[0]
-        repetition = measured.repetition[number]
-        own = [receipt for receipt in ticket if receipt.request // dose.requests == number]
-        sizes = [size for receipt in own for size in receipt.sizes]
-        cell = DoseCell(
-            layer=layer,
-            scale=scale,
-            effect=_probe_effect(measured, own) if dose.effect.probe else measured.effect[number],
-            loss=loss,
-            repetition=repetition,
-            safe=loss <= dose.max_loss
-            and repetition - measured.repetition[0] <= dose.max_repetition,
-            median=float(np.median([size.median for size in sizes])) if sizes else 0.0,
-            largest=max((size.largest for size in sizes), default=0.0),
-            text=measured.texts[number][0],
-        )
-        cells.append(cell)
-    unsteered, *steered = cells
-    effect = dose.effect
-    return DoseResult(
-        effect=f"mean score of {effect.probe}"
-        if effect.probe
-        else "log-probability of the target, nats per token"
-        if effect.target
-        else "share of texts with the words",
-        unsteered=unsteered,
-        cells=steered,
-        safe=[
-            cell
-            for layer in dose.layers
-            for sign in (-1, 1)
-            if (cell := _largest_safe(steered, layer, sign)) is not None
-        ],
-        max_loss=dose.max_loss,
-        max_repetition=dose.max_repetition,
+def with_receipts(result: DoseResult, ticket: Sequence[Receipt]) -> DoseResult:
+    """Return the result that the worker stored, completed with the receipts that have arrived."""
+    cells = [
+        _completed(result, cell, [item for item in ticket if number == _cell_of(result, item)])
+        for number, cell in enumerate([result.unsteered, *result.cells])
+    ]
+    layers = dict.fromkeys(cell.layer for cell in cells[1:])
+    safe = [_largest_safe(cells[1:], layer, sign) for layer in layers for sign in (-1, 1)]
+    return msgspec.structs.replace(
+        result,
+        unsteered=cells[0],
+        cells=cells[1:],
+        safe=[cell for cell in safe if cell is not None],
     )
 
 
-def _probe_effect(measured: DoseMeasured, receipts: Sequence[Receipt]) -> float:
-    """Return the mean score over the continued prompts; 0 while no receipt has arrived."""
-    effect = measured.dose.effect
+def _cell_of(result: DoseResult, receipt: Receipt) -> int:
+    return receipt.request // result.dose.requests
+
+
+def _completed(result: DoseResult, cell: DoseCell, receipts: Sequence[Receipt]) -> DoseCell:
+    dose = result.dose
+    sizes = [size for receipt in receipts for size in receipt.sizes]
     scores = [
-        score.score[0 if effect.label is None else score.labels.index(effect.label)]
+        score.score[0]
         for receipt in receipts
-        if measured.dose.continues(receipt.request)
+        if dose.continues(receipt.request)
         for score in receipt.scores
-        if score.name == effect.probe and not score.watching
+        if score.name == dose.effect.probe and not score.watching
     ]
-    return float(np.mean(scores)) if scores else 0.0
+    return msgspec.structs.replace(
+        cell,
+        effect=float(np.mean(scores)) if scores else cell.effect,
+        median=float(np.median([size.median for size in sizes])) if sizes else 0.0,
+        largest=max((size.largest for size in sizes), default=0.0),
+    )
 
 
 def _largest_safe(cells: Sequence[DoseCell], layer: int | None, sign: int) -> DoseCell | None:

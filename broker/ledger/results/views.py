@@ -13,7 +13,7 @@ from ....schemas.base.errors import invalid
 from ....schemas.base.records import from_msgpack, now
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.attributions import AttributionResult
-from ....schemas.jobs.doses import DoseMeasured
+from ....schemas.jobs.doses import DoseResult
 from ....schemas.jobs.fits import FitOutcome
 from ....schemas.jobs.jobs import (
     SWEEPS,
@@ -37,7 +37,7 @@ from ....schemas.requests.edit_sizes import EditSizes
 from ....schemas.requests.harvest_work import HARVEST
 from ..core.record import JobRecord
 from .attribution_result import attribution_result
-from .dose_result import dose_result
+from .dose_result import with_receipts
 from .readings import readings
 from .sweep_result import Records, sweep_result
 
@@ -97,7 +97,7 @@ def result(
         outputs=from_msgpack(outputs, list[Output])
         if outputs and view.kind not in ("fit", "dose")
         else [],
-        dose=dose_result(from_msgpack(outputs, DoseMeasured), ticket)
+        dose=with_receipts(from_msgpack(outputs, DoseResult), ticket)
         if outputs and view.kind == "dose"
         else UNSET,
         fit=from_msgpack(outputs, FitOutcome)  # type: ignore[arg-type]
