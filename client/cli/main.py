@@ -17,6 +17,7 @@ from ..extras import COMMANDS, MissingExtraError, explained, need
 from ..sdk import discovery
 from . import (
     captures,
+    doses,
     harvests,
     jobs,
     keys,
@@ -36,7 +37,7 @@ from .jobs import AsJson, Url, connect, err, out
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start and stop": ("up", "serve", "demo", "status", "logs", "down", "model"),
     "Requests": (
-        *("submit", "sweep", "attribute", "lens", "features", "attention"),
+        *("submit", "sweep", "attribute", "dose", "lens", "features", "attention"),
         *("job", "capture", "harvest"),
     ),
     "Named artifacts": ("modules", "global", "runs", "probe", "sae", "tuned", "jacobian", "loras"),
@@ -184,6 +185,7 @@ for _module in (
     registered,
     probes,
     sweeps,
+    doses,
     harvests,
     service,
     verify,

@@ -1,4 +1,4 @@
-"""Turns a dose into a request for one cell's prompts, and its admitted job into that of all cells."""
+"""Turns a dose into a request for the prompts of a cell, and the admitted job into that of all."""
 
 from collections.abc import Sequence
 
