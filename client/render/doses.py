@@ -13,8 +13,8 @@ def drawn(result: DoseResult) -> Iterator[RenderableType]:
     """Yield a table of all cells, and the largest safe scale of each layer and sign."""
     rows = table("Dose", "layer", "scale", "effect", "loss", "repeats", "size", "text")
     for cell in (result.unsteered, *result.cells):
-        figures = [f"{cell.scale:g}", f"{cell.effect:.3g}", f"{cell.loss:+.2f}"]
-        figures += [f"{cell.repetition:.0%}", f"{cell.median:.2f}", cell.text.strip()[:24]]
+        figures = [f"{cell.scale:g}", f"{cell.effect:.3g}", f"{cell.loss:.2f}"]
+        figures += [f"{cell.repetition:.0%}", f"{cell.median:.2f}", " ".join(cell.text.split())[:24]]
         unsafe = "" if cell.safe else "red"
         rows.add_row(_layer(cell), *(Text(figure, style=unsafe) for figure in figures))
     yield rows
@@ -28,4 +28,6 @@ def drawn(result: DoseResult) -> Iterator[RenderableType]:
 
 
 def _layer(cell: DoseCell) -> str:
+    if not cell.scale:
+        return "–"
     return "all" if cell.layer is None else str(cell.layer)
