@@ -14,7 +14,11 @@ def drawn(result: DoseResult) -> Iterator[RenderableType]:
     rows = table("Dose", "layer", "scale", "effect", "loss", "repeats", "size", "text")
     for cell in (result.unsteered, *result.cells):
         figures = [f"{cell.scale:g}", f"{cell.effect:.3g}", f"{cell.loss:.2f}"]
-        figures += [f"{cell.repetition:.0%}", f"{cell.median:.2f}", " ".join(cell.text.split())[:24]]
+        figures += [
+            f"{cell.repetition:.0%}",
+            f"{cell.median:.2f}",
+            " ".join(cell.text.split())[:24],
+        ]
         unsafe = "" if cell.safe else "red"
         rows.add_row(_layer(cell), *(Text(figure, style=unsafe) for figure in figures))
     yield rows
