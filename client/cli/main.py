@@ -17,7 +17,6 @@ from ..extras import COMMANDS, MissingExtraError, explained, need
 from ..sdk import discovery
 from . import (
     captures,
-    doses,
     harvests,
     jobs,
     keys,
@@ -185,7 +184,6 @@ for _module in (
     registered,
     probes,
     sweeps,
-    doses,
     harvests,
     service,
     verify,

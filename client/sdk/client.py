@@ -10,7 +10,6 @@ from . import discovery, wire
 from .calls import Awaits, Blocks, Calls, M, stream, verb
 from .captures import Captures
 from .completions import Completions
-from .doses import Doses
 from .fits import Fits
 from .harvests import Harvests
 from .jobs import Jobs
@@ -55,7 +54,7 @@ class Verbs(Calls[M]):
     attention = verb(Readings.attention)
     sweep = verb(Sweeps.run)
     attribute = verb(Attributions.run)
-    dose = verb(Doses.run)
+    dose = verb(Jobs.dose)
     fit_module = verb(Fits.module)
     fit_lens = verb(Fits.lens)
     models = verb(Server.models)
@@ -72,7 +71,6 @@ class Verbs(Calls[M]):
         self.readings: Readings[M] = Readings(io, blocking)
         self.sweeps: Sweeps[M] = Sweeps(io, blocking)
         self.attributions: Attributions[M] = Attributions(io, blocking)
-        self.doses: Doses[M] = Doses(io, blocking)
         self.fits: Fits[M] = Fits(io, blocking)
         self.harvests: Harvests[M] = Harvests(io, blocking)
         self.modules: Modules[M] = Modules(io, blocking)

@@ -149,7 +149,8 @@ class Modules(Named[M, ModuleView]):
     ) -> ModuleView:
         """Store steering under a name; requests use it as `{"module": name, "scale": 2}`.
 
-        `limit`: of the edits of every request that uses it. An existing module of that name is replaced (`replaced` in the view).
+        `limit`: of the edits of every request that uses it. An existing module of that name is
+        replaced (`replaced` in the view).
         """
         body = ModuleRequest(
             steering=entries_of(steering), model=model, description=description, limit=limit
