@@ -66,7 +66,7 @@ class Reports:
                 checksum = tracked.gates.checksum(rows, checksum)
                 tracked.scores = [tracked.gates.shown(score, rows) for score in tracked.scores]
             self._actions.fold(step, "probe", *tracked.spec.ids, checksum)
-        for _, sizes in tracked.sizes.values():
+        for sizes in tracked.sizes.values():
             self._actions.fold(step, "sizes", *tracked.spec.ids, sizes.checksum)
         tracked.reported = True
         recordings = [
@@ -145,7 +145,7 @@ class Reports:
             trace=spec.trace,
             scores=tracked.scores if place.tp == 0 and not tracked.failure else [],
             identity=self._config.identity,
-            sizes=[size for sites, sizes in tracked.sizes.values() for size in sizes.report(sites)]
+            sizes=[size for sizes in tracked.sizes.values() for size in sizes.report()]
             if place.tp == 0 and not tracked.failure
             else [],
         )

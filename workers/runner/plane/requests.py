@@ -106,19 +106,16 @@ class Requests:
                 # edits of rejected drafts, and after the end, do not count
                 beyond = select(row.positions, rows, tracked.reached, tracked.spec.prompt_tokens)
                 tracked.applied -= len(tracked.open_of(row, beyond)) * sites
-            for _, sizes in tracked.sizes.values():
+            for sizes in tracked.sizes.values():
                 sizes.close(rows)
             self.check_sizes(tracked)
             self.reports.over(self.step, tracked, kept_ids, rows)
 
     def check_sizes(self, tracked: Tracked) -> None:
         """Fail a request if an edit exceeded a limit that says so."""
-        for sites, sizes in tracked.sizes.values():
-            if (found := sizes.too_large) is not None:
-                site = sites[found.site]
-                where = f"{site.hook} of layer {site.layer}, position {found.position}"
-                why = f"the edit at {where} is {found.size:.4g} times as long as its row"
-                self.fail(tracked, f"{why}: more than its limit", "edit_too_large")
+        for sizes in tracked.sizes.values():
+            if sizes.too_large:
+                self.fail(tracked, sizes.too_large, "edit_too_large")
 
     def fail(self, tracked: Tracked, message: str, kind: str, since: int | None = None) -> None:
         """Report the failure of a request now, without waiting for the request to end.

@@ -178,12 +178,13 @@ class Rows(StepPart):
             tracked = self._requests.tracked.get(rows.id) if rows.id in item.edited else None
             if tracked is None or tracked.reported:
                 continue
-            _, sizes = tracked.sizes.setdefault(bank.name, (bank.sites, EditSizes()))
+            if (sizes := tracked.sizes.get(bank.name)) is None:
+                sizes = tracked.sizes[bank.name] = EditSizes(bank.sites)
             first = rows.first_row
             sizes.add(
                 rows.first_position, item.first, item.values[:, first : first + rows.num_rows]
             )
-            if sizes.too_large is not None:
+            if sizes.too_large:
                 self._requests.check_sizes(tracked)
 
     def _miscounted(self, miscount: Miscount) -> None:
