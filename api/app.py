@@ -22,6 +22,7 @@ from .context import context_of, open_context
 from .routes import (
     captures,
     completions,
+    doses,
     feed,
     fits,
     harvests,
@@ -58,6 +59,7 @@ ROUTES = [
     *probes.ROUTES,
     *sweeps.ROUTES,
     *fits.ROUTES,
+    *doses.ROUTES,
     *harvests.ROUTES,
     *webhooks.ROUTES,
     *keys.ROUTES,

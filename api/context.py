@@ -24,7 +24,7 @@ from litestar import Request
 
 from ..broker.artifacts.retention import Usage
 from ..broker.ledger.core.scripts import stored_tags
-from ..broker.ledger.jobs.ledger import Ledger, Outcome, new_job_id
+from ..broker.ledger.jobs.ledger import Ledger, Outcome, new_job_id, reachable
 from ..broker.ledger.jobs.watch import SharedReads, Watcher
 from ..broker.ledger.named.probes import Pinned, of_all_traffic, recorded
 from ..broker.ledger.named.source_runs import SourceRuns
@@ -213,9 +213,15 @@ class AppContext:
         return known
 
     async def submit(
-        self, parsed: ParsedRequest, idempotency: tuple[str, str] | None, caller: Caller
+        self,
+        parsed: ParsedRequest,
+        idempotency: tuple[str, str] | None,
+        caller: Caller,
+        change: Callable[[Job, ModelInfo], Job] = lambda job, _: job,
     ) -> str:
         """Validate a request, commit it to the ledger and hand it to Celery; return the job's id.
+
+        `change`: returns the job to commit in place of the request's.
 
         Once this returns, the job is durable.
 
@@ -253,9 +259,8 @@ class AppContext:
         check_answer(parsed, admitted.job, info, self.settings.vllm_lens_mib)
         call = request_context.CURRENT.get()
         body = call.body if call is not None else b""
-        return await self.accept(
-            admitted.job, info, admitted.blobs, idempotency, admitted.pinned, body
-        )
+        job = change(admitted.job, info)
+        return await self.accept(job, info, admitted.blobs, idempotency, admitted.pinned, body)
 
     async def accept(
         self,
@@ -271,6 +276,9 @@ class AppContext:
         `blobs`, `pinned`, `request`: see `Ledger.submit`.
         """
         check_callback(job.callback, self.settings)
+        if any(job.steering) or job.sweep is not None:
+            tenant = await reachable(self.ledger.tenants.get)(job.tenant)
+            job = admission.under_limit(job, tenant.limits.edit_limit)
         await self.disks.check(job)
         if self.settings.capture_quota_mib and not (
             idempotency and await self.ledger.knows_key(idempotency[0])

@@ -91,8 +91,9 @@ class EngineProcess:
         `cpu`: CPU seconds of the ranks' main threads, which run the model; `ours`: those in parts
         of our code, if the engine is timed.
 
-        `steering`: `{"layers": […], "distinct": n, "seed": n}`, of ours only: prompt i adds, at
-        each of the layers, a random vector of its own for each i modulo `distinct`. `capture`: a
+        `steering`: `{"layers": […], "distinct": n, "seed": n, "limit": x}`, of ours only: prompt i
+        adds, at each of the layers, a random vector of its own for each i modulo `distinct`, with
+        that limit, as `StoredSteering` has it; none without. `capture`: a
         `StoredCapture` of every prompt, of ours only.
         `probes`: `{"count": n, "layers": […], "action": …}`, of ours only: so many probes score
         every token, at these layers in turn.
@@ -271,7 +272,7 @@ class _Ours:
         return count
 
     def steering(
-        self, prompts: int, layers: list[int], distinct: int, seed: int
+        self, prompts: int, layers: list[int], distinct: int, seed: int, limit: float = 0.0
     ) -> list[list[StoredSteering]]:
         """Entries of each prompt."""
         rng = np.random.default_rng(seed)
@@ -290,6 +291,7 @@ class _Ours:
                     family="add",
                     tensors=[name],
                     scale=0.1,
+                    limit=limit,
                 )
             ]
             for name in names

@@ -7,8 +7,9 @@ Ratios of conditions that take turns in short rounds: the same prompts, the same
 
 Conditions: `stock` (vLLM with nothing of ours, a process of its own), `idle` (nothing is steered),
 `one` (every request adds a vector at one layer), `all` (at every layer); `one-64`, `one-256`,
-`all-64`, `all-256`: the same with so many distinct vectors among the requests. `--steering-rows`:
-fewer than those have some wait.
+`all-64`, `all-256`: the same with so many distinct vectors among the requests; `one-limit`,
+`all-limit`: `one` and `all` with a limit on the edits' size; `one-scaled`, `all-scaled`: with one
+that every edit exceeds. `--steering-rows`: fewer than the vectors have some wait.
 
 Every engine process keeps a speed of its own for its life (memory, cores), so both engines are
 started anew `--starts` times: where stock and ours are compared, trust the spread over starts. The
@@ -57,6 +58,11 @@ CONDITIONS: dict[str, dict[str, Any] | None] = {
         for distinct in (1, 64, 256)
         for name, layers in (("one", ONE_LAYER), ("all", ALL_LAYERS))
     },
+    **{
+        f"{name}-{limited}": {"layers": layers, "distinct": 1, "seed": 1, "limit": limit}
+        for limited, limit in (("limit", 100.0), ("scaled", 0.001))
+        for name, layers in (("one", ONE_LAYER), ("all", ALL_LAYERS))
+    },
 }
 #: What each is held against, and the most that it may cost.
 COMPARED = {
@@ -67,6 +73,10 @@ COMPARED = {
     "one-256": ("one", 1.03),
     "all-64": ("all", 1.03),
     "all-256": ("all", 1.03),
+    "one-limit": ("one", 1.01),
+    "one-scaled": ("one", 1.01),
+    "all-limit": ("all", 1.03),
+    "all-scaled": ("all", 1.03),
 }
 #: Of tensors that are hashed, in floats: 2 KiB to 4 MiB (a request takes at most 8 MiB).
 SIZES = (576, 1 << 16, 1 << 20)

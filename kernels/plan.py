@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..schemas.requests.interventions import EVERY, FAMILIES, INSTALLED, PLACE, SCALARS
+from ..schemas.requests.interventions import EVERY, FAMILIES, INSTALLED, LIMIT, PLACE, SCALARS
 
 #: Columns of `token_rows`: the most configuration rows that may edit one token, rows of its request
 #: and of global steering together.
@@ -49,6 +49,11 @@ COUNTS = 3
 EDITED, CAPTURED_BEFORE, CAPTURED_AFTER = range(COUNTS)
 #: In `capture_slots`: this token is not captured.
 NO_SLOT = -1
+#: The relative size that stands for one that is larger or not finite: the largest float32.
+LARGEST_SIZE = float.fromhex("0x1.fffffep127")
+#: Edits are scaled to slightly less than their limit, so that rounding a float32 row does not carry
+#: it beyond.
+WITHIN = 1 - 2.0**-20
 
 
 class Planned(NamedTuple):
@@ -74,6 +79,10 @@ class Planned(NamedTuple):
     #: [all sites, COUNTS], incremented by the ops, zeroed by its reader: the work that each site
     #: actually did.
     counts: torch.Tensor
+    #: float32 [all sites, capacity], written by the ops, set to NaN by its reader: the relative
+    #: size ‖edit‖₂ / ‖row before it‖₂ of all edits of a site at a token, at most LARGEST_SIZE;
+    #: negative if it exceeds a limit that fails the request; NaN: not edited.
+    sizes: torch.Tensor
 
 
 class Does(NamedTuple):
@@ -84,6 +93,7 @@ class Does(NamedTuple):
     vectors: torch.Tensor
     # scalars of the first entry, or of all: [entries, up to SCALARS]
     scalars: Sequence[float] | torch.Tensor = ()
+    limit: float = 0.0  # see `schemas.requests.specs.StoredSteering`
 
 
 def does_of(
@@ -134,6 +144,7 @@ def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
         )
     scalars = torch.zeros(size, SCALARS, dtype=torch.float32)
     scalars[: len(numbers), : numbers.shape[1]] = numbers
+    scalars[0, LIMIT] = does.limit
     vectors = unit(does.vectors) if family.unit else does.vectors.float()
     # s + (−0) has the bits of s for every s; s + 0 does not if s is −0
     if family.effect == "shift":
@@ -261,5 +272,6 @@ def build_group(
         torch.cat(scalars),
         torch.zeros(capacity, dtype=torch.int32),
         torch.zeros(max(plan.site for plan in plans), COUNTS, dtype=torch.int32),
+        torch.full((max(plan.site for plan in plans), capacity), torch.nan),
     )
     return Planned(*(tensor.to(device) for tensor in built))

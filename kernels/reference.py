@@ -8,8 +8,9 @@ an addition that vLLM fuses into the next norm: a rewritten row becomes (−0, n
 If a rewrite applies to a token, s is first rounded to the model's dtype, as the next norm stores
 it. All families then compute in float32, and the result is rounded once. A rewrite that does not
 change a row (its strength is 0, the component is within its range, or the result has the same bits)
-counts as absent. The cost is proportional to the number of tokens that each family edits; rows that
-no configuration edits keep their bits.
+counts as absent. Last, the relative size of a row's edits is measured on the rounded rows, and a
+row whose edits exceed their limit is rewritten with scaled ones. The cost is proportional to the
+number of tokens that each family edits; rows that no configuration edits keep their bits.
 """
 
 import math
@@ -23,6 +24,7 @@ from ..schemas.requests.interventions import (
     FAMILIES,
     INSTALLED,
     LAYER_NORM_EPS,
+    LIMIT,
     NEAR,
     NORMS,
     PLACE,
@@ -40,7 +42,9 @@ from .plan import (
     EDITED,
     EDITS,
     EDITS_AT,
+    LARGEST_SIZE,
     SITE,
+    WITHIN,
     Port,
 )
 
@@ -243,6 +247,7 @@ def pair_site(
     scalars: torch.Tensor,
     broken: torch.Tensor,
     counts: torch.Tensor,
+    sizes: torch.Tensor,
     branches: int = 0,
 ) -> None:
     """Run sites whose stream is `hidden + residual`, both `[tokens, hidden_size]` or `[1, tokens,
@@ -271,6 +276,7 @@ def pair_site(
                 pool,
                 scalars,
                 broken,
+                sizes,
                 done,
             )
 
@@ -287,6 +293,7 @@ def single_site(
     scalars: torch.Tensor,
     broken: torch.Tensor,
     counts: torch.Tensor,
+    sizes: torch.Tensor,
 ) -> None:
     """Run sites whose stream is one tensor, edited in place: `[tokens, hidden_size]` or `[1,
     tokens, hidden_size]`, contiguous.
@@ -310,6 +317,7 @@ def single_site(
                 pool,
                 scalars,
                 broken,
+                sizes,
                 done,
             )
 
@@ -331,6 +339,7 @@ def _site(
     pool: torch.Tensor,
     scalars: torch.Tensor,
     broken: torch.Tensor,
+    sizes: torch.Tensor,
     done: np.ndarray,
 ) -> None:
     """Run one site: capture, edit, capture. `number`: the site's index in its launch; `steps`: its
@@ -341,13 +350,22 @@ def _site(
         done[place, CAPTURED_BEFORE] += _capture(hidden, stream, ring, steps, lists, BEFORE)
     if steps[EDITS]:
         edited = (
-            _shift_alike(hidden, stream, number, steps, site_rows, pool, broken)
+            _shift_alike(hidden, stream, number, steps, site_rows, pool, scalars, broken, sizes)
             if steps[ALIKE]
             else None
         )
         if edited is None:
             edited = _edit_listed(
-                hidden, stream, steps, lists, token_rows, site_rows[number], pool, scalars, broken
+                hidden,
+                stream,
+                steps,
+                lists,
+                token_rows,
+                site_rows[number],
+                pool,
+                scalars,
+                broken,
+                sizes,
             )
         done[place, EDITED] += edited
     if steps[AFTER.COUNT]:
@@ -364,6 +382,7 @@ def _edit_listed(
     pool: torch.Tensor,
     scalars: torch.Tensor,
     broken: torch.Tensor,
+    sizes: torch.Tensor,
 ) -> int:
     """Edit the tokens that the plan lists; return the number of configuration rows applied, summed
     over the tokens.
@@ -374,7 +393,7 @@ def _edit_listed(
     entries = site_rows.index_select(1, rows.flatten()).view(len(site_rows), len(tokens), depth)
     applied = entries.any(0)  # [n, depth]
     count = int(applied.count_nonzero())
-    if count < applied.numel():
+    if count < max(applied.numel(), 1):
         # Some tokens may have no entry at this site: a site that any configuration of the step
         # edits lists all edited tokens.
         indices = applied.any(1).nonzero().flatten()
@@ -383,8 +402,9 @@ def _edit_listed(
         before = _rows(hidden, stream, tokens)
         _edit(hidden, stream, tokens, entries, pool, scalars)
         after = _rows(hidden, stream, tokens)
-        if not (_finite(before) and _finite(after)):
-            _mark(broken, tokens, steps[SITE], before, after)
+        limits = scalars[:, LIMIT].index_select(0, entries.transpose(0, 1).flatten())
+        over = _measure(before, after, tokens, limits.view(len(tokens), -1), steps, broken, sizes)
+        _rewrite_rows(hidden, stream, tokens.long()[over], after[over])
     return count
 
 
@@ -395,7 +415,9 @@ def _shift_alike(
     steps: list[int],
     site_rows: torch.Tensor,
     pool: torch.Tensor,
+    scalars: torch.Tensor,
     broken: torch.Tensor,
+    sizes: torch.Tensor,
 ) -> int | None:
     """Handle the usual case in one call: the only edit adds one vector to consecutive tokens.
 
@@ -411,12 +433,64 @@ def _shift_alike(
     rows, other = stream[run], None if hidden is None else hidden[run]
     before = rows.clone()
     rows.add_(pool[entry])
+    if other is not None:
+        before.add_(other)
     after = rows if other is None else rows + other
-    # an addition never makes a row finite again, so `after` also shows rows that were non-finite
-    # before
-    if not _finite(after):
-        _mark(broken, run, steps[SITE], before if other is None else before + other, after)
+    over = _measure(before, after, run, scalars[entry, LIMIT].view(1, 1), steps, broken, sizes)
+    _rewrite_rows(hidden, stream, over + steps[ALIKE_FROM], after[over])
     return len(rows)
+
+
+def _measure(
+    before: torch.Tensor,
+    after: torch.Tensor,
+    tokens: slice | torch.Tensor,
+    limits: torch.Tensor,
+    steps: list[int],
+    broken: torch.Tensor,
+    sizes: torch.Tensor,
+) -> torch.Tensor:
+    """Write the relative sizes of the edits that turned rows `before` into `after`, and mark rows
+    that are not finite.
+
+    `limits`: those of each row's edits, `[n or 1, any number]`. Returns the indices of the rows
+    whose edits were too large and are scaled in `after`, int64.
+    """
+    row = before.float()
+    edit = after.float() - row
+    norm, change = (torch.linalg.vector_norm(item, dim=1) for item in (row, edit))
+    size = _relative(norm, change)
+    over, kept = torch.zeros(0, dtype=torch.int64), size
+    if bool(limits.any()):
+        scaled, failed = (
+            torch.where(limits * sign > 0, limits.abs(), math.inf).amin(1) for sign in (1, -1)
+        )
+        over = (size > scaled).nonzero().flatten()
+        factor = (scaled.expand_as(norm) * norm / change * WITHIN)[over, None]
+        after[over] = (row[over] + edit[over] * factor).to(after.dtype)
+        change = torch.linalg.vector_norm(after.float() - row, dim=1)
+        kept = _relative(norm, change)
+        kept = torch.where((size > failed) & (failed <= scaled), -size, kept)
+    sizes[steps[SITE] - 1, tokens] = kept
+    # both norms are finite only if all values are
+    if not math.isfinite(float(norm.sum() + change.sum())):
+        _mark(broken, tokens, steps[SITE], before, after)
+    return over
+
+
+def _relative(norm: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+    size = torch.nan_to_num(change / norm, nan=LARGEST_SIZE, posinf=LARGEST_SIZE)
+    return size.masked_fill_(change == 0, 0)
+
+
+def _rewrite_rows(
+    hidden: torch.Tensor | None, stream: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """Write whole rows of tokens, int64 `[n]`; none for no tokens."""
+    if len(tokens):
+        stream.index_copy_(0, tokens, rows)
+        if hidden is not None:
+            hidden.index_fill_(0, tokens, -0.0)
 
 
 def _rows(hidden: torch.Tensor | None, stream: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -439,12 +513,6 @@ def _mark(
     bad_before, bad_after = (torch.isfinite(rows).all(1).logical_not_() for rows in (before, after))
     marks = torch.zeros_like(old).masked_fill_(bad_after, site).masked_fill_(bad_before, -site)
     broken[tokens] = torch.where(old == 0, marks, old)
-
-
-def _finite(rows: torch.Tensor) -> bool:
-    """Return whether all values are finite, in one pass: the extrema are NaN if a value is."""
-    low, high = torch.aminmax(rows)
-    return math.isfinite(low) and math.isfinite(high)
 
 
 def _capture(
@@ -550,9 +618,7 @@ def _rewrite(
         differs = acted & (_bits(rows) != _bits(original)).any(1)
         if not bool(differs.all()):
             places, rows = places[differs], rows[differs]
-        stream.index_copy_(0, places, rows)
-        if hidden is not None:
-            hidden.index_fill_(0, places, -0.0)
+        _rewrite_rows(hidden, stream, places, rows)
     return done
 
 

@@ -14,7 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..schemas.requests.interventions import FAMILIES, LAYER_NORM_EPS, NEAR, NORMS, PLACE, SCALARS
+from ..schemas.requests.interventions import (
+    FAMILIES,
+    LAYER_NORM_EPS,
+    LIMIT,
+    NEAR,
+    NORMS,
+    PLACE,
+    SCALARS,
+)
 from .plan import (
     AFTER,
     BEFORE,
@@ -25,8 +33,10 @@ from .plan import (
     DEPTH,
     EDITED,
     EDITS,
+    LARGEST_SIZE,
     ROWS_PER_TOKEN,
     SITE,
+    WITHIN,
 )
 
 #: Programs of a launch at most: several for each multiprocessor, but few enough for a short launch
@@ -96,6 +106,7 @@ _TARGET, _SHIFT, _THRESHOLD = (
 _NORM = tl.constexpr(FAMILIES[_FEATURE.value].column("norm"))
 _CENTRED = tl.constexpr(NORMS.index("layer_norm"))
 _NEAR, _EPS = tl.constexpr(NEAR), tl.constexpr(LAYER_NORM_EPS)
+_LIMIT, _LARGEST_SIZE, _WITHIN = map(tl.constexpr, (LIMIT, LARGEST_SIZE, WITHIN))
 
 
 @triton.jit
@@ -267,6 +278,81 @@ def _count(counts, plan, of, number):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _limits(rows, site_rows, scalars, depth, configurations):  # type: ignore[no-untyped-def]
+    """Return the smallest limit to which a token's edits are scaled, and the smallest beyond which
+    they fail the request; infinite: none.
+    """
+    scaled = tl.full([], float("inf"), tl.float32)
+    failed = scaled
+    for k in range(depth):
+        row_number = tl.load(rows + k)
+        for family in tl.static_range(_FAMILIES):
+            entry = tl.load(site_rows + family * configurations + row_number).to(tl.int64)
+            limit = tl.load(scalars + entry * _SCALARS + _LIMIT)
+            scaled = tl.where(limit > 0, tl.minimum(scaled, limit), scaled)
+            failed = tl.where(limit < 0, tl.minimum(failed, -limit), failed)
+    return scaled, failed
+
+
+@triton.jit
+def _relative(norm, change):  # type: ignore[no-untyped-def]
+    size = tl.div_rn(change, norm)
+    size = tl.where(size <= _LARGEST_SIZE, size, _LARGEST_SIZE)  # also if it is NaN
+    return tl.where(change == 0.0, 0.0, size)
+
+
+@triton.jit
+def _norm(row):  # type: ignore[no-untyped-def]
+    return tl.sqrt_rn(tl.sum(row * row, 0))
+
+
+@triton.jit
+def _limited(before, after, scaled, failed):  # type: ignore[no-untyped-def]
+    """Return the row `after` with the edit scaled to its limit, whether that changed it, and the
+    edit's relative size as `sizes` has it.
+
+    `before`, `after`: zero outside the width.
+    """
+    row = before.to(tl.float32)
+    norm, change = _norm(row), _norm(after.to(tl.float32) - row)
+    size = _relative(norm, change)
+    kept = size
+    over = size > scaled
+    if over:
+        factor = tl.div_rn(scaled * norm, change) * _WITHIN
+        after = (row + (after.to(tl.float32) - row) * factor).to(after.dtype)
+        kept = _relative(norm, _norm(after.to(tl.float32) - row))
+    return after, over, tl.where((size > failed) & (failed <= scaled), -size, kept)
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    hidden,
+    stream,
+    row,
+    hidden_row,
+    new,
+    branch,
+    at,
+    inside,
+    PAIR: tl.constexpr,
+    MIXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write `new` as the whole row of a site's stream; return the new rows."""
+    if PAIR:
+        # −0, not 0, so that the pair's sum has the new row's bits even if that row has −0.
+        emptied = (tl.zeros([BLOCK], tl.float32) * -1.0).to(row.dtype)
+        if MIXED:
+            emptied = tl.where(branch, new, emptied)
+            new = tl.where(branch, row, new)
+        hidden_row = emptied
+        tl.store(hidden + at, hidden_row, mask=inside)
+    tl.store(stream + at, new, mask=inside)
+    return hidden_row, new
+
+
+@triton.jit
 def _visit(  # type: ignore[no-untyped-def]
     hidden,
     stream,
@@ -281,6 +367,7 @@ def _visit(  # type: ignore[no-untyped-def]
     pool,
     scalars,
     counts,
+    sizes,
     before_slot,
     after_slot,
     named,
@@ -289,6 +376,7 @@ def _visit(  # type: ignore[no-untyped-def]
     lanes,
     inside,
     configurations,
+    capacity,
     PAIR: tl.constexpr,
     MIXED: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -296,7 +384,8 @@ def _visit(  # type: ignore[no-untyped-def]
 ):
     """Apply one site to one token; return the new rows, and their mark for `broken`.
 
-    `hidden_row`, `row`: the values at `hidden + at` and `stream + at`. `branch`: the site is on a
+    `sizes`: a pointer to the token's column. `hidden_row`, `row`: the values at `hidden + at` and
+    `stream + at`. `branch`: the site is on a
     branch, whose stream is `hidden` alone; only if `MIXED`.
     """
     mark = named * 0
@@ -308,6 +397,8 @@ def _visit(  # type: ignore[no-untyped-def]
     if named > 0:
         _count(counts, plan, _EDITED, applied)
         unsound = _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
+        scaled, failed = _limits(rows, site_rows, scalars, depth, configurations)
+        size = tl.full([], 0.0, tl.float32)
         rewrites = named * 0
         if (named & _REWRITING) != 0:
             value = _whole(hidden_row, row, branch, PAIR, MIXED).to(tl.float32)
@@ -340,23 +431,15 @@ def _visit(  # type: ignore[no-untyped-def]
             if PAIR:
                 hidden_row = tl.load(hidden + at, mask=inside, other=0.0)
             if rewrites > 0:
-                new = value.to(row.dtype)
-                differs = inside & (
-                    _bits(new) != _bits(_whole(hidden_row, row, branch, PAIR, MIXED))
-                )
+                whole = _whole(hidden_row, row, branch, PAIR, MIXED)
+                new, _over, size = _limited(whole, value.to(row.dtype), scaled, failed)
+                differs = inside & (_bits(new) != _bits(whole))
                 if tl.max(differs.to(tl.int32), 0) > 0:
                     # Written only if it differs: another pair with the same sum would change the
                     # next norm.
-                    if PAIR:
-                        # −0, not 0, so that the pair's sum has the new row's bits even if that
-                        # row has −0.
-                        hidden_row = (tl.zeros([BLOCK], tl.float32) * -1.0).to(row.dtype)
-                        if MIXED:
-                            hidden_row = tl.where(branch, new, hidden_row)
-                            new = tl.where(branch, row, new)
-                        tl.store(hidden + at, hidden_row, mask=inside)
-                    row = new
-                    tl.store(stream + at, row, mask=inside)
+                    hidden_row, row = _write(
+                        hidden, stream, row, hidden_row, new, branch, at, inside, PAIR, MIXED, BLOCK
+                    )
         # Also reached if there were rewrites, but none changed the row.
         if (rewrites == 0) & ((named & _SHIFTING) != 0):
             total = tl.zeros([BLOCK], tl.float32) * -1.0
@@ -368,6 +451,7 @@ def _visit(  # type: ignore[no-untyped-def]
                         )
                         if entry > 0:
                             total = _shifted(family, total, pool + entry * WIDTH, lanes, inside)
+            whole = _whole(hidden_row, row, branch, PAIR, MIXED)
             if MIXED:
                 shifted = (tl.where(branch, hidden_row, row).to(tl.float32) + total).to(row.dtype)
                 hidden_row = tl.where(branch, shifted, hidden_row)
@@ -376,6 +460,14 @@ def _visit(  # type: ignore[no-untyped-def]
             else:
                 row = (row.to(tl.float32) + total).to(row.dtype)
                 tl.store(stream + at, row, mask=inside)
+            new, over, size = _limited(
+                whole, _whole(hidden_row, row, branch, PAIR, MIXED), scaled, failed
+            )
+            if over:
+                hidden_row, row = _write(
+                    hidden, stream, row, hidden_row, new, branch, at, inside, PAIR, MIXED, BLOCK
+                )
+        tl.store(sizes + (tl.load(plan + _SITE) - 1).to(tl.int64) * capacity, size)
         mark = tl.where(
             unsound > 0, -1, _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
         ) * tl.load(plan + _SITE)
@@ -391,7 +483,16 @@ def _visit(  # type: ignore[no-untyped-def]
 # compilation could fall into the capture of a graph.
 @triton.jit(
     do_not_specialize=[
-        *("plan", "token_rows", "capture_slots", "site_rows", "scalars", "broken", "counts"),
+        *(
+            "plan",
+            "token_rows",
+            "capture_slots",
+            "site_rows",
+            "scalars",
+            "broken",
+            "counts",
+            "sizes",
+        ),
         *("tokens", "capacity", "configurations", "programs", "sites", "branches"),
     ]
 )
@@ -407,6 +508,7 @@ def _sites(  # type: ignore[no-untyped-def]
     scalars,
     broken,
     counts,
+    sizes,
     tokens,
     capacity,
     configurations,
@@ -461,6 +563,7 @@ def _sites(  # type: ignore[no-untyped-def]
                     pool,
                     scalars,
                     counts,
+                    sizes + token,
                     before_slot,
                     after_slot,
                     named,
@@ -469,6 +572,7 @@ def _sites(  # type: ignore[no-untyped-def]
                     lanes,
                     inside,
                     configurations,
+                    capacity,
                     PAIR=PAIR,
                     MIXED=MIXED,
                     WIDTH=WIDTH,
@@ -494,6 +598,7 @@ def pair_site(
     scalars: torch.Tensor,
     broken: torch.Tensor,
     counts: torch.Tensor,
+    sizes: torch.Tensor,
     branches: int = 0,
 ) -> None:
     """Run sites like `reference.pair_site`, but read `capture_slots` instead of `lists`.
@@ -512,6 +617,7 @@ def pair_site(
         scalars,
         broken,
         counts,
+        sizes,
     )
     _launch(*tensors, branches=branches, pair=True)
 
@@ -528,6 +634,7 @@ def single_site(
     scalars: torch.Tensor,
     broken: torch.Tensor,
     counts: torch.Tensor,
+    sizes: torch.Tensor,
 ) -> None:
     """Run sites like `reference.single_site`, but read `capture_slots` instead of `lists`.
 
@@ -545,6 +652,7 @@ def single_site(
         scalars,
         broken,
         counts,
+        sizes,
     )
     _launch(*tensors, branches=0, pair=False)
 
@@ -561,6 +669,7 @@ def _launch(
     scalars: torch.Tensor,
     broken: torch.Tensor,
     counts: torch.Tensor,
+    sizes: torch.Tensor,
     *,
     branches: int,
     pair: bool,
@@ -577,6 +686,7 @@ def _launch(
         scalars,
         broken,
         counts,
+        sizes,
     )
     for tensor in tensors:
         if not tensor.is_contiguous():

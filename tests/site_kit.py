@@ -23,6 +23,7 @@ from midstream.kernels.plan import (
     DEPTH,
     EDITS,
     EDITS_AT,
+    LARGEST_SIZE,
     ROWS_PER_TOKEN,
     SITE,
     Does,
@@ -30,7 +31,7 @@ from midstream.kernels.plan import (
     SitePlan,
     lowrank,
 )
-from midstream.schemas.requests.interventions import FAMILIES, PLACE
+from midstream.schemas.requests.interventions import FAMILIES, LIMIT, PLACE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: One lane; odd; a size of a real model that is not a power of two.
@@ -91,6 +92,7 @@ class Outcome:
     ring: torch.Tensor
     broken: torch.Tensor
     counts: torch.Tensor
+    sizes: torch.Tensor
 
     @property
     def sum(self) -> torch.Tensor:
@@ -126,7 +128,7 @@ def _poisoned(planned: Planned, plan: SitePlan) -> Planned:
     for row, configuration in enumerate(plan.configurations, 1):
         for name, does in configuration.items():
             family, entry = FAMILIES[PLACE[name]], int(planned.site_rows[0, PLACE[name], row])
-            used[entry, : len(family.scalars)] = True
+            used[entry, : len(family.scalars)] = used[entry, LIMIT] = True
             for scalar in family.of_each_term:
                 used[
                     entry : entry + len(does.vectors) : family.entries(), family.column(scalar)
@@ -154,10 +156,10 @@ def run(case: Case, pair_site: Op, single_site: Op) -> Outcome:
     else:
         pair_site(hidden, stream, ring, *planned)
     for name, after, before in zip(Planned._fields, planned, case.planned, strict=True):
-        assert name in ("broken", "counts") or same_bits(after, before), (
+        assert name in ("broken", "counts", "sizes") or same_bits(after, before), (
             f"{case.name}: {name} was written"
         )
-    return Outcome(hidden, stream, ring, planned.broken, planned.counts)
+    return Outcome(hidden, stream, ring, planned.broken, planned.counts, planned.sizes)
 
 
 def check(case: Case, found: Outcome) -> None:
@@ -173,6 +175,7 @@ def check(case: Case, found: Outcome) -> None:
     _check_counts(case, found)
     for token in range(len(case.stream)):
         _check_token(case, found, token, f"{case.name}, token {token}")
+    _check_sizes(case, found)
 
 
 def _check_token(case: Case, found: Outcome, token: int, where: str) -> None:
@@ -254,6 +257,21 @@ def _check_counts(case: Case, found: Outcome) -> None:
         f"{case.name}: what it did is not what it counted"
     )
     assert not found.counts[:-1].any(), f"{case.name}: counted as another site's"
+
+
+def _check_sizes(case: Case, found: Outcome) -> None:
+    """Each edited row has the relative size of what was done to it, and no other row has one."""
+    before, after = case.sum.double(), found.sum.double()
+    for token, size in enumerate(found.sizes[case.plan.site - 1].tolist()):
+        rows = case.plan.edits.get(token, ()) if token < len(before) else ()
+        edited = any(row and len(case.plan.configurations[row - 1]) for row in rows)
+        assert edited != math.isnan(size), f"{case.name}: token {token} has the size {size}"
+        if edited:
+            exact = float((after[token] - before[token]).norm() / before[token].norm())
+            wanted = exact if math.isfinite(exact) else LARGEST_SIZE
+            assert math.isclose(abs(size), wanted, rel_tol=1e-5, abs_tol=1e-7), (
+                f"{case.name}: token {token} has the size {size}, not {wanted}"
+            )
 
 
 def check_broken(case: Case, found: Outcome) -> None:

@@ -5,6 +5,7 @@ Each is a function of the two ops; both implementations are tried with all of th
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from site_kit import (
@@ -13,6 +14,7 @@ from site_kit import (
     WIDTHS,
     Case,
     Op,
+    Outcome,
     check,
     check_broken,
     new_seed,
@@ -22,7 +24,7 @@ from site_kit import (
     some_of,
 )
 
-from midstream.kernels.plan import ROWS_PER_TOKEN, Does, SitePlan, lowrank
+from midstream.kernels.plan import LARGEST_SIZE, ROWS_PER_TOKEN, Does, SitePlan, lowrank
 from midstream.schemas.requests.interventions import FAMILIES, MAX_RANK
 
 Property = Callable[[Op, Op], None]
@@ -755,6 +757,76 @@ def a_stream_with_a_leading_one_is_the_same_stream(pair_site: Op, single_site: O
         check(case, found := run(case, wider, wider))
         assert same_bits(found.stream, flat.stream), case.name
         assert same_bits(found.ring, flat.ring), case.name
+
+
+def edits_beyond_their_limit_are_scaled_to_it(pair_site: Op, single_site: Op) -> None:
+    """Rows of length 1 get edits of 0.5, and of 2 and more; those of tokens 0 to 4 are limited."""
+    unit, limit = torch.zeros(1, WIDTH), 0.7
+    unit[0, 3] = 1
+    others = {
+        "add_matched": Does(torch.randn(1, WIDTH), (2.0,), limit),
+        "replace": Does(torch.full((1, WIDTH), 9.0), (1.0,), limit),
+        "lowrank": lowrank(1.0, unit, torch.zeros(1, WIDTH), torch.tensor([4.0]))._replace(
+            limit=limit
+        ),
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        for pair in (True, False):
+            for name, does in {"add": Does(2 * unit, limit=limit), **others}.items():
+                plan = SitePlan(
+                    WIDTH,
+                    [{"add": Does(0.5 * unit, limit=limit)}, {name: does}, {"add": Does(2 * unit)}],
+                    {0: [1], 1: [2], 2: [2, 1], 3: [3, 1], 4: [2], 5: [3]},
+                    after=[1, 2],
+                )
+                case = _case(plan, dtype=dtype, pair=pair, name=name)
+                case.stream[:] = torch.nn.functional.normalize(case.stream.float())
+                if case.hidden is not None:
+                    case.hidden[:] = 0
+                found = run(case, pair_site, single_site)
+                edits = found.sum.float() - case.sum.float()
+                sizes = edits.norm(dim=1) / case.sum.float().norm(dim=1)
+                most = limit if dtype == torch.float32 else limit * 1.01
+                assert bool((sizes[:5] <= most).all()), f"{case.name}: {sizes}"
+                assert bool((sizes[1:5] >= 0.99 * limit).all()), f"{case.name}: {sizes}"
+                assert sizes[5] > 1.9, f"{case.name}: {sizes}"
+                assert torch.allclose(found.sizes[0, :6], sizes[:6], rtol=1e-5), case.name
+                free = _run_unlimited(case, pair_site, single_site)
+                turned = torch.nn.functional.cosine_similarity(
+                    edits[:5], free.sum.float()[:5] - case.sum.float()[:5]
+                )
+                assert bool((turned > 0.999).all()), f"{case.name}: another direction {turned}"
+                assert same_bits(free.sum[[0, 5]], found.sum[[0, 5]]), f"{case.name}: below it"
+                assert same_bits(found.ring[:2], found.sum[[1, 2]]), f"{case.name}: captured"
+
+
+def _run_unlimited(case: Case, pair_site: Op, single_site: Op) -> Outcome:
+    plan = replace(
+        case.plan,
+        configurations=[
+            {name: does._replace(limit=0.0) for name, does in configuration.items()}
+            for configuration in case.plan.configurations
+        ],
+    )
+    return run(replace(case, plan=plan), pair_site, single_site)
+
+
+def edits_beyond_a_failing_limit_have_negative_sizes(pair_site: Op, single_site: Op) -> None:
+    """The smallest limit counts: to scale (positive), or to fail (negative), which wins a tie."""
+    matched = [
+        {"add_matched": Does(torch.randn(1, WIDTH), (1.0,), limit)}
+        for limit in (0.0, -0.9, -1.1, 0.5, 0.9)
+    ]
+    edits = {0: [1], 1: [2], 2: [3], 3: [2, 4], 4: [2, 5], 5: [3, 1]}
+    for pair in (True, False):
+        case = _case(SitePlan(WIDTH, matched, edits), dtype=torch.float32, pair=pair)
+        case.stream[6] = 0
+        sizes = run(case, pair_site, single_site).sizes[0]
+        assert (sizes < 0).tolist()[:6] == [False, True, False, False, True, True], sizes
+        assert math.isclose(-sizes[1], 1.0, rel_tol=1e-5), sizes
+    zero = _case(SitePlan(WIDTH, [{"add": _add(1.0)._replace(limit=-2.0)}], {0: [1]}), pair=False)
+    zero.stream[0] = 0
+    assert float(run(zero, pair_site, single_site).sizes[0, 0]) == -LARGEST_SIZE
 
 
 #: Sentence → property.

@@ -20,6 +20,7 @@ from ...schemas.base.errors import MidstreamError, unknown
 from ...schemas.base.limits import MAX_DESCRIPTION
 from ...schemas.base.records import now
 from ...schemas.base.tensors import Tensor
+from ...schemas.requests.edit_sizes import limit_of
 from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import (
     MODEL_HEADER,
@@ -102,7 +103,9 @@ async def put_module(
 ) -> Response[ModuleView]:
     info = await context.the_model(data.model or model)
     features = await context.features(info, data.steering)
-    content = await anyio.to_thread.run_sync(steering.resolve_module, data.steering, info, features)
+    content = await anyio.to_thread.run_sync(
+        steering.resolve_module, data.steering, info, features, data.limit
+    )
     module = Module(
         name=scoped(caller.tenant, name),
         model=info.name,
@@ -265,6 +268,7 @@ def _entry(entry: SteeringTemplate) -> EntryView:
         numbers=list(numbers.values()),
         rank=entry.rank,
         norm_match=family.flag == "norm_match",
+        limit=limit_of(entry.limit),
     )
 
 

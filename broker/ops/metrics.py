@@ -119,6 +119,13 @@ PROBE_SCORE = Histogram(
     ["model", "probe", "label"],
     buckets=SCORES,
 )
+#: Relative sizes; steered text usually breaks above 1.
+EDIT_SIZES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 4, 8, 16)
+EDIT_SIZE = Histogram(
+    "midstream_edit_relative_size",
+    "Largest edit of a prompt at a site, as a share of its row's norm",
+    buckets=EDIT_SIZES,
+)
 
 # What the callbacks worker does
 SWEPT = Counter("midstream_swept_total", "Actions of the reaper, by kind", ["action"])

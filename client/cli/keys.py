@@ -195,11 +195,20 @@ def tenants_set(
     highest_priority: Annotated[
         str, typer.Option(help="high, normal or low: the highest priority its jobs may have.")
     ] = "high",
+    edit_limit: Annotated[
+        float | None, typer.Option(help="Largest relative size of its edits, such as 0.7.")
+    ] = None,
+    edit_limit_then: Annotated[
+        str, typer.Option(help="scale or fail: what happens to larger ones.")
+    ] = "scale",
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
     """Set all limits of a tenant; omitted limits follow the service's settings. 0: no limit."""
     limits = {
+        "edit_limit": None
+        if edit_limit is None
+        else {"relative": edit_limit, "then": edit_limit_then},
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "jobs_in_flight": jobs_in_flight,
@@ -280,6 +289,11 @@ def _show(tenant_views: Sequence[TenantView], as_json: bool) -> None:
                 ),
                 ("weight", str(limits.weight)),
                 ("highest priority", limits.highest_priority),
+                *(
+                    [("edits", f"{limits.edit_limit.relative:g} ({limits.edit_limit.then})")]
+                    if limits.edit_limit is not None
+                    else []
+                ),
             )
         )
 

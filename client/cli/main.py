@@ -36,7 +36,7 @@ from .jobs import AsJson, Url, connect, err, out
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start and stop": ("up", "serve", "demo", "status", "logs", "down", "model"),
     "Requests": (
-        *("submit", "sweep", "attribute", "lens", "features", "attention"),
+        *("submit", "sweep", "attribute", "dose", "lens", "features", "attention"),
         *("job", "capture", "harvest"),
     ),
     "Named artifacts": (

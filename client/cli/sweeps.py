@@ -1,4 +1,4 @@
-"""The commands `midstream sweep` and `midstream attribute`: submit, follow, draw and save."""
+"""The commands `midstream sweep`, `attribute` and `dose`: submit, follow, draw and save."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,12 +10,14 @@ import typer
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.base.records import to_json
 from ...schemas.jobs.attributions import AttributionRequest
+from ...schemas.jobs.doses import DoseRequest
 from ...schemas.jobs.jobs import JobView
 from ...schemas.jobs.sweeps import SweepRequest
 from ...schemas.requests.attributions import Verify
 from ..render import attributions as show_attributions
 from ..render import figures
 from ..render import sweeps as show_sweeps
+from ..render.doses import drawn
 from ..render.figures import check
 from ..sdk.answers.progress import bar
 from ..sdk.client import Client
@@ -117,6 +119,19 @@ def register(app: typer.Typer) -> None:
     """Add this module's commands to `midstream`."""
     app.command()(sweep)
     app.command()(attribute)
+    app.command()(dose)
+
+
+def dose(
+    file: Annotated[Path, typer.Argument(help="The body of `POST /v1/doses` as JSON.")],
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Weigh the effect of steering against its damage, by layer and scale."""
+    with connect(url) as client:
+        result = client.dose(options.read_json(file, DoseRequest, "FILE"))
+    if not print_json(result, json_):
+        out.print(*drawn(result), sep="\n")
 
 
 def _read(values: dict[str, Any]) -> dict[str, Any]:

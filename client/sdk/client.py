@@ -55,6 +55,7 @@ class Verbs(Calls[M]):
     attention = verb(Readings.attention)
     sweep = verb(Sweeps.run)
     attribute = verb(Attributions.run)
+    dose = verb(Jobs.dose)
     fit_module = verb(Fits.module)
     fit_lens = verb(Fits.lens)
     models = verb(Server.models)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, nullcontext
-from typing import Unpack
+from typing import Any, Unpack
 
 import httpx2
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.doses import DoseRequest, DoseResult
 from ...schemas.jobs.jobs import Event, JobPage, JobRequest, JobResult, JobView
+from .. import values
 from . import wire
 from .answers.progress import prompts_bar
 from .calls import Awaits, Calls, M, call, stream
@@ -139,6 +141,18 @@ class Jobs(Calls[M]):
             ):
                 await self.wait(view.id, timeout)
         return await self.result(view.id)
+
+    @call
+    async def dose(self, /, request: DoseRequest | None = None, **fields: Any) -> DoseResult:
+        """Run a dose, by struct or by the fields of `DoseRequest`: effect against damage of
+        steering, by layer and scale. Wait, and return its cells.
+        """
+        body = values.request(request, fields, DoseRequest)
+        view = await self._submit("/v1/doses", body, None)
+        await self.wait(view.id)
+        result = (await self.result(view.id)).dose
+        assert isinstance(result, DoseResult)
+        return result
 
     async def _follow(self, job_id: str, show: Callable[[Event], None]) -> None:
         """Pass the job's events to a progress bar."""

@@ -24,6 +24,7 @@ from ...schemas.artifacts.saes import Sae, SaePage, SaeRequest
 from ...schemas.artifacts.tuned_lenses import TunedLens, TunedLensPage, TunedLensRequest
 from ...schemas.base.errors import invalid
 from ...schemas.base.limits import PathName
+from ...schemas.requests.edit_sizes import EditLimit
 from ...schemas.requests.policies import Policy, PolicyChange, PolicyPage, PolicyRequest
 from ...schemas.requests.source_runs import RunPage, RunView
 from ...schemas.requests.specs import SteeringSpec
@@ -140,13 +141,21 @@ class Modules(Named[M, ModuleView]):
 
     @call
     async def register(
-        self, name: str, steering: SteeringInput, model: str | None = None, description: str = ""
+        self,
+        name: str,
+        steering: SteeringInput,
+        model: str | None = None,
+        description: str = "",
+        limit: EditLimit | None = None,
     ) -> ModuleView:
         """Store steering under a name; requests use it as `{"module": name, "scale": 2}`.
 
-        An existing module of that name is replaced (`replaced` in the view).
+        `limit`: of the edits of every request that uses it. An existing module of that name is
+        replaced (`replaced` in the view).
         """
-        body = ModuleRequest(steering=entries_of(steering), model=model, description=description)
+        body = ModuleRequest(
+            steering=entries_of(steering), model=model, description=description, limit=limit
+        )
         return await self._ask(self._call("PUT", name, body=body), ModuleView)
 
     @call

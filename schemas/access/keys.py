@@ -7,6 +7,7 @@ import msgspec
 
 from ..base.limits import MAX_INT64, MAX_PATH, MAX_SCOPES, MAX_SOURCES, MAX_TAG
 from ..base.records import Record
+from ..requests.edit_sizes import EditLimit
 from .handling import Priority
 
 #: `submit`: submit and cancel jobs and sweeps, change modules and source runs, delete the tenant's
@@ -55,6 +56,8 @@ class Limits(Record, omit_defaults=True):
     harvest_sources: Sources | None = None
     weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1  # weight of its share of the engine
     highest_priority: Priority = "high"  # higher requested priorities become this
+    # of all edits of its requests; the stricter counts where a request or module has its own
+    edit_limit: EditLimit | None = None
 
 
 class Tenant(Record):

@@ -34,6 +34,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "reading_failed": 500,  # a rank could not compute a requested reading of captured rows
     "capture_damaged": 500,  # bytes of a capture file are not those that were written
     "intervention_failed": 500,  # a rank could not apply the requested steering or patches
+    "edit_too_large": 422,  # an edit exceeded its limit, which says `then: fail`
     "probe_failed": 500,  # a rank could not score a token for a probe
     "ranks_disagree": 500,  # ranks of one pipeline stage applied different actions
     "engine_failed": 500,

@@ -183,6 +183,12 @@ MAX_FIT_WORK = 1 << 26  # tokens that a fit computes, see `StoredModuleFit.token
 MAX_LENS_WORK = 1 << 28  # of a Jacobian lens, see `StoredLensFit.tokens`
 MAX_FIT_STEPS = 2000
 MAX_FIT_BATCH = 64
+
+MAX_DOSE_PROMPTS = 64  # of each list of a dose
+MAX_DOSE_SCALES = 32
+MAX_DOSE_WORDS = 64
+MAX_DOSE_TOKENS = 512  # of one continuation
+MAX_DOSE_WORK = 1 << 20  # tokens of all cells
 MAX_TARGET_TOKENS = 512  # of the continuation of one example
 
 # --- Harvests

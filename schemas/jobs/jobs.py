@@ -41,6 +41,7 @@ from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef
 from ..readings.readings import ReadingRequest, ReadingResults
 from ..requests.attributions import Queue
+from ..requests.edit_sizes import EditSizes
 from ..requests.harvest_work import HarvestPart
 from ..requests.policies import PolicyList
 from ..requests.specs import (
@@ -52,6 +53,7 @@ from ..requests.specs import (
     StoredSteering,
 )
 from .attributions import AttributionResult
+from .doses import DoseResult, StoredDose
 from .fits import FitOutcome, StoredFit
 from .sweeps import StoredSweep, SweepResult
 
@@ -180,7 +182,9 @@ class Job(Record, dict=True, omit_defaults=True):
     """
 
     id: str
-    kind: Literal["generate", "completion", "chat", "sweep", "attribution", "fit", "harvest"]
+    kind: Literal[
+        "generate", "completion", "chat", "sweep", "attribution", "fit", "dose", "harvest"
+    ]
     model: str
     prompts: list[StoredPrompt]  # empty for a sweep or harvest
     sampling: Sampling
@@ -199,6 +203,7 @@ class Job(Record, dict=True, omit_defaults=True):
     sweep: StoredSweep | None = None
     harvest: HarvestPart | None = None
     fit: StoredFit | None = None
+    dose: StoredDose | None = None
     # owner of the job, its captures and its source run; invisible to other tenants
     tenant: str = DEFAULT_TENANT
     key: str = ""  # id of the API key that it was submitted with; empty: authentication is off
@@ -227,6 +232,7 @@ class Job(Record, dict=True, omit_defaults=True):
     contents: dict[str, str] = {}
     # the queue that it enters first; its record has the queue that it is in
     queue: Queue = ""
+    edit_limit: float = 0.0  # of its tenant, for all its edits: see `StoredSteering.limit`
 
     @property
     def wants_receipts(self) -> bool:
@@ -301,6 +307,10 @@ class Output(Record):
     stop_reason: int | str | UnsetType = UNSET
     message: Message | UnsetType = UNSET  # with tools
     prompt: Prompted | UnsetType = UNSET  # if it was requested
+
+
+#: What a worker stores for a job: of a fit or a dose, its outcome instead of outputs.
+Outcome = list[Output] | FitOutcome | DoseResult
 
 
 class FileEntry(Record):
@@ -445,8 +455,10 @@ class JobResult(Plotted, ReadingResults):
     sweep: SweepResult | None = None
     attribution: AttributionResult | UnsetType = UNSET
     fit: FitOutcome | UnsetType = UNSET
+    dose: DoseResult | UnsetType = UNSET
     lora: LoraUse | None = None  # the adapter that it ran with
     probes: list[ProbeResult] = []  # of its probes, and of its policies, with their decisions
+    edits: list[EditSizes] = []  # of each prompt, hook and layer that was edited
     identity: str = ""  # of the model that computed it
 
 

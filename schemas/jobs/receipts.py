@@ -4,6 +4,7 @@ import msgspec
 
 from ..artifacts.probes import ProbeScore
 from ..base.records import Wire
+from ..requests.edit_sizes import SiteSizes
 
 #: Version of the frames between ranks and relay: `[PROTOCOL, kind, epoch, seq u64be, payload]`.
 PROTOCOL = 1
@@ -71,8 +72,8 @@ class Receipt(Wire):
     message: str = ""
     applied: int = 0  # token rows that an intervention changed, over all layers
     files: list[CapturedFile] = []
-    # with `error`: capture_failed | reading_failed | intervention_failed | STORE_UNAVAILABLE |
-    # BY_REQUEST
+    # with `error`: capture_failed | reading_failed | intervention_failed | edit_too_large |
+    # STORE_UNAVAILABLE | BY_REQUEST
     kind: str = BY_REQUEST
     consumed: list[Consumed] = []
     global_version: int = 0  # of the global steering with which the request began
@@ -82,6 +83,7 @@ class Receipt(Wire):
     trace: str = ""  # W3C traceparent of the attempt, as in `RankSpec.trace`
     scores: list[ProbeScore] = []  # of the probes in the stage's layers, from its first rank
     identity: str = ""  # of the model that the rank has loaded
+    sizes: list[SiteSizes] = []  # of its edits, from the stage's first rank
 
     @property
     def attempt_id(self) -> str:

@@ -31,7 +31,9 @@ Family = Literal[
 Effect = Literal["rewrite", "shift"]
 
 #: Number of scalars of one pool entry: columns of the ranks' `scalars`.
-SCALARS = 5
+SCALARS = 6
+#: The column of an application's limit, in its first entry: see `StoredSteering.limit`.
+LIMIT = SCALARS - 1
 #: The largest rank of one `lowrank`.
 MAX_RANK = 64
 #: The largest float32, which stands for no limit of a component. (JSON cannot express infinity.)

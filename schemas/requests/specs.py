@@ -44,6 +44,7 @@ from ..prompts.selectors import (
 from ..prompts.sites import At, SitesSpec
 from ..readings.lens import NamedToken
 from ..readings.readings import Reading
+from .edit_sizes import EditLimit
 from .harvest_work import HarvestPlace
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
 from .scalars import ScalarSpec, StoredScalar
@@ -155,6 +156,8 @@ class SteeringSpec(Record):
     jacobian: Reference | None = None  # the name of a Jacobian lens with an output matrix
     token: NamedToken | None = None  # required with `jacobian`
     swap: NamedToken | None = None  # exchanged with `token`; without `op`
+    # of all edits at its sites and positions together; valid with every other field
+    limit: EditLimit | None = None
 
     def __post_init__(self) -> None:
         pack_numbers(self, "vector", "rotation", "weight", "bias")
@@ -243,6 +246,9 @@ class StoredSteering(Record):
     rank: int = 0  # of the tensors, if the family has ranked tensors
     # digest of the probe that decides at which of `positions` the entry is applied; empty: at all
     gate: str = ""
+    # the largest relative size of all edits at its sites and positions together: larger ones are
+    # scaled to it, or, if it is negative, fail the request; 0: no limit
+    limit: float = 0.0
 
     @property
     def num_vectors(self) -> int:
@@ -581,7 +587,7 @@ class SteeringRow(Record):
 
     key: str
     positions: PositionSelector
-    entries: list[StoredSteering]  # all at hooks of one bank, with one gate
+    entries: list[StoredSteering]  # all at hooks of one bank, with one gate and one limit
 
     @property
     def gate(self) -> str:
@@ -631,8 +637,8 @@ def dims_named(name: str) -> list[range]:
 
 
 def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
-    """Group a request's steering into rows by bank, positions and gate, in the order of first
-    occurrence.
+    """Group a request's steering into rows by bank, positions, gate and limit, in the order of
+    first occurrence.
 
     Entries of one family at one site are applied row by row; within a row, `joined` entries are
     combined in their order. To keep the request's order, an entry goes into the last row that
@@ -644,7 +650,8 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     with a mask of all dimensions.
     """
     groups: list[list[StoredSteering]] = []
-    last_group: dict[object, int] = {}  # bank, positions and gate → the last group with these
+    # bank, positions, gate and limit → the last group with these
+    last_group: dict[object, int] = {}
     # (hook, layer, family) → the last group that applies the family there
     last_applied: dict[tuple[Hook, int, Family], int] = {}
     for entry in steering:
@@ -654,7 +661,7 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
             entry = msgspec.structs.replace(
                 entry, family="replace_masked", tensors=[*entry.tensors, ONES]
             )
-        positions = BANK[entry.hook], hashable(entry.positions), entry.gate
+        positions = BANK[entry.hook], hashable(entry.positions), entry.gate, entry.limit
         sites = [(entry.hook, layer, entry.family) for layer in entry.layers]
         before = (
             -1
@@ -670,7 +677,9 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
         last_applied.update((site, max(number, last_applied.get(site, -1))) for site in sites)
     rows = []
     for group in groups:
-        content = [(e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers) for e in group]
+        content = [
+            (e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.limit) for e in group
+        ]
         rows.append(
             SteeringRow(key=content_key(content), positions=group[0].positions, entries=group)
         )
@@ -717,7 +726,8 @@ def steering_digest(steering: list[StoredSteering]) -> str:
         return ""
     gates = [entry.gate for entry in steering]
     content = [
-        (e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.positions) for e in steering
+        (e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.limit, e.positions)
+        for e in steering
     ]
     return content_key([content, gates] if any(gates) else content)
 

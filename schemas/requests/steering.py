@@ -19,6 +19,7 @@ from ..prompts.selectors import (
     cut_positions,
     resolve_positions,
 )
+from .edit_sizes import EditLimit
 from .interventions import FAMILY, Family
 from .specs import SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, steering_rows
 from .trainings import Training
@@ -39,6 +40,7 @@ class SteeringTemplate(Record):
     scale: float = 1.0
     numbers: list[float] = []
     rank: int = 0
+    limit: float = 0.0
 
     def shapes(self, hidden_size: int) -> list[list[int]]:
         """Return the shapes that its tensors must have."""
@@ -58,6 +60,7 @@ class SteeringTemplate(Record):
                 scale=self.scale,
                 numbers=self.numbers,
                 rank=self.rank,
+                limit=self.limit,
             ),
             scale,
         )
@@ -85,6 +88,9 @@ class ModuleRequest(Record):
     steering: Entries
     model: Name | None = None  # null: the only served model
     description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
+    # of each entry; the stricter counts where an entry has its own. It holds wherever the module is
+    # used
+    limit: EditLimit | None = None
 
 
 class Module(Record):
@@ -120,6 +126,7 @@ class EntryView(Record):
     numbers: list[float]
     rank: int = 0
     norm_match: bool = False
+    limit: EditLimit | None = None
 
 
 class ModuleView(Record):

@@ -68,10 +68,17 @@ def steer(
     scale: float = 1.0,
     positions: PositionSelector = "all",
     hook: Hook = "post_block",
+    limit: float = 0.0,
 ) -> StoredSteering:
     """Add `scale` times a vector."""
     return StoredSteering(
-        layers=layers, hook=hook, positions=positions, family="add", tensors=[vector], scale=scale
+        layers=layers,
+        hook=hook,
+        positions=positions,
+        family="add",
+        tensors=[vector],
+        scale=scale,
+        limit=limit,
     )
 
 

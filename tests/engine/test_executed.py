@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, steer
 from reference import Edit
+from size_kit import both_sides, check_sizes
 from test_inside import captured
 from test_modes import direction
 from tiny import LAYERS
@@ -71,6 +72,22 @@ def test_each_rank_answers_for_its_own_sites(tp2: Host) -> None:
     receipts = {receipt.rank: receipt for receipt in tp2.receipts(job)}
     assert [receipts[rank].status for rank in (0, 1)] == ["ok", "error"]
     assert "(rank 1)" in receipts[1].message
+
+
+def test_ranks_agree_on_the_sizes_of_limited_edits(tp2: Host) -> None:
+    """The norm is that of whole rows; each rank folds the sizes into its checksum."""
+    job = tp2.job(
+        prompt_of(20, seed=607),
+        max_tokens=20,
+        capture=both_sides([2]),
+        steering=[steer(tp2.vector(direction(4)), [2], 3.0, limit=0.4)],
+    )
+    tp2.run(job)
+    (largest,) = check_sizes(tp2, job, [2])
+    assert 0.39 < largest <= 0.4
+    first, second = tp2.receipts(job)
+    assert (first.checksum, first.actions) == (second.checksum, second.actions)
+    assert second.sizes == []
 
 
 @pytest.mark.parametrize("hook", ["z", "k", "mlp_act"])

@@ -10,16 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from host import Host, capture_of, prompt_of, relative_error
+from host import Host, capture_of, prompt_of, relative_error, steer
 from reference import Edit, Reference
+from size_kit import both_sides, check_sizes
 from test_modes import one_of_each
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS
 
 from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
-from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS, Span, resolve_positions
+from midstream.schemas.prompts.selectors import (
+    HOOKS,
+    STREAM_HOOKS,
+    Span,
+    resolve_positions,
+    select,
+)
 from midstream.schemas.requests.interventions import STEERING_FIELDS
 from midstream.schemas.requests.specs import SteeringSpec, StoredCapture, StoredWindow
 
@@ -238,6 +246,53 @@ def test_every_row_of_hundreds_of_mixed_requests_equals_that_of_a_solo_run(
     )
     after = crowded.call("midstream_status")[0]
     assert (after["rows_used"], after["entries_used"], after["requests"]) == (0, 0, 0)
+
+
+@pytest.mark.matrix
+def test_sizes_and_limits_hold_in_mixed_traffic(crowded: Host) -> None:
+    """Random additions, positions, limits and lengths; requests take turns in the KV cache."""
+    rng = np.random.default_rng(44)
+    vectors = [crowded.vector(rng.normal(size=HIDDEN).astype(np.float32)) for _ in range(VECTORS)]
+    jobs, chosen, limits = [], {}, {}
+    for number in range(80):
+        prompt = prompt_of(int(rng.integers(5, 220)), seed=number)
+        layer, limit = int(rng.integers(LAYERS)), float(rng.choice([0.0, 0.2, 0.6, -0.3]))
+        positions = resolve_positions(random_positions(rng, len(prompt)), len(prompt))
+        entry = steer(
+            vectors[rng.integers(VECTORS)], [layer], float(rng.choice([0.02, 3.0])), limit=limit
+        )
+        entry = msgspec.structs.replace(entry, positions=positions)
+        job = crowded.job(
+            prompt,
+            max_tokens=int(rng.integers(1, 28)),
+            capture=both_sides([layer]),
+            steering=[entry],
+        )
+        jobs.append(job)
+        chosen[job.id], limits[job.id] = (layer, positions), limit
+    before = crowded.call("midstream_status")[0]["preemptions"]
+    outputs = crowded.run_any(*jobs).outputs
+    assert crowded.call("midstream_status")[0]["preemptions"] > before
+    scaled = failed = 0
+    for job in jobs:
+        (layer, positions), limit = chosen[job.id], limits[job.id]
+        (receipt,) = crowded.receipts(job)
+        if receipt.kind == "edit_too_large":
+            assert limit < 0, receipt
+            failed += 1
+            continue
+        assert receipt.status == "ok", receipt
+        total = len(job.prompts[0].token_ids) + len(outputs[job.id][0].token_ids) - 1
+        edited = select(positions, 0, total, len(job.prompts[0].token_ids))
+        if not edited:
+            assert receipt.sizes == []
+            continue
+        (largest,) = check_sizes(crowded, job, [layer], edited)
+        if limit:
+            assert largest <= abs(limit), (job.id, largest, limit)
+            scaled += largest > 0.99 * limit > 0
+    assert scaled > 10, scaled
+    assert failed > 3, failed
 
 
 def strong() -> list[list[Edit]]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
 from reference import Edit, Reference
+from size_kit import both_sides, check_sizes
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS
 
@@ -244,6 +245,38 @@ def test_preempted_requests_have_every_row_once(cached: Host, reference: Referen
         assert len(output.token_ids) == 180
         assert cached.capture(job).positions(0) == list(range(289))
         rows_match(cached, reference, job, output, [(1, 0.3 * vector, None)] if number % 2 else [])
+
+
+def test_limits_hold_for_preempted_requests_and_cached_prompts(cached: Host) -> None:
+    vector = cached.vector(direction(6))
+    before = cached.call("midstream_status")[0]["preemptions"]
+    jobs = [
+        cached.job(
+            prompt_of(110, seed=300 + n),
+            max_tokens=180,
+            capture=both_sides([1]),
+            steering=[steer(vector, [1], 3.0, limit=0.6)],
+        )
+        for n in range(5)
+    ]
+    cached.run_together(*jobs)
+    assert cached.call("midstream_status")[0]["preemptions"] > before
+    for job in jobs:
+        (largest,) = check_sizes(cached, job, [1])
+        assert 0.59 < largest <= 0.6
+    again = cached.job(
+        prompt_of(300, seed=300), max_tokens=2, steering=[steer(vector, [1], 3.0, limit=0.6)]
+    )
+    cached.run(again)
+    # its failing twin may not be served the blocks of a request that failed
+    for _ in range(2):
+        failing = cached.job(
+            prompt_of(300, seed=300), max_tokens=2, steering=[steer(vector, [1], 3.0, limit=-0.6)]
+        )
+        cached.run_any(failing)
+        receipt = cached.receipts(failing)[0]
+        assert receipt.kind == "edit_too_large"
+        assert "layer 1, position 0 is" in receipt.message
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from inside_reference import InsideReference
 from nursery import Nursery
 from probe_kit import Weights, new_maximum, scores_of, tokens_of
 from reference import Edit, Reference
+from size_kit import both_sides, check_sizes
 from test_graded_tokens import EVERY, logprobs_of, truth
 from test_inside import check_together
 from test_reentry import ask, base_run, cell, graded
@@ -71,8 +72,28 @@ def test_rows_of_rejected_drafts_never_appear_and_accepted_ones_are_right(
         assert reader.token_ids(0) == tokens[:-1]
         for layer in ALL:
             assert relative_error(reader.array(layer), wanted[layer]) <= FP32_ROWS, layer
+    (sizes,) = speculating.receipts(steered)[0].sizes
+    assert sizes.rows == len(steered.prompts[0].token_ids) + 24 - 1, "rows of drafts count"
     fed = sum(len(job.prompts[0].token_ids) + 24 - 1 for job in (*plain, steered))
     assert computed > fed + 20  # so many rows more were computed for drafts that were rejected
+
+
+def test_sizes_and_limits_hold_among_drafts(speculating: Host) -> None:
+    vector = speculating.vector(np.random.default_rng(4).normal(size=HIDDEN).astype(np.float32))
+    job, failed = (
+        speculating.job(
+            prompt_of(10) * 3,
+            max_tokens=24,
+            capture=both_sides([1]),
+            steering=[steer(vector, [1], 5.0, "all_generated", limit=limit)],
+        )
+        for limit in (0.5, -0.5)
+    )
+    speculating.run_any(job, failed)
+    (largest,) = check_sizes(speculating, job, [1], range(30, 53))
+    assert 0.49 < largest <= 0.5
+    assert speculating.receipts(failed)[0].kind == "edit_too_large"
+    assert "position 30 is" in speculating.receipts(failed)[0].message
 
 
 def test_drafts_leave_no_rows_edits_or_patterns_inside(speculating: Host, llama: Path) -> None:

@@ -6,9 +6,12 @@ v1 runner, fp32.
 import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
-from reference import Reference
+from reference import Edit, Reference
+from size_kit import both_sides, check_sizes, sizes_of
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_BATCH, FP32_ROWS
+
+from midstream.schemas.prompts.selectors import Window
 
 ALL = list(range(LAYERS))
 
@@ -203,3 +206,71 @@ def test_a_vector_is_sent_to_the_ranks_once(v1: Host) -> None:
     v1.run(*jobs)
     v1.run(v1.job(prompt_of(6), max_tokens=2, steering=[steer(name, [1], 3.0)]))
     assert v1.call("midstream_status")[0]["vectors"] == before + 1
+
+
+def test_reported_sizes_are_those_of_rows_before_and_after_the_edits(v1: Host) -> None:
+    """Several edits at a site, at some positions, in chunks of 64 tokens, next to one another."""
+    first, second = v1.vector(direction(21)), v1.vector(direction(22))
+    edits = {
+        "all": [steer(first, [1, 3], 0.3)],
+        "list": [steer(first, [1], 0.3, [2, 70, 99]), steer(second, [1], 2.0, [70])],
+        "generated": [steer(second, [1], 1.0, "all_generated")],
+        "ablate": v1.steering(Edit(1, direction(23), op="ablate")),
+    }
+    jobs = {
+        name: v1.job(
+            prompt_of(100, seed=n), max_tokens=40, capture=both_sides([1, 3]), steering=entries
+        )
+        for n, (name, entries) in enumerate(edits.items())
+    }
+    plain = v1.job(prompt_of(30), max_tokens=2, capture=capture_of([1], "all"))
+    v1.run(*jobs.values(), plain)
+    assert v1.receipts(plain)[0].sizes == []
+    check_sizes(v1, jobs["all"], [1, 3])
+    check_sizes(v1, jobs["list"], [1], [2, 70, 99])
+    check_sizes(v1, jobs["generated"], [1], range(100, 139))
+    check_sizes(v1, jobs["ablate"], [1])
+
+
+def test_a_limit_scales_what_is_larger_and_leaves_the_rest(v1: Host, reference: Reference) -> None:
+    vector, prompt = v1.vector(direction(24)), prompt_of(80)
+    jobs = [
+        v1.job(
+            prompt,
+            max_tokens=6,
+            capture=both_sides([1]),
+            steering=[steer(vector, [1], scale, limit=limit)],
+        )
+        for scale, limit in ((5.0, 0.7), (5.0, 0.0), (0.05, 0.7), (0.05, 0.0))
+    ]
+    v1.run(*jobs)
+    limited, free, small, same = (check_sizes(v1, job, [1])[0] for job in jobs)
+    assert free > 0.8
+    assert 0.699 < limited <= 0.7
+    assert small == same < 0.7
+    scaled, unscaled = (v1.capture(job, 1).array(1)[:80] for job in jobs[:2])
+    before, large = v1.capture(jobs[1]).array(1)[:80], sizes_of(v1, jobs[1], 1)[:80]
+    wanted = before + np.minimum(1, 0.7 / large)[:, None] * (unscaled - before)
+    assert relative_error(scaled, wanted) <= FP32_ROWS
+
+
+def test_an_edit_beyond_a_failing_limit_fails_its_request_alone(v1: Host) -> None:
+    vector = v1.vector(direction(25))
+    bad, good = (
+        v1.job(
+            prompt_of(90, seed=n), max_tokens=4, steering=[steer(vector, [2], scale, limit=-0.7)]
+        )
+        for n, scale in enumerate((50.0, 0.01))
+    )
+    late = v1.job(
+        prompt_of(20),
+        max_tokens=12,
+        steering=[steer(vector, [2], 50.0, Window(25), limit=-0.7)],
+    )
+    v1.run_any(bad, good, late)
+    assert v1.receipts(good)[0].status == "ok"
+    for job, position in ((bad, 0), (late, 25)):
+        receipt = v1.receipts(job)[0]
+        assert receipt.kind == "edit_too_large"
+        assert f"post_block of layer 2, position {position} is" in receipt.message
+        assert receipt.sizes == []

@@ -1,4 +1,4 @@
-"""Fits over HTTP: accepted as jobs of the gradient queue, refused by name, and their results read.
+"""Fits and doses over HTTP: accepted as jobs, refused by name, and their results read.
 
 The worker is by hand: see `test_fits.py` for computed ones.
 """
@@ -8,15 +8,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from edge import MODEL, Api, Hand
+from edge import HIDDEN, MODEL, Api, Hand
 from ledger_kit import IDENTITY
 
 from midstream import Client
 from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.doses import DoseCell, DoseResult
 from midstream.schemas.jobs.fits import FitResult
 from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.requests.attributions import GRADIENTS
+from midstream.schemas.requests.edit_sizes import SiteSizes
 from midstream.schemas.requests.trainings import FitEffect, FitPoint, FitSite, Training
+from midstream.workers.engine.requests import prompt_request
 
 BODY = {
     "model": MODEL,
@@ -116,3 +119,92 @@ def test_refusals(
     problem = answer.json()
     assert (answer.status_code, problem["field"]) == (400, field), problem
     assert detail in problem["detail"]
+
+
+DOSE = {
+    "model": MODEL,
+    "prompts": ["hello world a", "hello there"],
+    "steering": [{"vector": [1.0] * HIDDEN, "positions": {"start": 1}}],
+    "layers": "1-2",
+    "scales": [2.0, -1.0],
+    "effect": {"target": " b"},
+    "held_out": ["a b c"],
+    "max_tokens": 4,
+}
+
+
+def test_a_dose_is_one_job_whose_prompts_are_those_of_all_cells(api: Api, hand: Hand) -> None:
+    answer = api.http.post("/v1/doses", json=DOSE)
+    assert answer.status_code == 202, answer.text
+    job_id = answer.json()["id"]
+    job = hand.job(job_id)
+    assert (answer.json()["kind"], len(job.prompts), job.sampling.max_tokens) == ("dose", 25, 4)
+    assert job.dose is not None
+    assert job.dose.cells == [(None, 0.0), (1, -1.0), (1, 2.0), (2, -1.0), (2, 2.0)]
+    assert job.dose.target_tokens == [1, 1]
+    edits = [[(e.layers, e.scale) for e in entries] for entries in job.steering]
+    assert edits == [
+        [([layer], scale)] if scale else [] for layer, scale in job.dose.cells for _ in range(5)
+    ]
+    asked = [prompt_request(job, number, 1) for number in range(5)]
+    assert [ask.sampling.prompt_logprobs for ask in asked] == [None, None, 0, 0, 0]
+    assert [ask.sampling.max_tokens for ask in asked] == [4, 4, 1, 1, 1]
+    cells = [
+        DoseCell(
+            layer=layer, scale=scale, effect=0.5, loss=1.0, repetition=0.0, safe=True, text="x"
+        )
+        for layer, scale in job.dose.cells
+    ]
+    outcome = DoseResult(dose=job.dose, unsteered=cells[0], cells=cells[1:])
+    claim = hand.claim(job_id)
+    assert hand.do(hand.ledger.store_outputs(job_id, claim.attempt, outcome)) == "running"
+    for number in range(5, 25):
+        hand.receipt(claim, number, sizes=[SiteSizes("post_block", 1, 3, 0.1, number / 10)])
+    with Client(str(api.http.base_url)) as client:
+        result = client.result(job_id)
+    assert isinstance(result.dose, DoseResult)
+    assert [cell.largest for cell in result.dose.cells] == [0.9, 1.4, 1.9, 2.4]
+    assert [(cell.layer, cell.scale) for cell in result.dose.safe] == [
+        *((1, -1.0), (1, 2.0), (2, -1.0), (2, 2.0))
+    ]
+    assert len(result.edits) == 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "detail"),
+    [
+        ({"layers": 7}, "steering[0].layers", "layers 0 to 3"),
+        ({"layers": None}, "steering[0].layers", "is required"),
+        ({"effect": {"probe": "none"}}, "probes[0]", "none"),
+        ({"effect": {"target": "zzz"}}, "effect.target", "changes the tokens of prompts[0]"),
+        ({"steering": [{"module": "none"}]}, "steering[0].module", "none"),
+        ({"steering": [{"vector": [1.0] * HIDDEN, "layers": 0}]}, "layers", "no entry at layer 1"),
+        ({"scales": [n + 1.0 for n in range(32)], "prompts": ["a"] * 64}, "scales", "prompts"),
+    ],
+)
+def test_refusals_of_doses(
+    api: Api, hand: Hand, changes: dict[str, Any], field: str, detail: str
+) -> None:
+    answer = api.http.post("/v1/doses", json=DOSE | changes)
+    problem = answer.json()
+    assert (answer.status_code, problem.get("field")) == (400, field), problem
+    assert detail in problem["detail"] + (problem.get("allowed") or ""), problem
+
+
+def test_a_tenants_limit_bounds_its_jobs_and_refuses_sweeps(api: Api, hand: Hand) -> None:
+    hand.serve(grades=True)
+    limit = {"edit_limit": {"relative": 0.7, "then": "fail"}}
+    assert api.http.put("/v1/tenants/default", json=limit).json()["limits"]["edit_limit"] == {
+        "relative": 0.7,
+        "then": "fail",
+    }
+    steering = [{"layers": 1, "vector": [1.0] * HIDDEN}]
+    body = {"model": MODEL, "prompts": ["a"]}
+    plain = api.http.post("/v1/jobs", json=body).json()["id"]
+    steered = api.http.post("/v1/jobs", json=body | {"steering": steering}).json()["id"]
+    pair = {"clean": "hello a", "corrupt": "hello b", "answer": " c", "foil": " d"}
+    sweep = api.http.post("/v1/sweeps", json={"model": MODEL, "pairs": [pair]})
+    api.http.put("/v1/tenants/default", json={})
+    assert hand.job(plain).edit_limit == 0.0
+    assert hand.job(steered).edit_limit == -0.7
+    assert (sweep.status_code, "edit_limit" in sweep.json()["detail"]) == (403, True), sweep.text

@@ -58,6 +58,7 @@ def make_buffers(
         scalars=zeros(1 + entries, SCALARS, dtype=torch.float32),
         broken=zeros(capacity),
         counts=zeros(sites, COUNTS),
+        sizes=torch.full((sites, capacity), torch.nan),
     )
 
 

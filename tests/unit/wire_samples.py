@@ -29,6 +29,7 @@ from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import to_json, to_msgpack
 from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.attributions import AttributionRequest
+from midstream.schemas.jobs.doses import DoseEffect, DoseResult
 from midstream.schemas.jobs.fits import FitResult, LensFitResult
 from midstream.schemas.jobs.harvests import (
     HarvestPlan,
@@ -69,6 +70,7 @@ MSGPACK: tuple[Any, ...] = (
     RunFiles,
     UnitRecord,
     FitResult,
+    DoseResult,
     LensFitResult,
     Module,
     Proposal,
@@ -140,6 +142,7 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("AttributionRequest", "neurons"): Neurons(top=[1, 4]),
     ("AttributionRequest", "path"): SweepPath(receivers="logits"),
     ("HarvestPositions", "window"): Span(last=3),
+    ("StoredDose", "effect"): DoseEffect(words=["yes"]),
     ("StoredHarvest", "source"): HarvestSource(path="corpus", field="body"),
 }
 TEXTS = {"name": "alpha", "tenant": "team", "id": "0123456789ab", "tag": "t", "sha256": "0" * 64}

@@ -353,6 +353,7 @@ def buffers(
         ),
         "broken": (capacity * 4, "rows that are not finite", "max_num_batched_tokens"),
         "counts": (sites * COUNTS * 4, "what each site did", "hooks"),
+        "sizes": (sites * capacity * 4, "relative sizes of edits", "max_num_batched_tokens"),
     }
     return [
         Memory(name, size, where, about, setting) for name, (size, about, setting) in sizes.items()

@@ -15,6 +15,7 @@ from ...broker.ops.global_capture import count_skipped
 from ...schemas.artifacts.loras import use_of
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.models import ModelInfo
+from ...schemas.requests.edit_sizes import strictest
 from ...schemas.requests.specs import StoredCapture, probe_captures
 from ...schemas.requests.steering import GlobalSteering
 from ...schemas.service.global_capture import captures_of, step_rows
@@ -52,7 +53,9 @@ def prompt_request(
         images=prompt.images,
         files=[(files or {})[image.digest] for image in prompt.images],
         tools=job.tools,
-        echo=(prompt.text or "") if job.echo else None,
+        echo=(prompt.text or "")
+        if job.echo or (job.dose is not None and not job.dose.continues(request))
+        else None,
         fills=job.fills,
     )
 
@@ -126,6 +129,11 @@ def _build(
     API could not add global capture.
     """
     probes = [] if kind in EXEMPT else job.probes
+    if job.edit_limit and fields.get("steering"):
+        fields["steering"] = [
+            msgspec.structs.replace(entry, limit=strictest(entry.limit, job.edit_limit))
+            for entry in fields["steering"]
+        ]
     if model is not None and kind not in EXEMPT:
         captures = _with_global(
             captures, job, model, len(fields["token_ids"]), fields["sampling"].max_tokens
@@ -165,7 +173,11 @@ def _with_global(
 
 
 def _sampling_of(job: Job, request: int) -> Sampling:
-    """Return the sampling of one of a prompt's `n` outputs; each has the seed that vLLM assigns."""
+    """Return the sampling of one of a prompt's `n` outputs; each has the seed that vLLM assigns. A
+    dose's prompts are continued, or their own tokens count.
+    """
+    if job.dose is not None and not job.dose.continues(request):
+        return Sampling(max_tokens=1, prompt_logprobs=0)
     if job.n == 1 or job.sampling.seed is None:
         return job.sampling
     return msgspec.structs.replace(job.sampling, seed=job.sampling.seed + request % job.n)

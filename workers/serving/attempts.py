@@ -22,8 +22,7 @@ from ...schemas.base.errors import MidstreamError, Problem
 from ...schemas.base.faults import crash_point
 from ...schemas.base.records import now
 from ...schemas.base.tensors import Tensor, content_hash
-from ...schemas.jobs.fits import FitOutcome
-from ...schemas.jobs.jobs import Event, Job, Output, State
+from ...schemas.jobs.jobs import Event, Job, Outcome, Output, State
 from ...schemas.prompts.images import digest_of
 from ...schemas.requests.harvest_work import SHARDS_AT_ONCE
 from ...schemas.requests.source_runs import ZEROS, is_row, runs_named
@@ -33,6 +32,7 @@ from ..engine.protocol import Engine, Fetch, NotYet, Progress, StoredArtifact, c
 from ..engine.ranks.collective import Quarantined
 from ..engine.requests import format_request, prompt_request, tensors_of
 from .attempt import Attempt, AttemptOutcome, JobFailed, StoreUnavailable
+from .doses import measure
 from .harvests import HarvestAttempt
 from .progress import AttemptProgress, Totals
 from .redis_retry import UNAVAILABLE, patiently
@@ -44,7 +44,7 @@ from .sweeps import SweepAttempt
 logger = logging.getLogger(__name__)
 
 #: Runs a claimed job of a kind to its outputs; None: it has handed the job on to another queue.
-Work = Callable[[Ledger, Engine, Attempt, Fetch], Awaitable[list[Output] | FitOutcome | None]]
+Work = Callable[[Ledger, Engine, Attempt, Fetch], Awaitable[Outcome | None]]
 
 #: A request may see the engine's death before the watch on the engine does: wait this long for the
 #: watch.
@@ -357,14 +357,15 @@ class Attempts:
                 await self._engine.release_vectors(names)
         return [output.result() for output in outputs]
 
-    async def _work(self, attempt: Attempt) -> list[Output] | FitOutcome | None:
+    async def _work(self, attempt: Attempt) -> Outcome | None:
         if (work := self._works.get(attempt.job.kind)) is not None:
             return await work(self._ledger, self._engine, attempt, self._fetch)
         if attempt.job.harvest is not None:
             return await self._harvest(attempt)
-        return await (
-            self._generate(attempt) if attempt.job.sweep is None else self._sweep(attempt)
-        )
+        if attempt.job.sweep is not None:
+            return await self._sweep(attempt)
+        outputs = await self._generate(attempt)
+        return outputs if attempt.job.dose is None else measure(attempt.job.dose, outputs)
 
     async def _harvest(self, attempt: Attempt) -> list[Output]:
         """Run a part of a harvest; the part stores its results itself, so there are no outputs."""

@@ -11,7 +11,7 @@ from .attempt import AttemptOutcome, JobFailed
 from .host import EngineHost
 from .task_states import JobRequest, PutBack, Settlements, Settling, Told
 
-KINDS = ("generate", "completion", "chat", "sweep", "attribution", "fit", "harvest")
+KINDS = ("generate", "completion", "chat", "sweep", "attribution", "fit", "dose", "harvest")
 
 #: Pause before a message goes back to the queue because the engine is dead or does not serve:
 #: without it messages would circulate rapidly until the consumer closes.

@@ -36,10 +36,11 @@ from ....schemas.prompts.selectors import (
     parts_of,
 )
 from ....schemas.requests.attributions import GRADIENTS
+from ....schemas.requests.edit_sizes import EditLimit
 from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of
-from ..edits.steering import check_number, modules_named, resolve_edits
+from ..edits.steering import check_limited, check_number, modules_named, resolve_edits
 from ..positions.captures import (
     Bounds,
     PromptFacts,
@@ -617,6 +618,20 @@ def handled(handling: Handling, caller: Caller) -> dict[str, Any]:
         "expires": expires,
         "callback": callback_of(handling),
     }
+
+
+def under_limit(job: Job, limit: EditLimit | None) -> Job:
+    """Return the job with its tenant's limit on edits. Raises a 400 for edits that cannot be
+    limited, and `forbidden` for a sweep.
+    """
+    if limit is None:
+        return job
+    if job.sweep is not None:
+        detail = "sweeps patch whole rows, which the tenant's edit_limit does not allow"
+        raise MidstreamError("forbidden", detail)
+    for entries in job.steering:
+        check_limited(entries, "steering")
+    return msgspec.structs.replace(job, edit_limit=limit.stored)
 
 
 def unknown_model(name: str, served: Sequence[str]) -> MidstreamError:

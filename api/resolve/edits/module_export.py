@@ -6,6 +6,7 @@ from typing import Any
 from ....schemas.access.keys import shown
 from ....schemas.base.errors import MidstreamError
 from ....schemas.base.tensors import Tensor
+from ....schemas.requests.edit_sizes import limit_of
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import SteeringSpec
 from ....schemas.requests.steering import Module
@@ -43,6 +44,8 @@ def entries_of(module: Module, tensors: Mapping[str, Tensor]) -> list[SteeringSp
             fields["scale"] = entry.scale
         if entry.positions != "all":
             fields["positions"] = entry.positions
+        if entry.limit:
+            fields["limit"] = limit_of(entry.limit)
         if family.flag:
             fields[family.flag] = True
         layers = entry.layers[0] if len(entry.layers) == 1 else entry.layers

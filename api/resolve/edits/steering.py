@@ -15,6 +15,7 @@ from ....schemas.base.limits import MAX_ENTRIES, MAX_JOB_EDITS
 from ....schemas.base.records import from_msgpack
 from ....schemas.base.tensors import Tensor
 from ....schemas.jobs.models import ModelInfo
+from ....schemas.model.banks import BANK, RESIDUAL
 from ....schemas.prompts.selectors import (
     PositionName,
     PositionSelector,
@@ -22,6 +23,7 @@ from ....schemas.prompts.selectors import (
     SelectorError,
     Span,
 )
+from ....schemas.requests.edit_sizes import EditLimit, strictest
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import (
     MAX_STEERING_ROWS,
@@ -105,7 +107,7 @@ def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts
 # --- A named module in a request
 
 #: Fields that are valid together with `module`.
-BESIDE_MODULE = ("module", "scale", "positions")
+BESIDE_MODULE = ("module", "scale", "positions", "limit")
 
 
 def _must_be_absent(name: str) -> Callable[[SteeringSpec, Bounds], None]:
@@ -297,10 +299,34 @@ def _check_each(
 def _parts(
     spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState, blobs: dict[str, bytes]
 ) -> list[Part]:
+    limit, spec = spec.limit, msgspec.structs.replace(spec, limit=None)
     if spec.module is not None:
-        return _parts_of_module(spec, bounds, at, model_state)
-    found = _entries_of(spec, bounds, at, blobs, model_state.features)
-    return [Part(entry, 1.0, positions) for entry, positions in found]
+        parts = _parts_of_module(spec, bounds, at, model_state)
+    else:
+        found = _entries_of(spec, bounds, at, blobs, model_state.features)
+        parts = [Part(entry, 1.0, positions) for entry, positions in found]
+    return [part._replace(entry=_limited(part.entry, limit, at)) for part in parts]
+
+
+def _limited(entry: SteeringTemplate, limit: EditLimit | None, at: str) -> SteeringTemplate:
+    """Return the entry with the stricter of its own limit and `limit`, of the spec at `at`."""
+    if limit is None:
+        return entry
+    check_limited([entry], f"{at}.limit")
+    return msgspec.structs.replace(entry, limit=strictest(entry.limit, limit.stored))
+
+
+def check_limited(entries: Iterable[SteeringTemplate | StoredSteering], field: str) -> None:
+    """Raises a 400 naming `field` for an entry whose edits cannot be limited: at hooks inside
+    attention and MLP, each tensor-parallel rank holds a part of the rows.
+    """
+    for entry in entries:
+        if BANK[entry.hook] != RESIDUAL:
+            raise invalid(
+                field,
+                f"edits at {entry.hook} cannot be limited: ranks hold parts of its rows",
+                allowed=", ".join(hook for hook, bank in BANK.items() if bank == RESIDUAL),
+            )
 
 
 def _plain_specs(spec: SteeringSpec, at: str, features: Named) -> list[SteeringSpec]:
@@ -352,9 +378,14 @@ class Content:
 
 
 def resolve_module(
-    specs: Sequence[SteeringSpec], model: ModelInfo, features: Named = NONE
+    specs: Sequence[SteeringSpec],
+    model: ModelInfo,
+    features: Named = NONE,
+    limit: EditLimit | None = None,
 ) -> Content:
-    """Return the content of a named module. Raises a 400 naming the field."""
+    """Return the content of a named module, each entry with `limit` or its own, if that is
+    stricter. Raises a 400 naming the field.
+    """
     blobs: dict[str, bytes] = {}
     entries, reach = [], []
     for index, spec in enumerate(specs):
@@ -367,8 +398,10 @@ def resolve_module(
         if spec.positions == []:
             raise invalid(f"{at}.positions", NO_POSITION)
         check_not_installed(spec, at)
+        own, spec = spec.limit, msgspec.structs.replace(spec, limit=None)
         found = _entries_of(spec, Bounds(model, []), at, blobs, features)
-        entries += [entry for entry, _ in found]
+        made = (_limited(entry, own, at) for entry, _ in found)
+        entries += [_limited(entry, limit, at) for entry in made]
         reach += [reach_of(plain) for plain in _plain_specs(spec, at, features)]
     _check_room([_unresolved(entry) for entry in entries], "", model)
     return Content(entries, reach, blobs)
@@ -513,7 +546,7 @@ def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
     """
     first: dict[object, int] = {}
     return tuple(
-        first.setdefault((hashable(entry.positions), entry.gate), number)
+        first.setdefault((hashable(entry.positions), entry.gate, entry.limit), number)
         for number, entry in enumerate(entries)
     )
 

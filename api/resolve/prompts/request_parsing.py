@@ -57,7 +57,7 @@ class ParsedRequest:
     `sampling_at` prefixes sampling's field names.
     """
 
-    kind: Literal["generate", "completion", "chat"]
+    kind: Literal["generate", "completion", "chat", "dose"]
     model: str
     prompts: list[ParsedPrompt]
     sampling: Sampling

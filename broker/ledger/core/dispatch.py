@@ -18,6 +18,7 @@ PRIORITY_OF_KIND = {
     "sweep": 6,
     "attribution": 6,
     "fit": 6,
+    "dose": 6,
     "harvest": 9,
 }
 #: Lower is earlier.

@@ -19,8 +19,18 @@ from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_m
 from ....schemas.base.settings import Settings
 from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
-from ....schemas.jobs.fits import FitOutcome
-from ....schemas.jobs.jobs import SWEEPS, Event, Job, JobPage, JobResult, JobView, Output, State
+from ....schemas.jobs.jobs import (
+    SWEEPS,
+    Event,
+    Job,
+    JobPage,
+    JobResult,
+    JobView,
+    State,
+)
+from ....schemas.jobs.jobs import (
+    Outcome as JobOutcome,
+)
 from ....schemas.jobs.sweeps import UnitRecord
 from ....schemas.requests.attributions import Queue
 from ..core import scripts
@@ -322,11 +332,11 @@ class Ledger(Fleet):
         self,
         job_id: str,
         attempt: int,
-        outputs: list[Output] | FitOutcome,
+        outputs: JobOutcome,
         last: Event | None = None,
         text: int = 0,
     ) -> State | None:
-        """Store all outputs of the attempt together, or the result of a fit, and the `last` event
+        """Store all outputs of the attempt together, or its outcome, and the `last` event
         of its stream.
 
         `text`: number of events before `last`.

@@ -176,6 +176,8 @@ class Settler:
                 metrics.PROBE_SCORE.labels(score.model, score.name, label).observe(value)
                 if crossed is not None:
                     metrics.CROSSED.labels(score.model, score.name, label).inc()
+        for size in (size for _, report in batch for size in report.sizes):
+            metrics.EDIT_SIZE.observe(size.largest)
         for job_id, model, created, generated in zip(*[iter(succeeded)] * 4, strict=True):
             metrics.DURABLE.labels(model).observe(max(0.0, at - float(generated)))
             metrics.JOB.labels(model).observe(max(0.0, at - float(created)))

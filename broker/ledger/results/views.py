@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
@@ -12,6 +13,7 @@ from ....schemas.base.errors import invalid
 from ....schemas.base.records import from_msgpack, now
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.attributions import AttributionResult
+from ....schemas.jobs.doses import DoseResult
 from ....schemas.jobs.fits import FitOutcome
 from ....schemas.jobs.jobs import (
     SWEEPS,
@@ -31,9 +33,11 @@ from ....schemas.jobs.receipts import CapturedFile, Receipt, receipt_decoder
 from ....schemas.jobs.sweeps import StoredSweep, SweepResult
 from ....schemas.prompts.selectors import as_ranges
 from ....schemas.readings.stored import READER
+from ....schemas.requests.edit_sizes import EditSizes
 from ....schemas.requests.harvest_work import HARVEST
 from ..core.record import JobRecord
 from .attribution_result import attribution_result
+from .dose_result import with_receipts
 from .readings import readings
 from .sweep_result import Records, sweep_result
 
@@ -92,7 +96,12 @@ def result(
         id=view.id,
         model=view.model,
         state=view.state,
-        outputs=from_msgpack(outputs, list[Output]) if outputs and view.kind != "fit" else [],
+        outputs=from_msgpack(outputs, list[Output])
+        if outputs and view.kind not in ("fit", "dose")
+        else [],
+        dose=with_receipts(from_msgpack(outputs, DoseResult), ticket)
+        if outputs and view.kind == "dose"
+        else UNSET,
         fit=from_msgpack(outputs, FitOutcome)  # type: ignore[arg-type]
         if outputs and view.kind == "fit"
         else UNSET,
@@ -104,6 +113,11 @@ def result(
         lora=view.lora,
         **readings(ticket),
         probes=scores,
+        edits=[
+            EditSizes(request=item.request, **msgspec.structs.asdict(size))
+            for item in ticket
+            for size in item.sizes
+        ],
         identity=view.identity,
     )
 

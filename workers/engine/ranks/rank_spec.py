@@ -65,12 +65,15 @@ def _digest(
 
     The same entries have the same digest, whether they are global or the request's own. A request
     with both kinds has another digest: each kind has its own rows, and entries that share a row are
-    rounded together. Two kinds of requests share no blocks: if a forward pass begins above the
+    rounded together. Three kinds of requests share no blocks: if a forward pass begins above the
     first layer, the KV cache below that layer is unwritten; if edits are gated, a score next to the
-    threshold may round to its other side in another batch.
+    threshold may round to its other side in another batch; if an edit may fail the request, every
+    row must be computed and checked.
     """
     digest = steering_digest(global_steering or own_steering)
     if global_steering and own_steering:
         digest = content_key([steering_digest(global_steering), steering_digest(own_steering)])
-    unshared = ask.entry is not None or any(entry.gate for entry in own_steering)
+    unshared = ask.entry is not None or any(
+        entry.gate or entry.limit < 0 for entry in (*global_steering, *own_steering)
+    )
     return content_key([digest, ask.job, ask.request, ask.attempt]) if unshared else digest

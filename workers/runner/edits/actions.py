@@ -22,6 +22,7 @@ Kind = Literal[
     "steer",
     "lora",
     "probe",
+    "sizes",
     "gradient",
 ]
 
@@ -43,6 +44,7 @@ KINDS: dict[Kind, tuple[str, ...]] = {
         "attempt",
         "crc32 of the scores of all its tokens, and of where its gates were open",
     ),
+    "sizes": ("job", "request", "attempt", "crc32 of the relative sizes of its edits"),
     "gradient": ("job", "request", "attempt", "crc32 of what was computed"),
 }
 

@@ -271,7 +271,8 @@ class RowTable:
         tensors = [
             self._tensor(name, shape) for name, shape in zip(entry.tensors, shapes, strict=True)
         ]
-        return does_of(entry.family, entry.numbers, tensors, entry.scale)
+        made = does_of(entry.family, entry.numbers, tensors, entry.scale)
+        return made._replace(limit=entry.limit)
 
     def _tensor(self, name: str, shape: list[int]) -> torch.Tensor:
         """Return the tensor that `name` stands for, float32 on the CPU."""
@@ -299,7 +300,7 @@ def _mask(name: str, shape: list[int]) -> torch.Tensor:
 
 
 def _join_additions(before: Does, then: Does) -> Does:
-    return Does(before.vectors + then.vectors)
+    return Does(before.vectors + then.vectors, limit=then.limit)
 
 
 def _join_replacements(before: Does, then: Does) -> Does:
@@ -311,7 +312,7 @@ def _join_replacements(before: Does, then: Does) -> Does:
     if not alpha:  # returned unchanged to keep its bits, such as the sign of a zero
         return before
     joined = kept + alpha
-    return Does((kept * before.vectors + alpha * then.vectors) / joined, (joined,))
+    return Does((kept * before.vectors + alpha * then.vectors) / joined, (joined,), then.limit)
 
 
 #: Family with `joined` (see `steering_rows`) → function that joins two successive entries into one.

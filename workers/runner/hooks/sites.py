@@ -70,6 +70,8 @@ class Buffers:
     scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
     broken: torch.Tensor  # int32 [capacity], written by the sites: see `kernels.plan.Planned`
     counts: torch.Tensor  # int32 [sites, COUNTS], written by the sites
+    # float32 [sites, capacity], written by the sites; NaN: not edited
+    sizes: torch.Tensor
 
 
 #: The buffers in the order of the ops' arguments, and those of which a launch gets only the rows of
@@ -248,6 +250,7 @@ def buffers_of(
         scalars=empty(1 + sizes.entries, SCALARS, dtype=torch.float32),
         broken=empty(sizes.capacity),
         counts=empty(sites, COUNTS),
+        sizes=empty(sites, sizes.capacity, dtype=torch.float32).fill_(torch.nan),
     )
 
 

@@ -66,6 +66,8 @@ class Reports:
                 checksum = tracked.gates.checksum(rows, checksum)
                 tracked.scores = [tracked.gates.shown(score, rows) for score in tracked.scores]
             self._actions.fold(step, "probe", *tracked.spec.ids, checksum)
+        for sizes in tracked.sizes.values():
+            self._actions.fold(step, "sizes", *tracked.spec.ids, sizes.checksum)
         tracked.reported = True
         recordings = [
             recording for recording in tracked.recordings.values() if not recording.capture.scored
@@ -143,4 +145,7 @@ class Reports:
             trace=spec.trace,
             scores=tracked.scores if place.tp == 0 and not tracked.failure else [],
             identity=self._config.identity,
+            sizes=[size for sizes in tracked.sizes.values() for size in sizes.report()]
+            if place.tp == 0 and not tracked.failure
+            else [],
         )

@@ -106,7 +106,16 @@ class Requests:
                 # edits of rejected drafts, and after the end, do not count
                 beyond = select(row.positions, rows, tracked.reached, tracked.spec.prompt_tokens)
                 tracked.applied -= len(tracked.open_of(row, beyond)) * sites
+            for sizes in tracked.sizes.values():
+                sizes.close(rows)
+            self.check_sizes(tracked)
             self.reports.over(self.step, tracked, kept_ids, rows)
+
+    def check_sizes(self, tracked: Tracked) -> None:
+        """Fail a request if an edit exceeded a limit that says so."""
+        for sizes in tracked.sizes.values():
+            if sizes.too_large:
+                self.fail(tracked, sizes.too_large, "edit_too_large")
 
     def fail(self, tracked: Tracked, message: str, kind: str, since: int | None = None) -> None:
         """Report the failure of a request now, without waiting for the request to end.
@@ -117,7 +126,7 @@ class Requests:
         """
         self.reports.failed(self.step, tracked, message, kind)
         digest = tracked.spec.digest
-        edited = kind not in ("capture_failed", "probe_failed")
+        edited = kind not in ("capture_failed", "probe_failed", "edit_too_large")
         # whether other requests may be served edited blocks that it fills under this digest
         shared = edited and tracked.spec.entry is None
         if digest and shared and (self.taints.add(digest, self.step) or since is not None):

@@ -10,8 +10,9 @@ from ..base.engine_step import NewRequest, RequestRows, StepView
 from ..base.row_index import Keeping, KeptBlock
 from ..edits.model_state import RankState
 from ..files.writer import Writer
-from ..rows.banks import Banks
+from ..rows.banks import Bank, Banks
 from ..rows.capture import Recording
+from ..rows.edit_sizes import EditSizes, StepSizes
 from ..rows.execution_check import Miscount
 from ..rows.finite_check import NonFinite, precedes_edits, reason
 from ..rows.mover import Mover
@@ -150,9 +151,11 @@ class Rows(StepPart):
         `ended`: wait for the steps of these requests.
         """
         with self._requests.guard(self._requests.tracked.values(), BY_REQUEST):
-            for item in self._banks.settle(ended):
+            for bank, item in self._banks.settle(ended):
                 if isinstance(item, Miscount):
                     self._miscounted(item)
+                elif isinstance(item, StepSizes):
+                    self._sized(bank, item)
                 else:
                     self._not_finite(item)
 
@@ -168,6 +171,21 @@ class Rows(StepPart):
         else:
             why = f"{reason(tracked.spec, item)} (rank {self._place.rank})"
             self._requests.fail(tracked, why, "intervention_failed", since=item.step)
+
+    def _sized(self, bank: Bank, item: StepSizes) -> None:
+        """Keep the sizes of a step's edits with their requests."""
+        for rows in item.view.requests:
+            tracked = self._requests.tracked.get(rows.id) if rows.id in item.edited else None
+            if tracked is None or tracked.reported:
+                continue
+            if (sizes := tracked.sizes.get(bank.name)) is None:
+                sizes = tracked.sizes[bank.name] = EditSizes(bank.sites)
+            first = rows.first_row
+            sizes.add(
+                rows.first_position, item.first, item.values[:, first : first + rows.num_rows]
+            )
+            if sizes.too_large:
+                self._requests.check_sizes(tracked)
 
     def _miscounted(self, miscount: Miscount) -> None:
         """Fail the request; if its rows were not captured as planned, also requests that may have

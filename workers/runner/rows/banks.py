@@ -5,7 +5,7 @@ The residual bank is the first, and the only bank if no hooks inside layers are 
 `schemas.model.banks`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from ..edits.vector_pool import Joined
 from ..files.finished_rows import Columns
 from ..hooks.sites import Buffers, Site
 from .capture import Ports, Recording
+from .edit_sizes import StepSizes
 from .execution_check import Miscount
 from .extents import Extent
 from .finite_check import FiniteCheck, NonFinite
@@ -64,7 +65,8 @@ class Bank:
             bank=part.name,
             last=last,
         )
-        self.finite = FiniteCheck(part.sites, part.buffers)
+        whole = part.columns is None or not part.columns.sharded
+        self.finite = FiniteCheck(part.sites, part.buffers, whole=whole)
 
     def recording(
         self, capture: StoredCapture, prompt_tokens: int, first_of_stage: bool
@@ -259,8 +261,12 @@ class Banks:
             )
         )
 
-    def settle(self, needed: Mapping[str, int] | None = None) -> list[NonFinite | Miscount]:
-        return [result for bank in self._banks for result in bank.finite.settle(needed)]
+    def settle(
+        self, needed: Mapping[str, int] | None = None
+    ) -> Iterator[tuple[Bank, NonFinite | Miscount | StepSizes]]:
+        for bank in self._banks:
+            for finding in bank.finite.settle(needed):
+                yield bank, finding
 
     def found(self) -> Callable[[], list[tuple[str, int]]]:
         """Return a function that returns (request, position) of the last step's non-finite rows.

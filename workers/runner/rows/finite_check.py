@@ -1,11 +1,11 @@
-"""Finds rows that are not finite, and sites that did not do their part, without making a step wait
-for the device.
+"""Finds rows that are not finite, sites that did not do their part, and the sizes of edits, without
+making a step wait for the device.
 
-Three things are observed: the marks that sites set for rows that they edit
+Four things are observed: the marks that sites set for rows that they edit
 (`kernels.plan.Planned.broken`), the sites' counts of their work (`Planned.counts`, judged in
-`execution_check`), and the sum of each row that leaves the last layer, which is not finite if a
-value of the row is not. On an accelerator they are copied to pinned memory and read when the step
-is over; on the CPU they are read immediately.
+`execution_check`), the relative sizes of edits (`Planned.sizes`), and the sum of each row that
+leaves the last layer, which is not finite if a value of the row is not. On an accelerator they are
+copied to pinned memory and read when the step is over; on the CPU they are read immediately.
 """
 
 import math
@@ -16,12 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ....kernels.plan import EDITED
 from ....schemas.prompts.selectors import FORWARD, select
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import RankSpec, StoredSteering
 from ..base.engine_step import StepView
 from ..base.host_memory import locked_like
 from ..hooks.sites import Buffers, Site
+from .edit_sizes import StepSizes
 from .execution_check import Due, Miscount
 
 _ORDER: dict[str, int] = {hook: place for place, hook in enumerate(FORWARD)}
@@ -49,10 +51,12 @@ class _Finding:
         sums: torch.Tensor | None,
         counts: torch.Tensor | None,
         due: Due | None,
+        sizes: tuple[int, torch.Tensor] | None,
         event: "torch.cuda.Event | None",
     ) -> None:
-        """`broken`, `sums`: `[rows]`, `counts`: `[sites, COUNTS]`, all on the CPU; None: not
-        observed. `event`: recorded after their copies; None: there were none.
+        """`broken`, `sums`: `[rows]`, `counts`: `[sites, COUNTS]`, `sizes`: the first site and
+        `[sites, rows]`, all on the CPU; None: not observed. `event`: recorded after their copies;
+        None: there were none.
         """
         self.step, self.view = step, view
         self._broken, self._sums, self._counts, self._due, self._event = (
@@ -62,6 +66,7 @@ class _Finding:
             due,
             event,
         )
+        self._sizes = sizes
 
     def done(self) -> bool:
         return self._event is None or self._event.query()
@@ -73,6 +78,16 @@ class _Finding:
         if self._due is None or self._counts is None:
             return []
         return list(self._due.miscounts(self.step, self._counts.numpy(), sites))
+
+    def sizes(self) -> list[StepSizes]:
+        """Return the sizes of the step's edits, if there were any. Waits for the copies."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._sizes is None or self._due is None:
+            return []
+        edited = frozenset(request for request, _ in self._due.edits)
+        first, values = self._sizes
+        return [StepSizes(self.step, self.view, edited, first, values.numpy())]
 
     def read(self, sites: Sequence[Site]) -> list[NonFinite]:
         """Return each request's first rows that are not finite, by position; at one position the
@@ -109,8 +124,10 @@ class _Finding:
 class FiniteCheck:
     """The check of one bank: `take` observes a forward, `settle` returns what is known by then."""
 
-    def __init__(self, sites: Sequence[Site], buffers: Buffers) -> None:
+    def __init__(self, sites: Sequence[Site], buffers: Buffers, *, whole: bool = True) -> None:
+        """`whole`: this rank holds whole rows; the sizes of parts of rows mean nothing."""
         self._sites, self._broken, self._counts = list(sites), buffers.broken, buffers.counts
+        self._sizes, self._whole = buffers.sizes, whole
         self._on_cpu = buffers.broken.device.type == "cpu"
         self._pending: deque[_Finding] = deque()
         self.last: _Finding | None = None  # observations of the last step
@@ -135,6 +152,7 @@ class FiniteCheck:
         except Exception:
             self._broken.zero_()  # else the next step would be blamed
             self._counts.zero_()
+            self._sizes.fill_(math.nan)
             raise
 
     def _observe(
@@ -145,6 +163,10 @@ class FiniteCheck:
             self._broken[:rows] if edits else None,
             self._counts if due is not None else None,
         )
+        at = np.zeros(0, dtype=np.int64)
+        if edits and due is not None and self._whole:
+            at = np.flatnonzero(due.counts[:, EDITED])
+        sizes = self._sizes[at[0] : at[-1] + 1, :rows] if len(at) else None
         if self._on_cpu:
             broken = None if broken is None or not bool(broken.any()) else broken.clone()
             hidden = None if hidden is None or all_finite(hidden[:rows]) else hidden
@@ -155,15 +177,17 @@ class FiniteCheck:
                     else self._counts.clone()
                 )
                 self._counts.zero_()
-            if broken is None and hidden is None and counts is None:
+            if broken is None and hidden is None and counts is None and sizes is None:
                 return
+            read = None if sizes is None else sizes.clone()
         sums, event = (
             None if hidden is None else hidden[:rows].sum(dim=-1, dtype=torch.float32),
             None,
         )
         if not self._on_cpu:
-            broken, sums, counts = (
-                None if item is None else _copy_to_host(item) for item in (broken, sums, counts)
+            broken, sums, counts, read = (
+                None if item is None else _copy_to_host(item)
+                for item in (broken, sums, counts, sizes)
             )
             event = torch.cuda.Event(blocking=True)
             event.record()
@@ -171,15 +195,20 @@ class FiniteCheck:
                 self._counts.zero_()
         if broken is not None:
             self._broken.zero_()
-        self.last = _Finding(step, view, broken, sums, counts, due, event)
+        if sizes is not None:
+            sizes.fill_(math.nan)
+        of_sites = None if read is None else (int(at[0]), read)
+        self.last = _Finding(step, view, broken, sums, counts, due, of_sites, event)
         self._pending.append(self.last)
 
-    def settle(self, needed: Mapping[str, int] | None = None) -> list[NonFinite | Miscount]:
+    def settle(
+        self, needed: Mapping[str, int] | None = None
+    ) -> list[NonFinite | Miscount | StepSizes]:
         """Return the findings of the steps that are over, each once and in their order.
 
         `needed`: request → number of its rows: waits for the steps that computed them.
         """
-        non_finites: list[NonFinite | Miscount] = []
+        findings: list[NonFinite | Miscount | StepSizes] = []
         last = max(
             (
                 number
@@ -190,9 +219,13 @@ class FiniteCheck:
         )
         while self._pending and (last >= 0 or self._pending[0].done()):
             finding = self._pending.popleft()
-            non_finites += [*finding.miscounts(self._sites), *finding.read(self._sites)]
+            findings += [
+                *finding.miscounts(self._sites),
+                *finding.read(self._sites),
+                *finding.sizes(),
+            ]
             last -= 1
-        return non_finites
+        return findings
 
     def of(self, finding: _Finding) -> list[tuple[str, int]]:
         """Return (request, position) of the non-finite rows of one step.

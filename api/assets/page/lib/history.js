@@ -2,7 +2,7 @@
 
 const MOST = 900; // half an hour of one event every two seconds
 const BUCKET_S = 60;
-const LONG = new Set(["sweep", "attribution", "fit", "harvest"]); // kinds of jobs whose time is no latency
+const LONG = new Set(["sweep", "attribution", "fit", "dose", "harvest"]); // kinds of jobs whose time is no latency
 
 export class History {
   constructor() {

@@ -60,12 +60,12 @@ export function JobDetails({ id, job, session, onClose }) {
   }, [id, over]);
 
   const attention = Boolean(asked && asked.body && [asked.body.capture].flat().some((each) => each && each.hooks && each.hooks.q && each.hooks.k));
-  const fit = Boolean(result && result.fit);
-  const readings = Boolean(result && (fit || result.lens || result.features || (result.probes || []).length || attention));
+  const outcome = result && ["fit", "dose"].find((kind) => result[kind]);
+  const readings = Boolean(result && (outcome || result.lens || result.features || (result.probes || []).length || attention));
   useEffect(() => {
     if (!readings) return undefined;
     let current = true;
-    import(fit ? "./fit.js" : "./answers.js").then((loaded) => current && setAnswers(() => loaded.default), (failure) => current && setError(failure));
+    import(outcome ? `./${outcome}.js` : "./answers.js").then((loaded) => current && setAnswers(() => loaded.default), (failure) => current && setError(failure));
     return () => {
       current = false;
     };
@@ -85,17 +85,17 @@ export function JobDetails({ id, job, session, onClose }) {
           : html`<p class="soft">${(at && at.prompt) || "None."}</p>`
         : html`<p class="soft">Loading …</p>`
     }
-    <h3>${fit ? "Fit" : "Output"}</h3>
+    <h3>${{ fit: "Fit", dose: "Dose" }[outcome] || "Output"}</h3>
     ${
       result
-        ? fit
-          ? Answers && html`<${Answers} fit=${result.fit} />`
+        ? outcome
+          ? Answers && html`<${Answers} ...${{ [outcome]: result[outcome] }} />`
           : result.outputs.length
           ? html`<${List} items=${result.outputs} more="outputs">${(output) => html`<pre data-part="output">${output.text}</pre><small>${count(output.token_ids.length, "token")}, ${output.finish_reason}</small>`}<//>`
           : html`<p class="soft">None.</p>`
         : html`<p class="soft">${over ? "Loading …" : at && at.finished ? `No output (job ${at.state}).` : "Not ready yet."}</p>`
     }
-    ${readings && !fit && Answers && at && html`<${Answers} result=${result} view=${at} attention=${attention} />`}
+    ${readings && !outcome && Answers && at && html`<${Answers} result=${result} view=${at} attention=${attention} />`}
     <h3>Receipts by rank</h3>
     ${result ? html`<${Receipts} determinism=${result.determinism} />` : html`<p class="soft">${at ? `${at.receipts || 0} of ${at.receipts_expected || 0} received.` : ""}</p>`}
     <h3>Files</h3>

@@ -9,7 +9,7 @@ import { Rows } from "../lib/table.js";
 import { JobDetails } from "./job.js";
 
 const STATES = ["queued", "running", "cancelling", "succeeded", "failed", "cancelled", "aborted", "expired"];
-const KINDS = ["generate", "completion", "chat", "sweep", "attribution", "fit", "harvest"];
+const KINDS = ["generate", "completion", "chat", "sweep", "attribution", "fit", "dose", "harvest"];
 
 export default function View({ params, session, jobs }) {
   const [, redraw] = useState(0);

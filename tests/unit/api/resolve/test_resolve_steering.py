@@ -7,15 +7,25 @@ import numpy as np
 import pytest
 
 from midstream import __version__
+from midstream.api.resolve.admission.admission import under_limit
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_global, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import HOOKS, SelectorError, Span, Window
-from midstream.schemas.requests.specs import SteeringSpec, StoredSteering
+from midstream.schemas.requests.edit_sizes import EditLimit, strictest
+from midstream.schemas.requests.specs import (
+    SteeringSpec,
+    StoredSteering,
+    steering_digest,
+    steering_rows,
+)
 from midstream.schemas.requests.steering import GlobalSteering, Module, content_digest
+from midstream.workers.engine.requests import prompt_request
 
 HIDDEN = 8
 VECTOR = from_numpy(np.ones(HIDDEN, np.float32))
@@ -424,3 +434,56 @@ def test_global_steering_uses_at_most_half_of_the_tables() -> None:
     assert resolve_global([spec(layers="all")], model(steering_entries=2), ModelState()), (
         "one vector, at four sites"
     )
+
+
+def test_the_stricter_limit_of_request_module_and_entry_counts() -> None:
+    gentle, hard = EditLimit(relative=0.9), EditLimit(relative=0.5, then="fail")
+    entries = [spec(limit=gentle), spec(layers=1)]
+    kept = resolve_module(entries, model(), limit=EditLimit(relative=0.8)).entries
+    assert [entry.limit for entry in kept] == [0.8, 0.8]
+    assert [entry.limit for entry in resolve_module(entries, model()).entries] == [0.9, 0.0]
+    one = module(spec(limit=gentle))
+    for asked, wanted in ((None, 0.9), (hard, -0.5), (EditLimit(relative=2), 0.9)):
+        ((found,), _) = resolved([SteeringSpec(module="joy", limit=asked)], one)
+        assert [entry.limit for entry in found] == [wanted]
+    assert strictest(0.7, -0.7, 0.0) == -0.7
+    assert strictest(0.0) == 0.0
+    ((found,), _) = resolved([spec(limit=hard), spec(), spec(limit=gentle)])
+    rows = steering_rows(found)
+    assert [[entry.limit for entry in row.entries] for row in rows] == [[-0.5], [0.0], [0.9]]
+    assert len({row.key for row in rows}) == 3
+    assert len({steering_digest([entry]) for entry in found}) == 3
+
+
+@pytest.mark.parametrize("relative", [0.0, -1.0, 1e-7, 2e6])
+def test_limits_beyond_their_range_are_refused(relative: float) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"layers": 0, "limit": {"relative": relative}}, SteeringSpec)
+
+
+def test_edits_inside_layers_cannot_be_limited() -> None:
+    shape = RowShape(heads=1, width=HIDDEN)
+    inside = spec(hook="z", limit=EditLimit(relative=1))
+    with pytest.raises(MidstreamError, match="cannot be limited") as error:
+        resolved([inside], hooks=[*HOOKS, "z"], inside={"z": shape})
+    assert error.value.field == "steering[0].limit"
+
+
+def test_a_tenants_limit_is_that_of_its_jobs_and_sweeps_are_refused() -> None:
+    ((found,), _) = resolved([spec()])
+    job = Job(
+        id="j",
+        kind="generate",
+        model="m",
+        prompts=[StoredPrompt(token_ids=[1, 2])],
+        sampling=Sampling(max_tokens=1),
+        created=0.0,
+        steering=[found],
+    )
+    limited = under_limit(job, EditLimit(relative=0.7, then="fail"))
+    assert limited.edit_limit == -0.7
+    assert [entry.limit for entry in prompt_request(limited, 0, 1).steering] == [-0.7]
+    assert under_limit(job, None) == job
+    inside = msgspec.structs.replace(found[0], hook="z")
+    with pytest.raises(MidstreamError, match="edits at z cannot be limited"):
+        under_limit(msgspec.structs.replace(job, steering=[[inside]]), EditLimit(relative=1))

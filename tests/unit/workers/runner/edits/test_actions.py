@@ -22,6 +22,7 @@ ONE_OF_EACH: list[tuple[Any, ...]] = [
     (2**40, "steer", "job", 0, 1, "d" * 64),
     (2**40, "lora", "job", 0, 1, "e" * 64),
     (2**40, "probe", "job", 0, 1, 0xDEADBEEF),
+    (2**40, "sizes", "job", 0, 1, 0xDEADBEEF),
     (2**40, "gradient", "job", 0, 1, 0xDEADBEEF),
 ]
 #: Checksum after each of them, one after the other.
@@ -37,7 +38,8 @@ PINNED = [
     "1192d00de7aa7199",
     "8f7e6d032075ac14",
     "7ce15c3dd31fffc5",
-    "9fceeee06413faa9",
+    "4d65495b326f400a",
+    "6c967212dad922ad",
 ]
 
 _TEXT, _NUMBER = st.text(max_size=8), st.integers(0, 2**32)

@@ -1,0 +1,105 @@
+"""Turns a dose into a request for the prompts of a cell, and the admitted job into that of all."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ....schemas.base.errors import invalid
+from ....schemas.base.limits import MAX_DOSE_WORK, MAX_JOB_EDITS, MAX_PROMPTS
+from ....schemas.jobs.doses import DoseRequest, StoredDose
+from ....schemas.jobs.jobs import Job, Sampling
+from ....schemas.prompts.selectors import SelectorError, resolve_layers
+from ....schemas.requests.specs import StoredSteering, at_scale
+from ..prompts.request_parsing import ParsedPrompt, ParsedRequest
+
+
+def parse_dose(body: DoseRequest) -> ParsedRequest:
+    """Return the request for the prompts of one cell, steered at all layers."""
+    texts = {"prompts": body.prompts, "held_out": body.held_out}
+    if body.effect.target:
+        whole = [f"{prompt}{body.effect.target}" for prompt in body.prompts]
+        texts = {"prompts": body.prompts, "effect.target": whole, "held_out": body.held_out}
+    return ParsedRequest(
+        kind="dose",
+        model=body.model,
+        prompts=[
+            ParsedPrompt(f"{field}[{index}]", text)
+            for field, of_field in texts.items()
+            for index, text in enumerate(of_field)
+        ],
+        sampling=Sampling(max_tokens=body.max_tokens),
+        steering=[
+            spec
+            if spec.module or spec.layers is not None
+            else msgspec.structs.replace(spec, layers=body.layers)
+            for spec in body.steering
+        ],
+        probes=[] if body.effect.probe is None else [body.effect.probe],
+        metadata=body.metadata,
+        handling=body,
+    )
+
+
+def expanded(job: Job, body: DoseRequest, num_layers: int) -> Job:
+    """Return the job of all cells. `job`: of the prompts of one. Raises a 400 naming the field."""
+    try:
+        layers = [None] if body.layers is None else resolve_layers(body.layers, num_layers)
+    except SelectorError as error:
+        raise invalid("layers", str(error)) from error
+    scaled = [(layer, scale) for layer in layers for scale in sorted(body.scales)]
+    dose = StoredDose(
+        cells=[(None, 0.0), *scaled],
+        effect=body.effect,
+        prompts=len(body.prompts),
+        requests=len(job.prompts),
+        target_tokens=_target_tokens(job, body),
+        max_loss=body.max_loss,
+        max_repetition=body.max_repetition,
+    )
+    tokens = sum(len(prompt.token_ids) for prompt in job.prompts) + len(body.prompts) * (
+        body.max_tokens
+    )
+    number, edits = len(dose.cells), sum(map(len, job.steering))
+    for what, count, most in (
+        ("prompts", len(job.prompts), MAX_PROMPTS),
+        ("tokens", tokens, MAX_DOSE_WORK),
+        ("edits", edits, MAX_JOB_EDITS),
+    ):
+        if number * count > most:
+            detail = f"make {number} cells of {count} {what}"
+            raise invalid("scales", detail, allowed=f"at most {most} {what} in all cells")
+    probes = list(job.probes)
+    if body.effect.probe is not None:  # the mean over the text, however requests aggregate it
+        content = msgspec.structs.replace(probes[0].content, aggregation="mean")
+        probes[0] = msgspec.structs.replace(probes[0], content=content)
+    return msgspec.structs.replace(
+        job,
+        dose=dose,
+        probes=probes,
+        prompts=job.prompts * number,
+        captures=job.captures * number,
+        steering=[_at(entries, *cell) for cell in dose.cells for entries in job.steering],
+    )
+
+
+def _target_tokens(job: Job, body: DoseRequest) -> list[int]:
+    """Return how many tokens the target adds to each prompt."""
+    counts = []
+    for index in range(len(body.prompts) if body.effect.target else 0):
+        prompt, whole = job.prompts[index].token_ids, job.prompts[len(body.prompts) + index]
+        counts.append(len(whole.token_ids) - len(prompt))
+        if counts[-1] < 1 or list(whole.token_ids[: len(prompt)]) != list(prompt):
+            detail = f"changes the tokens of prompts[{index}]"
+            raise invalid("effect.target", detail, allowed="text that begins with a space")
+    return counts
+
+
+def _at(entries: Sequence[StoredSteering], layer: int | None, scale: float) -> list[StoredSteering]:
+    if not scale:
+        return []
+    chosen = [at_scale(entry, scale) for entry in entries if layer is None or layer in entry.layers]
+    if not chosen:
+        raise invalid("layers", f"steering has no entry at layer {layer}")
+    return [
+        msgspec.structs.replace(e, layers=e.layers if layer is None else [layer]) for e in chosen
+    ]

@@ -1,0 +1,133 @@
+"""A dose's figures: what the worker computes of outputs, and what receipts add."""
+
+import math
+
+import msgspec
+import pytest
+
+from midstream.broker.ledger.results.dose_result import with_receipts
+from midstream.schemas.artifacts.probes import ProbeScore
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.doses import DoseEffect, DoseRequest, StoredDose
+from midstream.schemas.jobs.jobs import Output, Prompted, TokenLogprob
+from midstream.schemas.jobs.receipts import Receipt
+from midstream.schemas.requests.edit_sizes import SiteSizes
+from midstream.workers.serving.doses import measure, repetition
+
+SCALES = (-0.5, 0.5, 1.0, 2.0)
+
+
+def output(
+    text: str = "", token_ids: list[int] | None = None, logprobs: list[float] = ()
+) -> Output:  # type: ignore[assignment]
+    tokens = [None, *(TokenLogprob(token_id=1, token="", logprob=value) for value in logprobs)]
+    return Output(
+        index=0,
+        text=text,
+        token_ids=token_ids or [],
+        finish_reason="length",
+        prompt_tokens=1,
+        prompt=Prompted(text="", token_ids=[], logprobs=tokens) if logprobs else msgspec.UNSET,
+    )
+
+
+def dose(effect: DoseEffect, targets: list[int] | None = None) -> StoredDose:
+    return StoredDose(
+        cells=[(None, 0.0), *((3, scale) for scale in SCALES)],
+        effect=effect,
+        prompts=2,
+        requests=3 + len(targets or []),
+        target_tokens=targets or [],
+        max_loss=0.3,
+        max_repetition=0.2,
+    )
+
+
+def receipt(request: int, **fields: object) -> Receipt:
+    own = {"job": "j", "request": request, "attempt": 1, "rank": 0, "world": 1, "tp": 0, "pp": 0}
+    rest = {"version": "", "worker": "w", "boot": "b", "step": 1, "actions": 0, "checksum": "0"}
+    return Receipt(**own, **rest, status="ok", **fields)  # type: ignore[arg-type]
+
+
+def test_words_loss_and_repetition_of_each_cell_and_the_largest_safe_scales() -> None:
+    losses = (2.0, 2.1, 2.2, 2.9, 2.0)
+    outputs = [
+        part
+        for number, loss in enumerate(losses)
+        for part in (
+            output("How GREAT!" if number else "no", list(range(8))),
+            output("bad", [1] * 12 if number == 1 else list(range(12))),
+            output(logprobs=[-loss, -loss]),
+        )
+    ]
+    result = measure(dose(DoseEffect(words=["great"])), outputs)
+    assert (result.unsteered.effect, result.unsteered.loss) == (0.0, 2.0)
+    assert [cell.effect for cell in result.cells] == [0.5] * 4
+    assert [round(cell.loss, 6) for cell in result.cells] == [0.1, 0.2, 0.9, 0.0]
+    assert result.cells[0].repetition == pytest.approx((1 - 1 / 9) / 2)
+    assert [cell.safe for cell in result.cells] == [False, True, False, True]
+    sizes = [[SiteSizes("post_block", 3, 4, 0.1 * n, 0.2 * n)] for n in range(3)]
+    ticket = [receipt(6 + n, sizes=sizes[n]) for n in range(3)]
+    found = with_receipts(result, ticket)
+    assert [(cell.median, cell.largest) for cell in found.cells[:2]] == [(0.0, 0.0), (0.1, 0.4)]
+    # 2.0 is an island behind a cell that is not safe; −0.5 repeats itself
+    assert [(cell.layer, cell.scale) for cell in found.safe] == [(3, 0.5)]
+
+
+def test_a_targets_log_probability_is_that_of_its_own_tokens() -> None:
+    cell = [
+        *(output("a", [1, 2]) for _ in range(2)),
+        output(logprobs=[-9.0, -1.0]),
+        output(logprobs=[-9.0, -2.0, -3.0]),
+        output(logprobs=[-4.0]),
+    ]
+    result = measure(dose(DoseEffect(target=" x"), [1, 2]), cell * 5)
+    assert result.unsteered.effect == result.cells[0].effect == -2.0
+    with pytest.raises(MidstreamError, match="no log-probabilities"):
+        measure(dose(DoseEffect(target=" x"), [1, 2]), [output()] * 25)
+
+
+def test_a_probes_effect_is_the_mean_over_the_continued_prompts() -> None:
+    outputs = [output("a", [1]), output("b", [2]), output(logprobs=[-1.0])] * 5
+    result = measure(dose(DoseEffect(probe="p")), outputs)
+
+    def score(value: float, **fields: bool) -> ProbeScore:
+        return ProbeScore("p", "d", ["x"], [value], 3, [None], **fields)
+
+    ticket = [
+        receipt(0, scores=[score(1.0)]),
+        receipt(1, scores=[score(3.0), score(50.0, watching=True)]),
+        receipt(2, scores=[score(99.0)]),  # the held-out text
+        receipt(3, scores=[score(-1.0)]),
+    ]
+    found = with_receipts(result, ticket)
+    assert (found.unsteered.effect, found.cells[0].effect) == (2.0, -1.0)
+
+
+def test_repetition_is_the_share_of_four_grams_that_came_before() -> None:
+    assert repetition([1, 2, 3]) == 0.0
+    assert repetition([1, 2, 3, 4, 5]) == 0.0
+    assert repetition([7] * 8) == pytest.approx(4 / 5)
+    assert math.isclose(repetition([1, 2, 3, 4] * 2), 1 / 5)
+
+
+@pytest.mark.parametrize(
+    "effect", [{}, {"words": ["a"], "target": " b"}, {"target": " b", "probe": "p"}]
+)
+def test_an_effect_is_exactly_one_measure(effect: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError, match="exactly one"):
+        msgspec.convert(effect, DoseEffect)
+
+
+@pytest.mark.parametrize("scales", [[0.0, 1.0], [1.0, 1.0], []])
+def test_scales_differ_and_leave_out_zero(scales: list[float]) -> None:
+    body = {
+        "model": "m",
+        "prompts": ["a"],
+        "steering": [{"layers": 0, "vector": [1.0]}],
+        "scales": scales,
+        "effect": {"words": ["a"]},
+        "held_out": ["b"],
+    }
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(body, DoseRequest)
