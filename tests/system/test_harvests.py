@@ -212,7 +212,7 @@ def test_surveys_that_cannot_be_right_are_refused_by_name(stack: Stack, client: 
         "plain": {},
         "after": {"steering": [{"module": "shift"}], "at": "after"},
         "before": {"steering": [{"module": "shift"}]},
-        "others": {"source": {"lines": ["a c"]}},
+        "others": {"source": {"lines": ["a b", "c"]}},
         "layers": {"layers": [1]},
         "bytes": {"dtype": "int8"},
     }
