@@ -216,7 +216,7 @@ def test_surveys_that_cannot_be_right_are_refused_by_name(stack: Stack, client: 
         "plain": {},
         "after": {"steering": [{"module": "shift"}], "at": "after"},
         "before": {"steering": [{"module": "shift"}]},
-        "others": {"source": {"lines": ["a c"]}},
+        "others": {"source": {"lines": ["a b", "c"]}},
         "layers": {"layers": [1]},
         "bytes": {"dtype": "int8"},
     }
@@ -255,8 +255,6 @@ def test_surveys_that_cannot_be_right_are_refused_by_name(stack: Stack, client: 
         client.harvests.submit(**plain, lora="none")
     # the tensors of a module are held until its harvest ends
     assert redis.Redis.from_url(stack.settings.redis_url).keys("ms:pins:harvest:*") == []
-    rows = {name: open_harvest(views[name].uri).rows(slice(None), 1) for name in ("plain", "after")}
-    assert not np.array_equal(rows["plain"], rows["after"])
 
 
 def test_progress_is_streamed_until_the_end(stack: Stack, client: Client) -> None:

@@ -19,7 +19,7 @@ from ..runner.base.process import die_with_parent
 from ..runner.readings.sae import CHUNK_BYTES, Autoencoder, load_registered
 from .rows import Block, Examples, blocks_of, neighbourhoods, ordered_rows
 
-#: A survey uses this part of the machine's cores at most, and gives way to the model like the helper
+#: A survey uses this part of the machine's cores at most, and gives way to the model like helper
 #: threads of ranks: it gets an eighth of the time of a thread that it competes with.
 CORES_DIVISOR = 4
 NICENESS = 10
