@@ -22,6 +22,7 @@ from ..base.limits import (
 )
 from ..base.records import Record
 from ..prompts.selectors import HookName, LayerSelector, Margin
+from .edit_sizes import EditLimit
 from .steering import Module
 
 
@@ -32,6 +33,7 @@ class Steer(Record, tag_field="action", tag="steer"):
 
     module: Reference
     scale: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] = 1.0
+    limit: EditLimit | None = None  # of the relative size of its edits, beside the module's own
 
 
 class Window(Record, tag_field="action", tag="capture"):

@@ -31,6 +31,7 @@ from ....schemas.requests.policies import (
 from ....schemas.requests.specs import CaptureSpec, SteeringSpec, StoredCapture, probe_captures
 from ....schemas.requests.steering import Module
 from ..edits.model_state import ModelState, unknown_module
+from ..edits.steering import check_limited
 from ..positions.captures import Bounds, one_hook
 from ..positions.gates import Gated, check_use
 from ..prompts.request_parsing import ParsedRequest
@@ -273,7 +274,10 @@ def resolve_policy(
         ):
             raise invalid(f"actions[{index}].url", fault, allowed="http or https, public")
         if isinstance(action, Steer):
-            modules.append(_module(action.module, f"actions[{index}].module", model, model_state))
+            at = f"actions[{index}]"
+            modules.append(_module(action.module, f"{at}.module", model, model_state))
+            if action.limit is not None:
+                check_limited(modules[-1].entries, f"{at}.limit")
     version = PolicyVersion(
         version=0,
         digest="",
@@ -384,7 +388,7 @@ def _apply(policy: Policy, at: str, scores: StoredProbe, result: Applied) -> Non
         if isinstance(action, Steer):
             key = f"{scores.name}:{number}"
             result.modules[key] = msgspec.structs.replace(next(modules), name=key)
-            entry = SteeringSpec(module=key, scale=action.scale)
+            entry = SteeringSpec(module=key, scale=action.scale, limit=action.limit)
             result.gated.append(Gated(at, entry, scores.name))
         elif isinstance(action, Window):
             when = When(probe=scores.name, at_least=0, before=action.before, after=action.after)

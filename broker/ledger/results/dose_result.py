@@ -37,7 +37,7 @@ def _completed(result: DoseResult, cell: DoseCell, receipts: Sequence[Receipt]) 
         for receipt in receipts
         if dose.continues(receipt.request)
         for score in receipt.scores
-        if score.name == dose.effect.probe and not score.watching
+        if score.name == dose.effect.probe
     ]
     return msgspec.structs.replace(
         cell,
