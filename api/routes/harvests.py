@@ -80,8 +80,8 @@ async def post_harvest(
     info = await context.model(data.model)
     state = await context.model_state(info.name, modules_named(data.steering), caller)
     lora = await named_lora(data.lora, info, context.ledger)
-    sources = (await context.ledger.tenants.get(caller.tenant)).limits.harvest_sources
-    harvest = await plan_harvest(data, info, context.settings, state, lora, caller, sources)
+    limits = (await context.ledger.tenants.get(caller.tenant)).limits
+    harvest = await plan_harvest(data, info, context.settings, state, lora, caller, limits)
     harvest_id = await context.harvests.submit(harvest, idempotency)
     await context.harvests.advance(harvest_id)
     return Response(

@@ -3,15 +3,13 @@
 Of a source's files, only the names are read here.
 """
 
-from collections.abc import Sequence
-
 import anyio.to_thread
 import msgspec
 
 from ....broker.artifacts.corpora import find, roots_of, store_of
 from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.recovery.harvests import SURVEYS, Harvests, new_harvest_id
-from ....schemas.access.keys import Caller
+from ....schemas.access.keys import Caller, Limits
 from ....schemas.artifacts.loras import StoredLora
 from ....schemas.base.dtypes import ITEM_BYTES
 from ....schemas.base.errors import MidstreamError, invalid
@@ -29,11 +27,12 @@ from ....schemas.jobs.harvests import (
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import BANK, RESIDUAL
 from ....schemas.prompts.selectors import Hook
+from ....schemas.requests.edit_sizes import EditLimit
 from ....schemas.requests.harvest_work import SCALED, HarvestPart, Survey
 from ....schemas.requests.specs import StoredCapture, StoredSteering
 from ....storage.store import below
 from ..edits.model_state import ModelState
-from ..edits.steering import check_number, resolve_edits
+from ..edits.steering import check_number, limited, resolve_edits
 from ..positions.captures import SITE_RULES, Bounds, PromptFacts
 from ..prompts.formats import structured
 from ..readings.saes import named_sae
@@ -50,11 +49,11 @@ async def plan_harvest(
     state: ModelState,
     lora: StoredLora | None,
     caller: Caller,
-    sources: Sequence[str] | None,
+    limits: Limits,
 ) -> StoredHarvest:
     """Return the harvest to store.
 
-    `sources`: the tenant's limit `harvest_sources`.
+    `limits`: the tenant's.
     Raises a 400 naming the field and what is valid.
     """
     sites = _sites(body, info)
@@ -90,7 +89,9 @@ async def plan_harvest(
         )
     source, root = body.source, ""
     if source.path is not None:
-        root, _, kind = await anyio.to_thread.run_sync(find, roots_of(settings, sources), source)
+        root, _, kind = await anyio.to_thread.run_sync(
+            find, roots_of(settings, limits.harvest_sources), source
+        )
         source = msgspec.structs.replace(source, format=kind)
     base = store_of(settings, body.store)
     harvest_id = new_harvest_id()
@@ -122,7 +123,7 @@ async def plan_harvest(
         priority=body.priority or "normal",
         metadata=body.metadata,
         steering=state.global_steering.digest,
-        edits=_edits(body, info, state),
+        edits=_edits(body, info, state, limits.edit_limit),
         lora=lora,
         identity=info.identity,
     )
@@ -205,8 +206,12 @@ async def check_comparable(
         raise invalid("against", f"{second.id} differs in {differs}", allowed="the same request")
 
 
-def _edits(body: HarvestRequest, info: ModelInfo, state: ModelState) -> list[StoredSteering]:
-    """Return the entries of the named modules, which apply at all positions."""
+def _edits(
+    body: HarvestRequest, info: ModelInfo, state: ModelState, limit: EditLimit | None
+) -> list[StoredSteering]:
+    """Return the entries of the named modules, which apply at all positions, within the tenant's
+    limit.
+    """
     for index, spec in enumerate(body.steering):
         if spec.module is None:
             raise invalid(f"steering[{index}].module", "is required", allowed="a named module")
@@ -215,7 +220,7 @@ def _edits(body: HarvestRequest, info: ModelInfo, state: ModelState) -> list[Sto
     found = edits[0] if edits else []
     if any(edit.positions != "all" for edit in found):
         raise invalid("steering", "has entries at some positions only", allowed='positions "all"')
-    return found
+    return [limited(edit, limit, "steering") for edit in found]
 
 
 def _sites(body: HarvestRequest, info: ModelInfo) -> dict[Hook, list[int]]:

@@ -6,7 +6,7 @@ precede steering.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
@@ -107,6 +107,7 @@ def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts
 # --- A named module in a request
 
 #: Fields that are valid together with `module`.
+Entry = TypeVar("Entry", SteeringTemplate, StoredSteering)
 BESIDE_MODULE = ("module", "scale", "positions", "limit")
 
 
@@ -305,10 +306,10 @@ def _parts(
     else:
         found = _entries_of(spec, bounds, at, blobs, model_state.features)
         parts = [Part(entry, 1.0, positions) for entry, positions in found]
-    return [part._replace(entry=_limited(part.entry, limit, at)) for part in parts]
+    return [part._replace(entry=limited(part.entry, limit, at)) for part in parts]
 
 
-def _limited(entry: SteeringTemplate, limit: EditLimit | None, at: str) -> SteeringTemplate:
+def limited(entry: Entry, limit: EditLimit | None, at: str) -> Entry:
     """Return the entry with the stricter of its own limit and `limit`, of the spec at `at`."""
     if limit is None:
         return entry
@@ -400,8 +401,8 @@ def resolve_module(
         check_not_installed(spec, at)
         own, spec = spec.limit, msgspec.structs.replace(spec, limit=None)
         found = _entries_of(spec, Bounds(model, []), at, blobs, features)
-        made = (_limited(entry, own, at) for entry, _ in found)
-        entries += [_limited(entry, limit, at) for entry in made]
+        made = (limited(entry, own, at) for entry, _ in found)
+        entries += [limited(entry, limit, at) for entry in made]
         reach += [reach_of(plain) for plain in _plain_specs(spec, at, features)]
     _check_room([_unresolved(entry) for entry in entries], "", model)
     return Content(entries, reach, blobs)
