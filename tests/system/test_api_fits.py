@@ -12,12 +12,12 @@ from edge import HIDDEN, MODEL, Api, Hand
 from ledger_kit import IDENTITY
 
 from midstream import Client
+from midstream.schemas.base.edit_sizes import SiteSizes
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.doses import DoseCell, DoseResult
 from midstream.schemas.jobs.fits import FitResult
 from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.requests.attributions import GRADIENTS
-from midstream.schemas.requests.edit_sizes import SiteSizes
 from midstream.schemas.requests.trainings import FitEffect, FitPoint, FitSite, Training
 from midstream.workers.engine.requests import prompt_request
 
