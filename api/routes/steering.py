@@ -16,11 +16,11 @@ from litestar.params import JSONBody, QueryParameter
 
 from ...broker.ledger.named.steering import Account
 from ...schemas.access.keys import Caller, own, scoped, shown, unscoped
+from ...schemas.base.edit_sizes import limit_of
 from ...schemas.base.errors import MidstreamError, unknown
 from ...schemas.base.limits import MAX_DESCRIPTION
 from ...schemas.base.records import now
 from ...schemas.base.tensors import Tensor
-from ...schemas.requests.edit_sizes import limit_of
 from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import (
     MODEL_HEADER,

@@ -22,9 +22,9 @@ from ...schemas.artifacts.loras import Lora, LoraPage, LoraRequest
 from ...schemas.artifacts.probes import Probe, ProbePage, ProbeRequest
 from ...schemas.artifacts.saes import Sae, SaePage, SaeRequest
 from ...schemas.artifacts.tuned_lenses import TunedLens, TunedLensPage, TunedLensRequest
+from ...schemas.base.edit_sizes import EditLimit
 from ...schemas.base.errors import invalid
 from ...schemas.base.limits import PathName
-from ...schemas.requests.edit_sizes import EditLimit
 from ...schemas.requests.policies import Policy, PolicyChange, PolicyPage, PolicyRequest
 from ...schemas.requests.source_runs import RunPage, RunView
 from ...schemas.requests.specs import SteeringSpec

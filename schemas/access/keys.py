@@ -5,9 +5,9 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from ..base.edit_sizes import EditLimit
 from ..base.limits import MAX_INT64, MAX_PATH, MAX_SCOPES, MAX_SOURCES, MAX_TAG
 from ..base.records import Record
-from ..requests.edit_sizes import EditLimit
 from .handling import Priority
 
 #: `submit`: submit and cancel jobs and sweeps, change modules and source runs, delete the tenant's

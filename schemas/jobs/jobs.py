@@ -12,6 +12,7 @@ from ..access.handling import Callback, Priority
 from ..access.keys import DEFAULT_TENANT
 from ..artifacts.loras import LoraUse, StoredLora
 from ..artifacts.probes import ProbeList, ProbeResult, StoredProbe
+from ..base.edit_sizes import EditSizes
 from ..base.errors import Problem
 from ..base.limits import (
     MAX_ALLOWED_TOKENS,
@@ -41,7 +42,6 @@ from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef
 from ..readings.readings import ReadingRequest, ReadingResults
 from ..requests.attributions import Queue
-from ..requests.edit_sizes import EditSizes
 from ..requests.harvest_work import HarvestPart
 from ..requests.policies import PolicyList
 from ..requests.specs import (

@@ -3,8 +3,8 @@
 import msgspec
 
 from ..artifacts.probes import ProbeScore
+from ..base.edit_sizes import SiteSizes
 from ..base.records import Wire
-from ..requests.edit_sizes import SiteSizes
 
 #: Version of the frames between ranks and relay: `[PROTOCOL, kind, epoch, seq u64be, payload]`.
 PROTOCOL = 1

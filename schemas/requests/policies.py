@@ -10,6 +10,7 @@ import msgspec
 from ..artifacts.conditions import Condition, Mode
 from ..artifacts.probes import StoredProbe
 from ..artifacts.registered import Kind, Registered
+from ..base.edit_sizes import EditLimit
 from ..base.limits import (
     MAX_DESCRIPTION,
     MAX_POLICIES,
@@ -22,7 +23,6 @@ from ..base.limits import (
 )
 from ..base.records import Record
 from ..prompts.selectors import HookName, LayerSelector, Margin
-from .edit_sizes import EditLimit
 from .steering import Module
 
 

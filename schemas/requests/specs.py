@@ -10,6 +10,7 @@ import msgspec
 from ..artifacts.loras import LoraUse
 from ..artifacts.probes import StoredProbe
 from ..base.dtypes import ITEM_BYTES, RowDType
+from ..base.edit_sizes import EditLimit
 from ..base.limits import (
     MAX_CONSUMERS,
     MAX_ENTRIES,
@@ -44,7 +45,6 @@ from ..prompts.selectors import (
 from ..prompts.sites import At, SitesSpec
 from ..readings.lens import NamedToken
 from ..readings.readings import Reading
-from .edit_sizes import EditLimit
 from .harvest_work import HarvestPlace
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
 from .scalars import ScalarSpec, StoredScalar

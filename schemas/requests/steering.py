@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ..base.edit_sizes import EditLimit
 from ..base.limits import MAX_DESCRIPTION, MAX_ENTRIES, Name
 from ..base.records import Record
 from ..base.store_calls import StoreCalls
@@ -19,7 +20,6 @@ from ..prompts.selectors import (
     cut_positions,
     resolve_positions,
 )
-from .edit_sizes import EditLimit
 from .interventions import FAMILY, Family
 from .specs import SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, steering_rows
 from .trainings import Training

@@ -12,12 +12,13 @@ from edge import HIDDEN, MODEL, Api, Hand
 from ledger_kit import IDENTITY
 
 from midstream import Client
+from midstream.broker.ledger.recovery.harvests import Harvests
+from midstream.schemas.base.edit_sizes import SiteSizes
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.doses import DoseCell, DoseResult
 from midstream.schemas.jobs.fits import FitResult
 from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.requests.attributions import GRADIENTS
-from midstream.schemas.requests.edit_sizes import SiteSizes
 from midstream.schemas.requests.trainings import FitEffect, FitPoint, FitSite, Training
 from midstream.workers.engine.requests import prompt_request
 
@@ -204,7 +205,14 @@ def test_a_tenants_limit_bounds_its_jobs_and_refuses_sweeps(api: Api, hand: Hand
     steered = api.http.post("/v1/jobs", json=body | {"steering": steering}).json()["id"]
     pair = {"clean": "hello a", "corrupt": "hello b", "answer": " c", "foil": " d"}
     sweep = api.http.post("/v1/sweeps", json={"model": MODEL, "pairs": [pair]})
+    api.http.put("/v1/modules/shift", json={"model": MODEL, "steering": steering})
+    harvest = {"model": MODEL, "source": {"lines": ["a"]}, "layers": 1}
+    modules = {"steering": [{"module": "shift"}]}
+    harvested = api.http.post("/v1/harvests", json=harvest | modules)
     api.http.put("/v1/tenants/default", json={})
+    api.http.delete("/v1/modules/shift")
     assert hand.job(plain).edit_limit == 0.0
     assert hand.job(steered).edit_limit == -0.7
     assert (sweep.status_code, "edit_limit" in sweep.json()["detail"]) == (403, True), sweep.text
+    (edit,) = hand.do(Harvests(hand.ledger).stored(harvested.json()["id"])).edits
+    assert edit.limit == -0.7

@@ -13,9 +13,9 @@ import msgspec
 
 from ...broker.ops.global_capture import count_skipped
 from ...schemas.artifacts.loras import use_of
+from ...schemas.base.edit_sizes import strictest
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.models import ModelInfo
-from ...schemas.requests.edit_sizes import strictest
 from ...schemas.requests.specs import StoredCapture, probe_captures
 from ...schemas.requests.steering import GlobalSteering
 from ...schemas.service.global_capture import captures_of, step_rows

@@ -20,6 +20,7 @@ from ....schemas.access.handling import Handling, callback_of
 from ....schemas.access.keys import EVERYBODY, Caller, scoped
 from ....schemas.artifacts.loras import StoredLora
 from ....schemas.artifacts.probes import StoredProbe
+from ....schemas.base.edit_sizes import EditLimit
 from ....schemas.base.errors import MidstreamError, invalid, suggestion
 from ....schemas.base.limits import MAX_CHOICE_TOKENS, MAX_INT64, MAX_PROMPTS
 from ....schemas.base.records import now
@@ -36,7 +37,6 @@ from ....schemas.prompts.selectors import (
     parts_of,
 )
 from ....schemas.requests.attributions import GRADIENTS
-from ....schemas.requests.edit_sizes import EditLimit
 from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of

@@ -12,6 +12,7 @@ from ....broker.ledger.recovery.harvests import SURVEYS, Harvests, new_harvest_i
 from ....schemas.access.keys import Caller, Limits
 from ....schemas.artifacts.loras import StoredLora
 from ....schemas.base.dtypes import ITEM_BYTES
+from ....schemas.base.edit_sizes import EditLimit
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.limits import EXAMPLE_TOKEN_BYTES, MAX_SURVEY_BYTES, MAX_SURVEYS
 from ....schemas.base.records import now
@@ -27,7 +28,6 @@ from ....schemas.jobs.harvests import (
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import BANK, RESIDUAL
 from ....schemas.prompts.selectors import Hook
-from ....schemas.requests.edit_sizes import EditLimit
 from ....schemas.requests.harvest_work import SCALED, HarvestPart, Survey
 from ....schemas.requests.specs import StoredCapture, StoredSteering
 from ....storage.store import below

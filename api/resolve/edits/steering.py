@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
+from ....schemas.base.edit_sizes import EditLimit, strictest
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.limits import MAX_ENTRIES, MAX_JOB_EDITS
 from ....schemas.base.records import from_msgpack
@@ -23,7 +24,6 @@ from ....schemas.prompts.selectors import (
     SelectorError,
     Span,
 )
-from ....schemas.requests.edit_sizes import EditLimit, strictest
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import (
     MAX_STEERING_ROWS,

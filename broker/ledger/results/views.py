@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
+from ....schemas.base.edit_sizes import EditSizes
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import from_msgpack, now
 from ....schemas.base.settings import Settings
@@ -33,7 +34,6 @@ from ....schemas.jobs.receipts import CapturedFile, Receipt, receipt_decoder
 from ....schemas.jobs.sweeps import StoredSweep, SweepResult
 from ....schemas.prompts.selectors import as_ranges
 from ....schemas.readings.stored import READER
-from ....schemas.requests.edit_sizes import EditSizes
 from ....schemas.requests.harvest_work import HARVEST
 from ..core.record import JobRecord
 from .attribution_result import attribution_result

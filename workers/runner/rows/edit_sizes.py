@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ....schemas.requests.edit_sizes import SiteSizes
+from ....schemas.base.edit_sizes import SiteSizes
 from ..base.engine_step import StepView
 from ..hooks.sites import Site
 

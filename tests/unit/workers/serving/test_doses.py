@@ -7,11 +7,11 @@ import pytest
 
 from midstream.broker.ledger.results.dose_result import with_receipts
 from midstream.schemas.artifacts.probes import ProbeScore
+from midstream.schemas.base.edit_sizes import SiteSizes
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.doses import DoseEffect, DoseRequest, StoredDose
 from midstream.schemas.jobs.jobs import Output, Prompted, TokenLogprob
 from midstream.schemas.jobs.receipts import Receipt
-from midstream.schemas.requests.edit_sizes import SiteSizes
 from midstream.workers.serving.doses import measure, repetition
 
 SCALES = (-0.5, 0.5, 1.0, 2.0)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base.records import Record, Wire
+from .records import Record, Wire
 
 #: The smallest and the largest limit: float32 holds both.
 MIN_RELATIVE, MAX_RELATIVE = 1e-6, 1e6
