@@ -12,7 +12,6 @@ import torch
 
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.requests.specs import SteeringRow, StoredCapture
-from ..base.edit_sizes import StepSizes
 from ..base.engine_step import RequestRows, StepView
 from ..edits.source_runs import RunStore
 from ..edits.steering_tables import RowTable, VectorStore
@@ -20,6 +19,7 @@ from ..edits.vector_pool import Joined
 from ..files.finished_rows import Columns
 from ..hooks.sites import Buffers, Site
 from .capture import Ports, Recording
+from .edit_sizes import StepSizes
 from .execution_check import Miscount
 from .extents import Extent
 from .finite_check import FiniteCheck, NonFinite

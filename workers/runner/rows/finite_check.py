@@ -20,10 +20,10 @@ from ....kernels.plan import EDITED
 from ....schemas.prompts.selectors import FORWARD, select
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import RankSpec, StoredSteering
-from ..base.edit_sizes import StepSizes
 from ..base.engine_step import StepView
 from ..base.host_memory import locked_like
 from ..hooks.sites import Buffers, Site
+from .edit_sizes import StepSizes
 from .execution_check import Due, Miscount
 
 _ORDER: dict[str, int] = {hook: place for place, hook in enumerate(FORWARD)}

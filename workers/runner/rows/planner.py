@@ -17,7 +17,6 @@ from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.prompts.selectors import select
 from ....schemas.requests.specs import RankSpec, SteeringRow, columns_of
-from ..base.edit_sizes import EditSizes
 from ..base.engine_step import RequestRows
 from ..edits.steering_tables import RowTable
 from ..hooks.sites import Buffers, Site
@@ -25,6 +24,7 @@ from ..probes.gates import Gates
 from ..probes.watches import ProbeError, Watch
 from .buffers import Staging
 from .capture import Recording
+from .edit_sizes import EditSizes
 from .execution_check import Due
 from .extents import Extent, StepRows, contiguous
 from .last_step import LastStep
