@@ -28,11 +28,11 @@ from ...schemas.requests.harvest_work import SHARDS_AT_ONCE
 from ...schemas.requests.source_runs import ZEROS, is_row, runs_named
 from ...schemas.requests.steering import GlobalSteering
 from ..engine.admission import CellSlots, CrowdedOut
+from ..engine.doses import measure
 from ..engine.protocol import Engine, Fetch, NotYet, Progress, StoredArtifact, check_lengths
 from ..engine.ranks.collective import Quarantined
 from ..engine.requests import format_request, prompt_request, tensors_of
 from .attempt import Attempt, AttemptOutcome, JobFailed, StoreUnavailable
-from .doses import measure
 from .harvests import HarvestAttempt
 from .progress import AttemptProgress, Totals
 from .redis_retry import UNAVAILABLE, patiently

@@ -12,7 +12,7 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.doses import DoseEffect, DoseRequest, StoredDose
 from midstream.schemas.jobs.jobs import Output, Prompted, TokenLogprob
 from midstream.schemas.jobs.receipts import Receipt
-from midstream.workers.serving.doses import measure, repetition
+from midstream.workers.engine.doses import measure, repetition
 
 SCALES = (-0.5, 0.5, 1.0, 2.0)
 
