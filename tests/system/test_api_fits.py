@@ -205,12 +205,14 @@ def test_a_tenants_limit_bounds_its_jobs_and_refuses_sweeps(api: Api, hand: Hand
     steered = api.http.post("/v1/jobs", json=body | {"steering": steering}).json()["id"]
     pair = {"clean": "hello a", "corrupt": "hello b", "answer": " c", "foil": " d"}
     sweep = api.http.post("/v1/sweeps", json={"model": MODEL, "pairs": [pair]})
-    api.http.put("/v1/modules/shift", json={"model": MODEL, "steering": steering})
+    made = api.http.put("/v1/steering/modules/shift", json={"model": MODEL, "steering": steering})
+    assert made.status_code == 200, made.text
     harvest = {"model": MODEL, "source": {"lines": ["a"]}, "layers": 1}
     modules = {"steering": [{"module": "shift"}]}
     harvested = api.http.post("/v1/harvests", json=harvest | modules)
+    assert harvested.status_code == 202, harvested.text
     api.http.put("/v1/tenants/default", json={})
-    api.http.delete("/v1/modules/shift")
+    api.http.delete("/v1/steering/modules/shift")
     assert hand.job(plain).edit_limit == 0.0
     assert hand.job(steered).edit_limit == -0.7
     assert (sweep.status_code, "edit_limit" in sweep.json()["detail"]) == (403, True), sweep.text
