@@ -206,7 +206,7 @@ def test_a_tenants_limit_bounds_its_jobs_and_refuses_sweeps(api: Api, hand: Hand
     pair = {"clean": "hello a", "corrupt": "hello b", "answer": " c", "foil": " d"}
     sweep = api.http.post("/v1/sweeps", json={"model": MODEL, "pairs": [pair]})
     made = api.http.put("/v1/steering/modules/shift", json={"model": MODEL, "steering": steering})
-    assert made.status_code == 200, made.text
+    assert made.status_code == 201, made.text
     harvest = {"model": MODEL, "source": {"lines": ["a"]}, "layers": 1}
     modules = {"steering": [{"module": "shift"}]}
     harvested = api.http.post("/v1/harvests", json=harvest | modules)
