@@ -15,6 +15,7 @@ from litestar.plugins.prometheus import PrometheusConfig
 from litestar.routes import HTTPRoute
 from litestar.types import Message, Scope
 
+from ..schemas.base.records import learn_records
 from ..schemas.base.settings import Settings
 from ..schemas.base.version import __version__
 from . import openapi
@@ -112,6 +113,7 @@ def make_app(settings: Settings) -> App:
             await app.state.context.ledger.written()
         return response
 
+    learn_records()
     records = openapi.Records()
     app = App(
         route_handlers=ROUTES,

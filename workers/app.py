@@ -32,6 +32,7 @@ from ..broker.queue.visibility import LeaseStep
 from ..broker.receipts.curve import client_keys, with_kept_keys
 from ..schemas.base import faults
 from ..schemas.base.errors import MidstreamError
+from ..schemas.base.records import learn_records
 from ..schemas.base.settings import (
     Settings,
     SettingsError,
@@ -174,6 +175,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     # unpickled.
     warnings.simplefilter("ignore", CPendingDeprecationWarning)
     warnings.simplefilter("ignore", SecurityWarning)
+    learn_records()
     app = make_worker_app(settings)
 
     @signals.worker_ready.connect(weak=False)

@@ -21,7 +21,7 @@ from ...schemas.base.errors import (
     error_of,
     invalid,
 )
-from ...schemas.base.records import Suggesting, to_json
+from ...schemas.base.records import Suggesting, from_json, to_json
 from ...schemas.base.secret_files import is_exposed
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import (
@@ -302,7 +302,7 @@ def decode(response: httpx2.Response, kind: type[T]) -> T:
     """
     raise_problem(response)
     try:
-        return msgspec.json.decode(response.content, type=kind)
+        return from_json(response.content, kind)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise not_understood(
             response,

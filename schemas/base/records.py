@@ -1,9 +1,12 @@
 """Base class and serialization of all records."""
 
 import re
+import threading
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 import msgspec
@@ -96,6 +99,32 @@ def _plain(value: Any) -> Any:
 
 _json_encoder = msgspec.json.Encoder()
 _msgpack_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+#: Held while msgspec learns the fields of a class, at its first use: two threads that do so at once
+#: crash the process (msgspec 0.22).
+_learning = threading.RLock()
+
+
+@cache
+def _json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    with _learning:
+        return msgspec.json.Decoder(kind)
+
+
+@cache
+def _msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    with _learning:
+        return msgspec.msgpack.Decoder(kind)
+
+
+def learn_records() -> None:
+    """Let msgspec learn the fields of all records that are imported: before a library uses them on
+    several threads.
+    """
+    kinds: list[type] = [Record, Wire]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        with suppress(TypeError):  # some are only encoded
+            _json_decoder(kind)
 
 
 def to_json(value: Any) -> bytes:
@@ -105,7 +134,8 @@ def to_json(value: Any) -> bytes:
 
 def from_json(raw: bytes | str, kind: type[T]) -> T:
     """Decode JSON into `kind`; raises `msgspec.ValidationError` naming the field path."""
-    return msgspec.json.decode(raw, type=kind)
+    decoded: T = _json_decoder(kind).decode(raw)  # type: ignore[arg-type]  # types are hashable
+    return decoded
 
 
 def to_msgpack(value: Any) -> bytes:
@@ -115,7 +145,8 @@ def to_msgpack(value: Any) -> bytes:
 
 def from_msgpack(raw: bytes, kind: type[T]) -> T:
     """Decode MessagePack into `kind`; raises `msgspec.ValidationError`."""
-    return msgspec.msgpack.decode(raw, type=kind)
+    decoded: T = _msgpack_decoder(kind).decode(raw)  # type: ignore[arg-type]  # types are hashable
+    return decoded
 
 
 def now() -> float:

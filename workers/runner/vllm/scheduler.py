@@ -12,6 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from ....schemas.base.records import learn_records
 from ....schemas.base.version import __version__
 from ....schemas.requests.source_runs import is_row
 from ....schemas.requests.specs import RankSpec
@@ -97,6 +98,7 @@ class _Midstream:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        learn_records()
         self._midstream_finished: dict[str, Finish] = {}
         self._midstream_ends: list[tuple[str, int]] = []
         # steered requests that arrived since the last step → packed spec

@@ -18,6 +18,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 
 from ....broker.ops import logs
+from ....schemas.base.records import learn_records
 from ....schemas.base.tensors import Tensor
 from ....schemas.extensions import Extension
 from ....schemas.prompts.selectors import INSIDE
@@ -227,6 +228,7 @@ class MidstreamWorker(PlatformWorker):
         )
         gate = install_gate(loaded, adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
+            learn_records()
             self._plane = DataPlane(
                 config,
                 place,
