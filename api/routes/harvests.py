@@ -55,7 +55,8 @@ from .jobs import (
 HarvestId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The harvest's id")]
 Feature = Annotated[
     int | None,
-    QueryParameter(ge=0, le=MAX_SAE_WIDTH, description="Of the examples; the first of the list"),
+    # the schema of a number that may be null loses a bound of 0
+    QueryParameter(gt=-1, le=MAX_SAE_WIDTH, description="Of the examples; the first of the list"),
 ]
 
 
@@ -227,7 +228,9 @@ async def stream_harvest(
     consumer: Annotated[
         str, QueryParameter(max_length=MAX_NAME, description="One of the stream's consumers")
     ],
-    after: Annotated[int | None, QueryParameter(ge=0, le=MAX_INT64, description="A cursor")] = None,
+    after: Annotated[
+        int | None, QueryParameter(gt=-1, le=MAX_INT64, description="A cursor")
+    ] = None,
     wait: Wait = None,
 ) -> StreamPage:
     harvest = await _stored(context, caller, harvest_id)

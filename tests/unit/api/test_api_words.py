@@ -89,7 +89,10 @@ def test_decoding_errors_become_problems_with_the_field_path(
             ", ".join(EVERY),
         ),
         ({"priority": "urgent"}, "high, normal, low"),
-        ({"callback_events": ["job.done"]}, ", ".join(("job.running", "job.flagged", *ENDS))),
+        (
+            {"callback_events": ["job.done"]},
+            ", ".join(("job.running", "job.flagged", "job.decided", *ENDS)),
+        ),
         (
             {
                 "steering": [

@@ -142,7 +142,7 @@ def test_what_is_accepted_is_read() -> None:
     stored = written(job, b'{"a": 1}')
     assert stored["request"] == b'{"a": 1}'
     assert stored["created"] == b"1795145199.4220054"
-    assert stored["callback"] == b'{"url":"http://x","events":[],"key":"k1"}'
+    assert stored["callback"] == b'{"url":"http://x","events":[],"key":"k1","tenant":""}'
     known = read(stored)
     assert known.callback == Callback(url="http://x", events=[], key="k1")
     assert known.lora == LoraUse(name="l", digest="d")

@@ -188,7 +188,7 @@ def test_the_file_format_covers_every_entry_field() -> None:
         *SHAPES,
         *FAMILY["feature"].fields,
         *INSTALLED.fields,
-        *("jacobian", "token", "swap"),
+        *("jacobian", "token", "swap", "limit"),
     }  # a file has its vectors, and names nothing
     assert named == set(SteeringSpec.__struct_fields__)
     assert next(found.max_length for found in Entries.__metadata__) == MAX_ENTRIES

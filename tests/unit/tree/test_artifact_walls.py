@@ -39,6 +39,7 @@ OPENS: dict[str, str] = {
     "client/cli/stack.py": "logs; sizes of all parts of the data directory",
     "client/harvest/exports.py": "the user's export",
     "client/images.py": "the user's images",
+    "client/sdk/bridge.py": "the folder of a trainer",
     "client/sdk/captures.py": "no file itself: its call `open`",
     "client/sdk/discovery.py": "/proc, and the state of a stack",
     "client/sdk/answers/download.py": "the user's copies of capture files",

@@ -54,7 +54,7 @@ def test_the_python_reference_has_every_group_of_calls(pages: dict[str, str]) ->
         re.MULTILINE,
     )
     assert {"jobs", "captures", "modules", "loras", "webhooks"} <= set(shown)
-    assert len(shown) == 18
+    assert len(shown) == 19
 
 
 def test_links_out_of_docs_lead_to_pages_of_the_site(pages: dict[str, str]) -> None:

@@ -129,7 +129,7 @@ def artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe with two labels and an autoencoder with `D_SAE` features are registered."""
 
     class Probes:
-        def __init__(self, ledger: Any) -> None: ...
+        def __init__(self, *_: Any) -> None: ...
 
         async def known(self, *_: Any) -> Probe:
             return PROBE
@@ -137,7 +137,7 @@ def artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
     async def sae(*_: Any) -> Sae:
         return SAE
 
-    monkeypatch.setattr(gradients, "Probes", Probes)
+    monkeypatch.setattr(gradients, "Pinned", Probes)
     monkeypatch.setattr(gradients, "named_sae", sae)
 
 

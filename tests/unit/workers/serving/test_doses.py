@@ -91,12 +91,12 @@ def test_a_probes_effect_is_the_mean_over_the_continued_prompts() -> None:
     outputs = [output("a", [1]), output("b", [2]), output(logprobs=[-1.0])] * 5
     result = measure(dose(DoseEffect(probe="p")), outputs)
 
-    def score(value: float, **fields: bool) -> ProbeScore:
-        return ProbeScore("p", "d", ["x"], [value], 3, [None], **fields)
+    def score(value: float) -> ProbeScore:
+        return ProbeScore("p", "d", ["x"], [value], 3, [None])
 
     ticket = [
         receipt(0, scores=[score(1.0)]),
-        receipt(1, scores=[score(3.0), score(50.0, watching=True)]),
+        receipt(1, scores=[score(3.0)]),
         receipt(2, scores=[score(99.0)]),  # the held-out text
         receipt(3, scores=[score(-1.0)]),
     ]
