@@ -281,6 +281,7 @@ def test_a_cell_without_rows_fails_alone(cached: Host, reference: Reference) -> 
     keys = [base_run(cached, prompt) for prompt in prompts]
     gone, there = (cell(cached, prompt, edit_of(2, 5)) for prompt in prompts)
     ask(cached, gone, key=keys[0])
+    tainted = cached.call("midstream_status")[0]["tainted"]
     cached.call("midstream_drop_runs", [keys[0]])  # behind the worker's back
     again = cell(cached, prompts[0], edit_of(2, 5))
     cached.run_any(
@@ -298,7 +299,7 @@ def test_a_cell_without_rows_fails_alone(cached: Host, reference: Reference) -> 
         atol=FP32_LOGPROBS,
         rtol=0,
     )
-    assert cached.call("midstream_status")[0]["tainted"] == 0, (
+    assert cached.call("midstream_status")[0]["tainted"] == tainted, (
         "nobody is served its blocks, so nothing has to be forgotten"
     )
 
