@@ -279,6 +279,30 @@ def test_the_views_fit_a_phone_and_are_accessible(
             visit.check_accessible()
 
 
+def test_a_dose_shows_effect_and_damage_by_layer_and_scale(site: Site, visit: Visit) -> None:
+    with Client(site.url, api_key=site.alice.key) as client:
+        client.dose(
+            model="fake-model",
+            prompts=["hello", "you"],
+            steering=[{"vector": [1.0] * HIDDEN}],
+            layers="1-2",
+            scales=[0.5, 1.0],
+            effect={"words": ["a"]},
+            held_out=["hello there"],
+            max_tokens=8,
+        )
+    job = next(job for job in site.alice.get("/v1/jobs")["jobs"] if job["kind"] == "dose")
+    visit.log_in(site.alice, f"jobs/{job['id']}")
+    details = visit.page.locator("section.details")
+    expect(details.get_by_role("heading", name="Dose", exact=True)).to_be_visible()
+    expect(details.locator(".finding")).to_contain_text("safe")
+    for part in ("effect", "loss above unsteered", "repetition", "relative size"):
+        table = details.get_by_role("table").filter(has_text=part)
+        expect(table.locator("tbody tr")).to_have_count(2)
+        expect(table.locator("tbody td")).to_have_count(4)
+    visit.check_accessible()
+
+
 def test_fits_show_effect_losses_and_dose_and_lenses_are_listed(site: Site, visit: Visit) -> None:
     site.stack.spawn("worker-g", engine="gradients-fake")
     site.stack.wait_ready("worker-g")

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
-from midstream.schemas.jobs.jobs import Output, Sampling, TokenLogprob
+from midstream.schemas.jobs.jobs import Output, Prompted, TokenLogprob
 from midstream.schemas.requests.specs import RankSpec, StoredSteering
 from midstream.schemas.requests.steering import GlobalSteering, RankSteering
 from midstream.workers.engine.protocol import EngineRequest, Progress
@@ -287,12 +287,20 @@ class _Writing:
             token_ids=self.token_ids,
             finish_reason=self.finish_reason,
             prompt_tokens=len(self._ask.token_ids),
-            logprobs=self._logprobs(self._ask.sampling),
+            logprobs=self._logprobs(self.token_ids, self._ask.sampling.logprobs),
+            prompt=self._prompted(),
         )
 
-    def _logprobs(self, sampling: Sampling) -> list[TokenLogprob] | None:
+    def _prompted(self) -> Prompted | None:
+        ids = self._ask.token_ids
+        logprobs = self._logprobs(ids[1:], self._ask.sampling.prompt_logprobs)
+        if logprobs is None:
+            return None
+        return Prompted(text=self._decode(ids), token_ids=ids, logprobs=[None, *logprobs])
+
+    def _logprobs(self, tokens: list[int], top: int | None) -> list[TokenLogprob] | None:
         """Each token as if all letters had the same chance."""
-        if sampling.logprobs is None:
+        if top is None:
             return None
         chance = -3.2958  # ln(1/27)
         return [
@@ -301,7 +309,7 @@ class _Writing:
                 token=self._decode([token]),
                 logprob=chance,
                 top=[TokenLogprob(token_id=token, token=self._decode([token]), logprob=chance)]
-                * min(sampling.logprobs, 1),
+                * min(top, 1),
             )
-            for token in self.token_ids
+            for token in tokens
         ]
