@@ -23,6 +23,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from tokenizers import Tokenizer
 
 from midstream.schemas.base.errors import MidstreamError
@@ -291,11 +292,11 @@ class _Writing:
             prompt=self._prompted(),
         )
 
-    def _prompted(self) -> Prompted | None:
+    def _prompted(self) -> Prompted | UnsetType:
         ids = self._ask.token_ids
         logprobs = self._logprobs(ids[1:], self._ask.sampling.prompt_logprobs)
         if logprobs is None:
-            return None
+            return UNSET
         return Prompted(text=self._decode(ids), token_ids=ids, logprobs=[None, *logprobs])
 
     def _logprobs(self, tokens: list[int], top: int | None) -> list[TokenLogprob] | None:
