@@ -66,6 +66,16 @@ async def jobs(client: AsyncClient) -> None:
     assert [
         item.index async for item in client.map(["a", "b", "c"], job_prompts=2, max_tokens=2)
     ] == [0, 1, 2]
+    dose = await client.dose(
+        model="fake",
+        prompts=["hello"],
+        steering=[{"vector": [1.0] * HIDDEN_SIZE, "layers": 1}],
+        scales=[1.0],
+        effect={"words": ["a"]},
+        held_out=["you"],
+        max_tokens=4,
+    )
+    assert [cell.scale for cell in dose.cells] == [1.0]
     assert (await client.status()).version
 
 

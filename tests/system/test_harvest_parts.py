@@ -111,20 +111,20 @@ def test_probes_that_watch_all_traffic_and_global_capture_apply_to_harvests(
 
 
 @pytest.mark.long
-def test_a_harvest_waits_while_a_probe_that_watches_does_not_fit_the_model(
+def test_a_harvest_waits_while_a_policy_of_all_traffic_does_not_fit_the_model(
     redis_url: str, tmp_path: Path
 ) -> None:
     async def scenario(rig: Rig) -> None:
         async with rig.worker() as runs:
             await rig.watch(1.0)
             await rig.ledger.publish_model(
-                msgspec.structs.replace(rig.engine.info, hidden_size=99), live(rig)
+                msgspec.structs.replace(rig.engine.info, hooks=["mlp_out"]), live(rig)
             )
             harvest = await submitted(rig)
             view = await Harvests(rig.ledger).view(harvest.id)
             assert (
                 view.jobs,
-                "'guard', which watches all traffic, reads rows of width" in view.reason,
+                "'guard', which applies to all traffic, reads hook post_block" in view.reason,
             ) == ([], True)
             await rig.ledger.publish_model(rig.engine.info, live(rig))
             assert (await work(rig, runs, harvest.id)).state == "succeeded"

@@ -105,9 +105,11 @@ def misfit(probe: Probe, model: ModelInfo) -> str | None:
 def unfit(version: PolicyVersion, model: ModelInfo) -> str | None:
     """Return why the policy cannot apply to requests to this model; None: it can."""
     at_once = {"stop", "steer", "capture"} & {*version.content.kinds}
+    hook = version.probe.content.hook
     reasons = {
         f"was registered for a model with the identity {version.identity[:12]}; the one that is "
         f"served has {model.identity[:12]}: register it again": version.identity != model.identity,
+        f"reads hook {hook}; the model has {', '.join(model.hooks)}": hook not in model.hooks,
         "is not served with speculative decoding, which scores tokens that it rejects later": (
             model.speculative_tokens > 0
         ),
