@@ -437,6 +437,7 @@ def bridged(stack: Stack, view: HarvestView, target: str, **options: Any) -> sub
     )
 
 
+@pytest.mark.matrix
 def test_a_bridge_that_is_killed_writes_every_document_once(
     stack: Stack, client: Client, tmp_path: Path
 ) -> None:
@@ -477,6 +478,7 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.matrix
 @pytest.mark.packages
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_hs_connectors_reads_what_the_bridge_hands_over(
