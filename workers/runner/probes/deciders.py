@@ -50,8 +50,9 @@ class Decider:
             self.states.append(self._on)
 
     def _decide(self, position: int, aggregate: float) -> None:
-        condition, below = self._condition, self._condition.release_below
+        condition = self._condition
         if self._on:
+            below = condition.release_below
             below = condition.at_least if below is None else below
             if condition.latch != "none" or aggregate >= below:
                 return
