@@ -21,8 +21,6 @@ Kind = Literal[
     "row_release",
     "steer",
     "lora",
-    "probe",
-    "sizes",
     "gradient",
 ]
 
@@ -38,13 +36,6 @@ KINDS: dict[Kind, tuple[str, ...]] = {
     "row_release": ("key",),
     "steer": ("job", "request", "attempt", "digest"),
     "lora": ("job", "request", "attempt", "digest of the adapter that its rows were computed with"),
-    "probe": (
-        "job",
-        "request",
-        "attempt",
-        "crc32 of the scores of all its tokens, and of where its gates were open",
-    ),
-    "sizes": ("job", "request", "attempt", "crc32 of the relative sizes of its edits"),
     "gradient": ("job", "request", "attempt", "crc32 of what was computed"),
 }
 
@@ -86,4 +77,11 @@ class ActionLedger:
     @property
     def checksum(self) -> str:
         """Return the u64 as 16 hex digits."""
-        return f"{self._state:016x}"
+        return self.seal(0)
+
+    def seal(self, results: int) -> str:
+        """Return the checksum with the CRC32 of a request's results, 0 for none.
+
+        They are no part of the ledger: a request that fails on one rank has them on the others.
+        """
+        return f"{splitmix64(self._state ^ results) if results else self._state:016x}"

@@ -58,16 +58,15 @@ class Reports:
             return
         if tracked.watch is not None:
             try:
-                tracked.scores, checksum = tracked.watch.results(rows, tracked.stopped_by)
+                tracked.scores, tracked.results = tracked.watch.results(rows, tracked.stopped_by)
             except ProbeError as error:
                 self.failed(step, tracked, f"{error} (rank {self._place.rank})", "probe_failed")
                 return
             if tracked.gates is not None:
-                checksum = tracked.gates.checksum(rows, checksum)
+                tracked.results = tracked.gates.checksum(rows, tracked.results)
                 tracked.scores = [tracked.gates.shown(score, rows) for score in tracked.scores]
-            self._actions.fold(step, "probe", *tracked.spec.ids, checksum)
         for sizes in tracked.sizes.values():
-            self._actions.fold(step, "sizes", *tracked.spec.ids, sizes.checksum)
+            tracked.results = sizes.checksum(tracked.results)
         tracked.reported = True
         recordings = [
             recording for recording in tracked.recordings.values() if not recording.capture.scored
@@ -134,7 +133,7 @@ class Reports:
             pp=place.pp,
             step=step,
             actions=self._actions.count,
-            checksum=self._actions.checksum,
+            checksum=self._actions.seal(tracked.results),
             status="error" if tracked.failure else "ok",
             message=tracked.failure,
             applied=tracked.applied,

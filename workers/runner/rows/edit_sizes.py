@@ -102,8 +102,7 @@ class EditSizes:
             reports.append(SiteSizes(site.hook, site.layer, int(total[-1]), median, largest))
         return reports
 
-    @property
-    def checksum(self) -> int:
-        """CRC32 of everything that is counted."""
+    def checksum(self, crc: int) -> int:
+        """Continue a CRC32 with everything that is counted."""
         parts = (self._bins, self._counts, self._largest)
-        return zlib.crc32(b"".join(part.tobytes() for part in parts))
+        return zlib.crc32(b"".join(part.tobytes() for part in parts), crc)

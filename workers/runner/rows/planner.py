@@ -61,6 +61,7 @@ class Tracked:
     gated: bool = False  # a probe gates at least one of its rows
     stopped_by: str = ""  # the probe that ended the request
     scores: list[ProbeScore] = field(default_factory=list)  # results, once the request is over
+    results: int = 0  # CRC32 of its scores, of its gates, and of the sizes of its edits
     # returns the values for `RankSpec.grade`, once they are computed
     graded: Callable[[], list[float]] | None = None
 

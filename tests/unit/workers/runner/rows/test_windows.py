@@ -49,6 +49,7 @@ def run(rig: Rig, request: Request, drafts: int = 0) -> int:
     for at in range(PROMPT, TOTAL - 1):
         rig.step((request, at, min(1 + drafts, TOTAL - 1 - at)))
         recordings = rig.plane._tracked[str(request.number)].recordings
+        rig.plane._mover.submit(lambda: None).result()  # the rows of this step have arrived
         most = max(most, recordings[0].num_rows if recordings else 0)
     return most
 
