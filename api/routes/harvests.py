@@ -293,7 +293,7 @@ async def post_survey(
         if data.against is not None:
             state = (await _seen(context, submission.caller, data.against)).state
             other = await context.harvests.stored(data.against)
-            await check_comparable(harvest, other, state, info, context.harvests)
+            await check_comparable(harvest, other, state, context.harvests)
             uris.append(other.uri)
         part = await plan_survey(data, view, harvest, uris, info, context.ledger)
         job = submission.job("harvest", info, data, harvest=part)

@@ -198,6 +198,7 @@ class StoredHarvest(Record, omit_defaults=True, kw_only=True):
     edits: list[StoredSteering] = []  # with which all rows are computed, beside it
     lora: StoredLora | None = None
     identity: str = ""  # of the model that computes all rows
+    last_layer: int = 0  # of that model: its predictions follow from `post_block` there
 
 
 class PlannedUnit(Record, array_like=True, kw_only=True):
@@ -313,6 +314,8 @@ class HarvestManifest(Record, kw_only=True):
     parts: list[PartFile]
     metadata: dict[str, str] = {}
     identity: str = ""  # of the model that computed all rows
+    # where that model is, and its content: `workers.engine.proof.comparison.Source`
+    checkpoint: list[Any] | None = None
     dropped: bool = False  # shards are deleted once a stream's consumers have acknowledged them
 
 
@@ -341,7 +344,7 @@ class SurveyTask(Record, omit_defaults=True, kw_only=True):
     survey: Survey
     sae_root: str
     sae_bytes: int  # the most of an autoencoder's weights
-    checkpoint: list[Any] | None = None  # `workers.engine.proof.comparison.Source`
+    data_dir: str  # of the worker, which keeps digests of checkpoints in it
 
 
 class SurveyEntry(Record, omit_defaults=True, kw_only=True):

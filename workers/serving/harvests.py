@@ -132,7 +132,7 @@ class HarvestAttempt:
             survey=survey,
             sae_root=settings.sae_root,
             sae_bytes=settings.sae_cache_mib << 20,
-            checkpoint=self._engine.checkpoint,
+            data_dir=settings.data_dir,
         )
         entry = await source.survey(task)
         crash_point("harvest.surveyed")
@@ -243,6 +243,7 @@ class HarvestAttempt:
             parts=list(parts),
             metadata=harvest.metadata,
             identity=harvest.identity,
+            checkpoint=self._engine.checkpoint,
             dropped=harvest.stream is not None and not harvest.stream.keep,
         )
 
