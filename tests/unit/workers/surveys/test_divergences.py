@@ -1,4 +1,4 @@
-"""Is the KL divergence of two harvests that of their models' predictions, in the order of the keys?"""
+"""Is the KL divergence of two harvests that of their models' predictions, in the order of keys?"""
 
 from pathlib import Path
 from types import SimpleNamespace
