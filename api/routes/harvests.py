@@ -318,12 +318,9 @@ async def get_survey(
     feature: Feature = None,
 ) -> SurveyView:
     view = await _seen(context, caller, harvest_id)
-    entry = next((entry for entry in view.surveys if entry.job == job_id), None)
-    if entry is None:
-        raise MidstreamError("not_found", f"harvest {harvest_id} has no survey {job_id}")
 
     def read() -> SurveyView:
-        with closing(Surveyed(open_store(view.uri), entry)) as found:
+        with closing(Surveyed.of(view, job_id)) as found:
             return found.view(order, limit, feature)
 
     return await anyio.to_thread.run_sync(read)

@@ -17,7 +17,6 @@ from ...schemas.jobs.harvests import (
     StreamPage,
     SurveyRequest,
 )
-from ...storage.store import open_store
 from ...storage.surveys import Surveyed
 from .. import values
 from . import wire
@@ -134,11 +133,7 @@ class Harvests(Calls[M]):
         """Open a finished survey by its job; `get(harvest).surveys` lists them. Raises
         `not_found`.
         """
-        view, job_id = await self.get(harvest), wire.id_of(job)
-        for entry in view.surveys:
-            if entry.job == job_id:
-                return Surveyed(open_store(view.uri), entry)
-        raise MidstreamError("not_found", f"harvest {view.id} has no survey {job_id}")
+        return Surveyed.of(await self.get(harvest), wire.id_of(job))
 
     @call
     async def pause(self, harvest: HarvestLike) -> HarvestView:
