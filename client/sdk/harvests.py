@@ -97,20 +97,14 @@ class Harvests(Calls[M]):
         Raises the error of a harvest that failed, `conflict` for one that was cancelled,
         TimeoutError after `timeout` seconds. Survives an API restart.
         """
-        deadline, patience = (
-            None if timeout is None else time.monotonic() + timeout,
-            wire.Patience(),
-        )
+        deadline = None if timeout is None else time.monotonic() + timeout
+        call = Call("GET", _path(harvest))
         while True:
-            try:
-                view = await self.get(harvest)
-                patience.ok()
-                if progress is not None:
-                    progress(view)
-                if view.state in OVER:
-                    return _ended(view)
-            except MidstreamError as error:
-                patience.check(error)
+            view = await self._ask_patiently(call, HarvestView, wire.PATIENCE_S)
+            if progress is not None:
+                progress(view)
+            if view.state in OVER:
+                return _ended(view)
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"the harvest has not ended after {timeout} s")
             await self._io.sleep(POLL_S)

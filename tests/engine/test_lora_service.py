@@ -212,10 +212,10 @@ def test_harvests_under_an_adapter_differ_as_the_merged_weights_do(served: Serve
             logits = torch.from_numpy(served.truth[name].logits)
             logs.append(logits.double().log_softmax(-1))
         wanted += (logs[0].exp() * (logs[0] - logs[1])).sum(-1).tolist()
-    print(abs(found.kl - wanted).max(), max(wanted))
-    np.testing.assert_allclose(found.kl, wanted, rtol=1e-3, atol=2e-5)
+    print(abs(found.array("kl") - wanted).max(), max(wanted))
+    np.testing.assert_allclose(found.array("kl"), wanted, rtol=1e-3, atol=2e-5)
     assert found.survey.mean_kl == pytest.approx(np.mean(wanted), rel=1e-3)
-    assert found.examples()[0].value == found.kl.max()
+    assert found.examples()[0].value == found.array("kl").max()
 
 
 def test_a_name_may_be_pointed_at_other_content_and_removed(served: Served) -> None:

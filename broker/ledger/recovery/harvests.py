@@ -256,17 +256,11 @@ class Harvests(HarvestStreams):
     async def plan(self, harvest_id: str) -> PlanFile:
         """Return the file of the plan that counts.
 
-        Raises not_found before there is one, and conflict if another version wrote it.
+        Raises not_found before there is one.
         """
-        planned, file = await self._redis.hmget(f"ms:harvest:{harvest_id}", "planned", "plan")
-        if planned is None:
-            raise not_found(harvest_id)
+        file = await self._redis.hget(f"ms:harvest:{harvest_id}", "plan")
         if file is None:
-            detail = (
-                "it was planned by a version that did not record what its source held: submit "
-                "it again"
-            )
-            raise MidstreamError("conflict", f"harvest {harvest_id} cannot continue: {detail}")
+            raise not_found(harvest_id)
         return from_json(file, PlanFile)
 
     @reachable
