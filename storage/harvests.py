@@ -109,14 +109,12 @@ class Shard:
         )
         return decoded_rows(bits, dtype_of(opened.tensors[name]), scale)
 
-    def bits(self, hook: str, layer: int) -> tuple[np.ndarray, str]:
-        """Return all rows of a site as stored (bfloat16 as uint16, float8_e4m3fn as uint8), and
-        their dtype.
-        """
-        opened = self._open(self._key(hook, layer))
-        return self._read(opened, site_name(hook, layer), 0, None), dtype_of(
-            opened.tensors[site_name(hook, layer)]
-        )
+    def stored(self, hook: str, layer: int) -> np.ndarray:
+        """Return all rows of a site like `rows`, but bfloat16 as its bits, uint16."""
+        opened, name = self._open(self._key(hook, layer)), site_name(hook, layer)
+        if dtype_of(opened.tensors[name]) != "bfloat16":
+            return self.rows(hook, layer)
+        return self._read(opened, name, 0, None)
 
     def _key(self, hook: str, layer: int) -> str:
         for file in self.entry.files:

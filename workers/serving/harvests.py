@@ -7,7 +7,6 @@ attempt computes the units that do not count yet.
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 
@@ -15,8 +14,6 @@ import msgspec
 
 from ...broker.artifacts.retention import Usage
 from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.jobs.status import relay_alive_for
-from ...broker.ledger.jobs.sweeps import Sweeps
 from ...broker.ledger.recovery.harvests import Harvests, Kept
 from ...broker.ops import metrics
 from ...broker.ops.global_capture import QUOTA_SPARE, count_skipped
@@ -56,8 +53,6 @@ from .redis_retry import patiently
 
 logger = logging.getLogger(__name__)
 
-#: How often receipts are looked for while some are awaited, and how many are read per call.
-POLL_S, POLL_REQUESTS = 0.05, 256
 #: Seconds before a write to an unavailable store is retried; the pause doubles with each try.
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 #: A shard may take this many times `capture_timeout_s` after its last token, because it is written
@@ -97,7 +92,7 @@ class HarvestAttempt:
             refused,
         )
         self._part = attempt.job.harvest
-        self._harvests, self._receipts = Harvests(ledger), Sweeps(ledger)
+        self._harvests = Harvests(ledger)
         self._slots, self._shards = slots, shards
         self._usage = Usage(
             open_store(ledger.settings.artifacts), ledger.settings.capture_quota_mib << 20
@@ -595,30 +590,12 @@ class HarvestAttempt:
 
         Raises ShardNotStored, and MidstreamError for what a rank could not do.
         """
-        remaining, report = set(requests), dict[int, list[Receipt]]()
         patience = WRITE_PATIENCE * self._ledger.settings.capture_timeout_s
-        until = time.monotonic() + patience
-        job, world = self._attempt.job.id, self._engine.world
-        while remaining:
-            batch = sorted(remaining)[:POLL_REQUESTS]
-            result = await patiently(
-                lambda batch=batch: self._receipts.receipts(  # type: ignore[misc]
-                    job, batch, world
-                ),
-                f"receipts of {job}",
+        report = await self._attempt.receipts(self._ledger, requests, self._engine.world, patience)
+        if missing := len(set(requests) - report.keys()):
+            raise MidstreamError(
+                "receipts_timed_out", f"the receipts of {missing} sequences did not arrive in time"
             )
-            report |= result
-            remaining -= result.keys()
-            if remaining and not result:
-                self._attempt.check()
-                if time.monotonic() > until and await patiently(
-                    lambda: relay_alive_for(self._ledger, patience), f"receipts of {job}"
-                ):
-                    raise MidstreamError(
-                        "receipts_timed_out",
-                        f"the receipts of {len(remaining)} sequences did not arrive in time",
-                    )
-                await asyncio.sleep(POLL_S)
         receipts = [receipt for request in requests for receipt in report[request]]
         failed = [receipt for receipt in receipts if receipt.verdict != "ok"]
         for receipt in failed:
