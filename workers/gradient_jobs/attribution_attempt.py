@@ -2,7 +2,6 @@
 arrived; then the job is handed on to a vLLM worker, if cells are to be computed exactly.
 """
 
-import asyncio
 import time
 from typing import cast
 

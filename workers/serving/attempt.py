@@ -20,7 +20,6 @@ from .progress import AttemptProgress
 from .redis_retry import patiently
 from .steering_leases import SteeringLease
 
-
 #: How often receipts are looked for while some are awaited, and how many are read per call.
 POLL_S, POLL_REQUESTS = 0.05, 256
 
