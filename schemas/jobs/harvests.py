@@ -239,8 +239,8 @@ class HarvestPlan(Record, kw_only=True):
         return sum(unit.weight for unit in self.units)
 
 
-class PlanFile(Record, kw_only=True):
-    """A reference to the valid plan, an object in the harvest's store."""
+class CheckedFile(Record, kw_only=True):
+    """A reference to an object in the harvest's store: the valid plan, or a part's manifest."""
 
     key: str
     crc32: int
@@ -285,13 +285,6 @@ class PartManifest(Record, kw_only=True):
     units: list[UnitEntry]
 
 
-class PartFile(Record, kw_only=True):
-    key: str
-    crc32: int
-    shards: int
-    rows: int
-
-
 class HarvestManifest(HarvestFacts, kw_only=True):
     """The object `manifest.json`, which describes a complete harvest. It is written last."""
 
@@ -313,7 +306,7 @@ class HarvestManifest(HarvestFacts, kw_only=True):
     rows: int  # positions
     bytes: int
     shards: int
-    parts: list[PartFile]
+    parts: list[CheckedFile]
     # where that model is, and its content: `workers.engine.proof.comparison.Source`
     checkpoint: list[Any] | None = None
     dropped: bool = False  # shards are deleted once a stream's consumers have acknowledged them

@@ -25,11 +25,10 @@ from ...schemas.base.version import __version__
 from ...schemas.jobs.harvests import (  # fmt: skip
     FORMAT,
     MANIFEST,
+    CheckedFile,
     HarvestManifest,
     HarvestPlan,
-    PartFile,
     PartManifest,
-    PlanFile,
     PlannedUnit,
     ShardEntry,
     ShardFile,
@@ -147,7 +146,7 @@ class HarvestAttempt:
         plan = await source.plan()
         job, attempt = self._attempt.job, self._attempt.number
         key = f"{PLANS}/{job.id}.a{attempt}.msgpack"
-        file = PlanFile(key=key, crc32=await self._put(harvest, store, key, to_msgpack(plan)))
+        file = CheckedFile(key=key, crc32=await self._put(harvest, store, key, to_msgpack(plan)))
         crash_point("harvest.planned")
         self._check(
             await patiently(
@@ -182,7 +181,7 @@ class HarvestAttempt:
 
     async def _read_plan(
         self, harvest: StoredHarvest, store: ArtifactStore
-    ) -> tuple[PlanFile, HarvestPlan]:
+    ) -> tuple[CheckedFile, HarvestPlan]:
         file = await patiently(lambda: self._harvests.plan(harvest.id), f"plan of {harvest.id}")
 
         data = await asyncio.to_thread(checked, store, file.key, file.crc32)
@@ -192,9 +191,9 @@ class HarvestAttempt:
         self,
         harvest: StoredHarvest,
         store: ArtifactStore,
-        parts: Sequence[PartFile],
+        parts: Sequence[CheckedFile],
         plan: HarvestPlan,
-        file: PlanFile,
+        file: CheckedFile,
     ) -> HarvestManifest:
         """Return the manifest of all parts; removes objects that no part names."""
         named = {part.key for part in parts} | {file.key}
@@ -337,7 +336,7 @@ class HarvestAttempt:
         )
         key = f"{PARTS}/{self._part.part:04d}.json"
         crc32 = await self._put(harvest, store, key, to_json(manifest))
-        file = PartFile(
+        file = CheckedFile(
             key=key,
             crc32=crc32,
             shards=sum(len(unit.shards) for unit in manifest.units),
