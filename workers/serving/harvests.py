@@ -146,7 +146,7 @@ class HarvestAttempt:
         plan = await source.plan()
         job, attempt = self._attempt.job, self._attempt.number
         key = f"{PLANS}/{job.id}.a{attempt}.msgpack"
-        file = CheckedFile(key=key, crc32=await self._put(harvest, store, key, to_msgpack(plan)))
+        file = await self._put(harvest, store, key, to_msgpack(plan))
         crash_point("harvest.planned")
         self._check(
             await patiently(
@@ -248,16 +248,16 @@ class HarvestAttempt:
         key: str,
         data: bytes,
         before: Callable[[], Awaitable[None]] | None = None,
-    ) -> int:
-        """Store `data` under `key`, retrying until the store takes it; returns its CRC32.
+    ) -> CheckedFile:
+        """Store `data` under `key`, retrying until the store takes it; return a reference to it.
 
         `before` is awaited before each try.
         """
 
-        def write() -> int:
+        def write() -> CheckedFile:
             put(store, key, [data])
             with store.open(key) as handle:
-                return checksum(handle)
+                return CheckedFile(key=key, crc32=checksum(handle))
 
         pause = PAUSE_S
         while True:
@@ -335,13 +335,7 @@ class HarvestAttempt:
             part=self._part.part, units=[kept[number] for number in sorted(kept)]
         )
         key = f"{PARTS}/{self._part.part:04d}.json"
-        crc32 = await self._put(harvest, store, key, to_json(manifest))
-        file = CheckedFile(
-            key=key,
-            crc32=crc32,
-            shards=sum(len(unit.shards) for unit in manifest.units),
-            rows=sum(unit.rows for unit in manifest.units),
-        )
+        file = await self._put(harvest, store, key, to_json(manifest))
         crash_point("harvest.part")
         job, attempt = self._attempt.job, self._attempt.number
         self._check(
