@@ -1,7 +1,7 @@
 """Terminal output of jobs, receipts, captures and harvests."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -75,7 +75,17 @@ def seconds(start: float | None, end: float | None) -> str:
     return "" if start is None or end is None else f"{end - start:.2f} s"
 
 
-def table(title: str, *columns: str) -> Table:
+def table(
+    title: str,
+    *columns: str,
+    rows: Iterable[Sequence[str]] = (),
+    right: Container[str] = (),
+    most: int | None = None,
+) -> Table:
+    """Return a table of `rows`, or of the first `most` of them with the number of the others.
+
+    `right`: columns that are aligned to the right here, besides those that are everywhere.
+    """
     result = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
@@ -83,7 +93,7 @@ def table(title: str, *columns: str) -> Table:
         if column in _WHOLE:
             result.add_column(column, no_wrap=True)
             continue
-        right = column in (
+        number = column in right or column in (
             "rank",
             "request",
             "req",
@@ -98,7 +108,12 @@ def table(title: str, *columns: str) -> Table:
             "positions",
             "tokens",
         )
-        result.add_column(column, justify="right" if right else "left", overflow="fold")
+        result.add_column(column, justify="right" if number else "left", overflow="fold")
+    cells = list(rows)
+    for row in cells[:most]:
+        result.add_row(*row)
+    if most is not None and len(cells) > most:
+        result.caption = f"… and {len(cells) - most} more"
     return result
 
 
@@ -159,7 +174,7 @@ def receipts(
 
     `jobs`: (id, captures, determinism).
     """
-    shown = table(title, "job", "req", "rank", "step", "acts", "checksum", "edits", "rows", "crc32")
+    names = ("job", "req", "rank", "step", "acts", "checksum", "edits", "rows", "crc32")
     cells = []
     for job_id, captures, determinism in jobs:
         files: dict[tuple[int, int], list[FileEntry]] = {}
@@ -180,11 +195,7 @@ def receipts(
             cells.append(
                 (f"…{job_id[-4:]}", *numbers, report.checksum, str(report.applied), *written)
             )
-    for row in cells[:TABLE_ROWS]:
-        shown.add_row(*row)
-    if len(cells) > TABLE_ROWS:
-        shown.caption = f"… and {len(cells) - TABLE_ROWS} more"
-    return shown
+    return table(title, *names, rows=cells, most=TABLE_ROWS)
 
 
 def determinism_line(determinism: Determinism | None) -> str:

@@ -49,10 +49,8 @@ class Shown:
 def listed(records: Iterable[Any], kind: type) -> Table:
     """Return a table with one line per record."""
     shown = SHOWN[kind]
-    result = table(shown.title, *shown.columns)
-    for record in records:
-        result.add_row(*(cell(record) for cell in shown.columns.values()))
-    return result
+    rows = ([cell(record) for cell in shown.columns.values()] for record in records)
+    return table(shown.title, *shown.columns, rows=rows)
 
 
 def one(record: Any) -> Table:

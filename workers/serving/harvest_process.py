@@ -162,7 +162,7 @@ class SourceProcess:
                 except _Ended as end:
                     code = self.close(ENDING_S)
                     if not stopped.is_set() and attempt == TRIES:
-                        raise self._failure(code, end.at or place) from end
+                        raise self._failure(code, end.args[0] or place) from end
                 finally:
                     with self._killing:
                         self._current = None
@@ -241,11 +241,7 @@ class SourceProcess:
 
 
 class _Ended(Exception):
-    """The process has ended. `at`: the place that it was reading."""
-
-    def __init__(self, at: str) -> None:
-        super().__init__(at)
-        self.at = at
+    """The process has ended; the argument is the place that it was reading."""
 
 
 def _send(pipe: IO[bytes], message: Request | Reply) -> None:

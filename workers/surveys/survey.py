@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,8 @@ CORES_DIVISOR = 4
 NICENESS = 10
 #: Bytes of a token's logits, by token of the vocabulary, while predictions are compared.
 LOGIT_BYTES = 64
+#: What an engine without a checkpoint would record in its harvests.
+NO_CHECKPOINT = Source(refused="this engine has no checkpoint")
 
 
 def run_survey(task: SurveyTask) -> SurveyEntry:
@@ -93,20 +94,17 @@ def heads(harvests: Sequence[Harvest], data_dir: str) -> list[Reference]:
     the checkpoint's own worker recorded, if its files are missing here or have changed since, or if
     the vocabularies differ.
     """
-    checkpoints = [harvest.manifest.checkpoint for harvest in harvests]
-    loaded = [_head(checkpoints[0], harvests[0], data_dir)]
-    same = checkpoints[1] == checkpoints[0]
-    loaded.append(loaded[0] if same else _head(checkpoints[1], harvests[1], data_dir))
+    same = harvests[0].manifest.checkpoint == harvests[1].manifest.checkpoint
+    loaded = [_head(harvest, data_dir) for harvest in (harvests[:1] if same else harvests)]
     sizes = [head.config.get_text_config().vocab_size for head in loaded]
-    if sizes[0] != sizes[1]:
+    if sizes[0] != sizes[-1]:
         detail = f"the models' vocabularies have {sizes[0]} and {sizes[1]} tokens"
         raise MidstreamError("invalid_request", detail, field="against")
-    return loaded
+    return [loaded[0], loaded[-1]]
 
 
-def _head(checkpoint: list[Any] | None, harvest: Harvest, data_dir: str) -> Reference:
-    none = Source(refused="this engine has no checkpoint")
-    source = Source(*checkpoint) if checkpoint else none
+def _head(harvest: Harvest, data_dir: str) -> Reference:
+    source = Source(*harvest.manifest.checkpoint or NO_CHECKPOINT)
     try:
         if source.refused:
             raise NotComparableError(source.refused)
