@@ -115,7 +115,8 @@ def _sampled(
     """
     keys = [np.zeros((2, 0), np.int64)]
     keys += [np.stack(keys_of(sequence.chosen, sequence.spans)) for sequence in sequences]
-    kept = sampled(rule.seed, *np.concatenate(keys, axis=1), sample)
+    documents, positions = np.concatenate(keys, axis=1)
+    kept = sampled(rule.seed, documents, positions, sample)
     parts = np.split(kept, np.cumsum([part.shape[1] for part in keys]))[1:]
     return [
         replace(sequence, chosen=sequence.chosen[part])
