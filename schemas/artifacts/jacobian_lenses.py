@@ -104,6 +104,5 @@ JACOBIAN_LENSES = Kind(
     JacobianLens,
     JacobianLensRequest,
     JacobianLensPage,
-    "ms:jacobians:",
     MAX_TUNED,
 )

@@ -29,6 +29,11 @@ class Registered(Record):
     model: str
     digest: str  # of its content
 
+    @property
+    def tensors(self) -> list[str]:
+        """The content hashes of its tensors; those of folders stay in their files."""
+        return []
+
     def replacing(self, previous: "Registered") -> Self:
         """Return the artifact with `replaced` set, if the previous digest differs."""
         if previous.digest == self.digest:
@@ -49,5 +54,4 @@ class Kind(Generic[T]):
     record: type[T]
     request: type[Any]
     page: type[Any]
-    key: str  # prefix, before the model's name, of its hash's key in Redis
     limit: int  # the most registered artifacts of one model

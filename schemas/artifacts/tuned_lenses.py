@@ -59,6 +59,5 @@ TUNED_LENSES = Kind(
     TunedLens,
     TunedLensRequest,
     TunedLensPage,
-    "ms:lenses:",
     MAX_TUNED,
 )

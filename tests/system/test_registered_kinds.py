@@ -39,7 +39,7 @@ class RulerPage(Record):
     rulers: list[Ruler]
 
 
-RULERS = Kind("ruler", "rulers", "ruler", Ruler, RulerRequest, RulerPage, "ms:rulers:", 2)
+RULERS = Kind("ruler", "rulers", "ruler", Ruler, RulerRequest, RulerPage, 2)
 
 
 def ruler(name: str, digest: str = "d") -> Ruler:
@@ -54,13 +54,18 @@ def test_the_ledger_keeps_a_further_kind(redis_url: str, tmp_path: Path) -> None
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             rulers = Registry(ledger, RULERS)
-            assert await rulers.put(ruler("one")) is None
-            assert await rulers.put(ruler("one", "e")) == ruler("one")
+
+            async def put(artifact: Ruler) -> Ruler | None:
+                _, former = await rulers.put(MODEL, artifact.name, lambda _: artifact, {})
+                return former
+
+            assert await put(ruler("one")) is None
+            assert await put(ruler("one", "e")) == ruler("one")
             assert ruler("one", "e").replacing(ruler("one")).replaced == "d"
             assert await rulers.known(MODEL, "one") == ruler("one", "e")
-            await rulers.put(ruler("two"))
+            await put(ruler("two"))
             with pytest.raises(MidstreamError, match="has 2 rulers"):
-                await rulers.put(ruler("three"))
+                await put(ruler("three"))
             assert await rulers.delete(MODEL, "two")
             assert await rulers.of_model(MODEL) == [ruler("one", "e")]
             with pytest.raises(MidstreamError, match=r"unknown ruler 'two' .*\(allowed: one\)"):
