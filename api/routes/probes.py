@@ -97,7 +97,14 @@ def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> 
     number = kept[-1].version + 1 if kept else 1
     made = msgspec.structs.replace(made, version=number, digest=digest_of(made))
     versions = [*kept, made][-MAX_POLICY_VERSIONS:]
-    return Policy(name=name, model=model, digest=made.digest, versions=versions)
+    return Policy(
+        name=name,
+        model=model,
+        digest=made.digest,
+        created=made.created,
+        description=made.content.description,
+        versions=versions,
+    )
 
 
 ROUTES: list[Any] = [

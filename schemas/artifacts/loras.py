@@ -67,9 +67,6 @@ class Lora(Registered):
     rank: int  # the largest rank of its modules
     modules: list[str]  # names of the modules that it changes, with `*` for the layer's number
     bytes: int
-    created: float
-    description: str = ""
-    replaced: str = ""  # the previous digest of the name, if this request replaced it
 
     def stored(self) -> StoredLora:
         return StoredLora(name=self.name, digest=self.digest, path=self.path, bytes=self.bytes)

@@ -92,9 +92,6 @@ class Probe(Registered):
     content: ProbeContent
     hidden_size: int
     bytes: int  # of its tensors
-    created: float
-    description: str = ""
-    replaced: str = ""  # the previous digest of the name, if this request replaced it
 
     @property
     def tensors(self) -> list[str]:

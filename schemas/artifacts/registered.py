@@ -20,14 +20,14 @@ class FolderRequest(Record):
 
 
 class Registered(Record):
-    """Fields of every registered artifact, as the ledger stores it and the API returns it.
-
-    Each kind adds `replaced`: the digest that the name had before this request.
-    """
+    """Fields of every registered artifact, as the ledger stores it and the API returns it."""
 
     name: str
     model: str
     digest: str  # of its content
+    created: float
+    description: str = ""
+    replaced: str = ""  # the previous digest of the name, if this request replaced it
 
     @property
     def tensors(self) -> list[str]:

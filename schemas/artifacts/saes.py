@@ -58,10 +58,7 @@ class Sae(Registered):
     layer: int
     form: SaeForm
     bytes: int  # of its weights in float32
-    created: float
     trained_on: str = ""  # the model, as the files name it
-    description: str = ""
-    replaced: str = ""  # the previous digest of the name, if this request replaced it
 
     def stored(self) -> StoredSae:
         return StoredSae(

@@ -36,9 +36,6 @@ class TunedLens(Registered):
     layers: list[int]  # that have a map, ascending
     hidden_size: int
     bytes: int  # of its file
-    created: float
-    description: str = ""
-    replaced: str = ""  # digest that the name had until this request
 
     def stored(self) -> StoredTuned:
         return StoredTuned(

@@ -122,7 +122,6 @@ class Policy(Registered):
     """A registered policy, as the ledger stores it and the API returns it; without tensors."""
 
     versions: list[PolicyVersion]  # the newest `MAX_POLICY_VERSIONS`; the last one applies
-    replaced: str = ""  # the previous digest of the name, if this request replaced it
 
     @property
     def current(self) -> PolicyVersion:

@@ -24,7 +24,6 @@ class Ruler(Registered):
     """A registered ruler."""
 
     inches: int
-    replaced: str = ""
 
 
 class RulerRequest(FolderRequest, kw_only=True):
@@ -43,11 +42,13 @@ RULERS = Kind("ruler", "rulers", "ruler", Ruler, RulerRequest, RulerPage, 2)
 
 
 def ruler(name: str, digest: str = "d") -> Ruler:
-    return Ruler(name=name, model=MODEL, digest=digest, inches=12)
+    return Ruler(name=name, model=MODEL, digest=digest, created=1.0, inches=12)
 
 
 def resolve_ruler(request: RulerRequest, model: ModelInfo, root: str) -> Ruler:
-    return Ruler(name=request.name, model=model.name, digest="d", inches=request.inches)
+    return Ruler(
+        name=request.name, model=model.name, digest="d", created=1.0, inches=request.inches
+    )
 
 
 def test_the_ledger_keeps_a_further_kind(redis_url: str, tmp_path: Path) -> None:
