@@ -60,7 +60,7 @@ class LoraRequest(FolderRequest):
     """Body of `POST /v1/loras`."""
 
 
-class Lora(Registered):
+class Lora(Registered, kw_only=True):
     """A registered adapter, as the ledger stores it and the API returns it."""
 
     path: str

@@ -86,7 +86,7 @@ class ProbeContent(Record):
         ).hexdigest()
 
 
-class Probe(Registered):
+class Probe(Registered, kw_only=True):
     """A registered probe, as the ledger stores it and the API returns it; without its tensors."""
 
     content: ProbeContent

@@ -50,7 +50,7 @@ class SaeRequest(FolderRequest):
     layer: Index | None = None  # likewise
 
 
-class Sae(Registered):
+class Sae(Registered, kw_only=True):
     """A registered SAE, as the ledger stores it and the API returns it."""
 
     path: str

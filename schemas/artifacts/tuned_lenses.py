@@ -27,7 +27,7 @@ class TunedLensRequest(FolderRequest):
     residual: bool = False  # the maps give what is added to a row: h + W h + b instead of W h + b
 
 
-class TunedLens(Registered):
+class TunedLens(Registered, kw_only=True):
     """A registered tuned lens, as the ledger keeps it and as it is shown."""
 
     path: str

@@ -175,7 +175,7 @@ class StoredPrompt(Record, omit_defaults=True):
     images: list[ImageRef] = []
 
 
-class Accepted(Record, omit_defaults=True):
+class Accepted(Record, omit_defaults=True, kw_only=True):
     """What stays as it was when a job was accepted."""
 
     id: str
@@ -203,7 +203,7 @@ class Accepted(Record, omit_defaults=True):
     queue: Queue = ""
 
 
-class Job(Accepted, dict=True):
+class Job(Accepted, dict=True, kw_only=True):
     # `dict`: for the cached property; `omit_defaults`: as for `Sampling`
     """A validated job as the ledger keeps it and the worker reads it.
 
@@ -319,7 +319,7 @@ class Output(Record):
 Outcome = list[Output] | FitOutcome | DoseResult
 
 
-class FileEntry(Blob):
+class FileEntry(Blob, kw_only=True):
     """A durable capture blob as the user sees it."""
 
     positions: int
@@ -386,7 +386,7 @@ class Determinism(Record):
     retried: list[str] = []  # what ranks of an earlier attempt disagreed on
 
 
-class JobView(Accepted):
+class JobView(Accepted, kw_only=True):
     """Answer of `GET /v1/jobs/{id}`."""
 
     kind: str

@@ -20,7 +20,7 @@ NO_TOOL_PARSER = (
 )
 
 
-class ModelFacts(Published):
+class ModelFacts(Published, kw_only=True):
     """What users and jobs need to know of a served model."""
 
     architecture: str
@@ -51,7 +51,7 @@ class ModelFacts(Published):
     attention: list[AttentionKind] = []
 
 
-class ModelInfo(ModelFacts):
+class ModelInfo(ModelFacts, kw_only=True):
     """Facts about a served model. A worker publishes them in Redis when its engine is up; they stay
     when the worker stops, so that jobs are still accepted.
     """
@@ -125,7 +125,7 @@ def encode_bundle(bundle: TokenizerBundle) -> tuple[str, bytes]:
     return hashlib.sha256(raw).hexdigest(), raw
 
 
-class WorkerStats(Load):
+class WorkerStats(Load, kw_only=True):
     """A worker's current activity. Figures of its ranks are a few seconds old: those of `Load` are
     of all ranks, or of the rank with the most rows.
     """

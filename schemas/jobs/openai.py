@@ -380,7 +380,7 @@ class ChatChunk(Answer, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class ModelCard(ModelFacts, forbid_unknown_fields=True):
+class ModelCard(ModelFacts, kw_only=True, forbid_unknown_fields=True):
     """One model as OpenAI lists it, with what a user needs to specify layers, vectors and
     positions. Only `GET /v1/models/{name}` has `certificate`, `attention` and `gradients`.
     """

@@ -219,7 +219,7 @@ class SweepTerms(Record):
     axis: Axis = "position"
 
 
-class StoredSweep(SweepTerms):
+class StoredSweep(SweepTerms, kw_only=True):
     """The resolved request of a sweep. All pairs have the same number of columns."""
 
     pairs: list[StoredPair]
@@ -365,14 +365,14 @@ class SweepSummary(Record):
     noise_floor: list[float | None]
 
 
-class SweepReport(SweepTerms):
+class SweepReport(SweepTerms, kw_only=True):
     """What is known of a sweep when it starts."""
 
     skipped: list[Skipped]  # cells
     path: SweepPath | None = None
 
 
-class SweepResult(Plotted, SweepReport):
+class SweepResult(Plotted, SweepReport, kw_only=True):
     """`JobResult.sweep`. Complete if the job has succeeded; before, the results so far."""
 
     window: PatchWindow
@@ -386,7 +386,7 @@ class SweepResult(Plotted, SweepReport):
     summary: SweepSummary
 
 
-class SweepStart(SweepReport):
+class SweepStart(SweepReport, kw_only=True):
     """Data of the event `start`."""
 
     labels: list[list[str]]  # of each pair's columns

@@ -118,7 +118,7 @@ class PolicyVersion(Record):
     key: str
 
 
-class Policy(Registered):
+class Policy(Registered, kw_only=True):
     """A registered policy, as the ledger stores it and the API returns it; without tensors."""
 
     versions: list[PolicyVersion]  # the newest `MAX_POLICY_VERSIONS`; the last one applies

@@ -43,7 +43,7 @@ class RunPrompt(Record):
     bytes: int  # of the rows
 
 
-class RunView(Run, omit_defaults=False):
+class RunView(Run, omit_defaults=False, kw_only=True):
     """Answer of `GET /v1/runs/{name}`; the listing omits `prompts`."""
 
     state: RunState

@@ -105,7 +105,7 @@ class ModuleFacts(Record):
     training: Training | None = None  # of a learned module
 
 
-class Module(ModuleFacts):
+class Module(ModuleFacts, kw_only=True):
     """A named module as stored."""
 
     entries: list[SteeringTemplate]
@@ -134,7 +134,7 @@ class EntryView(Record):
     limit: EditLimit | None = None
 
 
-class ModuleView(ModuleFacts):
+class ModuleView(ModuleFacts, kw_only=True):
     """Answer of `GET /v1/steering/modules/{name}`."""
 
     entries: list[EntryView]
@@ -241,7 +241,7 @@ class Load(Published):
     kv_cache: float = 0.0  # share of the KV cache in use in that step, 0 to 1
 
 
-class RankSteering(Load, forbid_unknown_fields=True):
+class RankSteering(Load, kw_only=True, forbid_unknown_fields=True):
     """The report of one rank from `midstream_status`."""
 
     rank: int

@@ -20,7 +20,7 @@ from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.models import ModelInfo
 
 
-class Ruler(Registered):
+class Ruler(Registered, kw_only=True):
     """A registered ruler."""
 
     inches: int
