@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import shares
 
+from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.base.settings import Settings, load_settings, to_environment
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
@@ -30,6 +31,16 @@ from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.requests import prompt_request
 
+#: Reads each probe that has a policy: stops at a mean that nothing reaches.
+POLICY = StoredPolicy(
+    name="p",
+    version=1,
+    digest="d",
+    condition=Condition(at_least=1e30, aggregation="mean", window=16),
+    actions=["stop"],
+    mode="active",
+    acts=True,
+)
 DATA = Path(__file__).with_name("data")
 #: Variable with arguments for vLLM beyond the settings', as JSON.
 EXTRA = "BENCH_ENGINE_EXTRA"
@@ -95,8 +106,8 @@ class EngineProcess:
         adds, at each of the layers, a random vector of its own for each i modulo `distinct`, with
         that limit, as `StoredSteering` has it; none without. `capture`: a
         `StoredCapture` of every prompt, of ours only.
-        `probes`: `{"count": n, "layers": […], "action": …}`, of ours only: so many probes score
-        every token, at these layers in turn.
+        `probes`: `{"count": n, "layers": […], "action": …, "policies": false}`, of ours only: so
+        many probes score every token, at these layers in turn; with `policies`, one reads each.
         """
         assert self._process.stdin is not None
         command = {
@@ -298,7 +309,9 @@ class _Ours:
         ]
         return [entries[number % distinct] for number in range(prompts)]
 
-    def probes(self, count: int, layers: list[int], action: Action) -> list[StoredProbe]:
+    def probes(
+        self, count: int, layers: list[int], action: Action, policies: bool = False
+    ) -> list[StoredProbe]:
         """Random ones, of one label each, with thresholds that nothing reaches."""
         made = []
         for number in range(count):
@@ -319,7 +332,11 @@ class _Ours:
             )
             made.append(
                 StoredProbe(
-                    name=f"p{number}", digest=content.digest, content=content, action=action
+                    name=f"p{number}",
+                    digest=content.digest,
+                    content=content,
+                    action=action,
+                    policy=POLICY if policies else None,
                 )
             )
         return made

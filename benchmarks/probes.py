@@ -1,16 +1,19 @@
-"""What do probes on every token cost?
+"""What do probes on every token, policies that read them, and windows of captures cost?
 
 Conditions that take turns in short rounds: the same prompts, the same engine.
 
     python benchmarks/probes.py [--rounds 10] [--prompts 64] [--max-tokens 24] [--compiled] \\
-        [--larger]
+        [--larger] [--only none one]
 
 Conditions: `none`; `one` probe; `16` probes at one layer; `16-layers`: 16 probes at 16 layers.
 These have the action `flag`;
-`16-stop`: those at one layer with the action `stop`, where every step waits for its scores.
-Compared: wall time, and CPU time of the thread that runs the model. `added`: what that thread
-spends more in our code than without probes, as a share of its time: this varies much less, and
-leaves out only what our work does to caches.
+`16-stop`: those at one layer with the action `stop`, where every step waits for its scores;
+`one-policy`, `16-policies`: such probes, each read by a policy that stops. `capture`: of every row
+of one layer; `last`, `head-and-tail`, `around`: of those in a window; `capture-one`: of every row
+beside a probe; `when`: of those where its score is high. Compared with `none`: wall time, and CPU
+time of the thread that runs the model. `added`: what that thread spends more in our code than
+without probes, as a share of its time: this varies much less, and leaves out only what our work
+does to caches.
 """
 
 import argparse
@@ -24,12 +27,31 @@ from typing import Any
 from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
 from steering import interval
 
-CONDITIONS: dict[str, dict[str, Any] | None] = {
-    "none": None,
-    "one": {"count": 1, "layers": [14], "action": "flag"},
-    "16": {"count": 16, "layers": [14], "action": "flag"},
-    "16-stop": {"count": 16, "layers": [14], "action": "stop"},
-    "16-layers": {"count": 16, "layers": list(range(8, 24)), "action": "flag"},
+#: A capture of one layer.
+CAPTURE = {"sites": {"post_block": [14]}, "positions": "all", "tag": "t"}
+ONE = {"count": 1, "layers": [14], "action": "flag"}
+#: The arguments of `EngineProcess.run`.
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "one": {"probes": ONE},
+    "one-policy": {"probes": ONE | {"action": "stop", "policies": True}},
+    "16": {"probes": ONE | {"count": 16}},
+    "16-stop": {"probes": ONE | {"count": 16, "action": "stop"}},
+    "16-policies": {"probes": ONE | {"count": 16, "action": "stop", "policies": True}},
+    "16-layers": {"probes": ONE | {"count": 16, "layers": list(range(8, 24))}},
+    "capture": {"capture": CAPTURE},
+    "last": {"capture": CAPTURE | {"window": {"last": 8}}},
+    "head-and-tail": {"capture": CAPTURE | {"window": {"head_and_tail": {"head": 4, "tail": 4}}}},
+    "around": {
+        "capture": CAPTURE
+        | {"window": {"around": {"token_ids": [[260], [28]], "before": 2, "after": 2}}}
+    },
+    "capture-one": {"capture": CAPTURE, "probes": ONE},
+    "when": {
+        "capture": CAPTURE
+        | {"window": {"when": {"probe": "p0", "at_least": 0, "before": 2, "after": 2}}},
+        "probes": ONE,
+    },
 }
 
 #: The shape of SmolLM2-1.7B.
@@ -65,12 +87,12 @@ def main() -> None:
         action="store_true",
         help="random weights of the shape of SmolLM2-1.7B instead of the demo model",
     )
+    parser.add_argument("--only", nargs="+", choices=list(CONDITIONS), default=list(CONDITIONS))
     options = parser.parse_args()
+    names = [name for name in CONDITIONS if name in {"none", *options.only}]
     texts = tokenised(bench_prompts(), DEMO_MODEL)
     prompts = [texts[n % len(texts)][: 8 + n % 57] for n in range(options.prompts)]
-    taken: dict[str, list[tuple[float, float, dict[str, float]]]] = {
-        name: [] for name in CONDITIONS
-    }
+    taken: dict[str, list[tuple[float, float, dict[str, float]]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         model = larger(Path(folder) / "model") if options.larger else DEMO_MODEL
         settings = settings_for(
@@ -83,10 +105,8 @@ def main() -> None:
             timed=Path(folder) / "ours",
         )
         for number in range(options.rounds + 1):
-            for name in CONDITIONS if number % 2 else reversed(CONDITIONS):
-                done = engine.run(
-                    prompts, options.max_tokens, len(prompts), probes=CONDITIONS[name]
-                )
+            for name in names if number % 2 else names[::-1]:
+                done = engine.run(prompts, options.max_tokens, len(prompts), **CONDITIONS[name])
                 if number:  # the first brings the weights to the ranks
                     taken[name].append((done["seconds"], done["cpu"], done["ours"]))
             for name, (seconds, cpu, ours) in (
@@ -97,7 +117,7 @@ def main() -> None:
                 )
         engine.close()
     results = []
-    for name in CONDITIONS:
+    for name in names:
         wall, cpu = (
             [mine[part] / base[part] for mine, base in zip(taken[name], taken["none"], strict=True)]
             for part in (0, 1)

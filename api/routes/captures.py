@@ -25,7 +25,8 @@ from ...schemas.jobs.captures import (
     ManifestFile,
 )
 from ...schemas.jobs.jobs import CaptureResults, FileEntry
-from ...schemas.prompts.selectors import ALIASES, joined
+from ...schemas.prompts.selectors import ALIASES
+from ...schemas.prompts.windows import joined
 from ...storage.store import Signing
 from ..context import AppContext
 from ..responses import packed

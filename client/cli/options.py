@@ -14,7 +14,7 @@ import typer
 from ...schemas.base.errors import MidstreamError, invalid, suggestion
 from ...schemas.base.settings import SettingsError
 from ...schemas.base.tensors import Tensor
-from ...schemas.prompts.selectors import HookName, LayerSelector, written_last, written_range
+from ...schemas.prompts.selectors import HookName, LayerSelector, written_span
 from ...schemas.requests.interventions import FAMILIES, STEERING_FIELDS
 from ...schemas.service.choices import refusal
 from ...schemas.service.global_capture import HOOK_NAMES, parse_hooks
@@ -59,8 +59,8 @@ def parse_positions(text: str) -> str | dict[str, int] | list[int | dict[str, in
     text unchanged, for the server.
     """
     try:
-        whole = written_last(text) or written_range(text)
-        return whole or [written_range(part) or int(part) for part in text.split(",")]
+        parts = [written_span(part) or int(part) for part in text.split(",")]
+        return parts[0] if len(parts) == 1 and isinstance(parts[0], dict) else parts
     except ValueError:
         return text
 

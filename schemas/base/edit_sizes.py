@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .records import Record, Wire
+from .records import Record
 
 #: The smallest and the largest limit: float32 holds both.
 MIN_RELATIVE, MAX_RELATIVE = 1e-6, 1e6
@@ -35,16 +35,6 @@ def limit_of(stored: float) -> EditLimit | None:
 def strictest(*stored: float) -> float:
     """Return the smallest of limits as they are stored; of equal ones, that which fails."""
     return min((limit for limit in stored if limit), key=lambda it: (abs(it), it), default=0.0)
-
-
-class SiteSizes(Wire):
-    """A rank's report on the relative sizes of a request's edits at one site."""
-
-    hook: str
-    layer: int
-    rows: int  # that the request edited itself; the prefix cache may have served others
-    median: float  # within 1.5 %; 0: less than 2⁻¹²
-    largest: float
 
 
 class EditSizes(Record):

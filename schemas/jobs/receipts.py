@@ -3,7 +3,7 @@
 import msgspec
 
 from ..artifacts.probes import ProbeScore
-from ..base.edit_sizes import SiteSizes
+from ..base.edit_sizes import EditSizes
 from ..base.records import Wire
 
 #: Version of the frames between ranks and relay: `[PROTOCOL, kind, epoch, seq u64be, payload]`.
@@ -83,7 +83,7 @@ class Receipt(Wire):
     trace: str = ""  # W3C traceparent of the attempt, as in `RankSpec.trace`
     scores: list[ProbeScore] = []  # of the probes in the stage's layers, from its first rank
     identity: str = ""  # of the model that the rank has loaded
-    sizes: list[SiteSizes] = []  # of its edits, from the stage's first rank
+    sizes: list[EditSizes] = []  # of its edits, from the stage's first rank
 
     @property
     def attempt_id(self) -> str:

@@ -11,22 +11,18 @@ from typing import Annotated, Literal, Protocol, cast, get_args
 import msgspec
 
 from ..base.limits import (
-    MAX_AROUND,
     MAX_DIMENSIONS,
     MAX_IMAGE,
     MAX_LAYER,
     MAX_LAYER_TEXT,
     MAX_LAYERS,
-    MAX_MARGIN,
     MAX_POSITIONS,
-    MAX_SEQUENCES,
     MAX_SPAN_TEXT,
     Count,
-    Index,
-    Name,
 )
 from ..base.records import Record
 from .images import MAX_IMAGE_TOKENS, ImageRef, inside
+from .windows import WINDOWS, Windowed, joined
 
 
 class SelectorError(ValueError):
@@ -178,8 +174,6 @@ _LAYERS = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 PositionName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
 #: Names in requests; `image`: the tokens of all images of the prompt.
 RequestedName = Literal["last_prompt", "all_prompt", "all_generated", "all", "image"]
-#: Positions before or after others.
-Margin = Annotated[int, msgspec.Meta(ge=0, le=MAX_MARGIN)]
 #: The range of valid positions.
 Place = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)]
 
@@ -198,57 +192,11 @@ class Window(Record, omit_defaults=True):
 PositionSelector = PositionName | list[int] | Window
 
 
-class HeadAndTail(Record):
-    """The first `head` and the last `tail` positions of a request with its generated tokens."""
-
-    head: Margin
-    tail: Margin
-
-    def __post_init__(self) -> None:
-        if not self.head + self.tail:
-            raise ValueError("head and tail are both 0: give at least one position")
-
-
-_Sequence = Annotated[list[Index], msgspec.Meta(min_length=1, max_length=MAX_AROUND)]
-
-
-class Around(Record):
-    """Occurrences of a text, or of any of some sequences of token ids, in the prompt and in what is
-    generated, with the positions `before` and `after` each of them.
-
-    A text is found as the tokens that it has alone, or after a space.
-    """
-
-    text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_AROUND)] | None = None
-    token_ids: (
-        Annotated[list[_Sequence], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)] | None
-    ) = None
-    before: Margin = 0
-    after: Margin = 0
-
-    def __post_init__(self) -> None:
-        if (self.text is None) == (self.token_ids is None):
-            raise ValueError("give either text or token_ids")
-
-
-class When(Record):
-    """Positions where the score of a probe of the request (of any label; not aggregated) is
-    `at_least` this, with the positions `before` and `after` each of them.
-    """
-
-    probe: Name
-    at_least: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
-    before: Margin = 0
-    after: Margin = 0
-
-
-#: Fields of a `Span` of which each is a span of its own kind.
-_WINDOWS = ("last", "head_and_tail", "around", "when")
-_KINDS = ("text", "image", *_WINDOWS)
+_KINDS = ("text", "image", *WINDOWS)
 
 
 # `omit_defaults`: servers without the newer fields accept spans that do not use them
-class Span(Record, omit_defaults=True):
+class Span(Windowed, omit_defaults=True):
     """Consecutive tokens: by their text, by their positions, or those of an image; or positions
     that are known only when the request ends.
 
@@ -261,9 +209,7 @@ class Span(Record, omit_defaults=True):
     `[start, stop)` of each image, counted from the image's first token. `every`: of a range, only
     every n-th position, from the first.
 
-    Only for captures: the `last` n positions of the request with its generated tokens,
-    `head_and_tail`, `around` a text or token ids wherever they come, or `when` a probe's score is
-    high.
+    Windows are for captures alone.
     """
 
     text: Annotated[str, msgspec.Meta(max_length=MAX_SPAN_TEXT)] | None = None
@@ -274,10 +220,6 @@ class Span(Record, omit_defaults=True):
         None
     )
     every: Count | None = None
-    last: Annotated[int, msgspec.Meta(ge=1, le=MAX_MARGIN)] | None = None
-    head_and_tail: HeadAndTail | None = None
-    around: Around | None = None
-    when: When | None = None
 
     def __post_init__(self) -> None:
         kinds = [name for name in _KINDS if getattr(self, name) is not None]
@@ -326,37 +268,20 @@ class Span(Record, omit_defaults=True):
     def is_range(self) -> bool:
         return self.image is None and (self.start, self.stop, self.every) != (None, None, None)
 
-    @property
-    def is_window(self) -> bool:
-        """Return whether its positions are known only when the request ends."""
-        return any(getattr(self, name) is not None for name in _WINDOWS)
-
 
 _Places = Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)]
 #: Positions in requests: a name, a list of positions and spans, or one span.
 RequestedPositions = RequestedName | _Places | Span
 #: The same where nothing is generated.
 PromptPositions = Literal["all_prompt", "last_prompt"] | _Places | Span
-_LAST = re.compile(r"last:([0-9]{1,9})")
-_RANGE = re.compile(r"(-?[0-9]{1,9})?:(-?[0-9]{1,9})?")
+_SPAN = re.compile(r"last:(?P<last>[0-9]{1,9})|(?P<start>-?[0-9]{1,9})?:(?P<stop>-?[0-9]{1,9})?")
 
 
-def written_range(text: str) -> dict[str, int] | None:
-    """Parse `5:`, `5:9`, `-4:` or `:9` as the fields of a `Span`; None if it is not a range."""
-    match = _RANGE.fullmatch(text.strip())
-    if match is None or not any(match.groups()):
-        return None
-    return {
-        name: int(place)
-        for name, place in zip(("start", "stop"), match.groups(), strict=True)
-        if place is not None
-    }
-
-
-def written_last(text: str) -> dict[str, int] | None:
-    """Parse `last:64` as a field of a `Span`; None if it is not that."""
-    match = _LAST.fullmatch(text.strip())
-    return None if match is None else {"last": int(match[1])}
+def written_span(text: str) -> dict[str, int] | None:
+    """Parse `5:`, `5:9`, `-4:`, `:9` or `last:64` as fields of a `Span`; None for other text."""
+    match = _SPAN.fullmatch(text.strip())
+    found = {} if match is None else match.groupdict()
+    return {name: int(place) for name, place in found.items() if place is not None} or None
 
 
 def resolve_layers(
@@ -382,20 +307,6 @@ def parts_of(selector: LayerSelector | DimensionSelector | None) -> int:
     if isinstance(selector, str):
         return selector.count(",") + 1
     return len(selector) if isinstance(selector, list) else 1
-
-
-def joined(ranges: Iterable[range]) -> list[int]:
-    """Return the numbers in any of `ranges`, each once, ascending.
-
-    The time grows with the number of ranges plus the number of distinct numbers: overlaps cost
-    nothing.
-    """
-    numbers: list[int] = []
-    reached = -sys.maxsize
-    for part in sorted(ranges, key=lambda part: part.start):
-        numbers += range(max(part.start, reached), part.stop)
-        reached = max(reached, part.stop)
-    return numbers
 
 
 def _layer_range(text: str, num_layers: int, thing: str) -> range:
@@ -483,21 +394,14 @@ def resolve_positions(
     not occur, an empty list or range, a range in a list that extends beyond the prompt, or
     positions that are known only when the request ends.
     """
-    _check_known(requested_positions)
     if requested_positions == "image":
         return _of_images(Span(image="all"), images, "")
     if isinstance(requested_positions, str):
         return requested_positions
-    if isinstance(requested_positions, Span) and requested_positions.image is not None:
-        return _of_images(requested_positions, images, ".image")
-    if images and any(
-        isinstance(item, Span) and item.every is not None
-        for item in (
-            requested_positions if isinstance(requested_positions, list) else [requested_positions]
-        )
-    ):
-        raise SelectorError("every is not valid for a prompt with images")
     if isinstance(requested_positions, Span):
+        _check(requested_positions, images, "")
+        if requested_positions.image is not None:
+            return _of_images(requested_positions, images, ".image")
         return (
             _window(requested_positions, prompt_tokens, "")
             if requested_positions.is_range
@@ -510,6 +414,7 @@ def resolve_positions(
     texts: set[tuple[str | None, int | None]] = set()
     for index, item in enumerate(requested_positions):
         if isinstance(item, Span):
+            _check(item, images, f"[{index}]")
             if item.image is not None:
                 positions.update(_of_images(item, images, f"[{index}].image"))
             elif item.is_range:
@@ -536,20 +441,18 @@ def resolve_positions(
     return sorted(positions)
 
 
-def _check_known(requested_positions: RequestedPositions) -> None:
-    """Raises SelectorError for positions that are known only when the request ends."""
-    if isinstance(requested_positions, str):
-        return
-    alone = isinstance(requested_positions, Span)
-    for index, item in enumerate(
-        [requested_positions] if isinstance(requested_positions, Span) else requested_positions
-    ):
-        if isinstance(item, Span) and item.is_window:
-            raise SelectorError(
-                "last, head_and_tail, around and when are for the positions of a capture, and "
-                "stand alone: their positions are known only when the request ends",
-                "" if alone else f"[{index}]",
-            )
+def _check(span: Span, images: Sequence[ImageRef], at: str) -> None:
+    """Raises SelectorError for positions that are known only when the request ends, and for every
+    n-th position of a prompt with images.
+    """
+    if span.is_window:
+        raise SelectorError(
+            "last, head_and_tail, around and when are for the positions of a capture, and stand "
+            "alone: their positions are known only when the request ends",
+            at,
+        )
+    if span.every is not None and images:
+        raise SelectorError("every is not valid for a prompt with images", at)
 
 
 def _of_images(span: Span, images: Sequence[ImageRef], at: str) -> list[int]:

@@ -22,7 +22,8 @@ from ..base.limits import (
     Reference,
 )
 from ..base.records import Record
-from ..prompts.selectors import HookName, LayerSelector, Margin
+from ..prompts.selectors import HookName, LayerSelector
+from ..prompts.windows import Margin
 from .steering import Module
 
 

@@ -38,7 +38,6 @@ from ..prompts.selectors import (
     Span,
     Window,
     end_position,
-    joined,
     lowest_position,
     select,
 )
@@ -271,79 +270,6 @@ def at_scale(entry: StoredSteering, factor: float) -> StoredSteering:
     return msgspec.structs.replace(entry, numbers=[entry.numbers[0] * factor, *entry.numbers[1:]])
 
 
-class StoredWindow(Record, omit_defaults=True):
-    """A window over the rows of a request: which of them are stored is known when it has ended.
-
-    Exactly one of these applies: the first `head` and last `tail` positions; occurrences of any of
-    `sequences` of token ids; or positions where `probe` has a score of `at_least`; the latter two
-    with the positions `before` and `after`.
-    """
-
-    head: int = 0
-    tail: int = 0
-    sequences: list[list[int]] = []
-    probe: str = ""
-    at_least: float = 0.0
-    before: int = 0
-    after: int = 0
-
-    @classmethod
-    def of(cls, span: Span) -> "StoredWindow":
-        """Return the window of a selector that is one, with token ids in place of text."""
-        if span.head_and_tail is not None:
-            return cls(head=span.head_and_tail.head, tail=span.head_and_tail.tail)
-        if span.around is not None:
-            around = span.around
-            sequences = around.token_ids or []
-            return cls(sequences=sequences, before=around.before, after=around.after)
-        if span.when is not None:
-            when = span.when
-            return cls(
-                probe=when.probe, at_least=when.at_least, before=when.before, after=when.after
-            )
-        return cls(tail=span.last or 0)
-
-    @property
-    def positions(self) -> int:
-        """The most positions that it has; 0: as many as the request."""
-        return self.head + self.tail
-
-    @property
-    def held(self) -> int:
-        """The most positions whose rows a rank holds: also those that rejected drafts reach, and
-        whole pieces; 0: all.
-        """
-        return self.positions and self.positions + 256
-
-    def hits(self, token_ids: Sequence[int], high: Sequence[bool]) -> list[range]:
-        """Return the positions of each occurrence. `high`: of each position, whether the probe's
-        score is at least that high.
-        """
-        if self.probe:
-            return [range(at, at + 1) for at, is_high in enumerate(high) if is_high]
-        return [
-            range(at, at + len(sequence))
-            for sequence in self.sequences
-            for at, token in enumerate(token_ids)
-            if token == sequence[0] and [*token_ids[at : at + len(sequence)]] == sequence
-        ]
-
-    def keep(
-        self, selected: Sequence[int], token_ids: Sequence[int], high: Sequence[bool] = ()
-    ) -> set[int]:
-        """Return the positions to store, of those `selected`, which ascend. `token_ids`: of prompt
-        and generated text, all that are known; `high`: as in `hits`.
-        """
-        if self.positions:
-            return {*selected[: self.head], *selected[max(len(selected) - self.tail, 0) :]}
-        # joined, because the surroundings of many occurrences overlap
-        wanted = joined(
-            range(max(hit.start - self.before, 0), min(hit.stop + self.after, len(token_ids)))
-            for hit in self.hits(token_ids, high)
-        )
-        return set(wanted).intersection(selected)
-
-
 class StoredCapture(Record, omit_defaults=True):
     """A validated capture for one prompt: the hooks of a `CaptureSpec` in one bank, or the rows for
     a reading (`reading`).
@@ -367,7 +293,7 @@ class StoredCapture(Record, omit_defaults=True):
     harvest: HarvestPlace | None = None
     # its rows are gradients of this number; null: activations
     gradient: StoredScalar | None = None
-    window: StoredWindow | None = None  # which of the positions are stored; null: all
+    window: Span | None = None  # which of the positions are stored; null: all
 
     @property
     def bank(self) -> str:
@@ -426,14 +352,12 @@ class StoredCapture(Record, omit_defaults=True):
     def count_held(self, prompt_tokens: int, max_tokens: int) -> int:
         """Return the most rows per site that a rank holds, if up to `max_tokens` are generated."""
         recorded = self.count_positions(prompt_tokens, max_tokens)
-        bound = self.window.held if self.window is not None else 0
-        return min(recorded, bound) if bound else recorded
+        return min(recorded, (self.window and self.window.held) or recorded)
 
     def count_stored(self, prompt_tokens: int, max_tokens: int) -> int:
         """Return the most stored rows per site, if up to `max_tokens` tokens are generated."""
         recorded = self.count_positions(prompt_tokens, max_tokens)
-        bound = self.window.positions if self.window is not None else 0
-        return min(recorded, bound) if bound else recorded
+        return min(recorded, (self.window and sum(self.window.ends)) or recorded)
 
     def count_positions(self, prompt_tokens: int, max_tokens: int) -> int:
         """Return the most recorded rows per site, if up to `max_tokens` tokens are generated.

@@ -27,10 +27,9 @@ from ..prompts.selectors import (
     cut_positions,
     resolve_positions,
     resolve_sites,
-    written_last,
-    written_range,
+    written_span,
 )
-from ..requests.specs import CaptureSpec, StoredCapture, StoredWindow
+from ..requests.specs import CaptureSpec, StoredCapture
 
 #: Names of hooks, aliases included.
 HOOK_NAMES = (*EVERY, *get_args(Alias))
@@ -98,7 +97,7 @@ def captures_of(
                 dtype=spec.dtype,
                 layout=spec.layout,
                 consumers=spec.consumers,
-                window=StoredWindow.of(cast(Span, spec.positions)) if ends else None,
+                window=cast(Span, spec.positions) if ends else None,
             )
             stored_captures.append(capture)
     except SelectorError as error:
@@ -174,13 +173,13 @@ def parse_positions(text: str) -> RequestedName | dict[str, int] | list[int | di
         return cast(RequestedName, text)
     if image := _IMAGE.fullmatch(text):
         return {"image": int(image[1])}
-    if whole := written_last(text) or written_range(text):
+    if whole := written_span(text):
         return whole
     parts = [part.strip() for part in text.split(",")]
-    if not all(written_range(part) or _NUMBER.fullmatch(part) for part in parts):
+    if not all(written_span(part) or _NUMBER.fullmatch(part) for part in parts):
         names = ", ".join(get_args(RequestedName))
         raise ValueError(
             f"{text[:40]!r} is not a position selector: use {names}, numbers such as "
             "0,5,-1, a range such as 5:9 or 5:, or last:64"
         )
-    return [written_range(part) or int(part) for part in parts]
+    return [written_span(part) or int(part) for part in parts]

@@ -28,8 +28,9 @@ from midstream.schemas.prompts.selectors import (
     resolve_positions,
     select,
 )
+from midstream.schemas.prompts.windows import Around, HeadAndTail
 from midstream.schemas.requests.interventions import STEERING_FIELDS
-from midstream.schemas.requests.specs import SteeringSpec, StoredCapture, StoredWindow
+from midstream.schemas.requests.specs import SteeringSpec, StoredCapture
 
 pytestmark = pytest.mark.long
 
@@ -65,16 +66,17 @@ def random_positions(rng: np.random.Generator, prompt: int) -> Any:
     return kind
 
 
-def random_window(rng: np.random.Generator) -> StoredWindow | None:
+def random_window(rng: np.random.Generator) -> Span | None:
     """A window over all positions for every third capture."""
     kind = int(rng.integers(0, 9))
     if kind == 0:
-        return StoredWindow(tail=int(rng.integers(1, 40)))
+        return Span(last=int(rng.integers(1, 40)))
     if kind == 1:
-        return StoredWindow(head=int(rng.integers(1, 30)), tail=int(rng.integers(0, 30)))
+        ends = HeadAndTail(head=int(rng.integers(1, 30)), tail=int(rng.integers(0, 30)))
+        return Span(head_and_tail=ends)
     if kind == 2:
         tokens = [[int(token)] for token in rng.integers(0, 100, 16)]
-        return StoredWindow(sequences=tokens, before=int(rng.integers(0, 4)), after=2)
+        return Span(around=Around(token_ids=tokens, before=int(rng.integers(0, 4)), after=2))
     return None
 
 

@@ -27,7 +27,9 @@ from tolerances import FP32_BATCH, FP32_ROWS
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeScore, StoredProbe
 from midstream.schemas.jobs.jobs import Job
-from midstream.schemas.requests.specs import Grade, StoredWindow
+from midstream.schemas.prompts.selectors import Span
+from midstream.schemas.prompts.windows import Around, HeadAndTail, When
+from midstream.schemas.requests.specs import Grade
 
 AGGREGATIONS = (("last", 0.0), ("max", 0.0), ("mean", 0.0), ("exponential", 0.9))
 
@@ -85,9 +87,9 @@ def test_a_window_has_the_rows_around_high_scores(
     scores = tokens_of(scores_of(host, free)["p"]).max(axis=1)
     at_least = float(np.quantile(scores, 0.9))
     windows = {
-        "high": StoredWindow(probe="p", at_least=at_least, before=2, after=1),
-        "around": StoredWindow(sequences=[[tokens[40], tokens[41]], [tokens[90]]], before=3),
-        "ends": StoredWindow(head=2, tail=5),
+        "high": Span(when=When(probe="p", at_least=at_least, before=2, after=1)),
+        "around": Span(around=Around(token_ids=[tokens[40:42], [tokens[90]]], before=3)),
+        "ends": Span(head_and_tail=HeadAndTail(head=2, tail=5)),
     }
     captures = [capture_of([0, 1], "all", tag=tag, window=windows[tag]) for tag in windows]
     captures.append(capture_of([0, 1], "all", tag="whole"))
@@ -498,7 +500,7 @@ def test_policies_decide_in_token_order_and_act_on_the_next_token(v1: Host) -> N
 
     def run(*actions: str, acts: bool) -> tuple[list[int], ProbeScore, list[bytes], Job]:
         probe = guard(v1, weights, last, *actions, acts=acts, at_least=high, release_below=low)
-        window = StoredWindow(probe="policy:guard", before=2, after=1)
+        window = Span(when=When(probe="policy:guard", at_least=0, before=2, after=1))
         captures = [capture_of([last], "all"), capture_of([0], "all", tag="w", window=window)]
         steering = [entry] if acts and "steer" in actions else None
         job = v1.job(prompt, max_tokens=40, capture=captures, probes=[probe], steering=steering)

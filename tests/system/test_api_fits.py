@@ -13,7 +13,7 @@ from ledger_kit import IDENTITY
 
 from midstream import Client
 from midstream.broker.ledger.recovery.harvests import Harvests
-from midstream.schemas.base.edit_sizes import SiteSizes
+from midstream.schemas.base.edit_sizes import EditSizes
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.doses import DoseCell, DoseResult
 from midstream.schemas.jobs.fits import FitResult
@@ -160,7 +160,20 @@ def test_a_dose_is_one_job_whose_prompts_are_those_of_all_cells(api: Api, hand: 
     claim = hand.claim(job_id)
     assert hand.do(hand.ledger.store_outputs(job_id, claim.attempt, outcome)) == "running"
     for number in range(5, 25):
-        hand.receipt(claim, number, sizes=[SiteSizes("post_block", 1, 3, 0.1, number / 10)])
+        hand.receipt(
+            claim,
+            number,
+            sizes=[
+                EditSizes(
+                    request=number,
+                    hook="post_block",
+                    layer=1,
+                    rows=3,
+                    median=0.1,
+                    largest=number / 10,
+                )
+            ],
+        )
     with Client(str(api.http.base_url)) as client:
         result = client.result(job_id)
     assert isinstance(result.dose, DoseResult)

@@ -142,6 +142,7 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("AttributionRequest", "neurons"): Neurons(top=[1, 4]),
     ("AttributionRequest", "path"): SweepPath(receivers="logits"),
     ("HarvestPositions", "window"): Span(last=3),
+    ("StoredCapture", "window"): Span(last=3),
     ("StoredDose", "effect"): DoseEffect(words=["yes"]),
     ("StoredHarvest", "source"): HarvestSource(path="corpus", field="body"),
 }

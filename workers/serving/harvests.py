@@ -43,7 +43,7 @@ from ...schemas.jobs.harvests import (  # fmt: skip
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from ...schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
-from ...schemas.requests.specs import StoredCapture, StoredWindow
+from ...schemas.requests.specs import StoredCapture
 from ...storage.shards import checked, checksum, put
 from ...storage.store import ArtifactStore, open_store
 from ..engine.admission import CellSlots
@@ -557,9 +557,7 @@ class HarvestAttempt:
             dtype=dtype,
             consumers=[HARVEST],
             harvest=place,
-            window=None
-            if harvest.positions.window is None
-            else StoredWindow.of(harvest.positions.window),
+            window=harvest.positions.window,
         )
         return sequence_request(
             job,

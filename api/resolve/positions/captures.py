@@ -35,7 +35,7 @@ from ....schemas.requests.specs import (
 )
 from ....schemas.service.global_capture import captures_of, step_rows
 from .heads import heads_of
-from .windows import stored_window, window_of
+from .windows import check_probe, window_of
 
 #: Bytes of rows that all prompts of a job together may return, since Redis keeps them with the
 #: job's result (one prompt may return its `memory_limit_kib`, if that is more).
@@ -273,10 +273,9 @@ def stored_captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCa
     """Return one capture per prompt. Raises a 400 naming the field below `at`."""
     made = apply_rules(CAPTURE_RULES, spec, bounds, at)
     try:
-        span = window_of(spec.positions)
-        window = None
-        if span is not None:
-            window = stored_window(span, bounds.probes, bounds.model.pp)
+        window = window_of(spec.positions)
+        if window is not None and window.when is not None:
+            check_probe(window.when, bounds.probes, bounds.model.pp)
     except SelectorError as error:
         raise invalid(f"{at}.positions{error.at}", str(error)) from error
     return [

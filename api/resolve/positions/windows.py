@@ -7,7 +7,8 @@ import msgspec
 
 from ....schemas.base.errors import invalid
 from ....schemas.prompts.selectors import SelectorError, Span
-from ....schemas.requests.specs import CaptureSpec, StoredWindow
+from ....schemas.prompts.windows import When
+from ....schemas.requests.specs import CaptureSpec
 from ..prompts.tokenizer import Codec
 
 #: Tensor-parallel ranks all have a probe's scores; the stages of a pipeline do not.
@@ -36,19 +37,15 @@ async def with_window_tokens(spec: CaptureSpec | None, codec: Codec) -> CaptureS
     return msgspec.structs.replace(spec, positions=positions)
 
 
-def stored_window(span: Span, probes: Sequence[str], stages: int) -> StoredWindow:
-    """Return the window that ranks apply. `probes`: those that score the request; `stages`: of the
-    model's pipeline.
-
-    Raises SelectorError.
+def check_probe(when: When, probes: Sequence[str], stages: int) -> None:
+    """Raises SelectorError for a window of a probe that ranks do not have. `probes`: those that
+    score the request; `stages`: of the model's pipeline.
     """
-    when = span.when
-    if when is not None and when.probe not in probes:
+    if when.probe not in probes:
         raise SelectorError(
             f"{when.probe!r} does not score this request: it has "
             f"{', '.join(probes) or 'no probes'}; name it in probes",
             ".when.probe",
         )
-    if when is not None and stages > 1:
+    if stages > 1:
         raise SelectorError(STAGES, ".when")
-    return StoredWindow.of(span)

@@ -19,7 +19,8 @@ from ....schemas.base.records import now, to_msgpack
 from ....schemas.base.settings import Settings
 from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.prompts.selectors import HOOKS, SelectorError, Span, When, resolve_layers
+from ....schemas.prompts.selectors import HOOKS, SelectorError, Span, resolve_layers
+from ....schemas.prompts.windows import When
 from ....schemas.requests.policies import (
     Policy,
     PolicyChange,

@@ -3,13 +3,11 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
 from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
-from ....schemas.base.edit_sizes import EditSizes
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import from_msgpack, now
 from ....schemas.base.settings import Settings
@@ -113,11 +111,7 @@ def result(
         lora=view.lora,
         **readings(ticket),
         probes=scores,
-        edits=[
-            EditSizes(request=item.request, **msgspec.structs.asdict(size))
-            for item in ticket
-            for size in item.sizes
-        ],
+        edits=[size for item in ticket for size in item.sizes],
         identity=view.identity,
     )
 

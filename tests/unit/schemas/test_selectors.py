@@ -22,13 +22,13 @@ from midstream.schemas.prompts.selectors import (
     Window,
     cut_positions,
     depends_on_prompt,
-    joined,
     lowest_position,
     resolve_layers,
     resolve_positions,
     resolve_sites,
     select,
 )
+from midstream.schemas.prompts.windows import joined
 from midstream.schemas.requests.specs import (
     StoredCapture,
     StoredSteering,

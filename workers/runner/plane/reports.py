@@ -144,7 +144,7 @@ class Reports:
             trace=spec.trace,
             scores=tracked.scores if place.tp == 0 and not tracked.failure else [],
             identity=self._config.identity,
-            sizes=[size for sizes in tracked.sizes.values() for size in sizes.report()]
+            sizes=[size for sizes in tracked.sizes.values() for size in sizes.report(spec.request)]
             if place.tp == 0 and not tracked.failure
             else [],
         )

@@ -12,7 +12,7 @@ from ..edits.model_state import RankState
 from ..files.writer import Writer
 from ..rows.banks import Bank, Banks
 from ..rows.capture import Recording
-from ..rows.edit_sizes import EditSizes, StepSizes
+from ..rows.edit_sizes import SizeCount, StepSizes
 from ..rows.execution_check import Miscount
 from ..rows.finite_check import NonFinite, precedes_edits, reason
 from ..rows.mover import Mover
@@ -179,7 +179,7 @@ class Rows(StepPart):
             if tracked is None or tracked.reported:
                 continue
             if (sizes := tracked.sizes.get(bank.name)) is None:
-                sizes = tracked.sizes[bank.name] = EditSizes(bank.sites)
+                sizes = tracked.sizes[bank.name] = SizeCount(bank.sites)
             first = rows.first_row
             sizes.add(
                 rows.first_position, item.first, item.values[:, first : first + rows.num_rows]

@@ -323,7 +323,8 @@ class Recording:
         """
         self.opened = False
         window = self.capture.window
-        bounded = window is not None and window.positions > 0
+        head, tail = (0, 0) if window is None else window.ends
+        bounded = head + tail > 0
         if self.stream is None and not self.capture.scored and not bounded:
             return
         passed = {
@@ -332,13 +333,12 @@ class Recording:
             if piece.span.stop <= self._reached
         }
         if bounded and self.stream is None:
-            assert window is not None
             # rejected drafts may have been recorded beyond the tokens that stay
-            end = self._reached - window.tail - SPAN
+            end = self._reached - tail - SPAN
             passed = {
                 first: piece
                 for first, piece in passed.items()
-                if first >= window.head and piece.span.stop <= end
+                if first >= head and piece.span.stop <= end
             }
             self.left += sum(piece.num_held for piece in passed.values())
         if self.stream is not None:
@@ -402,9 +402,9 @@ class Recording:
             expected = set(chosen)
             if window is not None:
                 high = list[bool]()
-                if window.probe:
+                if window.when is not None:
                     assert watch is not None
-                    high = watch.high(window.probe, window.at_least)
+                    high = watch.high(window.when.probe, window.when.at_least)
                 expected = window.keep(chosen, token_ids, high)
         stored_as = dtype if self.capture.dtype == "model" else getattr(torch, self.capture.dtype)
         result: Any  # `_Rows`, or those of the stream

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ....schemas.base.edit_sizes import SiteSizes
+from ....schemas.base.edit_sizes import EditSizes
 from ..base.engine_step import StepView
 from ..hooks.sites import Site
 
@@ -35,7 +35,7 @@ class StepSizes(NamedTuple):
     values: np.ndarray  # float32 [sites, rows of the step], as `kernels.plan.Planned.sizes`
 
 
-class EditSizes:
+class SizeCount:
     """The sizes of one request in one bank."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
@@ -88,8 +88,8 @@ class EditSizes:
         self._counts = np.bincount(index, counts).astype(np.int64)
         np.maximum.at(self._largest, sites, sizes)
 
-    def report(self) -> list[SiteSizes]:
-        """Return the report of each edited site."""
+    def report(self, request: int) -> list[EditSizes]:
+        """Return the report of each edited site. `request`: see `EditSizes`."""
         reports = []
         for number in np.unique(self._bins // WIDTH).tolist():
             chosen, largest = self._bins // WIDTH == number, float(self._largest[number])
@@ -99,7 +99,16 @@ class EditSizes:
             middle = 2.0 ** (LOWEST + (bin_ - 0.5) / BINS) if bin_ else 0.0
             median = largest if bin_ == WIDTH - 1 else min(middle, largest)
             site = self._sites[number]
-            reports.append(SiteSizes(site.hook, site.layer, int(total[-1]), median, largest))
+            reports.append(
+                EditSizes(
+                    request=request,
+                    hook=site.hook,
+                    layer=site.layer,
+                    rows=int(total[-1]),
+                    median=median,
+                    largest=largest,
+                )
+            )
         return reports
 
     def checksum(self, crc: int) -> int:

@@ -24,7 +24,7 @@ from ..probes.gates import Gates
 from ..probes.watches import ProbeError, Watch
 from .buffers import Staging
 from .capture import Recording
-from .edit_sizes import EditSizes
+from .edit_sizes import SizeCount
 from .execution_check import Due
 from .extents import Extent, StepRows, contiguous
 from .last_step import LastStep
@@ -54,7 +54,7 @@ class Tracked:
     cached_tokens: int = 0  # tokens that the prefix cache served in that step
     touched: tuple[int, int] = (0, sys.maxsize)  # see `schemas.requests.specs.touched`
     unsound: bool = False  # the model computed non-finite rows that no edit could have reached
-    sizes: dict[str, EditSizes] = field(default_factory=dict)  # of its edits, by bank
+    sizes: dict[str, SizeCount] = field(default_factory=dict)  # of its edits, by bank
     accounted: bool = False  # the request's LoRA adapter is in the action ledger
     watch: Watch | None = None  # the scores of its probes
     gates: Gates | None = None  # the probes' decisions about its steering

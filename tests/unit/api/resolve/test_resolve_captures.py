@@ -14,8 +14,9 @@ from midstream.broker.ops.metrics import GLOBAL_CAPTURE_SKIPPED
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.prompts.selectors import Span, When, Window
-from midstream.schemas.requests.specs import CaptureSpec, StoredCapture, StoredWindow
+from midstream.schemas.prompts.selectors import Span, Window
+from midstream.schemas.prompts.windows import When
+from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.schemas.service.global_capture import captures_of, parse
 
 HIDDEN = 8
@@ -142,25 +143,18 @@ def test_captures_the_model_or_worker_lacks_are_refused_by_field(
 
 
 @pytest.mark.parametrize(
-    ("span", "window"),
+    "window",
     [
-        ({"last": 3}, StoredWindow(tail=3)),
-        ({"head_and_tail": {"head": 2, "tail": 0}}, StoredWindow(head=2)),
-        (
-            {"around": {"token_ids": [[5, 6]], "before": 1, "after": 2}},
-            StoredWindow(sequences=[[5, 6]], before=1, after=2),
-        ),
-        (
-            {"when": {"probe": "p", "at_least": -1.5, "after": 4}},
-            StoredWindow(probe="p", at_least=-1.5, after=4),
-        ),
+        {"last": 3},
+        {"head_and_tail": {"head": 2, "tail": 0}},
+        {"around": {"token_ids": [[5, 6]], "before": 1, "after": 2}},
+        {"when": {"probe": "p", "at_least": -1.5, "after": 4}},
     ],
 )
-def test_windows_record_all_positions_and_choose_at_the_end(
-    span: dict[str, Any], window: StoredWindow
-) -> None:
-    ((capture,),) = captured({"positions": msgspec.convert(span, Span)})
-    assert (capture.positions, capture.window) == ("all", window)
+def test_windows_record_all_positions_and_choose_at_the_end(window: dict[str, Any]) -> None:
+    span = msgspec.convert(window, Span)
+    ((capture,),) = captured({"positions": span})
+    assert (capture.positions, capture.window) == ("all", span)
 
 
 def test_windows_of_a_probe_need_all_its_scores_on_each_rank() -> None:
@@ -174,7 +168,7 @@ def test_the_operator_captures_the_end_of_every_request() -> None:
     (spec,) = parse("post_block:1", "last:3")
     (capture,) = captures_of(spec, model, [1])
     assert capture is not None
-    assert (capture.positions, capture.window) == ("all", StoredWindow(tail=3))
+    assert (capture.positions, capture.window) == ("all", Span(last=3))
 
 
 def test_last_positions_bound_what_the_response_returns() -> None:

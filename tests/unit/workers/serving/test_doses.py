@@ -7,7 +7,7 @@ import pytest
 
 from midstream.broker.ledger.results.dose_result import with_receipts
 from midstream.schemas.artifacts.probes import ProbeScore
-from midstream.schemas.base.edit_sizes import SiteSizes
+from midstream.schemas.base.edit_sizes import EditSizes
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.doses import DoseEffect, DoseRequest, StoredDose
 from midstream.schemas.jobs.jobs import Output, Prompted, TokenLogprob
@@ -66,7 +66,10 @@ def test_words_loss_and_repetition_of_each_cell_and_the_largest_safe_scales() ->
     assert [round(cell.loss, 6) for cell in result.cells] == [0.1, 0.2, 0.9, 0.0]
     assert result.cells[0].repetition == pytest.approx((1 - 1 / 9) / 2)
     assert [cell.safe for cell in result.cells] == [False, True, False, True]
-    sizes = [[SiteSizes("post_block", 3, 4, 0.1 * n, 0.2 * n)] for n in range(3)]
+    sizes = [
+        [EditSizes(request=n, hook="post_block", layer=3, rows=4, median=0.1 * n, largest=0.2 * n)]
+        for n in range(3)
+    ]
     ticket = [receipt(6 + n, sizes=sizes[n]) for n in range(3)]
     found = with_receipts(result, ticket)
     assert [(cell.median, cell.largest) for cell in found.cells[:2]] == [(0.0, 0.0), (0.1, 0.4)]

@@ -8,32 +8,36 @@ import pytest
 from plane_kit import Rig
 from rank_kit import Request, stream_of
 
-from midstream.schemas.requests.specs import StoredCapture, StoredWindow
+from midstream.schemas.prompts.selectors import Span
+from midstream.schemas.prompts.windows import Around, HeadAndTail, When
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.runner.rows import streams
 
 SITES = {"post_block": [0, 1]}
 TOTAL = 360  # of which the last token has no row
 PROMPT = 40
 WINDOWS = {
-    "last": StoredWindow(tail=10),
-    "more than there are": StoredWindow(tail=5000),
-    "head and tail": StoredWindow(head=70, tail=3),
-    "head": StoredWindow(head=5),
-    "around": StoredWindow(sequences=[[1007], [1300, 1301], [1359]], before=2, after=3),
-    "nowhere": StoredWindow(sequences=[[7]]),
+    "last": Span(last=10),
+    "more than there are": Span(last=5000),
+    "head and tail": Span(head_and_tail=HeadAndTail(head=70, tail=3)),
+    "head": Span(head_and_tail=HeadAndTail(head=5, tail=0)),
+    "around": Span(around=Around(token_ids=[[1007], [1300, 1301], [1359]], before=2, after=3)),
+    "nowhere": Span(around=Around(token_ids=[[7]])),
 }
 
 
-def wanted(window: StoredWindow) -> list[int]:
+def wanted(window: Span) -> list[int]:
     """Written by hand: the request's token ids are 1000 + position."""
     rows = list(range(TOTAL - 1))
-    if window.positions:
-        return [at for at in rows if at < window.head or at >= len(rows) - window.tail]
-    hits = [token - 1000 for sequence in window.sequences for token in sequence if token >= 1000]
-    return [at for at in rows if any(-window.before <= at - hit <= window.after for hit in hits)]
+    around = window.around
+    if around is None:
+        head, tail = window.ends
+        return [at for at in rows if at < head or at >= len(rows) - tail]
+    hits = [token - 1000 for found in around.token_ids or () for token in found if token >= 1000]
+    return [at for at in rows if any(-around.before <= at - hit <= around.after for hit in hits)]
 
 
-def captured(window: StoredWindow, number: int = 1, **options: Any) -> Request:
+def captured(window: Span, number: int = 1, **options: Any) -> Request:
     capture = StoredCapture(
         **{"sites": SITES, "positions": "all", "tag": "t", "window": window} | options
     )
@@ -80,7 +84,7 @@ def test_window_stores_what_slicing_gives(
 
 
 def test_rows_outside_of_the_ends_are_not_held(tmp_path: Path) -> None:
-    rig, window = Rig(tmp_path), StoredWindow(head=3, tail=10)
+    rig, window = Rig(tmp_path), Span(head_and_tail=HeadAndTail(head=3, tail=10))
     request = captured(window)
     assert window.held < TOTAL
     assert run(rig, request) <= window.held * 2
@@ -88,23 +92,23 @@ def test_rows_outside_of_the_ends_are_not_held(tmp_path: Path) -> None:
 
 
 def test_rejected_drafts_do_not_push_rows_out(tmp_path: Path) -> None:
-    rig, request = Rig(tmp_path), captured(StoredWindow(tail=10))
+    rig, request = Rig(tmp_path), captured(Span(last=10))
     run(rig, request, drafts=8)
-    check(rig, request, wanted(StoredWindow(tail=10)))
+    check(rig, request, wanted(Span(last=10)))
 
 
 def test_preempted_request_has_its_window(tmp_path: Path) -> None:
-    rig, request = Rig(tmp_path), captured(StoredWindow(head=2, tail=100))
+    rig, request = Rig(tmp_path), captured(Span(head_and_tail=HeadAndTail(head=2, tail=100)))
     rig.step((request, 0, PROMPT), new=[request])
     for at in range(PROMPT, 250):
         rig.step((request, at, 1))
     rig.step((request, 0, 200), new=[request])  # preempted, and computed again
     rig.step((request, 200, TOTAL - 1 - 200))
-    check(rig, request, wanted(StoredWindow(head=2, tail=100)))
+    check(rig, request, wanted(Span(head_and_tail=HeadAndTail(head=2, tail=100))))
 
 
 def test_window_of_a_probe_has_the_rows_where_it_is_high() -> None:
-    window = StoredWindow(probe="p", at_least=0.5, before=1, after=2)
+    window = Span(when=When(probe="p", at_least=0.5, before=1, after=2))
     high = [False] * 10
     high[0] = high[6] = True
     assert sorted(window.keep(range(9), [0] * 10, high)) == [0, 1, 2, 5, 6, 7, 8]
@@ -114,9 +118,9 @@ def test_window_of_a_probe_has_the_rows_where_it_is_high() -> None:
 @pytest.mark.timeout(30)
 def test_surroundings_that_overlap_are_joined_before_they_are_listed() -> None:
     """Thousands of occurrences with the widest surroundings: listing each takes minutes."""
-    window = StoredWindow(sequences=[[7]], before=1 << 16, after=1 << 16)
+    window = Span(around=Around(token_ids=[[7]], before=1 << 16, after=1 << 16))
     assert window.keep(range(8192), [7] * 8192) == {*range(8192)}
 
 
 def test_pieces_are_smaller_than_the_slack() -> None:
-    assert StoredWindow(tail=1).held > streams.SPAN * 3
+    assert Span(last=1).held > streams.SPAN * 3

@@ -1,0 +1,131 @@
+"""Windows: positions that are known only when a request has ended."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import msgspec
+
+from ..base.limits import MAX_AROUND, MAX_MARGIN, MAX_SEQUENCES, Index, Name
+from ..base.records import Record
+
+#: Positions before or after others.
+Margin = Annotated[int, msgspec.Meta(ge=0, le=MAX_MARGIN)]
+_Sequence = Annotated[list[Index], msgspec.Meta(min_length=1, max_length=MAX_AROUND)]
+
+
+class HeadAndTail(Record):
+    """The first `head` and the last `tail` positions of a request with its generated tokens."""
+
+    head: Margin
+    tail: Margin
+
+    def __post_init__(self) -> None:
+        if not self.head + self.tail:
+            raise ValueError("head and tail are both 0: give at least one position")
+
+
+class Around(Record):
+    """Occurrences of a text, or of any of some sequences of token ids, in the prompt and in what is
+    generated, with the positions `before` and `after` each of them.
+
+    A text is found as the tokens that it has alone, or after a space.
+    """
+
+    text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_AROUND)] | None = None
+    token_ids: (
+        Annotated[list[_Sequence], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)] | None
+    ) = None
+    before: Margin = 0
+    after: Margin = 0
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.token_ids is None):
+            raise ValueError("give either text or token_ids")
+
+    def hits(self, token_ids: Sequence[int]) -> list[range]:
+        """Return the positions of each occurrence of its token ids."""
+        return [
+            range(at, at + len(sequence))
+            for sequence in self.token_ids or ()
+            for at, token in enumerate(token_ids)
+            if token == sequence[0] and [*token_ids[at : at + len(sequence)]] == sequence
+        ]
+
+
+class When(Record):
+    """Positions where the score of a probe of the request (of any label; not aggregated) is
+    `at_least` this, with the positions `before` and `after` each of them.
+    """
+
+    probe: Name
+    at_least: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+    before: Margin = 0
+    after: Margin = 0
+
+
+#: The fields of `Windowed`.
+WINDOWS = ("last", "head_and_tail", "around", "when")
+
+
+class Windowed(Record, omit_defaults=True):
+    """The windows of a span, of which it has one or none: the `last` n positions of the request
+    with its generated tokens, `head_and_tail`, `around` a text or token ids wherever they come, or
+    `when` a probe's score is high.
+    """
+
+    last: Annotated[int, msgspec.Meta(ge=1, le=MAX_MARGIN)] | None = None
+    head_and_tail: HeadAndTail | None = None
+    around: Around | None = None
+    when: When | None = None
+
+    @property
+    def is_window(self) -> bool:
+        return any(getattr(self, name) is not None for name in WINDOWS)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The numbers of first and last positions that it has; both are 0 for other windows."""
+        if self.head_and_tail is not None:
+            return self.head_and_tail.head, self.head_and_tail.tail
+        return 0, self.last or 0
+
+    @property
+    def held(self) -> int:
+        """The most positions whose rows a rank holds: also those that rejected drafts reach, and
+        whole pieces; 0: all.
+        """
+        return sum(self.ends) and sum(self.ends) + 256
+
+    def keep(
+        self, selected: Sequence[int], token_ids: Sequence[int], high: Sequence[bool] = ()
+    ) -> set[int]:
+        """Return the positions to store, of those `selected`, which ascend. `token_ids`: of prompt
+        and generated text, all that are known; `high`: of each position, whether the probe's score
+        is at least that high.
+        """
+        wide = self.around or self.when
+        if wide is None:
+            head, tail = self.ends
+            return {*selected[:head], *selected[max(len(selected) - tail, 0) :]}
+        hits = [range(at, at + 1) for at, is_high in enumerate(high) if is_high]
+        # joined, because the surroundings of many occurrences overlap
+        wanted = joined(
+            range(max(hit.start - wide.before, 0), min(hit.stop + wide.after, len(token_ids)))
+            for hit in (wide.hits(token_ids) if isinstance(wide, Around) else hits)
+        )
+        return set(wanted).intersection(selected)
+
+
+def joined(ranges: Iterable[range]) -> list[int]:
+    """Return the numbers in any of `ranges`, each once, ascending.
+
+    The time grows with the number of ranges plus the number of distinct numbers: overlaps cost
+    nothing.
+    """
+    numbers: list[int] = []
+    reached = -sys.maxsize
+    for part in sorted(ranges, key=lambda part: part.start):
+        numbers += range(max(part.start, reached), part.stop)
+        reached = max(reached, part.stop)
+    return numbers
