@@ -74,7 +74,8 @@ class Deciders:
 
     def __init__(self, rules: Rules, probes: Sequence[StoredProbe], prompt_tokens: int) -> None:
         self.rules, self.probes, self.prompt_tokens = rules, probes, prompt_tokens
-        self.on = np.array([bool(probe.policy and probe.policy.inherited) for probe in probes])
+        #: Whether each is on now: a byte for each.
+        self.on = bytes([bool(probe.policy and probe.policy.inherited) for probe in probes])
         self.averages = np.full(len(probes), nan)  # the exponential ones
         self._ready = [0] * len(probes)  # the first position at which each may turn on
         self.read = 0  # positions that are decided
@@ -85,7 +86,7 @@ class Deciders:
         """Decide the positions below `stop`, up to one whose scores are not finite."""
         first, finite = self.read, np.isfinite(scores[self.read : stop]).all(axis=1)
         self.read += len(finite) if finite.all() else int(finite.argmin())
-        states = np.repeat(self.on[None], self.read - first + 1, axis=0)
+        states = np.tile(np.frombuffer(self.on, bool), (self.read - first + 1, 1))
         for number, condition in enumerate(self.rules.conditions):
             shift = self.prompt_tokens * (condition.schedule.tokens == "generated")
             end = condition.schedule.stop
@@ -110,7 +111,7 @@ class Deciders:
                     event: Any = "release" if on else "trigger"
                     decision = Decision(position=position, event=event, score=aggregate)
                     self._decisions[number].append(decision)
-        self.on = states[-1]
+        self.on = states[-1].tobytes()
         self.rows += states[1:].tobytes()
 
     def _aggregate(self, scores: np.ndarray, number: int, scheduled: range, position: int) -> float:
@@ -132,36 +133,37 @@ class Deciders:
 
     @property
     def states(self) -> np.ndarray:
-        """`[positions, probes]`: whether each policy is on after each position."""
-        return np.frombuffer(bytes(self.rows), bool).reshape(-1, len(self.probes))[1:]
+        """`[1 + positions, probes]`: whether each policy is on at first, then after each position."""
+        return np.frombuffer(bytes(self.rows), bool).reshape(-1, len(self.probes))
 
-    def triggers(self, number: int) -> list[int]:
-        """Return the positions at which the policy turned on."""
-        states = np.frombuffer(bytes(self.rows[number :: len(self.probes)]), bool)
-        triggers: list[int] = np.flatnonzero(states[1:] & ~states[:-1]).tolist()
-        return triggers
+    def triggers(self, number: int) -> list[bool]:
+        """Return, of each position, whether the policy turned on at it."""
+        states = self.states[:, number]
+        return (states[1:] & ~states[:-1]).tolist()
 
     def stop(self) -> tuple[int, str] | None:
         """Return the first position at which a policy ends the request, and the policy's probe."""
         stops = [
             (int(states.argmax()), probe.name)
-            for probe, states in zip(self.probes, self.states.T, strict=True)
+            for probe, states in zip(self.probes, self.states[1:].T, strict=True)
             if probe.policy and probe.policy.takes("stop") and states.any()
         ]
         return min(stops, default=None)
 
-    def report(self, number: int, positions: int, checksum: int) -> tuple[dict[str, Any], int]:
-        """Return the fields of a `ProbeScore` about the policy and the request's first `positions`
-        tokens (the others were dropped), and the CRC32 of all decisions about them, continuing
-        `checksum`.
+    def report(self, positions: int, checksum: int) -> tuple[dict[int, dict[str, Any]], int]:
+        """Return number → the fields of a `ProbeScore` about a policy and the request's first
+        `positions` tokens (the others were dropped), and the CRC32 of all decisions about them,
+        continuing `checksum`.
         """
-        fields = {
-            "policy": self.probes[number].policy,
-            "decisions": [item for item in self._decisions[number] if item.position < positions],
-            "triggers": sum(position < positions for position in self.triggers(number)),
-        }
-        states = self.states[:positions, number].tobytes()
-        return fields, zlib.crc32(msgspec.msgpack.encode((fields, states)), checksum)
+        states, fields = self.states[: positions + 1], {}
+        triggers = (states[1:] & ~states[:-1]).sum(axis=0).tolist()
+        for number, policy in enumerate(probe.policy for probe in self.probes):
+            if policy is not None:
+                made = [item for item in self._decisions[number] if item.position < positions]
+                found = {"policy": policy, "decisions": made, "triggers": triggers[number]}
+                content = msgspec.msgpack.encode((found, states[1:, number].tobytes()))
+                fields[number], checksum = found, zlib.crc32(content, checksum)
+        return fields, checksum
 
 
 def keep_quiet(many: Sequence[tuple[Deciders, np.ndarray, int]]) -> list[bool]:
@@ -190,11 +192,13 @@ def keep_quiet(many: Sequence[tuple[Deciders, np.ndarray, int]]) -> list[bool]:
     if rules.largest.any():
         largest = np.maximum.reduceat(values, rules.begins, axis=1)
         aggregates = np.where(rules.largest, largest, aggregates)
-    before = np.array([each.averages for each, *_ in many])
-    averages = rules.decay * before + (1.0 - rules.decay) * latest
-    averages = np.where(scheduled & (rules.decay > 0), averages, before)
-    aggregates = np.where(rules.decay > 0, averages, aggregates)
-    on = np.array([each.on for each, *_ in many])
+    averages = [each.averages for each, *_ in many]
+    if (average := rules.decay > 0).any():
+        before = np.array(averages)
+        new = rules.decay * before + (1.0 - rules.decay) * latest
+        averages = [*np.where(scheduled & average, new, before)]
+        aggregates = np.where(average, averages, aggregates)
+    on = np.frombuffer(b"".join([each.on for each, *_ in many]), bool).reshape(len(many), -1)
     error = _ERROR * np.abs(values).max(axis=1, keepdims=True)
     above, below = aggregates > rules.below + error, aggregates < rules.at_least - error
     alone = (read > 0) & (read == reached - 1)
@@ -202,5 +206,5 @@ def keep_quiet(many: Sequence[tuple[Deciders, np.ndarray, int]]) -> list[bool]:
     for (each, *_), is_quiet, row in zip(many, quiet, averages, strict=True):
         if is_quiet:
             each.read, each.averages = each.read + 1, row
-            each.rows += each.on.tobytes()
+            each.rows += each.on
     return quiet

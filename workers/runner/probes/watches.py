@@ -215,7 +215,7 @@ class Watch:
         if self.deciders is not None and self.probes[probe].policy and position < self.reached:
             self.deciders.decide(self.scores, position + 1)
             if position < self.deciders.read:
-                return bool(self.deciders.states[position, probe])
+                return bool(self.deciders.states[position + 1, probe])
         column = self.kind.columns[probe]
         if position < self.reached:
             self._aggregate(position + 1)
@@ -240,8 +240,7 @@ class Watch:
         number = [other.name for other in self.probes].index(probe)
         if self.deciders is not None and self.probes[number].policy:
             self.deciders.decide(self.scores, self.reached)
-            triggers = self.deciders.triggers(number)
-            return [position in triggers for position in range(self.reached)]
+            return self.deciders.triggers(number)
         columns = self.kind.columns[number]
         scores = self.scores[: self.reached, columns.start : columns.stop]
         return [bool((row >= at_least).any()) for row in scores]
@@ -268,10 +267,10 @@ class Watch:
         decided: dict[int, dict[str, Any]] = {}
         if (deciders := self.deciders) is not None:
             deciders.decide(self.scores, positions)
-            for number in (n for n, probe in enumerate(self.probes) if probe.policy):
-                decided[number], checksum = deciders.report(number, positions, checksum)
-                if decided[number]["triggers"]:
-                    crossed[deciders.rules.columns[number]] = deciders.triggers(number)[0]
+            decided, checksum = deciders.report(positions, checksum)
+            for number, fields in decided.items():
+                on = (item.position for item in fields["decisions"] if item.event == "trigger")
+                crossed[deciders.rules.columns[number]] = next(on, None)
         results = [
             ProbeScore(
                 name=probe.name,

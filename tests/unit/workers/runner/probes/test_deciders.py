@@ -68,7 +68,7 @@ def put(watch: Watch, first: int, *scores: float) -> None:
 def states_of(watch: Watch, number: int = 0) -> bytes:
     """Of the positions that are decided."""
     assert watch.deciders is not None
-    return watch.deciders.states[:, number].tobytes()
+    return watch.deciders.states[1:, number].tobytes()
 
 
 def decided(scores: list[float], prompt_tokens: int = 0, **condition: Any) -> list[tuple]:
