@@ -133,13 +133,14 @@ class Deciders:
 
     @property
     def states(self) -> np.ndarray:
-        """`[1 + positions, probes]`: whether each policy is on at first, then after each position."""
+        """`[1 + positions, probes]`: whether a policy is on at first, and after each position."""
         return np.frombuffer(bytes(self.rows), bool).reshape(-1, len(self.probes))
 
     def triggers(self, number: int) -> list[bool]:
         """Return, of each position, whether the policy turned on at it."""
         states = self.states[:, number]
-        return (states[1:] & ~states[:-1]).tolist()
+        turned_on: list[bool] = (states[1:] & ~states[:-1]).tolist()
+        return turned_on
 
     def stop(self) -> tuple[int, str] | None:
         """Return the first position at which a policy ends the request, and the policy's probe."""
