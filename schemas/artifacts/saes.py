@@ -7,7 +7,7 @@ import msgspec
 from ..base.limits import MAX_SAE_WIDTH, MAX_SAES, Count, Index
 from ..base.records import Record
 from ..prompts.selectors import Hook, HookName
-from .registered import FolderRequest, Kind, Registered
+from .registered import Folder, FolderRequest, Kind
 
 #: How a pre-activation becomes an activation, by SAELens' names.
 Architecture = Literal["standard", "jumprelu", "gated", "topk"]
@@ -50,14 +50,12 @@ class SaeRequest(FolderRequest):
     layer: Index | None = None  # likewise
 
 
-class Sae(Registered, kw_only=True):
+class Sae(Folder, kw_only=True):
     """A registered SAE, as the ledger stores it and the API returns it."""
 
-    path: str
     hook: Hook
     layer: int
     form: SaeForm
-    bytes: int  # of its weights in float32
     trained_on: str = ""  # the model, as the files name it
 
     def stored(self) -> StoredSae:

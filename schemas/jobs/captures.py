@@ -149,17 +149,22 @@ class ManifestFile(Blob, kw_only=True):
     link: str | None = None
 
 
-class CaptureManifest(Record):
-    """Answer of `GET /v1/captures/{id}`."""
+class CaptureState(Record, kw_only=True):
+    """What is known of a job's captures."""
 
     job: str
     status: CaptureStatus
     # the artifact store: a folder, for readers on the same machine, or a URI without credentials
-    root: str | None
-    bytes: int
-    rows: int
-    files: list[ManifestFile]
+    root: str | None = None
+    bytes: int = 0
+    rows: int = 0
     detail: str = ""
+
+
+class CaptureManifest(CaptureState, kw_only=True):
+    """Answer of `GET /v1/captures/{id}`."""
+
+    files: list[ManifestFile]
     # ways in which rows of this model, as it was served, may differ from transformers'
     caveats: list[str] = []
     lora: LoraUse | None = None  # the adapter with which the rows were computed

@@ -53,7 +53,7 @@ from ..requests.specs import (
     StoredSteering,
 )
 from .attributions import AttributionResult
-from .captures import Blob
+from .captures import Blob, CaptureState
 from .doses import DoseResult, StoredDose
 from .fits import FitOutcome, StoredFit
 from .sweeps import StoredSweep, SweepResult
@@ -141,10 +141,23 @@ class SamplingRequest(Sampling):
     bad_words: BadWords = []
 
 
-class JobRequest(ReadingRequest, kw_only=True):
-    """Body of `POST /v1/jobs`: `prompts`, or conversations in `messages`."""
+class ModelRequest(ReadingRequest, kw_only=True):
+    """What every form of request to a model may ask for."""
 
     model: Name
+    capture: CaptureSpec | None = None
+    steering: SteeringList = []
+    patch: PatchList = []
+    probes: ProbeList = []
+    policies: PolicyList = []
+    #: Name of the conversation that the request continues, for policies that latch it; the tenant's
+    #: own.
+    conversation: PathName | None = None
+
+
+class JobRequest(ModelRequest, kw_only=True):
+    """Body of `POST /v1/jobs`: `prompts`, or conversations in `messages`."""
+
     prompts: Annotated[list[Prompt], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = (
         None
     )
@@ -154,14 +167,6 @@ class JobRequest(ReadingRequest, kw_only=True):
         Annotated[list[Conversation], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None
     ) = None
     sampling: SamplingRequest = SamplingRequest()
-    capture: CaptureSpec | None = None
-    steering: SteeringList = []
-    patch: PatchList = []
-    probes: ProbeList = []
-    policies: PolicyList = []
-    #: Name of the conversation that the request continues, for policies that latch it; the tenant's
-    #: own.
-    conversation: PathName | None = None
     metadata: Metadata = {}
 
 
@@ -337,19 +342,12 @@ class ConsumerReport(Record):
     rows: bytes = b""  # `memory`: a safetensors blob, base64 in JSON
 
 
-class CaptureResults(Record):
+class CaptureResults(CaptureState, kw_only=True):
     """`ok` only if every file is durable and every rank has reported."""
 
-    status: CaptureStatus
-    job: str
     url: str | None = None  # where the manifest and the tensors are
-    # the artifact store: a folder, for readers on the same machine, or a URI without credentials
-    root: str | None = None
     files: list[FileEntry] = []
     consumers: list[ConsumerReport] = []
-    bytes: int = 0
-    rows: int = 0
-    detail: str = ""
 
 
 class RankReport(Record):

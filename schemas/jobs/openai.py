@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..artifacts.probes import ProbeList, ProbeResult, TokenScores
+from ..artifacts.probes import ProbeResult, TokenScores
 from ..base.errors import Problem
 from ..base.limits import (
     MAX_CHOICES,
@@ -20,22 +20,19 @@ from ..base.limits import (
     Index,
     Label,
     Metadata,
-    Name,
-    PathName,
     Text,
 )
 from ..base.records import Record
 from ..prompts.chat import Conversation, NamedTool, ToolCall, ToolList
-from ..readings.readings import ReadingAnswers, ReadingRequest
+from ..readings.readings import ReadingAnswers
 from ..requests.lens_args import LensArgs, LensRows
-from ..requests.policies import PolicyList
-from ..requests.specs import CaptureSpec, PatchList, SteeringList
 from .jobs import (
     AllowedTokens,
     BadWords,
     CaptureResults,
     Determinism,
     LogitBias,
+    ModelRequest,
     Prompt,
     Seed,
     StopText,
@@ -120,13 +117,12 @@ class StreamOptions(Record):
     include_obfuscation: bool = False  # nothing is padded either way
 
 
-class OpenAIRequest(ReadingRequest, kw_only=True):
+class OpenAIRequest(ModelRequest, kw_only=True):
     """Fields that both endpoints share.
 
     `temperature` is 1 by default, as in OpenAI's API; a job's is 0.
     """
 
-    model: Name
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = 1.0
     seed: Seed | None = None
@@ -135,15 +131,6 @@ class OpenAIRequest(ReadingRequest, kw_only=True):
     stream_options: StreamOptions | None = None
     metadata: Metadata | None = None
 
-    # Ours
-    steering: SteeringList = []
-    patch: PatchList = []
-    capture: CaptureSpec | None = None
-    probes: ProbeList = []
-    policies: PolicyList = []
-    #: Name of the conversation that the request continues, for policies that latch it; the tenant's
-    #: own.
-    conversation: PathName | None = None
     #: Hold the answer until every capture is durable and every rank has reported. A steered answer
     #: is always held for the ranks' reports, so that an intervention which was not applied is never
     #: answered as if it were.

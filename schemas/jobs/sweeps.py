@@ -394,17 +394,22 @@ class SweepStart(SweepReport, kw_only=True):
     notes: list[list[str]]  # of each pair
 
 
-class SweepCell(Record):
-    """Data of the event `cell`. `layer`: its number in the model. `feature`: as in `Unit`."""
+class CellPlace(Record, kw_only=True):
+    """A cell of a grid, or a feature in a column of it."""
 
-    pair: int
     hook: Hook
-    layer: int
+    layer: int  # its number in the model
     column: int
     label: str
+    reason: str = ""  # why it has no value
+    feature: int | None = None  # of the autoencoder; −1: its error; null: the whole row
+
+
+class SweepCell(CellPlace, kw_only=True):
+    """Data of the event `cell`."""
+
+    pair: int
     value: float | None
     logprob: float | None = None
     foil_logprob: float | None = None
-    reason: str = ""
     neurons: list[int] = []  # as in `PairResult.neurons`
-    feature: int | None = None

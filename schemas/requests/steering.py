@@ -9,42 +9,37 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ..artifacts.registered import Registration
 from ..base.edit_sizes import EditLimit
-from ..base.limits import MAX_DESCRIPTION, MAX_ENTRIES, Name
+from ..base.limits import MAX_ENTRIES, Name
 from ..base.records import Published, Record
 from ..base.store_calls import StoreCalls
 from ..prompts.selectors import (
-    Hook,
     PositionSelector,
     RequestedPositions,
     cut_positions,
     resolve_positions,
 )
-from .interventions import FAMILY, Family
-from .specs import SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, steering_rows
+from .specs import (
+    CheckedSteering,
+    SteeringRow,
+    SteeringSpec,
+    StoredSteering,
+    at_scale,
+    content_key,
+    steering_rows,
+)
 from .trainings import Training
 
 Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
 
 
-class SteeringTemplate(Record):
+class SteeringTemplate(CheckedSteering, kw_only=True):
     """A `SteeringSpec` after validation against a model, but not for a prompt: positions are not
     resolved yet.
     """
 
-    layers: list[int]
-    hook: Hook
     positions: RequestedPositions
-    family: Family
-    tensors: list[str]  # content hashes
-    scale: float = 1.0
-    numbers: list[float] = []
-    rank: int = 0
-    limit: float = 0.0
-
-    def shapes(self, hidden_size: int) -> list[list[int]]:
-        """Return the shapes that its tensors must have."""
-        return FAMILY[self.family].shapes(self.rank, hidden_size)
 
     def stored(self, positions: PositionSelector, scale: float = 1.0) -> StoredSteering:
         """Return the entry for one prompt, at the resolved `positions`, multiplied by `scale` (see
@@ -80,14 +75,12 @@ MODEL_HEADER = "x-midstream-model"
 # --- Named modules
 
 
-class ModuleRequest(Record):
+class ModuleRequest(Registration, kw_only=True):
     """Body of `PUT /v1/steering/modules/{name}`: entries as in a request's `steering`, except
     entries that name modules.
     """
 
     steering: Entries
-    model: Name | None = None  # null: the only served model
-    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
     # of each entry; the stricter counts where an entry has its own. It holds wherever the module is
     # used
     limit: EditLimit | None = None
