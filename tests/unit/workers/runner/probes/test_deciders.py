@@ -3,11 +3,13 @@
 import random
 import zlib
 from math import fsum
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
@@ -17,6 +19,7 @@ from midstream.workers.runner.probes import watches as watches_module
 from midstream.workers.runner.probes.gates import Gates
 from midstream.workers.runner.probes.probe_news import News
 from midstream.workers.runner.probes.watches import Kind, ProbeError, Watch, news_of_all
+from midstream.workers.runner.probes.weight_stacks import Side, Stacks
 
 
 def policy(*actions: Any, acts: bool = True, inherited: str = "", **condition: Any) -> StoredPolicy:
@@ -371,3 +374,14 @@ def test_a_score_that_is_not_finite_is_not_read() -> None:
     assert len(states_of(watch)) == 1
     with pytest.raises(ProbeError, match="not finite at position 1"):
         watch.results(3)
+
+
+def test_versions_of_a_policy_do_not_share_conditions() -> None:
+    """A plan is kept for requests with the same probes, and has the conditions."""
+    vectors: Any = SimpleNamespace(get=lambda name, shape: torch.zeros(shape))
+    stacks = Stacks(vectors, 4)
+    side = Side("before", {("post_block", 0): 0}, b"")
+    first, second = policy(at_least=1.0), msgspec.structs.replace(policy(at_least=2.0), digest="e")
+    plans = [stacks.plan(probes_of(each), [side]) for each in (first, second, first)]
+    assert [plan.kind.rules.at_least.tolist() for plan in plans] == [[1.0], [2.0], [1.0]]
+    assert plans[0] is plans[2]
