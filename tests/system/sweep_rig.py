@@ -321,7 +321,9 @@ class Rig:
             tenant="",
             key="",
         )
-        policy = Policy(name="guard", model="fake-model", digest="digest", versions=[version])
+        policy = Policy(
+            name="guard", model="fake-model", digest="digest", created=1.0, versions=[version]
+        )
         await Registry(self.ledger, POLICIES).put(
             "fake-model",
             "guard",
