@@ -84,18 +84,17 @@ class Registry(Generic[T]):
         outcome, *count = scripts.text(
             await scripts.Scripts(self._redis).put_pinned(args=arguments)
         )
-        plural = self._kind.plural
         if outcome == "full":
             raise invalid(
                 "name",
-                f"{model!r} has {count[0]} {plural}",
+                f"{model!r} has {count[0]} {self._kind.plural}",
                 allowed=f"up to {self._kind.limit}",
                 hint="delete one first",
             )
         if outcome == "crowded":
             raise invalid(
                 "name",
-                f"{count[0]} {plural} apply to all traffic of {model!r}",
+                f"{count[0]} {self._kind.plural} apply to all traffic of {model!r}",
                 allowed=f"up to {MAX_REQUEST_POLICIES}",
             )
         if outcome != "stored":
@@ -116,8 +115,9 @@ class Registry(Generic[T]):
     @reachable
     async def delete(self, model: str, name: str) -> bool:
         """Delete the name; return whether it existed. Accepted jobs keep the artifact."""
-        settings, kind = self._ledger.settings, self._kind.plural
-        arguments = scripts.pack(settings, kind=kind, model=model, name=name)
+        arguments = scripts.pack(
+            self._ledger.settings, kind=self._kind.plural, model=model, name=name
+        )
         return bool(await scripts.Scripts(self._redis).delete_pinned(args=arguments))
 
     def _key(self, model: str) -> str:
