@@ -4,12 +4,11 @@ import hashlib
 
 from ..artifacts.loras import LoraSupport
 from ..base.records import Published, Record, to_msgpack
-from ..extensions import Extension
 from ..model.attention import AttentionKind
 from ..model.banks import RowShape
 from ..requests.specs import CaptureSpec
 from ..requests.steering import Load
-from .certificates import Certificate
+from .certificates import Certificate, Started
 
 #: The digits of an identity shown in errors, in tables and on the page.
 SHOWN_IDENTITY = 12
@@ -20,27 +19,20 @@ NO_TOOL_PARSER = (
 )
 
 
-class ModelFacts(Published, kw_only=True):
+class ModelFacts(Started, kw_only=True):
     """What users and jobs need to know of a served model."""
 
-    architecture: str
     num_layers: int
     hidden_size: int
     vocab_size: int
     max_model_len: int  # tokens, prompt and generated together
-    dtype: str
     dtype_reason: str = ""  # why it computes in `dtype`
     hooks: list[str]  # served hook points
-    absent: dict[str, str] = {}  # hook point that is not served → the reason
     # hook point whose rows do not have the hidden size → their shape
     inside: dict[str, RowShape] = {}
     consumers: list[str] = []  # of captured rows, loaded on every rank
     memory_limit_kib: int = 0  # the largest capture that a response returns
     global_captures: list[CaptureSpec] = []  # captures of every request
-    # kind of reading (`lens`) → why it is not served; empty: it is served
-    readings: dict[str, str] = {}
-    extensions: list[Extension] = []  # loaded on every rank
-    caveats: list[str] = []  # how its rows differ from transformers' for the same checkpoint
     # SHA-256 of everything that determines the model's results, see docs/reliability.md
     identity: str = ""
     # vLLM's method, and how weights and activations are rounded; empty: not quantised
