@@ -16,7 +16,7 @@ from ...schemas.base.records import to_json
 from ...schemas.base.settings import load_settings
 from ...schemas.jobs.jobs import JobRequest, JobResult, JobView, Output, SamplingRequest, State
 from ..images import with_images
-from ..render import attributions, jobs, readings, records, sweeps
+from ..render import attributions, doses, jobs, readings, records, sweeps
 from ..sdk.answers.attribution import attribution_of
 from ..sdk.client import Client
 from ..sdk.wire import returned_rows
@@ -390,6 +390,9 @@ def print_result(client: Client, result: JobResult) -> None:
         return
     if result.attribution:
         out.print(attributions.report(attribution_of(result)))
+        return
+    if result.dose:
+        out.print(*doses.drawn(result.dose), sep="\n")
         return
     if result.fit:
         out.print(records.one(getattr(result.fit, "lens", result.fit)))

@@ -17,14 +17,13 @@ from ...schemas.requests.attributions import Verify
 from ..render import attributions as show_attributions
 from ..render import figures
 from ..render import sweeps as show_sweeps
-from ..render.doses import drawn
 from ..render.figures import check
 from ..sdk.answers.progress import bar
 from ..sdk.client import Client
 from ..sdk.sweeps import sweep_request
 from ..study.patch_study import PatchStudy
 from . import jobs, options
-from .jobs import AsJson, Url, connect, out, print_json
+from .jobs import AsJson, Url, connect, out, print_json, print_result
 
 #: The groups of options in `--help`.
 _prompts, _cells, _estimates = (
@@ -130,8 +129,8 @@ def dose(
     """Weigh the effect of steering against its damage, by layer and scale."""
     with connect(url) as client:
         result = client.dose(options.read_json(file, DoseRequest, "FILE"))
-    if not print_json(result, json_):
-        out.print(*drawn(result), sep="\n")
+        if not print_json(result, json_):
+            print_result(client, result)
 
 
 def _read(values: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import httpx2
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.jobs.doses import DoseRequest, DoseResult
+from ...schemas.jobs.doses import DoseRequest
 from ...schemas.jobs.jobs import Event, JobPage, JobRequest, JobResult, JobView
 from .. import values
 from . import wire
@@ -143,16 +143,14 @@ class Jobs(Calls[M]):
         return await self.result(view.id)
 
     @call
-    async def dose(self, /, request: DoseRequest | None = None, **fields: Any) -> DoseResult:
+    async def dose(self, /, request: DoseRequest | None = None, **fields: Any) -> JobResult:
         """Run a dose, by struct or by the fields of `DoseRequest`: effect against damage of
-        steering, by layer and scale. Wait, and return its cells.
+        steering, by layer and scale. Wait, and return the result, whose `dose` has the cells.
         """
         body = values.request(request, fields, DoseRequest)
         view = await self._submit("/v1/doses", body, None)
         await self.wait(view.id)
-        result = (await self.result(view.id)).dose
-        assert isinstance(result, DoseResult)
-        return result
+        return await self.result(view.id)
 
     async def _follow(self, job_id: str, show: Callable[[Event], None]) -> None:
         """Pass the job's events to a progress bar."""

@@ -21,7 +21,7 @@ from ..base.limits import (
     Reference,
     Text,
 )
-from ..base.records import Plotted, Record
+from ..base.records import Record
 from ..prompts.selectors import LayerSelector
 from ..requests.steering import Entries
 
@@ -105,7 +105,7 @@ class DoseCell(Record):
     largest: float = 0.0
 
 
-class DoseResult(Plotted, Record):
+class DoseResult(Record):
     """The outcome of a dose. `safe`: for each layer and sign, the cell of the largest scale up to
     which every cell is safe.
     """

@@ -66,7 +66,7 @@ async def jobs(client: AsyncClient) -> None:
     assert [
         item.index async for item in client.map(["a", "b", "c"], job_prompts=2, max_tokens=2)
     ] == [0, 1, 2]
-    dose = await client.dose(
+    result = await client.dose(
         model="fake",
         prompts=["hello"],
         steering=[{"vector": [1.0] * HIDDEN_SIZE, "layers": 1}],
@@ -75,7 +75,7 @@ async def jobs(client: AsyncClient) -> None:
         held_out=["you"],
         max_tokens=4,
     )
-    assert [cell.scale for cell in dose.cells] == [1.0]
+    assert [cell.scale for cell in result.dose.cells] == [1.0]
     assert (await client.status()).version
 
 

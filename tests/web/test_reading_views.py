@@ -281,7 +281,7 @@ def test_the_views_fit_a_phone_and_are_accessible(
 
 def test_a_dose_shows_effect_and_damage_by_layer_and_scale(site: Site, visit: Visit) -> None:
     with Client(site.url, api_key=site.alice.key) as client:
-        client.dose(
+        result = client.dose(
             model="fake-model",
             prompts=["hello", "you"],
             steering=[{"vector": [1.0] * HIDDEN}],
@@ -291,8 +291,7 @@ def test_a_dose_shows_effect_and_damage_by_layer_and_scale(site: Site, visit: Vi
             held_out=["hello there"],
             max_tokens=8,
         )
-    job = next(job for job in site.alice.get("/v1/jobs")["jobs"] if job["kind"] == "dose")
-    visit.log_in(site.alice, f"jobs/{job['id']}")
+    visit.log_in(site.alice, f"jobs/{result.id}")
     details = visit.page.locator("section.details")
     expect(details.get_by_role("heading", name="Dose", exact=True)).to_be_visible()
     expect(details.locator(".finding")).to_contain_text("safe")
