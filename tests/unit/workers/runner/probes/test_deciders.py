@@ -317,7 +317,7 @@ def test_the_stop_is_news_once() -> None:
 def test_a_latch_of_the_conversation_is_on_from_the_start() -> None:
     latched = policy("stop", "flag", latch="conversation", inherited="job_1")
     watch = watch_of(latched)
-    put(watch, 0, 0, 0)
+    put(watch, 0, 0)  # a prompt of one token
     assert news_of_all([watch]) == [News("r", 0, "policy:0", [])]
     (score,), _ = watch.results(1)
     assert score.flagged
