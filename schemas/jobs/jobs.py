@@ -232,7 +232,6 @@ class Job(Record, dict=True, omit_defaults=True):
     contents: dict[str, str] = {}
     # the queue that it enters first; its record has the queue that it is in
     queue: Queue = ""
-    edit_limit: float = 0.0  # of its tenant, for all its edits: see `StoredSteering.limit`
 
     @property
     def wants_receipts(self) -> bool:
