@@ -243,7 +243,6 @@ class Job(Accepted, dict=True, kw_only=True):
     hooks: dict[str, Callback] = {}  # policy that acts on it → the webhook of its decisions
     # for a sweep or harvest, whose prompts are not in `prompts`: the global captures
     global_captures: list[CaptureSpec] = []
-    edit_limit: float = 0.0  # of its tenant, for all its edits: see `StoredSteering.limit`
 
     @property
     def wants_receipts(self) -> bool:
