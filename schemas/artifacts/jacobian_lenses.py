@@ -104,5 +104,6 @@ JACOBIAN_LENSES = Kind(
     JacobianLens,
     JacobianLensRequest,
     JacobianLensPage,
+    "ms:jacobians:",
     MAX_TUNED,
 )

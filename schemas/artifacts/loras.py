@@ -76,4 +76,4 @@ class LoraPage(Record):
     loras: list[Lora]
 
 
-LORAS = Kind("lora", "loras", "adapter", Lora, LoraRequest, LoraPage, MAX_LORAS)
+LORAS = Kind("lora", "loras", "adapter", Lora, LoraRequest, LoraPage, "ms:loras:", MAX_LORAS)

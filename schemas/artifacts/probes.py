@@ -110,7 +110,7 @@ class ProbePage(Record):
     probes: list[Probe]
 
 
-PROBES = Kind("probe", "probes", "probe", Probe, ProbeRequest, ProbePage, MAX_PROBES)
+PROBES = Kind("probe", "probes", "probe", Probe, ProbeRequest, ProbePage, "ms:probes:", MAX_PROBES)
 
 
 class ProbeUse(Record):

@@ -66,4 +66,5 @@ class Kind(Generic[T]):
     record: type[T]
     request: type[Any]
     page: type[Any]
+    key: str  # prefix, before the model's name, of its hash's key in Redis
     limit: int  # the most registered artifacts of one model

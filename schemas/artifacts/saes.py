@@ -75,4 +75,4 @@ class SaePage(Record):
     saes: list[Sae]
 
 
-SAES = Kind("sae", "saes", "sparse autoencoder", Sae, SaeRequest, SaePage, MAX_SAES)
+SAES = Kind("sae", "saes", "sparse autoencoder", Sae, SaeRequest, SaePage, "ms:saes:", MAX_SAES)

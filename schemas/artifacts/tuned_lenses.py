@@ -54,5 +54,6 @@ TUNED_LENSES = Kind(
     TunedLens,
     TunedLensRequest,
     TunedLensPage,
+    "ms:lenses:",
     MAX_TUNED,
 )

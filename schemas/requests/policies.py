@@ -138,6 +138,8 @@ class PolicyPage(Record):
     policies: list[Policy]
 
 
-POLICIES = Kind("policy", "policies", "policy", Policy, PolicyRequest, PolicyPage, MAX_POLICIES)
+POLICIES = Kind(
+    "policy", "policies", "policy", Policy, PolicyRequest, PolicyPage, "ms:policies:", MAX_POLICIES
+)
 #: The policies that a request names.
 PolicyList = Annotated[list[Reference], msgspec.Meta(max_length=MAX_REQUEST_POLICIES)]

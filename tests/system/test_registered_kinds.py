@@ -38,7 +38,7 @@ class RulerPage(Record):
     rulers: list[Ruler]
 
 
-RULERS = Kind("ruler", "rulers", "ruler", Ruler, RulerRequest, RulerPage, 2)
+RULERS = Kind("ruler", "rulers", "ruler", Ruler, RulerRequest, RulerPage, "ms:rulers:", 2)
 
 
 def ruler(name: str, digest: str = "d") -> Ruler:

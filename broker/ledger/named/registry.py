@@ -121,7 +121,7 @@ class Registry(Generic[T]):
         return bool(await scripts.Scripts(self._redis).delete_pinned(args=arguments))
 
     def _key(self, model: str) -> str:
-        return f"ms:{self._kind.plural}:{model}"
+        return self._kind.key + model
 
     def _read(self, packed: bytes, name: str) -> T:
         try:
