@@ -26,7 +26,8 @@ from ..broker.artifacts.retention import Usage
 from ..broker.ledger.core.scripts import stored_tags
 from ..broker.ledger.jobs.ledger import Ledger, Outcome, new_job_id, reachable
 from ..broker.ledger.jobs.watch import SharedReads, Watcher
-from ..broker.ledger.named.probes import Pinned, of_all_traffic, recorded
+from ..broker.ledger.named.probes import of_all_traffic, recorded
+from ..broker.ledger.named.registry import Registry
 from ..broker.ledger.named.source_runs import SourceRuns
 from ..broker.ledger.named.steering import Steering
 from ..broker.ledger.people.keys import Keys
@@ -108,7 +109,7 @@ class AppContext:
         self.hosts = Hosts(settings, settings.api_host, asks_for_keys(settings))
         self.key_watch = KeyWatch(self.keys, self.sessions, self.gate.always)
         self.steering = Steering(ledger)
-        self.probes, self.policies = Pinned(ledger, PROBES), Pinned(ledger, POLICIES)
+        self.probes, self.policies = Registry(ledger, PROBES), Registry(ledger, POLICIES)
         self.harvests = Harvests(ledger)
         self._features = FeatureFiles(settings.sae_root)
         self._directions = DirectionFiles(settings.lens_root)

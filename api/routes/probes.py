@@ -35,7 +35,7 @@ PolicyName = Annotated[str, name_parameter("policy")]
     summary="Register or replace a probe",
     description="A linear map of a row to a score for each label. Requests accepted earlier "
     "keep the previous version, and so do policies.",
-    responses={**put_responses(Probe), 409: PROBLEM},
+    responses=put_responses(Probe),
 )
 async def put_probe(
     name: Name, data: JSONBody[ProbeRequest], context: AppContext
@@ -53,7 +53,7 @@ async def put_probe(
     summary="Register a policy, or a new version of it",
     description="Its probe and its modules stay those of its registration. Requests accepted "
     "earlier keep the version that they have.",
-    responses={**put_responses(Policy), 409: PROBLEM},
+    responses=put_responses(Policy),
 )
 async def put_policy(
     name: PolicyName, data: JSONBody[PolicyRequest], context: AppContext, caller: Caller
@@ -82,11 +82,13 @@ async def change_policy(
 ) -> Policy:
     info = await context.the_model(model)
     known = await context.policies.known(info.name, name)
-
-    def make(former: Policy | None) -> Policy:
-        return _with(former, changed(former or known, data), info.name, name)
-
-    return (await context.policies.put(info.name, name, make, {}))[0]
+    policy, _ = await context.policies.put(
+        info.name,
+        name,
+        lambda now: _with(now or known, changed(now or known, data), info.name, name),
+        {},
+    )
+    return policy
 
 
 def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> Policy:
@@ -95,21 +97,20 @@ def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> 
     number = kept[-1].version + 1 if kept else 1
     made = msgspec.structs.replace(made, version=number, digest=digest_of(made))
     versions = [*kept, made][-MAX_POLICY_VERSIONS:]
-    return Policy(name=name, model=model, digest=made.digest, versions=versions)
+    return Policy(
+        name=name,
+        model=model,
+        digest=made.digest,
+        created=made.created,
+        description=made.content.description,
+        versions=versions,
+    )
 
 
 ROUTES: list[Any] = [
     put_probe,
-    *name_routes(
-        Named(PROBES, "a probe", "probes", "probe"),
-        lambda context: context.probes,
-        "Requests accepted earlier keep it.",
-    ),
+    *name_routes(Named(PROBES, "a probe", "probes", "probe")),
     put_policy,
     change_policy,
-    *name_routes(
-        Named(POLICIES, "a policy", "policies", "policy"),
-        lambda context: context.policies,
-        "Requests accepted earlier keep it.",
-    ),
+    *name_routes(Named(POLICIES, "a policy", "policies", "policy")),
 ]

@@ -9,7 +9,7 @@ from litestar import Response, delete, get, post
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody, PathParameter
 
-from ...broker.ledger.named.registry import Names, Registry
+from ...broker.ledger.named.registry import Registry
 from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
 from ...schemas.artifacts.loras import LORAS
 from ...schemas.artifacts.registered import Kind, Registered
@@ -108,7 +108,7 @@ def name_parameter(short: str) -> PathParameter:
 def put_responses(record: type[Registered]) -> dict[int, ResponseSpec]:
     """Return the documented responses of a registration, except 200."""
     created = ResponseSpec(record, description="The name is new", generate_examples=False)
-    return {201: created, **ERRORS, 413: PROBLEM, 415: PROBLEM}
+    return {201: created, **ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
 
 
 def put_response(
@@ -133,7 +133,8 @@ def folder_route(row: FromFolder) -> Any:
         info = await context.the_model(data.model)
         folder = row.folder(context.settings)
         artifact = await anyio.to_thread.run_sync(row.resolve, data, info, folder)
-        former = await Registry(context.ledger, kind).put(artifact)
+        registry = Registry(context.ledger, kind)
+        _, former = await registry.put(info.name, artifact.name, lambda _: artifact, {})
         return put_response(context, kind, artifact, former)
 
     register.__name__ = f"post_{kind.singular}"
@@ -147,11 +148,8 @@ def folder_route(row: FromFolder) -> Any:
     )(register)
 
 
-def name_routes(row: Named, names: Callable[[AppContext], Names[Any]], deletion: str) -> list[Any]:
-    """Return the routes that list, get and delete artifacts of a kind.
-
-    `deletion`: describes what stays after one is deleted.
-    """
+def name_routes(row: Named) -> list[Any]:
+    """Return the routes that list, get and delete artifacts of a kind."""
     kind, path = row.kind, f"/v1/{row.kind.plural}"
     Name = Annotated[str, name_parameter(row.short)]
 
@@ -160,7 +158,7 @@ def name_routes(row: Named, names: Callable[[AppContext], Names[Any]], deletion:
         model: Model = None,
     ) -> kind.page:  # type: ignore[name-defined]
         info = await context.the_model(model)
-        return kind.page(**{kind.plural: await names(context).of_model(info.name)})
+        return kind.page(**{kind.plural: await Registry(context.ledger, kind).of_model(info.name)})
 
     async def one(
         name: Name,
@@ -168,12 +166,12 @@ def name_routes(row: Named, names: Callable[[AppContext], Names[Any]], deletion:
         model: Model = None,
     ) -> kind.record:  # type: ignore[name-defined]
         info = await context.the_model(model)
-        return await names(context).known(info.name, name)
+        return await Registry(context.ledger, kind).known(info.name, name)
 
     async def forget(name: Name, context: AppContext, model: Model = None) -> None:
         info = await context.the_model(model)
-        if not await names(context).delete(info.name, name):
-            raise await names(context).unknown(info.name, name)
+        if not await Registry(context.ledger, kind).delete(info.name, name):
+            raise await Registry(context.ledger, kind).unknown(info.name, name)
 
     every.__name__ = f"list_{kind.plural}"
     one.__name__, forget.__name__ = f"get_{kind.singular}", f"delete_{kind.singular}"
@@ -187,7 +185,8 @@ def name_routes(row: Named, names: Callable[[AppContext], Names[Any]], deletion:
             opt=needs("steer-global"),
             status_code=204,
             summary=f"Delete {row.thing}",
-            description=deletion,
+            description=("Its files stay. " if isinstance(row, FromFolder) else "")
+            + "Requests accepted earlier keep it.",
             responses=ERRORS,
         )(forget),
     ]
@@ -195,9 +194,7 @@ def name_routes(row: Named, names: Callable[[AppContext], Names[Any]], deletion:
 
 def folder_routes(row: FromFolder) -> list[Any]:
     """Return all routes of a kind that is registered from a folder."""
-    deletion = "Its files stay. Requests accepted earlier keep it."
-    names = name_routes(row, lambda context: Registry(context.ledger, row.kind), deletion)
-    return [folder_route(row), *names]
+    return [folder_route(row), *name_routes(row)]
 
 
 ROUTES: list[Any] = [route for row in FROM_FOLDERS for route in folder_routes(row)]

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...schemas.base.errors import MidstreamError, invalid
-from ...schemas.model.banks import BANK, OF_HEADS, RowShape
+from ...schemas.jobs.models import ModelFacts
+from ...schemas.model.banks import BANK, OF_HEADS
 from ...schemas.prompts.selectors import FORWARD, INSIDE, LENS_NAMES, NOT_SET, Hook
 
 PATTERN = "attn.hook_pattern"
@@ -76,22 +77,11 @@ class Attending(msgspec.Struct):
     head_dim: int = 0
 
 
-class Card(msgspec.Struct):
+class Card(ModelFacts, kw_only=True):
     """The response of `GET /v1/models/{name}`: the fields that this package reads."""
 
     id: str
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    max_model_len: int
-    dtype: str
-    hooks: list[str]
-    memory_limit_kib: int = 0
-    readings: dict[str, str] = {}
-    absent: dict[str, str] = {}
-    inside: dict[str, RowShape] = {}
-    attention: list[Attending] = []
+    attention: list[Attending] = []  # type: ignore[assignment]
 
     def has(self, name: str) -> bool:
         """Return whether the model serves the activation `name` of `BLOCK`."""

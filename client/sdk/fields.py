@@ -224,11 +224,19 @@ class AttributeFields(AttributionFields, total=False):
     foil: Prompt | None
 
 
-class FitFields(Handled, total=False):
-    """`POST /v1/modules/fit`."""
+class AnyFitFields(Handled, total=False):
+    """What all fits take."""
 
     model: str
     name: str
+    rank: int | None
+    seed: int | None
+    description: str | None
+
+
+class FitFields(AnyFitFields, total=False):
+    """`POST /v1/modules/fit`."""
+
     method: FitMethod
     layers: Numbers
     hook: Hook | None
@@ -238,28 +246,20 @@ class FitFields(Handled, total=False):
     read: Positions | None
     positions: Positions | None
     held_out: float | None
-    seed: int | None
-    rank: int | None
     steps: int | None
     batch: int | None
     learning_rate: float | None
     register: Registration | None
-    description: str | None
 
 
-class LensFitFields(Handled, total=False):
+class LensFitFields(AnyFitFields, total=False):
     """`POST /v1/jacobians/fit`."""
 
-    model: str
-    name: str
     prompts: Sequence[Prompt]
     folder: str | None
     layers: Numbers | None
-    rank: int | None
-    seed: int | None
     skip_first: int | None
     max_tokens: int | None
-    description: str | None
 
 
 class HarvestFields(TypedDict, total=False):

@@ -255,9 +255,8 @@ class Saes(Named[M, Sae]):
         `hook` and `layer`: only for files that do not name them (Gemma Scope's). An existing SAE of
         that name is replaced (`replaced` in the record).
         """
-        own = {"hook": hook, "layer": layer}
         return await self._register(
-            name=name, path=path, model=model, description=description, **own
+            name=name, path=path, model=model, description=description, hook=hook, layer=layer
         )
 
 
@@ -283,9 +282,8 @@ class Lenses(Named[M, TunedLens]):
         `hook`: the hook point whose rows h the lens maps. `residual`: the map is h + W h + b
         instead of W h + b. An existing lens of that name is replaced (`replaced` in the record).
         """
-        own = {"hook": hook, "residual": residual}
         return await self._register(
-            name=name, path=path, model=model, description=description, **own
+            name=name, path=path, model=model, description=description, hook=hook, residual=residual
         )
 
 

@@ -76,7 +76,7 @@ class StoredLensFit(Record, tag="jacobian_lens"):
         return used * (1 + (self.fit.rank or self.hidden_size))
 
 
-class JacobianLensRequest(FolderRequest):
+class JacobianLensRequest(FolderRequest, kw_only=True):
     """Body of `POST /v1/jacobians`."""
 
     name: LensName

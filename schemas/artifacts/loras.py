@@ -5,7 +5,7 @@ they may change.
 from ..access.handling import Handling
 from ..base.limits import MAX_LORAS, Reference
 from ..base.records import Record
-from .registered import FolderRequest, Kind, Registered
+from .registered import Folder, FolderRequest, Kind
 
 
 class LoraModule(Record):
@@ -60,16 +60,11 @@ class LoraRequest(FolderRequest):
     """Body of `POST /v1/loras`."""
 
 
-class Lora(Registered):
+class Lora(Folder, kw_only=True):
     """A registered adapter, as the ledger stores it and the API returns it."""
 
-    path: str
     rank: int  # the largest rank of its modules
     modules: list[str]  # names of the modules that it changes, with `*` for the layer's number
-    bytes: int
-    created: float
-    description: str = ""
-    replaced: str = ""  # the previous digest of the name, if this request replaced it
 
     def stored(self) -> StoredLora:
         return StoredLora(name=self.name, digest=self.digest, path=self.path, bytes=self.bytes)

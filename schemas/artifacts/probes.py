@@ -11,20 +11,18 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..base.limits import (
-    MAX_DESCRIPTION,
     MAX_LABEL,
     MAX_LAYER,
     MAX_PROBE_LABELS,
     MAX_PROBES,
     MAX_REQUEST_PROBES,
-    Name,
     Reference,
 )
 from ..base.records import Plotted, Record, Wire
 from ..base.tensors import NumbersOrTensor, pack_numbers
 from ..prompts.selectors import Hook, HookName
 from .conditions import Decision, StoredPolicy, Threshold
-from .registered import Kind, Registered
+from .registered import Kind, Registered, Registration
 
 #: How the scores of a request's tokens are combined into one score: the last token's, the largest,
 #: the mean, or the exponential moving average e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p.
@@ -37,7 +35,7 @@ ProbeLabel = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
 Side = Literal["before", "after"]
 
 
-class ProbeRequest(Record):
+class ProbeRequest(Registration, kw_only=True):
     """Body of `PUT /v1/probes/{name}`.
 
     `weight`: `[k, hidden_size]`, or `[hidden_size]` for one label; `bias`: `[k]`, null: zeros. A
@@ -59,8 +57,6 @@ class ProbeRequest(Record):
     ) = None
     aggregation: Aggregation = "last"
     decay: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None  # of `exponential`
-    model: Name | None = None  # null: the only served model
-    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
 
     def __post_init__(self) -> None:
         pack_numbers(self, "weight", "bias")
@@ -86,15 +82,12 @@ class ProbeContent(Record):
         ).hexdigest()
 
 
-class Probe(Registered):
+class Probe(Registered, kw_only=True):
     """A registered probe, as the ledger stores it and the API returns it; without its tensors."""
 
     content: ProbeContent
     hidden_size: int
     bytes: int  # of its tensors
-    created: float
-    description: str = ""
-    replaced: str = ""  # the previous digest of the name, if this request replaced it
 
     @property
     def tensors(self) -> list[str]:

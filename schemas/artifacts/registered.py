@@ -9,31 +9,48 @@ from ..base.limits import MAX_DESCRIPTION, MAX_PATH, Name, PathName
 from ..base.records import Record
 
 
-class FolderRequest(Record):
+class Registration(Record):
+    """Fields of every registration."""
+
+    model: Name | None = None  # null: the only served model
+    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
+
+
+class FolderRequest(Registration, kw_only=True):
     """Fields of every registration of a folder on the server. A kind adds its own as `kw_only`."""
 
     name: PathName
     # the folder's path, relative to the setting of its kind
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
-    model: Name | None = None  # required only if several are served
-    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
 
 
 class Registered(Record):
-    """Fields of every registered artifact, as the ledger stores it and the API returns it.
-
-    Each kind adds `replaced`: the digest that the name had before this request.
-    """
+    """Fields of every registered artifact, as the ledger stores it and the API returns it."""
 
     name: str
     model: str
     digest: str  # of its content
+    created: float
+    description: str = ""
+    replaced: str = ""  # the previous digest of the name, if this request replaced it
+
+    @property
+    def tensors(self) -> list[str]:
+        """The content hashes of its tensors; those of folders stay in their files."""
+        return []
 
     def replacing(self, previous: "Registered") -> Self:
         """Return the artifact with `replaced` set, if the previous digest differs."""
         if previous.digest == self.digest:
             return self
         return msgspec.structs.replace(self, replaced=previous.digest)
+
+
+class Folder(Registered, kw_only=True):
+    """Fields of every artifact that stays in a folder on the server."""
+
+    path: str
+    bytes: int
 
 
 T = TypeVar("T", bound=Registered)

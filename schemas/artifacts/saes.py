@@ -7,7 +7,7 @@ import msgspec
 from ..base.limits import MAX_SAE_WIDTH, MAX_SAES, Count, Index
 from ..base.records import Record
 from ..prompts.selectors import Hook, HookName
-from .registered import FolderRequest, Kind, Registered
+from .registered import Folder, FolderRequest, Kind
 
 #: How a pre-activation becomes an activation, by SAELens' names.
 Architecture = Literal["standard", "jumprelu", "gated", "topk"]
@@ -50,18 +50,13 @@ class SaeRequest(FolderRequest):
     layer: Index | None = None  # likewise
 
 
-class Sae(Registered):
+class Sae(Folder, kw_only=True):
     """A registered SAE, as the ledger stores it and the API returns it."""
 
-    path: str
     hook: Hook
     layer: int
     form: SaeForm
-    bytes: int  # of its weights in float32
-    created: float
     trained_on: str = ""  # the model, as the files name it
-    description: str = ""
-    replaced: str = ""  # the previous digest of the name, if this request replaced it
 
     def stored(self) -> StoredSae:
         return StoredSae(

@@ -3,7 +3,7 @@
 from ..base.limits import MAX_TUNED
 from ..base.records import Record
 from ..prompts.selectors import Hook, HookName
-from .registered import FolderRequest, Kind, Registered
+from .registered import Folder, FolderRequest, Kind
 
 #: Hook points whose rows the final norm and the head can read: the stream, and what is added to it.
 LENS_HOOKS: tuple[Hook, ...] = ("pre_attn", "attn_out", "post_attn", "mlp_out", "post_block")
@@ -27,18 +27,13 @@ class TunedLensRequest(FolderRequest):
     residual: bool = False  # the maps give what is added to a row: h + W h + b instead of W h + b
 
 
-class TunedLens(Registered):
+class TunedLens(Folder, kw_only=True):
     """A registered tuned lens, as the ledger keeps it and as it is shown."""
 
-    path: str
     hook: Hook
     residual: bool
     layers: list[int]  # that have a map, ascending
     hidden_size: int
-    bytes: int  # of its file
-    created: float
-    description: str = ""
-    replaced: str = ""  # digest that the name had until this request
 
     def stored(self) -> StoredTuned:
         return StoredTuned(

@@ -12,7 +12,7 @@ from ..base.limits import MAX_ATTRIBUTION_STEPS, MAX_LISTED_SCORES, Index, Refer
 from ..base.records import Record
 from ..prompts.selectors import Hook
 from ..requests.attributions import Edge, FeatureScore, Method, Verify, Why
-from .sweeps import SweepRequest, SweepResult
+from .sweeps import CellPlace, SweepRequest, SweepResult
 
 
 class AttributionRequest(SweepRequest, kw_only=True):
@@ -32,21 +32,13 @@ class AttributionRequest(SweepRequest, kw_only=True):
     keep: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED_SCORES)] = 1000
 
 
-class CheckedCell(Record):
-    """A cell, or a feature in a column, that was chosen to be computed exactly. `layer`: its number
-    in the model.
-    """
+class CheckedCell(CellPlace, kw_only=True):
+    """A cell, or a feature in a column, that was chosen to be computed exactly."""
 
-    hook: Hook
-    layer: int
-    column: int
-    label: str
     why: list[Why]
     estimate: float | None  # in the metric's units
     exact: float | None  # null: not computed yet, or `reason`
     off: bool  # they differ by more than the noise floor and the tolerance
-    reason: str = ""
-    feature: int | None = None  # of the autoencoder; −1: its error; null: the whole row
 
 
 class Agreement(Record):

@@ -116,44 +116,55 @@ class BlobEntry(msgspec.Struct):
     manifest: Manifest
 
 
-class ManifestFile(Record):
+class Blob(Record, kw_only=True):
+    """One durable blob of captured rows: a file, or with `offset` and `bytes` a part of one."""
+
+    path: str  # of the file, relative to the capture root
+    offset: int = 0
+    bytes: int
+    crc32: int
+    request: int  # index of the prompt
+    rank: int
+    pp: int
+    rows: int
+    sites: dict[str, list[int]]  # hook → layers
+    layout: str = "packed"
+    # rows served from the store of earlier rows (a prefix cache hit skipped their computation)
+    reused: int = 0
+    dropped: list[int] = []  # positions dropped under overload
+    non_finite: int = 0  # rows of it with values that are not finite
+
+
+class ManifestFile(Blob, kw_only=True):
     """One durable blob: rows of `sites` × `positions`, `[hidden_size]` of `dtype` each."""
 
     name: str  # of the blob within the job
     url: str  # of the blob's bytes
-    path: str  # of the file, relative to the capture root
-    offset: int  # of the blob in the file
-    request: int  # index of the prompt
-    rank: int
-    pp: int
-    bytes: int
-    crc32: int  # of the blob
-    rows: int
-    sites: dict[str, list[int]]
     at: str
     dtype: str
-    layout: str
     positions: list[int]  # absolute token positions, in the order of the rows
     token_ids: list[int]  # the token at each position
-    reused: int = 0
-    dropped: list[int] = []
     images: list[ImageSpan] = []  # of the prompt: positions `[start, stop)` of each, in order
-    non_finite: int = 0  # rows with values that are not finite
     # a temporary link to the blob's bytes in the store, which needs no key; null: use the API
     link: str | None = None
 
 
-class CaptureManifest(Record):
-    """Answer of `GET /v1/captures/{id}`."""
+class CaptureState(Record, kw_only=True):
+    """What is known of a job's captures."""
 
     job: str
     status: CaptureStatus
     # the artifact store: a folder, for readers on the same machine, or a URI without credentials
-    root: str | None
-    bytes: int
-    rows: int
-    files: list[ManifestFile]
+    root: str | None = None
+    bytes: int = 0
+    rows: int = 0
     detail: str = ""
+
+
+class CaptureManifest(CaptureState, kw_only=True):
+    """Answer of `GET /v1/captures/{id}`."""
+
+    files: list[ManifestFile]
     # ways in which rows of this model, as it was served, may differ from transformers'
     caveats: list[str] = []
     lora: LoraUse | None = None  # the adapter with which the rows were computed

@@ -18,34 +18,40 @@ class LawFigure(Published):
     ok: bool = True
 
 
-class Certificate(Published):
+class Started(Published, kw_only=True):
+    """What the start of an engine found out about its model."""
+
+    architecture: str
+    dtype: str
+    absent: dict[str, str] = {}  # hook point that is not served → the reason
+    # kind of reading (`lens`) → why it is not served; empty: it is served
+    readings: dict[str, str] = {}
+    extensions: list[Extension] = []  # loaded on every rank, with the tested properties
+    # how its rows differ from transformers' for the same checkpoint; also in every manifest
+    caveats: list[str] = []
+
+
+class Certificate(Started, kw_only=True):
     """The result of certification at an engine's start, from real requests on the real weights.
 
     Stored in the data folder.
     """
 
     model: str
-    architecture: str
     vllm: str  # its version
     version: str  # Midstream's
     runner: str
     mode: str  # eager | compiled
-    dtype: str
     tp: int
     pp: int
     created: float  # seconds since the epoch
     seconds: float  # duration of the certification
     proven: list[str]  # hook points
-    absent: dict[str, str] = {}  # hook point → why it is not served
     # hook point that is served without proof, because the hooks that would prove it are not
     # installed → the reason
     unproven: dict[str, str] = {}
-    readings: dict[str, str] = {}  # kind of reading (`lens`) → why the certification excluded it
     laws: list[LawFigure] = []
     not_compared: dict[str, str] = {}  # law → why it was not checked
-    extensions: list[Extension] = []  # loaded on every rank, with the tested properties
-    # also in every manifest: for example options and hooks that are not proven
-    caveats: list[str] = []
 
     @property
     def served(self) -> list[str]:

@@ -53,6 +53,7 @@ from ..requests.specs import (
     StoredSteering,
 )
 from .attributions import AttributionResult
+from .captures import Blob, CaptureState
 from .doses import DoseResult, StoredDose
 from .fits import FitOutcome, StoredFit
 from .sweeps import StoredSweep, SweepResult
@@ -140,10 +141,23 @@ class SamplingRequest(Sampling):
     bad_words: BadWords = []
 
 
-class JobRequest(ReadingRequest, kw_only=True):
-    """Body of `POST /v1/jobs`: `prompts`, or conversations in `messages`."""
+class ModelRequest(ReadingRequest, kw_only=True):
+    """What every form of request to a model may ask for."""
 
     model: Name
+    capture: CaptureSpec | None = None
+    steering: SteeringList = []
+    patch: PatchList = []
+    probes: ProbeList = []
+    policies: PolicyList = []
+    #: Name of the conversation that the request continues, for policies that latch it; the tenant's
+    #: own.
+    conversation: PathName | None = None
+
+
+class JobRequest(ModelRequest, kw_only=True):
+    """Body of `POST /v1/jobs`: `prompts`, or conversations in `messages`."""
+
     prompts: Annotated[list[Prompt], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = (
         None
     )
@@ -153,14 +167,6 @@ class JobRequest(ReadingRequest, kw_only=True):
         Annotated[list[Conversation], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None
     ) = None
     sampling: SamplingRequest = SamplingRequest()
-    capture: CaptureSpec | None = None
-    steering: SteeringList = []
-    patch: PatchList = []
-    probes: ProbeList = []
-    policies: PolicyList = []
-    #: Name of the conversation that the request continues, for policies that latch it; the tenant's
-    #: own.
-    conversation: PathName | None = None
     metadata: Metadata = {}
 
 
@@ -174,43 +180,56 @@ class StoredPrompt(Record, omit_defaults=True):
     images: list[ImageRef] = []
 
 
-class Job(Record, dict=True, omit_defaults=True):
+class Accepted(Record, omit_defaults=True, kw_only=True):
+    """What stays as it was when a job was accepted."""
+
+    id: str
+    model: str
+    created: float
+    metadata: dict[str, str] = {}
+    # named modules that it uses → the digest that the name pointed at
+    modules: dict[str, str] = {}
+    # source runs that it is patched with → the job that the name pointed at
+    runs: dict[str, str] = {}
+    run: str = ""  # its captures are kept as the source run of this name
+    # owner of the job, its captures and its source run; invisible to other tenants
+    tenant: str = DEFAULT_TENANT
+    priority: Priority = "normal"
+    # seconds since the epoch: aborted if no worker has begun it by then
+    expires: float | None = None
+    conversation: str = ""  # that it continues; of its tenant
+    # of the model that it was accepted for, and no other runs it; empty: accepted by a version
+    # without identities, so no worker runs it
+    identity: str = ""
+    # what it names or the operator adds: `sae/NAME`, `tuned/NAME`, `policy/NAME`, … → digest
+    contents: dict[str, str] = {}
+    # the queue that it enters first; in `JobView`, the one that it is in: that of vLLM's workers,
+    # or `gradients`
+    queue: Queue = ""
+
+
+class Job(Accepted, dict=True, kw_only=True):
     # `dict`: for the cached property; `omit_defaults`: as for `Sampling`
     """A validated job as the ledger keeps it and the worker reads it.
 
     Never changes after acceptance.
     """
 
-    id: str
     kind: Literal[
         "generate", "completion", "chat", "sweep", "attribution", "fit", "dose", "harvest"
     ]
-    model: str
     prompts: list[StoredPrompt]  # empty for a sweep or harvest
     sampling: Sampling
-    created: float
     #: One list per prompt: positions are resolved against that prompt. Empty if nothing is
     #: requested. Patches come before steering.
     steering: list[list[StoredSteering]] = []
     captures: list[list[StoredCapture]] = []
     stream: bool = False  # publish token events while generating
-    metadata: dict[str, str] = {}
-    # named modules that it uses → the digest that the name pointed at when the job was accepted
-    modules: dict[str, str] = {}
-    # source runs that it is patched with → the job that the name pointed at then
-    runs: dict[str, str] = {}
-    run: str = ""  # its captures are kept as the source run of this name
     sweep: StoredSweep | None = None
     harvest: HarvestPart | None = None
     fit: StoredFit | None = None
     dose: StoredDose | None = None
-    # owner of the job, its captures and its source run; invisible to other tenants
-    tenant: str = DEFAULT_TENANT
     key: str = ""  # id of the API key that it was submitted with; empty: authentication is off
-    priority: Priority = "normal"
-    expires: float | None = (
-        None  # seconds since the epoch: aborted if no worker has begun it by then
-    )
     callback: Callback | None = None
     trace: str = ""  # W3C traceparent of its submission; empty: not traced
     lora: StoredLora | None = None  # adapter that all its requests are computed with
@@ -221,18 +240,9 @@ class Job(Record, dict=True, omit_defaults=True):
     # the prompts' lengths; `sampling.max_tokens` is too large
     fills: bool = False
     probes: list[StoredProbe] = []  # that score all its prompts; also for its policies
-    conversation: str = ""  # that it continues; of its tenant
     hooks: dict[str, Callback] = {}  # policy that acts on it → the webhook of its decisions
     # for a sweep or harvest, whose prompts are not in `prompts`: the global captures
     global_captures: list[CaptureSpec] = []
-    # identity of the model that it was accepted for; empty: accepted by a version without
-    # identities, so no worker runs it
-    identity: str = ""
-    # artifacts that it names or that the operator adds: `sae/NAME`, `policy/NAME`, … → digest
-    contents: dict[str, str] = {}
-    # the queue that it enters first; its record has the queue that it is in
-    queue: Queue = ""
-    edit_limit: float = 0.0  # of its tenant, for all its edits: see `StoredSteering.limit`
 
     @property
     def wants_receipts(self) -> bool:
@@ -313,27 +323,11 @@ class Output(Record):
 Outcome = list[Output] | FitOutcome | DoseResult
 
 
-class FileEntry(Record):
-    """A durable capture blob as the user sees it: a file, or with `offset` and `bytes` a part of
-    one.
-    """
+class FileEntry(Blob, kw_only=True):
+    """A durable capture blob as the user sees it."""
 
-    path: str  # relative to the capture root
-    request: int  # index of the prompt
-    rank: int
-    pp: int
-    bytes: int
-    crc32: int
-    rows: int
-    sites: dict[str, list[int]]  # hook → layers
     positions: int
-    offset: int = 0
-    layout: str = "packed"
     tag: str = ""
-    # rows served from the store of earlier rows (a prefix cache hit skipped their computation)
-    reused: int = 0
-    dropped: list[int] = []  # positions dropped under overload
-    non_finite: int = 0  # rows of it with values that are not finite
 
 
 class ConsumerReport(Record):
@@ -347,19 +341,12 @@ class ConsumerReport(Record):
     rows: bytes = b""  # `memory`: a safetensors blob, base64 in JSON
 
 
-class CaptureResults(Record):
+class CaptureResults(CaptureState, kw_only=True):
     """`ok` only if every file is durable and every rank has reported."""
 
-    status: CaptureStatus
-    job: str
     url: str | None = None  # where the manifest and the tensors are
-    # the artifact store: a folder, for readers on the same machine, or a URI without credentials
-    root: str | None = None
     files: list[FileEntry] = []
     consumers: list[ConsumerReport] = []
-    bytes: int = 0
-    rows: int = 0
-    detail: str = ""
 
 
 class RankReport(Record):
@@ -396,16 +383,13 @@ class Determinism(Record):
     retried: list[str] = []  # what ranks of an earlier attempt disagreed on
 
 
-class JobView(Record, omit_defaults=True):
+class JobView(Accepted, kw_only=True):
     """Answer of `GET /v1/jobs/{id}`."""
 
-    id: str
     kind: str
-    model: str
     state: State
     attempt: int  # how many times a worker has started it
     version: int  # grows with every change; the ETag
-    created: float
     queued: float | None = None
     started: float | None = None
     generated: float | None = None  # all outputs stored; captures may still be landing
@@ -417,29 +401,17 @@ class JobView(Record, omit_defaults=True):
     receipts_expected: int = 0
     prompts: int = 0
     error: Problem | None = None
-    metadata: dict[str, str] = {}
-    modules: dict[str, str] = {}  # named modules that it uses → digest
-    runs: dict[str, str] = {}  # source runs that it is patched with → their jobs
-    run: str = ""  # the source run that it makes
     cells: int = 0  # of a sweep: those that are known, skipped ones included
     cells_expected: int = 0
-    tenant: str = DEFAULT_TENANT
-    priority: Priority = "normal"
-    expires: float | None = None  # aborted if no worker has begun it by then
     callback_url: str | None = None
-    conversation: str = ""  # that it continues
     probed: bool = False  # probes score it: its own, or those of policies
     # something edits it: its own steering, its adapter, or the global steering that it was started
     # under
     steered: bool = False
     lora: LoraUse | None = None
-    identity: str = ""  # of the model that it was accepted for; no other model runs it
-    # what it uses: `sae/NAME`, `tuned/NAME`, `probe/NAME`, `lora/NAME`, `policy/NAME`, … → digest
-    contents: dict[str, str] = {}
     # version of the global steering that its attempt began under; null: it has not begun
     global_version: int | None = None
     retry_reason: str = ""  # why its previous attempt ended; empty: there was none
-    queue: Queue = ""  # whose workers run it now: those of vLLM, or `gradients`
 
 
 class JobResult(Plotted, ReadingResults):

@@ -4,11 +4,11 @@ import hashlib
 
 from ..artifacts.loras import LoraSupport
 from ..base.records import Published, Record, to_msgpack
-from ..extensions import Extension
 from ..model.attention import AttentionKind
 from ..model.banks import RowShape
 from ..requests.specs import CaptureSpec
-from .certificates import Certificate
+from ..requests.steering import Load
+from .certificates import Certificate, Started
 
 #: The digits of an identity shown in errors, in tables and on the page.
 SHOWN_IDENTITY = 12
@@ -19,40 +19,48 @@ NO_TOOL_PARSER = (
 )
 
 
-class ModelInfo(Published):
+class ModelFacts(Started, kw_only=True):
+    """What users and jobs need to know of a served model."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and generated together
+    dtype_reason: str = ""  # why it computes in `dtype`
+    hooks: list[str]  # served hook points
+    # hook point whose rows do not have the hidden size → their shape
+    inside: dict[str, RowShape] = {}
+    consumers: list[str] = []  # of captured rows, loaded on every rank
+    memory_limit_kib: int = 0  # the largest capture that a response returns
+    global_captures: list[CaptureSpec] = []  # captures of every request
+    # SHA-256 of everything that determines the model's results, see docs/reliability.md
+    identity: str = ""
+    # vLLM's method, and how weights and activations are rounded; empty: not quantised
+    quantization: str = ""
+    lora: LoraSupport | None = None  # null: no adapters are served
+    certificate: Certificate | None = None  # of the engine's start; null: it was not certified
+    # of each layer that attends: how it turns queries and keys into patterns; empty: not reported
+    attention: list[AttentionKind] = []
+
+
+class ModelInfo(ModelFacts, kw_only=True):
     """Facts about a served model. A worker publishes them in Redis when its engine is up; they stay
     when the worker stops, so that jobs are still accepted.
     """
 
     name: str
     version: str  # Midstream's version on the worker
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    max_model_len: int  # tokens, prompt and generated together
-    dtype: str
-    hooks: list[str]  # served hook points
     tokenizer: str  # SHA-256 of the tokenizer bundle's bytes, the key of its blob
     tp: int = 1
     pp: int = 1
     runner: str = "v1"
-    consumers: list[str] = []  # of captured rows, loaded on every rank
-    memory_limit_kib: int = 0  # the largest capture that a response returns
     step_tokens: int = 0  # the most token rows in one engine step
     speculative_tokens: int = 0  # the most drafts of a request in one engine step
     # rows that one engine step may capture: those of one token and its drafts must fit; 0: no limit
     capture_row_limit: int = 0
     steering_rows: int = 0  # distinct steering rows that the engine can hold; 0: not reported
     steering_entries: int = 0  # vectors of those rows, over all sites; 0: not reported
-    global_captures: list[CaptureSpec] = []  # captures of every request
     grades: bool = False  # ranks support `RankSpec.grade`, so sweeps can run
-    # kind of reading (`lens`) → why it is not served; empty: it is served
-    readings: dict[str, str] = {}
-    extensions: list[Extension] = []  # loaded on every rank
-    absent: dict[str, str] = {}  # hook point that is not served → the reason
-    # hook point whose rows do not have the hidden size → their shape
-    inside: dict[str, RowShape] = {}
     multimodal: bool = False  # the model accepts images, even if this worker does not
     images: int = 0  # the most images of a prompt; 0: this worker accepts none
     images_refused: str = ""  # why this worker accepts none
@@ -61,15 +69,6 @@ class ModelInfo(Published):
     tool_parser: str = ""  # vLLM's parser of tool calls; empty: chats take no tools
     # without a parser: those that may fit the chat template, for the setting `tool_parser`
     tool_parsers: list[str] = []
-    caveats: list[str] = []  # how its rows differ from transformers' for the same checkpoint
-    dtype_reason: str = ""  # why it computes in `dtype`
-    # SHA-256 of everything that determines the model's results, see `workers.engine.model_identity`
-    identity: str = ""
-    # vLLM's method, and how weights and activations are rounded; empty: not quantised
-    quantization: str = ""
-    lora: LoraSupport | None = None  # None: no adapters are served
-    certificate: Certificate | None = None  # of the engine's start; None: it was not certified
-    attention: list[AttentionKind] = []  # of each layer that attends; empty: not reported
     wire: int = 0  # of the worker, see `schemas.service.compatibility`
     oldest_wire: int = 0
 
@@ -118,28 +117,19 @@ def encode_bundle(bundle: TokenizerBundle) -> tuple[str, bytes]:
     return hashlib.sha256(raw).hexdigest(), raw
 
 
-class WorkerStats(Published):
-    """A worker's current activity. Figures of its ranks are a few seconds old."""
+class WorkerStats(Load, kw_only=True):
+    """A worker's current activity. Figures of its ranks are a few seconds old: those of `Load` are
+    of all ranks, or of the rank with the most rows.
+    """
 
     at: float  # seconds since the epoch
     jobs: int  # jobs that it holds
-    running: int  # requests in the engine's steps
     waiting: int  # requests that wait for the engine, or for rows of the steering table
     prompt_tokens_s: float  # tokens per second since the last heartbeat
     generated_tokens_s: float
     prompt_tokens: int  # since the worker started
     generated_tokens: int
     cells: int  # of sweeps
-    kv_cache: float  # share in use, 0 to 1
-    rows_used: int  # of the steering table, on the rank with the most
-    rows: int
-    entries_used: int
-    entries: int
-    outbox: int  # receipts that the relay has not acknowledged yet, of all ranks
-    backlog: int  # bytes of captured rows that wait for the writers, of all ranks
-    captured_rows: int  # of all ranks, since they started
-    captured_bytes: int
-    dropped_positions: int
     desyncs: int
     resyncs: int
     last_desync: str = ""  # what the ranks disagreed on

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..artifacts.loras import LoraSupport
-from ..artifacts.probes import ProbeList, ProbeResult, TokenScores
+from ..artifacts.probes import ProbeResult, TokenScores
 from ..base.errors import Problem
 from ..base.limits import (
     MAX_CHOICES,
@@ -21,26 +20,19 @@ from ..base.limits import (
     Index,
     Label,
     Metadata,
-    Name,
-    PathName,
     Text,
 )
 from ..base.records import Record
-from ..extensions import Extension
-from ..model.attention import AttentionKind
-from ..model.banks import RowShape
 from ..prompts.chat import Conversation, NamedTool, ToolCall, ToolList
-from ..readings.readings import ReadingAnswers, ReadingRequest
+from ..readings.readings import ReadingAnswers
 from ..requests.lens_args import LensArgs, LensRows
-from ..requests.policies import PolicyList
-from ..requests.specs import CaptureSpec, PatchList, SteeringList
-from .certificates import Certificate
 from .jobs import (
     AllowedTokens,
     BadWords,
     CaptureResults,
     Determinism,
     LogitBias,
+    ModelRequest,
     Prompt,
     Seed,
     StopText,
@@ -48,7 +40,7 @@ from .jobs import (
     StopTokens,
     StructuredRequest,
 )
-from .models import GradientInfo
+from .models import GradientInfo, ModelFacts
 
 #: Field → the values that ask for nothing. Anything else is refused with the field's name.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -125,13 +117,12 @@ class StreamOptions(Record):
     include_obfuscation: bool = False  # nothing is padded either way
 
 
-class OpenAIRequest(ReadingRequest, kw_only=True):
+class OpenAIRequest(ModelRequest, kw_only=True):
     """Fields that both endpoints share.
 
     `temperature` is 1 by default, as in OpenAI's API; a job's is 0.
     """
 
-    model: Name
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = 1.0
     seed: Seed | None = None
@@ -140,15 +131,6 @@ class OpenAIRequest(ReadingRequest, kw_only=True):
     stream_options: StreamOptions | None = None
     metadata: Metadata | None = None
 
-    # Ours
-    steering: SteeringList = []
-    patch: PatchList = []
-    capture: CaptureSpec | None = None
-    probes: ProbeList = []
-    policies: PolicyList = []
-    #: Name of the conversation that the request continues, for policies that latch it; the tenant's
-    #: own.
-    conversation: PathName | None = None
     #: Hold the answer until every capture is durable and every rank has reported. A steered answer
     #: is always held for the ranks' reports, so that an intervention which was not applied is never
     #: answered as if it were.
@@ -385,44 +367,17 @@ class ChatChunk(Answer, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class ModelCard(Record):
+class ModelCard(ModelFacts, kw_only=True, forbid_unknown_fields=True):
     """One model as OpenAI lists it, with what a user needs to specify layers, vectors and
-    positions.
+    positions. Only `GET /v1/models/{name}` has `certificate`, `attention` and `gradients`.
     """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    max_model_len: int
-    dtype: str
-    hooks: list[str]
     workers: int  # live ones
-    dtype_reason: str = ""  # why it computes in `dtype`
-    consumers: list[str] = []  # who may get captured rows
-    memory_limit_kib: int = 0  # the most that consumer `memory` returns per prompt
-    global_captures: list[CaptureSpec] = []  # what the operator captures of every request
-    # in what its rows differ from transformers' on the same checkpoint, as sentences
-    caveats: list[str] = []
-    # vLLM's method, and how weights and activations are rounded; empty: not quantised
-    quantization: str = ""
-    # SHA-256 of what decides the model's numbers, see docs/reliability.md; empty: not reported
-    identity: str = ""
-    lora: LoraSupport | None = None  # what an adapter may change; null: none are served
-    # what can be computed of rows, such as `lens` → why it is not served; empty: it is
-    readings: dict[str, str] = {}
-    absent: dict[str, str] = {}  # hook point that is not served → why
-    inside: dict[str, RowShape] = {}  # of `hooks`, those whose rows are not of the hidden size
-    extensions: list[Extension] = []  # what the operator installed next to Midstream, for `readers`
-    # only of `GET /v1/models/{name}`; null there: the model was not certified
-    certificate: Certificate | None = None
-    # only of `GET /v1/models/{name}`: how its layers turn queries and keys into patterns
-    attention: list[AttentionKind] = []
-    # only of `GET /v1/models/{name}`, of its gradient workers; null: there was none
+    # of its gradient workers; null: there was none
     gradients: GradientInfo | None = None
 
 

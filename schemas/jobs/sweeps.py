@@ -208,20 +208,25 @@ class StoredPair(Record):
         return max(len(self.base), len(self.source)) + max(len(self.answer), len(self.foil), 1) - 1
 
 
-class StoredSweep(Record):
-    """The resolved request of a sweep. All pairs have the same number of columns."""
+class SweepTerms(Record):
+    """What all cells of a sweep share."""
 
-    pairs: list[StoredPair]
     hooks: list[Hook]
     layers: list[int]  # ascending
     metric: Metric
     direction: Direction
     ablation: Ablation | None = None
+    axis: Axis = "position"
+
+
+class StoredSweep(SweepTerms, kw_only=True):
+    """The resolved request of a sweep. All pairs have the same number of columns."""
+
+    pairs: list[StoredPair]
     window: PatchWindow = PatchWindow()
     alpha: float = 1.0
     mask: str = ""  # content hash of the mask, see `StoredSteering.tensors`; empty: none
     noise: int = 8
-    axis: Axis = "position"
     path: StoredPath | None = None
     attribution: StoredAttribution | UnsetType = UNSET
 
@@ -360,14 +365,16 @@ class SweepSummary(Record):
     noise_floor: list[float | None]
 
 
-class SweepResult(Plotted, Record):
+class SweepReport(SweepTerms, kw_only=True):
+    """What is known of a sweep when it starts."""
+
+    skipped: list[Skipped]  # cells
+    path: SweepPath | None = None
+
+
+class SweepResult(Plotted, SweepReport, kw_only=True):
     """`JobResult.sweep`. Complete if the job has succeeded; before, the results so far."""
 
-    metric: Metric
-    direction: Direction
-    ablation: Ablation | None
-    hooks: list[Hook]
-    layers: list[int]
     window: PatchWindow
     alpha: float
     pairs: list[PairResult]
@@ -376,39 +383,33 @@ class SweepResult(Plotted, Record):
     mean: dict[Hook, list[list[float | None]]]
     #: Sample standard deviation over the pairs; null with fewer than two.
     spread: dict[Hook, list[list[float | None]]]
-    skipped: list[Skipped]
     summary: SweepSummary
-    axis: Axis = "position"
-    path: SweepPath | None = None
 
 
-class SweepStart(Record):
+class SweepStart(SweepReport, kw_only=True):
     """Data of the event `start`."""
 
-    metric: Metric
-    direction: Direction
-    ablation: Ablation | None
-    hooks: list[Hook]
-    layers: list[int]
     labels: list[list[str]]  # of each pair's columns
     total: int  # cells
-    skipped: list[Skipped]  # cells that are known to be skipped
     notes: list[list[str]]  # of each pair
-    axis: Axis = "position"
-    path: SweepPath | None = None
 
 
-class SweepCell(Record):
-    """Data of the event `cell`. `layer`: its number in the model. `feature`: as in `Unit`."""
+class CellPlace(Record, kw_only=True):
+    """A cell of a grid, or a feature in a column of it."""
 
-    pair: int
     hook: Hook
-    layer: int
+    layer: int  # its number in the model
     column: int
     label: str
+    reason: str = ""  # why it has no value
+    feature: int | None = None  # of the autoencoder; −1: its error; null: the whole row
+
+
+class SweepCell(CellPlace, kw_only=True):
+    """Data of the event `cell`."""
+
+    pair: int
     value: float | None
     logprob: float | None = None
     foil_logprob: float | None = None
-    reason: str = ""
     neurons: list[int] = []  # as in `PairResult.neurons`
-    feature: int | None = None

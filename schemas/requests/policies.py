@@ -9,16 +9,14 @@ import msgspec
 
 from ..artifacts.conditions import Condition, Mode
 from ..artifacts.probes import StoredProbe
-from ..artifacts.registered import Kind, Registered
+from ..artifacts.registered import Kind, Registered, Registration
 from ..base.edit_sizes import EditLimit
 from ..base.limits import (
-    MAX_DESCRIPTION,
     MAX_POLICIES,
     MAX_POLICY_ACTIONS,
     MAX_REQUEST_POLICIES,
     MAX_URL,
     Index,
-    Name,
     Reference,
 )
 from ..base.records import Record
@@ -58,7 +56,7 @@ Action = Literal["flag", "stop"] | Steer | Window | Webhook
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class PolicyRequest(Record):
+class PolicyRequest(Registration, kw_only=True):
     """Body of `PUT /v1/policies/{name}`."""
 
     probe: Reference
@@ -68,8 +66,6 @@ class PolicyRequest(Record):
     mode: Mode = "shadow"
     share: Share = 0.0  # of the requests, in mode `canary`
     all_traffic: bool = False  # applies to every request to the model; otherwise to those naming it
-    model: Name | None = None  # null: the only served model
-    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
 
     def __post_init__(self) -> None:
         once = [kind for kind in self.kinds if kind != "steer"]
@@ -119,11 +115,10 @@ class PolicyVersion(Record):
     key: str
 
 
-class Policy(Registered):
+class Policy(Registered, kw_only=True):
     """A registered policy, as the ledger stores it and the API returns it; without tensors."""
 
     versions: list[PolicyVersion]  # the newest `MAX_POLICY_VERSIONS`; the last one applies
-    replaced: str = ""  # the previous digest of the name, if this request replaced it
 
     @property
     def current(self) -> PolicyVersion:

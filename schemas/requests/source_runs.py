@@ -43,21 +43,14 @@ class RunPrompt(Record):
     bytes: int  # of the rows
 
 
-class RunView(Record):
+class RunView(Run, omit_defaults=False, kw_only=True):
     """Answer of `GET /v1/runs/{name}`; the listing omits `prompts`."""
 
-    name: str
-    model: str
-    job: str
-    tag: str
-    created: float
     state: RunState
     detail: str = ""  # why it is not ready
     bytes: int = 0
     in_use: int = 0  # jobs that hold it now, on any worker
     held_by: list[str] = []  # workers that have it in memory now
-    lora: LoraUse | None = None  # the adapter with which its rows were computed
-    identity: str = ""  # of the model that computed its rows
     prompts: list[RunPrompt] | None = None
 
 

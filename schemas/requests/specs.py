@@ -230,33 +230,38 @@ SteeringList = Annotated[list[SteeringSpec], msgspec.Meta(max_length=MAX_ENTRIES
 PatchList = Annotated[list[PatchSpec], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
-class StoredSteering(Record):
-    """A `SteeringSpec` after validation, for one prompt: layers are numbers, tensors are named by
-    their content hashes.
+class CheckedSteering(Record, kw_only=True):
+    """A `SteeringSpec` after validation: layers are numbers, tensors are named by their content
+    hashes.
     """
 
     layers: list[int]
     hook: Hook
-    positions: PositionSelector
     family: Family
     tensors: list[str]  # in the family's order; in a mask, 1: written, 0: not written
     scale: float = 1.0  # factor of the vector, if the family has a scale
     numbers: list[float] = []  # in the family's order
     rank: int = 0  # of the tensors, if the family has ranked tensors
-    # digest of the probe that decides at which of `positions` the entry is applied; empty: at all
-    gate: str = ""
     # the largest relative size of all edits at its sites and positions together: larger ones are
     # scaled to it, or, if it is negative, fail the request; 0: no limit
     limit: float = 0.0
+
+    def shapes(self, hidden_size: int) -> list[list[int]]:
+        """Return the shapes that its tensors must have."""
+        return FAMILY[self.family].shapes(self.rank, hidden_size)
+
+
+class StoredSteering(CheckedSteering, kw_only=True):
+    """A `SteeringSpec` after validation, for one prompt."""
+
+    positions: PositionSelector
+    # digest of the probe that decides at which of `positions` the entry is applied; empty: at all
+    gate: str = ""
 
     @property
     def num_vectors(self) -> int:
         """The number of entries of the ranks' pool for each site."""
         return FAMILY[self.family].entries(self.rank or 1)
-
-    def shapes(self, hidden_size: int) -> list[list[int]]:
-        """Return the shapes that its tensors must have."""
-        return FAMILY[self.family].shapes(self.rank, hidden_size)
 
 
 def at_scale(entry: StoredSteering, factor: float) -> StoredSteering:

@@ -9,42 +9,37 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ..artifacts.registered import Registration
 from ..base.edit_sizes import EditLimit
-from ..base.limits import MAX_DESCRIPTION, MAX_ENTRIES, Name
-from ..base.records import Record
+from ..base.limits import MAX_ENTRIES, Name
+from ..base.records import Published, Record
 from ..base.store_calls import StoreCalls
 from ..prompts.selectors import (
-    Hook,
     PositionSelector,
     RequestedPositions,
     cut_positions,
     resolve_positions,
 )
-from .interventions import FAMILY, Family
-from .specs import SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, steering_rows
+from .specs import (
+    CheckedSteering,
+    SteeringRow,
+    SteeringSpec,
+    StoredSteering,
+    at_scale,
+    content_key,
+    steering_rows,
+)
 from .trainings import Training
 
 Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
 
 
-class SteeringTemplate(Record):
+class SteeringTemplate(CheckedSteering, kw_only=True):
     """A `SteeringSpec` after validation against a model, but not for a prompt: positions are not
     resolved yet.
     """
 
-    layers: list[int]
-    hook: Hook
     positions: RequestedPositions
-    family: Family
-    tensors: list[str]  # content hashes
-    scale: float = 1.0
-    numbers: list[float] = []
-    rank: int = 0
-    limit: float = 0.0
-
-    def shapes(self, hidden_size: int) -> list[list[int]]:
-        """Return the shapes that its tensors must have."""
-        return FAMILY[self.family].shapes(self.rank, hidden_size)
 
     def stored(self, positions: PositionSelector, scale: float = 1.0) -> StoredSteering:
         """Return the entry for one prompt, at the resolved `positions`, multiplied by `scale` (see
@@ -80,33 +75,36 @@ MODEL_HEADER = "x-midstream-model"
 # --- Named modules
 
 
-class ModuleRequest(Record):
+class ModuleRequest(Registration, kw_only=True):
     """Body of `PUT /v1/steering/modules/{name}`: entries as in a request's `steering`, except
     entries that name modules.
     """
 
     steering: Entries
-    model: Name | None = None  # null: the only served model
-    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
     # of each entry; the stricter counts where an entry has its own. It holds wherever the module is
     # used
     limit: EditLimit | None = None
 
 
-class Module(Record):
-    """A named module as stored."""
+class ModuleFacts(Record):
+    """What is stored of a named module, and shown of it."""
 
     name: str
     model: str
     digest: str  # `content_digest(entries)`: the content to which the name refers
-    entries: list[SteeringTemplate]
     bytes: int  # of its distinct tensors
     created: float
     description: str = ""
+    training: Training | None = None  # of a learned module
+
+
+class Module(ModuleFacts, kw_only=True):
+    """A named module as stored."""
+
+    entries: list[SteeringTemplate]
     hidden_size: int = 0  # of the model that it was registered for
     # for each entry, the largest coordinate of scale · vector; 0 if the vector is not scaled
     reach: list[float] = []
-    training: Training | None = None  # of a learned module
 
     @property
     def tensors(self) -> list[str]:
@@ -129,19 +127,12 @@ class EntryView(Record):
     limit: EditLimit | None = None
 
 
-class ModuleView(Record):
+class ModuleView(ModuleFacts, kw_only=True):
     """Answer of `GET /v1/steering/modules/{name}`."""
 
-    name: str
-    model: str
-    digest: str
     entries: list[EntryView]
-    bytes: int
-    created: float
-    description: str = ""
     # on `PUT`: the previous digest of the name, if it was different
     replaced: str | None = None
-    training: Training | None = None  # of a learned module
 
 
 class ModulePage(Record):
@@ -227,10 +218,24 @@ class Desired(Record):
 # --- Status reported by the ranks
 
 
-class RankSteering(Record):
-    """The report of one rank from `midstream_status`; rows and entries are those of its steering
-    table.
-    """
+class Load(Published):
+    """What a rank holds and does; rows and entries are those of its steering table."""
+
+    rows_used: int
+    rows: int
+    entries_used: int
+    entries: int
+    outbox: int  # receipts that the relay has not acknowledged yet
+    backlog: int  # bytes of captured rows that wait for the writers
+    captured_rows: int = 0  # since the rank started; a row is one hook of one layer at one position
+    captured_bytes: int = 0
+    dropped_positions: int = 0  # requested positions dropped under overload
+    running: int = 0  # requests in the engine's last step, with or without interventions
+    kv_cache: float = 0.0  # share of the KV cache in use in that step, 0 to 1
+
+
+class RankSteering(Load, kw_only=True, forbid_unknown_fields=True):
+    """The report of one rank from `midstream_status`."""
 
     rank: int
     tp: int
@@ -242,20 +247,9 @@ class RankSteering(Record):
     global_version: int
     global_digest: str
     modules: dict[str, str]  # name → digest
-    rows_used: int
-    rows: int
-    entries_used: int
-    entries: int
     vectors: int
     requests: int
-    outbox: int  # receipts that the relay has not acknowledged yet
-    backlog: int  # bytes of captured rows that wait for the writers
-    captured_rows: int = 0  # since the rank started; a row is one hook of one layer at one position
-    captured_bytes: int = 0
-    dropped_positions: int = 0  # requested positions dropped under overload
-    running: int = 0  # requests in the engine's last step, with or without interventions
     queued: int = 0  # requests that waited in that step
-    kv_cache: float = 0.0  # share of the KV cache in use in that step, 0 to 1
     # operation → the rank's requests to object storage since it started
     store: dict[str, StoreCalls] = {}
 

@@ -29,7 +29,7 @@ from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, identity_of, ma
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.jobs.sweeps import Sweeps
-from midstream.broker.ledger.named.probes import Pinned
+from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import Steering
 from midstream.broker.receipts.relay import Relay
 from midstream.schemas.artifacts.conditions import Condition, Schedule
@@ -321,8 +321,10 @@ class Rig:
             tenant="",
             key="",
         )
-        policy = Policy(name="guard", model="fake-model", digest="digest", versions=[version])
-        await Pinned(self.ledger, POLICIES).put(
+        policy = Policy(
+            name="guard", model="fake-model", digest="digest", created=1.0, versions=[version]
+        )
+        await Registry(self.ledger, POLICIES).put(
             "fake-model",
             "guard",
             lambda _: policy,

@@ -20,11 +20,10 @@ from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.models import ModelInfo
 
 
-class Ruler(Registered):
+class Ruler(Registered, kw_only=True):
     """A registered ruler."""
 
     inches: int
-    replaced: str = ""
 
 
 class RulerRequest(FolderRequest, kw_only=True):
@@ -43,24 +42,31 @@ RULERS = Kind("ruler", "rulers", "ruler", Ruler, RulerRequest, RulerPage, "ms:ru
 
 
 def ruler(name: str, digest: str = "d") -> Ruler:
-    return Ruler(name=name, model=MODEL, digest=digest, inches=12)
+    return Ruler(name=name, model=MODEL, digest=digest, created=1.0, inches=12)
 
 
 def resolve_ruler(request: RulerRequest, model: ModelInfo, root: str) -> Ruler:
-    return Ruler(name=request.name, model=model.name, digest="d", inches=request.inches)
+    return Ruler(
+        name=request.name, model=model.name, digest="d", created=1.0, inches=request.inches
+    )
 
 
 def test_the_ledger_keeps_a_further_kind(redis_url: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             rulers = Registry(ledger, RULERS)
-            assert await rulers.put(ruler("one")) is None
-            assert await rulers.put(ruler("one", "e")) == ruler("one")
+
+            async def put(artifact: Ruler) -> Ruler | None:
+                _, former = await rulers.put(MODEL, artifact.name, lambda _: artifact, {})
+                return former
+
+            assert await put(ruler("one")) is None
+            assert await put(ruler("one", "e")) == ruler("one")
             assert ruler("one", "e").replacing(ruler("one")).replaced == "d"
             assert await rulers.known(MODEL, "one") == ruler("one", "e")
-            await rulers.put(ruler("two"))
+            await put(ruler("two"))
             with pytest.raises(MidstreamError, match="has 2 rulers"):
-                await rulers.put(ruler("three"))
+                await put(ruler("three"))
             assert await rulers.delete(MODEL, "two")
             assert await rulers.of_model(MODEL) == [ruler("one", "e")]
             with pytest.raises(MidstreamError, match=r"unknown ruler 'two' .*\(allowed: one\)"):

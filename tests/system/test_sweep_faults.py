@@ -14,7 +14,8 @@ import pytest
 from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, pair, sweep, sweep_job
 
 from midstream.broker.ledger.core.scripts import SHELVED_S
-from midstream.broker.ledger.named.probes import Pinned, of_all_traffic, recorded
+from midstream.broker.ledger.named.probes import of_all_traffic, recorded
+from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.source_runs import SourceRuns
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.schemas.base.records import now, to_msgpack
@@ -60,7 +61,7 @@ def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(
             await at.watch(max(len(pair().base), len(pair().source)) + 2.0)
             info, watching = await at.ledger.watched_model("fake-model")
             assert info is not None
-            policies = await of_all_traffic(Pinned(at.ledger, POLICIES), info, watching)
+            policies = await of_all_traffic(Registry(at.ledger, POLICIES), info, watching)
             probes = recorded(policies, info.name)
             job = msgspec.structs.replace(
                 sweep_job(asked), probes=probes, global_captures=info.global_captures

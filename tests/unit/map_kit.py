@@ -93,7 +93,7 @@ class Jobs:
                 key="",
             )
             policies = [
-                Policy(name=name, model="m", digest=digest, versions=[version])
+                Policy(name=name, model="m", digest=digest, created=1.0, versions=[version])
                 for name, digest in self.watching.items()
             ]
             return 200, msgspec.to_builtins(PolicyPage(policies=policies)), None

@@ -13,7 +13,6 @@ import msgspec
 
 from ...broker.ops.global_capture import count_skipped
 from ...schemas.artifacts.loras import use_of
-from ...schemas.base.edit_sizes import strictest
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.specs import StoredCapture, probe_captures
@@ -129,11 +128,6 @@ def _build(
     API could not add global capture.
     """
     probes = [] if kind in EXEMPT else job.probes
-    if job.edit_limit and fields.get("steering"):
-        fields["steering"] = [
-            msgspec.structs.replace(entry, limit=strictest(entry.limit, job.edit_limit))
-            for entry in fields["steering"]
-        ]
     if model is not None and kind not in EXEMPT:
         captures = _with_global(
             captures, job, model, len(fields["token_ids"]), fields["sampling"].max_tokens

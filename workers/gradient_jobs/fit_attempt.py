@@ -100,7 +100,9 @@ class _FitAttempt:
             raise
         lenses = Registry(self._ledger, JACOBIAN_LENSES)
         try:
-            await patiently(lambda: lenses.put(lens), f"lens of {job.id}")
+            await patiently(
+                lambda: lenses.put(lens.model, lens.name, lambda _: lens, {}), f"lens of {job.id}"
+            )
         except MidstreamError:  # refused; after any other end, the lens may be registered
             _remove(folder)
             raise

@@ -40,7 +40,7 @@ from ....schemas.requests.attributions import GRADIENTS
 from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of
-from ..edits.steering import check_limited, check_number, modules_named, resolve_edits
+from ..edits.steering import check_number, limited, modules_named, resolve_edits
 from ..positions.captures import (
     Bounds,
     PromptFacts,
@@ -621,17 +621,17 @@ def handled(handling: Handling, caller: Caller) -> dict[str, Any]:
 
 
 def under_limit(job: Job, limit: EditLimit | None) -> Job:
-    """Return the job with its tenant's limit on edits. Raises a 400 for edits that cannot be
-    limited, and `forbidden` for a sweep.
+    """Return the job with its tenant's limit on all its edits.
+
+    Raises a 400 for edits that cannot be limited, and `forbidden` for a sweep.
     """
     if limit is None:
         return job
     if job.sweep is not None:
         detail = "sweeps patch whole rows, which the tenant's edit_limit does not allow"
         raise MidstreamError("forbidden", detail)
-    for entries in job.steering:
-        check_limited(entries, "steering")
-    return msgspec.structs.replace(job, edit_limit=limit.stored)
+    steering = [[limited(entry, limit, "steering") for entry in each] for each in job.steering]
+    return msgspec.structs.replace(job, steering=steering)
 
 
 def unknown_model(name: str, served: Sequence[str]) -> MidstreamError:

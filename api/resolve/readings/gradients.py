@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import msgspec
 
 from ....broker.ledger.jobs.ledger import Ledger
-from ....broker.ledger.named.probes import Pinned, misfit
+from ....broker.ledger.named.probes import misfit
+from ....broker.ledger.named.registry import Registry
 from ....schemas.artifacts.probes import PROBES, Probe
 from ....schemas.artifacts.saes import Sae
 from ....schemas.base.errors import MidstreamError, invalid
@@ -77,7 +78,7 @@ async def with_artifact(
             raise invalid(f"{at}.{name}", f"is not valid for {scalar.kind!r}", allowed=valid)
     artifact: Probe | Sae | None = None
     if scalar.probe is not None:
-        artifact = await Pinned(ledger, PROBES).known(
+        artifact = await Registry(ledger, PROBES).known(
             model.name, scalar.probe, f"{at}.probe", "invalid_request"
         )
         if (why := misfit(artifact, model)) is not None:

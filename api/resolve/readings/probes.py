@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from ....broker.ledger.named.probes import Pinned, misfit, of_all_traffic, scores_of, unfit
+from ....broker.ledger.named.probes import misfit, of_all_traffic, scores_of, unfit
+from ....broker.ledger.named.registry import Registry
 from ....broker.webhooks.targets import url_fault
 from ....schemas.access.handling import Callback
 from ....schemas.access.keys import Caller
@@ -81,16 +82,25 @@ def resolve_probe(
         (layer,) = resolve_layers(probe_request.layer, model.num_layers)
     except SelectorError as error:
         raise invalid("layer", str(error)) from error
+    labels, thresholds = _of_labels(probe_request, number)
+    exponential = probe_request.aggregation == "exponential"
+    if exponential != (probe_request.decay is not None):
+        raise invalid(
+            "decay",
+            f"is {'required' if exponential else 'not valid'} for aggregation "
+            f"{probe_request.aggregation!r}",
+            allowed="a number between 0 and 1, both excluded" if exponential else "null",
+        )
     tensors = [from_numpy(weight), from_numpy(bias)]
     content = ProbeContent(
         hook=hook,
         layer=layer,
         tensors=[content_hash(tensor) for tensor in tensors],
-        labels=_labels(probe_request.labels, number),
-        thresholds=_thresholds(probe_request.thresholds, number),
+        labels=labels,
+        thresholds=thresholds,
         at=probe_request.at,
         aggregation=probe_request.aggregation,
-        decay=_decay(probe_request),
+        decay=probe_request.decay or 0.0,
     )
     probe = Probe(
         name=name,
@@ -118,52 +128,22 @@ def _numbers(field: str, tensor: Tensor) -> np.ndarray:
     return values
 
 
-def _labels(labels: Sequence[str] | None, number: int) -> list[str]:
-    if labels is None:
-        return [str(index) for index in range(number)]
-    if len(labels) != number:
-        raise invalid(
-            "labels",
-            f"has {len(labels)} entries",
-            allowed=f"{number}: one for each row of weight, or null",
-        )
+def _of_labels(probe_request: ProbeRequest, number: int) -> tuple[list[str], list[float | None]]:
+    """Return a label and a threshold for each row of the weight."""
+    labels, thresholds = probe_request.labels, probe_request.thresholds
+    labels = [str(index) for index in range(number)] if labels is None else labels
+    thresholds = thresholds if isinstance(thresholds, list) else [thresholds] * number
+    for at, values, allowed in (
+        ("labels", labels, "one for each row of weight, or null"),
+        ("thresholds", thresholds, "one for each label, one number for all, or null"),
+    ):
+        if len(values) != number:
+            detail = f"has {len(values)} entries"
+            raise invalid(at, detail, allowed=f"{number}: {allowed}")
     for index, label in enumerate(labels):
         if label in labels[:index]:
             raise invalid(f"labels[{index}]", f"{label!r} is listed twice")
-    return list(labels)
-
-
-def _thresholds(given: float | Sequence[float | None] | None, number: int) -> list[float | None]:
-    if given is None:
-        return [None] * number
-    thresholds: list[float | None] = (
-        [given] * number if isinstance(given, int | float) else list(given)
-    )
-    if len(thresholds) != number:
-        raise invalid(
-            "thresholds",
-            f"has {len(thresholds)} entries",
-            allowed=f"{number}: one for each label, one number for all, or null",
-        )
-    return thresholds
-
-
-def _decay(probe_request: ProbeRequest) -> float:
-    if probe_request.aggregation != "exponential":
-        if probe_request.decay is not None:
-            raise invalid(
-                "decay",
-                f"is not valid for aggregation {probe_request.aggregation!r}",
-                allowed="null",
-            )
-        return 0.0
-    if probe_request.decay is None:
-        raise invalid(
-            "decay",
-            "is required for aggregation 'exponential'",
-            allowed="a number between 0 and 1, both excluded",
-        )
-    return probe_request.decay
+    return labels, thresholds
 
 
 # --- Of a request
@@ -171,7 +151,7 @@ def _decay(probe_request: ProbeRequest) -> float:
 
 
 async def probes_of(
-    request: Sequence[str | ProbeUse], model: ModelInfo, probes: Pinned[Probe]
+    request: Sequence[str | ProbeUse], model: ModelInfo, probes: Registry[Probe]
 ) -> list[StoredProbe]:
     """Return those that a request names. Raises a 400 naming the field."""
     uses = [ProbeUse(probe=use) if isinstance(use, str) else use for use in request]
@@ -349,7 +329,7 @@ NO_POLICIES = Applied()
 async def policies_of(
     parsed: ParsedRequest,
     model: ModelInfo,
-    policies: Pinned[Policy],
+    policies: Registry[Policy],
     watching: Sequence[bytes],
     job_id: str,
 ) -> Applied:

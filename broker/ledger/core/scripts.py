@@ -18,8 +18,8 @@ import msgspec
 from ....schemas.access.keys import unscoped
 from ....schemas.artifacts.conditions import StoredPolicy
 from ....schemas.artifacts.loras import use_of
-from ....schemas.artifacts.probes import Probe, ProbeScore
-from ....schemas.artifacts.registered import Kind
+from ....schemas.artifacts.probes import ProbeScore
+from ....schemas.artifacts.registered import Kind, Registered
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError
 from ....schemas.base.limits import MAX_REQUEST_POLICIES
 from ....schemas.base.records import now, to_json, to_msgpack
@@ -476,7 +476,7 @@ def put_module(
 def put_pinned(
     settings: Settings,
     kind: Kind[Any],
-    record: Probe | Policy,
+    record: Registered,
     former: bytes | None,
     blobs: Mapping[str, bytes],
 ) -> list[bytes]:

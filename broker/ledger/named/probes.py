@@ -1,88 +1,16 @@
-"""Registered probes and policies of a ledger, per model and shared by all tenants.
-
-The ledger's side of `schemas.artifacts.probes` and `schemas.requests.policies`.
-"""
+"""Which registered probes and policies fit the served model, and the policies of all traffic."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
 from ....schemas.artifacts.conditions import POLICY, StoredPolicy
 from ....schemas.artifacts.probes import Probe, StoredProbe
-from ....schemas.artifacts.registered import Kind
-from ....schemas.base.errors import MidstreamError, invalid
-from ....schemas.base.limits import MAX_REQUEST_POLICIES
+from ....schemas.base.errors import MidstreamError
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.policies import Policy, PolicyVersion
-from ..core import scripts
-from ..jobs.ledger import Ledger, reachable
-from .registry import Names
-
-P = TypeVar("P", bound=Probe | Policy)
-
-
-class Pinned(Names[P]):
-    """Names of one kind, whose tensors are stored with them."""
-
-    def __init__(self, ledger: Ledger, kind: Kind[P]) -> None:
-        super().__init__(ledger, kind)
-        self._scripts = scripts.Scripts(ledger.redis)
-
-    @reachable
-    async def put(
-        self, model: str, name: str, make: Callable[[P | None], P], blobs: Mapping[str, bytes]
-    ) -> tuple[P, P | None]:
-        """Point the name at what `make` makes of its present content (None: the name is new);
-        return both.
-
-        Accepted jobs keep the content that they have.
-
-        `blobs`: content hash → packed tensor, of all that might not be stored yet. Raises a 400
-        if the model has as many names as the kind's limit, or `MAX_REQUEST_POLICIES` others that
-        apply to all traffic, and `conflict` if another change came in between.
-        """
-        packed = await self._redis.hget(self._key(model), name)
-        former = None if packed is None else self._read(packed, name)
-        record = make(former)
-        await self._ledger.check_room(sum(map(len, blobs.values())))
-        arguments = scripts.put_pinned(self._ledger.settings, self._kind, record, packed, blobs)
-        outcome, *count = scripts.text(await self._scripts.put_pinned(args=arguments))
-        plural = self._kind.plural
-        if outcome == "full":
-            raise invalid(
-                "name",
-                f"{model!r} has {count[0]} {plural}",
-                allowed=f"up to {self._kind.limit}",
-                hint="delete one first",
-            )
-        if outcome == "crowded":
-            raise invalid(
-                "name",
-                f"{count[0]} {plural} apply to all traffic of {model!r}",
-                allowed=f"up to {MAX_REQUEST_POLICIES}",
-            )
-        if outcome != "stored":
-            detail = f"the {self._kind.noun} {name!r} was changed or deleted meanwhile: try again"
-            raise MidstreamError("conflict", detail)
-        return record, former
-
-    @reachable
-    async def named(self, model: str, names: Sequence[bytes]) -> list[P]:
-        """Return those with these names, in this order, without those that do not exist."""
-        result = await self._redis.hmget(self._key(model), names) if names else []
-        return [
-            self._read(packed, name.decode())
-            for name, packed in zip(names, result, strict=True)
-            if packed is not None
-        ]
-
-    @reachable
-    async def delete(self, model: str, name: str) -> bool:
-        settings, kind = self._ledger.settings, self._kind.plural
-        arguments = scripts.pack(settings, kind=kind, model=model, name=name)
-        return bool(await self._scripts.delete_pinned(args=arguments))
+from .registry import Registry
 
 
 def misfit(probe: Probe, model: ModelInfo) -> str | None:
@@ -120,7 +48,7 @@ def unfit(version: PolicyVersion, model: ModelInfo) -> str | None:
 
 
 async def of_all_traffic(
-    policies: Pinned[Policy], model: ModelInfo, names: Sequence[bytes]
+    policies: Registry[Policy], model: ModelInfo, names: Sequence[bytes]
 ) -> list[Policy]:
     """Return the policies that apply to all traffic of the model. `names`: those that
     `Ledger.watched_model` returns.

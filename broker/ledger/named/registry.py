@@ -1,20 +1,24 @@
 """Artifacts that operators register by name, per model and shared by all tenants."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from ....schemas.artifacts.registered import Kind, Registered
 from ....schemas.base.errors import MidstreamError, invalid, unknown
-from ....schemas.base.records import from_msgpack, to_msgpack
+from ....schemas.base.limits import MAX_REQUEST_POLICIES
+from ....schemas.base.records import from_msgpack
 from ....schemas.base.version import __version__
+from ..core import scripts
 from ..jobs.ledger import Ledger, reachable
 
 T = TypeVar("T", bound=Registered)
 
 
-class Names(Generic[T]):
-    """The names of one kind: one hash for each model. Belongs to the ledger's event loop.
+class Registry(Generic[T]):
+    """The names of one kind: one hash for each model, and the tensors of those that have some.
+    Belongs to the ledger's event loop.
 
     All calls raise MidstreamError("unavailable") while Redis is unreachable.
     """
@@ -60,9 +64,61 @@ class Names(Generic[T]):
         return sorted(name.decode() for name in await self._redis.hkeys(self._key(model)))
 
     @reachable
+    async def put(
+        self, model: str, name: str, make: Callable[[T | None], T], blobs: Mapping[str, bytes]
+    ) -> tuple[T, T | None]:
+        """Point the name at what `make` makes of its present content (None: the name is new);
+        return both.
+
+        Accepted jobs keep the content that they have.
+
+        `blobs`: content hash → packed tensor, of all that might not be stored yet. Raises a 400
+        if the model has as many names as the kind's limit, or `MAX_REQUEST_POLICIES` others that
+        apply to all traffic, and `conflict` if another change came in between.
+        """
+        packed = await self._redis.hget(self._key(model), name)
+        former = None if packed is None else self._read(packed, name)
+        record = make(former)
+        await self._ledger.check_room(sum(map(len, blobs.values())))
+        arguments = scripts.put_pinned(self._ledger.settings, self._kind, record, packed, blobs)
+        outcome, *count = scripts.text(
+            await scripts.Scripts(self._redis).put_pinned(args=arguments)
+        )
+        if outcome == "full":
+            raise invalid(
+                "name",
+                f"{model!r} has {count[0]} {self._kind.plural}",
+                allowed=f"up to {self._kind.limit}",
+                hint="delete one first",
+            )
+        if outcome == "crowded":
+            raise invalid(
+                "name",
+                f"{count[0]} {self._kind.plural} apply to all traffic of {model!r}",
+                allowed=f"up to {MAX_REQUEST_POLICIES}",
+            )
+        if outcome != "stored":
+            detail = f"the {self._kind.noun} {name!r} was changed or deleted meanwhile: try again"
+            raise MidstreamError("conflict", detail)
+        return record, former
+
+    @reachable
+    async def named(self, model: str, names: Sequence[bytes]) -> list[T]:
+        """Return those with these names, in this order, without those that do not exist."""
+        result = await self._redis.hmget(self._key(model), names) if names else []
+        return [
+            self._read(packed, name.decode())
+            for name, packed in zip(names, result, strict=True)
+            if packed is not None
+        ]
+
+    @reachable
     async def delete(self, model: str, name: str) -> bool:
         """Delete the name; return whether it existed. Accepted jobs keep the artifact."""
-        return bool(await self._redis.hdel(self._key(model), name))
+        arguments = scripts.pack(
+            self._ledger.settings, kind=self._kind.plural, model=model, name=name
+        )
+        return bool(await scripts.Scripts(self._redis).delete_pinned(args=arguments))
 
     def _key(self, model: str) -> str:
         return self._kind.key + model
@@ -78,27 +134,3 @@ class Names(Generic[T]):
             raise MidstreamError(
                 "version_mismatch", f"{detail}: {error}; register it again"
             ) from error
-
-
-class Registry(Names[T]):
-    """Names of artifacts whose content stays in files: a registration stores the record alone."""
-
-    @reachable
-    async def put(self, artifact: T) -> T | None:
-        """Point the name at this content; returns the artifact that it replaces, or None.
-
-        Accepted jobs keep the artifact that they have. Raises a 400 for a new name if the model has
-        as many names as the kind's limit.
-        """
-        model, name = artifact.model, artifact.name
-        if len(names := await self.names(model)) >= self._kind.limit and name not in names:
-            detail = f"{model!r} has {len(names)} {self._kind.noun}s"
-            raise invalid(
-                "name", detail, allowed="a name that is registered", hint="remove one first"
-            )
-        packed, key = to_msgpack(artifact), self._key(model)
-        await self._ledger.check_room(len(packed))
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hget(key, name).hset(key, name, packed)
-            former, _ = await pipe.execute()
-        return None if former is None else self._read(former, name)

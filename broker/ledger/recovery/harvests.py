@@ -33,7 +33,8 @@ from ....schemas.requests.policies import POLICIES
 from ..core import scripts
 from ..core.tenants import limits_of, refusal
 from ..jobs.ledger import ALPHABET, new_job_id, reachable
-from ..named.probes import Pinned, of_all_traffic, recorded
+from ..named.probes import of_all_traffic, recorded
+from ..named.registry import Registry
 from .streams import HarvestStreams
 
 log = logging.getLogger(__name__)
@@ -496,7 +497,7 @@ class Harvests(HarvestStreams):
         model, watching = await self._ledger.watched_model(name)
         if model is None:
             raise MidstreamError("unavailable", f"the model {name!r} is not served")
-        policies = Pinned(self._ledger, POLICIES)
+        policies = Registry(self._ledger, POLICIES)
         return model, recorded(await of_all_traffic(policies, model, watching), name)
 
     async def _begun(self, harvest_id: str) -> int:

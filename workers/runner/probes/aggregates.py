@@ -13,49 +13,57 @@ def aggregate(
     scores: np.ndarray,
     decay: float = 0.0,
     before: np.ndarray | None = None,
-    first: int = 0,
+    first: int | np.ndarray = 0,
 ) -> np.ndarray:
-    """Return `[positions, labels]`: each row aggregates the scores of all positions up to its own.
+    """Return `[positions, …]`: each row aggregates the scores of all positions up to its own.
 
-    `kind`: see `schemas.artifacts.probes.Aggregation`; `scores`: `[positions, labels]` of the
-    positions from `first` on; `before`: `[labels]`, the aggregates at position `first` − 1.
+    `kind`: see `schemas.artifacts.probes.Aggregation`; `scores`: `[positions, …]` of the positions
+    from `first` on; `before`: the aggregates at position `first` − 1.
     """
     return KINDS[kind](scores.astype(np.float64), decay, before, first)
 
 
-def _last(scores: np.ndarray, decay: float, before: np.ndarray | None, first: int) -> np.ndarray:
+def _last(
+    scores: np.ndarray, decay: float, before: np.ndarray | None, first: int | np.ndarray
+) -> np.ndarray:
     return scores
 
 
-def _max(scores: np.ndarray, decay: float, before: np.ndarray | None, first: int) -> np.ndarray:
+def _max(
+    scores: np.ndarray, decay: float, before: np.ndarray | None, first: int | np.ndarray
+) -> np.ndarray:
     largest: np.ndarray = np.maximum.accumulate(scores, axis=0)
     return largest if before is None else np.maximum(largest, before)
 
 
-def _mean(scores: np.ndarray, decay: float, before: np.ndarray | None, first: int) -> np.ndarray:
+def _mean(
+    scores: np.ndarray, decay: float, before: np.ndarray | None, first: int | np.ndarray
+) -> np.ndarray:
     total = np.cumsum(scores, axis=0) + (0.0 if before is None else before * first)
-    means: np.ndarray = total / np.arange(first + 1, first + len(scores) + 1)[:, None]
+    places = np.arange(1, len(scores) + 1).reshape(-1, *[1] * (scores.ndim - 1))
+    means: np.ndarray = total / (first + places)
     return means
 
 
 def _exponential(
-    scores: np.ndarray, decay: float, before: np.ndarray | None, first: int
+    scores: np.ndarray, decay: float, before: np.ndarray | None, first: int | np.ndarray
 ) -> np.ndarray:
     """e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p."""
+    flat = scores.reshape(len(scores), -1)
     powers = decay ** np.arange(_BLOCK + 1)
-    places = np.arange(min(_BLOCK, len(scores)))
+    places = np.arange(min(_BLOCK, len(flat)))
     mixing = np.tril((1 - decay) * powers[np.abs(places[:, None] - places)])
-    averages, last = np.empty_like(scores), scores[0] if before is None else before
-    for start in range(0, len(scores), _BLOCK):
-        block = scores[start : start + _BLOCK]
+    averages, last = np.empty_like(flat), flat[0] if before is None else before.reshape(-1)
+    for start in range(0, len(flat), _BLOCK):
+        block = flat[start : start + _BLOCK]
         averages[start : start + _BLOCK] = (
             mixing[: len(block), : len(block)] @ block + powers[1 : len(block) + 1, None] * last
         )
         last = averages[start + len(block) - 1]
-    return averages
+    return averages.reshape(scores.shape)
 
 
-KINDS: Mapping[str, Callable[[np.ndarray, float, np.ndarray | None, int], np.ndarray]] = {
+KINDS: Mapping[str, Callable[..., np.ndarray]] = {
     "last": _last,
     "max": _max,
     "mean": _mean,

@@ -1,104 +1,211 @@
 """Decisions of policies: a function of a request's scores in token order, in float64.
 
-Each position is read once, in order, when its first score is there. So neither the steps in which
-scores arrive, nor other requests, nor a preemption after which they are computed again can change a
-decision.
+Each position is decided once, in order, when its first scores are there. So neither the steps in
+which scores arrive, nor other requests, nor a preemption after which they are computed again can
+change a decision.
+
+At most tokens, no policy turns on or off. `keep_quiet` finds these for many requests together, by
+aggregates that may be off by a rounding error, and whose distance from the thresholds is larger.
+All others are decided one after the other, by the correctly rounded aggregates.
 """
 
 import sys
 import zlib
-from collections import deque
-from collections.abc import Callable, Sequence
-from math import fsum, isfinite
+from collections.abc import Sequence
+from math import fsum, inf, isnan, nan
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from ....schemas.artifacts.conditions import Condition, Decision, StoredPolicy
+from ....schemas.artifacts.conditions import Condition, Decision, Schedule
+from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.base.limits import MAX_DECISIONS
 
-
-class Decider:
-    """The state of one policy on one request."""
-
-    def __init__(self, policy: StoredPolicy, prompt_tokens: int) -> None:
-        self.policy, self._condition, schedule = policy, policy.condition, policy.condition.schedule
-        before = prompt_tokens if schedule.tokens == "generated" else 0
-        stop = sys.maxsize if schedule.stop is None else before + schedule.stop
-        self._scheduled = range(before + schedule.start, stop, schedule.every)
-        self._add = _aggregate(policy.condition)
-        self._on = bool(policy.inherited)
-        self._ready = 0  # the first position at which it may turn on
-        #: The position at which it ends the request; -1: none so far.
-        self.stop_at = 0 if self._on and policy.takes("stop") else -1
-        #: For each position read so far, whether the policy is on after it.
-        self.states = bytearray()
-        self.decisions: list[Decision] = []
-        self.triggers: list[int] = []  # all positions at which it turned on
-
-    def read(self, scores: Sequence[float]) -> None:
-        """Read the scores of the positions that follow those read so far, up to one that decides
-        and is not finite.
-        """
-        skipped = min(max(self._scheduled.start - len(self.states), 0), len(scores))
-        self.states += bytes([self._on]) * skipped
-        for position, score in enumerate(scores[skipped:], len(self.states)):
-            if position in self._scheduled:
-                if not isfinite(score):
-                    return
-                self._decide(position, self._add(score))
-            self.states.append(self._on)
-
-    def _decide(self, position: int, aggregate: float) -> None:
-        condition = self._condition
-        if self._on:
-            below = condition.release_below
-            below = condition.at_least if below is None else below
-            if condition.latch != "none" or aggregate >= below:
-                return
-            self._on, self._ready = False, position + 1 + condition.cool_down
-        elif aggregate >= condition.at_least and position >= self._ready:
-            self._on = True
-            if not self.triggers and self.policy.takes("stop"):
-                self.stop_at = position
-            self.triggers.append(position)
-        else:
-            return
-        if len(self.decisions) < MAX_DECISIONS:
-            self.decisions.append(
-                Decision(
-                    position=position,
-                    event="trigger" if self._on else "release",
-                    score=aggregate,
-                )
-            )
-
-    def report(self, positions: int, checksum: int) -> tuple[dict[str, Any], int]:
-        """Return the fields of a `ProbeScore` about the request's first `positions` tokens (the
-        others were dropped), and the CRC32 of all decisions about them, continuing `checksum`.
-        """
-        fields = {
-            "policy": self.policy,
-            "decisions": [item for item in self.decisions if item.position < positions],
-            "triggers": sum(position < positions for position in self.triggers),
-        }
-        content = msgspec.msgpack.encode((fields, bytes(self.states[:positions])))
-        return fields, zlib.crc32(content, checksum)
+#: Bound of the error of an aggregate of `keep_quiet`, relative to the largest score: a sum of n
+#: numbers in float64 is off by at most n² · 2⁻⁵³ times the largest, and n is at most 256.
+_ERROR = 1e-10
+#: Of a probe without a policy.
+_NEVER = Condition(at_least=0.0, schedule=Schedule(stop=0))
 
 
-def _aggregate(condition: Condition) -> Callable[[float], float]:
-    """Return a function that takes the next score, and returns the aggregate up to it.
-
-    A mean is the correctly rounded one, whatever the order of the scores: `fsum`. The last score is
-    the mean of a window of one.
+class Rules:
+    """The conditions of the policies among a request's probes, in arrays with an entry for each
+    probe. Requests with the same probes and policies share them.
     """
-    window: deque[float] = deque(maxlen=condition.window or 1)
 
-    def add(score: float) -> float:
-        if condition.decay is not None and window:
-            # e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p
-            score = condition.decay * window[-1] + (1.0 - condition.decay) * score
-        window.append(score)
-        return max(window) if condition.aggregation == "max" else fsum(window) / len(window)
+    def __init__(self, probes: Sequence[StoredProbe], columns: Sequence[range]) -> None:
+        self.width = columns[-1].stop
+        self.conditions = [probe.policy.condition if probe.policy else _NEVER for probe in probes]
+        self.columns = [
+            each.start + (probe.policy.column if probe.policy else 0)
+            for each, probe in zip(columns, probes, strict=True)
+        ]
+        table = np.array([_numbers(condition) for condition in self.conditions])
+        self.generated, self.start, self.stop, self.every, self.windows = table.T[:5]
+        self.at_least, self.below, self.decay, self.largest = table.T[5:]
+        # the scores of all windows, one after the other: of which probe, how old, and where
+        counts = self.windows.astype(int)
+        self.begins = np.cumsum(counts) - counts
+        self.owners = np.repeat(np.arange(len(counts)), counts)
+        ages = np.arange(len(self.owners)) - self.begins[self.owners]
+        self.ages = ages * self.every.astype(int)[self.owners]
+        self.places = np.array(self.columns)[self.owners] - self.ages * self.width
 
-    return add
+
+def _numbers(condition: Condition) -> tuple[float, ...]:
+    """Return what a condition is in `Rules`. Floats hold all these integers exactly."""
+    schedule, below = condition.schedule, condition.release_below
+    return (
+        schedule.tokens == "generated",
+        schedule.start,
+        inf if schedule.stop is None else schedule.stop,
+        schedule.every,
+        condition.window or 1,
+        condition.at_least,
+        -inf if condition.latch != "none" else condition.at_least if below is None else below,
+        condition.decay or 0.0,
+        condition.aggregation == "max",
+    )
+
+
+class Deciders:
+    """The states of the policies of one request."""
+
+    def __init__(self, rules: Rules, probes: Sequence[StoredProbe], prompt_tokens: int) -> None:
+        self.rules, self.probes, self.prompt_tokens = rules, probes, prompt_tokens
+        #: Whether each is on now: a byte for each.
+        self.on = bytes([bool(probe.policy and probe.policy.inherited) for probe in probes])
+        self.averages = np.full(len(probes), nan)  # the exponential ones
+        self._ready = [0] * len(probes)  # the first position at which each may turn on
+        self.read = 0  # positions that are decided
+        self.rows = bytearray(self.on)  # whether each is on at first, and after each position
+        self._decisions: list[list[Decision]] = [[] for _ in probes]  # the first `MAX_DECISIONS`
+
+    def decide(self, scores: np.ndarray, stop: int) -> None:
+        """Decide the positions below `stop`, up to one whose scores are not finite."""
+        first, finite = self.read, np.isfinite(scores[self.read : stop]).all(axis=1)
+        self.read += len(finite) if finite.all() else int(finite.argmin())
+        states = np.tile(np.frombuffer(self.on, bool), (self.read - first + 1, 1))
+        for number, condition in enumerate(self.rules.conditions):
+            shift = self.prompt_tokens * (condition.schedule.tokens == "generated")
+            end = condition.schedule.stop
+            scheduled = range(
+                condition.schedule.start + shift,
+                sys.maxsize if end is None else end + shift,
+                condition.schedule.every,
+            )
+            for position in range(max(first, scheduled.start), self.read):
+                if position not in scheduled:
+                    continue
+                aggregate, on = (
+                    self._aggregate(scores, number, scheduled, position),
+                    states[-1, number],
+                )
+                if on and aggregate < self.rules.below[number]:
+                    self._ready[number] = position + 1 + condition.cool_down
+                elif on or aggregate < condition.at_least or position < self._ready[number]:
+                    continue
+                states[position - first + 1 :, number] = not on
+                if len(self._decisions[number]) < MAX_DECISIONS:
+                    event: Any = "release" if on else "trigger"
+                    decision = Decision(position=position, event=event, score=aggregate)
+                    self._decisions[number].append(decision)
+        self.on = states[-1].tobytes()
+        self.rows += states[1:].tobytes()
+
+    def _aggregate(self, scores: np.ndarray, number: int, scheduled: range, position: int) -> float:
+        """Return the aggregate at a scheduled position.
+
+        A mean is the correctly rounded one, whatever the order of the scores: `fsum`. The last
+        score is the mean of a window of one.
+        """
+        condition, until = self.rules.conditions[number], scheduled.index(position) + 1
+        read = scheduled[max(0, until - (condition.window or 1)) : until]
+        window = scores[read.start : position + 1 : read.step, self.rules.columns[number]].tolist()
+        if condition.decay is None:
+            return max(window) if condition.aggregation == "max" else fsum(window) / len(window)
+        before = float(self.averages[number])
+        # e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p
+        new = condition.decay * before + (1.0 - condition.decay) * window[-1]
+        self.averages[number] = window[-1] if isnan(before) else new
+        return float(self.averages[number])
+
+    @property
+    def states(self) -> np.ndarray:
+        """`[1 + positions, probes]`: whether a policy is on at first, and after each position."""
+        return np.frombuffer(bytes(self.rows), bool).reshape(-1, len(self.probes))
+
+    def triggers(self, number: int) -> list[bool]:
+        """Return, of each position, whether the policy turned on at it."""
+        states = self.states[:, number]
+        turned_on: list[bool] = (states[1:] & ~states[:-1]).tolist()
+        return turned_on
+
+    def stop(self) -> tuple[int, str] | None:
+        """Return the first position at which a policy ends the request, and the policy's probe."""
+        stops = [
+            (int(states.argmax()), probe.name)
+            for probe, states in zip(self.probes, self.states[1:].T, strict=True)
+            if probe.policy and probe.policy.takes("stop") and states.any()
+        ]
+        return min(stops, default=None)
+
+    def report(self, positions: int, checksum: int) -> tuple[dict[int, dict[str, Any]], int]:
+        """Return number → the fields of a `ProbeScore` about a policy and the request's first
+        `positions` tokens (the others were dropped), and the CRC32 of all decisions about them,
+        continuing `checksum`.
+        """
+        states, fields = self.states[: positions + 1], {}
+        triggers = (states[1:] & ~states[:-1]).sum(axis=0).tolist()
+        for number, policy in enumerate(probe.policy for probe in self.probes):
+            if policy is not None:
+                made = [item for item in self._decisions[number] if item.position < positions]
+                found = {"policy": policy, "decisions": made, "triggers": triggers[number]}
+                content = msgspec.msgpack.encode((found, states[1:, number].tobytes()))
+                fields[number], checksum = found, zlib.crc32(content, checksum)
+        return fields, checksum
+
+
+def keep_quiet(many: Sequence[tuple[Deciders, np.ndarray, int]]) -> list[bool]:
+    """Decide the next position of each of these, if it is the only one and changes no state; return
+    whether it is such a one.
+
+    `many`: with the same rules; the scores, and the number of positions that have some.
+    """
+    rules = many[0][0].rules
+    read, tokens, reached = np.array(
+        [(each.read, each.prompt_tokens, reached) for each, _, reached in many]
+    ).T[:, :, None]
+    since = read - tokens * rules.generated - rules.start
+    scheduled = (since >= 0) & (since < rules.stop - rules.start) & (since % rules.every == 0)
+    places = rules.places + read * rules.width
+    values = np.array(
+        [scores.take(row, mode="clip") for (_, scores, _), row in zip(many, places, strict=True)],
+        dtype=np.float64,
+    )
+    latest = values[:, rules.begins]
+    if (since < rules.ages.max()).any():  # some windows are not full
+        filling = np.where(rules.largest, latest, 0.0)[:, rules.owners]
+        values = np.where(rules.ages > since[:, rules.owners], filling, values)
+    aggregates = np.add.reduceat(values, rules.begins, axis=1)
+    aggregates /= np.clip(since // rules.every + 1, 1, rules.windows)
+    if rules.largest.any():
+        largest = np.maximum.reduceat(values, rules.begins, axis=1)
+        aggregates = np.where(rules.largest, largest, aggregates)
+    averages = [each.averages for each, *_ in many]
+    if (average := rules.decay > 0).any():
+        before = np.array(averages)
+        new = rules.decay * before + (1.0 - rules.decay) * latest
+        averages = [*np.where(scheduled & average, new, before)]
+        aggregates = np.where(average, averages, aggregates)
+    on = np.frombuffer(b"".join([each.on for each, *_ in many]), bool).reshape(len(many), -1)
+    error = _ERROR * np.abs(values).max(axis=1, keepdims=True)
+    above, below = aggregates > rules.below + error, aggregates < rules.at_least - error
+    alone = (read > 0) & (read == reached - 1)
+    quiet: list[bool] = (alone & (~scheduled | np.where(on, above, below))).all(axis=1).tolist()
+    for (each, *_), is_quiet, row in zip(many, quiet, averages, strict=True):
+        if is_quiet:
+            each.read, each.averages = each.read + 1, row
+            each.rows += each.on
+    return quiet

@@ -8,7 +8,7 @@ import numpy as np
 
 from ....schemas.artifacts.probes import ProbeScore, StoredProbe
 from .aggregates import aggregate
-from .deciders import Decider
+from .deciders import Deciders, Rules, keep_quiet
 from .probe_news import News, Scored
 
 #: Positions for which a watch has room at first; it grows by doubling.
@@ -61,23 +61,19 @@ class Kind:
             kind: np.array([number for number, item in enumerate(of_column) if item == kind])
             for kind in dict.fromkeys(kinds)
         }
-        # weight of a new score in an exponential average; `advanced` overwrites the other columns
-        self._steps = np.array([1.0 - decay for _, decay in of_column])
+        self.rules = Rules(probes, self.columns) if any(probe.policy for probe in probes) else None
 
-    def advanced(self, before: np.ndarray, scores: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return aggregates `[watches, columns]` at each watch's position, from the aggregates
-        `before` at the previous position and the scores at this one.
+    def aggregated(
+        self, scores: np.ndarray, before: np.ndarray | None, first: int | np.ndarray
+    ) -> np.ndarray:
+        """Return the aggregates at positions from `first` on: `[positions, …, columns]`, like the
+        scores. `before`: those at the previous position.
         """
-        after: np.ndarray = before + self._steps * (scores - before)
-        if (last := self.aggregations.get(("last", 0.0))) is not None:
-            after[:, last] = scores[:, last]
-        if (means := self.aggregations.get(("mean", 0.0))) is not None:
-            after[:, means] = before[:, means] + (scores[:, means] - before[:, means]) / (
-                positions[:, None] + 1
-            )
-        if (largest := self.aggregations.get(("max", 0.0))) is not None:
-            after[:, largest] = np.maximum(before[:, largest], scores[:, largest])
-        return after
+        result = np.empty(scores.shape)
+        for (kind, decay), columns in self.aggregations.items():
+            earlier = None if before is None else before[..., columns]
+            result[..., columns] = aggregate(kind, scores[..., columns], decay, earlier, first)
+        return result
 
 
 class Watch:
@@ -103,12 +99,8 @@ class Watch:
         self._aggregated = 0
         self.reached = 0  # the first position that was never scored
         self._lowest = 0  # lowest position scored since the last news
-        #: The policies among the probes, by their number.
-        self.deciders = {
-            number: Decider(probe.policy, prompt_tokens)
-            for number, probe in enumerate(self.probes)
-            if probe.policy is not None
-        }
+        rules = self.kind.rules
+        self.deciders = None if rules is None else Deciders(rules, self.probes, prompt_tokens)
         self._told = False  # the news has been sent that a policy ends the request
 
     @property
@@ -127,7 +119,7 @@ class Watch:
             more = max(stop, 2 * len(self.scores)) - len(self.scores)
             self.scores = np.pad(self.scores, ((0, more), (0, 0)), constant_values=np.nan)
             self.aggregates = np.pad(self.aggregates, ((0, more), (0, 0)), constant_values=np.nan)
-        if self.deciders:
+        if self.deciders is not None and first < self.reached:
             earlier = self.scores[first:stop, columns]
             scores = np.where(np.isnan(earlier), scores, earlier)
         self.scores[first:stop, columns] = scores
@@ -137,44 +129,21 @@ class Watch:
     def _aggregate(self, stop: int) -> None:
         """Compute the missing aggregates of the positions below `stop`."""
         first = self._aggregated
-        if first >= stop:
-            return
-        if first and stop == first + 1:
-            self._advance(first)
-            return
-        for (kind, decay), columns in self.kind.aggregations.items():
-            before = self.aggregates[first - 1, columns] if first else None
-            self.aggregates[first:stop, columns] = aggregate(
-                kind, self.scores[first:stop, columns], decay, before, first
+        if first < stop:
+            before = self.aggregates[first - 1] if first else None
+            self.aggregates[first:stop] = self.kind.aggregated(
+                self.scores[first:stop], before, first
             )
-        self._aggregated = stop
-
-    def _advance(self, position: int) -> None:
-        """Aggregate like `_aggregate`, by one position: the usual case."""
-        after = self.kind.advanced(
-            self.aggregates[[position - 1]], self.scores[[position]], np.array([position])
-        )
-        self.aggregates[position] = after[0]
-        self._aggregated = position + 1
-
-    def decide(self, stop: int) -> None:
-        """Let policies read the scores of positions below `stop`, up to one that is not finite."""
-        for number, decider in self.deciders.items():
-            column = self.kind.columns[number].start + decider.policy.column
-            decider.read(self.scores[len(decider.states) : stop, column].tolist())
+            self._aggregated = stop
 
     def stopped(self) -> News | None:
         """Return the news that a policy ends the request, once."""
-        self.decide(self.reached)
-        stops = [
-            (decider.stop_at, self.probes[number].name)
-            for number, decider in self.deciders.items()
-            if decider.stop_at >= 0
-        ]
-        if not stops or self._told:
+        if self.deciders is None or self._told:
             return None
-        self._told = True
-        return News(self.request_id, *min(stops), [])
+        self.deciders.decide(self.scores, self.reached)
+        stop = self.deciders.stop()
+        self._told = stop is not None
+        return None if stop is None else News(self.request_id, *stop, [])
 
     @property
     def follows(self) -> bool:
@@ -199,7 +168,7 @@ class Watch:
         scores = np.array(
             [watch.scores[position] for watch, position in zip(watches, positions, strict=True)]
         )
-        after = self.kind.advanced(before, scores, np.array(positions))
+        (after,) = self.kind.aggregated(scores[None], before, np.array(positions)[:, None])
         for watch, position, aggregates in zip(watches, positions, after, strict=True):
             watch.aggregates[position] = aggregates
             watch._aggregated = watch._lowest = position + 1
@@ -243,10 +212,10 @@ class Watch:
         """Return whether an aggregate of probe number `probe`, up to this position, is at or above
         its threshold. Raises ProbeError.
         """
-        if (decider := self.deciders.get(probe)) is not None and position < self.reached:
-            self.decide(position + 1)
-            if position < len(decider.states):
-                return bool(decider.states[position])
+        if self.deciders is not None and self.probes[probe].policy and position < self.reached:
+            self.deciders.decide(self.scores, position + 1)
+            if position < self.deciders.read:
+                return bool(self.deciders.states[position + 1, probe])
         column = self.kind.columns[probe]
         if position < self.reached:
             self._aggregate(position + 1)
@@ -269,10 +238,9 @@ class Watch:
         then.
         """
         number = [other.name for other in self.probes].index(probe)
-        if (decider := self.deciders.get(number)) is not None:
-            self.decide(self.reached)
-            triggers = set(decider.triggers)
-            return [position in triggers for position in range(self.reached)]
+        if self.deciders is not None and self.probes[number].policy:
+            self.deciders.decide(self.scores, self.reached)
+            return self.deciders.triggers(number)
         columns = self.kind.columns[number]
         scores = self.scores[: self.reached, columns.start : columns.stop]
         return [bool((row >= at_least).any()) for row in scores]
@@ -284,18 +252,11 @@ class Watch:
         missing or not finite.
         """
         scores = self.scores[:positions]
-        if len(scores) < positions or not np.isfinite(scores).all():
-            bad = np.flatnonzero(~np.isfinite(scores).all(axis=1))
-            where = int(bad[0]) if len(bad) else len(scores)
-            column = int(np.flatnonzero(~np.isfinite(scores[where]))[0]) if len(bad) else 0
-            name = next(
-                probe.name
-                for probe, columns in zip(self.probes, self.kind.columns, strict=True)
-                if column in columns
-            )
+        bad = np.argwhere(~np.isfinite(scores)).tolist()
+        if bad or len(scores) < positions:
+            where, column = bad[0] if bad else (len(scores), 0)
             why = "its score is not finite" if where < self.reached else "it was not scored"
-            raise ProbeError(f"probe {name!r}: {why} at position {where}")
-        self.decide(positions)
+            raise ProbeError(f"probe {self.kind.names[column]!r}: {why} at position {where}")
         self._aggregate(positions)
         aggregates = self.aggregates[:positions]
         above = np.asarray(aggregates >= self.kind.thresholds)
@@ -304,11 +265,12 @@ class Watch:
         last: list[float] = aggregates[-1].tolist()
         checksum = zlib.crc32(scores.tobytes())
         decided: dict[int, dict[str, Any]] = {}
-        for number, decider in self.deciders.items():
-            decided[number], checksum = decider.report(positions, checksum)
-            if decided[number]["triggers"]:
-                column = self.kind.columns[number].start + decider.policy.column
-                crossed[column] = decider.triggers[0]
+        if (deciders := self.deciders) is not None:
+            deciders.decide(self.scores, positions)
+            decided, checksum = deciders.report(positions, checksum)
+            for number, fields in decided.items():
+                on = (item.position for item in fields["decisions"] if item.event == "trigger")
+                crossed[deciders.rules.columns[number]] = next(on, None)
         results = [
             ProbeScore(
                 name=probe.name,
@@ -341,12 +303,13 @@ def news_of_all(watches: Iterable[Watch]) -> list[News]:
     result: list[News] = []
     kinds: dict[int, list[Watch]] = {}
     for watch in watches:
-        if watch.deciders and (news := watch.stopped()) is not None:
-            result.append(news)
-        if watch.follows:
-            kinds.setdefault(id(watch.kind), []).append(watch)
-        elif (news := watch.news(watch.reached)) is not None:
-            result.append(news)
+        kinds.setdefault(id(watch.kind), []).append(watch)
     for kind in kinds.values():
-        result += kind[0].follow(kind)
+        follow = [watch for watch in kind if watch.follows]
+        found = [watch.news(watch.reached) for watch in kind if not watch.follows]
+        deciding = [(each.deciders, each.scores, each.reached) for each in kind if each.deciders]
+        quiet = keep_quiet(deciding) if deciding else [True] * len(kind)
+        found += [watch.stopped() for watch, kept in zip(kind, quiet, strict=True) if not kept]
+        result += [news for news in found if news is not None]
+        result += follow[0].follow(follow) if follow else []
     return result

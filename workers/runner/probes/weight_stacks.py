@@ -60,7 +60,12 @@ class Stacks:
         Raises LookupError for weights that this rank does not have, ValueError for weights of
         another shape.
         """
-        named = tuple([(probe.digest, probe.name, probe.action) for probe in probes])
+        named = tuple(
+            [
+                (probe.digest, probe.name, probe.action, probe.policy and probe.policy.digest)
+                for probe in probes
+            ]
+        )
         key = named, tuple([(side.at, side.wants) for side in sides])
         if key not in self._kept:
             self._kept[key] = self._planned(probes, sides)

@@ -54,7 +54,7 @@ def policy(*actions: Any, **fields: Any) -> Policy:
         tenant="t",
         key="k",
     )
-    return Policy(name="guard", model="m", digest="d", versions=[version])
+    return Policy(name="guard", model="m", digest="d", created=1.0, versions=[version])
 
 
 @pytest.mark.parametrize(

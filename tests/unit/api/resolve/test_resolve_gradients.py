@@ -137,7 +137,7 @@ def artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
     async def sae(*_: Any) -> Sae:
         return SAE
 
-    monkeypatch.setattr(gradients, "Pinned", Probes)
+    monkeypatch.setattr(gradients, "Registry", Probes)
     monkeypatch.setattr(gradients, "named_sae", sae)
 
 

@@ -369,7 +369,7 @@ def test_a_saved_study_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
     [
         ({"version": 2}, "version_mismatch", "in format 2"),
         ({"format": "notes"}, "invalid_request", "not a saved study"),
-        ({"result": {}}, "invalid_request", "result.metric: is required"),
+        ({"result": {}}, "invalid_request", "result.hooks: is required"),
     ],
 )
 def test_a_file_that_is_no_study_of_this_version_is_refused(
