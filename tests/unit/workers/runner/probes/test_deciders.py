@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from policy_kit import decisions_of
 
 from midstream.schemas.artifacts.conditions import Condition, Schedule, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
@@ -82,36 +83,6 @@ def test_decisions_by_hand(
     assert [(event[0], position) for event, position, _ in result] == wanted
 
 
-def slow(scores: list[float], condition: Condition, prompt_tokens: int) -> list[tuple]:
-    """Decide each position from the list of all scheduled scores up to it."""
-    schedule, result = condition.schedule, []
-    first = schedule.start + (prompt_tokens if schedule.tokens == "generated" else 0)
-    last = first - schedule.start + schedule.stop if schedule.stop is not None else len(scores)
-    on, off_at = False, None
-    for position in range(len(scores)):
-        seen = [scores[p] for p in range(first, min(position + 1, last), schedule.every)]
-        if position not in range(first, last, schedule.every):
-            continue
-        recent = seen[-(condition.window or len(seen)) :]
-        if condition.aggregation == "exponential":
-            value = seen[0]
-            for score in seen[1:]:
-                value = condition.decay * value + (1 - condition.decay) * score
-        else:
-            value = {"last": seen[-1], "max": max(recent), "mean": sum(recent) / len(recent)}[
-                condition.aggregation
-            ]
-        below = condition.at_least if condition.release_below is None else condition.release_below
-        cooling = off_at is not None and position <= off_at + condition.cool_down
-        if not on and value >= condition.at_least and not cooling:
-            on = True
-            result.append(("trigger", position, value))
-        elif on and value < below and condition.latch == "none":
-            on, off_at = False, position
-            result.append(("release", position, value))
-    return result
-
-
 def test_decisions_equal_a_slow_reference_in_any_pieces() -> None:
     """Scores are multiples of 1/8, so that every order of additions gives the same sum."""
     rng = random.Random(40)
@@ -143,7 +114,7 @@ def test_decisions_equal_a_slow_reference_in_any_pieces() -> None:
             size = rng.randrange(1, 9)
             decider.read(rest[:size])
             rest = rest[size:]
-        wanted = slow(scores, made.condition, prompt_tokens)
+        wanted = decisions_of(scores, made.condition, prompt_tokens)
         assert [(d.event, d.position, d.score) for d in decider.decisions] == wanted
         triggered += len(wanted)
     assert triggered > 400
