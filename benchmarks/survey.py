@@ -1,7 +1,7 @@
 """Rows per second of a survey's pass: encoding alone, and with the strongest examples kept.
 
-Random rows of documents of 200 tokens, as one shard after the other holds them; random standard
-autoencoders in which about 1 % of the features are active.
+Random rows of documents of 200 tokens; random standard autoencoders in which about 1 % of the
+features are active.
 """
 
 import argparse
@@ -14,9 +14,9 @@ import torch
 from midstream.schemas.artifacts.saes import SaeForm
 from midstream.workers.runner.readings.sae import Autoencoder
 from midstream.workers.surveys.rows import Block
-from midstream.workers.surveys.survey import _examples, encoded
+from midstream.workers.surveys.survey import featured
 
-DOCUMENT, SHARD = 200, 4096
+DOCUMENT = 200
 
 
 def autoencoder(width: int, features: int) -> Autoencoder:
@@ -27,10 +27,10 @@ def autoencoder(width: int, features: int) -> Autoencoder:
     return Autoencoder(SaeForm(architecture="standard", d_in=width, d_sae=features), tensors)
 
 
-def shards(rows: int, width: int) -> Iterator[Block]:
+def documents(rows: int, width: int) -> Iterator[Block]:
     rng = np.random.default_rng(1)
-    for start in range(0, rows, SHARD):
-        numbers = np.arange(start, min(rows, start + SHARD))
+    for start in range(0, rows, DOCUMENT):
+        numbers = np.arange(start, min(rows, start + DOCUMENT))
         values = rng.standard_normal((len(numbers), width), np.float32)
         yield Block(numbers // DOCUMENT, numbers % DOCUMENT, numbers % 50_000, values)
 
@@ -48,13 +48,12 @@ def main() -> None:
     for width, features in ((576, 400), (576, 16_384), (2304, 16_384)):
         sae, best = autoencoder(width, features), [float("inf")] * 2
         for _ in range(asked.rounds):
-            parts = list(shards(asked.rows, width))
+            parts = list(documents(asked.rows, width))
             began = time.perf_counter()
-            for _block in encoded(sae, iter(parts), asked.context):
-                pass
+            for part in parts:
+                sae.encode(torch.from_numpy(part.values))
             middle = time.perf_counter()
-            blocks = encoded(sae, iter(parts), asked.context)
-            _examples(blocks, features, asked.top, asked.context)
+            featured(sae, parts, asked.top, asked.context)
             seconds = middle - began, time.perf_counter() - middle
             best = list(map(min, best, seconds))
         alone, whole = (asked.rows / seconds for seconds in best)

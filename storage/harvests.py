@@ -3,7 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -108,14 +109,12 @@ class Shard:
         )
         return decoded_rows(bits, dtype_of(opened.tensors[name]), scale)
 
-    def bits(self, hook: str, layer: int) -> tuple[np.ndarray, str]:
-        """Return all rows of a site as stored (bfloat16 as uint16, float8_e4m3fn as uint8), and
-        their dtype.
-        """
-        opened = self._open(self._key(hook, layer))
-        return self._read(opened, site_name(hook, layer), 0, None), dtype_of(
-            opened.tensors[site_name(hook, layer)]
-        )
+    def stored(self, hook: str, layer: int) -> np.ndarray:
+        """Return all rows of a site like `rows`, but bfloat16 as its bits, uint16."""
+        opened, name = self._open(self._key(hook, layer)), site_name(hook, layer)
+        if dtype_of(opened.tensors[name]) != "bfloat16":
+            return self.rows(hook, layer)
+        return self._read(opened, name, 0, None)
 
     def _key(self, hook: str, layer: int) -> str:
         for file in self.entry.files:
@@ -173,17 +172,11 @@ class Harvest(Plotted):
     ) -> None:
         """Build a harvest from its manifests; `open` reads them."""
         self.store, self.manifest, self.units = store, manifest, list(units)
-        self.shards: list[Shard] = []
-        for unit in units:
-            for entry in unit.shards:
-                self.shards.append(
-                    Shard(
-                        store,
-                        entry,
-                        unit,
-                        self.shards[-1].first + len(self.shards[-1]) if self.shards else 0,
-                    )
-                )
+        entries = [(entry, unit) for unit in units for entry in unit.shards]
+        firsts = accumulate((entry.rows for entry, _ in entries), initial=0)
+        self.shards = [
+            Shard(store, *each, first) for each, first in zip(entries, firsts, strict=False)
+        ]
         self._used: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -236,7 +229,8 @@ class Harvest(Plotted):
 
     def keys(self, index: int | slice | np.ndarray | Sequence[int]) -> Keys:
         """Return the keys of rows by row number. Raises IndexError."""
-        return Keys(*[self._gather(index, partial(_key_part, part)) for part in range(3)])
+        columns = self._gather(index, lambda shard, *part: np.stack(shard.keys(*part), axis=-1)).T
+        return Keys(*columns.astype(np.int64, order="C"))
 
     def document(
         self, document: int, layer: int | None = None, hook: str | None = None
@@ -244,24 +238,15 @@ class Harvest(Plotted):
         """Return a document's keys and its rows at a site, ordered by position; empty if it has no
         rows.
         """
-        at = self.site(hook, layer)
-        result: list[tuple[Keys, np.ndarray]] = []
-        for shard in self.shards:
-            if shard.unit.first <= document < shard.unit.first + shard.unit.documents:
-                keys = self._touch(shard).keys()
-                indices = np.flatnonzero(keys.documents == document)
-                if len(indices):
-                    result.append(
-                        (Keys(*[part[indices] for part in keys]), shard.rows(*at)[indices])
-                    )
-        if not result:
-            empty = np.zeros(0, np.int64)
-            return Keys(empty, empty, empty), np.zeros((0, self.manifest.widths[at[0]]), np.float32)
-        keys = Keys(*[np.concatenate([item[0][part] for item in result]) for part in range(3)])
-        order = np.argsort(keys.positions, kind="stable")
-        return Keys(*[part[order] for part in keys]), np.concatenate([rows for _, rows in result])[
-            order
-        ]
+        found = [np.zeros(0, np.int64)]
+        for number, shard in enumerate(self.shards):
+            if 0 <= document - shard.unit.first < shard.unit.documents:
+                documents = self._touch(number).keys().documents
+                found.append(shard.first + np.flatnonzero(documents == document))
+        numbers = np.concatenate(found)
+        keys = self.keys(numbers)
+        order = np.argsort(keys.positions)
+        return Keys(*[part[order] for part in keys]), self.rows(numbers[order], layer, hook)
 
     def close(self) -> None:
         for shard in self.shards:
@@ -281,7 +266,7 @@ class Harvest(Plotted):
         shard_numbers = np.searchsorted(self._firsts, needed, side="right") - 1
         parts, order = [], []
         for number in np.unique(shard_numbers).tolist():
-            shard = self._touch(self.shards[number])
+            shard = self._touch(number)
             places = np.flatnonzero(shard_numbers == number)
             inside = needed[places] - shard.first
             low, high = int(inside.min()), int(inside.max()) + 1
@@ -289,23 +274,20 @@ class Harvest(Plotted):
             order.append(places)
         if not parts:
             first = self.shards[0] if self.shards else None
-            return read(first, 0, 0) if first is not None else np.zeros(0)
-        joined = np.concatenate(parts)
-        ordered = np.empty_like(joined)
-        ordered[np.concatenate(order)] = joined
+            return read(first, 0, 0) if first is not None else np.zeros((0, len(KEYS)))
+        ordered = np.concatenate(parts)[np.argsort(np.concatenate(order))]
         result: np.ndarray = ordered[0] if isinstance(index, int | np.integer) else ordered
         return result
 
-    def _touch(self, shard: Shard) -> Shard:
-        """Record a use of the shard, close the least recently used shards beyond `OPEN`, and return
+    def _touch(self, number: int) -> Shard:
+        """Record a use of a shard, close the least recently used shards beyond `OPEN`, and return
         the shard.
         """
-        number = int(np.searchsorted(self._firsts, shard.first, side="right")) - 1
         self._used[number] = None
         self._used.move_to_end(number)
         while len(self._used) > OPEN:
             self.shards[self._used.popitem(last=False)[0]].close()
-        return shard
+        return self.shards[number]
 
 
 def open(uri: str) -> Harvest:
@@ -348,10 +330,6 @@ def read_manifest(store: ArtifactStore) -> HarvestManifest:
         raise MidstreamError(
             "capture_damaged", f"{store.uri}/{MANIFEST} cannot be read: {error}"
         ) from error
-
-
-def _key_part(part: int, shard: Shard, start: int, stop: int) -> np.ndarray:
-    return shard.keys(start, stop)[part]
 
 
 def shown(sites: Sequence[Site]) -> str:

@@ -9,9 +9,9 @@ document −1, absent tokens id −1.
 import numpy as np
 
 from ..schemas.base.errors import MidstreamError
-from ..schemas.jobs.harvests import Example, FeatureFigures, SurveyEntry, SurveyView
+from ..schemas.jobs.harvests import Example, FeatureFigures, HarvestView, SurveyEntry, SurveyView
 from .harvests import Shard
-from .store import ArtifactStore
+from .store import ArtifactStore, open_store
 
 
 class Surveyed(Shard):
@@ -19,6 +19,14 @@ class Surveyed(Shard):
 
     def __init__(self, store: ArtifactStore, entry: SurveyEntry) -> None:
         self.survey, self._store, self._files = entry, store, {}
+
+    @classmethod
+    def of(cls, view: HarvestView, job: str) -> "Surveyed":
+        """Open a finished survey of a harvest by its job. Raises `not_found`."""
+        for entry in view.surveys:
+            if entry.job == job:
+                return cls(open_store(view.uri), entry)
+        raise MidstreamError("not_found", f"harvest {view.id} has no survey {job}")
 
     def __len__(self) -> int:
         return self.survey.rows

@@ -293,7 +293,7 @@ async def post_survey(
         if data.against is not None:
             state = (await _seen(context, submission.caller, data.against)).state
             other = await context.harvests.stored(data.against)
-            await check_comparable(harvest, other, state, info, context.harvests)
+            await check_comparable(harvest, other, state, context.harvests)
             uris.append(other.uri)
         part = await plan_survey(data, view, harvest, uris, info, context.ledger)
         job = submission.job("harvest", info, data, harvest=part)
@@ -318,12 +318,9 @@ async def get_survey(
     feature: Feature = None,
 ) -> SurveyView:
     view = await _seen(context, caller, harvest_id)
-    entry = next((entry for entry in view.surveys if entry.job == job_id), None)
-    if entry is None:
-        raise MidstreamError("not_found", f"harvest {harvest_id} has no survey {job_id}")
 
     def read() -> SurveyView:
-        with closing(Surveyed(open_store(view.uri), entry)) as found:
+        with closing(Surveyed.of(view, job_id)) as found:
             return found.view(order, limit, feature)
 
     return await anyio.to_thread.run_sync(read)

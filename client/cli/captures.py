@@ -8,6 +8,7 @@ import typer
 from rich.markup import escape
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.captures import CaptureEntry
 from ..captures.export import export
 from ..captures.reader import CaptureReader
 from ..render import jobs as show
@@ -141,7 +142,7 @@ def capture_list(
     """List the newest captures on the server, with their sizes."""
     with connect(url) as client:
         page = client.captures.list(tag=tag, limit=limit)
-    print_list(page, page.captures, lambda _: show.captures(page), "captures", json_)
+    print_list(page, page.captures, CaptureEntry, "captures", json_)
 
 
 @capture_app.command("delete")

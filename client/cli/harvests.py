@@ -10,6 +10,7 @@ import typer
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.jobs.harvests import HarvestRequest, HarvestView
 from ..render import jobs as show
+from ..render import records
 from ..sdk.answers.progress import harvest_bar
 from ..sdk.wire import given
 from . import jobs, options
@@ -196,7 +197,7 @@ def harvest_list(
     """List the newest harvests."""
     with connect(url) as client:
         page = client.harvests.list(limit=limit)
-    print_list(page, page.harvests, show.harvests, "harvests", json_)
+    print_list(page, page.harvests, HarvestView, "harvests", json_)
 
 
 @harvest_app.command("pause")
@@ -289,7 +290,7 @@ def harvest_survey(
         if not print_json(view, json_):
             tokens = sorted({token for one in view.examples for token in one.token_ids})
             texts = client.detokenize(model, tokens).token_strs if tokens else []
-            shown = show.survey(view, dict(zip(tokens, texts, strict=True)))
+            shown = records.survey(view, dict(zip(tokens, texts, strict=True)))
             out.print(*shown, sep="\n", soft_wrap=True)
 
 

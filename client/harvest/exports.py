@@ -2,7 +2,7 @@
 connector, which speculator training reads.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,7 @@ def to_parquet(uri: str, folder: str | Path, sites: Sequence[Site] | None = None
     """
     import pyarrow.parquet as parquet
 
-    paths = []
-    for path, rows in _tables(uri, folder, sites, "parquet"):
-        parquet.write_table(rows, path)
-        paths.append(path)
-    return paths
+    return _files(uri, folder, sites, "parquet", parquet.write_table)
 
 
 def to_arrow(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) -> list[Path]:
@@ -37,22 +33,27 @@ def to_arrow(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) 
     """
     import pyarrow as pa
 
-    paths = []
-    for path, rows in _tables(uri, folder, sites, "arrow"):
+    def write(rows: Any, path: Path) -> None:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, rows.schema) as writer:
             writer.write_table(rows)
-        paths.append(path)
-    return paths
+
+    return _files(uri, folder, sites, "arrow", write)
 
 
-def _tables(
-    uri: str, folder: str | Path, sites: Sequence[Site] | None, ending: str
-) -> Iterator[tuple[Path, Any]]:
-    harvest, target = open_harvest(uri), Path(folder)
+def _files(
+    uri: str,
+    folder: str | Path,
+    sites: Sequence[Site] | None,
+    ending: str,
+    write: Callable[[Any, Path], None],
+) -> list[Path]:
+    harvest, target, paths = open_harvest(uri), Path(folder), []
     target.mkdir(parents=True, exist_ok=True)
     for number, shard in enumerate(harvest.shards):
-        yield target / f"rows-{number:06d}.{ending}", table(shard, sites or harvest.sites)
+        paths.append(target / f"rows-{number:06d}.{ending}")
+        write(table(shard, sites or harvest.sites), paths[-1])
         shard.close()
+    return paths
 
 
 def table(shard: Shard, sites: Sequence[Site]) -> Any:
@@ -119,7 +120,7 @@ def documents(
         else np.ones(len(of), bool)
     )
     states = np.stack(
-        [np.concatenate([_stored(shard, hook, layer) for shard in shards]) for layer in layers],
+        [np.concatenate([shard.stored(hook, layer) for shard in shards]) for layer in layers],
         axis=1,
     )
     for shard in shards:
@@ -138,8 +139,3 @@ def documents(
                 ("hidden_states", dtype, np.ascontiguousarray(states[rows])),
             ],
         )
-
-
-def _stored(shard: Shard, hook: str, layer: int) -> np.ndarray:
-    bits, dtype = shard.bits(hook, layer)
-    return bits if dtype == "bfloat16" else shard.rows(hook, layer)

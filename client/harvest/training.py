@@ -135,16 +135,10 @@ class RowDataset(IterableDataset[Any]):
 
 def _rows(group: Sequence[Shard], site: Site) -> torch.Tensor:
     """Return all rows of these shards in their stored dtype, or float32 if the dtype has scales."""
-    parts = []
-    for shard in group:
-        bits, dtype = shard.bits(*site)
-        parts.append(bits.view(np.int16) if dtype == "bfloat16" else shard.rows(*site))
-    rows = torch.empty(
-        (sum(map(len, parts)), parts[0].shape[1]),
-        dtype=torch.from_numpy(np.empty(0, parts[0].dtype)).dtype,
-    )
-    np.concatenate(parts, out=rows.numpy())
-    return rows.view(torch.bfloat16) if dtype == "bfloat16" else rows
+    rows = np.concatenate([shard.stored(*site) for shard in group])
+    if rows.dtype != np.uint16:
+        return torch.from_numpy(rows)
+    return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16)
 
 
 def activations(

@@ -1,8 +1,8 @@
 """Verifies a harvest: recomputes everything in its manifest from the files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -47,25 +47,19 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Veri
             raise
         verification.faults.append(error.detail)
         return verification
-    unit: UnitEntry | None = None
-    visited: list[np.ndarray] = []
-    for number, shard in enumerate(harvest.shards):
-        try:
-            documents, positions = _shard(harvest, shard, verification)
-            if unit is not shard.unit:
-                _check_unit(unit, visited, harvest, verification)
-                unit, visited = shard.unit, []
-            visited.append(np.stack([documents, positions]))
-        except (OSError, DamagedBlob, MidstreamError, ValueError) as error:
-            verification.faults.append(f"shard {number}: {error}")
-        shard.close()
-        verification.shards += 1
-        if progress is not None:
-            progress(number + 1, len(harvest.shards))
-    _check_unit(unit, visited, harvest, verification)
-    for empty in harvest.units:
-        if not empty.shards:
-            _check_unit(empty, [], harvest, verification)
+    shards = iter(harvest.shards)
+    for unit in harvest.units:
+        visited = [np.zeros((2, 0), np.int64)]
+        for shard in islice(shards, len(unit.shards)):
+            try:
+                visited.append(_shard(harvest, shard, verification))
+            except (OSError, DamagedBlob, MidstreamError, ValueError) as error:
+                verification.faults.append(f"shard {verification.shards}: {error}")
+            shard.close()
+            verification.shards += 1
+            if progress is not None:
+                progress(verification.shards, len(harvest.shards))
+        _check_unit(unit, np.concatenate(visited, axis=1), harvest, verification)
     manifest = harvest.manifest
     in_units = sum(item.documents for item in harvest.units)
     for name, listed, counted in (
@@ -91,9 +85,8 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Veri
     return verification
 
 
-def _shard(
-    harvest: Harvest, shard: Shard, verification: Verification
-) -> tuple[np.ndarray, np.ndarray]:
+def _shard(harvest: Harvest, shard: Shard, verification: Verification) -> np.ndarray:
+    """Check a shard's files; return its documents and positions, `[2, rows]`."""
     keys, store = None, harvest.store
     for file in shard.entry.files:
         with store.open(file.key, hold=False) as handle:
@@ -139,21 +132,15 @@ def _shard(
     ):
         verification.faults.append(f"{name}: it has rows of another unit's documents")
     verification.rows += len(documents)
-    return documents, positions
+    return np.stack([documents, positions])
 
 
 def _check_unit(
-    unit: UnitEntry | None,
-    visited: Sequence[np.ndarray],
-    harvest: Harvest,
-    verification: Verification,
+    unit: UnitEntry, keys: np.ndarray, harvest: Harvest, verification: Verification
 ) -> None:
     """Check that no row of a unit occurs twice, and that each document has rows, except the number
-    of documents that the manifest lists as skipped.
+    of documents that the manifest lists as skipped. `keys`: `[2, rows]`.
     """
-    if unit is None:
-        return
-    keys = np.concatenate([np.zeros((2, 0), np.int64), *visited], axis=1)
     if np.unique(keys, axis=1).shape[1] != keys.shape[1]:
         verification.faults.append(f"unit {unit.unit} has a row twice")
     manifest, present = harvest.manifest, np.unique(keys[0])

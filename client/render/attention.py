@@ -131,15 +131,16 @@ def coarse(pattern: np.ndarray, merged: int) -> np.ndarray:
 
 def strongest(attention: Attention, most: int = 3) -> Table:
     """Return a table of the heads with the highest scores for each behaviour."""
-    shown = table("What heads attend to", "keys", "heads", "share")
-    for behaviour in attention.behaviours():
-        scores = attention.scores(behaviour)[:most]
-        shown.add_row(
+    best = {name: attention.scores(name)[:most] for name in attention.behaviours()}
+    rows = [
+        (
             behaviour,
             ", ".join(f"{score.layer}.{score.head}" for score in scores),
             ", ".join(f"{score.score:.2f}" for score in scores),
         )
-    return shown
+        for behaviour, scores in best.items()
+    ]
+    return table("What heads attend to", "keys", "heads", "share", rows=rows)
 
 
 def report(attention: Attention, panels: Sequence[Panel] | None = None) -> RenderableType:

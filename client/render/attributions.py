@@ -35,11 +35,9 @@ def report(attribution: Attribution, most: int = 10) -> RenderableType:
 
 def scores_table(scores: list[Score], most: int) -> Table:
     """Return a table of the strongest edges or features."""
-    shown = table(f"The {min(most, len(scores))} strongest of {len(scores)}", "what", "score")
-    shown.columns[1].justify = "right"
-    for item in scores[:most]:
-        shown.add_row(escape(item.name), f"{item.score:+.3f}")
-    return shown
+    title = f"The {min(most, len(scores))} strongest of {len(scores)}"
+    rows = [(escape(item.name), f"{item.score:+.3f}") for item in scores[:most]]
+    return table(title, "what", "score", rows=rows, right=("score",))
 
 
 def checked_table(attribution: Attribution, most: int) -> Table:
@@ -48,18 +46,21 @@ def checked_table(attribution: Attribution, most: int) -> Table:
     """
     numbers = ("layer", "estimate", "exact", "difference")
     title = f"{_kind(attribution).capitalize()}s computed exactly"
-    shown = table(title, "at", "hook", *numbers, "chosen as", "")
-    for column in shown.columns[2:6]:
-        column.justify = "right"
     names, cells = attribution.estimates.names, attribution.cells
-    for cell in [*cells[:most], *[cell for cell in cells[most:] if cell.off][:most]]:
-        at = escape(place_name(names, cell.column, cell.feature))
-        shown.add_row(
-            at, titled(cell.hook), str(cell.layer),
-            _number(cell.estimate, ""), _number(cell.exact, ""), _number(difference(cell), "+"),
-            ", ".join(cell.why), "[red]off[/]" if cell.off else "",
-        )  # fmt: skip
-    return shown
+    rows = [
+        (
+            escape(place_name(names, cell.column, cell.feature)),
+            titled(cell.hook),
+            str(cell.layer),
+            _number(cell.estimate, ""),
+            _number(cell.exact, ""),
+            _number(difference(cell), "+"),
+            ", ".join(cell.why),
+            "[red]off[/]" if cell.off else "",
+        )
+        for cell in [*cells[:most], *[cell for cell in cells[most:] if cell.off][:most]]
+    ]
+    return table(title, "at", "hook", *numbers, "chosen as", "", rows=rows, right=numbers)
 
 
 def agreement(attribution: Attribution) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Terminal output of jobs, receipts, captures and harvests."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -11,8 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ...schemas.jobs.captures import CapturePage
-from ...schemas.jobs.harvests import HarvestView, SurveyView
+from ...schemas.jobs.harvests import HarvestView
 from ...schemas.jobs.jobs import CaptureResults, Determinism, Event, FileEntry, JobView
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunPrompt
@@ -76,7 +75,17 @@ def seconds(start: float | None, end: float | None) -> str:
     return "" if start is None or end is None else f"{end - start:.2f} s"
 
 
-def table(title: str, *columns: str) -> Table:
+def table(
+    title: str,
+    *columns: str,
+    rows: Iterable[Sequence[str]] = (),
+    right: Container[str] = (),
+    most: int | None = None,
+) -> Table:
+    """Return a table of `rows`, or of the first `most` of them with the number of the others.
+
+    `right`: columns that are aligned to the right here, besides those that are everywhere.
+    """
     result = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
@@ -84,7 +93,7 @@ def table(title: str, *columns: str) -> Table:
         if column in _WHOLE:
             result.add_column(column, no_wrap=True)
             continue
-        right = column in (
+        number = column in right or column in (
             "rank",
             "request",
             "req",
@@ -92,12 +101,19 @@ def table(title: str, *columns: str) -> Table:
             "acts",
             "edits",
             "rows",
+            "done",
+            "size",
             "bytes",
             "layers",
             "positions",
             "tokens",
         )
-        result.add_column(column, justify="right" if right else "left", overflow="fold")
+        result.add_column(column, justify="right" if number else "left", overflow="fold")
+    cells = list(rows)
+    for row in cells[:most]:
+        result.add_row(*row)
+    if most is not None and len(cells) > most:
+        result.caption = f"… and {len(cells) - most} more"
     return result
 
 
@@ -158,7 +174,7 @@ def receipts(
 
     `jobs`: (id, captures, determinism).
     """
-    shown = table(title, "job", "req", "rank", "step", "acts", "checksum", "edits", "rows", "crc32")
+    names = ("job", "req", "rank", "step", "acts", "checksum", "edits", "rows", "crc32")
     cells = []
     for job_id, captures, determinism in jobs:
         files: dict[tuple[int, int], list[FileEntry]] = {}
@@ -179,11 +195,7 @@ def receipts(
             cells.append(
                 (f"…{job_id[-4:]}", *numbers, report.checksum, str(report.applied), *written)
             )
-    for row in cells[:TABLE_ROWS]:
-        shown.add_row(*row)
-    if len(cells) > TABLE_ROWS:
-        shown.caption = f"… and {len(cells) - TABLE_ROWS} more"
-    return shown
+    return table(title, *names, rows=cells, most=TABLE_ROWS)
 
 
 def determinism_line(determinism: Determinism | None) -> str:
@@ -248,25 +260,6 @@ def checks(result: Sequence[Check]) -> Table:
     return shown
 
 
-def captures(page: CapturePage) -> Table:
-    """Return a table with one line per job, whose id is never cut."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    for column in ("job", "status", "rows", "size"):
-        shown.add_column(
-            column, no_wrap=True, justify="right" if column in ("rows", "size") else "left"
-        )
-    shown.add_column("tags")
-    for entry in page.captures:
-        shown.add_row(
-            entry.job,
-            coloured(entry.status),
-            f" {entry.rows}",
-            f" {size(entry.bytes)}",
-            escape(" " + ", ".join(entry.tags)),
-        )
-    return shown
-
-
 def event(entry: Event) -> str:
     data: dict[str, Any] = dict(entry.data)
     fields = " ".join(f"{name}={value!r}" for name, value in data.items() if value is not None)
@@ -284,43 +277,6 @@ def side_by_side(console: Console, left: tuple[str, str], right: tuple[str, str]
     ]
     grid.add_row(*panels)
     console.print(grid)
-
-
-def harvests(views: Sequence[HarvestView]) -> Table:
-    shown = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("id", "state", "done", "rows", "size", "created"):
-        justify: Literal["left", "right"] = "right" if name in ("done", "rows", "size") else "left"
-        shown.add_column(name, no_wrap=name != "created", justify=justify)
-    for view in views:
-        shown.add_row(
-            view.id,
-            view.state,
-            f"{view.share:.0%}",
-            f"{view.rows:,}",
-            size(view.bytes),
-            minute(view.created),
-        )
-    return shown
-
-
-def survey(view: SurveyView, words: Mapping[int, str]) -> list[Table | Text]:
-    """Return a survey's features and examples, a line each; the token itself is bold. `words`:
-    token id → text.
-    """
-    drawn = table("", "feature", "density", "mean activation")
-    for each in view.features:
-        density = " → ".join(f"{value:.2%}" for value in each.density)
-        drawn.add_row(str(each.feature), density, " → ".join(f"{mean:.2f}" for mean in each.mean))
-    lines: list[Table | Text] = [drawn] if view.features else []
-    if view.survey.mean_kl is not None:
-        lines.append(Text(f"mean KL divergence: {view.survey.mean_kl:.4g} nats"))
-    for one in view.examples:
-        parts = [
-            (words[token].replace("\n", "⏎"), "bold" if position == one.position else "")
-            for token, position in zip(one.token_ids, one.positions, strict=True)
-        ]
-        lines.append(Text.assemble(f"{one.value:8.2f}  {one.document}:{one.position}  ", *parts))
-    return lines
 
 
 def harvest(view: HarvestView) -> str:

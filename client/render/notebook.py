@@ -3,7 +3,6 @@
 import base64
 import io
 from collections.abc import Callable, Sequence
-from functools import partial
 from html import escape
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from ...schemas.artifacts.probes import Probe
 from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
 from ...schemas.base.errors import MidstreamError
-from ...schemas.jobs.captures import CapturePage
+from ...schemas.jobs.captures import CaptureEntry, CapturePage
 from ...schemas.jobs.harvests import HarvestPage, HarvestView
 from ...schemas.jobs.jobs import JobPage, JobResult, JobView, Output
 from ...schemas.jobs.sweeps import SweepResult
@@ -267,11 +266,11 @@ _HTML: dict[type, Callable[[Any], str]] = {
     SweepResult: sweep_html,
     JobResult: _job_html,
     JobPage: lambda page: _shown(".jobs", "jobs", page.jobs),
-    CapturePage: partial(_shown, ".jobs", "captures"),
+    CapturePage: lambda page: _list_html(page.captures, CaptureEntry),
     RunPage: lambda page: _list_html(page.runs, RunView),
     GlobalView: _global_html,
     HarvestView: _harvest_html,
-    HarvestPage: lambda page: _shown(".jobs", "harvests", page.harvests),
+    HarvestPage: lambda page: _list_html(page.harvests, HarvestView),
     Status: _status_html,
 }
 #: Types that `records` renders in a list, and those that it renders alone.

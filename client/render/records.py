@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ...schemas.access.keys import KeyView
 from ...schemas.access.webhooks import Delivery, DeliveryAttempt
@@ -15,7 +16,9 @@ from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
 from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
+from ...schemas.jobs.captures import CaptureEntry
 from ...schemas.jobs.fits import FitResult
+from ...schemas.jobs.harvests import FeatureFigures, HarvestView, SurveyView
 from ...schemas.jobs.jobs import SWEEPS, JobView, Output
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
@@ -46,10 +49,8 @@ class Shown:
 def listed(records: Iterable[Any], kind: type) -> Table:
     """Return a table with one line per record."""
     shown = SHOWN[kind]
-    result = table(shown.title, *shown.columns)
-    for record in records:
-        result.add_row(*(cell(record) for cell in shown.columns.values()))
-    return result
+    rows = ([cell(record) for cell in shown.columns.values()] for record in records)
+    return table(shown.title, *shown.columns, rows=rows)
 
 
 def one(record: Any) -> Table:
@@ -60,6 +61,22 @@ def one(record: Any) -> Table:
 def parts(record: Any) -> list[Table]:
     """Return the tables of one record: facts and details."""
     return [one(record), *SHOWN[type(record)].details(record)]
+
+
+def survey(view: SurveyView, words: Mapping[int, str]) -> list[Table | Text]:
+    """Return a survey's features and examples, a line each; the token itself is bold. `words`:
+    token id → text.
+    """
+    lines: list[Table | Text] = [listed(view.features, FeatureFigures)] if view.features else []
+    if view.survey.mean_kl is not None:
+        lines.append(Text(f"mean KL divergence: {view.survey.mean_kl:.4g} nats"))
+    for one in view.examples:
+        parts = [
+            (words[token].replace("\n", "⏎"), "bold" if position == one.position else "")
+            for token, position in zip(one.token_ids, one.positions, strict=True)
+        ]
+        lines.append(Text.assemble(f"{one.value:8.2f}  {one.document}:{one.position}  ", *parts))
+    return lines
 
 
 def moment(at: float | None) -> str:
@@ -369,6 +386,34 @@ SHOWN: dict[type, Shown] = {
             ),
             "error": lambda view: f"[red]{escape(view.error.detail)}[/]" if view.error else "",
         }
+    ),
+    HarvestView: Shown(
+        "Harvests",
+        {
+            "id": lambda view: view.id,
+            "state": lambda view: view.state,
+            "done": lambda view: f"{view.share:.0%}",
+            "rows": lambda view: f"{view.rows:,}",
+            "size": _bytes,
+            "created": _since,
+        },
+    ),
+    FeatureFigures: Shown(
+        columns={
+            "feature": lambda each: str(each.feature),
+            "density": lambda each: " → ".join(f"{share:.2%}" for share in each.density),
+            "mean activation": lambda each: " → ".join(f"{mean:.2f}" for mean in each.mean),
+        }
+    ),
+    CaptureEntry: Shown(
+        "Captures",
+        {
+            "job": lambda entry: entry.job,
+            "status": lambda entry: coloured(entry.status),
+            "rows": lambda entry: str(entry.rows),
+            "size": _bytes,
+            "tags": lambda entry: escape(", ".join(entry.tags)),
+        },
     ),
     Output: Shown(
         "Outputs",

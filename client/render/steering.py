@@ -34,30 +34,30 @@ def what(entries: Sequence[EntryView]) -> str:
 
 def entries(views: Sequence[EntryView]) -> Table:
     """Return a table of the first `TABLE_ROWS` entries."""
-    shown = table("Entries", "op", "hook", "layers", "positions", "scale", "numbers", "tensors")
-    for view in views[:TABLE_ROWS]:
-        positions = (
-            view.positions if isinstance(view.positions, str) else to_json(view.positions).decode()
-        )
-        op = (
-            view.op
-            + (f" of rank {view.rank}" if view.rank else "")
-            + (" norm_match" if view.norm_match else "")
-        )
-        numbers = ", ".join(f"{number:g}" for number in view.numbers)
-        tensors = ", ".join(tensor[:DIGEST] for tensor in view.tensors)
-        shown.add_row(
-            op,
-            view.hook,
-            as_ranges(view.layers),
-            escape(positions),
-            f"{view.scale:g}",
-            numbers,
-            tensors,
-        )
-    if len(views) > TABLE_ROWS:
-        shown.caption = f"… and {len(views) - TABLE_ROWS} more"
-    return shown
+    names = ("op", "hook", "layers", "positions", "scale", "numbers", "tensors")
+    return table("Entries", *names, rows=map(_cells, views), most=TABLE_ROWS)
+
+
+def _cells(view: EntryView) -> tuple[str, ...]:
+    positions = (
+        view.positions if isinstance(view.positions, str) else to_json(view.positions).decode()
+    )
+    op = (
+        view.op
+        + (f" of rank {view.rank}" if view.rank else "")
+        + (" norm_match" if view.norm_match else "")
+    )
+    numbers = ", ".join(f"{number:g}" for number in view.numbers)
+    tensors = ", ".join(tensor[:DIGEST] for tensor in view.tensors)
+    return (
+        op,
+        view.hook,
+        as_ranges(view.layers),
+        escape(positions),
+        f"{view.scale:g}",
+        numbers,
+        tensors,
+    )
 
 
 def global_line(view: GlobalView) -> str:

@@ -153,18 +153,18 @@ def strongest(result: SweepResult, pair: int | None = None, count: int = 5) -> T
 
 def strongest_of(grid: Grid, count: int = 5) -> Table:
     """Return a table of the cells of a grid with the strongest effects."""
-    shown = table("Strongest cells", "at", "hook", "layer", "value", "effect")
-    for name in ("layer", "value", "effect"):
-        next(column for column in shown.columns if column.header == name).justify = "right"
-    for cell in grid.top(count):
-        shown.add_row(
+    numbers = ("layer", "value", "effect")
+    rows = [
+        (
             escape(grid.names[cell.column]),
             titled(cell.hook),
             str(cell.layer),
             f"{cell.value:.3f}",
             f"{cell.effect:+.3f}",
         )
-    return shown
+        for cell in grid.top(count)
+    ]
+    return table("Strongest cells", "at", "hook", *numbers, rows=rows, right=numbers)
 
 
 def report(result: SweepResult, pair: int | None = None, count: int = 5) -> RenderableType:

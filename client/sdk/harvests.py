@@ -17,7 +17,6 @@ from ...schemas.jobs.harvests import (
     StreamPage,
     SurveyRequest,
 )
-from ...storage.store import open_store
 from ...storage.surveys import Surveyed
 from .. import values
 from . import wire
@@ -98,20 +97,14 @@ class Harvests(Calls[M]):
         Raises the error of a harvest that failed, `conflict` for one that was cancelled,
         TimeoutError after `timeout` seconds. Survives an API restart.
         """
-        deadline, patience = (
-            None if timeout is None else time.monotonic() + timeout,
-            wire.Patience(),
-        )
+        deadline = None if timeout is None else time.monotonic() + timeout
+        call = Call("GET", _path(harvest))
         while True:
-            try:
-                view = await self.get(harvest)
-                patience.ok()
-                if progress is not None:
-                    progress(view)
-                if view.state in OVER:
-                    return _ended(view)
-            except MidstreamError as error:
-                patience.check(error)
+            view = await self._ask_patiently(call, HarvestView, wire.PATIENCE_S)
+            if progress is not None:
+                progress(view)
+            if view.state in OVER:
+                return _ended(view)
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"the harvest has not ended after {timeout} s")
             await self._io.sleep(POLL_S)
@@ -134,11 +127,7 @@ class Harvests(Calls[M]):
         """Open a finished survey by its job; `get(harvest).surveys` lists them. Raises
         `not_found`.
         """
-        view, job_id = await self.get(harvest), wire.id_of(job)
-        for entry in view.surveys:
-            if entry.job == job_id:
-                return Surveyed(open_store(view.uri), entry)
-        raise MidstreamError("not_found", f"harvest {view.id} has no survey {job_id}")
+        return Surveyed.of(await self.get(harvest), wire.id_of(job))
 
     @call
     async def pause(self, harvest: HarvestLike) -> HarvestView:

@@ -170,12 +170,19 @@ class HarvestRequest(SitesSpec, kw_only=True):
             raise ValueError("`prompt: false` requires `generate`")
 
 
-class StoredHarvest(Record, omit_defaults=True, kw_only=True):
-    """A harvest after validation, as the ledger stores it. Never changes."""
+class HarvestFacts(Record, kw_only=True):
+    """Facts about a harvest that never change, which its manifest has too."""
 
     id: str
     model: str
     created: float
+    metadata: dict[str, str] = {}
+    identity: str = ""  # of the model that computes all rows
+
+
+class StoredHarvest(HarvestFacts, omit_defaults=True, kw_only=True):
+    """A harvest after validation, as the ledger stores it. Never changes."""
+
     uri: str  # of the harvest's store
     sites: dict[Hook, list[int]]
     source: HarvestSource
@@ -193,11 +200,10 @@ class StoredHarvest(Record, omit_defaults=True, kw_only=True):
     tenant: str = DEFAULT_TENANT
     key: str = ""
     priority: Priority = "normal"
-    metadata: dict[str, str] = {}
     steering: str = ""  # digest of the global steering with which all rows are computed
     edits: list[StoredSteering] = []  # with which all rows are computed, beside it
     lora: StoredLora | None = None
-    identity: str = ""  # of the model that computes all rows
+    last_layer: int = 0  # of that model: its predictions follow from `post_block` there
 
 
 class PlannedUnit(Record, array_like=True, kw_only=True):
@@ -233,8 +239,8 @@ class HarvestPlan(Record, kw_only=True):
         return sum(unit.weight for unit in self.units)
 
 
-class PlanFile(Record, kw_only=True):
-    """A reference to the valid plan, an object in the harvest's store."""
+class CheckedFile(Record, kw_only=True):
+    """A reference to an object in the harvest's store: the valid plan, or a part's manifest."""
 
     key: str
     crc32: int
@@ -279,21 +285,11 @@ class PartManifest(Record, kw_only=True):
     units: list[UnitEntry]
 
 
-class PartFile(Record, kw_only=True):
-    key: str
-    crc32: int
-    shards: int
-    rows: int
-
-
-class HarvestManifest(Record, kw_only=True):
+class HarvestManifest(HarvestFacts, kw_only=True):
     """The object `manifest.json`, which describes a complete harvest. It is written last."""
 
     format: str
     version: str
-    id: str
-    model: str
-    created: float
     finished: float
     sites: dict[str, list[int]]
     widths: dict[str, int]  # hook → elements of a row
@@ -310,9 +306,9 @@ class HarvestManifest(Record, kw_only=True):
     rows: int  # positions
     bytes: int
     shards: int
-    parts: list[PartFile]
-    metadata: dict[str, str] = {}
-    identity: str = ""  # of the model that computed all rows
+    parts: list[CheckedFile]
+    # where that model is, and its content: `workers.engine.proof.comparison.Source`
+    checkpoint: list[Any] | None = None
     dropped: bool = False  # shards are deleted once a stream's consumers have acknowledged them
 
 
@@ -341,7 +337,7 @@ class SurveyTask(Record, omit_defaults=True, kw_only=True):
     survey: Survey
     sae_root: str
     sae_bytes: int  # the most of an autoencoder's weights
-    checkpoint: list[Any] | None = None  # `workers.engine.proof.comparison.Source`
+    data_dir: str  # of the worker, which keeps digests of checkpoints in it
 
 
 class SurveyEntry(Record, omit_defaults=True, kw_only=True):
@@ -385,14 +381,11 @@ class SurveyView(Record, kw_only=True):
     examples: list[Example]  # of the feature that was asked for, or of the first one
 
 
-class HarvestView(Record, omit_defaults=True, kw_only=True):
+class HarvestView(HarvestFacts, omit_defaults=True, kw_only=True):
     """Answer of `GET /v1/harvests/{id}`."""
 
-    id: str
-    model: str
     state: HarvestState
     version: int
-    created: float
     uri: str  # of its store, for `midstream.harvest.open`
     started: float | None = None  # when its first part started
     finished: float | None = None
@@ -412,8 +405,6 @@ class HarvestView(Record, omit_defaults=True, kw_only=True):
     jobs: list[str] = []  # ids of the jobs of submitted parts
     surveys: list[SurveyEntry] = []  # that are finished; not in listings
     tenant: str = DEFAULT_TENANT
-    metadata: dict[str, str] = {}
-    identity: str = ""  # of the model that computes all rows
 
 
 class HarvestPage(Record, kw_only=True):

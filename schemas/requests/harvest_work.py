@@ -31,7 +31,6 @@ class Survey(Record, omit_defaults=True, kw_only=True):
     top: int  # examples of each feature
     context: int  # tokens before and after each example
     against: str = ""  # another harvest of the same tokens
-    last_layer: int = 0  # of the model: predictions are computed from its `post_block`
 
 
 class HarvestPart(Record, omit_defaults=True):

@@ -193,17 +193,20 @@ def test_a_sweep_under_an_adapter_measures_the_merged_model(served: Served) -> N
 @pytest.mark.matrix
 def test_harvests_under_an_adapter_differ_as_the_merged_weights_do(served: Served) -> None:
     """The KL divergence of each token is that of transformers' predictions with base and merged
-    weights.
+    weights, also if the merged weights are another model, on a worker of its own.
     """
+    served.stack.spawn("worker-2", model=str(served.root.parent / "one"))
+    served.stack.wait_ready("worker-2")
     prompts = [prompt_of(11 + seed, seed=seed) for seed in range(6)]
-    fields = {"model": "llama", "source": {"lines": prompts}, "layers": [0, LAYERS - 1]}
-    plain, adapted = (
+    fields = {"source": {"lines": prompts}, "layers": [0, LAYERS - 1]}
+    plain, adapted, other = (
         served.client.harvests.wait(
             served.client.harvests.submit(**fields, positions={"skip_bos": False}, **more)
         )
-        for more in ({}, {"lora": "one"})
+        for more in ({"model": "llama"}, {"model": "llama", "lora": "one"}, {"model": "one"})
     )
-    found = served.client.harvests.survey(plain, against=adapted.id, top=2, context=1)
+    assert served.stack.end("worker-2") == 0
+    assert other.identity != plain.identity
     wanted = []
     for prompt in prompts:
         logs = []
@@ -212,10 +215,13 @@ def test_harvests_under_an_adapter_differ_as_the_merged_weights_do(served: Serve
             logits = torch.from_numpy(served.truth[name].logits)
             logs.append(logits.double().log_softmax(-1))
         wanted += (logs[0].exp() * (logs[0] - logs[1])).sum(-1).tolist()
-    print(abs(found.kl - wanted).max(), max(wanted))
-    np.testing.assert_allclose(found.kl, wanted, rtol=1e-3, atol=2e-5)
-    assert found.survey.mean_kl == pytest.approx(np.mean(wanted), rel=1e-3)
-    assert found.examples()[0].value == found.kl.max()
+    for against in (adapted, other):
+        found = served.client.harvests.survey(plain, against=against.id, top=2, context=1)
+        kl = found.array("kl")
+        print(abs(kl - wanted).max(), max(wanted))
+        np.testing.assert_allclose(kl, wanted, rtol=1e-3, atol=2e-5)
+        assert found.survey.mean_kl == pytest.approx(np.mean(wanted), rel=1e-3)
+        assert found.examples()[0].value == kl.max()
 
 
 def test_a_name_may_be_pointed_at_other_content_and_removed(served: Served) -> None:

@@ -32,11 +32,10 @@ from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.doses import DoseEffect, DoseResult
 from midstream.schemas.jobs.fits import FitResult, LensFitResult
 from midstream.schemas.jobs.harvests import (
+    CheckedFile,
     HarvestPlan,
     HarvestSource,
-    PartFile,
     PartManifest,
-    PlanFile,
     StoredHarvest,
     SurveyEntry,
     UnitEntry,
@@ -103,8 +102,7 @@ JSON: tuple[Any, ...] = (
     DeliveryAttempt,
     LoraUse,
     Out,
-    PartFile,
-    PlanFile,
+    CheckedFile,
     PartManifest,
     SurveyEntry,
     SweepRequest,

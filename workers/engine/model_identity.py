@@ -58,17 +58,17 @@ def identity_of(settings: Settings, config: Any) -> str:
     A file is read once; its digest is kept in the data folder and used while the file's `stat` is
     unchanged. Raises MidstreamError if it is unknown what would be loaded.
     """
-    digests = FileDigests(Path(settings.data_dir).resolve() / "checkpoint-digests.json")
+    digests = digests_in(settings.data_dir)
     options = {
         name: settings.engine_options[name] for name in DEFINING if name in settings.engine_options
     }
     _check_remote_code(config, options)
     facts = {
         "dtype": str(config.dtype).removeprefix("torch."),
-        "model": _place(digests, config.model, config),
+        "model": content_of(digests, config.model, config),
     }
     if "hf_config_path" in options:
-        options["hf_config_path"] = _place(digests, options["hf_config_path"], config)
+        options["hf_config_path"] = content_of(digests, options["hf_config_path"], config)
     if config.tokenizer != config.model:
         facts["tokenizer"] = (
             digests.of(Path(config.tokenizer))
@@ -78,7 +78,11 @@ def identity_of(settings: Settings, config: Any) -> str:
     return hashlib.sha256(json.dumps([facts, options], sort_keys=True).encode()).hexdigest()
 
 
-def _place(digests: "FileDigests", place: str, config: Any) -> str:
+def digests_in(data_dir: str) -> "FileDigests":
+    return FileDigests(Path(data_dir).resolve() / "checkpoint-digests.json")
+
+
+def content_of(digests: "FileDigests", place: str, config: Any) -> str:
     """Returns the digest of a file or folder; for a name on the hub, the name and its commit, whose
     content the hub never changes.
     """

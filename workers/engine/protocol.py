@@ -146,7 +146,7 @@ class Engine(Protocol):
     # whether a forward pass may begin at `EngineRequest.entry`; if not, an entry changes only the
     # cache keys
     enters: bool
-    # the fields of `proof.comparison.Source`; None: transformers cannot read the checkpoint
+    # the fields of `proof.comparison.Source`, for manifests of harvests; None: there is none
     checkpoint: list[Any] | None
     # set by `SteeringReconciler`; called with the reason when the ranks may differ, before
     # Quarantined is raised

@@ -52,7 +52,7 @@ from . import nodes
 from .admission import CaptureBudget, StepRows
 from .checkpoint import check_folder, check_layers
 from .identity import BOOT
-from .model_identity import identity_of
+from .model_identity import content_of, digests_in, identity_of
 from .options.drafts import check_drafter, check_drafts
 from .options.engine_arguments import (
     dtype_of,
@@ -267,7 +267,11 @@ class VllmEngine(RankControl):
             tool_parsers=[] if self._tools or settings.tool_parser else [*candidates(template)],
             image_placeholder=images.placeholder,
         )
-        self.checkpoint = list(source_of(settings, config, quantisation.name))
+        source = source_of(settings, config, quantisation.name)
+        content = await asyncio.to_thread(
+            content_of, digests_in(settings.data_dir), config.model, config
+        )
+        self.checkpoint = [*source._replace(content=content)]
         await self._certify(trusted=adapter.variant.known and bool(residual))
         if self._tools is not None and settings.tool_parser:
             # where the template chose the parser, the process starts when it is needed

@@ -2,14 +2,12 @@
 arrived; then the job is handed on to a vLLM worker, if cells are to be computed exactly.
 """
 
-import asyncio
 import time
 from typing import cast
 
 from msgspec.structs import replace
 
 from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.jobs.status import relay_alive_for
 from ...broker.ledger.jobs.sweeps import Sweeps
 from ...broker.ledger.results.attribution_cells import chosen_cells
 from ...broker.ledger.results.attribution_result import estimated_pair
@@ -18,16 +16,12 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.faults import crash_point
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.jobs import Output
-from ...schemas.jobs.receipts import Receipt
 from ...schemas.jobs.sweep_units import Units
 from ...schemas.jobs.sweeps import UnitRecord
 from ..engine.protocol import Engine, EstimateRequest, Fetch, GradientEngine
 from ..serving.attempt import Attempt
 from ..serving.redis_retry import patiently
 from ..serving.sweep_verdict import UnverifiedUnit, verified
-
-#: How often the receipt of an estimate is looked for.
-POLL_S = 0.05
 
 
 async def estimate_cells(
@@ -47,7 +41,6 @@ class _AttributionAttempt:
         self._ledger, self._sweeps, self._engine = ledger, Sweeps(ledger), engine
         self._attempt, self._job = attempt, attempt.job
         self._sweep, self._units = attempt.job.sweep, Units(attempt.job.sweep)
-        self._patience_s = ledger.settings.capture_timeout_s
 
     async def run(self, fetch: Fetch) -> list[Output] | None:
         self._attempt.check_unsteered()
@@ -96,30 +89,16 @@ class _AttributionAttempt:
             return replace(record, reason=error.detail)
         finally:
             self._attempt.check()
-        receipts = await self._receipts(ask.request)
+        found = await self._attempt.receipts(
+            self._ledger, [ask.request], self._engine.world, self._ledger.settings.capture_timeout_s
+        )
+        receipts = found.get(ask.request, [])
         try:
             verified([receipts], self._engine.world)
         except UnverifiedUnit as error:
             return replace(record, reason=str(error))
         chosen = chosen_cells(self._sweep, pair, estimate)
         return replace(record, estimate=replace(estimate, chosen=chosen), receipts=receipts)
-
-    async def _receipts(self, request: int) -> list[Receipt]:
-        """Wait for the receipt of an estimate; empty if it does not arrive in time."""
-        job, since = self._job.id, time.monotonic()
-        while True:
-            receipts = await patiently(
-                lambda: self._sweeps.receipts(job, [request], self._engine.world),
-                f"receipts of {job}",
-            )
-            self._attempt.check()
-            if receipts:
-                return receipts[request]
-            if time.monotonic() - since > self._patience_s and await patiently(
-                lambda: relay_alive_for(self._ledger, self._patience_s), f"receipts of {job}"
-            ):
-                return []
-            await asyncio.sleep(POLL_S)
 
     async def _keep(self, pair: int, record: UnitRecord) -> None:
         shown = estimated_pair(self._sweep, pair, record)

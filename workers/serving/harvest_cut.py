@@ -4,12 +4,12 @@ The result depends on the documents and the harvest only, so every attempt cuts 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ...schemas.jobs.harvest_order import sampled
-from ...schemas.jobs.harvests import StoredHarvest
+from ...schemas.jobs.harvests import HarvestPositions, StoredHarvest
 
 #: (document, position in it, first token in the sequence, tokens)
 Span = tuple[int, int, int, int]
@@ -46,15 +46,14 @@ def cut(
         if harvest.cut.fit == "pack"
         else _unpacked(harvest, documents)
     )
-    masked = [(ids, spans, _eligible(harvest, ids, spans, bos)) for ids, spans in pieces]
-    if harvest.positions.sample is not None:
-        masked = _sampled(harvest, masked)
-    generates = harvest.generate is not None  # generated tokens may give rows
-    return [
-        CutSequence(ids, spans, np.flatnonzero(mask))
-        for ids, spans, mask in masked
-        if generates or mask.any()
+    sequences = [
+        CutSequence(ids, spans, np.flatnonzero(_eligible(harvest, ids, spans, bos)))
+        for ids, spans in pieces
     ]
+    if harvest.positions.sample is not None:
+        sequences = _sampled(harvest.positions, harvest.positions.sample, sequences)
+    generates = harvest.generate is not None  # generated tokens may give rows
+    return [sequence for sequence in sequences if generates or len(sequence.chosen)]
 
 
 def _unpacked(
@@ -109,24 +108,20 @@ def _eligible(
 
 
 def _sampled(
-    harvest: StoredHarvest, masked: Sequence[tuple[np.ndarray, list[Span], np.ndarray]]
-) -> list[tuple[np.ndarray, list[Span], np.ndarray]]:
-    """Returns the sequences with sampled positions: a document's positions are sampled over all
+    rule: HarvestPositions, sample: int, sequences: Sequence[CutSequence]
+) -> list[CutSequence]:
+    """Returns the sequences with `sample` positions of each document, which are sampled over all
     sequences that have a part of it.
     """
-    assert harvest.positions.sample is not None
-    keys = [keys_of(np.flatnonzero(mask), spans) for _, spans, mask in masked]
-    documents = np.concatenate([documents for documents, _ in keys] or [np.zeros(0, np.int64)])
-    positions = np.concatenate([positions for _, positions in keys] or [np.zeros(0, np.int64)])
-    chosen = sampled(harvest.positions.seed, documents, positions, harvest.positions.sample)
-    result, at = [], 0
-    for ids, spans, mask in masked:
-        places = np.flatnonzero(mask)
-        fewer = np.zeros(len(ids), bool)
-        fewer[places[chosen[at : at + len(places)]]] = True
-        at += len(places)
-        result.append((ids, spans, fewer))
-    return result
+    keys = [np.zeros((2, 0), np.int64)]
+    keys += [np.stack(keys_of(sequence.chosen, sequence.spans)) for sequence in sequences]
+    documents, positions = np.concatenate(keys, axis=1)
+    kept = sampled(rule.seed, documents, positions, sample)
+    parts = np.split(kept, np.cumsum([part.shape[1] for part in keys]))[1:]
+    return [
+        replace(sequence, chosen=sequence.chosen[part])
+        for sequence, part in zip(sequences, parts, strict=False)
+    ]
 
 
 def keys_of(places: np.ndarray, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
@@ -176,13 +171,9 @@ def within(documents: Sequence[Document], harvest: StoredHarvest, tokens: int) -
         return list(documents)
     result = []
     for document in documents:
-        ids = (
-            document.token_ids[: harvest.max_length]
-            if harvest.cut.fit == "truncate"
-            else document.token_ids
-        )
         if tokens <= 0:
             break
-        result.append(Document(document.number, ids[:tokens]))
+        most = min(tokens, fed(document, harvest))
+        result.append(Document(document.number, document.token_ids[:most]))
         tokens -= fed(document, harvest)
     return result

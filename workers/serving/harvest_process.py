@@ -16,7 +16,7 @@ import traceback
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import msgspec
 import numpy as np
@@ -47,6 +47,8 @@ EXIT_MEMORY, ENDING_S = 3, 5.0
 #: Sources that the process keeps open: as many as a worker runs parts at a time.
 OPEN = 2
 
+T = TypeVar("T")
+
 
 class Opening(msgspec.Struct, frozen=True):
     """Facts that the process needs to open a harvest's source."""
@@ -76,10 +78,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     at: str = ""  # the place that is being read; another reply follows
     unknown: bool = False  # the harvest is not open: repeat the request with `opening`
     problem: Problem | None = None
-    plan: HarvestPlan | None = None
-    special: tuple[int | None, int | None] | None = None  # ids of BOS and EOS
-    documents: list[tuple[int, bytes]] = []  # number, token ids as int32
-    survey: SurveyEntry | None = None
+    answer: bytes = b""  # MessagePack
 
 
 class SourceReader:
@@ -100,17 +99,12 @@ class SourceReader:
 
     async def plan(self) -> HarvestPlan:
         """See `HarvestSource.plan`."""
-        plan = (await self._ask("the source", Request(self._opening.harvest.id))).plan
-        assert plan is not None, "the reply to a planning request has a plan"
-        return plan
+        return await self._ask("the source", Request(self._opening.harvest.id), HarvestPlan)
 
     async def special(self) -> tuple[int | None, int | None]:
         """Return the ids of the model's BOS and EOS tokens."""
-        special = (
-            await self._ask("the tokenizer", Request(self._opening.harvest.id, special=True))
-        ).special
-        assert special is not None, "the reply has the special tokens"
-        return special
+        request = Request(self._opening.harvest.id, special=True)
+        return await self._ask("the tokenizer", request, tuple[int | None, int | None])
 
     async def read(self, plan: HarvestPlan, unit: PlannedUnit) -> list[Document]:
         """See `HarvestSource.read`."""
@@ -119,23 +113,22 @@ class SourceReader:
             f"documents {unit.document} to {unit.document + unit.documents - 1} (in "
             f"{file.key if file else 'source.lines'})"
         )
-        reply = await self._ask(place, Request(self._opening.harvest.id, file=file, unit=unit))
-        return [Document(number, np.frombuffer(ids, np.int32)) for number, ids in reply.documents]
+        request = Request(self._opening.harvest.id, file=file, unit=unit)
+        found = await self._ask(place, request, list[tuple[int, bytes]])
+        return [Document(number, np.frombuffer(ids, np.int32)) for number, ids in found]
 
     async def survey(self, task: SurveyTask) -> SurveyEntry:
         """Compute a survey and write its file. Raises MidstreamError."""
-        entry = (
-            await self._ask("the survey", Request(self._opening.harvest.id, survey=task))
-        ).survey
-        assert entry is not None, "the reply has the survey"
-        return entry
+        request = Request(self._opening.harvest.id, survey=task)
+        return await self._ask("the survey", request, SurveyEntry)
 
-    async def _ask(self, place: str, request: Request) -> Reply:
+    async def _ask(self, place: str, request: Request, answer: type[T]) -> T:
         stopped = threading.Event()
         try:
-            return await asyncio.to_thread(
+            reply = await asyncio.to_thread(
                 self._process.ask, self._opening, request, place, stopped
             )
+            return from_msgpack(reply.answer, answer)
         except asyncio.CancelledError:
             self._process.stop(stopped)
             raise
@@ -169,7 +162,7 @@ class SourceProcess:
                 except _Ended as end:
                     code = self.close(ENDING_S)
                     if not stopped.is_set() and attempt == TRIES:
-                        raise self._failure(code, end.at or place) from end
+                        raise self._failure(code, end.args[0] or place) from end
                 finally:
                     with self._killing:
                         self._current = None
@@ -248,11 +241,7 @@ class SourceProcess:
 
 
 class _Ended(Exception):
-    """The process has ended. `at`: the place that it was reading."""
-
-    def __init__(self, at: str) -> None:
-        super().__init__(at)
-        self.at = at
+    """The process has ended; the argument is the place that it was reading."""
 
 
 def _send(pipe: IO[bytes], message: Request | Reply) -> None:
@@ -283,7 +272,7 @@ class Server:
             if request.survey is not None:
                 from ..surveys.survey import run_survey
 
-                return Reply(survey=run_survey(request.survey))
+                return Reply(answer=to_msgpack(run_survey(request.survey)))
             if (opening := request.opening) is not None:
                 self._sources[request.harvest] = HarvestSource(
                     opening.harvest,
@@ -298,7 +287,7 @@ class Server:
             if source is None:
                 return Reply(unknown=True)
             self._sources.move_to_end(request.harvest)
-            return self._execute(source, request)
+            return Reply(answer=to_msgpack(self._execute(source, request)))
         except MidstreamError as error:
             return Reply(problem=error.problem())
         except MemoryError:
@@ -308,17 +297,13 @@ class Server:
             failed = MidstreamError("internal", f"{type(error).__name__}: {error}")
             return Reply(problem=failed.problem())
 
-    def _execute(self, source: HarvestSource, request: Request) -> Reply:
+    def _execute(self, source: HarvestSource, request: Request) -> object:
         if request.special:
-            return Reply(
-                special=(source.tokens.special("bos_token"), source.tokens.special("eos_token"))
-            )
+            return [source.tokens.special(name) for name in ("bos_token", "eos_token")]
         if request.unit is None:
-            return Reply(plan=source.plan())
+            return source.plan()
         documents = source.read(request.file, request.unit)
-        return Reply(
-            documents=[(document.number, document.token_ids.tobytes()) for document in documents]
-        )
+        return [(document.number, document.token_ids.tobytes()) for document in documents]
 
     def _show(self, place: str) -> None:
         _send(self._output, Reply(at=place))

@@ -2,7 +2,7 @@
 time, which fails if its file was changed since.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.limits import MAX_DOCUMENT_BYTES
 from ...schemas.base.records import to_msgpack
 from ...schemas.base.settings import Settings
-from ...schemas.jobs.harvests import HarvestPlan, Line, PlannedUnit, SourceFile, StoredHarvest
+from ...schemas.jobs.harvests import HarvestPlan, PlannedUnit, SourceFile, StoredHarvest
 from ...schemas.jobs.models import TokenizerBundle
 from ...storage.store import ArtifactStore, Distant, Handle, open_store
 from .harvest_cut import Document, fed
@@ -87,7 +87,9 @@ class HarvestSource:
             with self._guarded(key), self._open(key) as handle:
                 files.append(SourceFile(key=key, size=handle.size, stamp=handle.stamp))
                 for unit in (
-                    self._plan_lines(handle) if kind == "jsonl" else self._plan_table(kind, handle)
+                    self._plan_lines(handle)
+                    if kind == "jsonl"
+                    else self._grouped(self._table(kind, handle))
                 ):
                     yield msgspec.structs.replace(unit, file=number, document=first)
                     self._show(f"{key!r} from document {first} on")
@@ -107,24 +109,6 @@ class HarvestSource:
             tokens -= local
             if tokens <= 0:
                 return
-
-    def _grouped(self, lines: Sequence[Line]) -> Iterator[PlannedUnit]:
-        """Yield units of consecutive lines of the request."""
-        start = total = 0
-        for stop, line in enumerate(lines, 1):
-            total += max(
-                1, len(line.encode()) if isinstance(line, str) else TOKEN_BYTES * len(line)
-            )
-            if total >= self._target or stop == len(lines):
-                yield PlannedUnit(
-                    file=0,
-                    start=start,
-                    stop=stop,
-                    document=start,
-                    documents=stop - start,
-                    weight=total,
-                )
-                start, total = stop, 0
 
     def _plan_lines(self, handle: Handle) -> Iterator[PlannedUnit]:
         """Yield the units of a JSONL file; the caller sets their file and document numbers."""
@@ -156,10 +140,10 @@ class HarvestSource:
         if begun < at:  # the last line may lack a newline
             yield _unit(begun, at, lines + (line_start < at) - planned, at - begun, crc32)
 
-    def _plan_table(self, kind: str, handle: Handle) -> Iterator[PlannedUnit]:
-        """Yield the units of a table; the caller sets their file and document numbers."""
+    def _grouped(self, values: Iterable[Any]) -> Iterator[PlannedUnit]:
+        """Yield units of consecutive values, such as the request's lines."""
         start = row = weight = crc32 = 0
-        for row, value in enumerate(self._table(kind, handle), 1):
+        for row, value in enumerate(values, 1):
             data = to_msgpack(value)
             weight, crc32 = weight + len(data), zlib_ng.crc32(data, crc32)
             if weight >= self._target:
@@ -309,7 +293,13 @@ class HarvestSource:
 
 def _unit(start: int, stop: int, documents: int, weight: int, crc32: int) -> PlannedUnit:
     return PlannedUnit(
-        file=0, start=start, stop=stop, document=0, documents=documents, weight=weight, crc32=crc32
+        file=0,
+        start=start,
+        stop=stop,
+        document=start,
+        documents=documents,
+        weight=weight,
+        crc32=crc32,
     )
 
 

@@ -7,7 +7,6 @@ attempt computes the units that do not count yet.
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 
@@ -15,8 +14,6 @@ import msgspec
 
 from ...broker.artifacts.retention import Usage
 from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.jobs.status import relay_alive_for
-from ...broker.ledger.jobs.sweeps import Sweeps
 from ...broker.ledger.recovery.harvests import Harvests, Kept
 from ...broker.ops import metrics
 from ...broker.ops.global_capture import QUOTA_SPARE, count_skipped
@@ -28,11 +25,10 @@ from ...schemas.base.version import __version__
 from ...schemas.jobs.harvests import (  # fmt: skip
     FORMAT,
     MANIFEST,
+    CheckedFile,
     HarvestManifest,
     HarvestPlan,
-    PartFile,
     PartManifest,
-    PlanFile,
     PlannedUnit,
     ShardEntry,
     ShardFile,
@@ -56,8 +52,6 @@ from .redis_retry import patiently
 
 logger = logging.getLogger(__name__)
 
-#: How often receipts are looked for while some are awaited, and how many are read per call.
-POLL_S, POLL_REQUESTS = 0.05, 256
 #: Seconds before a write to an unavailable store is retried; the pause doubles with each try.
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 #: A shard may take this many times `capture_timeout_s` after its last token, because it is written
@@ -97,7 +91,7 @@ class HarvestAttempt:
             refused,
         )
         self._part = attempt.job.harvest
-        self._harvests, self._receipts = Harvests(ledger), Sweeps(ledger)
+        self._harvests = Harvests(ledger)
         self._slots, self._shards = slots, shards
         self._usage = Usage(
             open_store(ledger.settings.artifacts), ledger.settings.capture_quota_mib << 20
@@ -132,7 +126,7 @@ class HarvestAttempt:
             survey=survey,
             sae_root=settings.sae_root,
             sae_bytes=settings.sae_cache_mib << 20,
-            checkpoint=self._engine.checkpoint,
+            data_dir=settings.data_dir,
         )
         entry = await source.survey(task)
         crash_point("harvest.surveyed")
@@ -152,7 +146,7 @@ class HarvestAttempt:
         plan = await source.plan()
         job, attempt = self._attempt.job, self._attempt.number
         key = f"{PLANS}/{job.id}.a{attempt}.msgpack"
-        file = PlanFile(key=key, crc32=await self._put(harvest, store, key, to_msgpack(plan)))
+        file = await self._put(harvest, store, key, to_msgpack(plan))
         crash_point("harvest.planned")
         self._check(
             await patiently(
@@ -187,7 +181,7 @@ class HarvestAttempt:
 
     async def _read_plan(
         self, harvest: StoredHarvest, store: ArtifactStore
-    ) -> tuple[PlanFile, HarvestPlan]:
+    ) -> tuple[CheckedFile, HarvestPlan]:
         file = await patiently(lambda: self._harvests.plan(harvest.id), f"plan of {harvest.id}")
 
         data = await asyncio.to_thread(checked, store, file.key, file.crc32)
@@ -197,9 +191,9 @@ class HarvestAttempt:
         self,
         harvest: StoredHarvest,
         store: ArtifactStore,
-        parts: Sequence[PartFile],
+        parts: Sequence[CheckedFile],
         plan: HarvestPlan,
-        file: PlanFile,
+        file: CheckedFile,
     ) -> HarvestManifest:
         """Return the manifest of all parts; removes objects that no part names."""
         named = {part.key for part in parts} | {file.key}
@@ -243,6 +237,7 @@ class HarvestAttempt:
             parts=list(parts),
             metadata=harvest.metadata,
             identity=harvest.identity,
+            checkpoint=self._engine.checkpoint,
             dropped=harvest.stream is not None and not harvest.stream.keep,
         )
 
@@ -253,16 +248,16 @@ class HarvestAttempt:
         key: str,
         data: bytes,
         before: Callable[[], Awaitable[None]] | None = None,
-    ) -> int:
-        """Store `data` under `key`, retrying until the store takes it; returns its CRC32.
+    ) -> CheckedFile:
+        """Store `data` under `key`, retrying until the store takes it; return a reference to it.
 
         `before` is awaited before each try.
         """
 
-        def write() -> int:
+        def write() -> CheckedFile:
             put(store, key, [data])
             with store.open(key) as handle:
-                return checksum(handle)
+                return CheckedFile(key=key, crc32=checksum(handle))
 
         pause = PAUSE_S
         while True:
@@ -340,13 +335,7 @@ class HarvestAttempt:
             part=self._part.part, units=[kept[number] for number in sorted(kept)]
         )
         key = f"{PARTS}/{self._part.part:04d}.json"
-        crc32 = await self._put(harvest, store, key, to_json(manifest))
-        file = PartFile(
-            key=key,
-            crc32=crc32,
-            shards=sum(len(unit.shards) for unit in manifest.units),
-            rows=sum(unit.rows for unit in manifest.units),
-        )
+        file = await self._put(harvest, store, key, to_json(manifest))
         crash_point("harvest.part")
         job, attempt = self._attempt.job, self._attempt.number
         self._check(
@@ -592,30 +581,12 @@ class HarvestAttempt:
 
         Raises ShardNotStored, and MidstreamError for what a rank could not do.
         """
-        remaining, report = set(requests), dict[int, list[Receipt]]()
         patience = WRITE_PATIENCE * self._ledger.settings.capture_timeout_s
-        until = time.monotonic() + patience
-        job, world = self._attempt.job.id, self._engine.world
-        while remaining:
-            batch = sorted(remaining)[:POLL_REQUESTS]
-            result = await patiently(
-                lambda batch=batch: self._receipts.receipts(  # type: ignore[misc]
-                    job, batch, world
-                ),
-                f"receipts of {job}",
+        report = await self._attempt.receipts(self._ledger, requests, self._engine.world, patience)
+        if missing := len(set(requests) - report.keys()):
+            raise MidstreamError(
+                "receipts_timed_out", f"the receipts of {missing} sequences did not arrive in time"
             )
-            report |= result
-            remaining -= result.keys()
-            if remaining and not result:
-                self._attempt.check()
-                if time.monotonic() > until and await patiently(
-                    lambda: relay_alive_for(self._ledger, patience), f"receipts of {job}"
-                ):
-                    raise MidstreamError(
-                        "receipts_timed_out",
-                        f"the receipts of {len(remaining)} sequences did not arrive in time",
-                    )
-                await asyncio.sleep(POLL_S)
         receipts = [receipt for request in requests for receipt in report[request]]
         failed = [receipt for receipt in receipts if receipt.verdict != "ok"]
         for receipt in failed:

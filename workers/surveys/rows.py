@@ -1,9 +1,9 @@
-"""A harvest's rows in the order of their keys, and the strongest examples among them, in one pass
-with bounded memory.
+"""A harvest's rows, document by document, and the strongest examples among them, in one pass with
+bounded memory.
 """
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,65 +13,43 @@ from ...storage.harvests import Harvest
 
 
 class Block(NamedTuple):
-    """Consecutive rows, ordered by document and position."""
+    """Rows of a document, or of several, ordered by document and position."""
 
     documents: np.ndarray  # int64 [rows]
     positions: np.ndarray  # int64 [rows]
     token_ids: np.ndarray  # int64 [rows]
     values: np.ndarray  # float32 [rows, width]
 
-    def part(self, start: int, stop: int | None = None) -> "Block":
+    def part(self, start: int, stop: int) -> "Block":
         return Block(*[column[start:stop] for column in self])
 
 
-def joined(blocks: Iterable[Block]) -> Block:
-    return Block(*map(np.concatenate, zip(*blocks, strict=True)))
-
-
-def ordered_rows(harvest: Harvest, hook: str, layer: int) -> Iterator[Block]:
-    """Yield the rows of a site, shard by shard.
+def by_document(harvest: Harvest, hook: str, layer: int) -> Iterator[Block]:
+    """Yield the rows of each document at a site, with one shard in memory.
 
     Documents are in the shards in their order, and a long one goes on in the next shard. Raises
-    MidstreamError if they are not.
+    MidstreamError if they are not, and `not_found` if the harvest lacks the site.
     """
-    last = (-1, -1)
+    last = -1
+    pieces = _pieces(harvest, hook, layer)
+    for document, parts in groupby(pieces, lambda piece: int(piece.documents[0])):
+        rows = Block(*map(np.concatenate, zip(*parts, strict=True)))
+        if document <= last or (np.diff(rows.positions) <= 0).any():
+            raise MidstreamError("capture_damaged", f"document {document} is not in its place")
+        last = document
+        yield rows
+
+
+def _pieces(harvest: Harvest, hook: str, layer: int) -> Iterator[Block]:
+    """Yield the rows that a document has in a shard; only inside a shard are rows mixed."""
     for shard in harvest.shards:
         keys = shard.keys()
         order = np.lexsort((keys.positions, keys.documents))
-        documents, positions, token_ids = (column[order] for column in keys)
-        rows = shard.rows(hook, layer).astype(np.float32, copy=False)[order]
+        values = shard.rows(hook, layer).astype(np.float32, copy=False)
+        rows = Block(*[column[order] for column in (*keys, values)])
         shard.close()
-        for first in zip(documents[:1].tolist(), positions[:1].tolist(), strict=True):
-            if first <= last:
-                raise MidstreamError("capture_damaged", f"row {first} comes after row {last}")
-            last = int(documents[-1]), int(positions[-1])
-        yield Block(documents, positions, token_ids, rows)
-
-
-def blocks_of(parts: Iterable[Block], rows: int) -> Iterator[Block]:
-    """Yield the same rows in blocks of `rows`; only the last may have fewer."""
-    held: list[Block] = []
-    for part in parts:
-        whole = joined([*held, part])
-        full = len(whole.documents) // rows * rows
-        yield from (whole.part(start, start + rows) for start in range(0, full, rows))
-        held = [whole.part(full)]
-    yield from (block for block in held if len(block.documents))
-
-
-def neighbourhoods(blocks: Iterable[Block], context: int) -> Iterator[tuple[Block, int, int]]:
-    """Yield each block with up to `context` rows before and after it, and where it starts and stops
-    in them. All blocks but the last have `context` rows or more.
-    """
-    held: list[Block] = []  # up to `context` rows, and the block after them
-    for block in chain(blocks, [None]):
-        if held:
-            start = sum(len(before.documents) for before in held[:-1])
-            stop = start + len(held[-1].documents)
-            around = joined(held if block is None else [*held, block.part(0, context)])
-            yield around, start, stop
-            held = [around.part(max(0, stop - context), stop)]
-        held += [] if block is None else [block]
+        starts = np.flatnonzero(np.diff(rows.documents, prepend=-1)).tolist()
+        yield from (rows.part(*ends) for ends in pairwise([*starts, len(order)]))
 
 
 class Examples:
@@ -84,7 +62,7 @@ class Examples:
 
     def __init__(self, features: int, top: int, context: int) -> None:
         self._context, width = context, 2 * context + 1
-        self.active, self.total = np.zeros((2, features))
+        self.figures = np.zeros((2, features))  # how often each was active, and the sum
         self.arrays = {
             "values": np.zeros((features, top), np.float32),
             "documents": np.full((features, top), -1),
@@ -93,35 +71,32 @@ class Examples:
             "around": np.zeros((features, top, width), np.float32),
         }
 
-    def add(self, rows: Block, start: int, stop: int) -> None:
-        """Take rows `[start, stop)`; the others are context. Call it in the order of the rows."""
-        body = rows.values[start:stop]
-        self.active += np.count_nonzero(body, axis=0)
-        self.total += body.sum(axis=0, dtype=np.float64)
-        edges = start + np.flatnonzero(np.diff(rows.documents[start:stop], prepend=-1))
-        for first, after in zip(edges, [*edges[1:], stop], strict=True):
-            self._add_document(rows, first, after)
-
-    def _add_document(self, rows: Block, first: int, after: int) -> None:
-        values, documents = self.arrays["values"], self.arrays["documents"]
-        found = first + rows.values[first:after].argmax(axis=0)  # the first of equal ones
-        best = rows.values[found, np.arange(len(found))]
-        # it replaces an example of the same document, in an earlier block, or else the weakest
-        own = documents == rows.documents[first]
-        slots = np.where(own.any(axis=1), own.argmax(axis=1), values.shape[1] - 1)
-        hit = np.flatnonzero(best > values[np.arange(len(slots)), slots])
-        slot, row = slots[hit], found[hit]
-        near = row[:, None] + np.arange(-self._context, self._context + 1)
-        inside = np.clip(near, 0, len(rows.documents) - 1)
-        offset = rows.positions[inside] - rows.positions[row][:, None] + self._context
-        here = (near == inside) & (rows.documents[inside] == rows.documents[first])
-        which, at = np.nonzero(here & (offset >= 0) & (offset <= 2 * self._context))
-        place, other = (hit[which], slot[which], offset[which, at]), inside[which, at]
-        self.arrays["tokens"][hit, slot], self.arrays["around"][hit, slot] = -1, 0
-        self.arrays["tokens"][place] = rows.token_ids[other]
-        self.arrays["around"][place] = rows.values[other, hit[which]]
-        values[hit, slot], documents[hit, slot] = best[hit], rows.documents[first]
-        self.arrays["positions"][hit, slot] = rows.positions[row]
+    def add(self, rows: Block, start: int = 0, stop: int | None = None) -> None:
+        """Take rows `[start, stop)` of one document; the others are context. Call it in the order
+        of the rows.
+        """
+        values, body, every = self.arrays["values"], rows.values[start:stop], self.figures.shape[1]
+        self.figures += [np.count_nonzero(body, axis=0), body.sum(axis=0, dtype=np.float64)]
+        found = start + body.argmax(axis=0)  # the first of equal ones
+        best = rows.values[found, np.arange(every)]
+        # it replaces an example of the same document, from earlier rows, or else the weakest
+        own = self.arrays["documents"] == rows.documents[0]
+        slots = np.where(own.any(axis=1), own.argmax(axis=1), -1)
+        hit = np.flatnonzero(best > values[np.arange(every), slots])
+        # position after the first, plus `context` → row; −1: that position has none
+        after = rows.positions - rows.positions[0]
+        row_at = np.full(after[-1] + 2 * self._context + 1, -1)
+        row_at[after + self._context] = np.arange(len(after))
+        near = row_at[after[found[hit], None] + np.arange(2 * self._context + 1)]
+        example = {
+            "values": best[hit],
+            "documents": rows.documents[0],
+            "positions": rows.positions[found[hit]],
+            "tokens": np.where(near < 0, -1, rows.token_ids[near]),
+            "around": np.where(near < 0, 0, rows.values[near, hit[:, None]]),
+        }
+        for name, array in self.arrays.items():
+            array[hit, slots[hit]] = example[name]
         # stable: an earlier document stays before this one if the values are equal
         order = np.argsort(-values[hit], axis=1, kind="stable")
         for array in self.arrays.values():

@@ -1,31 +1,34 @@
 """A survey of a harvest, or of two that are compared: one pass over their rows, and its file."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import to_json
-from ...schemas.jobs.harvests import MANIFEST, SurveyEntry, SurveyTask
+from ...schemas.jobs.harvests import SurveyEntry, SurveyTask
 from ...schemas.requests.harvest_work import Survey
 from ...storage.harvests import Harvest
 from ...storage.harvests import open as open_harvest
-from ...storage.shards import checksum, put, shard_buffers
+from ...storage.shards import put, shard_buffers
+from ..engine.model_identity import digests_in
 from ..engine.proof.comparison import Source, reference_of
 from ..engine.proof.reference import NotComparableError, Reference
 from ..runner.base.process import die_with_parent
 from ..runner.readings.sae import CHUNK_BYTES, Autoencoder, load_registered
-from .rows import Block, Examples, blocks_of, neighbourhoods, ordered_rows
+from .rows import Block, Examples, by_document
 
 #: A survey uses this part of the machine's cores at most, and gives way to the model like helper
 #: threads of ranks: it gets an eighth of the time of a thread that it competes with.
 CORES_DIVISOR = 4
 NICENESS = 10
-FIGURES = ("active", "total")
 #: Bytes of a token's logits, by token of the vocabulary, while predictions are compared.
 LOGIT_BYTES = 64
+#: What an engine without a checkpoint would record in its harvests.
+NO_CHECKPOINT = Source(refused="this engine has no checkpoint")
 
 
 def run_survey(task: SurveyTask) -> SurveyEntry:
@@ -40,21 +43,22 @@ def run_survey(task: SurveyTask) -> SurveyEntry:
         sae = load_registered(survey.sae, task.sae_root, task.sae_bytes)
         # a comparison needs only the figures
         kept = (1, 0) if survey.against else (survey.top, survey.context)
-        for number, harvest in enumerate(harvests):
-            rows = ordered_rows(harvest, survey.sae.hook, survey.sae.layer)
-            found[number] = _examples(encoded(sae, rows, kept[1]), sae.form.d_sae, *kept)
-    active, total = (np.stack([getattr(one, name) for one in found], 1) for name in FIGURES)
+        sides = [by_document(harvest, survey.sae.hook, survey.sae.layer) for harvest in harvests]
+        found = [featured(sae, documents, *kept) for documents in sides]
     arrays, mean_kl = found[0].arrays, None
     if survey.against:
-        kl: list[np.ndarray] = [np.zeros(0, np.float32)]
-        blocks = divergences(reference(task), harvests, survey, kl)
-        compared = _examples(blocks, 1, survey.top, survey.context)
-        mean_kl = float(compared.total[0] / max(1, len(harvests[0])))
-        arrays = {**compared.arrays, "kl": np.concatenate(kl)}
+        compared, kl = divergences(heads(harvests, task.data_dir), harvests, survey)
+        arrays, mean_kl = (
+            compared.arrays | {"kl": kl},
+            float(kl.sum(dtype=np.float64) / max(1, len(kl))),
+        )
+    active, total = np.stack([one.figures for one in found], 2)
     arrays["active"] = active.astype(np.int64)
     arrays["mean"] = (total / np.maximum(1, active)).astype(np.float32)
-    key = f"surveys/{task.job}.safetensors"
-    size, crc32 = _write(harvests[0], key, survey, arrays)
+    key, kinds = f"surveys/{task.job}.safetensors", {"i": "int64", "f": "float32"}
+    tensors = [(name, kinds[array.dtype.kind], array) for name, array in arrays.items()]
+    buffers, size, crc32 = shard_buffers(tensors, {"survey": to_json(survey).decode()})
+    put(harvests[0].store, key, buffers)
     return SurveyEntry(
         job=task.job,
         survey=survey,
@@ -66,74 +70,84 @@ def run_survey(task: SurveyTask) -> SurveyEntry:
     )
 
 
-def _examples(blocks: Iterator[Block], features: int, top: int, context: int) -> Examples:
-    examples = Examples(features, top, context)
-    for around, start, stop in neighbourhoods(blocks, context):
-        examples.add(around, start, stop)
+def featured(sae: Autoencoder, documents: Iterable[Block], top: int, context: int) -> Examples:
+    """Return the figures and examples of all features. Activations are computed for a bounded
+    number of rows at a time; in a row that is not finite, no feature is active.
+    """
+    examples = Examples(sae.form.d_sae, top, context)
+    size = max(1, context, CHUNK_BYTES // (4 * max(sae.form.d_sae, sae.form.d_in)))
+    for document in documents:
+        for start in range(0, len(document.positions), size):
+            first = max(0, start - context)
+            rows = document.part(first, start + size + context)
+            finite = np.isfinite(rows.values).all(axis=1, keepdims=True)
+            with torch.inference_mode():
+                values = sae.encode(torch.from_numpy(np.where(finite, rows.values, 0))).numpy()
+            rows = rows._replace(values=np.where(finite, values, 0))
+            examples.add(rows, start - first, start - first + size)
     return examples
 
 
-def encoded(sae: Autoencoder, rows: Iterator[Block], context: int) -> Iterator[Block]:
-    """Yield the activations of all rows, in blocks of bounded size. In a row that is not finite, no
-    feature is active.
+def heads(harvests: Sequence[Harvest], data_dir: str) -> list[Reference]:
+    """Load the final norm and output matrix of the checkpoint that computed each harvest, in
+    transformers and float32. Raises `invalid_request` where that is impossible: for a reason that
+    the checkpoint's own worker recorded, if its files are missing here or have changed since, or if
+    the vocabularies differ.
     """
-    size = max(1, context, CHUNK_BYTES // (4 * max(sae.form.d_sae, sae.form.d_in)))
-    for block in blocks_of(rows, size):
-        finite = np.isfinite(block.values).all(axis=1, keepdims=True)
-        with torch.inference_mode():
-            values = sae.encode(torch.from_numpy(np.where(finite, block.values, 0))).numpy()
-        yield block._replace(values=np.where(finite, values, 0))
+    same = harvests[0].manifest.checkpoint == harvests[1].manifest.checkpoint
+    loaded = [_head(harvest, data_dir) for harvest in (harvests[:1] if same else harvests)]
+    sizes = [head.config.get_text_config().vocab_size for head in loaded]
+    if sizes[0] != sizes[-1]:
+        detail = f"the models' vocabularies have {sizes[0]} and {sizes[1]} tokens"
+        raise MidstreamError("invalid_request", detail, field="against")
+    return [loaded[0], loaded[-1]]
 
 
-def reference(task: SurveyTask) -> Reference:
-    """Load the model's final norm and output matrix in transformers, in float32."""
-    source = Source(*(task.checkpoint or ("", "", None, {}, 0.0, "this engine has no checkpoint")))
+def _head(harvest: Harvest, data_dir: str) -> Reference:
+    source = Source(*harvest.manifest.checkpoint or NO_CHECKPOINT)
     try:
         if source.refused:
             raise NotComparableError(source.refused)
+        kept = digests_in(data_dir)
+        if "@" not in source.content and kept.of(Path(source.path)) != source.content:
+            raise NotComparableError(f"the files in {source.path} have changed since")
         model = reference_of(source)
         model.load()
-    except NotComparableError as error:
-        detail = f"its predictions cannot be computed from rows: {error}"
+    except (NotComparableError, MidstreamError) as error:
+        made = f"{harvest.manifest.id}, by {harvest.manifest.model}"
+        detail = f"the predictions of {made}, cannot be computed from its rows: {error}"
         raise MidstreamError("invalid_request", detail, field="against") from error
     return model
 
 
 def divergences(
-    model: Reference, harvests: list[Harvest], survey: Survey, kept: list[np.ndarray]
-) -> Iterator[Block]:
-    """Yield KL(first ‖ second) of the next-token distributions of each row, in nats, from float64
-    log-probabilities; 0 where a row is not finite. All are appended to `kept` too.
+    models: Sequence[Reference], harvests: Sequence[Harvest], survey: Survey
+) -> tuple[Examples, np.ndarray]:
+    """Return the tokens with the largest KL(first ‖ second) of the next-token distributions, and
+    that of each row, in nats, from float64 log-probabilities; 0 where a row is not finite.
 
-    Raises MidstreamError if the harvests have other tokens.
+    Raises MidstreamError if the harvests have other tokens, or lack the last layer.
     """
-    vocabulary = model.config.get_text_config().vocab_size
-    size = max(1, survey.context, CHUNK_BYTES // (LOGIT_BYTES * vocabulary))
-    streams = [
-        blocks_of(ordered_rows(harvest, "post_block", survey.last_layer), size)
-        for harvest in harvests
+    examples, kl = Examples(1, survey.top, survey.context), [np.zeros(0, np.float32)]
+    configs = [model.config.get_text_config() for model in models]
+    sides = [
+        by_document(harvest, "post_block", config.num_hidden_layers - 1)
+        for harvest, config in zip(harvests, configs, strict=True)
     ]
-    for first, second in zip(*streams, strict=False):
-        if not all(map(np.array_equal, first[:3], second[:3])):
+    vocabulary = configs[0].vocab_size
+    # transformers' pass takes as many tokens as rows, and they have different ids
+    size = max(1, min(vocabulary, CHUNK_BYTES // (LOGIT_BYTES * vocabulary)))
+    for first, second in zip(*sides, strict=False):
+        same = map(np.array_equal, first[:3], second[:3])
+        if len(harvests[0]) != len(harvests[1]) or not all(same):
             raise MidstreamError("conflict", f"{survey.against} has rows of other tokens")
-        p, q = (
-            model.logits(torch.from_numpy(block.values)).double().log_softmax(-1)
-            for block in (first, second)
-        )
-        kl = (p.exp() * (p - q)).nan_to_num_(nan=0.0).sum(1).clamp_min_(0)
-        kept.append(kl.float().numpy())
-        yield first._replace(values=kept[-1][:, None])
-
-
-def _write(
-    harvest: Harvest, key: str, survey: Survey, arrays: dict[str, np.ndarray]
-) -> tuple[int, int]:
-    """Write the survey's file; return its bytes and CRC32."""
-    store = harvest.store
-    with store.open(MANIFEST) as handle:
-        metadata = {"manifest": f"{checksum(handle):08x}", "survey": to_json(survey).decode()}
-    kinds = {"i": "int64", "f": "float32"}
-    tensors = [(name, kinds[array.dtype.kind], array) for name, array in arrays.items()]
-    buffers, size, crc32 = shard_buffers(tensors, metadata)
-    put(store, key, buffers)
-    return size, crc32
+        parts = []
+        for at in range(0, len(first.positions), size):
+            p, q = (
+                model.logits(torch.from_numpy(side.values[at : at + size])).double().log_softmax(-1)
+                for model, side in zip(models, (first, second), strict=True)
+            )
+            parts.append((p.exp() * (p - q)).nan_to_num_(nan=0.0).sum(1).clamp_min_(0))
+        kl.append(torch.cat(parts).float().numpy())
+        examples.add(first._replace(values=kl[-1][:, None]))
+    return examples, np.concatenate(kl)

@@ -126,6 +126,7 @@ async def plan_harvest(
         edits=_edits(body, info, state, limits.edit_limit),
         lora=lora,
         identity=info.identity,
+        last_layer=info.num_layers - 1,
     )
 
 
@@ -168,29 +169,22 @@ async def plan_survey(
         top=body.top,
         context=body.context,
         against=body.against or "",
-        last_layer=info.num_layers - 1,
     )
     tokens = max(1, view.rows)
     return HarvestPart(harvest=view.id, part=SURVEYS, role="survey", tokens=tokens, survey=survey)
 
 
 async def check_comparable(
-    first: StoredHarvest,
-    second: StoredHarvest,
-    state: HarvestState,
-    info: ModelInfo,
-    harvests: Harvests,
+    first: StoredHarvest, second: StoredHarvest, state: HarvestState, harvests: Harvests
 ) -> None:
     """Raises a 400 naming `against` unless both harvests have the rows from which the predictions
-    of the served model at the same tokens follow. `state`: of the second harvest.
+    of their models at the same tokens follow. `state`: of the second harvest.
     """
     if state != "succeeded":
         raise invalid("against", f"{second.id} is {state}, not succeeded")
-    last = info.num_layers - 1
     for harvest in (first, second):
-        edited = bool(harvest.steering or harvest.edits)
+        last, edited = harvest.last_layer, bool(harvest.steering or harvest.edits)
         for wrong, applies in {
-            "was computed by another model": harvest.identity != info.identity,
             f"lacks post_block of layer {last}": last not in harvest.sites.get("post_block", []),
             "has rows from before its steering: `at` must be after": edited
             and harvest.at != "after",

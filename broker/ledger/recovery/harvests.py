@@ -16,13 +16,12 @@ from ....schemas.base.records import Record, from_json, from_msgpack, now, to_js
 from ....schemas.base.states import TERMINAL
 from ....schemas.jobs.harvests import (
     OVER,
+    CheckedFile,
     HarvestPage,
     HarvestPlan,
     HarvestState,
     HarvestView,
     Line,
-    PartFile,
-    PlanFile,
     StoredHarvest,
     SurveyEntry,
     UnitEntry,
@@ -233,7 +232,7 @@ class Harvests(HarvestStreams):
 
     # --- the worker's side
 
-    async def planned(self, job: Job, attempt: int, plan: HarvestPlan, file: PlanFile) -> Kept:
+    async def planned(self, job: Job, attempt: int, plan: HarvestPlan, file: CheckedFile) -> Kept:
         """Record that the plan is durable in the harvest's store."""
         fields = {
             "units": len(plan.units),
@@ -253,21 +252,15 @@ class Harvests(HarvestStreams):
         return await self._keep(job, attempt, set={"sealed": 1})
 
     @reachable
-    async def plan(self, harvest_id: str) -> PlanFile:
+    async def plan(self, harvest_id: str) -> CheckedFile:
         """Return the file of the plan that counts.
 
-        Raises not_found before there is one, and conflict if another version wrote it.
+        Raises not_found before there is one.
         """
-        planned, file = await self._redis.hmget(f"ms:harvest:{harvest_id}", "planned", "plan")
-        if planned is None:
-            raise not_found(harvest_id)
+        file = await self._redis.hget(f"ms:harvest:{harvest_id}", "plan")
         if file is None:
-            detail = (
-                "it was planned by a version that did not record what its source held: submit "
-                "it again"
-            )
-            raise MidstreamError("conflict", f"harvest {harvest_id} cannot continue: {detail}")
-        return from_json(file, PlanFile)
+            raise not_found(harvest_id)
+        return from_json(file, CheckedFile)
 
     @reachable
     async def units(self, part: HarvestPart) -> dict[int, UnitEntry]:
@@ -276,10 +269,10 @@ class Harvests(HarvestStreams):
         return {int(number): from_msgpack(record, UnitEntry) for number, record in raw.items()}
 
     @reachable
-    async def done(self, harvest_id: str) -> dict[int, PartFile]:
+    async def done(self, harvest_id: str) -> dict[int, CheckedFile]:
         """Return number → file of the parts that are done."""
         raw = await self._redis.hgetall(f"ms:harvest-done:{harvest_id}")
-        return {int(number): from_json(record, PartFile) for number, record in raw.items()}
+        return {int(number): from_json(record, CheckedFile) for number, record in raw.items()}
 
     async def keep_unit(
         self,
@@ -312,7 +305,7 @@ class Harvests(HarvestStreams):
             stages=stages,
         )
 
-    async def keep_part(self, job: Job, attempt: int, file: PartFile) -> Kept:
+    async def keep_part(self, job: Job, attempt: int, file: CheckedFile) -> Kept:
         """Record that the part's manifest is durable, and drop its units."""
         return await self._keep(job, attempt, record=to_json(file), counts={"parts_done": 1})
 

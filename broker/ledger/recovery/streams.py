@@ -13,7 +13,7 @@ from ....schemas.base.limits import MAX_INT64
 from ....schemas.base.records import from_json, from_msgpack
 from ....schemas.jobs.harvests import (
     OVER,
-    PartFile,
+    CheckedFile,
     PartManifest,
     StoredHarvest,
     StreamPage,
@@ -126,7 +126,7 @@ class HarvestStreams:
         if done is None:
             entries = [from_msgpack(entry, UnitEntry) for entry in kept]
         else:
-            store, file = open_store(harvest.uri), from_json(done, PartFile)
+            store, file = open_store(harvest.uri), from_json(done, CheckedFile)
             data = await asyncio.to_thread(checked, store, file.key, file.crc32)
             entries = from_json(data, PartManifest).units
         later = sorted((e for e in entries if e.unit >= first), key=lambda entry: entry.unit)

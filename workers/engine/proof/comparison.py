@@ -64,6 +64,7 @@ class Source(NamedTuple):
     overrides: Mapping[str, Any] = {}  # fields of its config
     limit_gib: float = 0.0  # memory that transformers' model may use
     refused: str = ""
+    content: str = ""  # see `model_identity.content_of`; empty: not read
 
 
 class Prompt(NamedTuple):
@@ -184,7 +185,7 @@ def source_of(settings: Settings, config: Any, quantization: str) -> Source:
     return Source(
         path=config.model,
         architecture=config.architectures[0],
-        revision=config.revision,
+        revision=getattr(config.hf_config, "_commit_hash", None) or config.revision,
         overrides=overrides
         | as_served(config.architectures[0], config.hf_text_config, config.max_model_len),
         limit_gib=settings.compare_memory_gib,

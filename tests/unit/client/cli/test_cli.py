@@ -23,7 +23,7 @@ from midstream.client.sdk.service import key_request
 from midstream.schemas.access.keys import SCOPES, KeyView, Limits, TenantView, Usage
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import from_numpy
-from midstream.schemas.jobs.captures import CaptureEntry, CapturePage
+from midstream.schemas.jobs.captures import CaptureEntry
 from midstream.schemas.jobs.jobs import (
     CaptureResults,
     Determinism,
@@ -568,7 +568,7 @@ def test_ids_stay_whole_in_every_table_on_80_columns() -> None:
     text = narrow(
         records.listed([key], KeyView),
         records.listed([run], RunView),
-        jobs.captures(CapturePage(captures=[captured])),
+        records.listed([captured], CaptureEntry),
         records.listed([module], ModuleView),
     )
     for whole in (key.id, run.name, JOB_ID, "461a7232b345", module.name):

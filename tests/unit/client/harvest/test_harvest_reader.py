@@ -21,9 +21,9 @@ from midstream.schemas.jobs.harvest_order import row_order
 from midstream.schemas.jobs.harvests import (  # fmt: skip
     FORMAT,
     MANIFEST,
+    CheckedFile,
     HarvestManifest,
     HarvestPositions,
-    PartFile,
     PartManifest,
     ShardEntry,
     ShardFile,
@@ -104,7 +104,7 @@ def write(root: Path, dtype: str = "float32", **changes: Any) -> str:
         rows=ROWS,
         bytes=total,
         shards=UNITS,
-        parts=[PartFile(key="parts/0000.json", crc32=zlib_ng.crc32(part), shards=UNITS, rows=ROWS)],
+        parts=[CheckedFile(key="parts/0000.json", crc32=zlib_ng.crc32(part))],
         **changes,
     )
     (root / MANIFEST).write_bytes(to_json(manifest))

@@ -1,19 +1,29 @@
-"""Is the KL divergence of two harvests that of their predictions, in the order of the keys?"""
+"""Is the KL divergence of two harvests that of their models' predictions, in the order of keys?"""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
+from transformers import AutoModelForCausalLM
 
-from midstream.client.harvest import Harvest
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.requests.harvest_work import Survey
 from midstream.storage.harvests import Keys
-from midstream.workers.surveys.survey import divergences
+from midstream.workers.engine.model_identity import content_of, digests_in
+from midstream.workers.engine.proof.comparison import Source
+from midstream.workers.surveys.survey import divergences, heads
 
-VOCABULARY = 11
+DOCUMENTS, TOKENS = 5, 6
+KEYS = Keys(
+    np.repeat(np.arange(DOCUMENTS), TOKENS),
+    np.tile(np.arange(TOKENS), DOCUMENTS),
+    np.random.default_rng(0).integers(2, tiny.VOCABULARY, DOCUMENTS * TOKENS),
+)
+SURVEY = Survey(uris=[], top=2, context=2, against="hrv_y")
 
 
 class Shard:
@@ -24,39 +34,113 @@ class Shard:
         return self._keys
 
     def rows(self, hook: str, layer: int) -> np.ndarray:
-        assert (hook, layer) == ("post_block", 3)
+        assert (hook, layer) == ("post_block", tiny.LAYERS - 1)
         return self._rows
 
     def close(self) -> None:
         pass
 
 
-def harvest(keys: Keys, rows: np.ndarray) -> Any:
+class Harvest:
     """Two shards, each in another order than its keys."""
-    half = len(rows) // 2
-    orders = np.random.default_rng(2).permutation(half), np.arange(half, len(rows))[::-1]
-    return SimpleNamespace(
-        shards=[Shard(Keys(*[part[order] for part in keys]), rows[order]) for order in orders],
-        manifest=SimpleNamespace(id="hrv_x"),
+
+    def __init__(self, checkpoint: list[Any], rows: np.ndarray, keys: Keys = KEYS) -> None:
+        half = len(rows) // 2
+        orders = np.random.default_rng(2).permutation(half), np.arange(half, len(rows))[::-1]
+        self.shards = [
+            Shard(Keys(*[part[order] for part in keys]), rows[order]) for order in orders
+        ]
+        self.manifest = SimpleNamespace(id="hrv_x", model="tiny", checkpoint=checkpoint)
+        self._rows = len(rows)
+
+    def __len__(self) -> int:
+        return self._rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def recorded(path: Path, architecture: str, data: Path, **changed: Any) -> list[Any]:
+    """What a worker writes into the manifests of its harvests."""
+    content = content_of(digests_in(str(data)), str(path), None)
+    source = Source(path=str(path), architecture=architecture, limit_gib=1, content=content)
+    return [*source._replace(**changed)]
+
+
+def computed(folder: Path, name: str, architecture: str) -> tuple[Harvest, torch.Tensor]:
+    """A harvest of a tiny model's last layer, and its log-probabilities."""
+    path = tiny.checkpoint(name, folder / name)
+    model, rows = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), []
+    layers = model.transformer.h if name == "gpt2" else model.model.layers
+
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        rows.append(output[0] if isinstance(output, tuple) else output)
+
+    layers[-1].register_forward_hook(keep)
+    with torch.inference_mode():
+        ids = torch.from_numpy(KEYS.token_ids).view(DOCUMENTS, TOKENS)
+        logs = model(input_ids=ids).logits.double().log_softmax(-1).flatten(0, 1)
+    checkpoint = recorded(path, architecture, folder)
+    return Harvest(checkpoint, rows[0].flatten(0, 1).numpy().copy()), logs
+
+
+def test_kl_is_that_of_both_models_own_predictions(folder: Path) -> None:
+    """Also of models of two architectures."""
+    pair, logs = zip(
+        computed(folder, "llama", "LlamaForCausalLM"),
+        computed(folder, "gpt2", "GPT2LMHeadModel"),
+        strict=True,
     )
+    models = heads(pair, str(folder))  # type: ignore[arg-type]
+    found, kl = divergences(models, pair, SURVEY)  # type: ignore[arg-type]
+    wanted = (logs[0].exp() * (logs[0] - logs[1])).sum(1).numpy()
+    np.testing.assert_allclose(kl, wanted, rtol=1e-4)
+    assert wanted.min() > 0.1
+    strongest = wanted.reshape(DOCUMENTS, TOKENS)
+    best = np.argsort(-strongest.max(1))[:2]
+    assert found.arrays["documents"][0].tolist() == best.tolist()
+    assert found.arrays["positions"][0].tolist() == strongest[best].argmax(1).tolist()
+    assert not divergences([models[0]] * 2, [pair[0]] * 2, SURVEY)[1].any()  # type: ignore[list-item]
 
 
-def test_kl_is_that_of_the_predictions_and_other_tokens_are_refused() -> None:
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=VOCABULARY))
-    model: Any = SimpleNamespace(config=config, logits=lambda rows: rows * 2)
-    rng = np.random.default_rng(1)
-    keys = Keys(np.repeat(np.arange(5), 6), np.tile(np.arange(6), 5), np.arange(30))
-    rows = [rng.standard_normal((30, VOCABULARY)).astype(np.float32) * 3 for _ in range(2)]
-    rows[1][7] = np.nan
-    pair: list[Harvest] = [harvest(keys, each) for each in rows]
-    survey, kept = Survey(uris=[], top=1, context=2, against="hrv_y", last_layer=3), []
-    blocks = list(divergences(model, pair, survey, kept))
-    p, q = (torch.from_numpy(each).double().mul(2).log_softmax(-1) for each in rows)
-    wanted = (p.exp() * (p - q)).sum(1).nan_to_num(0).numpy()
-    found = np.concatenate(kept)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    assert found[7] == 0
-    assert np.concatenate([block.documents for block in blocks]).tolist() == keys[0].tolist()
-    other = Keys(keys.documents, keys.positions, np.where(keys.token_ids == 21, 99, keys.token_ids))
-    with pytest.raises(MidstreamError, match="hrv_y has rows of other tokens"):
-        list(divergences(model, [pair[0], harvest(other, rows[1])], survey, []))
+def test_rows_that_are_not_finite_count_nothing_and_other_tokens_are_refused(folder: Path) -> None:
+    harvest, _ = computed(folder, "llama", "LlamaForCausalLM")
+    rows = np.random.default_rng(1).standard_normal((len(harvest), tiny.HIDDEN)).astype(np.float32)
+    rows[7] = np.nan
+    checkpoint = harvest.manifest.checkpoint
+    pair: list[Any] = [harvest, Harvest(checkpoint, rows)]
+    models = heads(pair, str(folder))
+    assert models[0] is models[1]
+    kl = divergences(models, pair, SURVEY)[1]
+    assert np.flatnonzero(kl == 0).tolist() == [7]
+    changed = Keys(KEYS.documents, KEYS.positions, np.append(KEYS.token_ids[:-1], 0))
+    fewer = Keys(*[part[:-TOKENS] for part in KEYS])
+    for other in (Harvest(checkpoint, rows, changed), Harvest(checkpoint, rows[:-TOKENS], fewer)):
+        for sides in ([harvest, other], [other, harvest]):
+            with pytest.raises(MidstreamError, match="hrv_y has rows of other tokens"):
+                divergences(models, sides, SURVEY)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_is_not_the_one_that_computed_the_rows_is_refused(folder: Path) -> None:
+    rows = np.zeros((DOCUMENTS * TOKENS, tiny.HIDDEN), np.float32)
+    first = recorded(tiny.checkpoint("llama", folder / "llama"), "LlamaForCausalLM", folder)
+    moved = tiny.checkpoint("llama", folder / "moved")
+    missing = recorded(moved, "LlamaForCausalLM", folder)
+    moved.rename(folder / "elsewhere")
+    edited = tiny.checkpoint("llama", folder / "edited")
+    changed = recorded(edited, "LlamaForCausalLM", folder)
+    (edited / "generation_config.json").write_text("{}")
+    smaller = tiny._llama_like("Llama", vocab_size=256).make(folder / "smaller")
+    for checkpoint, says in (
+        (missing, "the checkpoint cannot be read"),
+        (changed, "the files in .*edited have changed since"),
+        (recorded(smaller, "LlamaForCausalLM", folder), "have 512 and 256 tokens"),
+        (recorded(edited, "LlamaForCausalLM", folder, refused="it is quantised"), "quantised"),
+        (None, "this engine has no checkpoint"),
+    ):
+        sides: list[Any] = [Harvest(first, rows), Harvest(checkpoint, rows)]  # type: ignore[arg-type]
+        with pytest.raises(MidstreamError, match=says) as refused:
+            heads(sides, str(folder))
+        assert (refused.value.kind, refused.value.field) == ("invalid_request", "against")

@@ -1,13 +1,21 @@
 """Does a survey find the strongest examples that a look at all rows at once finds?"""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from survey_kit import examples_of
 
-from midstream.workers.surveys.rows import Block, Examples, blocks_of, neighbourhoods
+from midstream.schemas.base.errors import MidstreamError
+from midstream.storage.harvests import Keys
+from midstream.workers.surveys import survey
+from midstream.workers.surveys.rows import Block, by_document
+
+FEATURES = 6
 
 
-def made(rng: np.random.Generator, features: int, levels: int) -> Block:
+def made(rng: np.random.Generator, levels: int) -> Block:
     """Documents of different lengths, some without a few of their rows, with many equal values."""
     keys = [
         (document, position)
@@ -16,27 +24,49 @@ def made(rng: np.random.Generator, features: int, levels: int) -> Block:
         if rng.random() < 0.9
     ]
     documents, positions = (np.array(column, np.int64) for column in zip(*keys, strict=True))
-    values = np.maximum(0, rng.integers(-levels, levels, (len(keys), features)))
+    values = np.maximum(0, rng.integers(-levels, levels, (len(keys), FEATURES)))
     values[:, 0] = 0  # a feature that is never active
     return Block(documents, positions, positions * 7 + documents, values.astype(np.float32))
 
 
+def shard(rows: Block, order: np.ndarray) -> Any:
+    mixed = [column[order] for column in rows]
+    return SimpleNamespace(
+        keys=lambda: Keys(*mixed[:3]), rows=lambda *_: mixed[3], close=lambda: None
+    )
+
+
+def harvest(rows: Block, size: int, rng: np.random.Generator) -> Any:
+    """Shards of `size` rows, each mixed, and one without rows."""
+    parts = [rows.part(start, start + size) for start in range(0, len(rows.documents), size)]
+    parts.insert(1, rows.part(0, 0))
+    return SimpleNamespace(shards=[shard(part, rng.permutation(len(part[0]))) for part in parts])
+
+
 @pytest.mark.parametrize(
-    ("seed", "block", "shard", "context", "top", "levels"),
-    [(0, 5, 7, 0, 1, 3), (1, 4, 11, 4, 3, 2), (2, 16, 3, 2, 5, 50), (3, 64, 64, 9, 60, 4)],
+    ("seed", "block", "size", "context", "top", "levels"),
+    [(0, 5, 7, 0, 1, 3), (1, 4, 11, 4, 3, 2), (2, 1, 3, 2, 5, 50), (3, 64, 64, 9, 60, 4)],
 )
 def test_examples_equal_a_look_at_all_rows(
-    seed: int, block: int, shard: int, context: int, top: int, levels: int
+    seed: int,
+    block: int,
+    size: int,
+    context: int,
+    top: int,
+    levels: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows, features = made(np.random.default_rng(seed), 6, levels), 6
-    shards = [rows.part(start, start + shard) for start in range(0, len(rows.documents), shard)]
-    examples = Examples(features, top, context)
-    for around, start, stop in neighbourhoods(blocks_of(shards, max(block, context)), context):
-        examples.add(around, start, stop)
+    rng = np.random.default_rng(seed)
+    rows = made(rng, levels)
+    monkeypatch.setattr(survey, "CHUNK_BYTES", block * 4 * FEATURES)  # documents come in pieces
+    sae: Any = SimpleNamespace(
+        form=SimpleNamespace(d_sae=FEATURES, d_in=FEATURES), encode=lambda values: values
+    )
+    documents = by_document(harvest(rows, size, rng), "post_block", 0)
+    examples = survey.featured(sae, documents, top, context)
     found, active = examples.arrays, rows.values > 0
-    assert examples.active.tolist() == active.sum(0).tolist()
-    assert examples.total.tolist() == rows.values.sum(0).tolist()
-    for feature in range(features):
+    assert examples.figures.tolist() == [active.sum(0).tolist(), rows.values.sum(0).tolist()]
+    for feature in range(FEATURES):
         expected = examples_of(rows, feature, top, context)
         count = int((found["documents"][feature] >= 0).sum())
         assert count == len(expected)
@@ -58,3 +88,14 @@ def test_examples_equal_a_look_at_all_rows(
             )
         assert (found["tokens"][feature, count:] == -1).all()
         assert not found["around"][feature, count:].any()
+
+
+def test_rows_that_are_not_in_their_order_are_damaged() -> None:
+    rows = made(np.random.default_rng(4), 3)
+    size = len(rows.documents) // 2
+    halves = [shard(rows.part(at, at + size), np.arange(size)) for at in (size, 0)]
+    twice = [shard(rows.part(0, size), np.arange(size))] * 2
+    for shards in (halves, twice):
+        broken: Any = SimpleNamespace(shards=shards)
+        with pytest.raises(MidstreamError, match="is not in its place"):
+            list(by_document(broken, "post_block", 0))
