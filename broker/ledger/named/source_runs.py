@@ -36,7 +36,7 @@ from ...artifacts.source_run_files import Blob, unusable
 from ..core import scripts
 from ..jobs.captures import Captures
 from ..jobs.ledger import Ledger, reachable
-from ..results import views
+from ..results import pages
 
 #: Job ids name the captures of their jobs; names of runs must not begin like this.
 JOB_PREFIX = "job_"
@@ -200,13 +200,13 @@ class SourceRuns:
 
         Raises MidstreamError("invalid_request") for an invalid cursor.
         """
-        before = views.parse_cursor(cursor)
+        before = pages.parse_cursor(cursor)
         ordered = sorted(await self._named(model), key=_place, reverse=True)
         older = [run for run in ordered if cursor is None or _place(run) < before]
         shown, more = older[:limit], len(older) > limit
         return RunPage(
             runs=await self._views(shown, model),
-            next=views.format_cursor(*_place(shown[-1])) if more else None,
+            next=pages.format_cursor(*_place(shown[-1])) if more else None,
         )
 
     async def delete(self, model: str, name: str) -> None:
