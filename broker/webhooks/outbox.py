@@ -27,7 +27,7 @@ from ...schemas.base.records import from_json, now, to_json
 from ...schemas.base.states import CallbackEvent
 from ..ledger.core.script_arguments import ARGUMENTS, pack
 from ..ledger.core.tenants import refusal
-from ..ledger.jobs.ledger import Ledger, reachable
+from ..ledger.jobs.ledger import Ledger, of_each, reachable
 from ..ledger.results import pages
 
 SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean", "hooks_clamp")
@@ -247,7 +247,10 @@ class WebhookOutbox:
                 index = "ms:hook-index" if tenant is None else f"ms:hook-index:{tenant}"
                 return await pages.older(self._redis, index, place)
             ids = [name.decode() for name in await self._redis.smembers(f"ms:hook-job:{job}")]
-            rows = sorted(zip(await self._times(ids), ids, strict=True), reverse=True)
+            times = await of_each(
+                self._redis, ids, lambda pipe, name: pipe.hget(f"ms:hook:{name}", "created")
+            )
+            rows = sorted(zip((float(raw or 0) for raw in times), ids, strict=True), reverse=True)
             return [(name, at) for at, name in rows if (at, name) < place][: pages.CHUNK]
 
         async def read(chunk: pages.Chunk) -> list[Delivery | None]:
@@ -260,17 +263,14 @@ class WebhookOutbox:
         found, following = await pages.page(place, limit, older, read, wanted, PAGE_SCAN)
         return DeliveryPage(deliveries=found, next=following)
 
-    async def _times(self, ids: Iterable[str]) -> list[float]:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for name in ids:
-                pipe.hget(f"ms:hook:{name}", "created")
-            return [float(raw or 0) for raw in await pipe.execute()]
-
     async def _read(self, ids: Sequence[str]) -> list[Delivery | None]:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for name in ids:
-                pipe.hmget(f"ms:hook:{name}", *FIELDS).lrange(f"ms:hook-log:{name}", 0, -1)
-            rows = await pipe.execute()
+        rows = await of_each(
+            self._redis,
+            ids,
+            lambda pipe, name: pipe.hmget(f"ms:hook:{name}", *FIELDS).lrange(
+                f"ms:hook-log:{name}", 0, -1
+            ),
+        )
         return [
             _delivery(name, values, log)
             for name, values, log in zip(ids, rows[::2], rows[1::2], strict=True)

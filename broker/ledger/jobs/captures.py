@@ -22,7 +22,7 @@ from ....storage.store import open_store
 from ...artifacts import retention
 from ..core import scripts
 from ..results import pages, views
-from .ledger import Ledger, reachable
+from .ledger import Ledger, of_each, reachable
 
 log = logging.getLogger(__name__)
 list_of_text = list[str]  # the method `Captures.list` hides the builtin inside the class
@@ -81,10 +81,10 @@ class Captures:
         """
 
         async def read(chunk: pages.Chunk) -> Iterable[CaptureEntry | None]:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for job, _ in chunk:
-                    pipe.hmget(f"ms:capture:{job}", "tags", "status", "bytes", "rows")
-                records = await pipe.execute()
+            fields = ("tags", "status", "bytes", "rows")
+            records = await of_each(
+                self._redis, chunk, lambda pipe, item: pipe.hmget(f"ms:capture:{item[0]}", *fields)
+            )
             return [
                 _entry(job, created, values)
                 for (job, created), values in zip(chunk, records, strict=True)

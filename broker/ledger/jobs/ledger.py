@@ -36,6 +36,7 @@ from ....schemas.jobs.sweeps import UnitRecord
 from ....schemas.requests.attributions import Queue
 from ..core import scripts
 from ..core.aof_barrier import Barrier, persistence_in
+from ..core.connection import of_each as of_each
 from ..core.connection import reachable as reachable
 from ..core.record import FIELDS, JobRecord, decode
 from ..core.tenants import refusal
@@ -535,10 +536,10 @@ class Ledger(Fleet):
 
         async def read(chunk: pages.Chunk) -> Iterable[JobView | None]:
             names = [name for name, _ in chunk]
-            async with self.redis.pipeline(transaction=False) as pipe:
-                for name in names:
-                    pipe.hmget(f"ms:job:{name}", FIELDS)
-                records = map(decode, names, await pipe.execute())
+            found = await of_each(
+                self.redis, names, lambda pipe, name: pipe.hmget(f"ms:job:{name}", FIELDS)
+            )
+            records = map(decode, names, found)
             return [record and views.view(record, self.settings) for record in records]
 
         def wanted(view: JobView) -> bool:
