@@ -5,7 +5,7 @@ same id, when the lease ends. All times come from `clock`, so that tests can sim
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
