@@ -263,8 +263,8 @@ class Reaper:
                 of_states = [name.replace("ms:jobs", f"ms:jobs-in:{state}", 1) for state in State]
                 count, *_ = await of_each(
                     self._redis,
-                    [name, *of_states],
-                    lambda pipe, key, dropped=dropped: pipe.zrem(key, *dropped),
+                    [(key, dropped) for key in (name, *of_states)],
+                    lambda pipe, item: pipe.zrem(item[0], *item[1]),
                 )
                 pruned += count if name == "ms:jobs" else 0
         return pruned
