@@ -5,7 +5,7 @@ same id, when the lease ends. All times come from `clock`, so that tests can sim
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -27,8 +27,8 @@ from ...schemas.base.records import from_json, now, to_json
 from ...schemas.base.states import CallbackEvent
 from ..ledger.core.script_arguments import ARGUMENTS, pack
 from ..ledger.core.tenants import refusal
-from ..ledger.jobs.ledger import Ledger, reachable
-from ..ledger.results import views
+from ..ledger.jobs.ledger import Ledger, of_each, reachable
+from ..ledger.results import pages
 
 SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean", "hooks_clamp")
 #: Maximum number of deliveries under way in one lane (a tenant's receivers at one host), once it is
@@ -46,8 +46,8 @@ ATTEMPTS_KEPT = 50
 OFF_KEPT = 1000
 #: Deliveries examined per script call after the clock was set back.
 CLAMPED_AT_ONCE = 500
-#: Deliveries read per query while filling a filtered page, and in total for one page.
-PAGE_CHUNK, PAGE_SCAN = 100, 2000
+#: Deliveries read in total for one page.
+PAGE_SCAN = 2000
 
 FIELDS = ("job", "event", "tenant", "url", "state", "created", "next")
 
@@ -241,67 +241,36 @@ class WebhookOutbox:
         With a filter that few deliveries match, a page may be short and still have a `next`. Raises
         MidstreamError("invalid_request") for an invalid cursor.
         """
-        score, last = views.parse_cursor(cursor)
-        result: list[Delivery] = []
-        scanned = 0
-        while scanned < PAGE_SCAN:
-            chunk = await self._older(tenant, job, score, last)
-            if not chunk:
-                return DeliveryPage(deliveries=result)
-            for (name, created), known in zip(
-                chunk, await self._read([name for name, _ in chunk]), strict=True
-            ):
-                scanned += 1
-                if (
-                    known is not None
-                    and tenant in (None, known.tenant)
-                    and (state is None or known.state == state)
-                ):
-                    if len(result) == limit:
-                        return DeliveryPage(
-                            deliveries=result, next=views.format_cursor(score, last)
-                        )
-                    result.append(known)
-                score, last = created, name
-        return DeliveryPage(deliveries=result, next=views.format_cursor(score, last))
 
-    async def _older(
-        self, tenant: str | None, job: str | None, score: float, last: str
-    ) -> Sequence[tuple[str, float]]:
-        """Return (id, creation time) of the next deliveries after the position (score, last),
-        newest first.
-        """
-        if job is not None:
+        async def older(place: pages.Place) -> pages.Chunk:
+            if job is None:
+                index = "ms:hook-index" if tenant is None else f"ms:hook-index:{tenant}"
+                return await pages.older(self._redis, index, place)
             ids = [name.decode() for name in await self._redis.smembers(f"ms:hook-job:{job}")]
-            rows = sorted(zip(await self._times(ids), ids, strict=True), reverse=True)
-            return [(name, at) for at, name in rows if (at, name) < (score, last)][:PAGE_CHUNK]
-        index = "ms:hook-index" if tenant is None else f"ms:hook-index:{tenant}"
-        result: list[tuple[str, float]] = []
-        offset = 0
-        # deliveries with the same time are ordered by id: those already returned are skipped
-        while len(result) < PAGE_CHUNK:
-            rows = await self._redis.zrevrangebyscore(
-                index, score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True
+            times = await of_each(
+                self._redis, ids, lambda pipe, name: pipe.hget(f"ms:hook:{name}", "created")
             )
-            offset += len(rows)
-            result += [
-                (name.decode(), at) for name, at in rows if at < score or name.decode() < last
-            ]
-            if len(rows) < PAGE_CHUNK:
-                break
-        return result[:PAGE_CHUNK]
+            rows = sorted(zip((float(raw or 0) for raw in times), ids, strict=True), reverse=True)
+            return [(name, at) for at, name in rows if (at, name) < place][: pages.CHUNK]
 
-    async def _times(self, ids: Iterable[str]) -> list[float]:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for name in ids:
-                pipe.hget(f"ms:hook:{name}", "created")
-            return [float(raw or 0) for raw in await pipe.execute()]
+        async def read(chunk: pages.Chunk) -> list[Delivery | None]:
+            return await self._read([name for name, _ in chunk])
+
+        def wanted(delivery: Delivery) -> bool:
+            return tenant in (None, delivery.tenant) and state in (None, delivery.state)
+
+        place = pages.parse_cursor(cursor)
+        found, following = await pages.page(place, limit, older, read, wanted, PAGE_SCAN)
+        return DeliveryPage(deliveries=found, next=following)
 
     async def _read(self, ids: Sequence[str]) -> list[Delivery | None]:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for name in ids:
-                pipe.hmget(f"ms:hook:{name}", *FIELDS).lrange(f"ms:hook-log:{name}", 0, -1)
-            rows = await pipe.execute()
+        rows = await of_each(
+            self._redis,
+            ids,
+            lambda pipe, name: pipe.hmget(f"ms:hook:{name}", *FIELDS).lrange(
+                f"ms:hook-log:{name}", 0, -1
+            ),
+        )
         return [
             _delivery(name, values, log)
             for name, values, log in zip(ids, rows[::2], rows[1::2], strict=True)

@@ -8,14 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from ...schemas.base.errors import MidstreamError, invalid
-from ...schemas.base.records import to_json
 from ...schemas.jobs.harvests import HarvestRequest, HarvestView
 from ..render import jobs as show
 from ..render import records
 from ..sdk.answers.progress import harvest_bar
 from ..sdk.wire import given
 from . import jobs, options
-from .jobs import AsJson, Url, connect, delete, out, print_json, print_list
+from .jobs import AsJson, Url, connect, delete, detach, out, print_json, print_list
 
 Id = Annotated[str, typer.Argument(metavar="HARVEST", help="The harvest's id.")]
 SOURCE: dict[str, Any] = {"rich_help_panel": "Source"}
@@ -151,9 +150,7 @@ def harvest_run(
             view = client.harvests.submit(
                 **{"model": jobs.only_model(client), **chosen} if model is None else chosen
             )
-        if not wait:
-            print(to_json(view).decode() if json_ else view.id)
-            return
+        detach(view, wait, json_)
         with harvest_bar() as progress:
             view = client.harvests.wait(view, progress)
     _print(view, json_)

@@ -14,12 +14,13 @@ from ...schemas.base.dtypes import RowDType
 from ...schemas.base.errors import MidstreamError, error_of, invalid
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import load_settings
+from ...schemas.jobs.harvests import HarvestView
 from ...schemas.jobs.jobs import JobRequest, JobResult, JobView, Output, SamplingRequest, State
 from ..images import with_images
 from ..render import attributions, doses, jobs, readings, records, sweeps
 from ..sdk.answers.attribution import attribution_of
 from ..sdk.client import Client
-from ..sdk.wire import returned_rows
+from ..sdk.wire import job_request, returned_rows
 from . import options
 
 T = TypeVar("T")
@@ -86,6 +87,13 @@ def print_list(
         out.print(records.listed(entries, shown))
     else:
         out.print(shown(entries))
+
+
+def detach(view: JobView | HarvestView, wait: bool, as_json: bool) -> None:
+    """Without `wait`, print what was submitted, and end the command."""
+    if not wait:
+        print(to_json(view).decode() if as_json else view.id)
+        raise typer.Exit
 
 
 def delete(names: Sequence[str], call: Callable[[str], Any], done: str = "deleted") -> None:
@@ -233,42 +241,38 @@ def submit(
             texts = [*(prompts or []), *(options.read_prompts(file) if file else [])]
             if not texts:
                 raise invalid("prompts", "give a prompt, --file or --body")
-            fields: dict[str, Any] = {"model": model or only_model(client)}
-            chats = (
-                [with_images([{"role": "user", "content": text}], image) for text in texts]
-                if image
-                else None
-            )
-            fields |= {"prompts": texts} if chats is None else {"messages": chats}
-            fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
-            fields["steering"] = options.parse_steering(steer or [])
-            fields["patch"] = options.parse_patches(patch or [])
-            fields["probes"] = options.parse_probes(probe or [])
-            fields["policies"] = policy or []
-            fields["conversation"] = conversation
-            fields["lens"] = options.parse_lens(lens) if lens else None
-            fields["features"] = [options.parse_features(item) for item in features or []]
-            fields |= handling
-            fields["capture"] = options.parse_capture(
-                layers=layers,
-                hooks=hooks,
-                positions=positions,
-                spans=span,
-                every_n=every_n,
-                at=at,
-                dtype=dtype,
-                layout=layout,
-                consumers=consumer,
-                tag=tag,
-                run=run,
-            )
-            from ..sdk.wire import job_request
-
+            chats = [
+                with_images([{"role": "user", "content": text}], image) for text in texts if image
+            ]
+            fields: dict[str, Any] = {
+                "model": model or only_model(client),
+                **({"messages": chats} if chats else {"prompts": texts}),
+                "sampling": {"max_tokens": max_tokens, "temperature": temperature},
+                "steering": options.parse_steering(steer or []),
+                "patch": options.parse_patches(patch or []),
+                "probes": options.parse_probes(probe or []),
+                "policies": policy or [],
+                "conversation": conversation,
+                "lens": options.parse_lens(lens) if lens else None,
+                "features": [options.parse_features(item) for item in features or []],
+                **handling,
+                "capture": options.parse_capture(
+                    layers=layers,
+                    hooks=hooks,
+                    positions=positions,
+                    spans=span,
+                    every_n=every_n,
+                    at=at,
+                    dtype=dtype,
+                    layout=layout,
+                    consumers=consumer,
+                    tag=tag,
+                    run=run,
+                ),
+            }
             request = job_request(None, fields)
         view = client.submit(request)
-        if not wait:
-            print(to_json(view).decode() if json_ else view.id)
-            return
+        detach(view, wait, json_)
         if not json_:
             follow(client, view)
         report_end(client, client.wait(view.id), json_)

@@ -8,10 +8,8 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ...schemas.base.errors import MidstreamError, invalid
-from ...schemas.base.records import to_json
 from ...schemas.jobs.attributions import AttributionRequest
 from ...schemas.jobs.doses import DoseRequest
-from ...schemas.jobs.jobs import JobView
 from ...schemas.jobs.sweeps import SweepRequest
 from ...schemas.requests.attributions import Verify
 from ..render import attributions as show_attributions
@@ -23,7 +21,7 @@ from ..sdk.client import Client
 from ..sdk.sweeps import sweep_request
 from ..study.patch_study import PatchStudy
 from . import jobs, options
-from .jobs import AsJson, Url, connect, out, print_json, print_result
+from .jobs import AsJson, Url, connect, detach, out, print_json, print_result
 
 #: The groups of options in `--help`.
 _prompts, _cells, _estimates = (
@@ -197,14 +195,10 @@ def sweep(
     if save is not None and not save.absolute().parent.is_dir():
         raise invalid("--save", f"{save}: no such folder")
     with connect(url) as client:
-        request = None
-        if job is None:
-            request = _request(client, asked | handling, pair, SweepRequest)
-            job = _submitted(client.sweeps.submit(request), wait, json_)
-            if job is None:
-                return
-        with bar() as progress:
-            result = client.sweeps.result(job, progress, cancel=request is not None)
+        request = (
+            None if job is not None else _request(client, asked | handling, pair, SweepRequest)
+        )
+        job, result = _result(client.sweeps, "sweep", request, job, wait, json_)
     if save is not None and request is not None:
         PatchStudy.of(job, request, result).save(save)
     if not print_json(result, json_):
@@ -246,26 +240,28 @@ def attribute(
     if png is not None:
         check(png, "png")
     with connect(url) as client:
-        request = None
-        if job is None:
-            request = _request(client, asked | handling, pair, AttributionRequest)
-            job = _submitted(client.attributions.submit(request), wait, json_)
-            if job is None:
-                return
-        with bar("attribution") as progress:
-            found = client.attributions.result(job, progress, cancel=request is not None)
+        request = (
+            None
+            if job is not None
+            else _request(client, asked | handling, pair, AttributionRequest)
+        )
+        job, found = _result(client.attributions, "attribution", request, job, wait, json_)
     shown = found if pair is None else found.of(pair)
     if not print_json(found.result, json_):
         out.print(show_attributions.report(shown, top))
     _finish(job, png, None if png is None else shown.plot, json_)
 
 
-def _submitted(view: JobView, wait: bool, as_json: bool) -> str | None:
-    """Return the id of a job to wait for; without `wait`, print it and return None."""
-    if wait:
-        return view.id
-    print(to_json(view).decode() if as_json else view.id)
-    return None
+def _result(
+    calls: Any, kind: str, request: SweepRequest | None, job: str | None, wait: bool, as_json: bool
+) -> tuple[str, Any]:
+    """Submit `request`, if `job` was not submitted before; return the job's id and its result."""
+    if job is None:
+        view = calls.submit(request)
+        detach(view, wait, as_json)
+        job = view.id
+    with bar(kind) as progress:
+        return job, calls.result(job, progress, cancel=request is not None)
 
 
 def _finish(job: str, path: Path | None, draw: Callable[..., Any] | None, as_json: bool) -> None:

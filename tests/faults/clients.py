@@ -36,6 +36,35 @@ WAYS = {
 }
 #: And of those that a gradient worker begins, where there is one.
 GRADIENT_WAYS = {"attribution": 4, "cancelled attribution": 1, "fit": 1}
+#: And with policies, which belong to the weights for which they were registered.
+POLICY_WAYS = {"guarded job": 20}
+#: Policy → its fields. The scores are the ids of the tokens: 64 to 89 for the letters that are
+#: generated, 220 for the blank.
+POLICIES: dict[str, dict[str, Any]] = {
+    "latch": {
+        "condition": {
+            "at_least": 128.0,
+            "aggregation": "mean",
+            "window": 3,
+            "latch": "conversation",
+        },
+        "actions": ["flag"],
+        "mode": "active",
+    },
+    "turns": {
+        "condition": {
+            "at_least": 84.0,
+            "release_below": 68.0,
+            "cool_down": 1,
+            "schedule": {"tokens": "all"},
+        },
+        "actions": [],
+        "mode": "active",
+    },
+    "shadow": {"condition": {"at_least": 80.0, "latch": "conversation"}, "actions": ["flag"]},
+}
+#: So many consecutive jobs share so many conversations: some are sent when others are over.
+CONVERSING, CONVERSATIONS = 400, 24
 #: Kind of job → where it is requested.
 PATHS = {
     "job": "/v1/jobs",
@@ -113,6 +142,7 @@ class Plan:
     # in the request
     file: str = ""
     rewrite: str = ""  # what becomes of that file while it is harvested, of `REWRITES`
+    conversation: str = ""  # of a job with `POLICIES`
 
     @property
     def hooks(self) -> dict[str, list[int]]:
@@ -166,6 +196,8 @@ class Plan:
             return body | GRIDS[self.kind] | {"pairs": pairs}
         if self.way == "fit":
             return body | FIT | {"name": f"gate-{self.number}", "seed": self.number % FIT_SEEDS}
+        if self.conversation:
+            body |= {"policies": [*POLICIES], "conversation": self.conversation}
         if self.capture:
             body["capture"] = self.capture
         if self.path == "/v1/jobs":
@@ -230,12 +262,15 @@ def plans(
                 prompts,
                 rng.randint(60, 250)
                 if rng.random() < 0.02 or way == "cancelled job"
-                else rng.randint(2, 16),
+                else rng.randint(2, 16) * (4 if way in POLICY_WAYS else 1),
                 {"layers": [0, 3], "positions": "all", "layout": rng.choice(("auto", "packed"))}
                 if captured
                 else None,
                 callback if callback and rng.random() < 0.2 else None,
                 rng.choice(("soon", "running")),
+                conversation=f"{number // CONVERSING}-{number % CONVERSATIONS}"
+                if way in POLICY_WAYS
+                else "",
             )
         )
     return made
@@ -262,6 +297,11 @@ class Observed:
     state: str = ""
     paused: str = ""  # the reason that a harvest gave last
     wrong: list[str] = field(default_factory=list)  # what must not have happened
+    # of a job with policies, by its result: whether it triggered the latch, the jobs whose latch
+    # it found, and the webhooks that it must have sent: id -> what may be in it
+    triggered: bool = False
+    inherited: set[str] = field(default_factory=set)
+    decided: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -348,7 +388,7 @@ class Clients:
                 return
             observed.state = view.json()["state"]
         observed.finished = time.monotonic()
-        if plan.way in ("job", "held job", "steered job") and observed.state == "succeeded":
+        if plan.kind == "job" and not plan.is_cancelled and observed.state == "succeeded":
             result = await self._ask(observed, "GET", f"/v1/jobs/{observed.id}/result")
             if result.status_code == 200:
                 observed.texts = [output["text"] for output in result.json()["outputs"]]

@@ -31,11 +31,22 @@ if __name__ == "__main__":
     ]
 
 from chaos import FULL, Chaos, Fault, schedule
-from clients import GRADIENT_WAYS, HELD, WAYS, Clients, Observed, Plan, plans
+from clients import (
+    GRADIENT_WAYS,
+    HELD,
+    MODEL,
+    POLICIES,
+    POLICY_WAYS,
+    WAYS,
+    Clients,
+    Observed,
+    Plan,
+    plans,
+)
 from cluster import MODELS, Cluster
 from harvest_kit import check_equal
 from judge import Verdict, judge
-from midstream_fake_engine.model import identity_of
+from midstream_fake_engine.model import HIDDEN_SIZE, identity_of
 from monitor import Monitor
 from receiver import LADDER_S, STEP_S, Clock, Receiver
 from s3_kit import FaultProxy
@@ -168,6 +179,7 @@ async def _load(
     receiver: Receiver,
     clock: Clock,
     say: Callable[[str], object],
+    ways: dict[str, int],
 ) -> list[Observed]:
     """All clients, `AT_ONCE` at a time, and the faults among them."""
     chaos = Chaos(cluster, faults)
@@ -193,7 +205,6 @@ async def _load(
 
     serving = asyncio.create_task(chaos.serve_all())
     try:
-        ways = WAYS | GRADIENT_WAYS
         for plan in plans(rng, jobs, receiver.url, files=True, ways=ways):
             if plan.number == int(HOUR_AT * jobs):
                 tasks.append(asyncio.create_task(asyncio.to_thread(clock.pass_hour, receiver)))
@@ -238,11 +249,15 @@ def run(
         "bucket": bucket,
     }
     with Receiver() as receiver, Cluster(directory, **parts, **settings) as cluster:
+        ways = WAYS | GRADIENT_WAYS
+        if "model" not in kills:
+            register(cluster, receiver.url)
+            ways |= POLICY_WAYS
         faults = schedule(rng, cluster, jobs, kills)
         monitor = Monitor(cluster.settings.redis_url)
         monitor.start()
         started = time.monotonic()
-        observed = asyncio.run(_load(cluster, faults, rng, jobs, receiver, clock, say))
+        observed = asyncio.run(_load(cluster, faults, rng, jobs, receiver, clock, say, ways))
         seconds = time.monotonic() - started
         settle(cluster, clock)
         asyncio.run(judge(cluster.settings, observed, monitor, receiver, verdict))
@@ -251,6 +266,17 @@ def run(
             cluster.swap([*cluster.workers, *cluster.gradients])
         undisturbed(cluster, observed, verdict)
     return Report(seed, jobs, seconds, verdict, observed, faults)
+
+
+def register(cluster: Cluster, url: str) -> None:
+    """`POLICIES`, with webhooks to `url`."""
+    with Client(next(iter(cluster.urls.values()))) as client:
+        weight = [1.0] * HIDDEN_SIZE
+        client.probes.register("token", weight=weight, layer=0, model=MODEL, labels=["token"])
+        for name, fields in POLICIES.items():
+            hook = {"action": "webhook", "url": url}
+            content = fields | {"actions": [*fields["actions"], hook]}
+            client.policies.register(name, model=MODEL, probe="token", **content)
 
 
 def undisturbed(cluster: Cluster, observed: list[Observed], verdict: Verdict) -> None:

@@ -15,10 +15,11 @@ import traceback
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import numpy as np
 import redis
-from clients import MODEL, TERMINAL, Observed
+from clients import MODEL, POLICIES, TERMINAL, Observed
 from cluster import MODELS
 from harvest_kit import check_rows, checked
 from midstream_fake_engine.model import (
@@ -29,6 +30,7 @@ from midstream_fake_engine.model import (
     weights_of,
 )
 from monitor import Monitor
+from policy_kit import decisions_of
 from receiver import Receiver
 from sweep_rig import check_attribution
 from tokenizers import Tokenizer
@@ -37,6 +39,7 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named.steering import Steering
 from midstream.broker.ledger.recovery.harvests import Harvests
 from midstream.schemas.access.keys import DEFAULT_TENANT
+from midstream.schemas.artifacts.conditions import StoredPolicy
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Event, FileEntry, Job, JobResult, JobView, State
@@ -119,6 +122,7 @@ async def judge_jobs(settings: Settings, observed: list[Observed], verdict: Verd
             if client.ids and client.plan.way == "harvest":
                 await _harvest(ledger, client, verdict)
         await _modules(ledger, observed, verdict)
+        await _latches(ledger, observed, verdict)
         await _left_over(ledger, verdict)
     finally:
         await ledger.close()
@@ -210,6 +214,8 @@ async def _job(
         found = _outputs(tokenizer, job, result, client)
     for wrong in found:
         verdict.say("wrong answer", f"{job.id} ({client.plan.way}): {wrong}")
+    for wrong in _decided(job, result, client, verdict):
+        verdict.say("wrong answer", f"{job.id} in conversation {job.conversation}: {wrong}")
     for wrong in _kept(job, view, events):
         verdict.say("duplicate", f"{job.id}: {wrong}")
     for wrong in _streamed(events, result) if job.stream else ():
@@ -365,6 +371,65 @@ def _outputs(tokenizer: Tokenizer, job: Job, result: JobResult, client: Observed
         yield f"{len(result.outputs)} outputs of {len(job.prompts)} prompts"
 
 
+def _decided(job: Job, result: JobResult, client: Observed, verdict: Verdict) -> Iterator[str]:
+    """Each policy decided once about each prompt, as its tokens say; where the latch of the
+    conversation had turned it on, there was nothing to decide.
+    """
+    found = [(each.request, each.policy and each.policy.name) for each in result.probes]
+    names = POLICIES if job.conversation else {}
+    if sorted(found) != sorted(
+        (place, name) for place in range(len(job.prompts)) for name in names
+    ):
+        yield f"decisions of {found}"
+        return
+    for scores in result.probes:
+        policy, request = scores.policy, scores.request
+        assert policy is not None
+        prompt = job.prompts[request].token_ids
+        fed = [*prompt, *result.outputs[request].token_ids[:-1]]
+        own = decisions_of(fed, policy.condition, len(prompt))
+        wanted = [] if policy.inherited else own
+        acts, on = POLICIES[policy.name].get("mode") == "active", bool(wanted or policy.inherited)
+        decided = [(each.event, each.position, each.score) for each in scores.decisions]
+        flagged = acts and on and "flag" in POLICIES[policy.name]["actions"]
+        if (decided, policy.acts, scores.flagged) != (wanted, acts, flagged):
+            yield f"{policy.name} decided {decided} on prompt {request}, not {wanted}"
+        verdict.seen["decisions"] += len(decided)
+        if policy.name == "latch":
+            client.triggered |= bool(wanted)
+            client.inherited.add(policy.inherited)
+        elif policy.inherited:
+            yield f"{policy.name}, which has no latch or does not act, inherited one"
+        if acts and on:
+            hook = f"msg_{job.id.removeprefix('job_')}_decided_{policy.name}_{request}_policy"
+            client.decided[hook] = [
+                _hook(policy, request, decisions, inherited)
+                # an attempt before the one of the result may not have found the latch
+                for decisions, inherited in ((wanted, policy.inherited), (own, ""))
+                if decisions or inherited
+            ]
+
+
+def _hook(
+    policy: StoredPolicy, request: int, decisions: list[tuple[str, int, float]], inherited: str
+) -> dict[str, Any]:
+    """What a webhook says of these decisions."""
+    triggers = [
+        {"position": position, "event": event, "score": score}
+        for event, position, score in decisions
+        if event == "trigger"
+    ]
+    return {
+        "policy": policy.name,
+        "version": policy.version,
+        "digest": policy.digest,
+        "inherited": inherited,
+        "request": request,
+        "triggers": len(triggers),
+        "first": triggers[0] if triggers else None,
+    }
+
+
 def _kept(job: Job, view: JobView, events: list[Event]) -> Iterator[str]:
     """Every cell that was to be computed, and every estimate, was reported once."""
     if job.sweep is None:
@@ -421,6 +486,42 @@ async def _modules(ledger: Ledger, observed: list[Observed], verdict: Verdict) -
             verdict.say("wrong answer", f"fits with the seed {seed} learned {found}")
     for name in registered:
         verdict.say("duplicate", f"module {name} is registered, and no fit learned it")
+
+
+async def _latches(ledger: Ledger, observed: list[Observed], verdict: Verdict) -> None:
+    """The latch of a conversation is that of one job that triggered it, for good: no other job had
+    another, and each that was sent once that job was over had it.
+    """
+    start, end = f"ms:latch:{DEFAULT_TENANT}:latch:", f":{MODEL}"
+    held = {
+        key.decode(): (await ledger.redis.get(key)).decode()
+        async for key in ledger.redis.scan_iter(match="ms:latch:*")
+    }
+    jobs = {client.id: client for client in observed}
+    by_conversation: dict[str, list[Observed]] = defaultdict(list)
+    for client in observed:
+        if client.plan.conversation and client.state == "succeeded":
+            by_conversation[client.plan.conversation].append(client)
+    for conversation, clients in by_conversation.items():
+        holder = jobs.get(held.pop(f"{start}{conversation}{end}", ""))
+        if holder is not None:
+            verdict.seen["latches"] += 1
+            verdict.seen["latches again"] += (await ledger.view(holder.id)).attempt > 1
+            if holder.plan.conversation != conversation or not holder.triggered:
+                verdict.say("wrong answer", f"{holder.id} set the latch of {conversation}")
+        had = {holder.id} if holder is not None else set()
+        for client in clients:
+            late = holder is not None and client.begun > holder.finished
+            allowed = [{""}] if client is holder else [had] if late else [had, {""}]
+            if client.inherited not in allowed or (client.triggered and holder is None):
+                verdict.say(
+                    "lost" if late else "duplicate",
+                    f"{client.id} in conversation {conversation} had the latches of "
+                    f"{client.inherited}; the latch is that of {had}",
+                )
+            verdict.seen["latched"] += client.inherited == had
+    for key in held:
+        verdict.say("duplicate", f"{key} is set, and no job can have set it")
 
 
 def _captures(store: ArtifactStore, job: Job, result: JobResult, verdict: Verdict) -> Iterator[str]:
@@ -506,14 +607,26 @@ async def _ends(
 async def _webhooks(
     ledger: Ledger, observed: list[Observed], receiver: Receiver, verdict: Verdict
 ) -> None:
-    """Each requested end of a job was delivered, under one id, and nothing else was."""
+    """Each requested end of a job, and each decision of a policy that acts, was delivered, under
+    one id, and nothing else was.
+    """
     for wrong in receiver.wrong:
         verdict.say("webhook", wrong)
-    wanted = {client.id: client for client in observed if client.plan.callback and client.id}
+    wanted = {
+        client.id: client
+        for client in observed
+        if client.id and (client.plan.callback or client.decided)
+    }
     for job, client in wanted.items():
         end = f"job.{(await ledger.view(job)).state}"
         delivered = {event: len(names) for event, names in receiver.delivered[job].items()}
-        if delivered != {end: 1}:
+        asked = {end: 1} if client.plan.callback else {}
+        for hook, bodies in client.decided.items():
+            asked["job.decided"] = len(client.decided)
+            if receiver.decided.get(hook) not in bodies:
+                said = f"{hook} said {receiver.decided.get(hook)}, not {bodies}"
+                verdict.say("webhook", said)
+        if delivered != asked:
             verdict.say(
                 "webhook",
                 (
@@ -525,6 +638,7 @@ async def _webhooks(
     for job in receiver.delivered.keys() - wanted.keys():
         verdict.say("webhook", f"{job}: a webhook was delivered that no client had requested")
     verdict.seen["webhooks"] = len(receiver.got)
+    verdict.seen["webhooks of decisions"] = len(receiver.decided)
     verdict.seen["webhooks sent again"] = receiver.got.total() - len(receiver.got)
     verdict.seen["webhooks while away"] = receiver.refused
 

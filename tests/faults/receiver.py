@@ -23,13 +23,15 @@ LADDER_S = 4 * 24 * 3600.0
 class Receiver:
     """`http://127.0.0.1:<port>/`.
 
-    `got[webhook-id]`: how often it was accepted; `delivered[job]`: event → ids of its webhooks.
+    `got[webhook-id]`: how often it was accepted; `delivered[job]`: event → ids of its webhooks;
+    `decided[webhook-id]`: the decision in it.
     """
 
     def __init__(self) -> None:
         self.got: Counter[str] = Counter()
         self.refused = 0  # attempts while it was away
         self.delivered: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self.decided: dict[str, dict[str, Any]] = {}
         self.wrong: list[str] = []
         self.away = False
         self._lock = threading.Lock()
@@ -62,6 +64,8 @@ class Receiver:
                 self.wrong.append(f"{name} is not signed")
             self.got[name] += 1
             self.delivered[body["data"]["id"]][body["type"]].add(name)
+            if (decision := body["data"].get("decision")) is not None:
+                self.decided[name] = decision
             return 204
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

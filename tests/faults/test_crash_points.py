@@ -15,7 +15,7 @@ from pathlib import Path
 
 from clients import Clients, Observed, Plan
 from cluster import Cluster, Outage
-from gate import settle
+from gate import register, settle
 from judge import Verdict, judge
 from monitor import Monitor
 from receiver import Clock, Receiver
@@ -29,6 +29,8 @@ PACKED = replace(
     capture={"layers": [0], "positions": "all", "layout": "packed"},
 )
 SEGMENT = replace(PACKED, capture={"layers": [0], "positions": "all", "layout": "segment"})
+#: Its tokens trigger the latch.
+GUARDED = replace(PLAIN, way="guarded job", max_tokens=64, conversation="c")
 SWEEP = Plan(0, "sweep", ("clean prompt", "other prompt"), 1)
 CANCELLED = replace(PLAIN, way="cancelled job", max_tokens=400, when="running")
 LONG = replace(PLAIN, max_tokens=200)
@@ -38,7 +40,7 @@ WALK: dict[str, tuple[str, Plan]] = {
     "api.committed": ("api", replace(PLAIN, way="completion")),
     "worker.received": ("worker", PLAIN),
     "worker.claimed": ("worker", replace(PLAIN, way="held job")),
-    "worker.generated": ("worker", PLAIN),
+    "worker.generated": ("worker", GUARDED),
     "worker.stored": ("worker", PACKED),
     "worker.released": ("worker", PLAIN),
     "worker.aborted": ("worker", CANCELLED),
@@ -50,7 +52,7 @@ WALK: dict[str, tuple[str, Plan]] = {
     "receipt.sent": ("worker", replace(PLAIN, way="steered job")),
     "sweep.kept": ("worker", SWEEP),
     "relay.received": ("relay", PACKED),
-    "relay.committed": ("relay", SEGMENT),
+    "relay.committed": ("relay", replace(GUARDED, conversation="d", capture=SEGMENT.capture)),
     "sweeper.requeued": ("callbacks", LONG),
     "webhook.lent": ("callbacks", PLAIN),
     "webhook.sent": ("callbacks", PLAIN),
@@ -82,6 +84,7 @@ def test_a_job_survives_a_kill_at_every_crash_point(tmp_path: Path) -> None:
     ):
         monitor = Monitor(cluster.settings.redis_url)
         monitor.start()
+        register(cluster, receiver.url)
         observed = asyncio.run(walk(cluster, receiver))
         settle(cluster, clock)
         verdict = Verdict()
@@ -90,6 +93,8 @@ def test_a_job_survives_a_kill_at_every_crash_point(tmp_path: Path) -> None:
     assert verdict.found == {rule: [] for rule in verdict.RULES}
     assert {path.name for path in (tmp_path / FOLDER).iterdir()} == set(WALK)
     assert verdict.seen["attempts"] > len(WALK), "some of them had to be run again"
+    assert (verdict.seen["latches"], verdict.seen["latched"]) == (2, 1), "the last job had one"
+    assert verdict.seen["latches again"] > 0, "it was that of a job that ran again"
 
 
 async def walk(cluster: Cluster, receiver: Receiver) -> list[Observed]:
@@ -118,7 +123,8 @@ async def walk(cluster: Cluster, receiver: Receiver) -> list[Observed]:
             following_process = list(WALK.values())[number + 1][0] if number + 1 < len(WALK) else ""
             if following_process != name:
                 await asyncio.to_thread(cluster.revive, outage)
-        return list(await asyncio.gather(*following))
+        observed = await asyncio.gather(*following)
+        return [*observed, await clients.follow(replace(GUARDED, number=len(WALK)))]
     finally:
         await clients.close()
 

@@ -24,6 +24,7 @@ def test_the_gate_loses_and_duplicates_no_accepted_job(tmp_path: Path, seed: int
     print(report.table(), json.dumps(report.figures()), sep="\n")
     assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
     assert report.verdict.seen["changed sources"] > 0
+    assert report.verdict.seen["latches again"] > 0, "none was over a killed worker"
 
 
 @pytest.mark.timeout(3600)

@@ -44,6 +44,7 @@ def check(report: gate.Report, kills: dict[str, int]) -> None:
     assert report.verdict.seen["harvests"] == JOBS // HARVEST_EVERY
     assert report.verdict.seen["attributions"] > 0
     assert report.verdict.seen["fits"] > 0
+    assert report.verdict.seen["latched"] > 0
 
 
 @pytest.mark.long

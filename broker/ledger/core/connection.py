@@ -1,7 +1,7 @@
 """The ledger's connection to Redis: typed errors, durability, memory limit, blobs."""
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, ParamSpec, Self, TypeVar
 
 import redis.asyncio
@@ -47,6 +47,19 @@ def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
             raise MidstreamError("unavailable", redis_availability.detail_of(error)) from error
 
     return guarded
+
+
+async def of_each(
+    redis: Any, items: Iterable[T], ask: Callable[[Any, T], object], transaction: bool = False
+) -> list[Any]:
+    """Return the answers to the commands that `ask` adds to a pipeline for each item, in one round
+    trip.
+    """
+    async with redis.pipeline(transaction=transaction) as pipe:
+        for item in items:
+            ask(pipe, item)
+        answers: list[Any] = await pipe.execute()
+    return answers
 
 
 class Connection:

@@ -8,6 +8,8 @@ later receipt that names its files adds it again (`settle.lua`).
 
 import asyncio
 import logging
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 from ....schemas.access.keys import DEFAULT_TENANT
@@ -19,15 +21,12 @@ from ....schemas.requests.specs import CaptureStatus
 from ....storage.store import open_store
 from ...artifacts import retention
 from ..core import scripts
-from ..results import views
-from .ledger import Ledger, reachable
+from ..results import pages, views
+from .ledger import Ledger, of_each, reachable
 
 log = logging.getLogger(__name__)
 list_of_text = list[str]  # the method `Captures.list` hides the builtin inside the class
-entries = list[CaptureEntry]
 
-#: Entries read per query while filling a filtered page, and in total for one page.
-PAGE_CHUNK, PAGE_SCAN = 100, 5000
 #: Maximum number of expired captures deleted by one sweep; and seconds until earlier deletions are
 #: checked again.
 SWEEP_LIMIT = 200
@@ -38,6 +37,19 @@ GRACE_LEASES = 4
 
 def no_captures(job_id: str) -> MidstreamError:
     return MidstreamError("not_found", f"job {job_id} has no captures in files")
+
+
+def _entry(job: str, created: float, values: Any) -> CaptureEntry | None:
+    """Return a capture; None if it was just deleted."""
+    tags, status, size, count = values
+    return tags and CaptureEntry(
+        job=job,
+        tags=from_json(tags, list_of_text),
+        created=created,
+        status=cast(CaptureStatus, status.decode()),
+        bytes=int(size),
+        rows=int(count),
+    )
 
 
 class Captures:
@@ -67,44 +79,23 @@ class Captures:
         `cursor`: a previous page's `next`. A rare tag may give a short page with a `next`. Raises
         MidstreamError("invalid_request") for an invalid cursor.
         """
-        score, last = views.parse_cursor(cursor)
-        listed = views.listing("captures", tenant)
-        result: entries = []
-        offset = scanned = 0
-        while scanned < PAGE_SCAN:
-            rows = await self._redis.zrevrangebyscore(
-                listed, score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True
+
+        async def read(chunk: pages.Chunk) -> Iterable[CaptureEntry | None]:
+            fields = ("tags", "status", "bytes", "rows")
+            records = await of_each(
+                self._redis, chunk, lambda pipe, item: pipe.hmget(f"ms:capture:{item[0]}", *fields)
             )
-            offset += len(rows)
-            scanned += len(rows)
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for name, _ in rows:
-                    pipe.hmget(f"ms:capture:{name.decode()}", "tags", "status", "bytes", "rows")
-                records = await pipe.execute()
-            for (name, created), (tags, status, size, count) in zip(rows, records, strict=True):
-                job = name.decode()
-                if (created == score and last and job >= last) or tags is None:
-                    continue  # of a previous page, or just deleted
-                entry = CaptureEntry(
-                    job=job,
-                    tags=from_json(tags, list_of_text),
-                    created=created,
-                    status=cast(CaptureStatus, status.decode()),
-                    bytes=int(size),
-                    rows=int(count),
-                )
-                if tag is not None and tag not in entry.tags:
-                    continue
-                if len(result) == limit:
-                    return CapturePage(
-                        captures=result,
-                        next=views.format_cursor(result[-1].created, result[-1].job),
-                    )
-                result.append(entry)
-            if len(rows) < PAGE_CHUNK:
-                return CapturePage(captures=result)
-        name, created = rows[-1]
-        return CapturePage(captures=result, next=views.format_cursor(created, name.decode()))
+            return [
+                _entry(job, created, values)
+                for (job, created), values in zip(chunk, records, strict=True)
+            ]
+
+        place = pages.parse_cursor(cursor)
+        older = partial(pages.older, self._redis, views.listing("captures", tenant))
+        found, following = await pages.page(
+            place, limit, older, read, lambda entry: tag is None or tag in entry.tags
+        )
+        return CapturePage(captures=found, next=following)
 
     @reachable
     async def owner(self, job_id: str) -> str | None:

@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
@@ -35,10 +36,11 @@ from ....schemas.jobs.sweeps import UnitRecord
 from ....schemas.requests.attributions import Queue
 from ..core import scripts
 from ..core.aof_barrier import Barrier, persistence_in
+from ..core.connection import of_each as of_each
 from ..core.connection import reachable as reachable
 from ..core.record import FIELDS, JobRecord, decode
 from ..core.tenants import refusal
-from ..results import views
+from ..results import pages, views
 from .fleet import Fleet
 
 log = logging.getLogger(__name__)
@@ -46,8 +48,6 @@ log = logging.getLogger(__name__)
 unit_decoder = msgspec.msgpack.Decoder(UnitRecord)
 list_ = list  # the method `Ledger.list` hides the builtin inside the class
 
-#: Jobs read per query while filling a filtered page, and in total for one page.
-PAGE_CHUNK, PAGE_SCAN = 100, 5000
 #: A consistent snapshot of the parts of a result: fields of the record, outputs, receipts.
 RESULT = (
     "return {redis.call('HMGET', KEYS[1], unpack(ARGV)), redis.call('GET', "
@@ -529,55 +529,25 @@ class Ledger(Fleet):
 
         Raises MidstreamError("invalid_request") for an invalid cursor.
         """
-        score, last = views.parse_cursor(cursor)
+        score, last = pages.parse_cursor(cursor)
         listed = views.jobs_in(state, tenant)
         if state is State.EXPIRED:  # no younger job is expired
             score = min(score, now() - self.settings.result_ttl_s)
-        job_views: list[JobView] = []
-        scanned = 0
-        while len(job_views) < limit and scanned < PAGE_SCAN:
-            chunk = await self._older(score, last, listed)
-            if not chunk:
-                return JobPage(jobs=job_views)
-            async with self.redis.pipeline(transaction=False) as pipe:
-                for name, _ in chunk:
-                    pipe.hmget(f"ms:job:{name}", FIELDS)
-                records = await pipe.execute()
-            for (name, created), values in zip(chunk, records, strict=True):
-                score, last = created, name
-                scanned += 1
-                if (record := decode(name, values)) is None:
-                    continue
-                view = views.view(record, self.settings)
-                if (state is None or view.state is state) and (
-                    model is None or view.model == model
-                ):
-                    job_views.append(view)
-                    if len(job_views) == limit:
-                        break
-        more = await self._older(score, last, listed, 1)
-        return JobPage(jobs=job_views, next=views.format_cursor(score, last) if more else None)
 
-    async def _older(
-        self, score: float, last: str, listed: str, count: int = PAGE_CHUNK
-    ) -> list_[tuple[str, float]]:
-        """Return up to `count` (job id, creation time) of a listing after the position (score,
-        last), newest first.
-        """
-        result: list_[tuple[str, float]] = []
-        offset = 0
-        # jobs with the same time are ordered by id: those already returned are skipped
-        while len(result) < count:
-            rows = await self.redis.zrevrangebyscore(
-                listed, score, "-inf", start=offset, num=count, withscores=True
+        async def read(chunk: pages.Chunk) -> Iterable[JobView | None]:
+            names = [name for name, _ in chunk]
+            found = await of_each(
+                self.redis, names, lambda pipe, name: pipe.hmget(f"ms:job:{name}", FIELDS)
             )
-            offset += count
-            result += [
-                (name.decode(), at) for name, at in rows if at < score or name.decode() < last
-            ]
-            if len(rows) < count:
-                break
-        return result[:count]
+            records = map(decode, names, found)
+            return [record and views.view(record, self.settings) for record in records]
+
+        def wanted(view: JobView) -> bool:
+            return state in (None, view.state) and model in (None, view.model)
+
+        older = partial(pages.older, self.redis, listed)
+        found, following = await pages.page((score, last), limit, older, read, wanted)
+        return JobPage(jobs=found, next=following)
 
     @reachable
     async def events(self, job_id: str, after: str = "", count: int = 1000) -> list_[Event]:

@@ -35,8 +35,8 @@ from ...artifacts.headers import UNREADABLE, must_be_there
 from ...artifacts.source_run_files import Blob, unusable
 from ..core import scripts
 from ..jobs.captures import Captures
-from ..jobs.ledger import Ledger, reachable
-from ..results import views
+from ..jobs.ledger import Ledger, of_each, reachable
+from ..results import pages
 
 #: Job ids name the captures of their jobs; names of runs must not begin like this.
 JOB_PREFIX = "job_"
@@ -200,13 +200,13 @@ class SourceRuns:
 
         Raises MidstreamError("invalid_request") for an invalid cursor.
         """
-        before = views.parse_cursor(cursor)
+        before = pages.parse_cursor(cursor)
         ordered = sorted(await self._named(model), key=_place, reverse=True)
         older = [run for run in ordered if cursor is None or _place(run) < before]
         shown, more = older[:limit], len(older) > limit
         return RunPage(
             runs=await self._views(shown, model),
-            next=views.format_cursor(*_place(shown[-1])) if more else None,
+            next=pages.format_cursor(*_place(shown[-1])) if more else None,
         )
 
     async def delete(self, model: str, name: str) -> None:
@@ -261,20 +261,20 @@ class SourceRuns:
         for holder, keys in held.items():
             for lease in _leases(keys):
                 holders.setdefault(lease, {})[holder] = at + seconds
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for lease, until in holders.items():
-                pipe.zremrangebyscore(lease, "-inf", at).zadd(lease, until).expire(
-                    lease, int(seconds) + 1
-                )
-            await pipe.execute()
+        await of_each(
+            self._redis,
+            holders,
+            lambda pipe, lease: (
+                pipe.zremrangebyscore(lease, "-inf", at)
+                .zadd(lease, holders[lease])
+                .expire(lease, int(seconds) + 1)
+            ),
+        )
 
     @reachable
     async def unlease(self, keys: Iterable[str], holder: str) -> None:
         """Release the lease of the job `holder` on these runs."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for lease in _leases(keys):
-                pipe.zrem(lease, holder)
-            await pipe.execute()
+        await of_each(self._redis, _leases(keys), lambda pipe, lease: pipe.zrem(lease, holder))
 
     @reachable
     async def record_held(self, worker: str, keys: Iterable[str], seconds: float) -> None:
@@ -302,12 +302,14 @@ class SourceRuns:
     @reachable
     async def _known(self, jobs: Sequence[str]) -> Standings:
         """Return the readiness of each job's captures; None for unknown jobs."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for job in jobs:
-                pipe.hmget(f"ms:capture:{job}", "deleted", "status", "bytes").hmget(
-                    f"ms:job:{job}", "state", "error"
-                )
-            answers = await pipe.execute()
+        answers = await of_each(
+            self._redis,
+            jobs,
+            lambda pipe, job: pipe.hmget(f"ms:capture:{job}", "deleted", "status", "bytes").hmget(
+                f"ms:job:{job}", "state", "error"
+            ),
+            transaction=True,
+        )
         return [_readiness(*answers[at], *answers[at + 1]) for at in range(0, len(answers), 2)]
 
     @reachable

@@ -32,7 +32,7 @@ from ....schemas.requests.harvest_work import HarvestPart
 from ....schemas.requests.policies import POLICIES
 from ..core import scripts
 from ..core.tenants import limits_of, refusal
-from ..jobs.ledger import ALPHABET, new_job_id, reachable
+from ..jobs.ledger import ALPHABET, new_job_id, of_each, reachable
 from ..named.probes import of_all_traffic, recorded
 from ..named.registry import Registry
 from .streams import HarvestStreams
@@ -183,10 +183,9 @@ class Harvests(HarvestStreams):
         names = await self._redis.zrevrange(
             "ms:harvests" if tenant is None else f"ms:harvests:{tenant}", 0, limit - 1
         )
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for name in names:
-                pipe.hgetall(f"ms:harvest:{name.decode()}")
-            records = await pipe.execute()
+        records = await of_each(
+            self._redis, names, lambda pipe, name: pipe.hgetall(f"ms:harvest:{name.decode()}")
+        )
         return HarvestPage(harvests=[_view(_texts(record), []) for record in records if record])
 
     @reachable

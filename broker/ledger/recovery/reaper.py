@@ -23,7 +23,7 @@ from ...queue.celery_app import UNACKED, lists_of, queue_of
 from ...queue.messages import job_of_task
 from ..core import scripts
 from ..jobs.captures import Captures
-from ..jobs.ledger import Ledger, reachable
+from ..jobs.ledger import Ledger, of_each, reachable
 from ..jobs.status import relay_since
 from ..named.source_runs import SourceRuns
 from ..results.views import listing
@@ -253,33 +253,30 @@ class Reaper:
         ids = sorted({job_id for listed in old.values() for job_id in listed})
         if not ids:
             return 0
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job_id in ids:
-                pipe.exists(f"ms:job:{job_id.decode()}")
-            expired = {
-                job_id
-                for job_id, present in zip(ids, await pipe.execute(), strict=True)
-                if not present
-            }
+        present = await of_each(
+            self._redis, ids, lambda pipe, job_id: pipe.exists(f"ms:job:{job_id.decode()}")
+        )
+        expired = {job_id for job_id, found in zip(ids, present, strict=True) if not found}
         pruned = 0
         for name, listed in old.items():
             if dropped := expired.intersection(listed):
-                async with self._redis.pipeline(transaction=False) as pipe:
-                    for key in (
-                        name,
-                        *(name.replace("ms:jobs", f"ms:jobs-in:{state}", 1) for state in State),
-                    ):
-                        pipe.zrem(key, *dropped)
-                    count, *_ = await pipe.execute()
+                of_states = [name.replace("ms:jobs", f"ms:jobs-in:{state}", 1) for state in State]
+                count, *_ = await of_each(
+                    self._redis,
+                    [(key, dropped) for key in (name, *of_states)],
+                    lambda pipe, item: pipe.zrem(item[0], *item[1]),
+                )
                 pruned += count if name == "ms:jobs" else 0
         return pruned
 
     async def _oldest(self, limits: dict[str, int], before: float) -> dict[str, list[bytes]]:
         """Return for each listing the jobs older than `before`, oldest first, up to its limit."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for name, limit in limits.items():
-                pipe.zrangebyscore(name, "-inf", before, start=0, num=limit)
-            return dict(zip(limits, await pipe.execute(), strict=True))
+        found = await of_each(
+            self._redis,
+            limits,
+            lambda pipe, name: pipe.zrangebyscore(name, "-inf", before, start=0, num=limits[name]),
+        )
+        return dict(zip(limits, found, strict=True))
 
 
 def _job_of(message: bytes) -> tuple[str, int]:

@@ -43,7 +43,6 @@ from .sweep_result import Records, sweep_result
 SHOWN_RANGES = 8
 
 _STREAM_ID = re.compile(r"^\d{1,20}(-\d{1,20})?$")
-_CURSOR = re.compile(r"^(\d+(?:\.\d+)?):([A-Za-z0-9_]+)$")
 
 
 def view(record: JobRecord, settings: Settings) -> JobView:
@@ -329,20 +328,3 @@ def listing(kind: str, tenant: str | None) -> str:
     all.
     """
     return f"ms:{kind}" if tenant is None else f"ms:{kind}:{tenant}"
-
-
-def format_cursor(score: float, last: str) -> str:
-    return f"{score!r}:{last}"
-
-
-def parse_cursor(cursor: str | None) -> tuple[float, str]:
-    """Return (creation time, job id) after which to continue.
-
-    Raises MidstreamError("invalid_request") for an invalid cursor.
-    """
-    if not cursor:
-        return float("inf"), ""
-    match = _CURSOR.match(cursor)
-    if match is None:
-        raise invalid("cursor", f"{cursor!r} is not a cursor", "the `next` of a previous page")
-    return float(match[1]), match[2]

@@ -226,7 +226,7 @@ class FakeRanks:
 
     def _scores(self, finished: _Finished, pp: int) -> list[ProbeScore]:
         """Return the scores of the probes with layers on this stage: at position p label number
-        n has the score p + n.
+        n has the score p + n; if the only label is `token`, the token's id is the score.
         """
         watch, positions = self._watch(finished, pp), len(finished.fed)
         if watch is None:
@@ -242,8 +242,10 @@ class FakeRanks:
             return None
         spec, positions = finished.spec, len(finished.fed)
         watch = Watch(spec.key, probes, prompt_tokens=spec.prompt_tokens)
-        for column in watch.kind.columns:
+        for probe, column in zip(probes, watch.kind.columns, strict=True):
             scores = np.arange(positions)[:, None] + np.arange(len(column))
+            if probe.content.labels == ["token"]:
+                scores = np.array(finished.fed)[:, None]
             watch.put(0, np.array(column), scores.astype(np.float32))
         return watch
 

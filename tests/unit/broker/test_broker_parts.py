@@ -14,7 +14,7 @@ from kombu.transport.virtual import base as kombu_virtual
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.core.dispatch import PRIORITY_OF_KIND
 from midstream.broker.ledger.jobs.ledger import new_job_id
-from midstream.broker.ledger.results import views
+from midstream.broker.ledger.results import pages, views
 from midstream.broker.ops.redis_availability import is_redis_unavailable
 from midstream.broker.queue.celery_app import (
     PRIORITY_STEPS,
@@ -130,14 +130,14 @@ def test_the_app_is_set_up_for_late_acks_json_and_short_leases() -> None:
 
 
 def test_cursors_round_trip_and_invalid_ones_are_refused() -> None:
-    assert views.parse_cursor(views.format_cursor(1795145199.4220054, "job_a1")) == (
+    assert pages.parse_cursor(pages.format_cursor(1795145199.4220054, "job_a1")) == (
         1795145199.4220054,
         "job_a1",
     )
-    assert views.parse_cursor(None) == (float("inf"), "")
+    assert pages.parse_cursor(None) == (float("inf"), "")
     for bad in ("1", "x:job_a", "1:job a", "nan:job_a", "1:"):
         with pytest.raises(MidstreamError):
-            views.parse_cursor(bad)
+            pages.parse_cursor(bad)
 
 
 def test_event_ids_are_checked_before_they_reach_redis() -> None:
