@@ -161,13 +161,17 @@ class Harvests(Calls[M]):
         """Yield the units of a harvest that was submitted with `to="stream"`, each with its rows,
         in order and to the end of the harvest.
 
-        Begins after the units that the consumer has acknowledged, or after the first `after`. A
-        unit is acknowledged when the next one is asked for; with `acknowledge=False`, by calls of
-        `acknowledge`. Survives an API restart. Their files are read from the
+        Begins after the units that the consumer has acknowledged, or after the first `after`, which
+        count as acknowledged. A unit is acknowledged when the next one is asked for; with
+        `acknowledge=False`, all are by calls of `acknowledge`. Survives an API restart. Their files are read from the
         harvest's store, a folder or bucket. Raises what `next_units` raises.
         """
         from ...storage.harvests import StreamedUnit
 
+        if (
+            acknowledge and after
+        ):  # else consumers that are killed before they do so fill the window
+            await self.acknowledge(harvest, after, consumer=consumer)
         while True:
             page = await self.next_units(harvest, consumer=consumer, after=after)
             if page.ended:

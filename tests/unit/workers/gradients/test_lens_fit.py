@@ -39,8 +39,8 @@ async def fitted(root: Path, registered: Callable[[Any], None]) -> Any:
     async def view(_: str) -> Any:
         return SimpleNamespace(attempt=1, state=State.RUNNING)
 
-    async def put(lens: Any) -> None:
-        registered(lens)
+    async def put(model: str, name: str, make: Callable[[Any], Any], blobs: Any) -> None:
+        registered(make(None))
 
     ledger: Any = SimpleNamespace(settings=SimpleNamespace(lens_root=str(root)), view=view)
     job = SimpleNamespace(id="job_1", model="m", fit=WANTED)
