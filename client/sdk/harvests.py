@@ -163,8 +163,8 @@ class Harvests(Calls[M]):
 
         Begins after the units that the consumer has acknowledged, or after the first `after`, which
         count as acknowledged. A unit is acknowledged when the next one is asked for; with
-        `acknowledge=False`, all are by calls of `acknowledge`. Survives an API restart. Their files are read from the
-        harvest's store, a folder or bucket. Raises what `next_units` raises.
+        `acknowledge=False`, all are by calls of `acknowledge`. Survives an API restart. Their files
+        are read from the harvest's store, a folder or bucket. Raises what `next_units` raises.
         """
         from ...storage.harvests import StreamedUnit
 
