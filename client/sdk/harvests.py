@@ -168,9 +168,8 @@ class Harvests(Calls[M]):
         """
         from ...storage.harvests import StreamedUnit
 
-        if (
-            acknowledge and after
-        ):  # else consumers that are killed before they do so fill the window
+        # else consumers that are killed before they acknowledge fill the window
+        if acknowledge and after:
             await self.acknowledge(harvest, after, consumer=consumer)
         while True:
             page = await self.next_units(harvest, consumer=consumer, after=after)
