@@ -433,22 +433,6 @@ def test_a_submission_that_comes_late_does_not_put_a_part_out(
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_a_harvest_planned_by_an_earlier_version_fails_and_says_so(
-    redis_url: str, tmp_path: Path
-) -> None:
-    async def scenario(rig: Rig) -> None:
-        async with rig.worker() as runs:
-            harvest = await submitted(rig)
-            await work(rig, runs, harvest.id, parts=1)
-            await rig.ledger.redis.hdel(f"ms:harvest:{harvest.id}", "plan")
-            view = await work(rig, runs, harvest.id)
-        assert view.error is not None
-        assert (view.state, view.error.status) == ("failed", 409)
-        assert "submit it again" in view.error.detail
-
-    Rig(redis_url, tmp_path)(scenario)
-
-
 def test_a_source_that_cannot_be_read_fails_at_once_and_says_where(
     redis_url: str, tmp_path: Path
 ) -> None:
