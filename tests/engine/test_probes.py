@@ -108,13 +108,10 @@ def test_a_window_has_the_rows_around_high_scores(
         "ends": [0, 1, *rows[-5:]],
     }
     for number, (tag, window) in enumerate(windows.items()):
+        wide = window.around or window.when
+        before, after = (wide.before, wide.after) if wide is not None else (0, 0)
         wanted = sorted(
-            {
-                at
-                for hit in hits[tag]
-                for at in range(hit - window.before, hit + window.after + 1)
-                if at in rows
-            }
+            {at for hit in hits[tag] for at in range(hit - before, hit + after + 1) if at in rows}
         )
         assert 5 <= len(wanted) < 60
         reader = host.capture(job, number)
