@@ -3,7 +3,7 @@
 Conditions that take turns in short rounds: the same prompts, the same engine.
 
     python benchmarks/probes.py [--rounds 10] [--prompts 64] [--max-tokens 24] [--compiled] \\
-        [--larger] [--only none one]
+        [--larger] [--dtype float32] [--only none one]
 
 Conditions: `none`; `one` probe; `16` probes at one layer; `16-layers`: 16 probes at 16 layers.
 These have the action `flag`;
@@ -87,6 +87,7 @@ def main() -> None:
         action="store_true",
         help="random weights of the shape of SmolLM2-1.7B instead of the demo model",
     )
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--only", nargs="+", choices=list(CONDITIONS), default=list(CONDITIONS))
     options = parser.parse_args()
     names = [name for name in CONDITIONS if name in {"none", *options.only}]
@@ -96,7 +97,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         model = larger(Path(folder) / "model") if options.larger else DEMO_MODEL
         settings = settings_for(
-            Path(folder), model, enable_prefix_caching=False, enforce_eager=not options.compiled
+            Path(folder),
+            model,
+            enable_prefix_caching=False,
+            enforce_eager=not options.compiled,
+            dtype=options.dtype,
         )
         engine = EngineProcess(
             "ours",

@@ -3,7 +3,7 @@
 Ratios of conditions that take turns in short rounds: the same prompts, the same engine.
 
     python benchmarks/steering.py [--rounds 10] [--starts 3] [--prompts 256] [--max-tokens 16] \\
-        [--compiled] [--only idle one all]
+        [--compiled] [--dtype float32] [--only idle one all]
 
 Conditions: `stock` (vLLM with nothing of ours, a process of its own), `idle` (nothing is steered),
 `one` (every request adds a vector at one layer), `all` (at every layer); `one-64`, `one-256`,
@@ -175,6 +175,7 @@ def engine_figures(options: Any) -> list[dict[str, Any]]:
                 "enable_prefix_caching": False,
                 "enforce_eager": not options.compiled,
                 "steering_rows": options.steering_rows,
+                "dtype": options.dtype,
             }
             engines = {
                 kind: EngineProcess(kind, settings_for(Path(folder) / kind, DEMO_MODEL, **common))
@@ -247,6 +248,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--steering-rows", type=int, default=256)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--only", nargs="+", choices=list(CONDITIONS), default=[])
     options = parser.parse_args()
     hashed = hashing()
