@@ -115,7 +115,7 @@ def test_a_harvest_survives_a_kill_at(stack: Stack, whole: Harvest, point: str) 
     check_kill(stack, whole, point, bucket=False)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_survey_is_the_same_after_its_worker_was_killed(stack: Stack, whole: Harvest) -> None:
     """In the middle, and when its file is durable and not recorded; the file is the same."""
     path = f"/v1/harvests/{whole.manifest.id}/surveys"
