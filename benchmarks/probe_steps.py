@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from engines import POLICY
 
 from midstream import __version__
-from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
@@ -46,15 +46,6 @@ def made(
     """Random ones, in turn at `layers` layers, whose thresholds nothing reaches; their weights are
     put into `plane`. `policies`: each is read by one that stops, too.
     """
-    policy = StoredPolicy(
-        name="p",
-        version=1,
-        digest="d",
-        condition=Condition(at_least=1e30, aggregation="mean", window=16),
-        actions=["stop"],
-        mode="active",
-        acts=True,
-    )
     found = []
     for number in range(probes):
         rng = np.random.default_rng(number)
@@ -76,7 +67,7 @@ def made(
                 digest=content.digest,
                 content=content,
                 action="stop",
-                policy=policy if policies else None,
+                policy=POLICY if policies else None,
             )
         )
     return found
