@@ -7,9 +7,8 @@ from ...schemas.base.errors import invalid
 from ...schemas.jobs.jobs import StoredPrompt
 from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from ..context import AppContext
-from ..resolve.admission.admission import check_vocabulary
 from ..resolve.prompts.request_parsing import parse_conversation, plain_messages
-from ..resolve.prompts.tokenizer import TooLong
+from ..resolve.prompts.tokenizer import TooLong, check_vocabulary
 from ..web.auth import needs
 from .jobs import SUBMIT_ERRORS
 

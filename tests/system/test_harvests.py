@@ -111,7 +111,7 @@ def test_lines_of_a_request_become_shards_with_every_row(client: Client) -> None
             {"head_and_tail": {"head": 1, "tail": 1}},
             lambda positions: [positions[0], positions[-1]],
         ),
-        ({"around": {"token_ids": [[99_999]]}}, lambda positions: []),
+        ({"around": {"token_ids": [[0]]}}, lambda positions: []),
     ],
 )
 def test_a_window_of_each_document_is_harvested(
@@ -528,6 +528,10 @@ def test_hs_connectors_reads_what_the_bridge_hands_over(
         ({"source": {"lines": ["a"], "path": "b"}}, "source"),
         ({"source": {"lines": []}}, "source.lines"),
         ({"source": {"lines": [[1, 100_000]]}}, "source.lines[0][1]"),
+        (
+            {"positions": {"window": {"around": {"token_ids": [[100_000]]}}}},
+            "positions.window.around.token_ids[0][0]",
+        ),
         ({"source": {"path": "missing.jsonl"}}, "source.path"),
         ({"source": {"path": "../outside"}}, "source.path"),
         ({"hooks": {"nowhere": "all"}}, "hooks"),

@@ -53,7 +53,7 @@ from ..positions.windows import with_window_tokens
 from ..prompts.images import check_number as check_number_of_images
 from ..prompts.images import placed
 from ..prompts.request_parsing import ParsedPrompt, ParsedRequest, plain_messages
-from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong
+from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong, check_vocabulary
 from ..readings.probes import NO_POLICIES, Applied, check_step, check_tokens
 from ..readings.readings import positions_asked, resolve_readings, with_token_ids_of
 
@@ -144,19 +144,6 @@ def too_long(error: TooLong, field: str, model: ModelInfo) -> MidstreamError:
             f"limit is {model.max_model_len} in total"
         ),
     )
-
-
-def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
-    """Raises a 400 naming the first of `ids` outside the model's vocabulary."""
-    if not ids or (min(ids) >= 0 and max(ids) < model.vocab_size):
-        return
-    for index, token in enumerate(ids):
-        if not 0 <= token < model.vocab_size:
-            raise invalid(
-                f"{at}[{index}]",
-                f"token id {token} is outside the vocabulary",
-                allowed=f"0 to {model.vocab_size - 1}",
-            )
 
 
 def check_lengths(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], model: ModelInfo) -> int:

@@ -34,9 +34,10 @@ from ....storage.store import below
 from ..edits.model_state import ModelState
 from ..edits.steering import check_number, limited, resolve_edits
 from ..positions.captures import SITE_RULES, Bounds, PromptFacts
+from ..positions.windows import check_window
 from ..prompts.formats import structured
+from ..prompts.tokenizer import check_vocabulary
 from ..readings.saes import named_sae
-from .admission import check_vocabulary
 
 #: Fields in which two harvests that are compared must agree.
 SAME = ("sites", "cut", "positions", "max_length", "max_tokens", "shards", "root", "row_bytes")
@@ -57,6 +58,7 @@ async def plan_harvest(
     Raises a 400 naming the field and what is valid.
     """
     sites = _sites(body, info)
+    check_window(body.positions.window, (), info, "positions.window")
     generated = body.generate.max_tokens if body.generate is not None else 1
     if body.generate is not None:
         structured(body.generate.structured_outputs, "generate.structured_outputs")

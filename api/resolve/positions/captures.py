@@ -35,7 +35,7 @@ from ....schemas.requests.specs import (
 )
 from ....schemas.service.global_capture import captures_of, step_rows
 from .heads import heads_of
-from .windows import check_probe, window_of
+from .windows import check_window, window_of
 
 #: Bytes of rows that all prompts of a job together may return, since Redis keeps them with the
 #: job's result (one prompt may return its `memory_limit_kib`, if that is more).
@@ -272,12 +272,8 @@ def split(captures: Sequence[StoredCapture], model: ModelInfo) -> list[StoredCap
 def stored_captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
     """Return one capture per prompt. Raises a 400 naming the field below `at`."""
     made = apply_rules(CAPTURE_RULES, spec, bounds, at)
-    try:
-        window = window_of(spec.positions)
-        if window is not None and window.when is not None:
-            check_probe(window.when, bounds.probes, bounds.model.pp)
-    except SelectorError as error:
-        raise invalid(f"{at}.positions{error.at}", str(error)) from error
+    window = window_of(spec.positions)
+    check_window(window, bounds.probes, bounds.model, f"{at}.positions")
     return [
         StoredCapture(
             sites=made["hooks"],

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 
 from ....schemas.base.errors import invalid
-from ....schemas.prompts.selectors import SelectorError, Span
-from ....schemas.prompts.windows import When
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.prompts.selectors import Span
 from ....schemas.requests.specs import CaptureSpec
-from ..prompts.tokenizer import Codec
+from ..prompts.tokenizer import Codec, check_vocabulary
 
 #: Tensor-parallel ranks all have a probe's scores; the stages of a pipeline do not.
 STAGES = "the model runs in pipeline stages, of which one alone has the probe's scores"
@@ -37,15 +37,21 @@ async def with_window_tokens(spec: CaptureSpec | None, codec: Codec) -> CaptureS
     return msgspec.structs.replace(spec, positions=positions)
 
 
-def check_probe(when: When, probes: Sequence[str], stages: int) -> None:
-    """Raises SelectorError for a window of a probe that ranks do not have. `probes`: those that
-    score the request; `stages`: of the model's pipeline.
+def check_window(window: Span | None, probes: Sequence[str], model: ModelInfo, at: str) -> None:
+    """Raises a 400 below `at` for a window around tokens that the model lacks, or of a probe whose
+    scores its ranks lack. `probes`: those that score the request.
     """
-    if when.probe not in probes:
-        raise SelectorError(
-            f"{when.probe!r} does not score this request: it has "
+    if window is None:
+        return
+    for number, sequence in enumerate((window.around and window.around.token_ids) or ()):
+        check_vocabulary(sequence, f"{at}.around.token_ids[{number}]", model)
+    if window.when is None:
+        return
+    if window.when.probe not in probes:
+        raise invalid(
+            f"{at}.when.probe",
+            f"{window.when.probe!r} does not score this request: it has "
             f"{', '.join(probes) or 'no probes'}; name it in probes",
-            ".when.probe",
         )
-    if stages > 1:
-        raise SelectorError(STAGES, ".when")
+    if model.pp > 1:
+        raise invalid(f"{at}.when", STAGES)

@@ -20,7 +20,7 @@ from tokenizers import Encoding, Tokenizer
 
 from ....broker.artifacts.chat_templates import in_parts, template_environment
 from ....schemas.base.errors import MidstreamError, invalid
-from ....schemas.jobs.models import TokenizerBundle
+from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
 from .text_spans import TextMap
 
@@ -32,6 +32,19 @@ INLINE_CHARACTERS, INLINE_MESSAGES = 4096, 64
 SHORT_CHARACTERS = 64 * 1024
 #: Used where the model has no limit.
 ANY_LENGTH = 2**31 - 1
+
+
+def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
+    """Raises a 400 naming the first of `ids` outside the model's vocabulary."""
+    if not ids or (min(ids) >= 0 and max(ids) < model.vocab_size):
+        return
+    for index, token in enumerate(ids):
+        if not 0 <= token < model.vocab_size:
+            raise invalid(
+                f"{at}[{index}]",
+                f"token id {token} is outside the vocabulary",
+                allowed=f"0 to {model.vocab_size - 1}",
+            )
 
 
 class TooLong(MidstreamError):

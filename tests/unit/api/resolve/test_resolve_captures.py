@@ -15,7 +15,7 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import Span, Window
-from midstream.schemas.prompts.windows import When
+from midstream.schemas.prompts.windows import Around, When
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.schemas.service.global_capture import captures_of, parse
 
@@ -129,6 +129,11 @@ def test_each_hook_has_its_own_layers_and_every_option_is_kept() -> None:
             {"positions": Span(when=When(probe="q", at_least=0.5))},
             "capture.positions.when.probe",
             "'q' does not score this request: it has p",
+        ),
+        (
+            {"positions": Span(around=Around(token_ids=[[1], [2, 9]]))},
+            "capture.positions.around.token_ids[1][1]",
+            "token id 9 is outside the vocabulary",
         ),
         ({"positions": Span(last=2), "run": "r"}, "capture.run", "positions that are known"),
     ],
