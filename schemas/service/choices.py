@@ -65,6 +65,8 @@ def names_at(kind: Any, path: str) -> Iterable[str]:
         # msgspec gives an invalid key the path of its mapping
         names = _members(get_args(item)[0]) if get_origin(item) is dict else [item]
         found += (text for name in names for text in _names_of(name))
+        if _is_struct(item) and (tag := item.__struct_config__).tag:  # an object beside names
+            found.append(f'{{"{tag.tag_field}": "{tag.tag}", …}}')
     return dict.fromkeys(found)
 
 

@@ -21,6 +21,7 @@ from midstream.schemas.jobs.openai import ChatRequest
 from midstream.schemas.jobs.sweeps import SweepRequest
 from midstream.schemas.prompts.selectors import ALIASES, EVERY
 from midstream.schemas.requests.interventions import STEERING_FIELDS
+from midstream.schemas.requests.policies import PolicyRequest
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,16 @@ def test_decoding_errors_become_problems_with_the_field_path(
     error = malformed(found.value, JobRequest)
     assert (error.status, error.field) == (400, field)
     assert said in error.detail
+
+
+def test_a_wrong_name_lists_the_objects_that_may_stand_in_its_place() -> None:
+    body = '{"probe":"p","condition":{"at_least":1},"actions":["webhook"]}'
+    with pytest.raises(msgspec.DecodeError) as found:
+        from_json(body, PolicyRequest)
+    allowed = malformed(found.value, PolicyRequest).allowed
+    assert allowed is not None
+    assert allowed.startswith('flag, stop, {"action": "steer", …}, ')
+    assert '{"action": "webhook", …}' in allowed
 
 
 @pytest.mark.parametrize(
