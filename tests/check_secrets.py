@@ -50,6 +50,9 @@ KNOWN = {
     "ad9a40dae523d1d4bda16219cdd42bbb194407f32c479ac788666e5f63a325a9": (
         "the name of a class of vLLM"
     ),
+    "603baf57e2f1f983e263883bbd6f1a0100ac99205932a52f5219cd90473d1534": (
+        "docs/openapi.json, earlier: the name of an operation"
+    ),
 }
 #: Secrets by their form: ours, the clouds', the model hubs', keys in PEM, CURVE certificates,
 #: passwords in URLs.
