@@ -9,6 +9,7 @@ from litestar.params import JSONBody
 
 from ...schemas.access.keys import Caller
 from ...schemas.artifacts.probes import PROBES, Probe, ProbeRequest
+from ...schemas.base.errors import unknown
 from ...schemas.base.limits import MAX_POLICY_VERSIONS
 from ...schemas.requests.policies import (
     POLICIES,
@@ -81,13 +82,14 @@ async def change_policy(
     name: PolicyName, data: JSONBody[PolicyChange], context: AppContext, model: Model = None
 ) -> Policy:
     info = await context.the_model(model)
-    known = await context.policies.known(info.name, name)
-    policy, _ = await context.policies.put(
-        info.name,
-        name,
-        lambda now: _with(now or known, changed(now or known, data), info.name, name),
-        {},
-    )
+    await context.policies.known(info.name, name)
+
+    def make(now: Policy | None) -> Policy:
+        if now is None:  # deleted meanwhile
+            raise unknown("policy", name, info.name, [])
+        return _with(now, changed(now, data), info.name, name)
+
+    policy, _ = await context.policies.put(info.name, name, make, {})
     return policy
 
 

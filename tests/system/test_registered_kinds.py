@@ -3,6 +3,7 @@ routes, and no code of its own in either.
 """
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from ledger_kit import MODEL, open_ledger
 from midstream.api import app
 from midstream.api.openapi import document
 from midstream.api.routes.registered import FromFolder, folder_routes
-from midstream.broker.ledger.named.registry import Registry
+from midstream.broker.ledger.named.registry import PUT_TRIES, Registry
 from midstream.schemas.artifacts.registered import FolderRequest, Kind, Registered
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import Record
@@ -72,6 +73,37 @@ def test_the_ledger_keeps_a_further_kind(redis_url: str, tmp_path: Path) -> None
             with pytest.raises(MidstreamError, match=r"unknown ruler 'two' .*\(allowed: one\)"):
                 await rulers.known(MODEL, "two")
             assert await rulers.delete(MODEL, "one")
+
+    asyncio.run(main())
+
+
+def test_changes_at_once_each_build_on_the_one_before(redis_url: str, tmp_path: Path) -> None:
+    """As many as are tried again all succeed. Of more, those that fail change nothing."""
+
+    moments = itertools.count(1.0)
+
+    def longer(now: Ruler | None) -> Ruler:
+        inches = 1 if now is None else now.inches + 1
+        # a record equal to the stored one is a repeat whose reply was lost
+        return Ruler(name="one", model=MODEL, digest="d", created=next(moments), inches=inches)
+
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            rulers = Registry(ledger, RULERS)
+
+            async def change(times: int) -> list[BaseException]:
+                calls = (rulers.put(MODEL, "one", longer, {}) for _ in range(times))
+                ends = await asyncio.gather(*calls, return_exceptions=True)
+                return [end for end in ends if isinstance(end, BaseException)]
+
+            assert await change(PUT_TRIES) == []
+            assert (await rulers.known(MODEL, "one")).inches == PUT_TRIES
+            refused = await change(10 * PUT_TRIES)
+            assert (await rulers.known(MODEL, "one")).inches == 11 * PUT_TRIES - len(refused)
+            for error in refused:
+                assert isinstance(error, MidstreamError)
+                assert error.kind == "conflict"
+            await rulers.delete(MODEL, "one")
 
     asyncio.run(main())
 

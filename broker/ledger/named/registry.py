@@ -14,6 +14,8 @@ from ..core import scripts
 from ..jobs.ledger import Ledger, reachable
 
 T = TypeVar("T", bound=Registered)
+#: How often a name's content is read and made anew, when others change it meanwhile.
+PUT_TRIES = 8
 
 
 class Registry(Generic[T]):
@@ -74,33 +76,35 @@ class Registry(Generic[T]):
 
         `blobs`: content hash → packed tensor, of all that might not be stored yet. Raises a 400
         if the model has as many names as the kind's limit, or `MAX_REQUEST_POLICIES` others that
-        apply to all traffic, and `conflict` if another change came in between.
+        apply to all traffic. If another change came in between, `make` is called again, with its
+        content; `conflict` is raised if one came each time.
         """
-        packed = await self._redis.hget(self._key(model), name)
-        former = None if packed is None else self._read(packed, name)
-        record = make(former)
-        await self._ledger.check_room(sum(map(len, blobs.values())))
-        arguments = scripts.put_pinned(self._ledger.settings, self._kind, record, packed, blobs)
-        outcome, *count = scripts.text(
-            await scripts.Scripts(self._redis).put_pinned(args=arguments)
-        )
-        if outcome == "full":
-            raise invalid(
-                "name",
-                f"{model!r} has {count[0]} {self._kind.plural}",
-                allowed=f"up to {self._kind.limit}",
-                hint="delete one first",
+        for _ in range(PUT_TRIES):
+            packed = await self._redis.hget(self._key(model), name)
+            former = None if packed is None else self._read(packed, name)
+            record = make(former)
+            await self._ledger.check_room(sum(map(len, blobs.values())))
+            arguments = scripts.put_pinned(self._ledger.settings, self._kind, record, packed, blobs)
+            outcome, *count = scripts.text(
+                await scripts.Scripts(self._redis).put_pinned(args=arguments)
             )
-        if outcome == "crowded":
-            raise invalid(
-                "name",
-                f"{count[0]} {self._kind.plural} apply to all traffic of {model!r}",
-                allowed=f"up to {MAX_REQUEST_POLICIES}",
-            )
-        if outcome != "stored":
-            detail = f"the {self._kind.noun} {name!r} was changed or deleted meanwhile: try again"
-            raise MidstreamError("conflict", detail)
-        return record, former
+            if outcome == "stored":
+                return record, former
+            if outcome == "full":
+                raise invalid(
+                    "name",
+                    f"{model!r} has {count[0]} {self._kind.plural}",
+                    allowed=f"up to {self._kind.limit}",
+                    hint="delete one first",
+                )
+            if outcome == "crowded":
+                raise invalid(
+                    "name",
+                    f"{count[0]} {self._kind.plural} apply to all traffic of {model!r}",
+                    allowed=f"up to {MAX_REQUEST_POLICIES}",
+                )
+        detail = f"the {self._kind.noun} {name!r} was changed or deleted meanwhile: try again"
+        raise MidstreamError("conflict", detail)
 
     @reachable
     async def named(self, model: str, names: Sequence[bytes]) -> list[T]:
