@@ -61,6 +61,7 @@ FORMS = re.compile(
     rb"|-----BEGIN [A-Z ]*PRIVATE "
     rb"KEY-----\s+[A-Za-z0-9+/]{40}|gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{40,}|glpat-[\w-]{20}"
     rb"|hf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{32,}|\bpypi-[A-Za-z0-9_-]{40,}|\bxox[abpr]-[A-Za-z0-9-]{20,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}"
+    rb"|\bsecret-key\s*=\s*\"[^\"\s]{40}\""
     rb"|(?:secret|password)[\w-]*\s*[=:]\s*[\"']?[A-Za-z0-9+/]{40}(?![A-Za-z0-9+/])|(?<=://)[^/\s:@\"']+:[^/\s@\"'{}<>$]{16,}(?=@)"
 )
 #: Random text: letters of both cases and digits, without a word's regularity.

@@ -9,7 +9,6 @@ from litestar.params import JSONBody
 
 from ...schemas.access.keys import Caller
 from ...schemas.artifacts.probes import PROBES, Probe, ProbeRequest
-from ...schemas.base.errors import unknown
 from ...schemas.base.limits import MAX_POLICY_VERSIONS
 from ...schemas.requests.policies import (
     POLICIES,
@@ -82,11 +81,11 @@ async def change_policy(
     name: PolicyName, data: JSONBody[PolicyChange], context: AppContext, model: Model = None
 ) -> Policy:
     info = await context.the_model(model)
-    await context.policies.known(info.name, name)
+    missing = await context.policies.unknown(info.name, name)
 
     def make(now: Policy | None) -> Policy:
-        if now is None:  # deleted meanwhile
-            raise unknown("policy", name, info.name, [])
+        if now is None:
+            raise missing
         return _with(now, changed(now, data), info.name, name)
 
     policy, _ = await context.policies.put(info.name, name, make, {})

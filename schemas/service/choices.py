@@ -65,8 +65,9 @@ def names_at(kind: Any, path: str) -> Iterable[str]:
         # msgspec gives an invalid key the path of its mapping
         names = _members(get_args(item)[0]) if get_origin(item) is dict else [item]
         found += (text for name in names for text in _names_of(name))
-        if _is_struct(item) and (tag := item.__struct_config__).tag:  # an object beside names
-            found.append(f'{{"{tag.tag_field}": "{tag.tag}", …}}')
+        if _is_struct(item) and (config := item.__struct_config__).tag:
+            # an object is valid too
+            found.append(f'{{"{config.tag_field}": "{config.tag}", …}}')
     return dict.fromkeys(found)
 
 

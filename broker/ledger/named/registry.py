@@ -14,7 +14,7 @@ from ..core import scripts
 from ..jobs.ledger import Ledger, reachable
 
 T = TypeVar("T", bound=Registered)
-#: How often a name's content is read and made anew, when others change it meanwhile.
+#: How often `put` tries, if others change the name meanwhile.
 PUT_TRIES = 8
 
 
@@ -79,11 +79,11 @@ class Registry(Generic[T]):
         apply to all traffic. If another change came in between, `make` is called again, with its
         content; `conflict` is raised if one came each time.
         """
+        await self._ledger.check_room(sum(map(len, blobs.values())))
         for _ in range(PUT_TRIES):
             packed = await self._redis.hget(self._key(model), name)
             former = None if packed is None else self._read(packed, name)
             record = make(former)
-            await self._ledger.check_room(sum(map(len, blobs.values())))
             arguments = scripts.put_pinned(self._ledger.settings, self._kind, record, packed, blobs)
             outcome, *count = scripts.text(
                 await scripts.Scripts(self._redis).put_pinned(args=arguments)
@@ -103,6 +103,8 @@ class Registry(Generic[T]):
                     f"{count[0]} {self._kind.plural} apply to all traffic of {model!r}",
                     allowed=f"up to {MAX_REQUEST_POLICIES}",
                 )
+            if outcome != "raced":  # a tensor is gone, which another try does not bring back
+                break
         detail = f"the {self._kind.noun} {name!r} was changed or deleted meanwhile: try again"
         raise MidstreamError("conflict", detail)
 

@@ -46,6 +46,10 @@ def test_a_secret_of_each_kind_is_noticed_where_it_is_written(count: int) -> Non
         "webhook": "whsec_" + base64.b64encode(secrets.token_bytes(32)).decode(),
         "AWS": "AKIA" + random(16, string.ascii_uppercase + string.digits),
         "AWS secret": "aws_secret_access_key = " + random(40, LETTERS + "+"),
+        "AWS secret without a digit": (
+            "aws_secret_access_key = " + random(40, string.ascii_letters)
+        ),
+        "CURVE": f'secret-key = "{random(20)}{random(20, "#@*!^&<>(){}[]")}"',
         "hub": "hf_" + random(34),
         "PEM": (
             f"-----BEGIN PRIVATE KEY-----\n{base64.b64encode(secrets.token_bytes(48)).decode()}\n"
