@@ -113,6 +113,12 @@ def stage_of(path: Path) -> str:
     return stage
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """What runs the `async def` tests: the loop that the product runs on."""
+    return "asyncio"
+
+
 @pytest.fixture(params=["folder", "memory", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> "ArtifactStore":
     """Every store that keeps the protocol: the local folder, one in memory, and a bucket of an S3

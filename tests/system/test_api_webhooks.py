@@ -1,6 +1,5 @@
 """Can a user ask for webhooks, see what came of them, and send them again; and nobody else?"""
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,7 +94,7 @@ def test_events_are_named_and_need_a_receiver(api: Api, hand: Hand) -> None:
     assert (answer.status_code, answer.json()["field"]) == (400, "callback_events[0]")
 
 
-def test_webhook_deliveries_are_listed_and_resent_on_request(
+async def test_webhook_deliveries_are_listed_and_resent_on_request(
     api: Api, hand: Hand, receiver: Receiver
 ) -> None:
     job = api.submit(callback_url=HOOK)
@@ -122,19 +121,16 @@ def test_webhook_deliveries_are_listed_and_resent_on_request(
             client.webhooks.enable(HOOK)
         assert refused.value.kind == "not_found"
 
-    async def too() -> None:
-        async with AsyncClient(api.url) as client:
-            assert (await client.webhooks.deliveries(job=job)).deliveries == [again]
-            assert await client.webhooks.delivery(delivery.id) == again
-            assert (await client.webhooks.redeliver(delivery.id)).id == delivery.id
-            assert (await client.webhooks.rotate_secret(keep_former_s=0)).secrets == (
-                await client.webhooks.secrets()
-            ).secrets
-            assert await client.webhooks.disabled() == []
-            with pytest.raises(MidstreamError):
-                await client.webhooks.enable(HOOK)
-
-    asyncio.run(too())
+    async with AsyncClient(api.url) as client:
+        assert (await client.webhooks.deliveries(job=job)).deliveries == [again]
+        assert await client.webhooks.delivery(delivery.id) == again
+        assert (await client.webhooks.redeliver(delivery.id)).id == delivery.id
+        assert (await client.webhooks.rotate_secret(keep_former_s=0)).secrets == (
+            await client.webhooks.secrets()
+        ).secrets
+        assert await client.webhooks.disabled() == []
+        with pytest.raises(MidstreamError):
+            await client.webhooks.enable(HOOK)
 
 
 # field case 40

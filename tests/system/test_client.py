@@ -241,29 +241,26 @@ def test_an_unknown_job_is_not_found_in_the_client(client: Client) -> None:
     assert caught.value.kind == "not_found"
 
 
-def test_many_coroutines_share_one_async_client(up: Up) -> None:
-    async def go() -> None:
-        async with AsyncClient(up.ready()) as client:
-            assert await client.ready()
-            assert await client.models() == ["fake"]
-            runs = [
-                client.run(model="fake", prompts=[f"prompt {number}"], capture=CAPTURE, timeout=120)
-                for number in range(20)
-            ]
-            results = await asyncio.gather(*runs)
-            assert len({result.id for result in results}) == 20
-            reader = await client.capture(results[3].id)
-            np.testing.assert_array_equal(reader.array(2), expected(2, reader.token_ids()))
-            events = [event.event async for event in client.jobs.events(results[0].id)]
-            assert events[-1] == "done"
-            answer = await client.completion(
-                "fake", "hi", capture=CAPTURE, capture_wait=True, max_tokens=2
-            )
-            assert answer.capture_results is not None
-            with pytest.raises(MidstreamError, match="unknown model"):
-                await client.chat("nobody", [{"role": "user", "content": "x"}])
-
-    asyncio.run(go())
+async def test_many_coroutines_share_one_async_client(up: Up) -> None:
+    async with AsyncClient(up.ready()) as client:
+        assert await client.ready()
+        assert await client.models() == ["fake"]
+        runs = [
+            client.run(model="fake", prompts=[f"prompt {number}"], capture=CAPTURE, timeout=120)
+            for number in range(20)
+        ]
+        results = await asyncio.gather(*runs)
+        assert len({result.id for result in results}) == 20
+        reader = await client.capture(results[3].id)
+        np.testing.assert_array_equal(reader.array(2), expected(2, reader.token_ids()))
+        events = [event.event async for event in client.jobs.events(results[0].id)]
+        assert events[-1] == "done"
+        answer = await client.completion(
+            "fake", "hi", capture=CAPTURE, capture_wait=True, max_tokens=2
+        )
+        assert answer.capture_results is not None
+        with pytest.raises(MidstreamError, match="unknown model"):
+            await client.chat("nobody", [{"role": "user", "content": "x"}])
 
 
 def test_every_answer_names_the_version(up: Up) -> None:

@@ -3,7 +3,6 @@
 Windows, shares of tenants, priorities and deadlines, decided in a real Redis without a worker.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -79,276 +78,233 @@ async def swept(line: Line) -> AsyncIterator[Reaper]:
 
 
 @pytest.mark.long
-def test_ten_jobs_are_not_delayed_by_two_thousand_of_another_tenant(redis_url: str) -> None:
-    async def main() -> None:
-        async with opened(redis_url, dispatch_window=16) as line:
-            await line.submit(2000, tenant="batch")
-            assert len(await line.sent()) == 16, "the window"
-            await line.submit(10, tenant="late")
-            served = await line.serve(48)
-            assert Counter(served) == {"batch": 38, "late": 10}, (
-                "one window was under way, then every other one is the late one's"
-            )
-            assert served.index("late") in (16, 17)
-
-    asyncio.run(main())
+async def test_ten_jobs_are_not_delayed_by_two_thousand_of_another_tenant(redis_url: str) -> None:
+    async with opened(redis_url, dispatch_window=16) as line:
+        await line.submit(2000, tenant="batch")
+        assert len(await line.sent()) == 16, "the window"
+        await line.submit(10, tenant="late")
+        served = await line.serve(48)
+        assert Counter(served) == {"batch": 38, "late": 10}, (
+            "one window was under way, then every other one is the late one's"
+        )
+        assert served.index("late") in (16, 17)
 
 
-def test_weights_one_and_three_share_tokens_one_to_three(redis_url: str) -> None:
-    async def main() -> None:
-        async with opened(redis_url, dispatch_window=4) as line:
-            await line.ledger.tenants.put(Tenant(name="paying", limits=Limits(weight=3)))
-            await line.submit(4, tenant="first")  # they fill the window
-            long, short = (
-                Sampling(max_tokens=197),
-                Sampling(max_tokens=97),
-            )  # and three tokens of prompt
-            await line.submit(100, tenant="plain", sampling=short)
-            await line.submit(200, tenant="paying", sampling=short)
-            served = Counter((await line.serve(104))[4:])
-            assert served["plain"] == pytest.approx(25, abs=1)
-            assert served["paying"] == pytest.approx(75, abs=1)
-            await line.submit(50, tenant="wordy", sampling=long)
-            served = Counter((await line.serve(64))[4:])
-            assert served["wordy"] * 2 == pytest.approx(served["plain"], abs=2), (
-                "twice the tokens: half the jobs"
-            )
-
-    asyncio.run(main())
+async def test_weights_one_and_three_share_tokens_one_to_three(redis_url: str) -> None:
+    async with opened(redis_url, dispatch_window=4) as line:
+        await line.ledger.tenants.put(Tenant(name="paying", limits=Limits(weight=3)))
+        await line.submit(4, tenant="first")  # they fill the window
+        long, short = (
+            Sampling(max_tokens=197),
+            Sampling(max_tokens=97),
+        )  # and three tokens of prompt
+        await line.submit(100, tenant="plain", sampling=short)
+        await line.submit(200, tenant="paying", sampling=short)
+        served = Counter((await line.serve(104))[4:])
+        assert served["plain"] == pytest.approx(25, abs=1)
+        assert served["paying"] == pytest.approx(75, abs=1)
+        await line.submit(50, tenant="wordy", sampling=long)
+        served = Counter((await line.serve(64))[4:])
+        assert served["wordy"] * 2 == pytest.approx(served["plain"], abs=2), (
+            "twice the tokens: half the jobs"
+        )
 
 
-def test_idle_tenants_accrue_no_credit(redis_url: str) -> None:
-    async def main() -> None:
-        async with opened(redis_url, dispatch_window=1) as line:
-            await line.submit(1, tenant="old")
-            await line.submit(200, tenant="old")
-            await line.serve(101)
-            await line.submit(60, tenant="new")
-            served = Counter(await line.serve(41))
-            assert served["new"] == pytest.approx(20, abs=1)
-
-    asyncio.run(main())
+async def test_idle_tenants_accrue_no_credit(redis_url: str) -> None:
+    async with opened(redis_url, dispatch_window=1) as line:
+        await line.submit(1, tenant="old")
+        await line.submit(200, tenant="old")
+        await line.serve(101)
+        await line.submit(60, tenant="new")
+        served = Counter(await line.serve(41))
+        assert served["new"] == pytest.approx(20, abs=1)
 
 
-def test_a_tenant_that_asks_for_one_after_the_other_is_charged_for_each(redis_url: str) -> None:
+async def test_a_tenant_that_asks_for_one_after_the_other_is_charged_for_each(
+    redis_url: str,
+) -> None:
     """It never waits with two; if it were forgotten whenever it waits with none, it would be next
     each time.
     """
 
-    async def main() -> None:
-        async with opened(redis_url, dispatch_window=1) as line:
-            await line.submit(100, tenant="batch")
-            served: list[str] = []
-            await line.submit(
-                1, tenant="steady", sampling=Sampling(max_tokens=157)
-            )  # as much as about ten of the other's
-            for _ in range(60):
-                served += (got := await line.serve(1))
-                if got == ["steady"]:
-                    await line.submit(1, tenant="steady", sampling=Sampling(max_tokens=157))
-            assert 5 <= served.count("steady") <= 8
-
-    asyncio.run(main())
+    async with opened(redis_url, dispatch_window=1) as line:
+        await line.submit(100, tenant="batch")
+        served: list[str] = []
+        await line.submit(
+            1, tenant="steady", sampling=Sampling(max_tokens=157)
+        )  # as much as about ten of the other's
+        for _ in range(60):
+            served += (got := await line.serve(1))
+            if got == ["steady"]:
+                await line.submit(1, tenant="steady", sampling=Sampling(max_tokens=157))
+        assert 5 <= served.count("steady") <= 8
 
 
-def test_jobs_of_a_tenant_keep_their_order_and_priorities_have_windows_of_their_own(
+async def test_jobs_of_a_tenant_keep_their_order_and_priorities_have_windows_of_their_own(
     redis_url: str,
 ) -> None:
-    async def main() -> None:
-        async with opened(redis_url, dispatch_window=2) as line:
-            normal = await line.submit(5)
-            urgent = await line.submit(3, priority="high")
-            idle = await line.submit(1, priority="low")
-            chat = await line.submit(1, kind="chat")
-            assert [(message.job_id, message.step) for message in await line.sent()] == [
-                (urgent[0].id, 0),
-                (urgent[1].id, 0),
-                (chat[0].id, 3),
-                (normal[0].id, 6),
-                (normal[1].id, 6),
-                (idle[0].id, 9),
-            ]
-            assert len(await line.serve(10)) == 10
-            assert await line.ledger.redis.keys("ms:wait:*") == []
-
-    asyncio.run(main())
+    async with opened(redis_url, dispatch_window=2) as line:
+        normal = await line.submit(5)
+        urgent = await line.submit(3, priority="high")
+        idle = await line.submit(1, priority="low")
+        chat = await line.submit(1, kind="chat")
+        assert [(message.job_id, message.step) for message in await line.sent()] == [
+            (urgent[0].id, 0),
+            (urgent[1].id, 0),
+            (chat[0].id, 3),
+            (normal[0].id, 6),
+            (normal[1].id, 6),
+            (idle[0].id, 9),
+        ]
+        assert len(await line.serve(10)) == 10
+        assert await line.ledger.redis.keys("ms:wait:*") == []
 
 
-def test_priority_is_capped_by_the_tenant(redis_url: str) -> None:
-    async def main() -> None:
-        async with opened(redis_url) as line:
-            await line.ledger.tenants.put(
-                Tenant(name="guest", limits=Limits(highest_priority="low"))
-            )
-            (job,) = await line.submit(1, tenant="guest", kind="chat", priority="high")
-            assert (await line.sent())[0].step == 9
-            assert (await line.ledger.view(job.id)).priority == "low"
-
-    asyncio.run(main())
+async def test_priority_is_capped_by_the_tenant(redis_url: str) -> None:
+    async with opened(redis_url) as line:
+        await line.ledger.tenants.put(Tenant(name="guest", limits=Limits(highest_priority="low")))
+        (job,) = await line.submit(1, tenant="guest", kind="chat", priority="high")
+        assert (await line.sent())[0].step == 9
+        assert (await line.ledger.view(job.id)).priority == "low"
 
 
-def test_every_end_of_a_queued_job_dispatches_the_next(redis_url: str) -> None:
-    async def main() -> None:
-        async with opened(redis_url, dispatch_window=1) as line, swept(line) as reaper:
-            first, waiting, late, next_, last = [
-                *await line.submit(2),
-                *await line.submit(1, expires=now() + 60),
-                *await line.submit(2),
-            ]
-            await line.ledger.request_cancel(waiting.id)
-            assert len(await line.sent()) == 1, "one that only waited made no room"
-            await line.ledger.request_cancel(first.id)
-            assert [message.job_id for message in await line.sent()] == [first.id, late.id]
-            report = await reaper.sweep(now() + 61)
-            assert report.late == [late.id]
-            assert (await line.sent())[-1].job_id == next_.id
-            assert await line.ledger.claim(next_.id, WORKER, BOOT, 1, IDENTITY) is not None
-            assert (await line.sent())[-1].job_id == last.id
-
-    asyncio.run(main())
+async def test_every_end_of_a_queued_job_dispatches_the_next(redis_url: str) -> None:
+    async with opened(redis_url, dispatch_window=1) as line, swept(line) as reaper:
+        first, waiting, late, next_, last = [
+            *await line.submit(2),
+            *await line.submit(1, expires=now() + 60),
+            *await line.submit(2),
+        ]
+        await line.ledger.request_cancel(waiting.id)
+        assert len(await line.sent()) == 1, "one that only waited made no room"
+        await line.ledger.request_cancel(first.id)
+        assert [message.job_id for message in await line.sent()] == [first.id, late.id]
+        report = await reaper.sweep(now() + 61)
+        assert report.late == [late.id]
+        assert (await line.sent())[-1].job_id == next_.id
+        assert await line.ledger.claim(next_.id, WORKER, BOOT, 1, IDENTITY) is not None
+        assert (await line.sent())[-1].job_id == last.id
 
 
-def test_a_requeued_job_skips_the_dispatch_window(redis_url: str) -> None:
-    async def main() -> None:
-        async with opened(redis_url, dispatch_window=1) as line:
-            attempt = await claimed(line.ledger, job := make_job())
-            await line.submit(3)
-            assert await line.ledger.release(job.id, attempt) is State.QUEUED
-            assert (await line.sent())[-1] == Sent(job.id, 1, 6)
-
-    asyncio.run(main())
+async def test_a_requeued_job_skips_the_dispatch_window(redis_url: str) -> None:
+    async with opened(redis_url, dispatch_window=1) as line:
+        attempt = await claimed(line.ledger, job := make_job())
+        await line.submit(3)
+        assert await line.ledger.release(job.id, attempt) is State.QUEUED
+        assert (await line.sent())[-1] == Sent(job.id, 1, 6)
 
 
-def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have_room(
+async def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have_room(
     redis_url: str,
 ) -> None:
-    async def main() -> None:
-        async with opened(redis_url, dispatch_window=2) as line, swept(line) as reaper:
-            jobs = await line.submit(8)
-            await line.lose_messages()
-            assert (await reaper.sweep(now() + 60)).resent == [job.id for job in jobs[:2]], (
-                "what was sent and lost; not what waits"
-            )
-            await line.ledger.redis.zadd("ms:live", {jobs[5].id: now()})
-            assert not await reaper.sweep(now() + 61), (
-                "one that waits is not sent before its turn, though it was to be looked at"
-            )
-            assert len(await line.sent()) == 2
-        async with opened(redis_url, dispatch_window=5) as line, swept(line) as reaper:
-            assert (await reaper.sweep()).picked == [job.id for job in jobs[2:5]], (
-                "the window was made larger"
-            )
-            await line.ledger.redis.sadd(f"ms:sent:{MODEL}:6", "job_of_which_nothing_is_known")
-            await line.ledger.redis.srem(f"ms:sent:{MODEL}:6", jobs[0].id)
-            await reaper.sweep(now() + 200)
-            under_way = {
-                name.decode() for name in await line.ledger.redis.smembers(f"ms:sent:{MODEL}:6")
-            }
-            assert under_way == {job.id for job in jobs[:5]}, "what is not so is put right"
-
-    asyncio.run(main())
+    async with opened(redis_url, dispatch_window=2) as line, swept(line) as reaper:
+        jobs = await line.submit(8)
+        await line.lose_messages()
+        assert (await reaper.sweep(now() + 60)).resent == [job.id for job in jobs[:2]], (
+            "what was sent and lost; not what waits"
+        )
+        await line.ledger.redis.zadd("ms:live", {jobs[5].id: now()})
+        assert not await reaper.sweep(now() + 61), (
+            "one that waits is not sent before its turn, though it was to be looked at"
+        )
+        assert len(await line.sent()) == 2
+    async with opened(redis_url, dispatch_window=5) as line, swept(line) as reaper:
+        assert (await reaper.sweep()).picked == [job.id for job in jobs[2:5]], (
+            "the window was made larger"
+        )
+        await line.ledger.redis.sadd(f"ms:sent:{MODEL}:6", "job_of_which_nothing_is_known")
+        await line.ledger.redis.srem(f"ms:sent:{MODEL}:6", jobs[0].id)
+        await reaper.sweep(now() + 200)
+        under_way = {
+            name.decode() for name in await line.ledger.redis.smembers(f"ms:sent:{MODEL}:6")
+        }
+        assert under_way == {job.id for job in jobs[:5]}, "what is not so is put right"
 
 
-def test_a_queued_job_without_message_or_place_is_resent(redis_url: str) -> None:
-    async def main() -> None:
-        async with opened(redis_url, dispatch_window=1) as line, swept(line) as reaper:
-            _, stray = await line.submit(2)
-            await line.ledger.redis.zrem(f"ms:wait:{MODEL}:6:default", stray.id)
-            await reaper.sweep()
-            assert (await reaper.sweep()).resent == [stray.id]
-
-    asyncio.run(main())
+async def test_a_queued_job_without_message_or_place_is_resent(redis_url: str) -> None:
+    async with opened(redis_url, dispatch_window=1) as line, swept(line) as reaper:
+        _, stray = await line.submit(2)
+        await line.ledger.redis.zrem(f"ms:wait:{MODEL}:6:default", stray.id)
+        await reaper.sweep()
+        assert (await reaper.sweep()).resent == [stray.id]
 
 
-def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> None:
-    async def main() -> None:
-        async with opened(redis_url, dispatch_window=1) as line, swept(line) as reaper:
-            redis = line.ledger.redis
-            former = await line.submit(3)
-            for job in former:  # as an older version left it
-                await redis.hdel(
-                    f"ms:job:{job.id}", "tenant", "priority", "step", "cost", "expires"
-                )
-                await redis.zadd("ms:live", {job.id: now()})
-            await redis.delete(
-                f"ms:sent:{MODEL}:6",
-                f"ms:wait:{MODEL}:6:default",
-                f"ms:fair:{MODEL}:6",
-                "ms:queues",
-                "ms:usage",
-            )
-            await line.lose_messages()
-            report = await reaper.sweep(now() + 1)
-            assert set(report.resent) == {job.id for job in former}
-            assert (await line.ledger.tenants.usage("default")).jobs_in_flight == 3
-            for job in former:
-                claim = await line.ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
-                assert claim is not None
-                assert (
-                    await line.ledger.store_outputs(job.id, claim.attempt, outputs())
-                    is State.SUCCEEDED
-                )
-            assert (await line.ledger.tenants.usage("default")).jobs_in_flight == 0
-
-    asyncio.run(main())
-
-
-def test_an_expired_job_is_never_started(redis_url: str) -> None:
-    async def main() -> None:
-        async with opened(redis_url) as line, swept(line) as reaper:
-            (missed,) = await line.submit(1, expires=now() - 0.01)
-            (begun,) = await line.submit(1, expires=now() + 60)
-            assert await line.ledger.claim(missed.id, WORKER, BOOT, 1, IDENTITY) is None
-            view = await line.ledger.view(missed.id)
-            assert (view.state, view.error.status if view.error else 0) == (State.ABORTED, 504)
-            claim = await line.ledger.claim(begun.id, WORKER, BOOT, 1, IDENTITY)
+async def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> None:
+    async with opened(redis_url, dispatch_window=1) as line, swept(line) as reaper:
+        redis = line.ledger.redis
+        former = await line.submit(3)
+        for job in former:  # as an older version left it
+            await redis.hdel(f"ms:job:{job.id}", "tenant", "priority", "step", "cost", "expires")
+            await redis.zadd("ms:live", {job.id: now()})
+        await redis.delete(
+            f"ms:sent:{MODEL}:6",
+            f"ms:wait:{MODEL}:6:default",
+            f"ms:fair:{MODEL}:6",
+            "ms:queues",
+            "ms:usage",
+        )
+        await line.lose_messages()
+        report = await reaper.sweep(now() + 1)
+        assert set(report.resent) == {job.id for job in former}
+        assert (await line.ledger.tenants.usage("default")).jobs_in_flight == 3
+        for job in former:
+            claim = await line.ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
             assert claim is not None
-            assert await line.ledger.release(begun.id, 1) is State.QUEUED
-            report = await reaper.sweep(now() + 100)
-            assert report.late == [], "what was begun once has no deadline any more"
-            assert await line.ledger.claim(begun.id, WORKER, BOOT, 1, IDENTITY) is not None
-
-    asyncio.run(main())
+            assert (
+                await line.ledger.store_outputs(job.id, claim.attempt, outputs()) is State.SUCCEEDED
+            )
+        assert (await line.ledger.tenants.usage("default")).jobs_in_flight == 0
 
 
-def test_a_user_who_may_not_write_queues_leaves_the_message_to_the_sweeper(redis_url: str) -> None:
+async def test_an_expired_job_is_never_started(redis_url: str) -> None:
+    async with opened(redis_url) as line, swept(line) as reaper:
+        (missed,) = await line.submit(1, expires=now() - 0.01)
+        (begun,) = await line.submit(1, expires=now() + 60)
+        assert await line.ledger.claim(missed.id, WORKER, BOOT, 1, IDENTITY) is None
+        view = await line.ledger.view(missed.id)
+        assert (view.state, view.error.status if view.error else 0) == (State.ABORTED, 504)
+        claim = await line.ledger.claim(begun.id, WORKER, BOOT, 1, IDENTITY)
+        assert claim is not None
+        assert await line.ledger.release(begun.id, 1) is State.QUEUED
+        report = await reaper.sweep(now() + 100)
+        assert report.late == [], "what was begun once has no deadline any more"
+        assert await line.ledger.claim(begun.id, WORKER, BOOT, 1, IDENTITY) is not None
+
+
+async def test_a_user_who_may_not_write_queues_leaves_the_message_to_the_sweeper(
+    redis_url: str,
+) -> None:
     """As a relay with a `users.acl` of before the scripts wrote messages: what it changes is whole,
     and the job goes on.
     """
 
-    async def main() -> None:
-        async with opened(redis_url) as line, swept(line) as reaper:
-            await line.ledger.redis.execute_command(
-                "ACL", "SETUSER", "former", "on", ">pw", "resetchannels", "~ms:*", "&ms:*", "+@all"
+    async with opened(redis_url) as line, swept(line) as reaper:
+        await line.ledger.redis.execute_command(
+            "ACL", "SETUSER", "former", "on", ">pw", "resetchannels", "~ms:*", "&ms:*", "+@all"
+        )
+        try:
+            async with opened(redis_url.replace("//", "//former:pw@")) as former:
+                (job,) = await former.submit()
+            assert await line.sent() == []
+            assert (await reaper.sweep()).resent == [job.id]
+            assert await line.sent() == [Sent(job.id, 0, 6)]
+        finally:
+            await line.ledger.redis.execute_command("ACL", "DELUSER", "former")
+
+
+async def test_a_sweep_is_scheduled_by_its_token_count(redis_url: str) -> None:
+    async with opened(redis_url, dispatch_window=1) as line:
+        await line.submit(1, tenant="first")  # it fills the window
+        for _ in range(8):
+            await line.ledger.submit(
+                msgspec.structs.replace(
+                    sweep_job(sweep(), MODEL), tenant="grids", identity=IDENTITY
+                ),
+                {},
             )
-            try:
-                async with opened(redis_url.replace("//", "//former:pw@")) as former:
-                    (job,) = await former.submit()
-                assert await line.sent() == []
-                assert (await reaper.sweep()).resent == [job.id]
-                assert await line.sent() == [Sent(job.id, 0, 6)]
-            finally:
-                await line.ledger.redis.execute_command("ACL", "DELUSER", "former")
-
-    asyncio.run(main())
-
-
-def test_a_sweep_is_scheduled_by_its_token_count(redis_url: str) -> None:
-    async def main() -> None:
-        async with opened(redis_url, dispatch_window=1) as line:
-            await line.submit(1, tenant="first")  # it fills the window
-            for _ in range(8):
-                await line.ledger.submit(
-                    msgspec.structs.replace(
-                        sweep_job(sweep(), MODEL), tenant="grids", identity=IDENTITY
-                    ),
-                    {},
-                )
-            tenth = Units(sweep()).tokens // 10
-            await line.submit(
-                70, tenant="plain", sampling=Sampling(max_tokens=tenth - 3)
-            )  # and three tokens of prompt
-            served = Counter((await line.serve(56))[1:])
-            assert served["grids"] == pytest.approx(5, abs=1), "ten jobs for each sweep"
-
-    asyncio.run(main())
+        tenth = Units(sweep()).tokens // 10
+        await line.submit(
+            70, tenant="plain", sampling=Sampling(max_tokens=tenth - 3)
+        )  # and three tokens of prompt
+        served = Counter((await line.serve(56))[1:])
+        assert served["grids"] == pytest.approx(5, abs=1), "ten jobs for each sweep"

@@ -1,6 +1,5 @@
 """Is a Redis that may lose accepted jobs refused by every process that relies on it?"""
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -117,27 +116,24 @@ def test_a_durable_redis_is_accepted(redis_url: str) -> None:
     [("appendonly", "no", "yes"), ("maxmemory-policy", "allkeys-lru", "noeviction")],
     ids=["log", "eviction"],
 )
-def test_a_redis_that_is_made_lossy_accepts_no_job_until_it_is_durable_again(
+async def test_a_redis_that_is_made_lossy_accepts_no_job_until_it_is_durable_again(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, name: str, wrong: str, right: str
 ) -> None:
     monkeypatch.setattr(memory_pressure, "SAMPLE_S", 0.0)
 
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger:
-            await ledger.submit(make_job(), {})
-            await ledger.redis.config_set(name, wrong)
-            try:
-                with pytest.raises(MidstreamError, match="may lose accepted jobs") as refused:
-                    await ledger.submit(make_job(), {})
-                assert refused.value.kind == "unavailable"
-                assert f"CONFIG SET {name} {right}" in refused.value.detail
-                async with open_ledger(redis_url, redis_allow_lossy=True) as other:
-                    await other.submit(make_job(), {})
-            finally:
-                await ledger.redis.config_set(name, right)
-            await ledger.submit(make_job(), {})
-
-    asyncio.run(main())
+    async with open_ledger(redis_url) as ledger:
+        await ledger.submit(make_job(), {})
+        await ledger.redis.config_set(name, wrong)
+        try:
+            with pytest.raises(MidstreamError, match="may lose accepted jobs") as refused:
+                await ledger.submit(make_job(), {})
+            assert refused.value.kind == "unavailable"
+            assert f"CONFIG SET {name} {right}" in refused.value.detail
+            async with open_ledger(redis_url, redis_allow_lossy=True) as other:
+                await other.submit(make_job(), {})
+        finally:
+            await ledger.redis.config_set(name, right)
+        await ledger.submit(make_job(), {})
 
 
 def test_receipts_are_not_acknowledged_while_redis_has_no_log(

@@ -110,7 +110,7 @@ def test_a_process_that_cannot_start_is_no_fault_of_the_source(
     assert broken.close() == 0
 
 
-def test_a_cancel_ends_what_the_process_reads(tmp_path: Path, process: SourceProcess) -> None:
+async def test_a_cancel_ends_what_the_process_reads(tmp_path: Path, process: SourceProcess) -> None:
     made = reader(process, tmp_path, lines(tmp_path, "a.jsonl", texts(20)))
     slow = reader(
         process,
@@ -120,20 +120,17 @@ def test_a_cancel_ends_what_the_process_reads(tmp_path: Path, process: SourcePro
         cut=HarvestCut(fit="split"),
     )
 
-    async def scenario() -> None:
-        await made.plan()
-        waiting = asyncio.create_task(slow.plan())
-        plan = await waiting
-        reading = [asyncio.create_task(slow.read(plan, unit)) for unit in plan.units]
-        await asyncio.sleep(0.2)
-        began = time.monotonic()
-        for task in reading:
-            task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
-        assert len((await everything(made))[1]) == 20
-        assert time.monotonic() - began < 10
-
-    asyncio.run(scenario())
+    await made.plan()
+    waiting = asyncio.create_task(slow.plan())
+    plan = await waiting
+    reading = [asyncio.create_task(slow.read(plan, unit)) for unit in plan.units]
+    await asyncio.sleep(0.2)
+    began = time.monotonic()
+    for task in reading:
+        task.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    assert len((await everything(made))[1]) == 20
+    assert time.monotonic() - began < 10
 
 
 def test_a_stopped_request_is_not_made_again(process: SourceProcess, tmp_path: Path) -> None:

@@ -83,310 +83,268 @@ async def early_in_a_minute() -> None:
         await asyncio.sleep(left)
 
 
-def test_requests_per_minute_limit_and_retry_after(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger:
-            await limited(ledger, requests_per_minute=60)
-            accepted, began = 0, now()
-            while True:
-                try:
-                    await ledger.submit(make_job(tenant="t"), {})
-                    accepted += 1
-                except MidstreamError as error:
-                    told = error
-                    break
-            assert 60 <= accepted <= 61 + now() - began, (
-                "a minute's worth at once, and what leaked meanwhile"
-            )
-            assert told.kind == "rate_limited"
-            assert told.retry_after is not None
-            assert 0 < told.retry_after <= 1
-            await ledger.submit(make_job(tenant="other"), {})
-            await asyncio.sleep(told.retry_after)
-            await ledger.submit(make_job(tenant="t"), {})
-
-    asyncio.run(main())
+async def test_requests_per_minute_limit_and_retry_after(redis_url: str) -> None:
+    async with open_ledger(redis_url) as ledger:
+        await limited(ledger, requests_per_minute=60)
+        accepted, began = 0, now()
+        while True:
+            try:
+                await ledger.submit(make_job(tenant="t"), {})
+                accepted += 1
+            except MidstreamError as error:
+                told = error
+                break
+        assert 60 <= accepted <= 61 + now() - began, (
+            "a minute's worth at once, and what leaked meanwhile"
+        )
+        assert told.kind == "rate_limited"
+        assert told.retry_after is not None
+        assert 0 < told.retry_after <= 1
+        await ledger.submit(make_job(tenant="other"), {})
+        await asyncio.sleep(told.retry_after)
+        await ledger.submit(make_job(tenant="t"), {})
 
 
-def test_tokens_per_minute_count_prompts_and_what_they_may_generate(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger:
-            await limited(ledger, tokens_per_minute=600)
-            half = make_job(prompts=3, tenant="t", sampling=Sampling(max_tokens=97))  # 3 · (3 + 97)
-            await early_in_a_minute()
-            began = now()
-            await ledger.submit(half, {})
-            usage = await ledger.tenants.usage("t")
-            assert (usage.tokens_this_minute, usage.requests_this_minute) == (300, 1)
-            error = await refused(
-                ledger, make_job(prompts=4, tenant="t", sampling=Sampling(max_tokens=97))
-            )
-            assert error.retry_after is not None
-            assert 10 - (now() - began) <= error.retry_after <= 10, (
-                "a hundred tokens too many, ten a second"
-            )
-            await ledger.submit(
-                make_job(prompts=2, tenant="t", sampling=Sampling(max_tokens=97)), {}
-            )
-
-    asyncio.run(main())
+async def test_tokens_per_minute_count_prompts_and_what_they_may_generate(redis_url: str) -> None:
+    async with open_ledger(redis_url) as ledger:
+        await limited(ledger, tokens_per_minute=600)
+        half = make_job(prompts=3, tenant="t", sampling=Sampling(max_tokens=97))  # 3 · (3 + 97)
+        await early_in_a_minute()
+        began = now()
+        await ledger.submit(half, {})
+        usage = await ledger.tenants.usage("t")
+        assert (usage.tokens_this_minute, usage.requests_this_minute) == (300, 1)
+        error = await refused(
+            ledger, make_job(prompts=4, tenant="t", sampling=Sampling(max_tokens=97))
+        )
+        assert error.retry_after is not None
+        assert 10 - (now() - began) <= error.retry_after <= 10, (
+            "a hundred tokens too many, ten a second"
+        )
+        await ledger.submit(make_job(prompts=2, tenant="t", sampling=Sampling(max_tokens=97)), {})
 
 
-def test_a_burst_over_one_minutes_limit_is_accepted_when_idle_and_then_repaid(
+async def test_a_burst_over_one_minutes_limit_is_accepted_when_idle_and_then_repaid(
     redis_url: str,
 ) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger:
-            await limited(ledger, tokens_per_minute=100)
-            began = now()
-            await ledger.submit(
-                make_job(prompts=10, tenant="t", sampling=Sampling(max_tokens=97)), {}
-            )
-            error = await refused(ledger, make_job(tenant="t", sampling=Sampling(max_tokens=7)))
-            assert error.retry_after is not None
-            assert 546 - (now() - began) <= error.retry_after <= 546, (
-                "600 s of debt, less what fits into a minute"
-            )
-
-    asyncio.run(main())
+    async with open_ledger(redis_url) as ledger:
+        await limited(ledger, tokens_per_minute=100)
+        began = now()
+        await ledger.submit(make_job(prompts=10, tenant="t", sampling=Sampling(max_tokens=97)), {})
+        error = await refused(ledger, make_job(tenant="t", sampling=Sampling(max_tokens=7)))
+        assert error.retry_after is not None
+        assert 546 - (now() - began) <= error.retry_after <= 546, (
+            "600 s of debt, less what fits into a minute"
+        )
 
 
-def test_a_refused_or_repeated_submission_takes_nothing(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger:
-            await limited(ledger, requests_per_minute=2, jobs_in_flight=2)
-            await early_in_a_minute()
-            first = make_job(tenant="t")
-            await ledger.submit(first, {}, ("k", "body"))
-            for _ in range(5):
-                assert await ledger.submit(make_job(tenant="t"), {}, ("k", "body")) == (
-                    first.id,
-                    False,
-                )
-            await ledger.submit(make_job(tenant="t"), {})
-            for _ in range(3):
-                assert (await refused(ledger, make_job(tenant="t"))).kind == "too_many_jobs"
+async def test_a_refused_or_repeated_submission_takes_nothing(redis_url: str) -> None:
+    async with open_ledger(redis_url) as ledger:
+        await limited(ledger, requests_per_minute=2, jobs_in_flight=2)
+        await early_in_a_minute()
+        first = make_job(tenant="t")
+        await ledger.submit(first, {}, ("k", "body"))
+        for _ in range(5):
             assert await ledger.submit(make_job(tenant="t"), {}, ("k", "body")) == (
                 first.id,
                 False,
-            ), "also while others are refused"
-            usage = await ledger.tenants.usage("t")
-            assert (usage.jobs_in_flight, usage.requests_this_minute) == (2, 2)
-            await limited(ledger, "u", requests_per_minute=2, tokens_per_minute=100)
-            await ledger.submit(make_job(tenant="u", sampling=Sampling(max_tokens=60)), {})
-            for _ in range(3):
-                assert (
-                    "tokens"
-                    in (
-                        await refused(
-                            ledger, make_job(tenant="u", sampling=Sampling(max_tokens=60))
-                        )
-                    ).detail
-                )
-            await ledger.submit(make_job(tenant="u", sampling=Sampling(max_tokens=1)), {})
-
-    asyncio.run(main())
-
-
-def test_every_end_releases_jobs_in_flight(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, max_attempts=1) as ledger:
-            await limited(ledger, jobs_in_flight=1)
-
-            async def succeed(job_id: str, attempt: int) -> None:
-                await ledger.store_outputs(job_id, attempt, outputs())
-
-            async def fail(job_id: str, attempt: int) -> None:
-                await ledger.fail(
-                    job_id, attempt, MidstreamError("engine_failed", "it broke").problem()
-                )
-
-            async def cancel(job_id: str, attempt: int) -> None:
-                await ledger.request_cancel(job_id)
-                await ledger.finish_cancel(job_id, attempt)
-
-            async def lose(job_id: str, attempt: int) -> None:
-                await ledger.release(job_id, attempt)
-
-            for end in (succeed, fail, cancel, lose):
-                job = make_job(tenant="t")
-                attempt = await claimed(ledger, job)
-                assert (await refused(ledger, make_job(tenant="t"))).kind == "too_many_jobs"
-                await end(job.id, attempt)
-            await ledger.submit(job := make_job(tenant="t"), {})
-            await ledger.request_cancel(job.id)
-            assert (await ledger.tenants.usage("t")).jobs_in_flight == 0
-
-    asyncio.run(main())
+            )
+        await ledger.submit(make_job(tenant="t"), {})
+        for _ in range(3):
+            assert (await refused(ledger, make_job(tenant="t"))).kind == "too_many_jobs"
+        assert await ledger.submit(make_job(tenant="t"), {}, ("k", "body")) == (
+            first.id,
+            False,
+        ), "also while others are refused"
+        usage = await ledger.tenants.usage("t")
+        assert (usage.jobs_in_flight, usage.requests_this_minute) == (2, 2)
+        await limited(ledger, "u", requests_per_minute=2, tokens_per_minute=100)
+        await ledger.submit(make_job(tenant="u", sampling=Sampling(max_tokens=60)), {})
+        for _ in range(3):
+            assert (
+                "tokens"
+                in (
+                    await refused(ledger, make_job(tenant="u", sampling=Sampling(max_tokens=60)))
+                ).detail
+            )
+        await ledger.submit(make_job(tenant="u", sampling=Sampling(max_tokens=1)), {})
 
 
-def test_cells_of_sweeps_are_counted_exactly_for_a_tenant_and_for_all(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger:
-            size = sweep().num_cells
-            await limited(ledger, sweep_cells=size)
-            job = sweep_of("t")
-            await ledger.submit(job, {})
-            error = await refused(ledger, sweep_of("t"))
-            assert (error.kind, str(size) in error.detail) == ("too_many_cells", True)
-            await limited(ledger, "small", sweep_cells=size - 1)
-            never = await refused(ledger, sweep_of("small"))
-            assert (never.kind, never.field, never.retry_after) == (
-                "invalid_request",
-                "pairs",
-                None,
-            ), "to wait would be in vain"
-            await ledger.submit(make_job(tenant="t"), {})
-            await ledger.submit(sweep_of("u"), {})
-            await ledger.request_cancel(job.id)
-            await ledger.submit(sweep_of("t"), {})
+async def test_every_end_releases_jobs_in_flight(redis_url: str) -> None:
+    async with open_ledger(redis_url, max_attempts=1) as ledger:
+        await limited(ledger, jobs_in_flight=1)
 
-    asyncio.run(main())
+        async def succeed(job_id: str, attempt: int) -> None:
+            await ledger.store_outputs(job_id, attempt, outputs())
+
+        async def fail(job_id: str, attempt: int) -> None:
+            await ledger.fail(
+                job_id, attempt, MidstreamError("engine_failed", "it broke").problem()
+            )
+
+        async def cancel(job_id: str, attempt: int) -> None:
+            await ledger.request_cancel(job_id)
+            await ledger.finish_cancel(job_id, attempt)
+
+        async def lose(job_id: str, attempt: int) -> None:
+            await ledger.release(job_id, attempt)
+
+        for end in (succeed, fail, cancel, lose):
+            job = make_job(tenant="t")
+            attempt = await claimed(ledger, job)
+            assert (await refused(ledger, make_job(tenant="t"))).kind == "too_many_jobs"
+            await end(job.id, attempt)
+        await ledger.submit(job := make_job(tenant="t"), {})
+        await ledger.request_cancel(job.id)
+        assert (await ledger.tenants.usage("t")).jobs_in_flight == 0
 
 
-def test_a_tenants_own_capture_files_count_until_they_are_deleted(
+async def test_cells_of_sweeps_are_counted_exactly_for_a_tenant_and_for_all(redis_url: str) -> None:
+    async with open_ledger(redis_url) as ledger:
+        size = sweep().num_cells
+        await limited(ledger, sweep_cells=size)
+        job = sweep_of("t")
+        await ledger.submit(job, {})
+        error = await refused(ledger, sweep_of("t"))
+        assert (error.kind, str(size) in error.detail) == ("too_many_cells", True)
+        await limited(ledger, "small", sweep_cells=size - 1)
+        never = await refused(ledger, sweep_of("small"))
+        assert (never.kind, never.field, never.retry_after) == (
+            "invalid_request",
+            "pairs",
+            None,
+        ), "to wait would be in vain"
+        await ledger.submit(make_job(tenant="t"), {})
+        await ledger.submit(sweep_of("u"), {})
+        await ledger.request_cancel(job.id)
+        await ledger.submit(sweep_of("t"), {})
+
+
+async def test_a_tenants_own_capture_files_count_until_they_are_deleted(
     redis_url: str, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-            (tmp_path / "captures").mkdir()
-            await limited(ledger, capture_mib=2)
-            operators = make_job(capture=True, tenant="t")
-            await ledger.submit(operators, {}, operator_tags=["t"])
-            mine = make_job(capture=True, tenant="t")
-            await ledger.submit(mine, {})
-            settle = settler(redis_url)
-            for seq, job in enumerate((operators, mine), start=1):
-                await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
-                settle.settle(WORKER, 0, EPOCH, [(seq, receipt(job, files=[a_file(3 << 20)]))])
-                await ledger.store_outputs(job.id, 1, outputs())
-            assert (await ledger.tenants.usage("t")).capture_bytes == 3 << 20, (
-                "what the operator captures costs nobody anything"
+    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+        (tmp_path / "captures").mkdir()
+        await limited(ledger, capture_mib=2)
+        operators = make_job(capture=True, tenant="t")
+        await ledger.submit(operators, {}, operator_tags=["t"])
+        mine = make_job(capture=True, tenant="t")
+        await ledger.submit(mine, {})
+        settle = settler(redis_url)
+        for seq, job in enumerate((operators, mine), start=1):
+            await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
+            settle.settle(WORKER, 0, EPOCH, [(seq, receipt(job, files=[a_file(3 << 20)]))])
+            await ledger.store_outputs(job.id, 1, outputs())
+        assert (await ledger.tenants.usage("t")).capture_bytes == 3 << 20, (
+            "what the operator captures costs nobody anything"
+        )
+        assert (await refused(ledger, make_job(capture=True, tenant="t"))).kind == "capture_limit"
+        await ledger.submit(make_job(capture=True, tenant="t"), {}, operator_tags=["t"])
+        await ledger.submit(make_job(tenant="t"), {})
+        await Captures(ledger).delete(mine.id)
+        assert (await ledger.tenants.usage("t")).capture_bytes == 0
+        await ledger.submit(make_job(capture=True, tenant="t"), {})
+
+
+async def test_two_hundred_concurrent_submissions_respect_the_limit(redis_url: str) -> None:
+    async with open_ledger(redis_url, limit_jobs_in_flight=50) as ledger:
+        answers = await asyncio.gather(
+            *[ledger.submit(make_job(), {}) for _ in range(200)], return_exceptions=True
+        )
+        assert sum(not isinstance(answer, BaseException) for answer in answers) == 50
+
+
+async def test_usage_survives_a_redis_kill_and_is_reconciled(tmp_path: Path) -> None:
+    server = redis_server.start(tmp_path)
+    try:
+        async with open_ledger(server.url) as ledger:
+            jobs = [make_job(tenant=f"t{number % 3}", capture=True) for number in range(60)]
+            settle = settler(server.url)
+
+            async def live(number: int) -> None:
+                job = jobs[number]
+                await ledger.submit(job, {})
+                if number % 2:
+                    await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
+                    settle.settle(WORKER, number, EPOCH, [(1, receipt(job, files=[a_file(1000)]))])
+                    await ledger.store_outputs(job.id, 1, outputs())
+
+            under_way = [asyncio.create_task(live(number)) for number in range(60)]
+            await asyncio.wait(under_way[:20])
+            server.kill()
+            await asyncio.gather(*under_way, return_exceptions=True)
+            server = redis_server.start(tmp_path, port=server.port)
+            app = make_app(settings_for(server.url))
+            reaper = Reaper(ledger, ledger.settings)
+            assert (await reaper.sweep()).corrected == [], (
+                "a count is in the commit that changes it"
             )
-            assert (
-                await refused(ledger, make_job(capture=True, tenant="t"))
-            ).kind == "capture_limit"
-            await ledger.submit(make_job(capture=True, tenant="t"), {}, operator_tags=["t"])
-            await ledger.submit(make_job(tenant="t"), {})
-            await Captures(ledger).delete(mine.id)
-            assert (await ledger.tenants.usage("t")).capture_bytes == 0
-            await ledger.submit(make_job(capture=True, tenant="t"), {})
-
-    asyncio.run(main())
-
-
-def test_two_hundred_concurrent_submissions_respect_the_limit(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, limit_jobs_in_flight=50) as ledger:
-            answers = await asyncio.gather(
-                *[ledger.submit(make_job(), {}) for _ in range(200)], return_exceptions=True
+            counted = await ledger.redis.hgetall("ms:usage")
+            await ledger.redis.hset(
+                "ms:usage", mapping={"t0/jobs": 1000, "t1/bytes": -5, "gone/cells": 3}
             )
-            assert sum(not isinstance(answer, BaseException) for answer in answers) == 50
-
-    asyncio.run(main())
-
-
-def test_usage_survives_a_redis_kill_and_is_reconciled(tmp_path: Path) -> None:
-    async def main() -> None:
-        server = redis_server.start(tmp_path)
-        try:
-            async with open_ledger(server.url) as ledger:
-                jobs = [make_job(tenant=f"t{number % 3}", capture=True) for number in range(60)]
-                settle = settler(server.url)
-
-                async def live(number: int) -> None:
-                    job = jobs[number]
-                    await ledger.submit(job, {})
-                    if number % 2:
-                        await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
-                        settle.settle(
-                            WORKER, number, EPOCH, [(1, receipt(job, files=[a_file(1000)]))]
-                        )
-                        await ledger.store_outputs(job.id, 1, outputs())
-
-                under_way = [asyncio.create_task(live(number)) for number in range(60)]
-                await asyncio.wait(under_way[:20])
-                server.kill()
-                await asyncio.gather(*under_way, return_exceptions=True)
-                server = redis_server.start(tmp_path, port=server.port)
-                app = make_app(settings_for(server.url))
-                reaper = Reaper(ledger, ledger.settings)
-                assert (await reaper.sweep()).corrected == [], (
-                    "a count is in the commit that changes it"
-                )
-                counted = await ledger.redis.hgetall("ms:usage")
-                await ledger.redis.hset(
-                    "ms:usage", mapping={"t0/jobs": 1000, "t1/bytes": -5, "gone/cells": 3}
-                )
-                await ledger.redis.hdel("ms:usage", "/queued")
-                assert len((await Reaper(ledger, ledger.settings).sweep()).corrected) >= 3
-                assert await ledger.redis.hgetall("ms:usage") == {
-                    name: number for name, number in counted.items() if number != b"0"
-                }
-                app.close()
-        finally:
-            server.stop()
-
-    asyncio.run(main())
+            await ledger.redis.hdel("ms:usage", "/queued")
+            assert len((await Reaper(ledger, ledger.settings).sweep()).corrected) >= 3
+            assert await ledger.redis.hgetall("ms:usage") == {
+                name: number for name, number in counted.items() if number != b"0"
+            }
+            app.close()
+    finally:
+        server.stop()
 
 
-def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_are_invalid(
+async def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_are_invalid(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        server = redis_server.start(tmp_path)
-        try:
-            async with open_ledger(server.url) as ledger:
-                await ledger.submit(make_job(tenant="t"), {})
-                for steps in (1, 2):  # before all was looked at, and after
-                    count = UsageReconciliation(Scripts(ledger.redis), ledger.settings, now())
-                    assert [await count.step() for _ in range(steps)] == [None] * steps
-                    await ledger.redis.hset("ms:usage", "t/jobs", 9)
-                    handed_over(server.url)
-                    server.kill()
-                    server = redis_server.start(tmp_path, port=server.port)
-                    assert await count.step() == []
-                    assert await ledger.redis.hget("ms:usage", "t/jobs") == b"9"
-        finally:
-            server.stop()
-
-    asyncio.run(main())
+    server = redis_server.start(tmp_path)
+    try:
+        async with open_ledger(server.url) as ledger:
+            await ledger.submit(make_job(tenant="t"), {})
+            for steps in (1, 2):  # before all was looked at, and after
+                count = UsageReconciliation(Scripts(ledger.redis), ledger.settings, now())
+                assert [await count.step() for _ in range(steps)] == [None] * steps
+                await ledger.redis.hset("ms:usage", "t/jobs", 9)
+                handed_over(server.url)
+                server.kill()
+                server = redis_server.start(tmp_path, port=server.port)
+                assert await count.step() == []
+                assert await ledger.redis.hget("ms:usage", "t/jobs") == b"9"
+    finally:
+        server.stop()
 
 
-def test_an_abandoned_usage_count_changes_nothing(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger:
-            await ledger.submit(make_job(tenant="t", capture=True), {})
-            await ledger.redis.hset("ms:usage", mapping={"t/bytes": 700, "t/jobs": 9})
-            bound = Scripts(ledger.redis)
-            first, second, present = (
-                UsageReconciliation(bound, ledger.settings, now()) for _ in range(3)
+async def test_an_abandoned_usage_count_changes_nothing(redis_url: str) -> None:
+    async with open_ledger(redis_url) as ledger:
+        await ledger.submit(make_job(tenant="t", capture=True), {})
+        await ledger.redis.hset("ms:usage", mapping={"t/bytes": 700, "t/jobs": 9})
+        bound = Scripts(ledger.redis)
+        first, second, present = (
+            UsageReconciliation(bound, ledger.settings, now()) for _ in range(3)
+        )
+        assert await first.step() is None
+        assert [await ledger.redis.ttl(kept) > 0 for kept in ("ms:recount", "ms:recount-seen")] == [
+            True,
+            True,
+        ], "nobody may go on"
+        assert await first.step() is None
+        assert await second.step() is None
+        assert await present.step() is None
+        assert await first.step() == [], "another one has begun"
+        assert await second.step() == []
+        for seq, size in ((1, 1000), (2, 500)):  # one before captures are looked at, one after
+            late = make_job(tenant="t", capture=True)
+            await claimed(ledger, late, ranks=1)
+            settler(redis_url).settle(
+                WORKER, 0, EPOCH, [(seq, receipt(late, files=[a_file(size)]))]
             )
-            assert await first.step() is None
-            assert [
-                await ledger.redis.ttl(kept) > 0 for kept in ("ms:recount", "ms:recount-seen")
-            ] == [True, True], "nobody may go on"
-            assert await first.step() is None
-            assert await second.step() is None
             assert await present.step() is None
-            assert await first.step() == [], "another one has begun"
-            assert await second.step() == []
-            for seq, size in ((1, 1000), (2, 500)):  # one before captures are looked at, one after
-                late = make_job(tenant="t", capture=True)
-                await claimed(ledger, late, ranks=1)
-                settler(redis_url).settle(
-                    WORKER, 0, EPOCH, [(seq, receipt(late, files=[a_file(size)]))]
-                )
-                assert await present.step() is None
-            assert await present.step() is None, "the lists of jobs"
-            told = await present.step()
-            assert sorted(told or []) == [
-                "t/bytes: 2200 instead of 1500",
-                "t/jobs: 11 instead of 3",
-            ], "what came meanwhile counts once"
-            assert await ledger.redis.keys("ms:recount*") == []
-
-    asyncio.run(main())
+        assert await present.step() is None, "the lists of jobs"
+        told = await present.step()
+        assert sorted(told or []) == [
+            "t/bytes: 2200 instead of 1500",
+            "t/jobs: 11 instead of 3",
+        ], "what came meanwhile counts once"
+        assert await ledger.redis.keys("ms:recount*") == []
 
 
 # --- Named modules --------------------------------------------------------------------------------
@@ -424,110 +382,102 @@ async def no_module(steering: Steering, *asked: Any, **changes: Any) -> Midstrea
     return told.value
 
 
-def test_a_tenants_module_limit_spans_models_and_deletion_makes_room(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, limit_modules=2) as ledger:
-            steering = Steering(ledger)
-            await steering.put_module(*a_module("one"))
-            await steering.put_module(*a_module("two", model="another"))
-            error = await no_module(steering, "three")
-            assert (error.kind, error.status, error.retry_after) == ("module_limit", 429, None)
-            assert "named modules of tenant t: 2; the limit is 2" in error.detail
-            assert await steering.module(MODEL, "t/three") is None
-            await steering.put_module(*a_module("one", 2))
-            await steering.put_module(*a_module("three", tenant="u"))
-            await steering.put_module(*a_module("three", tenant="default"))
-            await limited(ledger, modules=3)
-            await steering.put_module(*a_module("three"))
-            assert (await ledger.tenants.usage("t")).modules == 3
-            await limited(ledger, modules=1)
-            await steering.put_module(*a_module("two", 2, model="another"))
-            await steering.delete_module("another", "t/two")
-            await steering.delete_module(MODEL, "t/one")
-            assert (await no_module(steering, "one")).kind == "module_limit"
-            await steering.delete_module(MODEL, "t/three")
-            await steering.put_module(*a_module("one"))
-            await steering.delete_module(MODEL, "t/one")
-            usage = await ledger.tenants.usage("t")
-            assert (usage.modules, usage.module_bytes) == (0, 0)
-
-    asyncio.run(main())
+async def test_a_tenants_module_limit_spans_models_and_deletion_makes_room(redis_url: str) -> None:
+    async with open_ledger(redis_url, limit_modules=2) as ledger:
+        steering = Steering(ledger)
+        await steering.put_module(*a_module("one"))
+        await steering.put_module(*a_module("two", model="another"))
+        error = await no_module(steering, "three")
+        assert (error.kind, error.status, error.retry_after) == ("module_limit", 429, None)
+        assert "named modules of tenant t: 2; the limit is 2" in error.detail
+        assert await steering.module(MODEL, "t/three") is None
+        await steering.put_module(*a_module("one", 2))
+        await steering.put_module(*a_module("three", tenant="u"))
+        await steering.put_module(*a_module("three", tenant="default"))
+        await limited(ledger, modules=3)
+        await steering.put_module(*a_module("three"))
+        assert (await ledger.tenants.usage("t")).modules == 3
+        await limited(ledger, modules=1)
+        await steering.put_module(*a_module("two", 2, model="another"))
+        await steering.delete_module("another", "t/two")
+        await steering.delete_module(MODEL, "t/one")
+        assert (await no_module(steering, "one")).kind == "module_limit"
+        await steering.delete_module(MODEL, "t/three")
+        await steering.put_module(*a_module("one"))
+        await steering.delete_module(MODEL, "t/one")
+        usage = await ledger.tenants.usage("t")
+        assert (usage.modules, usage.module_bytes) == (0, 0)
 
 
-def test_a_module_that_replaces_another_needs_room_for_the_difference_only(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, limit_module_mib=2) as ledger:
-            steering = Steering(ledger)
-            large, small = a_module("one", 6), a_module("one", 1)
-            await steering.put_module(*large)  # of eight vectors, less what entries take
-            error = await no_module(steering, "two", 2)
-            assert (error.kind, error.retry_after) == ("module_limit", None)
-            assert "with this module of 1 MiB" in error.detail
-            await steering.put_module(*a_module("two", 1))
-            assert (await no_module(steering, "one", 7)).kind == "module_limit"
-            await steering.put_module(msgspec.structs.replace(large[0], description="the same"), {})
-            await steering.put_module(*small)
-            usage = await ledger.tenants.usage("t")
-            assert (usage.modules, usage.module_bytes >> 18) == (2, 2)
-            await steering.put_module(*a_module("two", 6))
-            never = await no_module(steering, "three", 8)
-            assert (never.kind, never.field) == ("invalid_request", "steering"), (
-                "to delete others would be in vain"
-            )
-            assert "is 3 MiB" in never.detail
-
-    asyncio.run(main())
-
-
-def test_a_hundred_concurrent_modules_respect_the_limit(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, limit_modules=30) as ledger:
-            steering = Steering(ledger)
-            made = [a_module(f"m{number}", 0) for number in range(100)]
-            answers = await asyncio.gather(
-                *[steering.put_module(*each) for each in made], return_exceptions=True
-            )
-            assert (
-                sum(answer is None for answer in answers)
-                == len(await steering.module_names(MODEL))
-                == 30
-            )
-
-    asyncio.run(main())
+async def test_a_module_that_replaces_another_needs_room_for_the_difference_only(
+    redis_url: str,
+) -> None:
+    async with open_ledger(redis_url, limit_module_mib=2) as ledger:
+        steering = Steering(ledger)
+        large, small = a_module("one", 6), a_module("one", 1)
+        await steering.put_module(*large)  # of eight vectors, less what entries take
+        error = await no_module(steering, "two", 2)
+        assert (error.kind, error.retry_after) == ("module_limit", None)
+        assert "with this module of 1 MiB" in error.detail
+        await steering.put_module(*a_module("two", 1))
+        assert (await no_module(steering, "one", 7)).kind == "module_limit"
+        await steering.put_module(msgspec.structs.replace(large[0], description="the same"), {})
+        await steering.put_module(*small)
+        usage = await ledger.tenants.usage("t")
+        assert (usage.modules, usage.module_bytes >> 18) == (2, 2)
+        await steering.put_module(*a_module("two", 6))
+        never = await no_module(steering, "three", 8)
+        assert (never.kind, never.field) == ("invalid_request", "steering"), (
+            "to delete others would be in vain"
+        )
+        assert "is 3 MiB" in never.detail
 
 
-def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_version(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, limit_modules=3) as ledger:
-            await ledger.publish_model(model_info(), worker_info())
-            steering = Steering(ledger)
-            for module in (
-                *map(a_module, ("one", "two", "three")),
-                a_module("one", tenant="u"),
-                a_module("one", tenant="default"),
-            ):
-                await steering.put_module(*module)
-            right = {tenant: await ledger.tenants.usage(tenant) for tenant in ("t", "u", "default")}
-            assert await counted_anew(ledger) == []
-            await ledger.redis.delete("ms:module-bytes:t", "ms:module-bytes:default")
-            await ledger.redis.hset("ms:module-bytes:u", f"{MODEL}/u/gone", 5)
-            assert sorted(told.partition(":")[0] for told in await counted_anew(ledger)) == [
-                "default/module_bytes", "t/module_bytes", "u/module_bytes",
-            ]  # fmt: skip
-            assert {tenant: await ledger.tenants.usage(tenant) for tenant in right} == right
-            assert (await no_module(steering, "four")).kind == "module_limit"
-            (size,) = await ledger.redis.hvals("ms:module-bytes:u")
-            await ledger.redis.delete("ms:module-bytes:u")
-            await ledger.redis.hset("ms:module-bytes:u", f"{MODEL}/u/two", size)
-            await counted_anew(ledger)
-            assert await ledger.redis.hkeys("ms:module-bytes:u") == [f"{MODEL}/u/one".encode()], (
-                "another one of the same size, too"
-            )
-            await ledger.redis.hdel(f"ms:modules:{MODEL}", "u/one")
-            await counted_anew(ledger)
-            assert (await ledger.tenants.usage("u")).modules == 0
+async def test_a_hundred_concurrent_modules_respect_the_limit(redis_url: str) -> None:
+    async with open_ledger(redis_url, limit_modules=30) as ledger:
+        steering = Steering(ledger)
+        made = [a_module(f"m{number}", 0) for number in range(100)]
+        answers = await asyncio.gather(
+            *[steering.put_module(*each) for each in made], return_exceptions=True
+        )
+        assert (
+            sum(answer is None for answer in answers)
+            == len(await steering.module_names(MODEL))
+            == 30
+        )
 
-    asyncio.run(main())
+
+async def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_version(
+    redis_url: str,
+) -> None:
+    async with open_ledger(redis_url, limit_modules=3) as ledger:
+        await ledger.publish_model(model_info(), worker_info())
+        steering = Steering(ledger)
+        for module in (
+            *map(a_module, ("one", "two", "three")),
+            a_module("one", tenant="u"),
+            a_module("one", tenant="default"),
+        ):
+            await steering.put_module(*module)
+        right = {tenant: await ledger.tenants.usage(tenant) for tenant in ("t", "u", "default")}
+        assert await counted_anew(ledger) == []
+        await ledger.redis.delete("ms:module-bytes:t", "ms:module-bytes:default")
+        await ledger.redis.hset("ms:module-bytes:u", f"{MODEL}/u/gone", 5)
+        assert sorted(told.partition(":")[0] for told in await counted_anew(ledger)) == [
+            "default/module_bytes", "t/module_bytes", "u/module_bytes",
+        ]  # fmt: skip
+        assert {tenant: await ledger.tenants.usage(tenant) for tenant in right} == right
+        assert (await no_module(steering, "four")).kind == "module_limit"
+        (size,) = await ledger.redis.hvals("ms:module-bytes:u")
+        await ledger.redis.delete("ms:module-bytes:u")
+        await ledger.redis.hset("ms:module-bytes:u", f"{MODEL}/u/two", size)
+        await counted_anew(ledger)
+        assert await ledger.redis.hkeys("ms:module-bytes:u") == [f"{MODEL}/u/one".encode()], (
+            "another one of the same size, too"
+        )
+        await ledger.redis.hdel(f"ms:modules:{MODEL}", "u/one")
+        await counted_anew(ledger)
+        assert (await ledger.tenants.usage("u")).modules == 0
 
 
 @pytest.fixture

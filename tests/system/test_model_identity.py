@@ -1,6 +1,5 @@
 """Two models under one name: nothing that was accepted for one is computed by the other."""
 
-import asyncio
 import signal
 import time
 from collections.abc import Iterator
@@ -31,89 +30,74 @@ OTHER = "b" * 64
 
 
 @pytest.mark.parametrize("identity", [IDENTITY, ""], ids=["another", "none"])
-def test_a_claim_by_a_worker_of_another_identity_fails_the_job(
+async def test_a_claim_by_a_worker_of_another_identity_fails_the_job(
     redis_url: str, identity: str
 ) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger:
-            job = make_job(identity=identity)
-            await ledger.submit(job, {})
-            assert await ledger.claim(job.id, WORKER, BOOT, 1, OTHER) is None
-            view = await ledger.view(job.id)
-            assert (view.state, view.attempt, view.identity) == (State.FAILED, 0, identity)
-            assert view.error is not None
-            assert view.error.type == "urn:midstream:model_changed"
-            assert "b" * 12 in view.error.detail
-            assert (identity[:12] or "recorded no identity") in view.error.detail
-
-    asyncio.run(main())
+    async with open_ledger(redis_url) as ledger:
+        job = make_job(identity=identity)
+        await ledger.submit(job, {})
+        assert await ledger.claim(job.id, WORKER, BOOT, 1, OTHER) is None
+        view = await ledger.view(job.id)
+        assert (view.state, view.attempt, view.identity) == (State.FAILED, 0, identity)
+        assert view.error is not None
+        assert view.error.type == "urn:midstream:model_changed"
+        assert "b" * 12 in view.error.detail
+        assert (identity[:12] or "recorded no identity") in view.error.detail
 
 
-def test_no_worker_takes_a_job_without_an_identity(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, on_model_change="wait") as ledger:
-            job = make_job(identity="")
-            await ledger.submit(job, {})
-            assert await ledger.claim(job.id, WORKER, BOOT, 1, "") is None
-            assert (await ledger.view(job.id)).state is State.FAILED
-
-    asyncio.run(main())
+async def test_no_worker_takes_a_job_without_an_identity(redis_url: str) -> None:
+    async with open_ledger(redis_url, on_model_change="wait") as ledger:
+        job = make_job(identity="")
+        await ledger.submit(job, {})
+        assert await ledger.claim(job.id, WORKER, BOOT, 1, "") is None
+        assert (await ledger.view(job.id)).state is State.FAILED
 
 
-def test_a_job_waits_for_its_own_model_where_the_setting_says_so(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, on_model_change="wait") as ledger:
-            job = make_job()
-            await ledger.submit(job, {})
-            assert await ledger.claim(job.id, WORKER, BOOT, 1, OTHER) is None
-            assert (await ledger.view(job.id)).state is State.QUEUED
-            await Reaper(ledger, ledger.settings).sweep(now() + 60)
-            assert len(await sent(ledger)) == 2, "its message is sent again"
-            claim = await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
-            assert claim is not None
-            assert claim.attempt == 1, "the refusal was no attempt"
-
-    asyncio.run(main())
+async def test_a_job_waits_for_its_own_model_where_the_setting_says_so(redis_url: str) -> None:
+    async with open_ledger(redis_url, on_model_change="wait") as ledger:
+        job = make_job()
+        await ledger.submit(job, {})
+        assert await ledger.claim(job.id, WORKER, BOOT, 1, OTHER) is None
+        assert (await ledger.view(job.id)).state is State.QUEUED
+        await Reaper(ledger, ledger.settings).sweep(now() + 60)
+        assert len(await sent(ledger)) == 2, "its message is sent again"
+        claim = await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
+        assert claim is not None
+        assert claim.attempt == 1, "the refusal was no attempt"
 
 
-def test_a_name_has_one_identity_while_a_live_worker_serves_it(redis_url: str) -> None:
+async def test_a_name_has_one_identity_while_a_live_worker_serves_it(redis_url: str) -> None:
     model, worker = model_info(name=MODEL), worker_info()
     changed = model_info(name=MODEL, identity=OTHER)
 
-    async def main() -> None:
-        async with open_ledger(redis_url, lease_s=60) as ledger:
-            await ledger.publish_model(model, worker)
-            await ledger.publish_model(model, worker_info("w2"))
-            for other in ("w3", "w4"):
-                with pytest.raises(
-                    MidstreamError,
-                    match=r"the live worker 'w[12]' serves 'tiny' with the identity aaaaaaaaaaaa",
-                ) as caught:
-                    await ledger.publish_model(changed, worker_info(other, identity=OTHER))
-                assert caught.value.kind == "model_changed"
-            found = await ledger.model(MODEL)
-            assert found is not None
-            assert found.identity == IDENTITY
-            assert [each.worker for each in await ledger.workers()] == ["w1", "w2"]
-            assert await ledger.serves(MODEL, OTHER) is False
-            for gone in ("w1", "w2"):
-                await ledger.redis.delete(f"ms:alive:{gone}")
-            await ledger.publish_model(changed, worker_info("w3", identity=OTHER))
-            assert [each.identity for each in await ledger.workers()] == [OTHER]
-
-    asyncio.run(main())
+    async with open_ledger(redis_url, lease_s=60) as ledger:
+        await ledger.publish_model(model, worker)
+        await ledger.publish_model(model, worker_info("w2"))
+        for other in ("w3", "w4"):
+            with pytest.raises(
+                MidstreamError,
+                match=r"the live worker 'w[12]' serves 'tiny' with the identity aaaaaaaaaaaa",
+            ) as caught:
+                await ledger.publish_model(changed, worker_info(other, identity=OTHER))
+            assert caught.value.kind == "model_changed"
+        found = await ledger.model(MODEL)
+        assert found is not None
+        assert found.identity == IDENTITY
+        assert [each.worker for each in await ledger.workers()] == ["w1", "w2"]
+        assert await ledger.serves(MODEL, OTHER) is False
+        for gone in ("w1", "w2"):
+            await ledger.redis.delete(f"ms:alive:{gone}")
+        await ledger.publish_model(changed, worker_info("w3", identity=OTHER))
+        assert [each.identity for each in await ledger.workers()] == [OTHER]
 
 
-def test_a_worker_may_start_again_with_another_model(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, lease_s=60) as ledger:
-            await ledger.publish_model(model_info(name=MODEL), worker_info())
-            await ledger.publish_model(
-                model_info(name=MODEL, identity=OTHER), worker_info(boot="boot2", identity=OTHER)
-            )
-            assert [each.identity for each in await ledger.workers()] == [OTHER]
-
-    asyncio.run(main())
+async def test_a_worker_may_start_again_with_another_model(redis_url: str) -> None:
+    async with open_ledger(redis_url, lease_s=60) as ledger:
+        await ledger.publish_model(model_info(name=MODEL), worker_info())
+        await ledger.publish_model(
+            model_info(name=MODEL, identity=OTHER), worker_info(boot="boot2", identity=OTHER)
+        )
+        assert [each.identity for each in await ledger.workers()] == [OTHER]
 
 
 # ---- processes

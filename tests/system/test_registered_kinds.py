@@ -52,32 +52,29 @@ def resolve_ruler(request: RulerRequest, model: ModelInfo, root: str) -> Ruler:
     )
 
 
-def test_the_ledger_keeps_a_further_kind(redis_url: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-            rulers = Registry(ledger, RULERS)
+async def test_the_ledger_keeps_a_further_kind(redis_url: str, tmp_path: Path) -> None:
+    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+        rulers = Registry(ledger, RULERS)
 
-            async def put(artifact: Ruler) -> Ruler | None:
-                _, former = await rulers.put(MODEL, artifact.name, lambda _: artifact, {})
-                return former
+        async def put(artifact: Ruler) -> Ruler | None:
+            _, former = await rulers.put(MODEL, artifact.name, lambda _: artifact, {})
+            return former
 
-            assert await put(ruler("one")) is None
-            assert await put(ruler("one", "e")) == ruler("one")
-            assert ruler("one", "e").replacing(ruler("one")).replaced == "d"
-            assert await rulers.known(MODEL, "one") == ruler("one", "e")
-            await put(ruler("two"))
-            with pytest.raises(MidstreamError, match="has 2 rulers"):
-                await put(ruler("three"))
-            assert await rulers.delete(MODEL, "two")
-            assert await rulers.of_model(MODEL) == [ruler("one", "e")]
-            with pytest.raises(MidstreamError, match=r"unknown ruler 'two' .*\(allowed: one\)"):
-                await rulers.known(MODEL, "two")
-            assert await rulers.delete(MODEL, "one")
-
-    asyncio.run(main())
+        assert await put(ruler("one")) is None
+        assert await put(ruler("one", "e")) == ruler("one")
+        assert ruler("one", "e").replacing(ruler("one")).replaced == "d"
+        assert await rulers.known(MODEL, "one") == ruler("one", "e")
+        await put(ruler("two"))
+        with pytest.raises(MidstreamError, match="has 2 rulers"):
+            await put(ruler("three"))
+        assert await rulers.delete(MODEL, "two")
+        assert await rulers.of_model(MODEL) == [ruler("one", "e")]
+        with pytest.raises(MidstreamError, match=r"unknown ruler 'two' .*\(allowed: one\)"):
+            await rulers.known(MODEL, "two")
+        assert await rulers.delete(MODEL, "one")
 
 
-def test_changes_at_once_each_build_on_the_one_before(redis_url: str, tmp_path: Path) -> None:
+async def test_changes_at_once_each_build_on_the_one_before(redis_url: str, tmp_path: Path) -> None:
     """As many as are tried again all succeed. Of more, those that fail change nothing."""
 
     moments = itertools.count(1.0)
@@ -87,25 +84,22 @@ def test_changes_at_once_each_build_on_the_one_before(redis_url: str, tmp_path: 
         # a record equal to the stored one is a repeat whose reply was lost
         return Ruler(name="one", model=MODEL, digest="d", created=next(moments), inches=inches)
 
-    async def main() -> None:
-        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-            rulers = Registry(ledger, RULERS)
+    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+        rulers = Registry(ledger, RULERS)
 
-            async def change(times: int) -> list[BaseException]:
-                calls = (rulers.put(MODEL, "one", longer, {}) for _ in range(times))
-                ends = await asyncio.gather(*calls, return_exceptions=True)
-                return [end for end in ends if isinstance(end, BaseException)]
+        async def change(times: int) -> list[BaseException]:
+            calls = (rulers.put(MODEL, "one", longer, {}) for _ in range(times))
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+            return [end for end in ends if isinstance(end, BaseException)]
 
-            assert await change(PUT_TRIES) == []
-            assert (await rulers.known(MODEL, "one")).inches == PUT_TRIES
-            refused = await change(10 * PUT_TRIES)
-            assert (await rulers.known(MODEL, "one")).inches == 11 * PUT_TRIES - len(refused)
-            for error in refused:
-                assert isinstance(error, MidstreamError)
-                assert error.kind == "conflict"
-            await rulers.delete(MODEL, "one")
-
-    asyncio.run(main())
+        assert await change(PUT_TRIES) == []
+        assert (await rulers.known(MODEL, "one")).inches == PUT_TRIES
+        refused = await change(10 * PUT_TRIES)
+        assert (await rulers.known(MODEL, "one")).inches == 11 * PUT_TRIES - len(refused)
+        for error in refused:
+            assert isinstance(error, MidstreamError)
+            assert error.kind == "conflict"
+        await rulers.delete(MODEL, "one")
 
 
 def test_a_further_kind_gets_its_routes_from_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

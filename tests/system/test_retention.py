@@ -40,136 +40,119 @@ STANDING = {"ms:models", "ms:owners", "ms:counts"}
 WITH_END = ("ms:mark:", "ms:rate:")
 
 
-def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(
+async def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(
     redis_url: str, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        (tmp_path / "captures").mkdir()
-        times = {"result_ttl_s": 1, "capture_ttl_s": 1, "capture_timeout_s": 0.1, "lease_s": 0.1}
-        async with open_ledger(
-            redis_url, data_dir=str(tmp_path), dispatch_window=1, **times
-        ) as ledger:
-            app = make_app(ledger.settings)
-            settle = settler(redis_url, **times)
-            name, vector = "0" * 64, Tensor(dtype="float32", shape=[1], data=b"\0\0\0\0")
-            plain, late, unwanted = (
-                make_job(tenant="a"),
-                make_job(tenant="b", expires=now() + 0.1),
-                make_job(tenant="b"),
-            )
-            captured = make_job(capture=True, steer=True)
-            swept = msgspec.structs.replace(
-                sweep_job(sweep(), "tiny"), tenant="a", identity=IDENTITY
-            )
-            await ledger.heartbeat(worker_info())
-            await ledger.submit(plain, {}, ("k", "body"))
-            await ledger.submit(late, {})
-            await ledger.submit(unwanted, {})
-            await ledger.submit(captured, {name: vector})
-            await ledger.submit(swept, {})
-            for job in (plain, captured, swept):
-                assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is not None
-            settle.settle(
-                WORKER,
-                0,
-                EPOCH,
-                [(1, receipt(captured, files=[CapturedFile(path="p", bytes=9, crc32=1, rows=1)]))],
-            )
-            assert (await ledger.request_cancel(unwanted.id)).state is State.ABORTED
-            for job in (plain, captured, swept):
-                assert await ledger.store_outputs(job.id, 1, outputs()) is State.SUCCEEDED
-            await asyncio.sleep(0.1)
-            assert (await Reaper(ledger, ledger.settings).sweep()).late == [late.id]
-            await asyncio.sleep(1.0)
-            for job in (plain, late, unwanted, captured, swept):
-                assert (await ledger.view(job.id)).state == "expired"
-                with pytest.raises(MidstreamError, match="deleted after"):
-                    await ledger.result(job.id)
+    (tmp_path / "captures").mkdir()
+    times = {"result_ttl_s": 1, "capture_ttl_s": 1, "capture_timeout_s": 0.1, "lease_s": 0.1}
+    async with open_ledger(redis_url, data_dir=str(tmp_path), dispatch_window=1, **times) as ledger:
+        app = make_app(ledger.settings)
+        settle = settler(redis_url, **times)
+        name, vector = "0" * 64, Tensor(dtype="float32", shape=[1], data=b"\0\0\0\0")
+        plain, late, unwanted = (
+            make_job(tenant="a"),
+            make_job(tenant="b", expires=now() + 0.1),
+            make_job(tenant="b"),
+        )
+        captured = make_job(capture=True, steer=True)
+        swept = msgspec.structs.replace(sweep_job(sweep(), "tiny"), tenant="a", identity=IDENTITY)
+        await ledger.heartbeat(worker_info())
+        await ledger.submit(plain, {}, ("k", "body"))
+        await ledger.submit(late, {})
+        await ledger.submit(unwanted, {})
+        await ledger.submit(captured, {name: vector})
+        await ledger.submit(swept, {})
+        for job in (plain, captured, swept):
+            assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is not None
+        settle.settle(
+            WORKER,
+            0,
+            EPOCH,
+            [(1, receipt(captured, files=[CapturedFile(path="p", bytes=9, crc32=1, rows=1)]))],
+        )
+        assert (await ledger.request_cancel(unwanted.id)).state is State.ABORTED
+        for job in (plain, captured, swept):
+            assert await ledger.store_outputs(job.id, 1, outputs()) is State.SUCCEEDED
+        await asyncio.sleep(0.1)
+        assert (await Reaper(ledger, ledger.settings).sweep()).late == [late.id]
+        await asyncio.sleep(1.0)
+        for job in (plain, late, unwanted, captured, swept):
+            assert (await ledger.view(job.id)).state == "expired"
+            with pytest.raises(MidstreamError, match="deleted after"):
+                await ledger.result(job.id)
+        await Reaper(ledger, ledger.settings).sweep(now() + 1)
+        with pytest.raises(MidstreamError, match="deleted"):
+            await Captures(ledger).check(captured.id)
+
+        async def left() -> set[str]:
             await Reaper(ledger, ledger.settings).sweep(now() + 1)
-            with pytest.raises(MidstreamError, match="deleted"):
-                await Captures(ledger).check(captured.id)
+            keys = {
+                key.decode(): await ledger.redis.ttl(key) for key in await ledger.redis.keys("ms:*")
+            }
+            return {
+                key for key, ttl in keys.items() if not (key.startswith(WITH_END) and ttl > 0)
+            } - STANDING
 
-            async def left() -> set[str]:
-                await Reaper(ledger, ledger.settings).sweep(now() + 1)
-                keys = {
-                    key.decode(): await ledger.redis.ttl(key)
-                    for key in await ledger.redis.keys("ms:*")
-                }
-                return {
-                    key for key, ttl in keys.items() if not (key.startswith(WITH_END) and ttl > 0)
-                } - STANDING
-
-            deadline = time.monotonic() + 60
-            while (keys := await left()) and time.monotonic() < deadline:  # noqa: ASYNC110
-                await asyncio.sleep(0.2)
-            assert keys == set()
-            app.close()
-
-    asyncio.run(main())
+        deadline = time.monotonic() + 60
+        while (keys := await left()) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+        assert keys == set()
+        app.close()
 
 
-def test_the_listings_of_many_tenants_forget_what_has_expired(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, result_ttl_s=1) as ledger:
-            app = make_app(ledger.settings)
-            jobs = [
-                make_job(tenant=f"t{number % 5}", created=now() - 100, sampling=Sampling())
-                for number in range(300)
-            ]
-            for job in jobs:
-                await ledger.submit(job, {})
-            for job in jobs[:-1]:
-                await ledger.redis.delete(f"ms:job:{job.id}")
-            reaper = Reaper(ledger, ledger.settings)
-            while await reaper._prune(now()):
-                pass
-            left = {tenant: await ledger.redis.zcard(f"ms:jobs:t{tenant}") for tenant in range(5)}
-            assert left == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1}
-            assert await ledger.redis.zrange("ms:jobs", 0, -1) == [jobs[-1].id.encode()]
-            app.close()
-
-    asyncio.run(main())
+async def test_the_listings_of_many_tenants_forget_what_has_expired(redis_url: str) -> None:
+    async with open_ledger(redis_url, result_ttl_s=1) as ledger:
+        app = make_app(ledger.settings)
+        jobs = [
+            make_job(tenant=f"t{number % 5}", created=now() - 100, sampling=Sampling())
+            for number in range(300)
+        ]
+        for job in jobs:
+            await ledger.submit(job, {})
+        for job in jobs[:-1]:
+            await ledger.redis.delete(f"ms:job:{job.id}")
+        reaper = Reaper(ledger, ledger.settings)
+        while await reaper._prune(now()):
+            pass
+        left = {tenant: await ledger.redis.zcard(f"ms:jobs:t{tenant}") for tenant in range(5)}
+        assert left == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1}
+        assert await ledger.redis.zrange("ms:jobs", 0, -1) == [jobs[-1].id.encode()]
+        app.close()
 
 
-def test_expiry_of_a_busy_tenant_is_not_delayed_by_idle_ones(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, result_ttl_s=1) as ledger:
-            app = make_app(ledger.settings)
-            await ledger.redis.sadd("ms:owners", *[f"t{number}" for number in range(100)])
-            gone = {f"job_{number}": now() - 100 for number in range(3000)}
-            for listed in ("ms:jobs", "ms:jobs:t7"):
-                await ledger.redis.zadd(listed, gone)
-            reaper = Reaper(ledger, ledger.settings)
-            left = []
-            for _ in range(2):
-                await reaper._prune(now())
-                left.append(
-                    (await ledger.redis.zcard("ms:jobs"), await ledger.redis.zcard("ms:jobs:t7"))
-                )
-            assert left == [(1000, 1000), (0, 0)]
-            app.close()
-
-    asyncio.run(main())
-
-
-def test_a_dead_worker_is_forgotten_once_it_holds_nothing(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url, lease_s=0.05, max_attempts=1) as ledger:
-            app = make_app(ledger.settings)
-            for worker in ("holds", "idle"):
-                await ledger.heartbeat(worker_info(worker))
-            await ledger.submit(job := make_job(), {})
-            await ledger.claim(job.id, "holds", BOOT, 1, IDENTITY)
-            await asyncio.sleep(0.1)
-            assert sorted(await ledger.redis.hkeys("ms:workers")) == [b"holds", b"idle"]
-            await ledger.redis.zadd("ms:live", {job.id: now() + 60})
-            await Reaper(ledger, ledger.settings).sweep()
-            assert await ledger.redis.hkeys("ms:workers") == [b"holds"], (
-                "what it is known by decides what becomes of its jobs"
+async def test_expiry_of_a_busy_tenant_is_not_delayed_by_idle_ones(redis_url: str) -> None:
+    async with open_ledger(redis_url, result_ttl_s=1) as ledger:
+        app = make_app(ledger.settings)
+        await ledger.redis.sadd("ms:owners", *[f"t{number}" for number in range(100)])
+        gone = {f"job_{number}": now() - 100 for number in range(3000)}
+        for listed in ("ms:jobs", "ms:jobs:t7"):
+            await ledger.redis.zadd(listed, gone)
+        reaper = Reaper(ledger, ledger.settings)
+        left = []
+        for _ in range(2):
+            await reaper._prune(now())
+            left.append(
+                (await ledger.redis.zcard("ms:jobs"), await ledger.redis.zcard("ms:jobs:t7"))
             )
-            await Reaper(ledger, ledger.settings).sweep(now() + 100)
-            await Reaper(ledger, ledger.settings).sweep()
-            assert await ledger.redis.hkeys("ms:workers") == []
-            app.close()
+        assert left == [(1000, 1000), (0, 0)]
+        app.close()
 
-    asyncio.run(main())
+
+async def test_a_dead_worker_is_forgotten_once_it_holds_nothing(redis_url: str) -> None:
+    async with open_ledger(redis_url, lease_s=0.05, max_attempts=1) as ledger:
+        app = make_app(ledger.settings)
+        for worker in ("holds", "idle"):
+            await ledger.heartbeat(worker_info(worker))
+        await ledger.submit(job := make_job(), {})
+        await ledger.claim(job.id, "holds", BOOT, 1, IDENTITY)
+        await asyncio.sleep(0.1)
+        assert sorted(await ledger.redis.hkeys("ms:workers")) == [b"holds", b"idle"]
+        await ledger.redis.zadd("ms:live", {job.id: now() + 60})
+        await Reaper(ledger, ledger.settings).sweep()
+        assert await ledger.redis.hkeys("ms:workers") == [b"holds"], (
+            "what it is known by decides what becomes of its jobs"
+        )
+        await Reaper(ledger, ledger.settings).sweep(now() + 100)
+        await Reaper(ledger, ledger.settings).sweep()
+        assert await ledger.redis.hkeys("ms:workers") == []
+        app.close()

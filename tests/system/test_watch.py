@@ -59,226 +59,193 @@ async def subscribers(ledger: Ledger) -> set[str]:
     return {client["id"] for client in await ledger.redis.client_list() if int(client["psub"])}
 
 
-def test_a_thousand_waiters_on_one_connection_are_woken_by_the_change(
+async def test_a_thousand_waiters_on_one_connection_are_woken_by_the_change(
     redis_url: str, no_polling: None
 ) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger, AsyncExitStack() as stack:
-            others = await subscribers(ledger)  # another test's server may be connected
-            watcher = await stack.enter_async_context(Watcher(ledger))
-            jobs = [make_job() for _ in range(10)]
-            for job in jobs:
-                await ledger.submit(job, {})
-            waits = [
-                asyncio.create_task(watcher.changed(job.id, 1, 30))
-                for job in jobs
-                for _ in range(100)
-            ]
-            await until_heard(ledger, others)
-            await asyncio.sleep(0.5)  # every one of them has looked, and waits for a message
-            assert watcher.waiting == 1000
-            assert len(await subscribers(ledger) - others) == 1
-            for job in jobs:
-                await ledger.request_cancel(job.id)
-            began = time.monotonic()
-            assert set(await asyncio.gather(*waits)) == {2}
-            assert time.monotonic() - began < 25, "woken by the message, not by polling"
-            assert watcher.waiting == 0
-
-    asyncio.run(main())
+    async with open_ledger(redis_url) as ledger, AsyncExitStack() as stack:
+        others = await subscribers(ledger)  # another test's server may be connected
+        watcher = await stack.enter_async_context(Watcher(ledger))
+        jobs = [make_job() for _ in range(10)]
+        for job in jobs:
+            await ledger.submit(job, {})
+        waits = [
+            asyncio.create_task(watcher.changed(job.id, 1, 30)) for job in jobs for _ in range(100)
+        ]
+        await until_heard(ledger, others)
+        await asyncio.sleep(0.5)  # every one of them has looked, and waits for a message
+        assert watcher.waiting == 1000
+        assert len(await subscribers(ledger) - others) == 1
+        for job in jobs:
+            await ledger.request_cancel(job.id)
+        began = time.monotonic()
+        assert set(await asyncio.gather(*waits)) == {2}
+        assert time.monotonic() - began < 25, "woken by the message, not by polling"
+        assert watcher.waiting == 0
 
 
-def test_a_change_before_the_wait_answers_at_once_and_none_answers_at_the_timeout(
+async def test_a_change_before_the_wait_answers_at_once_and_none_answers_at_the_timeout(
     redis_url: str, no_polling: None
 ) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
-            job = make_job()
-            await claimed(ledger, job)
-            assert await watcher.changed(job.id, 1, 30) == 2
-            began = time.monotonic()
-            assert await watcher.changed(job.id, 2, 0.3) == 2
-            assert 0.25 < time.monotonic() - began < 25
-            with pytest.raises(MidstreamError) as caught:
-                await watcher.changed("job_unknown", 0, 30)
-            assert caught.value.kind == "not_found"
-
-    asyncio.run(main())
+    async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+        job = make_job()
+        await claimed(ledger, job)
+        assert await watcher.changed(job.id, 1, 30) == 2
+        began = time.monotonic()
+        assert await watcher.changed(job.id, 2, 0.3) == 2
+        assert 0.25 < time.monotonic() - began < 25
+        with pytest.raises(MidstreamError) as caught:
+            await watcher.changed("job_unknown", 0, 30)
+        assert caught.value.kind == "not_found"
 
 
-def test_a_job_rolled_back_by_redis_wakes_waiters(
+async def test_a_job_rolled_back_by_redis_wakes_waiters(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "POLL_S", 0.1)
 
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
-            job = make_job()
-            attempt = await claimed(ledger, job)
-            # of an attempt that was lost with Redis' last second
-            seen = (await ledger.view(job.id)).version + 2
-            assert await watcher.changed(job.id, seen, 60) == seen - 2
-            await ledger.store_outputs(job.id, attempt, outputs())
-            assert await watcher.changed(job.id, seen, 60) < seen, (
-                "else it would be waited for as long as a response is held"
-            )
-
-    asyncio.run(main())
+    async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+        job = make_job()
+        attempt = await claimed(ledger, job)
+        # of an attempt that was lost with Redis' last second
+        seen = (await ledger.view(job.id)).version + 2
+        assert await watcher.changed(job.id, seen, 60) == seen - 2
+        await ledger.store_outputs(job.id, attempt, outputs())
+        assert await watcher.changed(job.id, seen, 60) < seen, (
+            "else it would be waited for as long as a response is held"
+        )
 
 
-def test_a_result_waiter_is_not_woken_by_the_start(redis_url: str, no_polling: None) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
-            await until_hearing(ledger, watcher)  # who is connected while it waits looks by itself
-            job = make_job()
-            await ledger.submit(job, {})
-            waiting = asyncio.create_task(
-                watcher.changed(job.id, 1, 60, quiet={"queued", "running"})
-            )
-            await asyncio.sleep(0.2)
-            await ledger.claim(job.id, "w", "b", 1, IDENTITY)
-            await asyncio.sleep(0.2)
-            assert not waiting.done()
-            await ledger.store_outputs(job.id, 1, outputs())
-            assert await asyncio.wait_for(waiting, 50) == (await ledger.view(job.id)).version
-
-    asyncio.run(main())
+async def test_a_result_waiter_is_not_woken_by_the_start(redis_url: str, no_polling: None) -> None:
+    async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+        await until_hearing(ledger, watcher)  # who is connected while it waits looks by itself
+        job = make_job()
+        await ledger.submit(job, {})
+        waiting = asyncio.create_task(watcher.changed(job.id, 1, 60, quiet={"queued", "running"}))
+        await asyncio.sleep(0.2)
+        await ledger.claim(job.id, "w", "b", 1, IDENTITY)
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await ledger.store_outputs(job.id, 1, outputs())
+        assert await asyncio.wait_for(waiting, 50) == (await ledger.view(job.id)).version
 
 
-def test_a_late_waiter_is_answered_from_memory(redis_url: str, no_polling: None) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger, AsyncExitStack() as stack:
-            others = await subscribers(ledger)
-            watcher = await stack.enter_async_context(Watcher(ledger))
-            await until_heard(ledger, others)
-            job = make_job()
-            await claimed(ledger, job)
-            await until(lambda: job.id in watcher.remembered)
-            await ledger.redis.delete(f"ms:job:{job.id}")
-            assert await watcher.changed(job.id, 1, 30) == 2
-
-    asyncio.run(main())
+async def test_a_late_waiter_is_answered_from_memory(redis_url: str, no_polling: None) -> None:
+    async with open_ledger(redis_url) as ledger, AsyncExitStack() as stack:
+        others = await subscribers(ledger)
+        watcher = await stack.enter_async_context(Watcher(ledger))
+        await until_heard(ledger, others)
+        job = make_job()
+        await claimed(ledger, job)
+        await until(lambda: job.id in watcher.remembered)
+        await ledger.redis.delete(f"ms:job:{job.id}")
+        assert await watcher.changed(job.id, 1, 30) == 2
 
 
-def test_the_last_outputs_event_comes_with_the_outputs(redis_url: str) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger:
-            job = make_job()
-            await claimed(ledger, job)
-            await ledger.store_outputs(
-                job.id, 1, outputs(), Event(event="output", data={"index": 0}, attempt=1)
-            )
-            assert [event.event for event in await ledger.events(job.id)][-3:] == [
-                "output",
-                "state",
-                "done",
-            ]
-
-    asyncio.run(main())
+async def test_the_last_outputs_event_comes_with_the_outputs(redis_url: str) -> None:
+    async with open_ledger(redis_url) as ledger:
+        job = make_job()
+        await claimed(ledger, job)
+        await ledger.store_outputs(
+            job.id, 1, outputs(), Event(event="output", data={"index": 0}, attempt=1)
+        )
+        assert [event.event for event in await ledger.events(job.id)][-3:] == [
+            "output",
+            "state",
+            "done",
+        ]
 
 
-def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(
+async def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(
     redis_url: str, no_polling: None
 ) -> None:
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
-            job = make_job()
-            await claimed(ledger, job)
-            last = (await ledger.events(job.id))[-1].id
-            assert await watcher.has_events(job.id, last, 0.2) is False
-            following = asyncio.create_task(watcher.has_events(job.id, last, 30))
-            still = asyncio.create_task(
-                watcher.changed(job.id, (await ledger.view(job.id)).version, 1.0)
-            )
-            await asyncio.sleep(0.2)
-            began = time.monotonic()
-            await ledger.emit(job.id, 1, 1, Event(event="output", data={"index": 0}, attempt=1))
-            assert await following is True
-            assert time.monotonic() - began < 25, "woken by the message, not by polling"
-            assert await still == 2, "an event alone is no change of the job"
-
-    asyncio.run(main())
+    async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+        job = make_job()
+        await claimed(ledger, job)
+        last = (await ledger.events(job.id))[-1].id
+        assert await watcher.has_events(job.id, last, 0.2) is False
+        following = asyncio.create_task(watcher.has_events(job.id, last, 30))
+        still = asyncio.create_task(
+            watcher.changed(job.id, (await ledger.view(job.id)).version, 1.0)
+        )
+        await asyncio.sleep(0.2)
+        began = time.monotonic()
+        await ledger.emit(job.id, 1, 1, Event(event="output", data={"index": 0}, attempt=1))
+        assert await following is True
+        assert time.monotonic() - began < 25, "woken by the message, not by polling"
+        assert await still == 2, "an event alone is no change of the job"
 
 
-def test_a_wait_ends_without_notifications(redis_url: str) -> None:  # field case 38
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
-            job = make_job()
-            await claimed(ledger, job)
-            waiting = asyncio.create_task(watcher.changed(job.id, 2, 60))
-            await asyncio.sleep(0.2)
-            # a change whose notification is lost
-            await ledger.redis.hincrby(f"ms:job:{job.id}", "version", 1)
-            assert await asyncio.wait_for(waiting, 50) == 3
-
-    asyncio.run(main())
+async def test_a_wait_ends_without_notifications(redis_url: str) -> None:  # field case 38
+    async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+        job = make_job()
+        await claimed(ledger, job)
+        waiting = asyncio.create_task(watcher.changed(job.id, 2, 60))
+        await asyncio.sleep(0.2)
+        # a change whose notification is lost
+        await ledger.redis.hincrby(f"ms:job:{job.id}", "version", 1)
+        assert await asyncio.wait_for(waiting, 50) == 3
 
 
-def test_notifications_from_before_a_reconnect_are_discarded(
+async def test_notifications_from_before_a_reconnect_are_discarded(
     redis_url: str, no_polling: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # field case 38
     monkeypatch.setattr(watch, "RECONNECT_S", 1.0)
 
-    async def main() -> None:
-        async with open_ledger(redis_url) as ledger:
-            others = await subscribers(ledger)
-            async with Watcher(ledger) as watcher:
-                await until_heard(ledger, others)
-                job = make_job()
-                attempt = await claimed(ledger, job)
-                await until(lambda: job.id in watcher.remembered)
-                seen = (await ledger.view(job.id)).version
-                [mine] = await subscribers(ledger) - others
-                await ledger.redis.client_kill_filter(_id=mine)
-                await ledger.store_outputs(job.id, attempt, outputs())  # nobody hears it
-                await until_heard(ledger, others | {mine})
-                assert await watcher.changed(job.id, seen, 50) > seen
-
-    asyncio.run(main())
-
-
-def test_a_wait_survives_a_redis_restart(tmp_path: Path, no_polling: None) -> None:  # field case 38
-    async def main() -> None:
-        server = redis_server.start(tmp_path)
-        async with open_ledger(server.url) as ledger, Watcher(ledger) as watcher:
-            job, silent = make_job(), make_job()
-            for each in (job, silent):
-                await claimed(ledger, each)
-            waits = [asyncio.create_task(watcher.changed(job.id, 2, 100)) for _ in range(50)]
-            unanswered = asyncio.create_task(watcher.changed(silent.id, 2, 2.0))
-            await asyncio.sleep(0.3)
-            await asyncio.to_thread(handed_over, server.url)
-            await asyncio.to_thread(server.kill)
-            await asyncio.sleep(0.7)
-            assert not any(wait.done() for wait in waits)
-            again = await asyncio.to_thread(redis_server.start, tmp_path, server.port)
-            try:
-                await ledger.store_outputs(job.id, 1, outputs())
-                assert set(await asyncio.wait_for(asyncio.gather(*waits), 60)) == {3}
-                assert (await ledger.view(job.id)).state is State.SUCCEEDED
-                assert await unanswered == 2
-                await until_heard(ledger, set())  # and messages are heard again
-                later = asyncio.create_task(watcher.changed(silent.id, 2, 30))
-                await asyncio.sleep(1.0)
-                began = time.monotonic()
-                await ledger.store_outputs(silent.id, 1, outputs())
-                assert await later == 3
-                assert time.monotonic() - began < 25
-            finally:
-                again.stop()
-
-    asyncio.run(main())
-
-
-def test_a_wait_while_redis_stays_away_ends_at_its_timeout(tmp_path: Path) -> None:  # field case 38
-    async def main() -> None:
-        server = redis_server.start(tmp_path)
-        async with open_ledger(server.url) as ledger, Watcher(ledger) as watcher:
+    async with open_ledger(redis_url) as ledger:
+        others = await subscribers(ledger)
+        async with Watcher(ledger) as watcher:
+            await until_heard(ledger, others)
             job = make_job()
-            await claimed(ledger, job)
-            waiting = asyncio.create_task(watcher.changed(job.id, 2, 1.5))
-            await asyncio.sleep(0.2)
-            server.kill()
-            assert await asyncio.wait_for(waiting, 60) == 2
+            attempt = await claimed(ledger, job)
+            await until(lambda: job.id in watcher.remembered)
+            seen = (await ledger.view(job.id)).version
+            [mine] = await subscribers(ledger) - others
+            await ledger.redis.client_kill_filter(_id=mine)
+            await ledger.store_outputs(job.id, attempt, outputs())  # nobody hears it
+            await until_heard(ledger, others | {mine})
+            assert await watcher.changed(job.id, seen, 50) > seen
 
-    asyncio.run(main())
+
+async def test_a_wait_survives_a_redis_restart(
+    tmp_path: Path, no_polling: None
+) -> None:  # field case 38
+    server = redis_server.start(tmp_path)
+    async with open_ledger(server.url) as ledger, Watcher(ledger) as watcher:
+        job, silent = make_job(), make_job()
+        for each in (job, silent):
+            await claimed(ledger, each)
+        waits = [asyncio.create_task(watcher.changed(job.id, 2, 100)) for _ in range(50)]
+        unanswered = asyncio.create_task(watcher.changed(silent.id, 2, 2.0))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(handed_over, server.url)
+        await asyncio.to_thread(server.kill)
+        await asyncio.sleep(0.7)
+        assert not any(wait.done() for wait in waits)
+        again = await asyncio.to_thread(redis_server.start, tmp_path, server.port)
+        try:
+            await ledger.store_outputs(job.id, 1, outputs())
+            assert set(await asyncio.wait_for(asyncio.gather(*waits), 60)) == {3}
+            assert (await ledger.view(job.id)).state is State.SUCCEEDED
+            assert await unanswered == 2
+            await until_heard(ledger, set())  # and messages are heard again
+            later = asyncio.create_task(watcher.changed(silent.id, 2, 30))
+            await asyncio.sleep(1.0)
+            began = time.monotonic()
+            await ledger.store_outputs(silent.id, 1, outputs())
+            assert await later == 3
+            assert time.monotonic() - began < 25
+        finally:
+            again.stop()
+
+
+async def test_a_wait_while_redis_stays_away_ends_at_its_timeout(
+    tmp_path: Path,
+) -> None:  # field case 38
+    server = redis_server.start(tmp_path)
+    async with open_ledger(server.url) as ledger, Watcher(ledger) as watcher:
+        job = make_job()
+        await claimed(ledger, job)
+        waiting = asyncio.create_task(watcher.changed(job.id, 2, 1.5))
+        await asyncio.sleep(0.2)
+        server.kill()
+        assert await asyncio.wait_for(waiting, 60) == 2

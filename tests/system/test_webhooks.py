@@ -92,54 +92,50 @@ def receiver() -> Iterator[Receiver]:
 # What is told
 
 
-def test_each_start_and_end_is_one_webhook(redis_url: str, receiver: Receiver) -> None:
-    async def main() -> None:
-        async with service(redis_url) as made:
-            job = make_job(callback=Callback(url=receiver.url(), events=ALL))
-            assert await claimed(made.ledger, job) == 1
-            assert await made.ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY) is None
-            await made.ledger.release(job.id, 1)
-            assert await made.ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
-            for _ in range(3):
-                await made.ledger.store_outputs(job.id, 2, outputs())
-            assert await made.sender.round() == 3
-            bodies = [got.body for got in receiver.got]
-            assert sorted((body.type, body.data.attempt) for body in bodies) == [
-                ("job.running", 1), ("job.running", 2), ("job.succeeded", 2),
-            ]  # fmt: skip
-            assert {(body.data.id, body.data.model) for body in bodies} == {(job.id, MODEL)}
-            assert len({got.id for got in receiver.got}) == 3
-            assert await made.sender.round() == 0
-
-    asyncio.run(main())
+async def test_each_start_and_end_is_one_webhook(redis_url: str, receiver: Receiver) -> None:
+    async with service(redis_url) as made:
+        job = make_job(callback=Callback(url=receiver.url(), events=ALL))
+        assert await claimed(made.ledger, job) == 1
+        assert await made.ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY) is None
+        await made.ledger.release(job.id, 1)
+        assert await made.ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
+        for _ in range(3):
+            await made.ledger.store_outputs(job.id, 2, outputs())
+        assert await made.sender.round() == 3
+        bodies = [got.body for got in receiver.got]
+        assert sorted((body.type, body.data.attempt) for body in bodies) == [
+            ("job.running", 1), ("job.running", 2), ("job.succeeded", 2),
+        ]  # fmt: skip
+        assert {(body.data.id, body.data.model) for body in bodies} == {(job.id, MODEL)}
+        assert len({got.id for got in receiver.got}) == 3
+        assert await made.sender.round() == 0
 
 
-def test_an_end_delivered_while_the_disk_is_slow_survives_a_kill_of_redis(
+async def test_an_end_delivered_while_the_disk_is_slow_survives_a_kill_of_redis(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, receiver: Receiver
 ) -> None:
     monkeypatch.setenv("LD_PRELOAD", slow_disk(tmp_path))
     server = redis_server.start(tmp_path / "redis")
 
-    async def main() -> None:
-        async with service(server.url) as made:
-            job = make_job(callback=Callback(url=receiver.url(), events=list(ENDS)))
-            await made.ledger.submit(job, {})
-            await asyncio.to_thread(hold_back, server.url)
-            await made.ledger.request_cancel(job.id)
-            assert await made.sender.round() == 1
-            assert [got.body.type for got in receiver.got] == ["job.aborted"]
-            server.kill()
-            again = redis_server.start(server.directory, port=server.port)
-            try:
-                assert (await made.ledger.view(job.id)).state is State.ABORTED
-            finally:
-                again.stop()
-
-    asyncio.run(main())
+    async with service(server.url) as made:
+        job = make_job(callback=Callback(url=receiver.url(), events=list(ENDS)))
+        await made.ledger.submit(job, {})
+        await asyncio.to_thread(hold_back, server.url)
+        await made.ledger.request_cancel(job.id)
+        assert await made.sender.round() == 1
+        assert [got.body.type for got in receiver.got] == ["job.aborted"]
+        server.kill()
+        again = redis_server.start(server.directory, port=server.port)
+        try:
+            assert (await made.ledger.view(job.id)).state is State.ABORTED
+        finally:
+            again.stop()
 
 
 @pytest.mark.parametrize("end", ["failed", "cancelled", "aborted"])
-def test_only_subscribed_ends_are_webhooks(redis_url: str, receiver: Receiver, end: str) -> None:
+async def test_only_subscribed_ends_are_webhooks(
+    redis_url: str, receiver: Receiver, end: str
+) -> None:
     async def reach(ledger: Ledger, job: Job) -> None:
         if end == "aborted":
             await ledger.submit(job, {})
@@ -154,33 +150,25 @@ def test_only_subscribed_ends_are_webhooks(redis_url: str, receiver: Receiver, e
             await ledger.request_cancel(job.id)
             await ledger.finish_cancel(job.id, attempt)
 
-    async def main() -> None:
-        async with service(redis_url) as made:
-            await reach(
-                made.ledger,
-                make_job(callback=Callback(url=receiver.url(), events=["job.succeeded"])),
-            )
-            await reach(made.ledger, make_job())
-            await reach(
-                made.ledger, make_job(callback=Callback(url=receiver.url(), events=list(ENDS)))
-            )
-            await made.sender.round()
-            assert [got.body.type for got in receiver.got] == [f"job.{end}"]
-
-    asyncio.run(main())
+    async with service(redis_url) as made:
+        await reach(
+            made.ledger,
+            make_job(callback=Callback(url=receiver.url(), events=["job.succeeded"])),
+        )
+        await reach(made.ledger, make_job())
+        await reach(made.ledger, make_job(callback=Callback(url=receiver.url(), events=list(ENDS))))
+        await made.sender.round()
+        assert [got.body.type for got in receiver.got] == [f"job.{end}"]
 
 
-def test_webhooks_outlive_their_job(redis_url: str, receiver: Receiver) -> None:
-    async def main() -> None:
-        async with service(redis_url) as made:
-            job = await made.job(receiver.url())
-            await made.ledger.redis.delete(
-                f"ms:job:{job.id}", f"ms:out:{job.id}", f"ms:events:{job.id}"
-            )
-            await made.sender.round()
-            assert receiver.got[0].body.data.id == job.id
-
-    asyncio.run(main())
+async def test_webhooks_outlive_their_job(redis_url: str, receiver: Receiver) -> None:
+    async with service(redis_url) as made:
+        job = await made.job(receiver.url())
+        await made.ledger.redis.delete(
+            f"ms:job:{job.id}", f"ms:out:{job.id}", f"ms:events:{job.id}"
+        )
+        await made.sender.round()
+        assert receiver.got[0].body.data.id == job.id
 
 
 # How it is sent
@@ -252,39 +240,35 @@ def test_a_receiver_that_never_accepts_gets_every_retry_before_the_delivery_fail
         assert pause <= after - before <= pause * 1.2 + 5
 
 
-def test_webhooks_survive_an_hour_without_a_receiver(redis_url: str, receiver: Receiver) -> None:
-    async def main() -> None:
-        async with service(redis_url) as made:
-            receiver.replies["/hook"] = [(503, {}, b"")]
-            jobs = [await made.job(receiver.url()) for _ in range(12)]
-            while made.ahead < 3600:
-                made.ahead += 60
-                await made.sender.round()
-            assert (await made.outbox.depth())[0] == 12
-            receiver.replies["/hook"] = [OK]
-            receiver.got.clear()
-            await made.run_out()
-            assert {got.body.data.id for got in receiver.got} == {job.id for job in jobs}
-            assert len(receiver.got) == len({got.id for got in receiver.got}) == 12
+async def test_webhooks_survive_an_hour_without_a_receiver(
+    redis_url: str, receiver: Receiver
+) -> None:
+    async with service(redis_url) as made:
+        receiver.replies["/hook"] = [(503, {}, b"")]
+        jobs = [await made.job(receiver.url()) for _ in range(12)]
+        while made.ahead < 3600:
+            made.ahead += 60
+            await made.sender.round()
+        assert (await made.outbox.depth())[0] == 12
+        receiver.replies["/hook"] = [OK]
+        receiver.got.clear()
+        await made.run_out()
+        assert {got.body.data.id for got in receiver.got} == {job.id for job in jobs}
+        assert len(receiver.got) == len({got.id for got in receiver.got}) == 12
 
-    asyncio.run(main())
 
-
-def test_a_receiver_that_asks_for_a_pause_gets_it(redis_url: str, receiver: Receiver) -> None:
+async def test_a_receiver_that_asks_for_a_pause_gets_it(redis_url: str, receiver: Receiver) -> None:
     receiver.replies["/hook"] = [(429, {"retry-after": "1800"}, b""), OK]
 
-    async def main() -> None:
-        async with service(redis_url) as made:
-            await made.job(receiver.url())
-            await made.sender.round()
-            delivery = await made.only()
-            assert delivery.next_attempt == pytest.approx(made.outbox.clock() + 1800, abs=5)
-            made.ahead += 1700
-            assert await made.sender.round() == 0
-            made.ahead += 200
-            assert await made.sender.round() == 1
-
-    asyncio.run(main())
+    async with service(redis_url) as made:
+        await made.job(receiver.url())
+        await made.sender.round()
+        delivery = await made.only()
+        assert delivery.next_attempt == pytest.approx(made.outbox.clock() + 1800, abs=5)
+        made.ahead += 1700
+        assert await made.sender.round() == 0
+        made.ahead += 200
+        assert await made.sender.round() == 1
 
 
 def test_a_redirect_is_a_failure_and_is_not_followed(redis_url: str, receiver: Receiver) -> None:
@@ -305,38 +289,35 @@ def test_a_redirect_is_a_failure_and_is_not_followed(redis_url: str, receiver: R
     )
 
 
-def test_a_receiver_that_answers_410_gets_no_delivery_until_it_is_enabled(
+async def test_a_receiver_that_answers_410_gets_no_delivery_until_it_is_enabled(
     redis_url: str, receiver: Receiver
 ) -> None:
     receiver.replies["/hook"] = [(410, {}, b""), OK]
 
-    async def main() -> None:
-        async with service(redis_url) as made:
-            await made.job(receiver.url())
-            await made.sender.round()
-            later = await made.job(receiver.url())
-            other = await made.job(receiver.url("/other"))
-            await made.sender.round()
-            assert len(receiver.at("/hook")) == 1
-            assert [got.body.data.id for got in receiver.at("/other")] == [other.id]
-            [delivery] = (await made.outbox.deliveries("default", job=later.id)).deliveries
-            assert (delivery.state, delivery.attempts) == ("disabled", [])
-            assert [endpoint.url for endpoint in await made.outbox.disabled("default")] == [
-                receiver.url()
-            ]
-            with pytest.raises(MidstreamError) as refused:
-                await made.outbox.redeliver(delivery.id)
-            assert refused.value.kind == "conflict"
-            await made.outbox.enable("default", receiver.url())
+    async with service(redis_url) as made:
+        await made.job(receiver.url())
+        await made.sender.round()
+        later = await made.job(receiver.url())
+        other = await made.job(receiver.url("/other"))
+        await made.sender.round()
+        assert len(receiver.at("/hook")) == 1
+        assert [got.body.data.id for got in receiver.at("/other")] == [other.id]
+        [delivery] = (await made.outbox.deliveries("default", job=later.id)).deliveries
+        assert (delivery.state, delivery.attempts) == ("disabled", [])
+        assert [endpoint.url for endpoint in await made.outbox.disabled("default")] == [
+            receiver.url()
+        ]
+        with pytest.raises(MidstreamError) as refused:
             await made.outbox.redeliver(delivery.id)
-            await made.sender.round()
-            assert receiver.at("/hook")[-1].id == delivery.id
-            assert (await made.outbox.delivery(delivery.id)).state == "delivered"
+        assert refused.value.kind == "conflict"
+        await made.outbox.enable("default", receiver.url())
+        await made.outbox.redeliver(delivery.id)
+        await made.sender.round()
+        assert receiver.at("/hook")[-1].id == delivery.id
+        assert (await made.outbox.delivery(delivery.id)).state == "delivered"
 
-    asyncio.run(main())
 
-
-def test_the_disabled_receivers_of_a_tenant_are_bounded(
+async def test_the_disabled_receivers_of_a_tenant_are_bounded(
     redis_url: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest make room, and are disabled again when they answer the same."""
@@ -344,188 +325,166 @@ def test_the_disabled_receivers_of_a_tenant_are_bounded(
     paths = [f"/hook/{number}" for number in range(5)]
     receiver.replies = {path: [(410, {}, b"")] for path in paths}
 
-    async def main() -> None:
-        async with service(redis_url) as made:
-            for path in paths:
-                await made.job(receiver.url(path))
-                await made.sender.round()
-            disabled = [receiver.url(path) for path in paths[2:]]
-            assert [endpoint.url for endpoint in await made.outbox.disabled("default")] == disabled
-            await made.outbox.enable("default", disabled[0])
-            await made.job(receiver.url(paths[0]))
+    async with service(redis_url) as made:
+        for path in paths:
+            await made.job(receiver.url(path))
             await made.sender.round()
-            assert {endpoint.url for endpoint in await made.outbox.disabled(None)} == {
-                receiver.url(paths[0]),
-                *disabled[1:],
-            }
-            assert await made.ledger.redis.zcard("ms:hook-off-urls:default") == 3
-
-    asyncio.run(main())
+        disabled = [receiver.url(path) for path in paths[2:]]
+        assert [endpoint.url for endpoint in await made.outbox.disabled("default")] == disabled
+        await made.outbox.enable("default", disabled[0])
+        await made.job(receiver.url(paths[0]))
+        await made.sender.round()
+        assert {endpoint.url for endpoint in await made.outbox.disabled(None)} == {
+            receiver.url(paths[0]),
+            *disabled[1:],
+        }
+        assert await made.ledger.redis.zcard("ms:hook-off-urls:default") == 3
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_clock_that_is_set_back_delays_no_webhook(
+async def test_a_clock_that_is_set_back_delays_no_webhook(
     redis_url: str, receiver: Receiver, restarted: bool
 ) -> None:
     """Neither a retry, nor a new delivery, nor one that was lent to a sender that is gone."""
     receiver.replies["/retried"] = [(500, {}, b""), OK]
 
-    async def main() -> None:
-        async with service(redis_url) as made:
-            await made.job(receiver.url("/retried"))
-            await made.sender.round()
-            await made.job(receiver.url("/lost", "localhost"))  # another lane
-            assert len(await made.outbox.lease(1, 1, 30.0, {})) == 1
-            made.ahead = 100.0
-            await made.job(receiver.url("/new"))
-            made.ahead = -7200.0
-            if restarted:
-                made.sender = Sender(made.outbox, made.secrets, made.poster, made.ledger.settings)
-            await made.sender.round()
-            assert len(receiver.at("/new")) == 1
-            made.ahead += 40.0  # a pause of at most 6 s, and a lease of 30
-            await made.sender.round()
-            assert [len(receiver.at(path)) for path in ("/retried", "/lost")] == [2, 1]
-            assert (await made.outbox.depth())[0] == 0
-
-    asyncio.run(main())
+    async with service(redis_url) as made:
+        await made.job(receiver.url("/retried"))
+        await made.sender.round()
+        await made.job(receiver.url("/lost", "localhost"))  # another lane
+        assert len(await made.outbox.lease(1, 1, 30.0, {})) == 1
+        made.ahead = 100.0
+        await made.job(receiver.url("/new"))
+        made.ahead = -7200.0
+        if restarted:
+            made.sender = Sender(made.outbox, made.secrets, made.poster, made.ledger.settings)
+        await made.sender.round()
+        assert len(receiver.at("/new")) == 1
+        made.ahead += 40.0  # a pause of at most 6 s, and a lease of 30
+        await made.sender.round()
+        assert [len(receiver.at(path)) for path in ("/retried", "/lost")] == [2, 1]
+        assert (await made.outbox.depth())[0] == 0
 
 
-def test_the_pending_webhooks_of_a_tenant_are_limited(redis_url: str, receiver: Receiver) -> None:
+async def test_the_pending_webhooks_of_a_tenant_are_limited(
+    redis_url: str, receiver: Receiver
+) -> None:
     """Beyond, jobs that would send more are refused, and others are not."""
     receiver.replies["/hook"] = [(500, {}, b""), OK]
 
-    async def main() -> None:
-        async with service(redis_url, webhook_pending_limit=2) as made:
-            for _ in range(2):
-                await made.job(receiver.url())
-            with pytest.raises(MidstreamError) as refused:
-                await made.job(receiver.url())
-            assert (refused.value.kind, refused.value.status) == ("too_many_webhooks", 429)
-            assert "the limit is 2 (setting webhook_pending_limit)" in refused.value.detail
-            await made.job(receiver.url(), tenant="other")
-            await made.ledger.submit(make_job(), {})
-            await made.sender.round()  # one is delivered, another is to be sent again
+    async with service(redis_url, webhook_pending_limit=2) as made:
+        for _ in range(2):
+            await made.job(receiver.url())
+        with pytest.raises(MidstreamError) as refused:
+            await made.job(receiver.url())
+        assert (refused.value.kind, refused.value.status) == ("too_many_webhooks", 429)
+        assert "the limit is 2 (setting webhook_pending_limit)" in refused.value.detail
+        await made.job(receiver.url(), tenant="other")
+        await made.ledger.submit(make_job(), {})
+        await made.sender.round()  # one is delivered, another is to be sent again
+        await made.job(receiver.url())
+        await made.run_out()
+        assert await made.ledger.redis.keys("ms:hook-pending:*") == []
+        [delivery, *_] = (await made.outbox.deliveries("default")).deliveries
+        await made.outbox.redeliver(delivery.id)
+        assert await made.ledger.redis.scard("ms:hook-pending:default") == 1
+
+
+async def test_redeliveries_count_as_pending_webhooks(redis_url: str, receiver: Receiver) -> None:
+    async with service(redis_url, webhook_pending_limit=2) as made:
+        for _ in range(3):
             await made.job(receiver.url())
             await made.run_out()
-            assert await made.ledger.redis.keys("ms:hook-pending:*") == []
-            [delivery, *_] = (await made.outbox.deliveries("default")).deliveries
-            await made.outbox.redeliver(delivery.id)
-            assert await made.ledger.redis.scard("ms:hook-pending:default") == 1
-
-    asyncio.run(main())
-
-
-def test_redeliveries_count_as_pending_webhooks(redis_url: str, receiver: Receiver) -> None:
-    async def main() -> None:
-        async with service(redis_url, webhook_pending_limit=2) as made:
-            for _ in range(3):
-                await made.job(receiver.url())
-                await made.run_out()
-            first, second, third = (await made.outbox.deliveries("default")).deliveries
-            for delivery in (first, second, second):  # a pending one is sent now, and counts once
-                assert (await made.outbox.redeliver(delivery.id)).state == "pending"
-            with pytest.raises(MidstreamError) as refused:
-                await made.outbox.redeliver(third.id)
-            assert (refused.value.kind, refused.value.status) == ("too_many_webhooks", 429)
-            assert (await made.outbox.delivery(third.id)).state == "delivered"
-            await made.run_out()
-            assert (await made.outbox.redeliver(third.id)).state == "pending"
-
-    asyncio.run(main())
+        first, second, third = (await made.outbox.deliveries("default")).deliveries
+        for delivery in (first, second, second):  # a pending one is sent now, and counts once
+            assert (await made.outbox.redeliver(delivery.id)).state == "pending"
+        with pytest.raises(MidstreamError) as refused:
+            await made.outbox.redeliver(third.id)
+        assert (refused.value.kind, refused.value.status) == ("too_many_webhooks", 429)
+        assert (await made.outbox.delivery(third.id)).state == "delivered"
+        await made.run_out()
+        assert (await made.outbox.redeliver(third.id)).state == "pending"
 
 
-def test_any_delivery_can_be_resent_manually(redis_url: str, receiver: Receiver) -> None:
+async def test_any_delivery_can_be_resent_manually(redis_url: str, receiver: Receiver) -> None:
     receiver.replies["/bad"] = [(500, {}, b"")]
 
-    async def main() -> None:
-        async with service(redis_url) as made:
-            await made.job(receiver.url("/hook"))
-            await made.job(receiver.url("/bad"))
-            await made.run_out()
-            receiver.replies["/bad"] = [OK]
-            known = {
-                delivery.url: delivery
-                for delivery in (await made.outbox.deliveries("default")).deliveries
-            }
-            assert sorted(delivery.state for delivery in known.values()) == ["delivered", "failed"]
-            for delivery in known.values():
-                assert (await made.outbox.redeliver(delivery.id)).state == "pending"
-            assert await made.sender.round() == 2
-            for path in ("/hook", "/bad"):
-                assert len({got.id for got in receiver.at(path)}) == 1
-                assert (
-                    await made.outbox.delivery(known[receiver.url(path)].id)
-                ).state == "delivered"
-
-    asyncio.run(main())
+    async with service(redis_url) as made:
+        await made.job(receiver.url("/hook"))
+        await made.job(receiver.url("/bad"))
+        await made.run_out()
+        receiver.replies["/bad"] = [OK]
+        known = {
+            delivery.url: delivery
+            for delivery in (await made.outbox.deliveries("default")).deliveries
+        }
+        assert sorted(delivery.state for delivery in known.values()) == ["delivered", "failed"]
+        for delivery in known.values():
+            assert (await made.outbox.redeliver(delivery.id)).state == "pending"
+        assert await made.sender.round() == 2
+        for path in ("/hook", "/bad"):
+            assert len({got.id for got in receiver.at(path)}) == 1
+            assert (await made.outbox.delivery(known[receiver.url(path)].id)).state == "delivered"
 
 
-def test_a_receiver_that_does_not_answer_does_not_hold_up_another(
+async def test_a_receiver_that_does_not_answer_does_not_hold_up_another(
     redis_url: str, receiver: Receiver
 ) -> None:
     stuck = threading.Event()
     receiver.on_call = lambda got: got.path != "/slow" or not stuck.wait(120)
 
-    async def main() -> None:
-        async with service(redis_url, webhook_timeout_s=150) as made:
-            for _ in range(30):
-                await made.job(receiver.url("/slow"))
-            for _ in range(10):
-                await made.job(receiver.url("/quick", host="localhost"))
-            running = asyncio.create_task(made.sender.run())
-            try:
-                await asyncio.to_thread(receiver.wait, 10, "/quick")
-                assert len(await asyncio.to_thread(receiver.wait, 1, "/slow")) <= 4, (
-                    "of one host nothing is known yet, so it gets few at once"
-                )
-            finally:
-                stuck.set()
-                await asyncio.to_thread(receiver.wait, 30, "/slow")
-                running.cancel()
-
-    asyncio.run(main())
-
-
-def test_a_sender_past_its_lease_may_only_report_delivery(redis_url: str) -> None:
-    async def main() -> None:
-        async with service(redis_url) as made:
-            await made.job("http://hooks.example/")
-            [late] = await made.outbox.lease(8, 8, 30.0, {})
-            made.ahead += 31.0
-            [present] = await made.outbox.lease(8, 8, 30.0, {})
-            assert (present.id, present.token == late.token) == (late.id, False)
-            attempt = DeliveryAttempt(at=made.outbox.clock())
-            assert await made.outbox.settle(late, "failed", attempt) == "stale"
-            assert (await made.only()).state == "pending"
-            assert await made.outbox.settle(late, "delivered", attempt) == "delivered"
-            assert await made.outbox.settle(present, "failed", attempt) == "stale"
-            assert (await made.only()).state == "delivered"
-
-    asyncio.run(main())
-
-
-def test_thousands_of_receivers_do_not_delay_another_tenants_webhooks(redis_url: str) -> None:
-    async def main() -> None:
-        async with service(redis_url) as made:
-            for tenant, hosts in (("many", 1100), ("other", 1)):
-                for number in range(hosts):
-                    job = make_job(
-                        tenant=tenant,
-                        callback=Callback(url=f"http://h{number}.example/", events=["job.aborted"]),
-                    )
-                    await made.ledger.submit(job, {})
-                    await made.ledger.request_cancel(job.id)
-            lent = await made.outbox.lease(32, 96, 30.0, {"many": 96})
-            assert [loan.tenant for loan in lent] == ["other"], (
-                "the other has its slots, and something to send"
+    async with service(redis_url, webhook_timeout_s=150) as made:
+        for _ in range(30):
+            await made.job(receiver.url("/slow"))
+        for _ in range(10):
+            await made.job(receiver.url("/quick", host="localhost"))
+        running = asyncio.create_task(made.sender.run())
+        try:
+            await asyncio.to_thread(receiver.wait, 10, "/quick")
+            assert len(await asyncio.to_thread(receiver.wait, 1, "/slow")) <= 4, (
+                "of one host nothing is known yet, so it gets few at once"
             )
+        finally:
+            stuck.set()
+            await asyncio.to_thread(receiver.wait, 30, "/slow")
+            running.cancel()
 
-    asyncio.run(main())
+
+async def test_a_sender_past_its_lease_may_only_report_delivery(redis_url: str) -> None:
+    async with service(redis_url) as made:
+        await made.job("http://hooks.example/")
+        [late] = await made.outbox.lease(8, 8, 30.0, {})
+        made.ahead += 31.0
+        [present] = await made.outbox.lease(8, 8, 30.0, {})
+        assert (present.id, present.token == late.token) == (late.id, False)
+        attempt = DeliveryAttempt(at=made.outbox.clock())
+        assert await made.outbox.settle(late, "failed", attempt) == "stale"
+        assert (await made.only()).state == "pending"
+        assert await made.outbox.settle(late, "delivered", attempt) == "delivered"
+        assert await made.outbox.settle(present, "failed", attempt) == "stale"
+        assert (await made.only()).state == "delivered"
+
+
+async def test_thousands_of_receivers_do_not_delay_another_tenants_webhooks(redis_url: str) -> None:
+    async with service(redis_url) as made:
+        for tenant, hosts in (("many", 1100), ("other", 1)):
+            for number in range(hosts):
+                job = make_job(
+                    tenant=tenant,
+                    callback=Callback(url=f"http://h{number}.example/", events=["job.aborted"]),
+                )
+                await made.ledger.submit(job, {})
+                await made.ledger.request_cancel(job.id)
+        lent = await made.outbox.lease(32, 96, 30.0, {"many": 96})
+        assert [loan.tenant for loan in lent] == ["other"], (
+            "the other has its slots, and something to send"
+        )
 
 
 @pytest.mark.parametrize("what", ["never answers", "drips its headers"])
-def test_an_attempt_ends_in_time_whatever_the_receiver_does(what: str) -> None:  # field case 41
+async def test_an_attempt_ends_in_time_whatever_the_receiver_does(
+    what: str,
+) -> None:  # field case 41
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while what == "drips its headers":
             writer.write(
@@ -536,47 +495,41 @@ def test_an_attempt_ends_in_time_whatever_the_receiver_does(what: str) -> None: 
             await asyncio.sleep(0.05)
         await asyncio.sleep(120)
 
-    async def main() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        poster = Poster(allow_private=True, timeout_s=0.4)
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(NoAnswer):
-            async with asyncio.timeout(60):
-                await poster.post(f"http://127.0.0.1:{port}/", "msg_1", 1, b"{}", [])
-        await poster.close()
-        server.close()
-
-    asyncio.run(main())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    poster = Poster(allow_private=True, timeout_s=0.4)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(NoAnswer):
+        async with asyncio.timeout(60):
+            await poster.post(f"http://127.0.0.1:{port}/", "msg_1", 1, b"{}", [])
+    await poster.close()
+    server.close()
 
 
-def test_an_endless_webhook_response_is_cut_and_counts() -> None:
-    async def main() -> None:
-        sent = 0
-        done = asyncio.Event()
+async def test_an_endless_webhook_response_is_cut_and_counts() -> None:
+    sent = 0
+    done = asyncio.Event()
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal sent
-            writer.write(
-                b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-type: text/plain\r\n\r\n"
-            )
-            try:
-                while True:
-                    writer.write(b"\0" * 65536)
-                    await writer.drain()
-                    sent += 65536
-            except ConnectionError:
-                done.set()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-type: text/plain\r\n\r\n"
+        )
+        try:
+            while True:
+                writer.write(b"\0" * 65536)
+                await writer.drain()
+                sent += 65536
+        except ConnectionError:
+            done.set()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        poster = Poster(allow_private=True, timeout_s=60)
-        port = server.sockets[0].getsockname()[1]
-        assert (await poster.post(f"http://127.0.0.1:{port}/", "msg_1", 1, b"{}", [])).status == 200
-        await asyncio.wait_for(done.wait(), 60)
-        assert sent < 32 * 1024 * 1024, "what lies in the sockets' buffers, and no more"
-        await poster.close()
-        server.close()
-
-    asyncio.run(main())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    poster = Poster(allow_private=True, timeout_s=60)
+    port = server.sockets[0].getsockname()[1]
+    assert (await poster.post(f"http://127.0.0.1:{port}/", "msg_1", 1, b"{}", [])).status == 200
+    await asyncio.wait_for(done.wait(), 60)
+    assert sent < 32 * 1024 * 1024, "what lies in the sockets' buffers, and no more"
+    await poster.close()
+    server.close()
 
 
 # Where it is sent
@@ -704,89 +657,77 @@ def test_webhooks_ignore_proxy_environment_variables(
 # Secrets and records
 
 
-def test_during_rotation_both_secrets_sign(redis_url: str, receiver: Receiver) -> None:
-    async def main() -> None:
-        async with service(redis_url) as made:
-            first = (await made.secrets.of("default", "")).secrets[0].secret
-            turned = await made.secrets.rotate("default", "", keep_former_s=3600)
-            second = turned.secrets[0].secret
-            assert [secret.secret for secret in turned.secrets] == [second, first]
-            await made.job(receiver.url())
-            await made.sender.round()
-            for secret in (first, second):
-                receiver.got[0].verify(secret)
-            third = (await made.secrets.rotate("default", "", keep_former_s=0)).secrets[0].secret
-            await made.job(receiver.url())
-            await made.sender.round()
-            receiver.got[1].verify(third)
-            for secret in (first, second):
-                with pytest.raises(WebhookVerificationError):
-                    receiver.got[1].verify(secret)
-
-    asyncio.run(main())
+async def test_during_rotation_both_secrets_sign(redis_url: str, receiver: Receiver) -> None:
+    async with service(redis_url) as made:
+        first = (await made.secrets.of("default", "")).secrets[0].secret
+        turned = await made.secrets.rotate("default", "", keep_former_s=3600)
+        second = turned.secrets[0].secret
+        assert [secret.secret for secret in turned.secrets] == [second, first]
+        await made.job(receiver.url())
+        await made.sender.round()
+        for secret in (first, second):
+            receiver.got[0].verify(secret)
+        third = (await made.secrets.rotate("default", "", keep_former_s=0)).secrets[0].secret
+        await made.job(receiver.url())
+        await made.sender.round()
+        receiver.got[1].verify(third)
+        for secret in (first, second):
+            with pytest.raises(WebhookVerificationError):
+                receiver.got[1].verify(secret)
 
 
-def test_a_key_signs_with_its_own_secret_or_else_with_its_tenants(
+async def test_a_key_signs_with_its_own_secret_or_else_with_its_tenants(
     redis_url: str, receiver: Receiver
 ) -> None:
-    async def main() -> None:
-        async with service(redis_url) as made:
-            shared = (await made.secrets.of("lab", "aaaaaaaaaaaa")).secrets[0].secret
-            own = await made.secrets.rotate("lab", "bbbbbbbbbbbb", keep_former_s=0, own=True)
-            assert own.of == "key"
-            for key, secret in (("aaaaaaaaaaaa", shared), ("bbbbbbbbbbbb", own.secrets[0].secret)):
-                receiver.got.clear()
-                await made.job(receiver.url(), tenant="lab", key=key)
-                await made.sender.round()
-                receiver.got[0].verify(secret)
-            assert (await made.secrets.of("other", "cccccccccccc")).secrets[0].secret not in (
-                shared,
-                own.secrets[0].secret,
-            )
-
-    asyncio.run(main())
+    async with service(redis_url) as made:
+        shared = (await made.secrets.of("lab", "aaaaaaaaaaaa")).secrets[0].secret
+        own = await made.secrets.rotate("lab", "bbbbbbbbbbbb", keep_former_s=0, own=True)
+        assert own.of == "key"
+        for key, secret in (("aaaaaaaaaaaa", shared), ("bbbbbbbbbbbb", own.secrets[0].secret)):
+            receiver.got.clear()
+            await made.job(receiver.url(), tenant="lab", key=key)
+            await made.sender.round()
+            receiver.got[0].verify(secret)
+        assert (await made.secrets.of("other", "cccccccccccc")).secrets[0].secret not in (
+            shared,
+            own.secrets[0].secret,
+        )
 
 
-def test_settled_webhooks_expire_and_pending_ones_do_not(
+async def test_settled_webhooks_expire_and_pending_ones_do_not(
     redis_url: str, receiver: Receiver
 ) -> None:
     receiver.replies["/later"] = [(503, {"retry-after": "86400"}, b"")]
 
-    async def main() -> None:
-        async with service(redis_url, webhook_log_ttl_s=100) as made:
-            gone = await made.job(receiver.url())
-            kept = await made.job(receiver.url("/later"))
-            await made.sender.round()
-            made.ahead += 60
-            await made.sender.housekeeping()
-            assert len((await made.outbox.deliveries(None)).deliveries) == 2
-            made.ahead += 50
-            await made.sender.housekeeping()
-            assert [
-                delivery.job for delivery in (await made.outbox.deliveries(None)).deliveries
-            ] == [kept.id]
-            keys = [key.decode() for key in await made.ledger.redis.keys("ms:hook*")]
-            assert not [key for key in keys if gone.id.removeprefix("job_") in key]
-            assert await made.ledger.redis.zcard("ms:hook-index:default") == 1
-
-    asyncio.run(main())
+    async with service(redis_url, webhook_log_ttl_s=100) as made:
+        gone = await made.job(receiver.url())
+        kept = await made.job(receiver.url("/later"))
+        await made.sender.round()
+        made.ahead += 60
+        await made.sender.housekeeping()
+        assert len((await made.outbox.deliveries(None)).deliveries) == 2
+        made.ahead += 50
+        await made.sender.housekeeping()
+        assert [delivery.job for delivery in (await made.outbox.deliveries(None)).deliveries] == [
+            kept.id
+        ]
+        keys = [key.decode() for key in await made.ledger.redis.keys("ms:hook*")]
+        assert not [key for key in keys if gone.id.removeprefix("job_") in key]
+        assert await made.ledger.redis.zcard("ms:hook-index:default") == 1
 
 
-def test_delivery_pages_are_complete_and_per_tenant(redis_url: str) -> None:
-    async def main() -> None:
-        async with service(redis_url) as made:
-            mine = {(await made.job("http://127.0.0.1:1/", tenant="mine")).id for _ in range(7)}
-            await made.job("http://127.0.0.1:1/", tenant="theirs")
-            seen: list[str] = []
-            cursor = None
-            while True:
-                page = await made.outbox.deliveries("mine", limit=3, cursor=cursor)
-                seen += [delivery.job for delivery in page.deliveries]
-                if (cursor := page.next) is None:
-                    break
-            assert len(seen) == 7
-            assert set(seen) == mine
-            assert (await made.outbox.deliveries("theirs", job=seen[0])).deliveries == []
-            assert len((await made.outbox.deliveries("mine", job=seen[0])).deliveries) == 1
-
-    asyncio.run(main())
+async def test_delivery_pages_are_complete_and_per_tenant(redis_url: str) -> None:
+    async with service(redis_url) as made:
+        mine = {(await made.job("http://127.0.0.1:1/", tenant="mine")).id for _ in range(7)}
+        await made.job("http://127.0.0.1:1/", tenant="theirs")
+        seen: list[str] = []
+        cursor = None
+        while True:
+            page = await made.outbox.deliveries("mine", limit=3, cursor=cursor)
+            seen += [delivery.job for delivery in page.deliveries]
+            if (cursor := page.next) is None:
+                break
+        assert len(seen) == 7
+        assert set(seen) == mine
+        assert (await made.outbox.deliveries("theirs", job=seen[0])).deliveries == []
+        assert len((await made.outbox.deliveries("mine", job=seen[0])).deliveries) == 1

@@ -349,17 +349,14 @@ def test_a_job_waits_for_a_quarantined_worker_then_is_requeued(
     Harness(redis_url, tmp_path)(scenario)
 
 
-def test_a_task_that_swallows_a_cancellation_still_ends() -> None:
+async def test_a_task_that_swallows_a_cancellation_still_ends() -> None:
     async def deaf_once() -> None:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             await asyncio.sleep(60)
 
-    async def scenario() -> None:
-        task = asyncio.create_task(deaf_once())
-        await asyncio.sleep(0)
-        await asyncio.wait_for(end_tasks([task]), TIMEOUT_S)
-        assert task.cancelled()
-
-    asyncio.run(scenario())
+    task = asyncio.create_task(deaf_once())
+    await asyncio.sleep(0)
+    await asyncio.wait_for(end_tasks([task]), TIMEOUT_S)
+    assert task.cancelled()

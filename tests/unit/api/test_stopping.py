@@ -6,26 +6,23 @@ import contextlib
 from midstream.api.context import _cancel
 
 
-def test_nested_waits_are_cancelled() -> None:
-    async def main() -> None:
-        async def stubborn() -> None:
-            for _ in range(4):
-                with contextlib.suppress(asyncio.CancelledError):
-                    # it is lost, as asyncio.wait_for may before Python 3.12
-                    await asyncio.sleep(3600)
+async def test_nested_waits_are_cancelled() -> None:
+    async def stubborn() -> None:
+        for _ in range(4):
+            with contextlib.suppress(asyncio.CancelledError):
+                # it is lost, as asyncio.wait_for may before Python 3.12
+                await asyncio.sleep(3600)
 
-        async def waiting(inner: "asyncio.Task[None]") -> None:
-            try:
-                await asyncio.wait({inner})
-            finally:
-                await _cancel(inner)
+    async def waiting(inner: "asyncio.Task[None]") -> None:
+        try:
+            await asyncio.wait({inner})
+        finally:
+            await _cancel(inner)
 
-        inner = asyncio.create_task(stubborn())
-        outer = asyncio.create_task(waiting(inner))
-        await asyncio.sleep(0)
-        async with asyncio.timeout(60):
-            await _cancel(outer)
-        assert inner.done(), "nobody is left behind"
-        assert outer.cancelled()
-
-    asyncio.run(main())
+    inner = asyncio.create_task(stubborn())
+    outer = asyncio.create_task(waiting(inner))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        await _cancel(outer)
+    assert inner.done(), "nobody is left behind"
+    assert outer.cancelled()

@@ -37,84 +37,69 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Stored()
 
 
-def test_one_check_covers_all_held_calls_and_ends_revoked_ones(stored: Any) -> None:
-    async def hold() -> None:
-        key_watch = KeyWatch(stored, Stored())
-        with ExitStack() as held:
-            first = [held.enter_context(key_watch.of(Caller(key="one"))) for _ in range(50)]
-            second = held.enter_context(key_watch.of(Caller(key="two")))
-            stored.gone, stored.away = {"one"}, 2
-            await asyncio.wait_for(
-                asyncio.gather(*(end for stay in first for end in stay.ends)), 60
-            )
-            assert stored.asked == [{"one", "two"}] * 3, "twice in vain, because Redis was away"
-            for stay in first:
-                with pytest.raises(MidstreamError) as caught:
-                    stay.check()
-                assert caught.value.kind == "unauthorized"
-            second.check()
-
-    asyncio.run(hold())
+async def test_one_check_covers_all_held_calls_and_ends_revoked_ones(stored: Any) -> None:
+    key_watch = KeyWatch(stored, Stored())
+    with ExitStack() as held:
+        first = [held.enter_context(key_watch.of(Caller(key="one"))) for _ in range(50)]
+        second = held.enter_context(key_watch.of(Caller(key="two")))
+        stored.gone, stored.away = {"one"}, 2
+        await asyncio.wait_for(asyncio.gather(*(end for stay in first for end in stay.ends)), 60)
+        assert stored.asked == [{"one", "two"}] * 3, "twice in vain, because Redis was away"
+        for stay in first:
+            with pytest.raises(MidstreamError) as caught:
+                stay.check()
+            assert caught.value.kind == "unauthorized"
+        second.check()
 
 
-def test_calls_without_a_revocable_key_are_not_checked(stored: Any) -> None:
-    async def hold() -> None:
-        key_watch = KeyWatch(stored, Stored(), always="admin")
-        with key_watch.of(EVERYBODY) as one, key_watch.of(Caller(key="admin")) as other:
-            assert one.ends == other.ends == ()
-            assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(hold())
+async def test_calls_without_a_revocable_key_are_not_checked(stored: Any) -> None:
+    before = asyncio.all_tasks()
+    key_watch = KeyWatch(stored, Stored(), always="admin")
+    with key_watch.of(EVERYBODY) as one, key_watch.of(Caller(key="admin")) as other:
+        assert one.ends == other.ends == ()
+        assert asyncio.all_tasks() == before
 
 
-def test_no_check_runs_without_held_calls(stored: Any) -> None:
-    async def hold() -> None:
-        key_watch = KeyWatch(stored, Stored())
-        with key_watch.of(Caller(key="one")):
-            (task,) = asyncio.all_tasks() - {asyncio.current_task()}
-        await task
-        assert stored.asked == []
-        with key_watch.of(Caller(key="two")):
-            while not stored.asked:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-        assert stored.asked[0] == {"two"}
-
-    asyncio.run(hold())
+async def test_no_check_runs_without_held_calls(stored: Any) -> None:
+    before = asyncio.all_tasks()
+    key_watch = KeyWatch(stored, Stored())
+    with key_watch.of(Caller(key="one")):
+        (task,) = asyncio.all_tasks() - before
+    await task
+    assert stored.asked == []
+    with key_watch.of(Caller(key="two")):
+        while not stored.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert stored.asked[0] == {"two"}
 
 
-def test_a_session_that_ended_elsewhere_ends_its_calls_and_no_others(stored: Any) -> None:
+async def test_a_session_that_ended_elsewhere_ends_its_calls_and_no_others(stored: Any) -> None:
     sessions = Stored()
 
-    async def hold() -> None:
-        key_watch = KeyWatch(stored, sessions, always="admin")  # type: ignore[arg-type]
-        with ExitStack() as held:
-            ended, other, plain = (
-                held.enter_context(key_watch.of(Caller(key=key, session=session)))
-                for key, session in (("admin", "s1"), ("one", "s2"), ("one", ""))
-            )
-            sessions.gone = {"s1"}
-            await asyncio.wait_for(asyncio.gather(*ended.ends), 60)
-            with pytest.raises(MidstreamError, match="logged out"):
-                ended.check()
-            other.check()
-            plain.check()
-            assert stored.asked[0] == {"one"}, "the key of the settings cannot be revoked"
-
-    asyncio.run(hold())
+    key_watch = KeyWatch(stored, sessions, always="admin")  # type: ignore[arg-type]
+    with ExitStack() as held:
+        ended, other, plain = (
+            held.enter_context(key_watch.of(Caller(key=key, session=session)))
+            for key, session in (("admin", "s1"), ("one", "s2"), ("one", ""))
+        )
+        sessions.gone = {"s1"}
+        await asyncio.wait_for(asyncio.gather(*ended.ends), 60)
+        with pytest.raises(MidstreamError, match="logged out"):
+            ended.check()
+        other.check()
+        plain.check()
+        assert stored.asked[0] == {"one"}, "the key of the settings cannot be revoked"
 
 
-def test_a_logout_ends_the_calls_of_its_session_immediately(stored: Any) -> None:
-    async def hold() -> None:
-        key_watch = KeyWatch(stored, Stored())  # type: ignore[arg-type]
-        with (
-            key_watch.of(Caller(key="one", session="s1")) as ended,
-            key_watch.of(Caller(key="one", session="s2")) as other,
-        ):
-            key_watch.end("s1")
-            assert [stay.lost is not None and stay.lost.done() for stay in (ended, other)] == [
-                True,
-                False,
-            ]
-            key_watch.end("no session")
-
-    asyncio.run(hold())
+async def test_a_logout_ends_the_calls_of_its_session_immediately(stored: Any) -> None:
+    key_watch = KeyWatch(stored, Stored())  # type: ignore[arg-type]
+    with (
+        key_watch.of(Caller(key="one", session="s1")) as ended,
+        key_watch.of(Caller(key="one", session="s2")) as other,
+    ):
+        key_watch.end("s1")
+        assert [stay.lost is not None and stay.lost.done() for stay in (ended, other)] == [
+            True,
+            False,
+        ]
+        key_watch.end("no session")

@@ -170,17 +170,14 @@ def counting() -> _Counting[Blocks]:
     return _Counting(BlockingTransport("http://127.0.0.1:1", {}), blocking=True)
 
 
-def test_a_call_written_as_a_coroutine_blocks_and_awaits() -> None:
+async def test_a_call_written_as_a_coroutine_blocks_and_awaits() -> None:
     client = counting()
     assert (client.twice(4), list(client.count(3))) == (8, [0, 2, 4])
     with pytest.raises(ValueError, match="negative"):
         client.twice(-1)
 
-    async def awaited() -> None:
-        calls: _Counting[Awaits] = _Counting(AwaitingTransport("http://127.0.0.1:1", {}))
-        assert (await calls.twice(4), [number async for number in calls.count(3)]) == (8, [0, 2, 4])
-
-    asyncio.run(awaited())
+    calls: _Counting[Awaits] = _Counting(AwaitingTransport("http://127.0.0.1:1", {}))
+    assert (await calls.twice(4), [number async for number in calls.count(3)]) == (8, [0, 2, 4])
 
 
 def test_an_iterator_that_is_left_early_closes_its_generator() -> None:

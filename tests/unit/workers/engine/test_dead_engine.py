@@ -32,20 +32,17 @@ def engine_on(core: Any) -> VllmEngine:
     return engine
 
 
-def test_a_call_that_a_dying_core_took_fails() -> None:
-    async def main() -> None:
-        core = Core()
-        call = asyncio.create_task(engine_on(core)._call("midstream_status", ()))
-        await asyncio.sleep(0.4)
-        assert not call.done(), "a slow call is waited for while the core lives"
-        core.errored = True
-        with pytest.raises(MidstreamError, match="the engine died") as raised:
-            await asyncio.wait_for(call, LONG_S)
-        assert raised.value.kind == "engine_failed"
-        await asyncio.sleep(0)
-        assert core.cancelled == 1
-
-    asyncio.run(main())
+async def test_a_call_that_a_dying_core_took_fails() -> None:
+    core = Core()
+    call = asyncio.create_task(engine_on(core)._call("midstream_status", ()))
+    await asyncio.sleep(0.4)
+    assert not call.done(), "a slow call is waited for while the core lives"
+    core.errored = True
+    with pytest.raises(MidstreamError, match="the engine died") as raised:
+        await asyncio.wait_for(call, LONG_S)
+    assert raised.value.kind == "engine_failed"
+    await asyncio.sleep(0)
+    assert core.cancelled == 1
 
 
 def test_an_answer_counts_even_if_the_core_has_died_since() -> None:

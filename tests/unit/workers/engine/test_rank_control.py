@@ -84,160 +84,141 @@ TAKEN_BACK: dict[str, tuple[str, Act]] = {
 
 
 @pytest.mark.parametrize("what", TAKEN_BACK)
-def test_a_change_refused_by_one_rank_is_rolled_back_on_all(tmp_path: Path, what: str) -> None:
+async def test_a_change_refused_by_one_rank_is_rolled_back_on_all(
+    tmp_path: Path, what: str
+) -> None:
     # field case 29
     fault, act = TAKEN_BACK[what]
 
-    async def story() -> None:
-        rig = Rig(tmp_path)
-        await rig.fill()
-        before = await rig.content()
-        rig.engine.faults.switch(f"{fault}:rank=1,times=1")
-        with pytest.raises(Refused, match=r"rank 1: .*injected fault") as refused:
-            await act(rig.engine)
-        assert [answer.ok for answer in refused.value.answers] == [True, False]
-        assert await rig.content() == before
-        assert await rig.engine.same_content()
-        assert not rig.quarantined
+    rig = Rig(tmp_path)
+    await rig.fill()
+    before = await rig.content()
+    rig.engine.faults.switch(f"{fault}:rank=1,times=1")
+    with pytest.raises(Refused, match=r"rank 1: .*injected fault") as refused:
         await act(rig.engine)
-        assert await rig.engine.same_content()
-
-    asyncio.run(story())
+    assert [answer.ok for answer in refused.value.answers] == [True, False]
+    assert await rig.content() == before
+    assert await rig.engine.same_content()
+    assert not rig.quarantined
+    await act(rig.engine)
+    assert await rig.engine.same_content()
 
 
 @pytest.mark.parametrize("what", TAKEN_BACK)
-def test_a_failed_rollback_quarantines_the_worker(tmp_path: Path, what: str) -> None:
+async def test_a_failed_rollback_quarantines_the_worker(tmp_path: Path, what: str) -> None:
     # field case 29
     fault, act = TAKEN_BACK[what]
 
-    async def story() -> None:
-        rig = Rig(tmp_path)
-        await rig.fill()
-        rig.engine.faults.switch(f"{fault}:rank=1;rollback:rank=0;drop:rank=0")
-        with pytest.raises(Quarantined, match=r"rank 1: .*; undoing .* rank 0: injected fault"):
-            await act(rig.engine)
-        assert len(rig.quarantined) == 1
-
-    asyncio.run(story())
+    rig = Rig(tmp_path)
+    await rig.fill()
+    rig.engine.faults.switch(f"{fault}:rank=1;rollback:rank=0;drop:rank=0")
+    with pytest.raises(Quarantined, match=r"rank 1: .*; undoing .* rank 0: injected fault"):
+        await act(rig.engine)
+    assert len(rig.quarantined) == 1
 
 
-def test_a_preparation_that_one_rank_refuses_says_which_and_changes_nothing(tmp_path: Path) -> None:
+async def test_a_preparation_that_one_rank_refuses_says_which_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
     # field case 29
-    async def story() -> None:
-        rig = Rig(tmp_path, fault="prepare:rank=1")
-        await rig.fill()
-        before = await rig.engine.steering_status()
-        answers = await rig.engine.prepare_global(steering(2, FIRST))
-        assert [(answer.rank, answer.ok, answer.message) for answer in answers] == [
-            (0, True, ""),
-            (1, False, "injected fault"),
-        ]
-        assert await rig.engine.steering_status() == before
-
-    asyncio.run(story())
+    rig = Rig(tmp_path, fault="prepare:rank=1")
+    await rig.fill()
+    before = await rig.engine.steering_status()
+    answers = await rig.engine.prepare_global(steering(2, FIRST))
+    assert [(answer.rank, answer.ok, answer.message) for answer in answers] == [
+        (0, True, ""),
+        (1, False, "injected fault"),
+    ]
+    assert await rig.engine.steering_status() == before
 
 
-def test_an_irreversible_failure_quarantines_the_worker(tmp_path: Path) -> None:  # field case 29
+async def test_an_irreversible_failure_quarantines_the_worker(
+    tmp_path: Path,
+) -> None:  # field case 29
     async def evicts(engine: FakeEngine) -> None:
         await engine.hold_vectors([THIRD], fetch)
         await engine.release_vectors([THIRD])
         engine._vectors._budget = 0
         await engine._vectors._evict(1, set())
 
-    async def story() -> None:
-        for fault, act in (("drop", evicts), ("restart", FakeEngine.restart_ledgers)):
-            rig = Rig(tmp_path, fault=f"{fault}:rank=1")
-            await rig.fill()
-            with pytest.raises(Quarantined, match="rank 1: injected fault"):
-                await act(rig.engine)
-            assert len(rig.quarantined) == 1
-
-    asyncio.run(story())
-
-
-def test_resynced_ranks_are_empty_and_agree(tmp_path: Path) -> None:
-    async def story() -> None:
-        rig = Rig(tmp_path)
+    for fault, act in (("drop", evicts), ("restart", FakeEngine.restart_ledgers)):
+        rig = Rig(tmp_path, fault=f"{fault}:rank=1")
         await rig.fill()
-        rig.engine.ranks.ranks[1].ledger.fold(0, "row_release", "x")
-        assert "stage 0 disagree" in disagreement(await rig.engine.steering_status())
-        await rig.engine.restart_ledgers()
-        ranks = await rig.engine.steering_status()
-        assert {
-            (rank.actions, rank.epoch, rank.vectors, rank.global_version, len(rank.modules))
-            for rank in ranks
-        } == {(0, 1, 0, 0, 0)}
-        assert not disagreement(ranks)
-        await rig.fill()  # the worker's own account began anew, too: everything is sent again
-        assert [rank.vectors for rank in await rig.engine.steering_status()] == [2, 2]
-        assert await rig.engine.same_content()
+        with pytest.raises(Quarantined, match="rank 1: injected fault"):
+            await act(rig.engine)
+        assert len(rig.quarantined) == 1
 
-    asyncio.run(story())
+
+async def test_resynced_ranks_are_empty_and_agree(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await rig.fill()
+    rig.engine.ranks.ranks[1].ledger.fold(0, "row_release", "x")
+    assert "stage 0 disagree" in disagreement(await rig.engine.steering_status())
+    await rig.engine.restart_ledgers()
+    ranks = await rig.engine.steering_status()
+    assert {
+        (rank.actions, rank.epoch, rank.vectors, rank.global_version, len(rank.modules))
+        for rank in ranks
+    } == {(0, 1, 0, 0, 0)}
+    assert not disagreement(ranks)
+    await rig.fill()  # the worker's own account began anew, too: everything is sent again
+    assert [rank.vectors for rank in await rig.engine.steering_status()] == [2, 2]
+    assert await rig.engine.same_content()
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_cancellation_at_any_point_leaves_ranks_consistent(tmp_path: Path, turns: int) -> None:
-    async def story() -> None:
-        rig = Rig(tmp_path)
-        sending = asyncio.create_task(rig.engine.hold_vectors([THIRD], fetch))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        sending.cancel()
-        await asyncio.wait([sending])
-        known = THIRD in rig.engine._vectors._sizes
-        assert [rank.vectors for rank in await rig.engine.steering_status()] == [int(known)] * 2
-        assert rig.engine._vectors._held.total() == (not sending.cancelled())
-
-    asyncio.run(story())
-
-
-def test_shielded_work_finishes_before_cancellation() -> None:
-    async def story() -> None:
-        done: list[int] = []
-
-        async def work() -> None:
-            await asyncio.sleep(0.01)
-            done.append(1)
-
-        task = asyncio.create_task(unbroken(work()))
+async def test_cancellation_at_any_point_leaves_ranks_consistent(
+    tmp_path: Path, turns: int
+) -> None:
+    rig = Rig(tmp_path)
+    sending = asyncio.create_task(rig.engine.hold_vectors([THIRD], fetch))
+    for _ in range(turns):
         await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert done == [1]
-
-    asyncio.run(story())
+    sending.cancel()
+    await asyncio.wait([sending])
+    known = THIRD in rig.engine._vectors._sizes
+    assert [rank.vectors for rank in await rig.engine.steering_status()] == [int(known)] * 2
+    assert rig.engine._vectors._held.total() == (not sending.cancelled())
 
 
-def test_a_dead_engine_is_not_a_refusal(tmp_path: Path) -> None:
-    async def story() -> None:
-        rig = Rig(tmp_path)
-        await rig.fill()
-        rig.engine._die("gone")
-        for undo in (None, Undo("midstream_rollback_global", (1,))):
-            with pytest.raises(MidstreamError, match="gone") as error:
-                await rig.engine._ranks.apply("x", "midstream_commit_global", {}, undo=undo)
-            assert error.value.kind == "engine_failed"
-        assert not rig.quarantined
+async def test_shielded_work_finishes_before_cancellation() -> None:
+    done: list[int] = []
 
-    asyncio.run(story())
+    async def work() -> None:
+        await asyncio.sleep(0.01)
+        done.append(1)
+
+    task = asyncio.create_task(unbroken(work()))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == [1]
 
 
-def test_global_steering_too_large_beside_the_former_is_refused_by_all_ranks(
+async def test_a_dead_engine_is_not_a_refusal(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await rig.fill()
+    rig.engine._die("gone")
+    for undo in (None, Undo("midstream_rollback_global", (1,))):
+        with pytest.raises(MidstreamError, match="gone") as error:
+            await rig.engine._ranks.apply("x", "midstream_commit_global", {}, undo=undo)
+        assert error.value.kind == "engine_failed"
+    assert not rig.quarantined
+
+
+async def test_global_steering_too_large_beside_the_former_is_refused_by_all_ranks(
     tmp_path: Path,
 ) -> None:
-    async def story() -> None:
-        rig = Rig(tmp_path, steering_entries=2)
-        await rig.engine.hold_vectors([FIRST, SECOND], fetch, pinned=True)
-        await rig.engine.commit_global(steering(1, FIRST))
-        wide = steering(2, SECOND, FIRST)
-        assert [answer.ok for answer in await rig.engine.prepare_global(wide)] == [False, False]
-        with pytest.raises(Refused, match="clear the current one first"):
-            await rig.engine.commit_global(wide)
-        await rig.engine.commit_global(steering(2))
-        await rig.engine.commit_global(msgspec.structs.replace(wide, version=3))
-        assert {rank.global_version for rank in await rig.engine.steering_status()} == {3}
-
-    asyncio.run(story())
+    rig = Rig(tmp_path, steering_entries=2)
+    await rig.engine.hold_vectors([FIRST, SECOND], fetch, pinned=True)
+    await rig.engine.commit_global(steering(1, FIRST))
+    wide = steering(2, SECOND, FIRST)
+    assert [answer.ok for answer in await rig.engine.prepare_global(wide)] == [False, False]
+    with pytest.raises(Refused, match="clear the current one first"):
+        await rig.engine.commit_global(wide)
+    await rig.engine.commit_global(steering(2))
+    await rig.engine.commit_global(msgspec.structs.replace(wide, version=3))
+    assert {rank.global_version for rank in await rig.engine.steering_status()} == {3}

@@ -52,81 +52,69 @@ def test_a_failure_on_any_rank_raises_with_rank_and_reason() -> None:
     check_apply_results("applying", [(True, ""), (True, "fine")], 2)
 
 
-def test_vectors_refused_by_one_rank_are_dropped_on_all_and_sent_again_next_time() -> None:
-    async def story() -> None:
-        ranks = Two()
-        vectors = ranks.vectors()
-        ranks.refuse["midstream_put_vectors"] = (False, "wrong width")
-        with pytest.raises(MidstreamError, match="rank 1: wrong width"):
-            await vectors.hold(NAMES[:2], fetch)
-        ranks.refuse.clear()
+async def test_vectors_refused_by_one_rank_are_dropped_on_all_and_sent_again_next_time() -> None:
+    ranks = Two()
+    vectors = ranks.vectors()
+    ranks.refuse["midstream_put_vectors"] = (False, "wrong width")
+    with pytest.raises(MidstreamError, match="rank 1: wrong width"):
         await vectors.hold(NAMES[:2], fetch)
-        wanted = sorted(NAMES[:2])
-        assert ranks.calls == [
-            ("midstream_put_vectors", wanted),
-            ("midstream_drop_vectors", wanted),
-            ("midstream_put_vectors", wanted),
-        ]
-
-    asyncio.run(story())  # field case 29
-
-
-def test_only_vectors_that_no_job_holds_are_evicted_beyond_the_budget() -> None:
-    async def story() -> None:
-        ranks = Two()
-        vectors = ranks.vectors(3 * 16)
-        await vectors.hold(NAMES[:2], fetch)
-        await vectors.hold(NAMES[2:3], fetch)
-        vectors.release(NAMES[2:3])
-        await vectors.hold(NAMES[3:5], fetch)
-        assert [call for call in ranks.calls if call[0] == "midstream_drop_vectors"] == [
-            ("midstream_drop_vectors", [NAMES[2]])
-        ]
-
-    asyncio.run(story())
+    ranks.refuse.clear()
+    await vectors.hold(NAMES[:2], fetch)
+    wanted = sorted(NAMES[:2])
+    assert ranks.calls == [
+        ("midstream_put_vectors", wanted),
+        ("midstream_drop_vectors", wanted),
+        ("midstream_put_vectors", wanted),
+    ]
 
 
-def test_rows_beyond_the_table_wait_in_order_and_shared_rows_do_not_count_twice() -> None:
-    async def story() -> None:
-        admission, order = RowAdmission(2, 9), []
-
-        async def use(label: str, *keys: str) -> None:
-            async with admission.admitted(rows(*keys)):
-                order.append(label)
-                await asyncio.sleep(0.01)
-
-        await asyncio.gather(
-            use("a", "x"), use("b", "x", "y"), use("c", "z", "w"), use("d", "x"), use("e")
-        )
-        assert order[:2] == ["a", "b"]
-        assert order.index("c") < order.index("d")  # first come, first served
-        assert (admission.used, admission.waiting) == (0, 0)
-
-    asyncio.run(story())  # field case 24
+async def test_only_vectors_that_no_job_holds_are_evicted_beyond_the_budget() -> None:
+    ranks = Two()
+    vectors = ranks.vectors(3 * 16)
+    await vectors.hold(NAMES[:2], fetch)
+    await vectors.hold(NAMES[2:3], fetch)
+    vectors.release(NAMES[2:3])
+    await vectors.hold(NAMES[3:5], fetch)
+    assert [call for call in ranks.calls if call[0] == "midstream_drop_vectors"] == [
+        ("midstream_drop_vectors", [NAMES[2]])
+    ]
 
 
-def test_a_cancelled_waiter_gives_up_its_place() -> None:
-    async def story() -> None:
-        admission = RowAdmission(1, 9)
+async def test_rows_beyond_the_table_wait_in_order_and_shared_rows_do_not_count_twice() -> None:
+    admission, order = RowAdmission(2, 9), []
 
-        async def use(key: str, hold: asyncio.Event) -> None:
-            async with admission.admitted(rows(key)):
-                await hold.wait()
+    async def use(label: str, *keys: str) -> None:
+        async with admission.admitted(rows(*keys)):
+            order.append(label)
+            await asyncio.sleep(0.01)
 
-        done = asyncio.Event()
-        first = asyncio.create_task(use("a", done))
-        second = asyncio.create_task(use("b", done))
-        third = asyncio.create_task(use("a", done))
-        await asyncio.sleep(0)
-        second.cancel()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert admission.waiting == 0
-        done.set()
-        await asyncio.gather(first, third)
-        assert admission.used == 0
+    await asyncio.gather(
+        use("a", "x"), use("b", "x", "y"), use("c", "z", "w"), use("d", "x"), use("e")
+    )
+    assert order[:2] == ["a", "b"]
+    assert order.index("c") < order.index("d")  # first come, first served
+    assert (admission.used, admission.waiting) == (0, 0)
 
-    asyncio.run(story())
+
+async def test_a_cancelled_waiter_gives_up_its_place() -> None:
+    admission = RowAdmission(1, 9)
+
+    async def use(key: str, hold: asyncio.Event) -> None:
+        async with admission.admitted(rows(key)):
+            await hold.wait()
+
+    done = asyncio.Event()
+    first = asyncio.create_task(use("a", done))
+    second = asyncio.create_task(use("b", done))
+    third = asyncio.create_task(use("a", done))
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert admission.waiting == 0
+    done.set()
+    await asyncio.gather(first, third)
+    assert admission.used == 0
 
 
 def rows(*keys: str, entries: int = 1) -> frozenset[RowDemand]:
@@ -138,209 +126,176 @@ async def use_once(gate: RowAdmission, wish: frozenset[RowDemand]) -> None:
         pass
 
 
-def test_a_request_that_alone_needs_too_many_rows_is_refused() -> None:
-    async def story() -> None:
-        admission = RowAdmission(2, 9)
-        async with admission.admitted(rows("x", "y")):
-            waiter = asyncio.create_task(use_once(admission, rows("z")))
-            await asyncio.sleep(0)
-            with pytest.raises(MidstreamError, match="needs 3 steering rows, but the engine has 2"):
-                async with admission.admitted(rows("a", "b", "c")):
-                    pass
-        await waiter  # those who wait are not hurt by it
-
-    asyncio.run(story())
-
-
-def test_configurations_that_do_not_fit_together_wait_and_oversized_are_refused() -> None:
-    async def story() -> None:
-        admission, order = RowAdmission(9, 10), []
-
-        async def use(label: str, entries: int) -> None:
-            async with admission.admitted(rows(label, entries=entries)):
-                order.append(label)
-                await asyncio.sleep(0.01)
-                order.append(f"{label} done")
-
-        await asyncio.gather(use("a", 6), use("b", 6))
-        assert order == ["a", "a done", "b", "b done"]
-        with pytest.raises(
-            MidstreamError, match="needs 11 steering entries, but the engine has 10"
-        ):
-            await use("c", 11)
-
-    asyncio.run(story())
-
-
-def test_captures_beyond_a_steps_buffers_wait_and_oversized_ones_are_refused() -> None:
-    async def story() -> None:
-        gate, order = StepRows(10), []
-
-        async def use(label: str, rows: int) -> None:
-            async with gate.admitted(rows):
-                order.append(label)
-                await asyncio.sleep(0.01)
-                order.append(f"{label} done")
-
-        await asyncio.gather(use("a", 6), use("b", 6))
-        assert order == ["a", "a done", "b", "b done"]
-        with pytest.raises(
-            MidstreamError, match="captures 11 rows for one token; one step has room for 10"
-        ):
-            await use("c", 11)
-        async with StepRows(0).admitted(10**9):
-            pass
-
-    asyncio.run(story())
-
-
-def test_captures_beyond_the_budget_wait_and_one_that_is_larger_alone_still_runs() -> None:
-    async def story() -> None:
-        budget, order = CaptureBudget(10), []
-
-        async def use(label: str, size: int) -> None:
-            async with budget.admitted(size):
-                order.append(label)
-                await asyncio.sleep(0.01)
-                order.append(f"{label} done")
-
-        await asyncio.gather(use("a", 6), use("b", 6), use("huge", 50), use("c", 1), use("none", 0))
-        assert order[:2] == ["a", "none"]
-        assert (
-            order.index("a done") < order.index("b") < order.index("b done") < order.index("huge")
-        )
-        assert order.index("huge done") < order.index("c")
-
-    asyncio.run(story())
-
-
-def test_while_the_writers_are_behind_no_capture_is_admitted() -> None:
-    async def story() -> None:
-        budget, order = CaptureBudget(100), list[str]()
-
-        async def use(label: str, size: int) -> None:
-            async with budget.admitted(size):
-                order.append(label)
-
-        budget.shut(True)
-        captures, plain = (
-            asyncio.ensure_future(use("captures", 10)),
-            asyncio.ensure_future(use("plain", 0)),
-        )
-        await plain
+async def test_a_request_that_alone_needs_too_many_rows_is_refused() -> None:
+    admission = RowAdmission(2, 9)
+    async with admission.admitted(rows("x", "y")):
+        waiter = asyncio.create_task(use_once(admission, rows("z")))
         await asyncio.sleep(0)
-        assert (order, budget.waiting) == (["plain"], 1)
-        budget.shut(False)
-        await captures
-        assert order == ["plain", "captures"]
-
-    asyncio.run(story())
+        with pytest.raises(MidstreamError, match="needs 3 steering rows, but the engine has 2"):
+            async with admission.admitted(rows("a", "b", "c")):
+                pass
+    await waiter  # those who wait are not hurt by it
 
 
-def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
-    async def story() -> None:
-        for gate, first, second in (
-            (RowAdmission(1, 9), rows("x"), rows("y")),
-            (CaptureBudget(1), 1, 1),
-        ):
+async def test_configurations_that_do_not_fit_together_wait_and_oversized_are_refused() -> None:
+    admission, order = RowAdmission(9, 10), []
 
-            async def use(gate, wish) -> None:
-                async with gate.admitted(wish):
-                    await asyncio.sleep(10)
-
-            tasks = [asyncio.create_task(use(gate, first)), asyncio.create_task(use(gate, second))]
+    async def use(label: str, entries: int) -> None:
+        async with admission.admitted(rows(label, entries=entries)):
+            order.append(label)
             await asyncio.sleep(0.01)
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert [type(result) for result in results] == [asyncio.CancelledError] * 2
-            async with asyncio.timeout(60):
-                async with gate.admitted(second):
-                    pass
+            order.append(f"{label} done")
 
-    asyncio.run(story())
+    await asyncio.gather(use("a", 6), use("b", 6))
+    assert order == ["a", "a done", "b", "b done"]
+    with pytest.raises(MidstreamError, match="needs 11 steering entries, but the engine has 10"):
+        await use("c", 11)
 
 
-def test_global_rows_wait_for_room_and_replace_the_former_when_written() -> None:
-    async def story() -> None:
-        admission = RowAdmission(3, 9)
-        async with admission.replacing_pinned(rows("a"), 60):
-            pass
-        request, done = asyncio.Event(), asyncio.Event()
+async def test_captures_beyond_a_steps_buffers_wait_and_oversized_ones_are_refused() -> None:
+    gate, order = StepRows(10), []
 
-        async def use() -> None:
-            async with admission.admitted(rows("x", "y")):
-                request.set()
-                await done.wait()
+    async def use(label: str, rows: int) -> None:
+        async with gate.admitted(rows):
+            order.append(label)
+            await asyncio.sleep(0.01)
+            order.append(f"{label} done")
 
-        using = asyncio.create_task(use())
-        await request.wait()
+    await asyncio.gather(use("a", 6), use("b", 6))
+    assert order == ["a", "a done", "b", "b done"]
+    with pytest.raises(
+        MidstreamError, match="captures 11 rows for one token; one step has room for 10"
+    ):
+        await use("c", 11)
+    async with StepRows(0).admitted(10**9):
+        pass
 
-        async def replace() -> None:
-            async with admission.replacing_pinned(rows("b"), 60):
-                assert admission.used == 2, "both, until the ranks have changed over"
 
-        replacing = asyncio.create_task(replace())
+async def test_captures_beyond_the_budget_wait_and_one_that_is_larger_alone_still_runs() -> None:
+    budget, order = CaptureBudget(10), []
+
+    async def use(label: str, size: int) -> None:
+        async with budget.admitted(size):
+            order.append(label)
+            await asyncio.sleep(0.01)
+            order.append(f"{label} done")
+
+    await asyncio.gather(use("a", 6), use("b", 6), use("huge", 50), use("c", 1), use("none", 0))
+    assert order[:2] == ["a", "none"]
+    assert order.index("a done") < order.index("b") < order.index("b done") < order.index("huge")
+    assert order.index("huge done") < order.index("c")
+
+
+async def test_while_the_writers_are_behind_no_capture_is_admitted() -> None:
+    budget, order = CaptureBudget(100), list[str]()
+
+    async def use(label: str, size: int) -> None:
+        async with budget.admitted(size):
+            order.append(label)
+
+    budget.shut(True)
+    captures, plain = (
+        asyncio.ensure_future(use("captures", 10)),
+        asyncio.ensure_future(use("plain", 0)),
+    )
+    await plain
+    await asyncio.sleep(0)
+    assert (order, budget.waiting) == (["plain"], 1)
+    budget.shut(False)
+    await captures
+    assert order == ["plain", "captures"]
+
+
+async def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
+    for gate, first, second in (
+        (RowAdmission(1, 9), rows("x"), rows("y")),
+        (CaptureBudget(1), 1, 1),
+    ):
+
+        async def use(gate, wish) -> None:
+            async with gate.admitted(wish):
+                await asyncio.sleep(10)
+
+        tasks = [asyncio.create_task(use(gate, first)), asyncio.create_task(use(gate, second))]
         await asyncio.sleep(0.01)
-        assert (admission.waiting, admission.used) == (1, 3)
-        done.set()
-        await asyncio.gather(using, replacing)
-        assert (admission.waiting, admission.used) == (0, 1)
-        admission.clear_pinned()
-        assert admission.used == 0
-
-    asyncio.run(story())  # field case 24
-
-
-def test_global_rows_that_time_out_or_fail_leave_the_former_rows() -> None:
-    async def story() -> None:
-        admission = RowAdmission(2, 9)
-        async with admission.replacing_pinned(rows("a"), 60):
-            pass
-        async with admission.admitted(rows("x")):
-            with pytest.raises(
-                MidstreamError, match="1 of the 2 steering rows did not become free"
-            ):
-                async with admission.replacing_pinned(rows("b"), 0.01):
-                    pass
-        with pytest.raises(ZeroDivisionError):
-            async with admission.replacing_pinned(rows("b"), 60):
-                _ = 1 / 0
-        assert admission._pinned == rows("a")
-        assert (admission.waiting, admission.used) == (0, 1)
-        with pytest.raises(MidstreamError, match="clear the current one first"):
-            async with admission.replacing_pinned(rows("b", "c"), 60):
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [asyncio.CancelledError] * 2
+        async with asyncio.timeout(60):
+            async with gate.admitted(second):
                 pass
 
-    asyncio.run(story())
+
+async def test_global_rows_wait_for_room_and_replace_the_former_when_written() -> None:
+    admission = RowAdmission(3, 9)
+    async with admission.replacing_pinned(rows("a"), 60):
+        pass
+    request, done = asyncio.Event(), asyncio.Event()
+
+    async def use() -> None:
+        async with admission.admitted(rows("x", "y")):
+            request.set()
+            await done.wait()
+
+    using = asyncio.create_task(use())
+    await request.wait()
+
+    async def replace() -> None:
+        async with admission.replacing_pinned(rows("b"), 60):
+            assert admission.used == 2, "both, until the ranks have changed over"
+
+    replacing = asyncio.create_task(replace())
+    await asyncio.sleep(0.01)
+    assert (admission.waiting, admission.used) == (1, 3)
+    done.set()
+    await asyncio.gather(using, replacing)
+    assert (admission.waiting, admission.used) == (0, 1)
+    admission.clear_pinned()
+    assert admission.used == 0
 
 
-def test_a_request_that_cannot_fit_beside_global_rows_is_refused() -> None:
-    async def story() -> None:
-        admission, done = RowAdmission(3, 9), asyncio.Event()
+async def test_global_rows_that_time_out_or_fail_leave_the_former_rows() -> None:
+    admission = RowAdmission(2, 9)
+    async with admission.replacing_pinned(rows("a"), 60):
+        pass
+    async with admission.admitted(rows("x")):
+        with pytest.raises(MidstreamError, match="1 of the 2 steering rows did not become free"):
+            async with admission.replacing_pinned(rows("b"), 0.01):
+                pass
+    with pytest.raises(ZeroDivisionError):
+        async with admission.replacing_pinned(rows("b"), 60):
+            _ = 1 / 0
+    assert admission._pinned == rows("a")
+    assert (admission.waiting, admission.used) == (0, 1)
+    with pytest.raises(MidstreamError, match="clear the current one first"):
+        async with admission.replacing_pinned(rows("b", "c"), 60):
+            pass
 
-        async def use(*keys: str) -> None:
-            async with admission.admitted(rows(*keys)):
-                await done.wait()
 
-        holder = asyncio.create_task(use("x"))
-        await asyncio.sleep(0)
-        waiting = asyncio.create_task(use("p", "q", "r"))
-        await asyncio.sleep(0)
-        behind = asyncio.create_task(use("x"))
-        await asyncio.sleep(0)
-        replacing = asyncio.create_task(_replace(admission, "a"))
-        await asyncio.sleep(0.01)
-        assert admission.waiting == 3, "first come, first served"
-        holder.cancel()
-        await asyncio.sleep(0.01)
-        done.set()
-        await asyncio.gather(waiting, behind, replacing)
-        with pytest.raises(CrowdedOut):
-            await use("p", "q", "r")
-        await use("a", "p", "q")
+async def test_a_request_that_cannot_fit_beside_global_rows_is_refused() -> None:
+    admission, done = RowAdmission(3, 9), asyncio.Event()
 
-    asyncio.run(story())
+    async def use(*keys: str) -> None:
+        async with admission.admitted(rows(*keys)):
+            await done.wait()
+
+    holder = asyncio.create_task(use("x"))
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(use("p", "q", "r"))
+    await asyncio.sleep(0)
+    behind = asyncio.create_task(use("x"))
+    await asyncio.sleep(0)
+    replacing = asyncio.create_task(_replace(admission, "a"))
+    await asyncio.sleep(0.01)
+    assert admission.waiting == 3, "first come, first served"
+    holder.cancel()
+    await asyncio.sleep(0.01)
+    done.set()
+    await asyncio.gather(waiting, behind, replacing)
+    with pytest.raises(CrowdedOut):
+        await use("p", "q", "r")
+    await use("a", "p", "q")
 
 
 async def _replace(admission: RowAdmission, key: str) -> None:
@@ -348,48 +303,42 @@ async def _replace(admission: RowAdmission, key: str) -> None:
         pass
 
 
-def test_waiters_displaced_by_global_rows_are_refused() -> None:
-    async def story() -> None:
-        admission, written = RowAdmission(2, 9), asyncio.Event()
+async def test_waiters_displaced_by_global_rows_are_refused() -> None:
+    admission, written = RowAdmission(2, 9), asyncio.Event()
 
-        async def change() -> None:
-            async with admission.replacing_pinned(rows("a"), 60):
-                await written.wait()
+    async def change() -> None:
+        async with admission.replacing_pinned(rows("a"), 60):
+            await written.wait()
 
-        async def use(*keys: str) -> None:
-            async with admission.admitted(rows(*keys)):
-                pass
+    async def use(*keys: str) -> None:
+        async with admission.admitted(rows(*keys)):
+            pass
 
-        changing = asyncio.create_task(change())
-        await asyncio.sleep(0)
-        crowded, fitting = asyncio.create_task(use("p", "q")), asyncio.create_task(use("p"))
-        await asyncio.sleep(0)
-        written.set()
-        await asyncio.gather(changing, fitting)
-        with pytest.raises(CrowdedOut):
-            await crowded
-        assert (admission.waiting, admission.used) == (0, 1)
-
-    asyncio.run(story())
+    changing = asyncio.create_task(change())
+    await asyncio.sleep(0)
+    crowded, fitting = asyncio.create_task(use("p", "q")), asyncio.create_task(use("p"))
+    await asyncio.sleep(0)
+    written.set()
+    await asyncio.gather(changing, fitting)
+    with pytest.raises(CrowdedOut):
+        await crowded
+    assert (admission.waiting, admission.used) == (0, 1)
 
 
-def test_sweep_cells_yield_rows_to_other_requests() -> None:
-    async def scenario() -> None:
-        limit = 3
-        slots = CellSlots(lambda: limit)
-        for _ in range(3):
-            await slots.acquire()
-        turns = [asyncio.ensure_future(slots.acquire()) for _ in range(3)]
-        limit = 1
-        for _ in range(2):
-            slots.release()
-            await asyncio.sleep(0)
-            assert [turn.done() for turn in turns] == [False] * 3
+async def test_sweep_cells_yield_rows_to_other_requests() -> None:
+    limit = 3
+    slots = CellSlots(lambda: limit)
+    for _ in range(3):
+        await slots.acquire()
+    turns = [asyncio.ensure_future(slots.acquire()) for _ in range(3)]
+    limit = 1
+    for _ in range(2):
         slots.release()
         await asyncio.sleep(0)
-        assert [turn.done() for turn in turns] == [True, False, False]
-        limit = 3
-        slots.release()
-        await asyncio.gather(*turns)
-
-    asyncio.run(scenario())
+        assert [turn.done() for turn in turns] == [False] * 3
+    slots.release()
+    await asyncio.sleep(0)
+    assert [turn.done() for turn in turns] == [True, False, False]
+    limit = 3
+    slots.release()
+    await asyncio.gather(*turns)

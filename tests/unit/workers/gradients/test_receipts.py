@@ -78,19 +78,16 @@ def test_checksum_covers_what_was_asked_and_no_time() -> None:
     assert checksum(ESTIMATE, other) != checksum(ESTIMATE)
 
 
-def test_idle_model_leaves_memory() -> None:
-    async def scenario() -> None:
-        engine = TransformersEngine(Settings(model="m", gradients_idle_s=1))
-        engine.gradients = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
-        points = small_model(INFO)
-        gone, loop = asyncio.Event(), asyncio.get_running_loop()
-        weakref.finalize(points.model, lambda: loop.call_soon_threadsafe(gone.set))
-        engine._loaded = Footprint(points)
-        del points
-        await engine.run(lambda points, check: None)
-        idle = asyncio.create_task(engine._unload_when_idle())
-        async with asyncio.timeout(60):
-            await gone.wait()
-        idle.cancel()
-
-    asyncio.run(scenario())
+async def test_idle_model_leaves_memory() -> None:
+    engine = TransformersEngine(Settings(model="m", gradients_idle_s=1))
+    engine.gradients = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
+    points = small_model(INFO)
+    gone, loop = asyncio.Event(), asyncio.get_running_loop()
+    weakref.finalize(points.model, lambda: loop.call_soon_threadsafe(gone.set))
+    engine._loaded = Footprint(points)
+    del points
+    await engine.run(lambda points, check: None)
+    idle = asyncio.create_task(engine._unload_when_idle())
+    async with asyncio.timeout(60):
+        await gone.wait()
+    idle.cancel()

@@ -31,18 +31,15 @@ class Uneven:
         return True
 
 
-def test_concurrent_prompt_events_are_published_once_each() -> None:
-    async def main() -> None:
-        ledger: Any = Uneven()
-        nothing: Any = None
-        job: Any = SimpleNamespace(id="job_a")
-        run = Attempt(job, 1, nothing, nothing, nothing)
-        await asyncio.gather(
-            *(
-                run.emit(ledger, Event(event="output", data={"index": index}, attempt=1))
-                for index in range(100)
-            )
+async def test_concurrent_prompt_events_are_published_once_each() -> None:
+    ledger: Any = Uneven()
+    nothing: Any = None
+    job: Any = SimpleNamespace(id="job_a")
+    run = Attempt(job, 1, nothing, nothing, nothing)
+    await asyncio.gather(
+        *(
+            run.emit(ledger, Event(event="output", data={"index": index}, attempt=1))
+            for index in range(100)
         )
-        assert sorted(ledger.kept) == list(range(100))
-
-    asyncio.run(main())
+    )
+    assert sorted(ledger.kept) == list(range(100))

@@ -17,37 +17,34 @@ from midstream.workers.runner.base import process
 from midstream.workers.runner.base.packed_spec import pack
 
 
-def test_ends_of_one_turn_are_one_message_and_a_cancelled_sender_still_sends() -> None:
+async def test_ends_of_one_turn_are_one_message_and_a_cancelled_sender_still_sends() -> None:
     sent: list[list[tuple[str, int]]] = []
 
-    async def main() -> None:
-        answered = asyncio.Event()
+    answered = asyncio.Event()
 
-        async def send(ends: list[tuple[str, int]]) -> None:
-            sent.append(ends)
-            await answered.wait()
+    async def send(ends: list[tuple[str, int]]) -> None:
+        sent.append(ends)
+        await answered.wait()
 
-        ends = Ends(send)
+    ends = Ends(send)
 
-        async def request(number: int) -> None:
-            await ends.notify(f"j{number}", number)
+    async def request(number: int) -> None:
+        await ends.notify(f"j{number}", number)
 
-        waiting = [asyncio.create_task(request(number)) for number in (7, 8, 9)]
-        await asyncio.sleep(0)
-        waiting[1].cancel()  # before anything was sent
-        ends.notify("cancelled", -1)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert sent == [[("j7", 7), ("j8", 8), ("j9", 9), ("cancelled", -1)]]
-        # the answer has not come: this one does not wait for it
-        later = asyncio.create_task(request(10))
-        await asyncio.sleep(0.01)
-        assert sent[1:] == [[("j10", 10)]]
-        assert [task.done() for task in (*waiting, later)] == [False, True, False, False]
-        answered.set()
-        await asyncio.gather(*waiting, later, return_exceptions=True)
-
-    asyncio.run(main())
+    waiting = [asyncio.create_task(request(number)) for number in (7, 8, 9)]
+    await asyncio.sleep(0)
+    waiting[1].cancel()  # before anything was sent
+    ends.notify("cancelled", -1)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sent == [[("j7", 7), ("j8", 8), ("j9", 9), ("cancelled", -1)]]
+    # the answer has not come: this one does not wait for it
+    later = asyncio.create_task(request(10))
+    await asyncio.sleep(0.01)
+    assert sent[1:] == [[("j10", 10)]]
+    assert [task.done() for task in (*waiting, later)] == [False, True, False, False]
+    answered.set()
+    await asyncio.gather(*waiting, later, return_exceptions=True)
 
 
 @pytest.fixture
