@@ -6,7 +6,8 @@
 # Variables read by this file:
 #   COMPOSE_ARGS=--keep  keeps what `make test-compose` created
 #   PYTEST_ARGS=…  passed to pytest, such as PYTEST_ARGS="-k sweeper -x"
-#   LONG=1         each stage of `make test` with its long tests, and all of the browser tests: what CI runs
+#   RESUME=1       `make test-all` and its stages: without the tests that have passed on this tree
+#   SHARE=N        `make test-long`: one in seven of its tests, those whose turn it is with N; CI counts commits
 #   REDIS="…"      for `make test-redis`: these servers, of those in tests/redis_servers.py
 #   GPU_PYTHON=…   a Python with vLLM for GPUs, for `make bench-gpu`; GPU_ARGS="--stages kernels,graphs" is passed to it
 SHELL := /bin/bash
@@ -18,7 +19,8 @@ PYTHON ?=
 TORCH_INDEX ?=
 TORCH_UNVERIFIED ?=
 PYTEST_ARGS ?=
-LONG ?=
+RESUME ?=
+SHARE ?=
 REDIS ?= redis-6.2 redis-7.0 redis-8.2 valkey-9.1
 GPU_PYTHON ?= python3
 GPU_ARGS ?=
@@ -31,6 +33,7 @@ PACKAGES := api broker client kernels schemas storage workers
 
 # The model is loaded from a folder: no requests to a hub, no telemetry.
 export PYTHON TORCH_INDEX TORCH_UNVERIFIED
+export RESUME
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
@@ -39,12 +42,13 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(abspath $(BIN)):$(PATH)
 
-PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
-# Files begin in the order of collection, the longest first (tests/conftest.py), so that no process is left with one at the end.
-SHARED = --dist loadfile --no-loadscope-reorder --numprocesses
-NOT_LONG := $(if $(LONG),,and not long)
+# A run that finds nothing to do has not failed: of a share, or of what a run before it left.
+PYTEST = run() { $(BIN)/pytest -ra $(if $(RESUME),--resume) $(PYTEST_ARGS) "$$@" || [ $$? = 5 ] || failed=1; }; failed=0; run
+DONE = exit $$failed
+# Tests that share an engine, a stack or a file run in one process, the longest first (tests/conftest.py), so that none is left with one at the end.
+SHARED = --dist loadgroup --no-loadscope-reorder --numprocesses
 
-.PHONY: help setup model demo up test lint files format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-redis test-triton test-torch test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu pin-images lock clean
+.PHONY: help setup model demo up test lint files format types test-unit test-system test-smoke test-web screenshots test-engine test-all test-long test-matrix test-redis test-triton test-torch test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu pin-images lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,9 +76,12 @@ demo: $(STACK) ## start the stack, capture, steer and patch a real model, stop
 up: $(STACK) ## run the whole stack until Ctrl-C
 	@$(BIN)/midstream up
 
-# Two lanes beside each other keep two cores busy; with LONG=1 there is one, because its engines need the memory.
-test: $(READY) model browser ## lint, unit and system tests, and beside them browser (a few) and engine tests; a line for each; a failure does not stop the others
-	@MAKE="$(MAKE)" tests/stages.sh lint test-unit test-system $(if $(LONG),test-web,-- test-smoke) test-engine
+# Two lanes beside each other keep two cores busy.
+test: $(READY) model browser ## the fast tests: lint, unit and system tests, and beside them browser and engine tests; a line for each; a failure does not stop the others
+	@MAY=720 MAKE="$(MAKE)" tests/stages.sh lint test-unit test-system -- test-smoke test-engine
+
+test-all: $(READY) model browser ## every test but those of packages and the fault gate, in stages, for the night before a release; hours (RESUME=1: what has not passed on this tree)
+	@MAKE="$(MAKE)" tests/stages.sh lint test-unit test-system test-smoke test-engine test-long test-matrix test-redis test-triton test-torch
 
 lint: $(READY) ## run ruff and mypy, compile the Lua scripts, look for secrets and for what a merge left
 	@echo "== lint"
@@ -102,11 +109,11 @@ format: $(READY) ## format the code with ruff
 
 test-unit: $(READY) ## unit tests: no engine, no server
 	@echo "== unit tests"
-	@$(PYTEST) $(SHARED) 2 -m "unit and not matrix $(NOT_LONG)" tests/unit
+	@$(PYTEST) $(SHARED) 2 --set fast tests/unit; $(DONE)
 
 test-system: $(READY) model ## system tests: real Redis, Celery, ZeroMQ and HTTP
 	@echo "== system tests"
-	@$(PYTEST) $(SHARED) 4 -m "system and not matrix $(NOT_LONG)" tests/system
+	@$(PYTEST) $(SHARED) 4 --set fast tests/system; $(DONE)
 
 # The tests of the page drive Debian's browser. As root it is installed; otherwise the tests fail and say how to install it.
 .PHONY: browser
@@ -115,62 +122,58 @@ browser:
 
 test-smoke: $(READY) browser ## a few browser tests of the page
 	@echo "== browser tests (smoke)"
-	@$(PYTEST) -m "smoke and not long" tests/web
+	@$(PYTEST) --set fast tests/web; $(DONE)
 
-test-web: $(READY) browser ## browser tests of the page: Chromium against a real stack
+test-web: $(READY) browser ## all browser tests of the page: Chromium against a real stack
 	@echo "== browser tests"
-	@$(PYTEST) $(SHARED) 2 -m "web $(NOT_LONG)" tests/web
+	@$(PYTEST) $(SHARED) 2 tests/web; $(DONE)
 
 screenshots: $(READY) browser ## pictures of the page for docs/page.md
 	@$(BIN)/python tests/web/screenshots.py
 
 # Engines run in parallel, one thread each, without core binding: vLLM would bind all to the same core. Engines of two ranks run alone.
-# Long tests often wait, so that three processes keep two cores busy.
+ONE_THREAD = export OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
+ALL_THREADS = unset OMP_NUM_THREADS VLLM_CPU_OMP_THREADS_BIND
+
 test-engine: $(READY) model ## engine tests: real vLLM on CPU
 	@echo "== engine tests"
-	@failed=0; \
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) $(if $(LONG),3,2) -m "not ranks and not matrix and not packages $(NOT_LONG)" tests/engine $(if $(LONG),tests/long) || failed=1; \
-	$(PYTEST) -m "ranks and not matrix $(NOT_LONG)" tests/engine || failed=1; \
-	exit $$failed
+	@$(ONE_THREAD); $(PYTEST) $(SHARED) 2 --set fast -m "not ranks" tests/engine; \
+	$(ALL_THREADS); run --set fast -m ranks tests/engine; $(DONE)
 
-test-long: $(READY) model ## long tests: every block of the docs, attacks on other requests' numbers (ATTACK_SECONDS=600: ten minutes per dtype), …
+test-long: $(READY) model browser ## long tests: the browser's, blocks of the docs, kills, attacks on other requests' numbers (ATTACK_SECONDS=600: ten minutes per dtype), machines (as root) …; an hour (SHARE=N: a seventh)
 	@echo "== long tests"
-	@failed=0; \
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) 2 -m "long and not ranks and not matrix and not packages" tests || failed=1; \
-	$(PYTEST) -m "long and ranks and not matrix" tests/engine || failed=1; \
-	exit $$failed
+	@$(ONE_THREAD); $(PYTEST) $(SHARED) 2 --set long $(SHARE:%=--share %) -m "not ranks and not machines" tests; \
+	run --set long $(SHARE:%=--share %) -s -m machines tests/machines; \
+	$(ALL_THREADS); run --set long $(SHARE:%=--share %) -m ranks tests/engine; $(DONE)
 
 # Tables whose every row is an engine of its own. After a change of vLLM, of a table, or of what its rows share.
-test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family, changed config and quantised format, attacks in each dtype, GPU benchmarks on a CPU, the smoke of vLLM versions, and test-redis; several hours
+test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family, changed config and quantised format, attacks in each dtype, GPU benchmarks on a CPU, the smoke of vLLM versions; several hours
 	@echo "== matrix tests"
-	@failed=0; \
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) 2 -m "matrix and not ranks" tests || failed=1; \
-	$(PYTEST) -m "matrix and ranks" tests/engine || failed=1; \
-	$(MAKE) test-redis || failed=1; \
-	exit $$failed
+	@$(ONE_THREAD); $(PYTEST) $(SHARED) 2 --set matrix -m "not ranks and not packages and not faults" tests; \
+	$(ALL_THREADS); run --set matrix -m "ranks and not packages" tests/engine; $(DONE)
 
 # `make test-system` runs with the server that is installed, which is the wheel's Valkey 8.1 where there is no other.
 test-redis: $(READY) model .cache/redis/.ready ## system tests over other versions of Redis and Valkey; 7 minutes each (REDIS="redis-8.2": only these)
 	@failed=0; \
 	for server in $(REDIS); do \
 	  echo "== system tests with $$server"; \
-	  REDIS_SERVER=$$server $(PYTEST) $(SHARED) 4 -m "system and not matrix $(NOT_LONG)" tests/system || failed=1; \
+	  REDIS_SERVER=$$server $(BIN)/pytest -ra $(PYTEST_ARGS) $(SHARED) 4 --set fast tests/system || failed=1; \
 	done; \
 	exit $$failed
 
 # Each extra in an environment of its own outside of the repository. TORCH_INDEX as for the setup.
 test-packages: $(READY) ## the wheel alone, complete and with each extra, on Python 3.11, 3.12 and 3.13; gigabytes of downloads, 70 minutes
 	@echo "== packages"
-	@$(PYTEST) -m packages tests
+	@$(PYTEST) -m packages tests; $(DONE)
 
 test-faults: $(READY) model ## fault gate: 10,000 jobs with a fixed seed and with a random one, and a real engine killed ten times
 	@echo "== fault gate"
-	@$(PYTEST) -s tests/faults
+	@$(PYTEST) -s tests/faults; $(DONE)
 
 test-machines: $(READY) model ## network namespaces as machines, killed, cut off and slow; failovers of Redis; needs root (MACHINES="-k outlive": some)
 	@test "$$(id -u)" = 0 || { echo "make test-machines needs root: it lays out network namespaces"; exit 2; }
 	@echo "== machines"
-	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) -s -m machines tests/machines $(MACHINES)
+	@$(ONE_THREAD); $(PYTEST) -s tests/machines $(MACHINES); $(DONE)
 
 test-compose: $(READY) ## containers: build, start, run the demo, kill each, stop (needs Docker; see docs/deployment.md)
 	@$(BIN)/python tests/compose/run.py $(COMPOSE_ARGS)

@@ -1,14 +1,13 @@
-"""In which order do tests run, which mark does each get, and with which examples?
-
-Cheap ones first; the folder is the mark.
-"""
+"""Chooses which tests run and in which order, and marks each with its folder and its set."""
 
 import os
+import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis_servers
+from durations import Durations, read, tree
 from hypothesis import HealthCheck, settings
 from midstream_fake_engine import install
 
@@ -98,6 +97,12 @@ IN_CI = (
     "test_speculative.py",
     "test_vision.py",
 )
+#: A test is in one of these: `make test`; `make test-long`, of which CI runs one share at a time;
+#: `make test-matrix` and other targets that are started by hand.
+SETS = ("fast", "long", "matrix")
+SHARES = 7
+#: The git tree that is tested, and the tests that need not run again.
+TREE, DONE = pytest.StashKey[str](), pytest.StashKey[frozenset[str]]()
 #: Folders in the order in which they run.
 STAGES = ("unit", "system", "web", "engine", "faults", "long", "machines")
 
@@ -156,7 +161,50 @@ def engines_of(item: pytest.Item) -> set[str]:
     return {*getattr(item, "fixturenames", ()), *(value for value in values if type(value) is str)}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("midstream")
+    group.addoption("--set", choices=SETS, help="only the tests of this set")
+    group.addoption(
+        "--share", type=int, help=f"of these only one in {SHARES}; which one follows the number"
+    )
+    group.addoption(
+        "--resume", action="store_true", help="without the tests that have passed on this tree"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    worker = getattr(config, "workerinput", None)
+    now = worker["tree"] if worker else tree()
+    done = worker["done"] if worker else []
+    if not worker and config.getoption("resume") and now:
+        passed = {"tree": now, "outcome": "passed"}
+        done = [name for name, test in read().items() if test.items() >= passed.items()]
+    config.stash[TREE], config.stash[DONE] = now, frozenset(done)
+    config.pluginmanager.register(Durations(now, bounded=config.getoption("set") == "fast"))
+
+
+def pytest_configure_node(node: Any) -> None:
+    """Have all test processes of a run choose alike."""
+    node.workerinput["tree"] = node.config.stash[TREE]
+    node.workerinput["done"] = list(node.config.stash[DONE])
+
+
+def set_of(item: pytest.Item) -> str:
+    """The set that `item` is in, by its folder and its marks."""
+    marks, stage = {mark.name for mark in item.iter_markers()}, stage_of(item.path)
+    if marks & {"matrix", "packages"} or stage == "faults":
+        return "matrix"
+    if (
+        "long" in marks
+        or stage in ("long", "machines")
+        or (stage == "web" and "smoke" not in marks)
+    ):
+        return "long"
+    return "fast"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         stage = stage_of(item.path)
         item.add_marker(stage)
@@ -164,6 +212,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             slow = engines_of(item) & SLOW_ENGINES.keys()
             if any(SLOW_ENGINES[engine] != item.path.name for engine in slow):
                 item.add_marker("long" if item.path.name in IN_CI else "matrix")
+        item.add_marker(set_of(item))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+    def chosen(item: pytest.Item) -> bool:
+        asked, share = config.getoption("set"), config.getoption("share")
+        return (
+            item.nodeid not in config.stash[DONE]
+            and (asked is None or set_of(item) == asked)
+            and (share is None or zlib.crc32(item.nodeid.encode()) % SHARES == share % SHARES)
+        )
 
     def turn(item: pytest.Item) -> tuple[int, int]:
         name = item.path.name
@@ -171,4 +230,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             (-1, LONGEST.index(name)) if name in LONGEST else (STAGES.index(stage_of(item.path)), 0)
         )
 
-    items.sort(key=turn)
+    config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])
+    items[:] = sorted(filter(chosen, items), key=turn)

@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
-# Runs the stages of `make test` and prints a line for each: what passed, and how long it took. `--`
-# among the arguments separates lanes: lanes run beside each other, the stages of a lane one after
-# the other. A failure does not stop the other stages; their output is in .cache/test.
+# Runs the stages of `make test` and `make test-all` and prints a line for each: what passed, and how
+# many seconds it took, of those that it may take on two quiet cores with AVX2 only. `--` among the
+# arguments separates lanes: lanes run beside each other, the stages of a lane one after the other. A
+# failure does not stop the other stages; their output is in .cache/test, with durations.json, which
+# `tests/durations.py` prints. MAY: seconds for all. With RESUME, what has passed on this tree does not run again.
 set -uo pipefail
 logs=.cache/test
 mkdir -p "$logs"
 rm -f "$logs"/*.log "$logs"/*.failed
+[ -n "${RESUME:-}" ] || rm -f "$logs"/*.passed "$logs"/durations.json
+tree=$(git rev-parse "$(git stash create 2>/dev/null | grep . || echo HEAD)^{tree}" 2>/dev/null)
+
+declare -A may=([lint]=45 [test-unit]=330 [test-system]=345 [test-smoke]=60 [test-engine]=660)
 
 # Sums the closing lines of all of a stage's pytest runs: "412 passed, 3 skipped".
 counts() {
@@ -18,9 +24,16 @@ lane() {
   trap 'exit 130' INT
   for stage in "$@"; do
     local began=$SECONDS result=passed
+    if [ -n "$tree" ] && [ "$(cat "$logs/$stage.passed" 2>/dev/null)" = "$tree" ]; then
+      echo "  $stage passed before"
+      continue
+    fi
     echo "  $stage …"
-    "${MAKE:-make}" "$stage" >"$logs/$stage.log" 2>&1 || { result=FAILED; touch "$logs/$stage.failed"; }
-    printf '  %-12s %-6s %5d s  %s\n' "$stage" "$result" $((SECONDS - began)) "$(counts "$logs/$stage.log")"
+    if "${MAKE:-make}" "$stage" >"$logs/$stage.log" 2>&1; then echo "$tree" >"$logs/$stage.passed"; else
+      result=FAILED; touch "$logs/$stage.failed"
+    fi
+    printf '  %-12s %-6s %5d s%s  %s\n' "$stage" "$result" $((SECONDS - began)) "${may[$stage]+ of ${may[$stage]}}" \
+      "$(counts "$logs/$stage.log")"
   done
 }
 
@@ -41,6 +54,7 @@ done
 until wait; do :; done
 [ -z "$interrupted" ] || exit 130
 
+if [ "$SECONDS" -gt "${MAY:-$SECONDS}" ]; then echo "== warning: $SECONDS s, more than the $MAY that all stages may take"; fi
 failed=()
 for word in "$@"; do [ -e "$logs/$word.failed" ] && failed+=("$word"); done
 if [ ${#failed[@]} = 0 ]; then
@@ -53,7 +67,7 @@ for stage in "${failed[@]}"; do
 done
 echo "== FAILED: ${failed[*]} (after $SECONDS s)"
 for stage in "${failed[@]}"; do
-  echo "  run the stage alone:  make $stage${LONG:+ LONG=$LONG}    (its output: $logs/$stage.log)"
+  echo "  run the stage alone:  make $stage    (its output: $logs/$stage.log)"
   [ "$stage" = test-engine ] && alone="OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind " || alone=""
   sed -nE 's/^(FAILED|ERROR) (tests\/.*)/\2/p' "$logs/$stage.log" | sed 's/ - .*//' | sort -u | head -10 |
     while read -r test; do echo "  run the test alone:   $alone.venv/bin/pytest '$test'"; done

@@ -1,0 +1,169 @@
+"""Records how long each test and fixture takes, and holds the fast tests to their bounds.
+
+`.cache/test/durations.json` has an entry for each test that ran: {"seconds": of the test and its
+own fixtures; "fixtures": {scope:place::name: seconds}, those that it set up; "outcome"; "tree": the
+git tree on which it ran}. `python tests/durations.py` prints the slowest.
+"""
+
+import fcntl
+import json
+import os
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILE = ROOT / ".cache" / "test" / "durations.json"
+#: A fast test that takes longer is marked `slow`, with the reason; a file of fast tests takes no
+#: longer at all. Both in seconds of a quiet machine: the time that passes, divided by the processes
+#: that run on each core.
+TEST_S, FILE_S = 5.0, 60.0
+SAVE_S, NOTED_S = 20.0, 0.01
+#: Fixtures that several tests share count as fixtures, not as part of the test that comes first.
+OWN = "function:"
+
+
+def read() -> dict[str, dict[str, Any]]:
+    return dict(json.loads(FILE.read_text())) if FILE.exists() else {}
+
+
+def tree() -> str:
+    """The git tree of the working copy, changes of tracked files included; empty outside of git."""
+
+    def git(*args: str) -> str:
+        ran = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
+        return ran.stdout.strip()
+
+    return git("rev-parse", f"{git('stash', 'create') or 'HEAD'}^{{tree}}")
+
+
+def load() -> float:
+    """Processes that run or wait for each core, averaged over the last minute."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+class Durations:
+    """A plugin of pytest: each test process measures its fixtures, the one that they report to
+    keeps the record.
+    """
+
+    def __init__(self, tree: str, bounded: bool):
+        self.tree, self.bounded = tree, bounded
+        self.fixtures: Counter[str] = Counter()  # of the present test
+        self.tests: dict[str, dict[str, Any]] = {}
+        self.quiet: Counter[str] = Counter()  # test → its seconds on a quiet machine
+        self.excused: set[str] = set()
+        self.saved = time.monotonic()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any]
+    ) -> Generator[None, object, object]:
+        began = time.monotonic()
+        try:
+            return (yield)
+        finally:
+            name = f"{fixturedef.scope}:{fixturedef.baseid}::{fixturedef.argname}"
+            self.fixtures[name] += time.monotonic() - began
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report: Any = yield
+        report.fixtures = {name: round(seconds, 3) for name, seconds in self.fixtures.items()}
+        report.load = load()
+        self.fixtures.clear()
+        return report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        name = report.nodeid.partition("@")[0]  # the group that it runs in follows
+        test = self.tests.setdefault(name, {"outcome": "passed"})
+        if report.when == "setup":
+            test |= {"seconds": 0.0, "fixtures": {}, "tree": self.tree}
+        if test["outcome"] == "passed":
+            test["outcome"] = report.outcome
+        test["fixtures"] |= {key: s for key, s in report.fixtures.items() if s >= NOTED_S}
+        shared = sum(s for key, s in report.fixtures.items() if not key.startswith(OWN))
+        if report.when != "teardown":  # which may end what many tests shared
+            seconds = max(0.0, report.duration - shared)
+            test["seconds"] = round(test["seconds"] + seconds, 3)
+            self.quiet[name] += seconds / report.load
+        if "slow" in report.keywords:
+            self.excused.add(name)
+        if time.monotonic() - self.saved > SAVE_S:
+            self.save()
+
+    def save(self) -> None:
+        """Add what ran to the file, which the stages beside this one write too."""
+        FILE.parent.mkdir(parents=True, exist_ok=True)
+        with FILE.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            draft = FILE.with_suffix(".draft")
+            draft.write_text(json.dumps(read() | self.tests, indent=0))
+            draft.replace(FILE)
+        self.saved = time.monotonic()
+
+    def over(self) -> list[str]:
+        """The bounds that were passed, in words."""
+        files: Counter[str] = Counter()
+        for name, seconds in self.quiet.items():
+            if name not in self.excused:
+                files[name.partition("::")[0]] += seconds
+        return [
+            *(
+                f"{name} took {seconds:.1f} s: make it faster, or say why with @pytest.mark.slow"
+                for name, seconds in self.quiet.items()
+                if seconds > TEST_S and name not in self.excused
+            ),
+            *(
+                f"{name} took {seconds:.0f} s of at most {FILE_S:.0f}"
+                for name, seconds in files.items()
+                if seconds > FILE_S
+            ),
+        ]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        yield
+        if hasattr(session.config, "workerinput"):
+            return
+        self.save()
+        if self.bounded and self.over() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        over = self.over() if self.bounded else []
+        if over:
+            terminalreporter.section("too slow")
+            for line in over:
+                terminalreporter.write_line(line)
+
+
+def show() -> None:
+    """Print the 40 slowest tests, the slowest files with all that ran for them, and fixtures."""
+    tests = read()
+    files: Counter[str] = Counter()
+    fixtures: Counter[str] = Counter()
+    for name, test in tests.items():
+        shared = {key: s for key, s in test["fixtures"].items() if not key.startswith(OWN)}
+        files[name.partition("::")[0]] += test["seconds"] + sum(shared.values())
+        fixtures.update(shared)
+    slowest = Counter({name: test["seconds"] for name, test in tests.items()})
+    print(f"== {len(tests)} tests, {sum(files.values()):.0f} s in all test processes")
+    for title, counted in (
+        ("slowest tests", slowest.most_common(40)),
+        ("sum by file", files.most_common()),
+        ("shared fixtures", fixtures.most_common(20)),
+    ):
+        print(f"== {title}, in seconds")
+        for name, seconds in counted:
+            if seconds >= 1:
+                print(f"  {seconds:7.1f}  {name}")
+
+
+if __name__ == "__main__":
+    show()
