@@ -13,7 +13,7 @@ import pytest
 from extension_kit import install_example, install_unruly
 from fidelity import nursery_for
 from host import Host
-from nursery import Nursery
+from nursery import PACKAGES, Nursery
 from reference import Reference
 from tiny import checkpoint
 from xdist.scheduler import LoadFileScheduling
@@ -140,15 +140,12 @@ def nursery(nurseries: Callable[[str], Nursery]) -> Nursery:
 EXTENSIONS = "row_geometry, unruly"
 
 
-def with_extensions(site: Path, env: Mapping[str, str] = os.environ) -> dict[str, str]:
+def with_extensions(site: Path, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment of an engine beside which packages with readers and ops are installed; `env`:
     what it has otherwise.
     """
     install_unruly(install_example(site))
-    return {
-        **env,
-        "PYTHONPATH": os.pathsep.join([str(site), *filter(None, [env.get("PYTHONPATH")])]),
-    }
+    return {**(env or {}), PACKAGES: str(site)}
 
 
 @pytest.fixture(scope="session")

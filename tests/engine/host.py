@@ -2,20 +2,21 @@
 files.
 """
 
+import atexit
 import contextlib
 import itertools
-import os
 import sqlite3
-import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from engine_process import Answer, Command
+from nursery import Nursery
 from reference import Edit
 
 from midstream.api.resolve.edits.steering import resolve_edits
@@ -82,11 +83,40 @@ def steer(
     )
 
 
+#: Variables that count when modules are imported; others reach the engine through its fork.
+AT_IMPORT = (
+    "PYTHONPATH",
+    "TRITON_INTERPRET",
+    "HIDDEN_CPU_FLAGS",
+    "ONEDNN_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+)
+
+
+@cache
+def nursery_with(env: tuple[tuple[str, str], ...]) -> Nursery:
+    folder = tempfile.TemporaryDirectory()
+    nursery = Nursery(Path(folder.name), dict(env))
+    atexit.register(folder.cleanup)
+    atexit.register(nursery.close)
+    return nursery
+
+
+def shared_nursery(env: Mapping[str, str]) -> Nursery:
+    """The one of this test process that has imported everything under `env`."""
+    return nursery_with(tuple((name, env[name]) for name in AT_IMPORT if name in env))
+
+
 class Host:
-    """One engine process."""
+    """One engine, in processes of its own; with `nursery` in a fork of it alone."""
 
     def __init__(
-        self, directory: Path, model: Path, env: dict[str, str] | None = None, **settings: Any
+        self,
+        directory: Path,
+        model: Path,
+        env: dict[str, str] | None = None,
+        nursery: Nursery | None = None,
+        **settings: Any,
     ):
         options: dict[str, Any] = {**DEFAULTS, **settings}
         self.settings = Settings(
@@ -98,17 +128,8 @@ class Host:
         )
         self.root = self.settings.capture_root
         self._log = open(directory / "engine.log", "wb")  # noqa: SIM115 - open as long as the process
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("engine_process.py"))],
-            env={
-                **os.environ,
-                "HF_HUB_OFFLINE": "1",
-                **to_environment(self.settings),
-                **(env or {}),
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
+        self._process = (nursery or shared_nursery(env or {})).fork(
+            {**to_environment(self.settings), **(env or {})}, Path(self._log.name), not nursery
         )
         self._vectors: dict[str, Tensor] = {}
         self.runs: dict[str, RunFiles] = {}  # that jobs may be patched with

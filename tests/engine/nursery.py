@@ -1,13 +1,11 @@
-"""How do many engines start in a short time?
-
-One process imports everything once and is forked for each of them.
+"""Starts engines in a short time: one process imports everything once and is forked for each.
 
     with Nursery(folder) as nursery:
         host = nursery.host(folder / "llama", checkpoint, dtype="bfloat16")
 
-A fork runs `engine_process.serve` as a process of its own does, with one difference: the engine
-core lives in it too, instead of in a third process that would import everything again. So nothing
-is left over from one engine to the next. One rank only: more ranks are processes that vLLM starts.
+A fork of a nursery runs `engine_process.serve`, with the engine core in the same process; nothing
+is left over from one engine to the next. With `processes`, vLLM starts processes of its own for the
+core and the ranks, as in a worker, but forks them too: spawned, each would import everything again.
 """
 
 import asyncio
@@ -16,6 +14,7 @@ import copy
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -24,21 +23,26 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
-from host import DEFAULTS, NO_RELAY, Host
 
 from midstream.schemas.base.records import from_json, to_json
-from midstream.schemas.base.settings import Settings, load_settings, to_environment
-from midstream.schemas.base.tensors import Tensor
+from midstream.schemas.base.settings import load_settings
 from midstream.workers.runner.base.process import die_with_parent
+
+if TYPE_CHECKING:
+    from host import Host
+
+#: Of the environment of a fork: folders of packages that it finds beside those of the nursery.
+PACKAGES = "TEST_PACKAGES"
 
 
 class Birth(msgspec.Struct):
     """What a fork is told: its environment, the pipes on which it is driven, its log."""
 
     environment: dict[str, str]
+    processes: bool
     commands: str
     answers: str
     log: str
@@ -53,12 +57,7 @@ class Nursery:
         self._log = open(directory / "nursery.log", "wb")  # noqa: SIM115 - open as long as the process
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__))],
-            env={
-                **os.environ,
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                **(env or {}),
-            },
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -81,24 +80,25 @@ class Nursery:
 
     def host(
         self, directory: Path, model: Path, env: dict[str, str] | None = None, **settings: Any
-    ) -> Host:
-        """An engine in a new fork; `directory` is made.
+    ) -> "Host":
+        """An engine whose core is in the fork; `directory` is made.
 
         Raises AssertionError with its log when it does not start.
         """
-        directory.mkdir(parents=True)
-        host = _ForkedHost(self, directory, model, env, **settings)
-        self._hosts.append(host)
-        return host
+        from host import Host
 
-    def fork(self, environment: dict[str, str], log: Path) -> "_Fork":
+        directory.mkdir(parents=True)
+        self._hosts.append(Host(directory, model, env, nursery=self, **settings))
+        return self._hosts[-1]
+
+    def fork(self, environment: dict[str, str], log: Path, processes: bool) -> "_Fork":
         names = [
             str(self._directory / f"{name}-{next(self._numbers)}")
             for name in ("commands", "answers")
         ]
         for name in names:
             os.mkfifo(name)
-        birth = Birth(environment, names[0], names[1], str(log))
+        birth = Birth(environment, processes, names[0], names[1], str(log))
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(to_json(birth) + b"\n")
@@ -127,37 +127,6 @@ class _Fork:
             self.stdout.read()
             self.stdin.close()
             self.stdout.close()
-
-
-class _ForkedHost(Host):
-    def __init__(
-        self,
-        nursery: Nursery,
-        directory: Path,
-        model: Path,
-        env: dict[str, str] | None,
-        **settings: Any,
-    ):
-        options: dict[str, Any] = {**DEFAULTS, **settings}
-        self.settings = Settings(
-            model=str(model),
-            data_dir=str(directory),
-            relay_url=NO_RELAY,
-            worker_id="test-worker",
-            **options,
-        )
-        self.root = self.settings.capture_root
-        self._log = open(directory / "engine.log", "wb")  # noqa: SIM115 - as in Host
-        self._process = nursery.fork(
-            {**to_environment(self.settings), **(env or {})}, Path(self._log.name)
-        )  # type: ignore[assignment]
-        self._vectors: dict[str, Tensor] = {}
-        self.runs, self.files = {}, {}
-        try:
-            self.info = self._answer().info
-        except BaseException:  # also of a test whose time is over
-            self.close()
-            raise
 
 
 # -- in the nursery and its forks
@@ -301,6 +270,12 @@ def compare_as_a_worker_does(config: Any) -> None:
     reference._attempt = within
 
 
+def fork_processes() -> None:
+    """Have vLLM fork its processes, which its CPU platform spawns."""
+    context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context("fork")  # type: ignore[assignment]
+
+
 def architectures_of(checkpoint: Path) -> list[str]:
     return list(json.loads((checkpoint / "config.json").read_text()).get("architectures") or [])
 
@@ -316,7 +291,6 @@ def main() -> None:
     from midstream.workers.runner.hooks.architectures import ARCHITECTURES, BACKEND_CLASS
 
     stand_in()
-    hosting.AsyncLLM = InprocLLM  # type: ignore[attr-defined, assignment, misc]
     know_models((*ARCHITECTURES, BACKEND_CLASS))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
     for line in iter(sys.stdin.readline, ""):
@@ -331,6 +305,12 @@ def main() -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.update(birth.environment)
+        sys.path[:0] = filter(None, os.environ.get(PACKAGES, "").split(os.pathsep))
+        if birth.processes:
+            fork_processes()
+        else:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            hosting.AsyncLLM = InprocLLM  # type: ignore[attr-defined, assignment, misc]
         sys.stdin = open(birth.commands)  # noqa: SIM115 - as long as the process
         channel = open(birth.answers, "wb", buffering=0)  # noqa: SIM115
         know_models(architectures_of(Path(load_settings().model)))
