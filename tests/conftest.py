@@ -97,9 +97,14 @@ IN_CI = (
     "test_speculative.py",
     "test_vision.py",
 )
-#: A test is in one of these: `make test`; `make test-long`, of which CI runs one share at a time;
-#: `make test-matrix` and other targets that are started by hand.
-SETS = ("fast", "long", "matrix")
+#: A test is in one of these → the folders whose tests of the set are run: by `make test`; by
+#: `make test-long`, of which CI runs one share at a time; by `make test-matrix` and other targets
+#: that are started by hand.
+SETS = {
+    "fast": ("unit", "system", "web", "engine"),
+    "long": ("unit", "system", "web", "engine", "long", "machines"),
+    "matrix": ("unit", "system", "web", "engine", "long", "faults"),
+}
 SHARES = 7
 #: The git tree that is tested, and the tests that need not run again.
 TREE, DONE = pytest.StashKey[str](), pytest.StashKey[frozenset[str]]()
@@ -163,7 +168,7 @@ def engines_of(item: pytest.Item) -> set[str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("midstream")
-    group.addoption("--set", choices=SETS, help="only the tests of this set")
+    group.addoption("--set", choices=list(SETS), help="only the tests of this set")
     group.addoption(
         "--share", type=int, help=f"of these only one in {SHARES}; which one follows the number"
     )
@@ -212,7 +217,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             slow = engines_of(item) & SLOW_ENGINES.keys()
             if any(SLOW_ENGINES[engine] != item.path.name for engine in slow):
                 item.add_marker("long" if item.path.name in IN_CI else "matrix")
-        item.add_marker(set_of(item))
+        chosen_set = set_of(item)
+        if stage not in SETS[chosen_set]:
+            raise pytest.UsageError(f"{item.nodeid}: no target runs {chosen_set} tests of {stage}")
+        item.add_marker(chosen_set)
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
