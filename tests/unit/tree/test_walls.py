@@ -147,6 +147,7 @@ TOP_LEVEL = {
     "SECURITY.md",
     *PACKAGES,
     "tests",
+    "tools",
     "benchmarks",
     "examples",
     "docs",
@@ -283,7 +284,7 @@ def test_a_heavy_package_is_imported_only_by_its_owners(package: str) -> None:
 def test_no_module_imports_pickle_or_its_kin() -> None:
     wrong = [
         f"{found.where} imports {found.module}"
-        for path in sources(*PACKAGES, "tests", "benchmarks", "examples")
+        for path in sources(*PACKAGES, "tests", "tools", "benchmarks", "examples")
         for found in imports_of(path)
         if found.module.split(".")[0] in CODE_CARRIERS or found.module.startswith("torch.load")
     ]
