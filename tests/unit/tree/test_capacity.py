@@ -1,4 +1,4 @@
-"""docs/capacity.md has what the simulator of `benchmarks/capacity.py` makes of the measured runs."""
+"""docs/capacity.md has what the simulator of `benchmarks/capacity.py` makes of the runs."""
 
 import json
 import re
