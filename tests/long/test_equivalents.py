@@ -20,7 +20,7 @@ from midstream.workers.demo_model import fetch_demo_model
 
 #: Run by hand: an environment of its own.
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
-SCRIPT = ROOT / "tests" / "nnsight_calls.py"
+SCRIPT = ROOT / "tools" / "peers" / "nnsight_calls.py"
 P, OTHER, LOOP = (
     "The Eiffel Tower is located in the city of",
     "The Colosseum is located in the city of",

@@ -82,7 +82,7 @@ def program(
 
 @pytest.fixture(scope="module")
 def found(python: Path, service: Stack, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What tests/inspect_calls.py reports."""
+    """What tools/peers/inspect_calls.py reports."""
     folder = tmp_path_factory.mktemp("calls")
     vector = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32) * 8
     with Client(service.url) as client:
@@ -91,7 +91,7 @@ def found(python: Path, service: Stack, tmp_path_factory: pytest.TempPathFactory
         python,
         service,
         folder,
-        str(ROOT / "tests" / "inspect_calls.py"),
+        str(ROOT / "tools" / "peers" / "inspect_calls.py"),
         service.url,
         str(folder / "logs"),
     )
