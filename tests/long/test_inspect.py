@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +16,19 @@ from stack import Stack
 from tree import ROOT
 
 from midstream.client import Client
-from midstream.workers.demo_model import fetch_demo_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
 HIDDEN = 576
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
-    """Inspect AI wants other versions than vLLM: its own environment, made once and kept."""
-    done = subprocess.run(
-        ["make", "inspect"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return ROOT / ".cache" / "inspect" / "bin" / "python"
+def python(library) -> Path:
+    return library("inspect")
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    options = {
-        "engine": "vllm",
-        "model": str(fetch_demo_model()),
-        "model_name": "demo",
-        "max_model_len": 512,
-        "kv_cache_gib": 0.25,
-    }
-    slow = {
-        "lease_s": 15.0,
-        "visibility_timeout_s": 30,
-        "tool_parser": TOOL_PARSER,
-        "certify": False,
-        "dtype": "float32",
-    }
-    with Stack(
-        tmp_path_factory.mktemp("inspect"), api=True, start_timeout_s=400, **options, **slow
-    ) as stack:
-        yield stack
+def service(serve) -> Stack:
+    return serve(tool_parser=TOOL_PARSER)
 
 
 def program(

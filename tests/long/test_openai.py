@@ -4,7 +4,6 @@ what only Midstream adds to them.
 
 import base64
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -28,25 +27,9 @@ COMPILE_S = 2.0
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    options = {
-        "engine": "vllm",
-        "model": str(fetch_demo_model()),
-        "model_name": "demo",
-        "kv_cache_gib": 0.5,
-    }
-    options |= {"tool_parser": TOOL_PARSER, "format_compile_s": COMPILE_S}
-    folder = tmp_path_factory.mktemp("service")
-    with Stack(
-        folder,
-        api=True,
-        start_timeout_s=400,
-        lease_s=60.0,
-        visibility_timeout_s=120,
-        **options,
-        **ENGINE,
-    ) as stack:
-        yield stack
+def service(serve) -> Stack:
+    own = {"kv_cache_gib": 0.5, "certify": True, "tool_parser": TOOL_PARSER}
+    return serve(format_compile_s=COMPILE_S, **(ENGINE | own))
 
 
 def ask(service: Stack, path: str, **body: Any) -> dict[str, Any]:
