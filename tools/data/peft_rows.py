@@ -4,7 +4,7 @@ Its rows of the tiny Llama, kept in `tests/data/peft_rows.npz`.
 
 PEFT is not needed to test Midstream. With it installed, this writes the file again:
 
-    PYTHONPATH=tests/fake_engine:tests/engine python tools/pages/peft_rows.py
+    PYTHONPATH=tests/fake_engine:tests/engine python tools/data/peft_rows.py
 """
 
 import sys
