@@ -237,7 +237,3 @@ def test_a_tutorial_runs_and_prints_what_it_shows(
         assert differs(printed(cell), printed(now)) == ""
         assert shown(cell) == shown(now)
     assert lines(peer_code(written)) > 10
-
-
-def test_there_are_five_tutorials() -> None:
-    assert len(TUTORIALS) == 5

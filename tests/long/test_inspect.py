@@ -163,27 +163,10 @@ def test_the_command_line_takes_arguments_of_the_model(
     texts = {}
     for argument in ("modules=shift", 'steering=[{"module": "shift", "scale": 0.5}]'):
         logs = tmp_path / str(len(texts))
-        chosen = [
-            "--model",
-            "midstream/demo",
-            "-M",
-            argument,
-            "-T",
-            f"tokens={tokens}",
-            "--limit",
-            "1",
-        ]
-        written = ["--log-dir", str(logs), "--log-format", "json", "--display", "none"]
-        program(
-            python.with_name("inspect"),
-            service,
-            tmp_path,
-            "eval",
-            "examples/inspect_steering.py",
-            *chosen,
-            *written,
-            cwd=ROOT,
-        )
+        said = f"--log-dir {logs} --log-format json --display none -T tokens={tokens} --limit 1"
+        model = ["--model", "midstream/demo", "-M", argument]
+        task = ["eval", "examples/inspect_steering.py", *model, *said.split()]
+        program(python.with_name("inspect"), service, tmp_path, *task, cwd=ROOT)
         (log,) = logs.glob("*.json")
         texts[argument] = json.loads(log.read_text())["samples"][0]["output"]["choices"][0][
             "message"

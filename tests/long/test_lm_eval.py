@@ -45,21 +45,12 @@ def evaluated(command: Path, url: str, folder: Path) -> list[dict[str, Any]]:
         f"model=demo,base_url={url},tokenizer={fetch_demo_model()},"
         "tokenizer_backend=huggingface,max_length=512"
     )
-    chosen = [
-        "--model",
-        "local-completions",
-        "--model_args",
-        model,
-        "--tasks",
-        "examples/lm_eval/outlook.yaml",
-        "--batch_size",
-        "8",
-    ]
+    task = "--tasks examples/lm_eval/outlook.yaml --batch_size 8 --log_samples"
+    chosen = ["--model", "local-completions", "--model_args", model, *task.split()]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
-    written = [*chosen, "--log_samples", "--output_path", str(folder / "results")]
     done = subprocess.run(
-        [str(command), *written],
+        [str(command), *chosen, "--output_path", str(folder / "results")],
         cwd=ROOT,
         env=environment,
         capture_output=True,

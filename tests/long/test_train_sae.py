@@ -30,28 +30,10 @@ def service(serve, tmp_path_factory: pytest.TempPathFactory) -> Stack:
 
 def test_the_example_trains_registers_and_shows_features(python: Path, service: Stack) -> None:
     out = Path(service.settings.sae_dir) / "small"
-    sizes = [
-        "--rounds",
-        "1",
-        "--tokens",
-        "12",
-        "--features",
-        "64",
-        "--active",
-        "8",
-        "--steps",
-        "400",
-    ]
+    sizes = "--rounds 1 --tokens 12 --features 64 --active 8 --steps 400"
+    example = [str(python), str(ROOT / "examples" / "train_sae.py"), "--name", "small"]
+    command = [*example, "--out", str(out), *sizes.split()]
     environment = {**os.environ, "MIDSTREAM_PUBLIC_URL": service.url}
-    command = [
-        str(python),
-        str(ROOT / "examples" / "train_sae.py"),
-        "--out",
-        str(out),
-        "--name",
-        "small",
-        *sizes,
-    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
