@@ -38,24 +38,14 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_a_block_is_left_out_for_a_known_reason_only(path: Path) -> None:
-    left_out = [block for block in blocks(path.read_text()) if block.reason]
-    assert [
-        (block.line, block.reason) for block in left_out if not block.reason.startswith(REASONS)
-    ] == []
-    assert all(block.language in (PYTHON, *SHELL) for block in left_out), (
-        "other blocks are never run"
-    )
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_commands_stand_in_blocks_that_are_run(path: Path) -> None:
+def test_commands_are_run_or_left_out_for_a_known_reason(path: Path) -> None:
     found = list(blocks(path.read_text()))
     assert {block.language for block in found} <= {PYTHON, *SHELL, *OTHERS}
-    assert [
-        block.line for block in found if block.language in OTHERS and COMMAND.search(block.body)
-    ] == []
     for block in found:
+        assert not block.reason or block.reason.startswith(REASONS), block
+        if block.language in OTHERS:
+            assert not block.reason, f"{block}: such a block is never run"
+            assert not COMMAND.search(block.body), block
         if block.language == "console":
             list(commands(block))  # raises when output comes first
 

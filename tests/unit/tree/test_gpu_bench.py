@@ -87,9 +87,8 @@ def printed(command: list[str]) -> str:
     return done.stdout
 
 
-def record(folder: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "out" / f"{name}.json").read_text())
-    return found
+def record(folder: Path, name: str) -> Any:
+    return json.loads((folder / "out" / f"{name}.json").read_text())
 
 
 def left() -> list[Path]:
