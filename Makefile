@@ -89,8 +89,8 @@ lint: $(READY) ## run ruff and mypy, compile the Lua scripts, look for secrets a
 	! git grep -nE '^(<{7}|>{7}|\|{7})( |$$)' || failed=1; \
 	$(BIN)/ruff check . || failed=1; \
 	$(BIN)/ruff format --check . || failed=1; \
-	$(BIN)/python tests/check_lua.py || failed=1; \
-	$(BIN)/python tests/check_secrets.py || failed=1; \
+	$(BIN)/python tools/check_lua.py || failed=1; \
+	$(BIN)/python tools/check_secrets.py || failed=1; \
 	$(MAKE) types || failed=1; \
 	exit $$failed
 
@@ -101,7 +101,7 @@ types: $(READY)
 	  -m midstream $(PACKAGES:%=-p midstream.%) -p midstream_fake_engine
 
 files: ## one line for each file of the product: what it is
-	@python3 tests/tree.py
+	@python3 tools/tree.py
 
 format: $(READY) ## format the code with ruff
 	@$(BIN)/ruff check --fix .
@@ -129,7 +129,7 @@ test-web: $(READY) browser ## all browser tests of the page: Chromium against a 
 	@$(PYTEST) $(SHARED) 2 tests/web; $(DONE)
 
 screenshots: $(READY) browser ## pictures of the page for docs/page.md
-	@$(BIN)/python tests/web/screenshots.py
+	@$(BIN)/python tools/pages/screenshots.py
 
 # Engines run in parallel, one thread each, without core binding: vLLM would bind all to the same core. Engines of two ranks run alone.
 ONE_THREAD = export OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
@@ -176,20 +176,22 @@ test-machines: $(READY) model ## network namespaces as machines, killed, cut off
 	@$(ONE_THREAD); $(PYTEST) -s tests/machines $(MACHINES); $(DONE)
 
 test-compose: $(READY) ## containers: build, start, run the demo, kill each, stop (needs Docker; see docs/deployment.md)
-	@$(BIN)/python tests/compose/run.py $(COMPOSE_ARGS)
+	@$(BIN)/python tools/compose/run.py $(COMPOSE_ARGS)
 
+# Tools that write pages use the engines and references of the tests.
+MEASURE := PYTHONPATH="$(CURDIR)/tests/fake_engine:$(CURDIR)/tests/engine:$(CURDIR)/tools/pages:$(CURDIR)/tools/walk" $(BIN)/python
 fidelity: $(READY) ## measure every architecture, hook, runner and mode; write docs/fidelity.md (NAMES=…: only these checkpoints)
-	@$(BIN)/python tests/engine/fidelity.py $(NAMES)
-	@$(BIN)/python tests/engine/fidelity_inside.py $(NAMES)
+	@$(MEASURE) tools/pages/fidelity.py $(NAMES)
+	@$(MEASURE) tools/pages/fidelity_inside.py $(NAMES)
 
 perturbed: $(READY) ## change fields of configs, one by one; write the table of docs/fidelity.md (NAMES=…: only these classes)
-	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python tests/engine/perturbed.py $(NAMES)
+	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(MEASURE) tools/pages/perturbed.py $(NAMES)
 
 quantised: $(READY) ## measure quantised checkpoints; write the table of docs/quantised.md (FORMATS="…": only this format)
-	@$(BIN)/python tests/engine/quantised_page.py $(if $(FORMATS),"$(FORMATS)")
+	@$(MEASURE) tools/pages/quantised_page.py $(if $(FORMATS),"$(FORMATS)")
 
 walk: $(READY) ## try a tiny checkpoint of every class that vLLM has; write docs/models.md (NAMES=…: only these classes; ARGS=--rest: what has no result)
-	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python tests/walk/walk.py $(ARGS) $(NAMES)
+	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(MEASURE) tools/walk/walk.py $(ARGS) $(NAMES)
 
 # Another environment needs vLLM, the packages of the extras worker and client, and those of the tests: docs/vllm-versions.md.
 smoke-vllm: $(READY) ## capture, steer, patch, two ranks and both runners with another vLLM (PYTHON=…: its interpreter)

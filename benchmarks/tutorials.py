@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tools" / "pages"))
 
 import nbclient  # noqa: E402
 import nbformat  # noqa: E402

@@ -103,12 +103,9 @@ def finished(
     )
 
 
-def store_at(root: ArtifactStore | Path) -> ArtifactStore:
-    return open_store(root) if isinstance(root, Path) else root
-
-
 def filesystem(root: ArtifactStore | Path, owner: str = "w.boot.0", **config: Any) -> Filesystem:
-    store = StoreConfig(store_at(root), owner, **config)
+    opened = open_store(root) if isinstance(root, Path) else root
+    store = StoreConfig(opened, owner, **config)
     return Filesystem(store, Usage(store.store, store.quota))
 
 

@@ -142,16 +142,13 @@ def interpreter(version: str) -> str:
     is none.
     """
     below = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
+    program = "import sys; print('%d.%d' % sys.version_info[:2])"
     for found in (shutil.which(f"python{version}"), *sorted(map(str, below), reverse=True)):
-        program = "import sys; print('%d.%d' % sys.version_info[:2])"
-        if found and program_output(found, program) == version:
-            return found
+        if found:
+            done = subprocess.run([found, "-c", program], capture_output=True, text=True)
+            if done.stdout.strip() == version:
+                return found
     return ""
-
-
-def program_output(python: str, program: str) -> str:
-    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def environment(folder: Path, python: str = sys.executable) -> Path:

@@ -2,16 +2,12 @@
 with all hooks found by the probe.
 """
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tiny
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "walk"))
-
 import configs
+import tiny
 
 #: Name → architecture.
 FAMILIES: Mapping[str, str] = {

@@ -41,6 +41,8 @@ SLOW = (
     "scheduling",
     "steering",
 )
+#: What pages register, which is deleted after each.
+REGISTERED = ("modules", "loras", "lenses", "saes", "policies", "probes")
 #: The id that `midstream up` gives its worker on a machine called `vm`.
 WORKER = "vm-SmolLM2-135M-Instruct"
 
@@ -97,17 +99,9 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(
             wrong = page.run()
         finally:
             client.global_steering.clear()
-            for module in client.modules.list():
-                client.modules.delete(module.name)
-            for lora in client.loras.list():
-                client.loras.delete(lora.name)
-            for lens in client.lenses.list():
-                client.lenses.delete(lens.name)
-            for sae in client.saes.list():
-                client.saes.delete(sae.name)
-            for policy in client.policies.list():
-                client.policies.delete(policy.name)
-            for probe in client.probes.list():
-                client.probes.delete(probe.name)
+            for registered in REGISTERED:
+                part = getattr(client, registered)
+                for each in part.list():
+                    part.delete(each.name)
     assert page.ran
     assert not wrong, "\n\n".join(wrong)

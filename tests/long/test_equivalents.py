@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from stack import Stack
 from tree import ROOT
 
 from midstream import PatchStudy
@@ -20,7 +19,7 @@ from midstream.workers.demo_model import fetch_demo_model
 
 #: Run by hand: an environment of its own.
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
-SCRIPT = ROOT / "tests" / "nnsight_calls.py"
+SCRIPT = ROOT / "tools" / "peers" / "nnsight_calls.py"
 P, OTHER, LOOP = (
     "The Eiffel Tower is located in the city of",
     "The Colosseum is located in the city of",
@@ -31,49 +30,31 @@ ROWS, NATS = 1e-4, 2e-3
 END = "<|im_end|>"
 
 
-def recorded(path: Path, script: str, *arguments: str) -> dict[str, np.ndarray]:
+def recorded(python: Path, path: Path, *script: str) -> dict[str, np.ndarray]:
     """What a script writes that runs in the environment of TransformerLens and nnsight."""
-    for command in (
-        ["make", ".cache/lens/.ready"],
-        [".cache/lens/bin/python", script, *arguments, str(path)],
-    ):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    command = [str(python), *script, str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     return load_file(path)
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """What nnsight gave."""
-    return recorded(
-        tmp_path_factory.mktemp("nnsight") / "rows.safetensors",
-        str(SCRIPT),
-        str(fetch_demo_model()),
-    )
+def python(library) -> Path:
+    return library("lens")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HookedModel]:
-    options = {
-        "engine": "vllm",
-        "model": str(fetch_demo_model()),
-        "model_name": "demo",
-        "dtype": "float32",
-        "hooks": "all,inside",
-    }
-    sizes = {
-        "max_model_len": 512,
-        "kv_cache_gib": 0.25,
-        "certify": False,
-        "lease_s": 15.0,
-        "visibility_timeout_s": 30,
-    }
-    with Stack(
-        tmp_path_factory.mktemp("stack"), api=True, start_timeout_s=400, **options, **sizes
-    ) as stack:
-        hooked = HookedModel(url=stack.url)
-        with hooked.client:
-            yield hooked
+def theirs(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """What nnsight gave."""
+    rows = tmp_path_factory.mktemp("nnsight") / "rows.safetensors"
+    return recorded(python, rows, str(SCRIPT), str(fetch_demo_model()))
+
+
+@pytest.fixture(scope="module")
+def model(serve) -> Iterator[HookedModel]:
+    hooked = HookedModel(url=serve(hooks="all,inside").url)
+    with hooked.client:
+        yield hooked
 
 
 def close(found: np.ndarray, wanted: np.ndarray) -> None:
@@ -88,8 +69,10 @@ def logprobs(logits: np.ndarray) -> np.ndarray:
     return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
 
 
-def test_every_activation_is_that_of_transformerlens(model: HookedModel, tmp_path: Path) -> None:
-    found = recorded(tmp_path / "lens.safetensors", "benchmarks/lens_facade.py")
+def test_every_activation_is_that_of_transformerlens(
+    model: HookedModel, python: Path, tmp_path: Path
+) -> None:
+    found = recorded(python, tmp_path / "lens.safetensors", "benchmarks/lens_facade.py")
     wanted = {name: array for name, array in found.items() if name.startswith("blocks.")}
     _, cache = model.run_with_cache(P)
     assert set(cache) == set(model.hook_names) == wanted.keys()

@@ -1,13 +1,10 @@
 """The GPU benchmarks run on a CPU with the smallest sizes, every stage of them, with the packages
-of a GPU machine and killed in every stage: so they cannot rot where there is no GPU.
+of a GPU machine: so they cannot rot where there is no GPU.
 """
 
 import json
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,50 +23,19 @@ WANTED = {
     "serving-30b-a3b": {},
     "pipeline": {},
 }
+#: Stage, figure, and its least value: so much was tried.
+MEASURED = (
+    ("kernels", "cases", 51),
+    ("kernels", "graph_replays", 11),
+    ("timeline", "site_launches", 1),
+    ("graphs", "rows", 101),
+    ("smoke", "rows", 101),
+)
 COMMAND = [
     sys.executable,
     str(ROOT / "benchmarks" / "gpu" / "all.py"),
     *("--device", "cpu", "--tiny", "--budget", "7200"),
 ]
-
-
-class Benchmark:
-    """The command, which can be killed as a limit on its time would kill it."""
-
-    def __init__(self, out: Path) -> None:
-        self.out = out
-        self._environment = environment() | {
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "BENCH_GPU_TEST": str(out),  # what its processes are recognised by
-        }
-
-    def start(self) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [*COMMAND, "--out", str(self.out)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=self._environment,
-        )
-
-    def status(self, stage: str) -> str:
-        path = self.out / f"{stage}.json"
-        return json.loads(path.read_text())["status"] if path.exists() else "missing"
-
-    def processes(self) -> list[int]:
-        mark = f"BENCH_GPU_TEST={self.out}".encode()
-        return [
-            int(folder.name)
-            for folder in Path("/proc").glob("[0-9]*")
-            if mark in _environment(folder).split(b"\0")
-        ]
-
-    def logs(self) -> str:
-        return "\n".join(
-            f"{path.name}:\n{path.read_text(errors='replace')[-2000:]}"
-            for path in (self.out / "logs").glob("*.log")
-        )
 
 
 def _environment(folder: Path) -> bytes:
@@ -79,44 +45,24 @@ def _environment(folder: Path) -> bytes:
         return b""
 
 
-def kill_in(bench: Benchmark, stage: str, *, late: bool) -> None:
-    """Kills the command while the stage starts; `late`: when it has left a part of its results."""
-    process = bench.start()
-    until = time.monotonic() + 1800
-
-    def wait(for_what: str, there: Callable[[], bool]) -> None:
-        while not there():
-            assert process.poll() is None, f"{stage}: ended before\n{bench.logs()}"
-            assert time.monotonic() < until, f"{stage}: {for_what} never came\n{bench.logs()}"
-            time.sleep(0.05)
-
-    try:
-        wait("the stage", lambda: bench.status(stage) == "running")
-        begun = time.monotonic()
-        result = bench.out / f"{stage}.result"
-        wait("its result", lambda: result.exists() if late else time.monotonic() > begun + 4)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    until = time.monotonic() + 30
-    while left := bench.processes():
-        assert time.monotonic() < until, f"{stage}: left {left}"
-        time.sleep(0.05)
-
-
-@pytest.mark.matrix  # twenty minutes of two cores
+@pytest.mark.matrix  # ten minutes of two cores
 @pytest.mark.timeout(5400)
-def test_every_stage_runs_on_a_cpu_after_it_was_killed(tmp_path: Path) -> None:
-    bench = Benchmark(tmp_path)
-    stages = [*WANTED, "sanitizer"]
-    for place, stage in enumerate(stages):
-        kill_in(bench, stage, late=place % 2 == 0 and stage != "sanitizer")
-        assert bench.status(stage) == "running", "it was killed in the middle"
-        assert [bench.status(each) for each in stages[:place]] == ["ok"] * place, bench.logs()
-    process = bench.start()
-    printed, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, printed + bench.logs()
-    assert printed.count("not run again") == len(stages) - 1, printed
+def test_every_stage_runs_on_a_cpu(tmp_path: Path) -> None:
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "BENCH_GPU_TEST": str(tmp_path),  # what its processes are recognised by
+    }
+    done = subprocess.run(
+        [*COMMAND, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment() | own,
+        check=False,
+    )
+    logs = [path.read_text(errors="replace")[-2000:] for path in tmp_path.glob("logs/*.log")]
+    assert done.returncode == 0, "\n".join([done.stdout, *logs])
     records = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert {name: record["status"] for name, record in records.items()} == dict.fromkeys(
         WANTED, "ok"
@@ -124,12 +70,11 @@ def test_every_stage_runs_on_a_cpu_after_it_was_killed(tmp_path: Path) -> None:
     for name, figures in WANTED.items():
         found = records[name]["figures"]
         assert {key: found[key]["value"] for key in figures} == figures, name
-    assert records["kernels"]["figures"]["cases"]["value"] > 50
-    assert records["kernels"]["figures"]["graph_replays"]["value"] > 10
-    assert records["timeline"]["figures"]["site_launches"]["value"] >= 1
-    assert records["graphs"]["figures"]["rows"]["value"] > 100
-    assert records["smoke"]["figures"]["rows"]["value"] > 100
-    assert bench.processes() == [], "no process is left"
+    for name, figure, least in MEASURED:
+        assert records[name]["figures"][figure]["value"] >= least, (name, figure)
+    mark = f"BENCH_GPU_TEST={tmp_path}".encode()
+    processes = Path("/proc").glob("[0-9]*")
+    assert [path for path in processes if mark in _environment(path).split(b"\0")] == []
     left = [path for path in Path("/dev/shm").glob("midstream-gpu-*") if path.is_dir()]
     assert left == [], "no file in memory is left"
     page = (tmp_path / "RESULTS.md").read_text()

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +16,19 @@ from stack import Stack
 from tree import ROOT
 
 from midstream.client import Client
-from midstream.workers.demo_model import fetch_demo_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
 HIDDEN = 576
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
-    """Inspect AI wants other versions than vLLM: its own environment, made once and kept."""
-    done = subprocess.run(
-        ["make", "inspect"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return ROOT / ".cache" / "inspect" / "bin" / "python"
+def python(library) -> Path:
+    return library("inspect")
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    options = {
-        "engine": "vllm",
-        "model": str(fetch_demo_model()),
-        "model_name": "demo",
-        "max_model_len": 512,
-        "kv_cache_gib": 0.25,
-    }
-    slow = {
-        "lease_s": 15.0,
-        "visibility_timeout_s": 30,
-        "tool_parser": TOOL_PARSER,
-        "certify": False,
-        "dtype": "float32",
-    }
-    with Stack(
-        tmp_path_factory.mktemp("inspect"), api=True, start_timeout_s=400, **options, **slow
-    ) as stack:
-        yield stack
+def service(serve) -> Stack:
+    return serve(tool_parser=TOOL_PARSER)
 
 
 def program(
@@ -82,7 +58,7 @@ def program(
 
 @pytest.fixture(scope="module")
 def found(python: Path, service: Stack, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What tests/inspect_calls.py reports."""
+    """What tools/peers/inspect_calls.py reports."""
     folder = tmp_path_factory.mktemp("calls")
     vector = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32) * 8
     with Client(service.url) as client:
@@ -91,7 +67,7 @@ def found(python: Path, service: Stack, tmp_path_factory: pytest.TempPathFactory
         python,
         service,
         folder,
-        str(ROOT / "tests" / "inspect_calls.py"),
+        str(ROOT / "tools" / "peers" / "inspect_calls.py"),
         service.url,
         str(folder / "logs"),
     )
@@ -187,27 +163,10 @@ def test_the_command_line_takes_arguments_of_the_model(
     texts = {}
     for argument in ("modules=shift", 'steering=[{"module": "shift", "scale": 0.5}]'):
         logs = tmp_path / str(len(texts))
-        chosen = [
-            "--model",
-            "midstream/demo",
-            "-M",
-            argument,
-            "-T",
-            f"tokens={tokens}",
-            "--limit",
-            "1",
-        ]
-        written = ["--log-dir", str(logs), "--log-format", "json", "--display", "none"]
-        program(
-            python.with_name("inspect"),
-            service,
-            tmp_path,
-            "eval",
-            "examples/inspect_steering.py",
-            *chosen,
-            *written,
-            cwd=ROOT,
-        )
+        said = f"--log-dir {logs} --log-format json --display none -T tokens={tokens} --limit 1"
+        model = ["--model", "midstream/demo", "-M", argument]
+        task = ["eval", "examples/inspect_steering.py", *model, *said.split()]
+        program(python.with_name("inspect"), service, tmp_path, *task, cwd=ROOT)
         (log,) = logs.glob("*.json")
         texts[argument] = json.loads(log.read_text())["samples"][0]["output"]["choices"][0][
             "message"

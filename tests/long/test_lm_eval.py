@@ -5,7 +5,6 @@ by `?module=` and not.
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +24,17 @@ ATOL = 1e-4
 
 
 @pytest.fixture(scope="module")
-def command() -> Path:
-    done = subprocess.run(
-        ["make", "lm-eval"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return ROOT / ".cache" / "lm-eval" / "bin" / "lm_eval"
+def command(library) -> Path:
+    return library("lm-eval").with_name("lm_eval")
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    options = {
-        "engine": "vllm",
-        "model": str(fetch_demo_model()),
-        "model_name": "demo",
-        "max_model_len": 512,
-        "kv_cache_gib": 0.25,
-    }
-    slow = {"lease_s": 15.0, "visibility_timeout_s": 30, "certify": False, "dtype": "float32"}
-    with Stack(
-        tmp_path_factory.mktemp("lm-eval"), api=True, start_timeout_s=400, **options, **slow
-    ) as stack:
-        vector = np.random.default_rng(0).standard_normal(576).astype(np.float32)
-        with Client(stack.url) as client:
-            client.modules.register("shift", [{"layers": 15, "vector": vector}])
-        yield stack
+def service(serve) -> Stack:
+    stack = serve()
+    vector = np.random.default_rng(0).standard_normal(576).astype(np.float32)
+    with Client(stack.url) as client:
+        client.modules.register("shift", [{"layers": 15, "vector": vector}])
+    return stack
 
 
 def evaluated(command: Path, url: str, folder: Path) -> list[dict[str, Any]]:
@@ -60,21 +45,12 @@ def evaluated(command: Path, url: str, folder: Path) -> list[dict[str, Any]]:
         f"model=demo,base_url={url},tokenizer={fetch_demo_model()},"
         "tokenizer_backend=huggingface,max_length=512"
     )
-    chosen = [
-        "--model",
-        "local-completions",
-        "--model_args",
-        model,
-        "--tasks",
-        "examples/lm_eval/outlook.yaml",
-        "--batch_size",
-        "8",
-    ]
+    task = "--tasks examples/lm_eval/outlook.yaml --batch_size 8 --log_samples"
+    chosen = ["--model", "local-completions", "--model_args", model, *task.split()]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
-    written = [*chosen, "--log_samples", "--output_path", str(folder / "results")]
     done = subprocess.run(
-        [str(command), *written],
+        [str(command), *chosen, "--output_path", str(folder / "results")],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -5,7 +5,6 @@ features that are served.
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,66 +13,27 @@ from stack import Stack
 from tree import ROOT
 
 from midstream.client import Client
-from midstream.workers.demo_model import fetch_demo_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
 LAYER = 15
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
-    """sae-lens wants other versions than vLLM: its own environment, made once and kept."""
-    done = subprocess.run(["make", "sae"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return ROOT / ".cache" / "sae" / "bin" / "python"
+def python(library) -> Path:
+    return library("sae")
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    directory = tmp_path_factory.mktemp("sae")
-    (directory / "saes").mkdir()
-    options = {
-        "engine": "vllm",
-        "model": str(fetch_demo_model()),
-        "model_name": "demo",
-        "max_model_len": 256,
-        "kv_cache_gib": 0.25,
-    }
-    slow = {
-        "lease_s": 15.0,
-        "visibility_timeout_s": 30,
-        "sae_dir": str(directory / "saes"),
-        "certify": False,
-        "dtype": "float32",
-    }
-    with Stack(directory, api=True, start_timeout_s=400, **options, **slow) as stack:
-        yield stack
+def service(serve, tmp_path_factory: pytest.TempPathFactory) -> Stack:
+    return serve(max_model_len=256, sae_dir=str(tmp_path_factory.mktemp("saes")))
 
 
 def test_the_example_trains_registers_and_shows_features(python: Path, service: Stack) -> None:
     out = Path(service.settings.sae_dir) / "small"
-    sizes = [
-        "--rounds",
-        "1",
-        "--tokens",
-        "12",
-        "--features",
-        "64",
-        "--active",
-        "8",
-        "--steps",
-        "400",
-    ]
+    sizes = "--rounds 1 --tokens 12 --features 64 --active 8 --steps 400"
+    example = [str(python), str(ROOT / "examples" / "train_sae.py"), "--name", "small"]
+    command = [*example, "--out", str(out), *sizes.split()]
     environment = {**os.environ, "MIDSTREAM_PUBLIC_URL": service.url}
-    command = [
-        str(python),
-        str(ROOT / "examples" / "train_sae.py"),
-        "--out",
-        str(out),
-        "--name",
-        "small",
-        *sizes,
-    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)

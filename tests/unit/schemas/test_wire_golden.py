@@ -29,7 +29,7 @@ from midstream.schemas.jobs.models import ModelInfo, WorkerInfo
 KEPT: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
 NAMES = sorted(encoders())
 HOW = (
-    "they have changed: if that is meant, run `python tests/unit/wire_samples.py`, "
+    "they have changed: if that is meant, run `python tools/data/wire_samples.py`, "
     "and see that older peers can live with it"
 )
 

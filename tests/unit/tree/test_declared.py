@@ -21,6 +21,7 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
     "kernels": ("cpu",),
     "workers": ("cpu",),
     "tests": ("cpu", "demo", "dev", "notebook", "otel", "plots"),
+    "tools": ("cpu", "demo", "dev", "probes"),
     "benchmarks": ("cpu", "demo", "dev", "plots", "probes"),
     "examples": ("client", "plots"),
 }
@@ -80,7 +81,7 @@ def declared(extras: tuple[str, ...]) -> set[str]:
 @pytest.mark.parametrize("folder", EXTRAS_OF)
 def test_every_import_is_a_declared_dependency(folder: str) -> None:
     distributions = packages_distributions()
-    own = {path.stem for path in sources("tests", "benchmarks")} | {
+    own = {path.stem for path in sources("tests", "tools", "benchmarks")} | {
         "midstream",
         "midstream_fake_engine",
         "tests",

@@ -19,6 +19,7 @@ from typing import Any
 import http_kit
 import pytest
 import yaml
+from tree import PACKAGES, ROOT
 
 from midstream import __version__
 from midstream.broker import flower, health
@@ -27,83 +28,52 @@ from midstream.broker.ops import install
 from midstream.client.stack.processes import wait_for
 from midstream.schemas.base.settings import Settings, SettingsError
 
-ROOT = Path(__file__).resolve().parents[3]
 
-
-def variables() -> dict[str, str]:
-    lines = (
-        line
-        for line in (ROOT / ".env.example").read_text().splitlines()
-        if line and not line.startswith("#")
-    )
-    return dict(line.split("=", 1) for line in lines)
-
-
-def test_images_are_tagged_with_the_packages_version() -> None:
-    assert (
-        variables()["IMAGE_TAG"]
-        == __version__
-        == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    )
+def test_compose_names_the_version_one_worker_and_loopback_alone() -> None:
+    example = (ROOT / ".env.example").read_text()
+    variables = dict(re.findall(r"^(\w+)=(.*)$", example, re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert variables["IMAGE_TAG"] == __version__ == project["version"]
     assert f"ARG VERSION={__version__}\n" in (ROOT / "Dockerfile").read_text()
-
-
-def test_a_plain_up_takes_the_cpu_worker_and_publishes_on_loopback_alone() -> None:
-    found = variables()
-    assert found["COMPOSE_PROFILES"] == "cpu"
-    assert {
-        value.partition(":")[0] for name, value in found.items() if name.startswith("PUBLISH_")
-    } == {"127.0.0.1"}
+    assert variables["COMPOSE_PROFILES"] == "cpu"
+    published = {value for name, value in variables.items() if name.startswith("PUBLISH_")}
+    assert {value.partition(":")[0] for value in published} == {"127.0.0.1"}
 
 
 def test_every_package_folder_gets_into_the_images() -> None:
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
-        "packages"
-    ]
-    folders = {package.split(".")[1] for package in packages if "." in package}
-    taken = {
-        line.removeprefix("!")
-        for line in (ROOT / ".dockerignore").read_text().splitlines()
-        if line.startswith("!")
-    }
-    assert folders <= taken
+    taken = re.findall(r"^!(\w+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert set(PACKAGES) <= set(taken)
 
 
 def test_secrets_are_made_once_closed_to_others_and_good_for_what_they_are(tmp_path: Path) -> None:
     folder = tmp_path / "secrets"
-    script = str(ROOT / "compose/secrets.sh")
-    subprocess.run([script, str(folder)], check=True, capture_output=True)
+    making = [str(ROOT / "compose/secrets.sh"), str(folder)]
+    subprocess.run(making, check=True, capture_output=True)
     made = {path.name: path.read_text() for path in folder.iterdir()}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    again = subprocess.run([script, str(folder)], check=True, capture_output=True, text=True)
-    assert again.stdout == ""
+    assert subprocess.run(making, check=True, capture_output=True).stdout == b""
     assert {path.name: path.read_text() for path in folder.iterdir()} == made
     made_keys = keys.of_settings(
         Settings(admin_key=made["admin_key"], observe_key=made["observe_key"])
     )
     assert [key.scopes for key in made_keys.values()] == [["admin"], ["observe"]]
-    assert (
-        flower.options(Settings(flower_auth=made["flower_auth"], flower_host="0.0.0.0"))[
-            "FLOWER_BASIC_AUTH"
-        ]
-        == made["flower_auth"]
-    )
+    options = flower.options(Settings(flower_auth=made["flower_auth"], flower_host="0.0.0.0"))
+    assert options["FLOWER_BASIC_AUTH"] == made["flower_auth"]
 
 
 def test_secrets_that_git_has_or_others_could_read_are_not_kept(tmp_path: Path) -> None:
     folder = tmp_path / "secrets"
-    command = [str(ROOT / "compose/secrets.sh"), str(folder)]
-    subprocess.run(command, check=True, capture_output=True)
+    making = [str(ROOT / "compose/secrets.sh"), str(folder)]
+    subprocess.run(making, check=True, capture_output=True)
     folder.chmod(0o755)  # as git creates a folder
-    refused = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert refused.returncode != 0
+    refused = subprocess.run(making, check=False, capture_output=True, text=True)
     assert "was open to every account of this machine (valid: mode 700)" in refused.stderr
     folder.chmod(0o700)
     for words in (["init", "-q"], ["add", "."]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    refused = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert refused.returncode != 0
+    refused = subprocess.run(making, check=False, capture_output=True, text=True)
     assert "is in git" in refused.stderr
+    assert refused.returncode != 0
 
 
 def test_the_first_call_copies_the_variables_of_compose_and_no_later_one(tmp_path: Path) -> None:
@@ -181,23 +151,17 @@ def test_a_password_of_flower_without_a_user_or_the_other_way_round_is_refused(p
         flower.options(Settings(flower_auth=pairs))
 
 
-def test_flower_remembers_and_changes_nothing() -> None:
+def test_flower_remembers_changes_nothing_and_keeps_a_bounded_number() -> None:
+    from flower.options import options
+
     found = flower.options(Settings(data_dir="/somewhere"))
+    names = {name.removeprefix("FLOWER_").lower() for name in found}
+    assert names <= set(options), "this Flower would ignore it"
     assert (found["FLOWER_PERSISTENT"], found["FLOWER_READ_ONLY"], found["FLOWER_DB"]) == (
         "true",
         "true",
         "/somewhere/flower.db",
     )
-
-
-def test_flower_keeps_a_bounded_number_of_tasks_and_workers() -> None:
-    from flower.options import options
-
-    found = flower.options(Settings())
-    for name in found:
-        assert name.removeprefix("FLOWER_").lower() in options, (
-            f"{name} is no option of this Flower, which would ignore it"
-        )
     for name in ("FLOWER_MAX_TASKS", "FLOWER_MAX_WORKERS"):
         assert 0 < int(found[name]) <= 5000
 
@@ -417,11 +381,10 @@ def test_the_check_of_a_worker_that_starts_waits_for_it(
 
 def test_workers_can_be_scaled_with_one_flag() -> None:
     """Compose gives each container of a service its own name, address and ports only where the file
-    does not fix them.
+    does not fix them. Each takes a free worker id: compose/worker.sh.
     """
     services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     for name in ("worker", "worker-gpu"):
-        service = services[name]
-        assert not {"container_name", "hostname", "ports", "mac_address"} & service.keys(), name
-        environment = service["environment"]
-        assert "MIDSTREAM_WORKER_ID" not in environment, "each takes a free name: compose/worker.sh"
+        fixed = {"container_name", "hostname", "ports", "mac_address"}
+        assert not fixed & services[name].keys(), name
+        assert "MIDSTREAM_WORKER_ID" not in services[name]["environment"]

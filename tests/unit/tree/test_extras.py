@@ -3,14 +3,12 @@ changes nothing.
 """
 
 import os
-import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-import wheel_kit
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -119,26 +117,6 @@ def test_extras_name_the_packages_that_pyproject_names() -> None:
         assert named <= brought(extra), extra
     for parts in extras.COMMANDS.values():
         assert set().union(*(brought(part) for part in parts)) <= brought("cpu")
-
-
-def test_the_packages_test_covers_every_extra() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    assert wheel_kit.EXTRAS.keys() == project.keys()
-
-
-def test_the_packages_test_imports_modules_that_exist() -> None:
-    """That test itself runs only before a release."""
-    programs = " ".join(extra.program for extra in wheel_kit.EXTRAS.values())
-    modules = set(re.findall(r"midstream(?:\.[a-z_]\w*)+", programs))
-    assert len(modules) > 15
-    places = {name: ROOT.joinpath(*name.split(".")[1:]) for name in modules}
-    assert [
-        name
-        for name, place in places.items()
-        if not (place.is_dir() or place.with_suffix(".py").is_file())
-    ] == []
 
 
 def test_a_folder_called_midstream_does_not_shadow_the_package(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from gpu_packages import environment
@@ -16,6 +15,8 @@ ROOMS = ("workers.engine", "workers.runner", "kernels", "storage", "schemas", "b
 BY_NAME = ("midstream.workers.runner.vllm.worker_class", "midstream.workers.runner.vllm.scheduler")
 #: Imported only for a setting, a platform or a model that the benchmarks do not have.
 OTHERWISE = ("obstore", "opentelemetry", "torch_npu")
+#: Modules that the stages share with the other benchmarks.
+SHARED = ("engines.py", "shares.py")
 #: Prints import statement → error, of the given files, of the modules by name, and then of the
 #: functions of all product modules that were imported.
 PROGRAM = """
@@ -65,9 +66,11 @@ print(json.dumps([faults, len(done)]))
 """
 
 
-def faults(files: list[Path], by_name: tuple[str, ...] = BY_NAME) -> tuple[dict[str, str], int]:
-    """Import statements that fail → why; how many statements and modules were tried."""
-    given = json.dumps([[str(file) for file in files], by_name, ROOMS, OTHERWISE, str(FOLDER)])
+# Half a minute of imports. The same packages carry `test_every_stage_runs_on_a_cpu`.
+@pytest.mark.long
+def test_what_the_stages_import_is_packed() -> None:
+    files = [*sorted(FOLDER.glob("*.py")), *(ROOT / "benchmarks" / name for name in SHARED)]
+    given = json.dumps([list(map(str, files)), BY_NAME, ROOMS, OTHERWISE, str(FOLDER)])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=given,
@@ -78,19 +81,6 @@ def faults(files: list[Path], by_name: tuple[str, ...] = BY_NAME) -> tuple[dict[
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: tuple[dict[str, str], int] = tuple(json.loads(done.stdout.splitlines()[-1]))
-    return found
-
-
-def test_what_the_stages_import_is_packed() -> None:
-    shared = [ROOT / "benchmarks" / "engines.py", ROOT / "benchmarks" / "shares.py"]
-    found, tried = faults([*sorted(FOLDER.glob("*.py")), *shared])
-    assert found == {}
+    faults, tried = json.loads(done.stdout.splitlines()[-1])
+    assert faults == {}
     assert tried > 400, "the product's modules are among them"
-
-
-@pytest.mark.parametrize("package", ["litestar", "celery"])
-def test_other_packages_are_hidden(tmp_path: Path, package: str) -> None:
-    (tmp_path / "other.py").write_text(f"import {package}")
-    found, _ = faults([tmp_path / "other.py"], ())
-    assert list(found) == [f": import {package}"]

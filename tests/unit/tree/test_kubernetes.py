@@ -2,37 +2,29 @@
 themselves and with the package.
 """
 
-import base64
 import json
 import os
 import re
 import shutil
 import subprocess
-import tomllib
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from tree import tracked
+from tree import ROOT, tracked
 
 from midstream.schemas.base.settings import PREFIX, SECRETS, Settings
+from midstream.schemas.base.version import __version__
 
-ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu", "gpu", "bucket", "keda")
 #: Its schemas check the manifests; the oldest of this list and the newest must both accept them.
 VERSIONS = ("1.27", "1.32")
-#: Components that an overlay may add, and what they bring.
-COMPONENTS = {
-    "namespace": {"Namespace"},
-    "ingress": {"Ingress"},
-    "monitors": {"ServiceMonitor", "PodMonitor"},
-    "gradients": set(),  # kinds that the base has too
-}
+#: Components that an overlay may add.
+COMPONENTS = ("namespace", "ingress", "monitors", "gradients")
 #: Kinds that others than Kubernetes define.
 FOREIGN = {"ScaledObject", "ServiceMonitor", "PodMonitor"}
 #: The oldest kubectl whose kustomize knows what the folders use.
@@ -42,6 +34,7 @@ WORKLOADS = {"Deployment", "StatefulSet"}
 CI = "KUBECTL_REQUIRED"
 
 Document = dict[str, Any]
+Documents = tuple[Document, ...]
 
 
 def kubectl() -> tuple[int, ...]:
@@ -53,9 +46,19 @@ def kubectl() -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"[0-9]+", told["clientVersion"]["gitVersion"])[:2]))
 
 
+def rendered(folder: Path) -> Documents:
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")  # nor warnings of deprecated fields
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a clone has, with the secrets that the script makes."""
+def overlays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Documents]:
+    """Every overlay, and `all`: the overlay `cpu` with all components. Made of what a clone has,
+    with the secrets that the script makes.
+    """
     if (there := kubectl()) < OLDEST:
         reason = (
             f"kubectl {'.'.join(map(str, OLDEST))} or newer is needed, and there is "
@@ -64,46 +67,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if os.environ.get(CI):
             pytest.fail(reason)
         pytest.skip(reason)
-    copy = tmp_path_factory.mktemp("clone")
+    clone = tmp_path_factory.mktemp("clone")
     for path in tracked():
         if path.parts[0] in ("deploy", "compose"):
-            (copy / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / path, copy / path)
+            (clone / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, clone / path)
+    folder = clone / "deploy" / "kubernetes"
     for overlay in OVERLAYS:
-        made = subprocess.run(
-            [copy / "deploy" / "kubernetes" / "secrets.sh", overlay],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        assert made.count("made ") == len(
-            list((copy / "deploy" / "kubernetes" / overlay / "secrets").iterdir())
-        ), "a clone brings secrets"
-    (copy / "deploy" / "kubernetes" / "bucket" / "secrets" / "artifact_secret_key").write_text(
-        "secret"
+        subprocess.run([folder / "secrets.sh", overlay], check=True, capture_output=True)
+    (folder / "bucket" / "secrets" / "artifact_secret_key").write_text("secret")
+    assert {path.name for path in (folder / "components").iterdir()} == set(COMPONENTS)
+    (folder / "all").mkdir()
+    (folder / "all" / "kustomization.yaml").write_text(
+        "namespace: midstream\nresources: [../cpu]\n"
+        f"components: [{', '.join(f'../components/{name}' for name in COMPONENTS)}]\n"
     )
-    return copy / "deploy" / "kubernetes"
+    return {name: rendered(folder / name) for name in (*OVERLAYS, "all")}
 
 
-@cache
-def rendered(folder: Path, overlay: str) -> tuple[Document, ...]:
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(folder / overlay)], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")  # nor warnings of deprecated fields
-    return tuple(yaml.safe_load_all(done.stdout))
+@pytest.fixture(params=(*OVERLAYS, "all"))
+def documents(request: pytest.FixtureRequest, overlays: dict[str, Documents]) -> Documents:
+    return overlays[request.param]
 
 
-@pytest.fixture(params=OVERLAYS)
-def documents(request: pytest.FixtureRequest, folder: Path) -> tuple[Document, ...]:
-    return rendered(folder, request.param)
-
-
-def of(documents: tuple[Document, ...], *kinds: str) -> dict[str, Document]:
+def of(documents: Documents, *kinds: str) -> dict[str, Document]:
     return {found["metadata"]["name"]: found for found in documents if found["kind"] in kinds}
 
 
-def containers(documents: tuple[Document, ...]) -> Iterator[tuple[str, Document, Document]]:
+def containers(documents: Documents) -> Iterator[tuple[str, Document, Document]]:
     """(workload, pod, container)."""
     for name, found in of(documents, *WORKLOADS).items():
         pod = found["spec"]["template"]["spec"]
@@ -111,32 +102,26 @@ def containers(documents: tuple[Document, ...]) -> Iterator[tuple[str, Document,
             yield name, pod, container
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_manifest_is_strictly_valid(documents: tuple[Document, ...], version: str) -> None:
+def variables(container: Document) -> dict[str, str]:
+    return {each["name"]: each.get("value", "") for each in container.get("env", [])}
+
+
+def test_every_manifest_is_strictly_valid(documents: Documents) -> None:
     assert len(documents) > 25
     for document in documents:
         if document["kind"] not in FOREIGN:
-            kubernetes_validate.validate(document, version, strict=True)
+            for version in VERSIONS:
+                kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_a_misspelt_field_is_found(documents: tuple[Document, ...]) -> None:
-    relay = of(documents, "Deployment")["relay"]
-    wrong = relay | {"spec": relay["spec"] | {"replica": 2}}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
-
-
-def test_everything_that_is_referred_to_exists(documents: tuple[Document, ...]) -> None:
+def test_every_volume_secret_and_map_that_a_pod_names_exists(documents: Documents) -> None:
     volumes, secrets, maps = (
-        of(documents, "PersistentVolumeClaim"),
-        of(documents, "Secret"),
-        of(documents, "ConfigMap"),
+        of(documents, kind) for kind in ("PersistentVolumeClaim", "Secret", "ConfigMap")
     )
     for name, pod, container in containers(documents):
         templates = of(documents, *WORKLOADS)[name]["spec"].get("volumeClaimTemplates", [])
-        known = {volume["name"] for volume in pod["volumes"]} | {
-            claim["metadata"]["name"] for claim in templates
-        }
+        known = {volume["name"] for volume in pod["volumes"]}
+        known |= {claim["metadata"]["name"] for claim in templates}
         assert {mount["name"] for mount in container["volumeMounts"]} == known, name
         for volume in pod["volumes"]:
             if "persistentVolumeClaim" in volume:
@@ -144,69 +129,45 @@ def test_everything_that_is_referred_to_exists(documents: tuple[Document, ...]) 
             if "secret" in volume:
                 assert volume["secret"]["secretName"] in secrets
             for source in volume.get("projected", {}).get("sources", []):
-                assert {item["key"] for item in source["secret"]["items"]} <= secrets[
-                    source["secret"]["name"]
-                ]["data"].keys(), name
+                held = secrets[source["secret"]["name"]]["data"]
+                assert {item["key"] for item in source["secret"]["items"]} <= held.keys(), name
         for source in container.get("envFrom", []):
             assert source["configMapRef"]["name"] in maps
+
+
+def test_services_and_scalers_lead_to_workloads_and_their_ports(documents: Documents) -> None:
+    workloads = of(documents, *WORKLOADS)
+    ports: dict[str, set[str]] = {}
+    for name, _, container in containers(documents):
+        ports.setdefault(name, set()).update(port["name"] for port in container.get("ports", []))
     for name, service in of(documents, "Service").items():
-        target = of(documents, *WORKLOADS)[name]
-        assert (
-            service["spec"]["selector"].items()
-            <= target["spec"]["template"]["metadata"]["labels"].items()
-        )
-        ports = {
-            port["name"]
-            for container in target["spec"]["template"]["spec"]["containers"]
-            for port in container["ports"]
-        }
-        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
-    for name, scaler in of(documents, "HorizontalPodAutoscaler").items():
-        assert name in of(documents, scaler["spec"]["scaleTargetRef"]["kind"])
+        labels = workloads[name]["spec"]["template"]["metadata"]["labels"]
+        assert service["spec"]["selector"].items() <= labels.items()
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports[name]
+    for scaler in of(documents, "HorizontalPodAutoscaler", "ScaledObject").values():
+        target = scaler["spec"]["scaleTargetRef"]
+        assert target["name"] in of(documents, target["kind"])
 
 
-def test_every_variable_is_a_setting(documents: tuple[Document, ...]) -> None:
+def test_every_variable_is_a_setting_and_secrets_are_in_files(documents: Documents) -> None:
     settings = {PREFIX + name.upper() for name in Settings.__struct_fields__}
+    open_ones = settings - {PREFIX + name.upper() for name in SECRETS}
     given = {name for found in of(documents, "ConfigMap").values() for name in found["data"]}
-    given |= {
-        variable["name"]
-        for _, _, container in containers(documents)
-        for variable in container.get("env", [])
-    }
-    ours = {name for name in given if name.startswith(PREFIX)}
+    given |= {name for _, _, container in containers(documents) for name in variables(container)}
     assert {
-        name for name in ours if name not in settings and name.removesuffix("_FILE") not in settings
+        name
+        for name in given
+        if name.startswith(PREFIX)
+        and name not in open_ones
+        and name.removesuffix("_FILE") not in settings - {name}
     } == set()
 
 
-def test_secrets_are_in_files_alone(documents: tuple[Document, ...]) -> None:
-    secret = {name.upper() for name in SECRETS}
-    for _, _, container in containers(documents):
-        assert (
-            not {variable["name"].removeprefix(PREFIX) for variable in container.get("env", [])}
-            & secret
-        )
-    for found in of(documents, "ConfigMap").values():
-        assert not {name.removeprefix(PREFIX) for name in found["data"]} & secret
-
-
-def test_every_overlay_has_secrets_of_its_own_which_the_script_made(folder: Path) -> None:
-    values = set()
-    for overlay in OVERLAYS:
-        [data] = [
-            found["data"]
-            for name, found in of(rendered(folder, overlay), "Secret").items()
-            if not name.startswith("midstream-bucket")
-        ]
-        for name, value in data.items():
-            assert base64.b64decode(value) == (folder / overlay / "secrets" / name).read_bytes()
-        values |= set(data.values())
-    assert len(values) == len(OVERLAYS) * len(data)
-
-
-def test_every_container_is_confined_and_probed(documents: tuple[Document, ...]) -> None:
+def test_every_container_is_confined_and_probed(documents: Documents) -> None:
     for name, pod, container in containers(documents):
         assert pod["automountServiceAccountToken"] is False
+        # else Kubernetes would set variables such as REDIS_PORT
+        assert pod["enableServiceLinks"] is False
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert container["securityContext"] == {
@@ -219,175 +180,116 @@ def test_every_container_is_confined_and_probed(documents: tuple[Document, ...])
         assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), name
 
 
-def test_every_pod_has_rules_of_the_network(documents: tuple[Document, ...]) -> None:
-    policies = of(documents, "NetworkPolicy")
-    everything = policies["nothing"]["spec"]
-    assert set(everything["policyTypes"]) == {"Ingress", "Egress"}
-    assert not everything.get("ingress")
-    assert not everything.get("egress")
-    component = "app.kubernetes.io/component"
-    named = {
-        found["spec"]["podSelector"].get("matchLabels", {}).get(component)
-        for found in policies.values()
-    } - {None}
-    assert named == of(documents, *WORKLOADS).keys()
-    for name, pod, container in containers(documents):
+def test_every_pod_has_rules_of_the_network(documents: Documents) -> None:
+    rules = {name: found["spec"] for name, found in of(documents, "NetworkPolicy").items()}
+    assert set(rules["nothing"]["policyTypes"]) == {"Ingress", "Egress"}
+    assert not rules["nothing"].get("ingress")
+    assert not rules["nothing"].get("egress")
+    for name, _, container in containers(documents):
+        chosen = rules[name]["podSelector"]["matchLabels"]
+        assert chosen["app.kubernetes.io/component"] == name
         allowed = {
-            port["port"]
-            for rule in policies[name]["spec"].get("ingress", [])
-            for port in rule["ports"]
+            port["port"] for rule in rules[name].get("ingress", []) for port in rule["ports"]
         }
         assert {port["containerPort"] for port in container.get("ports", [])} <= allowed, name
-        # else Kubernetes would set variables such as REDIS_PORT
-        assert pod["enableServiceLinks"] is False
 
 
-def test_a_drain_leaves_the_service_up(documents: tuple[Document, ...]) -> None:
+def test_a_drain_leaves_the_service_up(documents: Documents) -> None:
     budgets = of(documents, "PodDisruptionBudget")
-    assert budgets.keys() == of(documents, *WORKLOADS).keys() - {"flower"}
+    assert budgets.keys() == of(documents, *WORKLOADS).keys() - {"flower", "gradients"}
     for name in ("api", "callbacks"):
-        assert (
-            of(documents, "Deployment")[name]["spec"]["replicas"]
-            > budgets[name]["spec"]["minAvailable"]
-        )
+        replicas = of(documents, "Deployment")[name]["spec"]["replicas"]
+        assert replicas > budgets[name]["spec"]["minAvailable"]
 
 
-def test_workers_scale_by_a_metric_that_exists(folder: Path) -> None:
-    documents = rendered(folder, "gpu")
-    scaler = of(documents, "HorizontalPodAutoscaler")["worker"]["spec"]
-    [metric] = scaler["metrics"]
-    assert (
-        f"`{metric['external']['metric']['name']}`"
-        in (ROOT / "docs" / "observability.md").read_text()
-    )
-    [worker] = of(documents, "StatefulSet")["worker"]["spec"]["template"]["spec"]["containers"]
-    assert worker["resources"]["limits"]["nvidia.com/gpu"] == "1"
-
-
-def test_keda_scales_by_metrics_that_exist_in_place_of_the_autoscaler(folder: Path) -> None:
-    documents = rendered(folder, "keda")
-    assert not of(documents, "HorizontalPodAutoscaler")
-    scaler = of(documents, "ScaledObject")["worker"]["spec"]
-    assert scaler["scaleTargetRef"]["name"] in of(documents, scaler["scaleTargetRef"]["kind"])
-    [trigger] = scaler["triggers"]
+def test_workers_scale_by_metrics_that_exist(overlays: dict[str, Documents]) -> None:
     page = (ROOT / "docs" / "observability.md").read_text()
+    [metric] = of(overlays["gpu"], "HorizontalPodAutoscaler")["worker"]["spec"]["metrics"]
+    assert not of(overlays["keda"], "HorizontalPodAutoscaler")
+    [trigger] = of(overlays["keda"], "ScaledObject")["worker"]["spec"]["triggers"]
     names = set(re.findall(r"midstream_\w+", trigger["metadata"]["query"]))
     assert names == {"midstream_queue_depth", "midstream_running_jobs"}
-    assert all(f"`{name}`" in page for name in names)
+    for name in (*names, metric["external"]["metric"]["name"]):
+        assert f"`{name}`" in page
+    worker = of(overlays["gpu"], "StatefulSet")["worker"]["spec"]["template"]["spec"]
+    assert worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
 
-def test_with_a_bucket_no_volume_of_captures_is_shared_and_the_bucket_is_reached(
-    folder: Path,
+def test_with_a_bucket_no_volume_is_shared_and_its_users_have_the_key(
+    overlays: dict[str, Documents],
 ) -> None:
-    documents = rendered(folder, "bucket")
+    documents, users = overlays["bucket"], {"api", "callbacks", "worker"}
     assert "captures" not in of(documents, "PersistentVolumeClaim")
-    users = {"api", "callbacks", "worker"}
+    with_key = set()
     for name, pod, container in containers(documents):
-        [*captures] = [volume for volume in pod["volumes"] if volume["name"] == "captures"]
-        assert captures == ([{"name": "captures", "emptyDir": {}}] if name in users else [])
-        variables = {
-            variable["name"]: variable.get("value", "") for variable in container.get("env", [])
-        }
-        assert (f"{PREFIX}ARTIFACT_SECRET_KEY_FILE" in variables) == (name in users)
-        if name in users:
-            folder_of, _, key = variables[f"{PREFIX}ARTIFACT_SECRET_KEY_FILE"].rpartition("/")
-            [mount] = [
-                mount["name"]
-                for mount in container["volumeMounts"]
-                if mount["mountPath"] == folder_of
-            ]
-            [volume] = [volume for volume in pod["volumes"] if volume["name"] == mount]
-            assert key in of(documents, "Secret")[volume["secret"]["secretName"]]["data"]
+        shared = [volume for volume in pod["volumes"] if volume["name"] == "captures"]
+        assert shared == ([{"name": "captures", "emptyDir": {}}] if name in users else [])
+        if key := variables(container).get(f"{PREFIX}ARTIFACT_SECRET_KEY_FILE"):
+            with_key.add(name)
+            mounted = [mount["mountPath"] for mount in container["volumeMounts"]]
+            assert str(Path(key).parent) in mounted
+    held = [secret["data"] for secret in of(documents, "Secret").values()]
+    assert any("artifact_secret_key" in data for data in held)
+    assert with_key == users
     rule = of(documents, "NetworkPolicy")["bucket"]["spec"]
     assert set(rule["podSelector"]["matchExpressions"][0]["values"]) == users
     assert [port["port"] for port in rule["egress"][0]["ports"]] == [443]
-    [data] = [found["data"] for found in of(documents, "ConfigMap").values()]
+    [found] = of(documents, "ConfigMap").values()
     given = {
         name.removeprefix(PREFIX).lower(): value
-        for name, value in data.items()
+        for name, value in found["data"].items()
         if "ARTIFACT" in name
     }
     assert Settings(**given, artifact_secret_key="x").artifacts.startswith("s3://")
 
 
-@pytest.fixture(scope="module")
-def extended(folder: Path) -> tuple[Document, ...]:
-    """The overlay `cpu` with all components."""
-    (folder / "all").mkdir(exist_ok=True)
-    (folder / "all" / "kustomization.yaml").write_text(
-        "namespace: midstream\nresources: [../cpu]\n"
-        f"components: [{', '.join(f'../components/{name}' for name in COMPONENTS)}]\n"
-    )
-    return rendered(folder, "all")
-
-
-def test_components_add_what_they_are_named_for(
-    folder: Path, extended: tuple[Document, ...]
-) -> None:
-    assert {path.name for path in (folder / "components").iterdir()} == COMPONENTS.keys()
-    kinds = {found["kind"] for found in extended}
-    assert kinds - {found["kind"] for found in rendered(folder, "cpu")} == set().union(
-        *COMPONENTS.values()
-    )
-    for document in extended:
-        if document["kind"] not in FOREIGN:
-            kubernetes_validate.validate(document, VERSIONS[-1], strict=True)
-
-
 def test_the_ingress_leads_to_the_api_by_a_host_that_it_allows(
-    extended: tuple[Document, ...],
+    overlays: dict[str, Documents],
 ) -> None:
-    [rule] = of(extended, "Ingress")["api"]["spec"]["rules"]
-    [data] = [found["data"] for found in of(extended, "ConfigMap").values()]
-    assert rule["host"] in data[f"{PREFIX}ALLOWED_HOSTS"].split(",")
-    assert data[f"{PREFIX}PUBLIC_URL"] == f"https://{rule['host']}"
+    documents = overlays["all"]
+    [rule] = of(documents, "Ingress")["api"]["spec"]["rules"]
+    [found] = of(documents, "ConfigMap").values()
+    assert rule["host"] in found["data"][f"{PREFIX}ALLOWED_HOSTS"].split(",")
+    assert found["data"][f"{PREFIX}PUBLIC_URL"] == f"https://{rule['host']}"
     service = rule["http"]["paths"][0]["backend"]["service"]
-    ports = of(extended, "Service")[service["name"]]["spec"]["ports"]
+    ports = of(documents, "Service")[service["name"]]["spec"]["ports"]
     assert service["port"]["name"] in [port["name"] for port in ports]
 
 
-def test_monitors_cover_every_process_with_the_observe_key(
-    extended: tuple[Document, ...],
-) -> None:
-    services = of(extended, "ServiceMonitor")["services"]["spec"]
-    pods = of(extended, "PodMonitor")["processes"]["spec"]
-    chosen = [set(found["selector"]["matchExpressions"][0]["values"]) for found in (services, pods)]
-    assert set().union(*chosen) == of(extended, *WORKLOADS).keys() - {"redis"}
-    [endpoint], [pod_endpoint] = services["endpoints"], pods["podMetricsEndpoints"]
-    secret = endpoint["authorization"]["credentials"]
+def test_monitors_cover_every_process_with_the_observe_key(overlays: dict[str, Documents]) -> None:
+    documents = overlays["all"]
+    services = of(documents, "ServiceMonitor")["services"]["spec"]
+    pods = of(documents, "PodMonitor")["processes"]["spec"]
+    chosen = [set(each["selector"]["matchExpressions"][0]["values"]) for each in (services, pods)]
+    assert set().union(*chosen) == of(documents, *WORKLOADS).keys() - {"redis"}
+    secret = services["endpoints"][0]["authorization"]["credentials"]
     assert secret["key"] == "observe_key"
-    assert secret["key"] in of(extended, "Secret")[secret["name"]]["data"]
+    assert secret["key"] in of(documents, "Secret")[secret["name"]]["data"]
     for name in chosen[0]:
-        ports = of(extended, "Service")[name]["spec"]["ports"]
-        assert endpoint["port"] in [port["name"] for port in ports]
-    for name, _, container in containers(extended):
+        ports = of(documents, "Service")[name]["spec"]["ports"]
+        assert services["endpoints"][0]["port"] in [port["name"] for port in ports]
+    for name, _, container in containers(documents):
         if name in chosen[1]:
-            assert pod_endpoint["port"] in [port["name"] for port in container["ports"]]
+            names = [port["name"] for port in container["ports"]]
+            assert pods["podMetricsEndpoints"][0]["port"] in names
 
 
-def test_prometheus_finds_every_process_that_needs_no_key(documents: tuple[Document, ...]) -> None:
-    for name, found in of(documents, *WORKLOADS).items():
-        told = found["spec"]["template"]["metadata"].get("annotations", {})
-        assert (told.get("prometheus.io/scrape") == "true") == (
-            name not in ("api", "flower", "redis")
-        ), name
-        if told:
-            [container] = found["spec"]["template"]["spec"]["containers"]
-            assert int(told["prometheus.io/port"]) in [
-                port["containerPort"] for port in container["ports"]
-            ]
+def test_prometheus_finds_every_process_that_needs_no_key(documents: Documents) -> None:
+    for name, _, container in containers(documents):
+        template = of(documents, *WORKLOADS)[name]["spec"]["template"]["metadata"]
+        told = template.get("annotations", {})
+        scraped = name not in ("api", "flower", "redis")
+        assert (told.get("prometheus.io/scrape") == "true") is scraped, name
+        if scraped:
+            ports = [port["containerPort"] for port in container["ports"]]
+            assert int(told["prometheus.io/port"]) in ports
 
 
-def test_images_have_the_version_of_the_package(documents: tuple[Document, ...]) -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+def test_images_have_the_version_of_the_package(documents: Documents) -> None:
     images = {
         container["image"]
         for name, _, container in containers(documents)
-        if name != "redis"  # its version is its own
+        if name not in ("redis", "gradients")  # a version of its own; the overlay names its image
     }
-    assert {image.rpartition(":")[2] for image in images} == {version}
-    assert {image.partition(":")[0] for image in images} <= {
-        "midstream-service",
-        "midstream-worker-cpu",
-        "midstream-worker-gpu",
-    }
+    names = ("service", "worker-cpu", "worker-gpu")
+    assert images <= {f"midstream-{name}:{__version__}" for name in names}

@@ -1,7 +1,7 @@
 """Records what nnsight's column of the table of equivalents in docs/coming-from.md gives, for
 tests/long/test_equivalents.py.
 
-    .cache/lens/bin/python tests/nnsight_calls.py MODEL rows.safetensors
+    .cache/lens/bin/python tools/peers/nnsight_calls.py MODEL rows.safetensors
         # the environment of `make lens`; float32
 
 Imports nothing of ours. The code of the column is below, as it stands there.

@@ -10,6 +10,10 @@ What is printed is compared without white space. `…` stands for anything; ids,
 of four digits and more, numbers with decimals, bars and lines stand for any of their kind. Headers
 that the page leaves out of an HTTP answer may be there. A command whose output is not shown has to
 end with 0.
+
+    python tools/pages/docs_page.py docs/steering.md …    # beside `make up`, on its default port
+
+`tests/long/test_docs_pages.py` runs all pages on a stack of its own.
 """
 
 import json
@@ -21,8 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tree import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(
     (
         r"^(?:<!-- not run: (?P<reason>[^\n]+?) "
@@ -293,7 +296,7 @@ def environment_of(url: str, data: Path) -> dict[str, str]:
         "MIDSTREAM_DATA_DIR": str(data),
         "COLUMNS": "80",
     }
-    (data / "docs-curl").mkdir(exist_ok=True)
+    (data / "docs-curl").mkdir(parents=True, exist_ok=True)
     # No progress meter, as on a terminal. An answer of 400 or more gives an exit code, which counts
     # where no answer is shown.
     (data / "docs-curl" / ".curlrc").write_text("silent\nfail-with-body\n")
@@ -305,3 +308,15 @@ def environment_of(url: str, data: Path) -> dict[str, str]:
         "CURL_HOME": str(data / "docs-curl"),
     }
     return {**os.environ, **own, **quiet, "PATH": path}
+
+
+def main() -> None:
+    environment = environment_of("http://127.0.0.1:8321", ROOT / ".midstream")
+    wrong = []
+    for path in map(Path, sys.argv[1:]):
+        wrong += Page(path, path.read_text(), ROOT, environment).run()
+    sys.exit("\n\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

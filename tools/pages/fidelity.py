@@ -1,7 +1,7 @@
 """How far are captured rows, plain and edited, from transformers' rows: for every architecture,
 hook, runner, mode and dtype?
 
-    python tests/engine/fidelity.py            # all of it, tens of minutes; writes docs/fidelity.md
+    make fidelity            # all of it, tens of minutes; writes docs/fidelity.md
 
 The engine captures every hook of every layer of a batch of requests: one plain, and one for each
 hook with two edits there, an addition in layer 1 and a replacement in layer 2. All rows of all of
@@ -32,7 +32,7 @@ from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import StoredCapture
 
-TRITON_CPU = Path(__file__).with_name("triton_cpu")
+TRITON_CPU = Path(__file__).resolve().parents[2] / "tests" / "engine" / "triton_cpu"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ALL = list(range(LAYERS))
 PROMPT = 40

@@ -3,7 +3,7 @@
 Builds the images, brings compose.yaml up, runs the demo through the published port, kills every
 container while jobs run, sees every job finish, and takes it all down.
 
-usage: python tests/compose/run.py [--keep] [--brief]      (root or a user of Docker; minutes; `make
+usage: python tools/compose/run.py [--keep] [--brief]      (root or a user of Docker; minutes; `make
 test-compose`) `--keep` leaves the stack and the images. `--brief`: up, two workers, down.
 MIDSTREAM_COMPOSE_CACHE: a folder for packages between runs (default: .cache/compose).
 """

@@ -1,8 +1,8 @@
 """How far are the rows of quantised checkpoints from transformers' rows of the same weights,
 dequantised?
 
-    python tests/engine/quantised_page.py  # 15 minutes; writes the table of docs/quantised.md
-    python tests/engine/quantised_page.py "awq"      # only this format; other rows stay
+    make quantised                  # 15 minutes; writes the table of docs/quantised.md
+    make quantised FORMATS=awq      # only this format; other rows stay
 
 Each checkpoint is run as in `fidelity.py`: all hooks, plain and edited. A part of this runs in
 `test_quantised.py`.

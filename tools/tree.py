@@ -1,12 +1,10 @@
-"""Which files does the project consist of, and what does each import?
-
-For tests that hold the shape of the tree.
+"""The files that the project consists of, and what each imports: for tests that hold the shape of
+the tree. Run as a program, it prints a line for each product file (`make files`).
 """
 
 import ast
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -105,29 +103,7 @@ def rooms() -> dict[str, list[Path]]:
     return found
 
 
-#: Heading of CONTRIBUTING.md's index.
-EVERY_FILE = "## Every file\n"
-
-
-def with_index(page: str) -> str:
-    """CONTRIBUTING.md with a line for each product file below its heading `EVERY_FILE`."""
-    head = page.partition(EVERY_FILE)[0]
-    parts = [
-        head + EVERY_FILE,
-        "From the files' own first lines, by `python tests/tree.py --index`.\n",
-    ]
-    for room, files in rooms().items():
-        if files:
-            parts.append(f"**{room}**\n")
-            parts.append("".join(f"- `{path.name}` {summary(path)}\n" for path in files))
-    return "\n".join(parts)
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--index"]:
-        contributing = ROOT / "CONTRIBUTING.md"
-        contributing.write_text(with_index(contributing.read_text()))
-        sys.exit()
-    for module in sorted(path for path in tracked() if path.parts[0] in PACKAGES):
-        if module.suffix == ".py" and module.name != "__init__.py":
-            print(f"{module}: {summary(module)}")
+    for files in rooms().values():
+        for file in files:
+            print(f"{file}: {summary(file)}")

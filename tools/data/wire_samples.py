@@ -1,7 +1,7 @@
 """One small and one full value of everything that our processes send each other or keep in Redis,
 the same on every machine.
 
-`python tests/unit/wire_samples.py` writes `tests/data/wire.json` anew; bytes that change are kept
+`python tools/data/wire_samples.py` writes `tests/data/wire.json` anew; bytes that change are kept
 there as those of a former version, which must stay readable.
 """
 
@@ -53,7 +53,7 @@ from midstream.schemas.requests.specs import RankSpec
 from midstream.schemas.requests.steering import GlobalSteering, Module, Proposal, WorkerSteering
 from midstream.schemas.requests.sweep_paths import SweepPath
 
-FILE = Path(__file__).parents[1] / "data" / "wire.json"
+FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "wire.json"
 
 #: What crosses a wire or lies in Redis, and how it is written there. What is inside of these need
 #: not be named.

@@ -2,8 +2,9 @@
 
 Its rows of the tiny Llama, kept in `tests/data/peft_rows.npz`.
 
-PEFT is not needed to test Midstream. With it installed, `python tests/engine/peft_rows.py` writes
-the file again.
+PEFT is not needed to test Midstream. With it installed, this writes the file again:
+
+    PYTHONPATH=tests/fake_engine:tests/engine python tools/data/peft_rows.py
 """
 
 import sys
@@ -16,7 +17,7 @@ from adapters import LLAMA, make_adapter
 from host import prompt_of
 from tiny import checkpoint
 
-ROWS = Path(__file__).parents[1] / "data" / "peft_rows.npz"
+ROWS = Path(__file__).resolve().parents[2] / "tests" / "data" / "peft_rows.npz"
 PROMPT = prompt_of(12, seed=77)
 #: Adapter → what it says besides the usual: everything that decides how its product is scaled.
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -1,8 +1,8 @@
 """Configs with a field changed: each is served with transformers' numbers, or refused at the start
 with a reason.
 
-    python tests/engine/perturbed.py            # all of it; writes the table of docs/fidelity.md
-    python tests/engine/perturbed.py OlmoeForCausalLM …   # only these classes; other rows stay
+    make perturbed            # all of it; writes the table of docs/fidelity.md
+    make perturbed NAMES="OlmoeForCausalLM …"   # only these classes; other rows stay
 
 Stock vLLM leaves out fields that transformers reads, and which ones differs from version to
 version. A tiny checkpoint is made by transformers with the field set, an engine is started on it,

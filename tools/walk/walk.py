@@ -1,12 +1,12 @@
 """Walks vLLM's registry: a tiny checkpoint of every class, each captured and edited at every hook
 and compared with transformers.
 
-    python tests/walk/walk.py \\
-        [NAME …]     # all: 16 minutes; writes results.jsonl and docs/models.md
+    make walk            # all of it, 16 minutes; writes results.jsonl and docs/models.md
+    make walk NAMES="Glm4MoeForCausalLM …"     # only these classes
 
 Each class is tried in a process of its own, on an engine of its own, and a result replaces the one
-that was there. A run that was cut off goes on with `--rest`: classes that have a result of this
-version of vLLM and transformers are left out.
+that was there. A run that was cut off goes on with `ARGS=--rest`: classes that have a result of
+this version of vLLM and transformers are left out.
 """
 
 import argparse
@@ -25,8 +25,6 @@ from importlib.metadata import version
 from pathlib import Path
 from queue import Empty
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 
 import fidelity
 import reference

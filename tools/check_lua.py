@@ -1,4 +1,4 @@
-"""Compile every Lua script in a real Redis: `python tests/check_lua.py`, a part of `make lint`.
+"""Compile every Lua script in a real Redis: `python tools/check_lua.py`, a part of `make lint`.
 
 Prints file, line and error of each.
 """

@@ -2,7 +2,7 @@
 
 Small autoencoders of every form that is served, with its activations and reconstructions.
 
-sae-lens is not needed to test Midstream. Where it is installed, `python tests/unit/sae_rows.py`
+sae-lens is not needed to test Midstream. Where it is installed, `python tools/data/sae_rows.py`
 writes `tests/data/saes` again: a folder for each, as sae-lens saves it (and one as Gemma Scope
 does, which its loader reads), and `rows.npz`.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[1] / "data" / "saes"
+ROOT = Path(__file__).resolve().parents[2] / "tests" / "data" / "saes"
 D_IN, D_SAE, LAYER = 8, 32, 1
 #: Folder → its members of cfg.json.
 FORMS: dict[str, dict[str, Any]] = {

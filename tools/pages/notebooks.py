@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from tree import ROOT
 
+ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = sorted((ROOT / "examples" / "tutorials").glob("*.ipynb"))
 #: How far two numbers with decimals, or with three digits and more, may be apart: as a share of the
 #: larger one, and at least.

@@ -1,7 +1,7 @@
 """A copy of what the seams need of a version of vLLM that is not installed: its names and its
 functions' parameters.
 
-`python tests/unit/vllm_extract.py FOLDER` writes it for vLLM's package in a folder, such as an
+`python tools/data/vllm_extract.py FOLDER` writes it for vLLM's package in a folder, such as an
 unpacked wheel, to `tests/data`.
 """
 
@@ -14,7 +14,7 @@ from midstream.workers.runner.support.replacements import replacements
 from midstream.workers.runner.support.seam_table import SEAMS, Seam
 from midstream.workers.runner.support.vllm_source import Source
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 
 
 def file_of(version: str) -> Path:
