@@ -22,14 +22,6 @@ FP16_BATCH = 0.005
 #: nats: what a steered token's log-probability differs by from the plain one's at least; far above
 #: any rounding in bf16.
 LOGPROB_MOVED = 0.5
-#: v1 against v2, fp32: another attention path.
-FP32_RUNNERS = 1e-5
-#: fp32: a vector is added at one site and taken away at the next; (s + v) − v is s up to two
-#: roundings of s + v, then three layers.
-FP32_CANCELLED = 1e-5
-#: fp32: a component that was set (to 0 by an ablation) is so up to the rounding of 64 products,
-#: relative to the row's length.
-FP32_COMPONENT = 1e-6
 #: fp32, nats: log-probabilities of generated tokens against transformers' (logits of some tens,
 #: whose rows agree to FP32_ROWS).
 FP32_LOGPROBS = 1e-3
