@@ -16,6 +16,7 @@ from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import HOOKS, Hook, PositionSelector
 from midstream.schemas.requests.source_runs import ZEROS, RunRow, row_name
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
+from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 
 ALL = list(range(LAYERS))
 EVERYTHING: dict[Hook, list[int]] = {hook: ALL for hook in HOOKS}
@@ -71,6 +72,15 @@ def patch(
         tensors=tensors,
         numbers=[alpha],
     )  # type: ignore[arg-type]
+
+
+def for_everyone(version: int, *entries: StoredSteering) -> GlobalSteering:
+    """Entries for all positions, as steering of all requests."""
+    fields = SteeringTemplate.__struct_fields__
+    templates = [
+        SteeringTemplate(**{name: getattr(entry, name) for name in fields}) for entry in entries
+    ]
+    return GlobalSteering(version=version, entries=templates)
 
 
 def everything(positions: PositionSelector = "all", **options: Any) -> StoredCapture:

@@ -8,16 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attack import ATTACKS, LARGE, options, rounds
-from engine_process import Command
 from host import Host, capture_of, prompt_of, steer
 from nursery import Nursery
+from patching_kit import for_everyone
 from safetensors.numpy import load_file, save_file
 from tiny import HIDDEN, LAYERS, checkpoint
 
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import Window
 from midstream.schemas.requests.specs import StoredSteering
-from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 
 ALL = list(range(LAYERS))
 BLOCK = 128
@@ -39,10 +38,11 @@ def rows_of(host: Host, job: Job) -> np.ndarray:
     return np.stack([host.capture(job).array(layer) for layer in ALL])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dtype",
     [
-        dtype if dtype == "float32" else pytest.param(dtype, marks=pytest.mark.long)
+        dtype if dtype == "float32" else pytest.param(dtype, marks=pytest.mark.matrix)
         for dtype in LARGE
     ],
 )
@@ -117,18 +117,8 @@ def test_blocks_of_an_attack_are_not_served_from_the_prefix_cache(cached: Host) 
 def test_non_finite_global_edits_fail_requests_under_them_and_none_after(v1: Host) -> None:
     first = capturing(v1, prompt_of(9, seed=530))
     v1.run_together(first)
-    template = [
-        SteeringTemplate(
-            **{name: getattr(entry, name) for name in SteeringTemplate.__struct_fields__}
-        )
-        for entry in overflowing(v1)
-    ]
     under = v1.job(prompt_of(14, seed=531), max_tokens=4)
-    answer = v1.send(
-        Command(
-            jobs=[under], vectors=v1._vectors, everyone=GlobalSteering(version=1, entries=template)
-        )
-    )
+    answer = v1.run_any(under, everyone=for_everyone(1, *overflowing(v1)))
     assert not answer.errors, answer.errors
     assert [receipt.kind for receipt in v1.receipts(under)] == ["intervention_failed"]
     after = capturing(v1, prompt_of(9, seed=530))
@@ -182,6 +172,7 @@ def loud(nursery: Nursery, llama: Path, tmp_path_factory: pytest.TempPathFactory
     host.close()
 
 
+@pytest.mark.long
 def test_a_model_that_overflows_unedited_is_reported_and_its_blocks_are_not_reused(
     loud: Host,
 ) -> None:
