@@ -6,13 +6,11 @@ imported all.
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
 
 import pytest
 from extension_kit import install_example, install_unruly
-from fidelity import nursery_for
-from host import Host
+from host import Host, shared_nursery
 from nursery import PACKAGES, Nursery
 from reference import Reference
 from tiny import checkpoint
@@ -112,20 +110,11 @@ def reference(llama: Path) -> Reference:
 
 
 @pytest.fixture(scope="session")
-def nurseries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Nursery]]:
+def nurseries() -> Callable[[str], Nursery]:
     """Of each runner the process that engines are forked from: what is imported is imported
     once.
     """
-    started: list[Nursery] = []
-
-    @cache
-    def nursery(runner: str) -> Nursery:
-        started.append(nursery_for(runner, tmp_path_factory.mktemp(runner)))
-        return started[-1]
-
-    yield nursery
-    for each in started:
-        each.close()
+    return lambda runner: shared_nursery(interpreted() if runner == "v2" else {})
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from midstream.schemas.jobs.jobs import Job
 LAST = LAYERS - 1
 
 
-@pytest.mark.parametrize("engine", ["v1", pytest.param("compiled", marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["v1", "compiled"])
 def test_a_site_that_did_not_capture_fails_those_who_capture_there(
     engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -37,7 +37,7 @@ def test_a_site_that_did_not_capture_fails_those_who_capture_there(
     assert [host.receipts(job)[0].status for job in (elsewhere, edited)] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize("engine", ["v1", pytest.param("compiled", marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["v1", "compiled"])
 def test_a_site_that_did_not_edit_fails_its_request(
     engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -61,17 +61,6 @@ def test_a_site_that_did_not_edit_fails_its_request(
     assert (host.receipts(again)[0].status, host.receipts(again)[0].applied) == ("ok", 4), (
         "the steps that follow are sound"
     )
-
-
-def test_each_rank_answers_for_its_own_sites(tp2: Host) -> None:
-    job = tp2.job(
-        prompt_of(12, seed=605), max_tokens=3, steering=[steer(tp2.vector(direction(4)), [0, 2])]
-    )
-    tp2.call("midstream_fault", "skip_site:rank=1")
-    tp2.run_any(job)
-    receipts = {receipt.rank: receipt for receipt in tp2.receipts(job)}
-    assert [receipts[rank].status for rank in (0, 1)] == ["ok", "error"]
-    assert "(rank 1)" in receipts[1].message
 
 
 def test_ranks_agree_on_the_sizes_of_limited_edits(tp2: Host) -> None:

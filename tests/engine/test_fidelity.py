@@ -22,6 +22,8 @@ from tolerances import FP32_HOOKS
 
 from midstream.schemas.prompts.selectors import STREAM_HOOKS
 
+pytestmark = pytest.mark.long
+
 EAGER = Way("v1", "eager", "float32")
 #: Other ways, each of other kinds of models: pairs and single tensors, vLLM's own code and its
 #: Transformers backend.
@@ -47,13 +49,9 @@ def rows(table: list[tuple[str, Way]]) -> list[Any]:
     return [pytest.param(name, each, id=f"{name} {each.name}") for name, each in table]
 
 
-#: Tried every time, and in CI: of different kinds. Others are rows of the matrix.
-ALWAYS = ("llama", "gpt2", "gemma3", "qwen3-moe")
-CI = ("gemma2", "gpt-neox", "mixtral", "olmo2", "phi3")
-MARKS = {
-    name: () if name in ALWAYS else (pytest.mark.long if name in CI else pytest.mark.matrix,)
-    for name in CHECKPOINTS
-}
+#: Of different kinds; others are rows of the matrix.
+SOME = ("llama", "gpt2", "gemma3", "qwen3-moe", "gemma2", "gpt-neox", "mixtral", "olmo2", "phi3")
+MARKS = {name: () if name in SOME else pytest.mark.matrix for name in CHECKPOINTS}
 ARCHITECTURES = [pytest.param(name, marks=marks) for name, marks in MARKS.items()]
 #: What reads an edited tensor in the same layer.
 READERS = [
@@ -85,9 +83,7 @@ def captured(checkpoints, nurseries, tmp_path_factory: pytest.TempPathFactory) -
     [
         *(pytest.param(name, "float32", marks=marks) for name, marks in MARKS.items()),
         *(
-            pytest.param(
-                name, "bfloat16", marks=pytest.mark.long if name == "gpt2" else pytest.mark.matrix
-            )
+            pytest.param(name, "bfloat16", marks=() if name == "gpt2" else pytest.mark.matrix)
             for name in MARKS
         ),
     ],

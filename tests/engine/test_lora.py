@@ -150,6 +150,7 @@ def test_rows_of_mixed_batches_are_those_of_each_requests_own_adapter(llama_lora
     )
 
 
+@pytest.mark.long
 def test_the_model_alone_is_served_bit_for_bit_as_without_adapters(
     llama_loras: Adapted, v1: Host
 ) -> None:
@@ -244,6 +245,7 @@ def test_source_runs_patch_across_adapters(llama_loras: Adapted) -> None:
     assert relative_error(wanted["post_block", 3][5:6], plain["post_block", 3][5:6]) > 0.05
 
 
+@pytest.mark.long
 def test_rows_are_those_of_pefts_own_forward(nursery: Nursery, tmp_path: Path) -> None:
     """With all that decides how PEFT scales an adapter's product: rank-stabilised, and ranks and
     alphas by module.
@@ -271,6 +273,7 @@ def test_rows_are_those_of_pefts_own_forward(nursery: Nursery, tmp_path: Path) -
         host.close()
 
 
+@pytest.mark.long
 def test_more_adapters_than_fit_take_turns_and_each_comes_back(llama_loras: Adapted) -> None:
     """Three at once where ranks hold two: the third waits for room, and one that was evicted is
     loaded again.
@@ -325,6 +328,7 @@ def test_an_adapter_is_in_the_ranks_account(llama_loras: Adapted) -> None:
     assert [receipt.status for receipt in host.receipts(jobs[0])] == ["ok", "ok"]
 
 
+@pytest.mark.long
 def test_a_rank_that_computes_with_another_adapter_ends_the_engine(
     nursery: Nursery, tmp_path: Path
 ) -> None:
@@ -374,6 +378,7 @@ def test_every_kind_of_layer_is_adapted_as_transformers_would(
         engine.host.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "says"),
     [

@@ -12,7 +12,6 @@ from host import Host, capture_of, prompt_of, relative_error, steer
 from msgspec import UNSET
 from probe_kit import (
     EDGE,
-    Gate,
     Weights,
     check,
     flapping,
@@ -28,7 +27,7 @@ from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeScore, StoredProbe
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import Span
-from midstream.schemas.prompts.windows import Around, HeadAndTail, When
+from midstream.schemas.prompts.windows import When
 from midstream.schemas.requests.specs import Grade
 
 AGGREGATIONS = (("last", 0.0), ("max", 0.0), ("mean", 0.0), ("exponential", 0.9))
@@ -73,51 +72,6 @@ def test_scores_equal_numpy_on_captured_rows(engine: str, request: pytest.Fixtur
         tokens_of(scores_of(host, jobs[2])["after"])[:, 0],
         second.of(host.capture(jobs[2], 0).array(layers[1]))[:, 0],
     )
-
-
-@pytest.mark.parametrize("engine", ["v1", "tp2"])
-def test_a_window_has_the_rows_around_high_scores(
-    engine: str, request: pytest.FixtureRequest
-) -> None:
-    """Beside windows of the same request around tokens and at its ends, and a whole capture."""
-    host: Host = request.getfixturevalue(engine)
-    prompt, probe = prompt_of(80, seed=21), Weights(4, k=2).probe(host, 1)
-    free = host.job(prompt, max_tokens=20, probes=[probe])
-    tokens = [*prompt, *host.run(free)[free.id][0].token_ids]
-    scores = tokens_of(scores_of(host, free)["p"]).max(axis=1)
-    at_least = float(np.quantile(scores, 0.9))
-    windows = {
-        "high": Span(when=When(probe="p", at_least=at_least, before=2, after=1)),
-        "around": Span(around=Around(token_ids=[tokens[40:42], [tokens[90]]], before=3)),
-        "ends": Span(head_and_tail=HeadAndTail(head=2, tail=5)),
-    }
-    captures = [capture_of([0, 1], "all", tag=tag, window=windows[tag]) for tag in windows]
-    captures.append(capture_of([0, 1], "all", tag="whole"))
-    job = host.job(prompt, max_tokens=20, probes=[probe], capture=captures)
-    host.run(job, host.job(prompt_of(30, seed=6), max_tokens=12))
-    whole, rows = host.capture(job, 3), range(len(tokens) - 1)
-    hits = {
-        "high": [at for at in rows if scores[at] >= at_least],
-        "around": [at for at in rows if tokens[at] == tokens[90]]
-        + [
-            at + more
-            for at in range(len(tokens) - 1)
-            for more in (0, 1)
-            if tokens[at : at + 2] == tokens[40:42]
-        ],
-        "ends": [0, 1, *rows[-5:]],
-    }
-    for number, (tag, window) in enumerate(windows.items()):
-        wide = window.around or window.when
-        before, after = (wide.before, wide.after) if wide is not None else (0, 0)
-        wanted = sorted(
-            {at for hit in hits[tag] for at in range(hit - before, hit + after + 1) if at in rows}
-        )
-        assert 5 <= len(wanted) < 60
-        reader = host.capture(job, number)
-        assert reader.positions() == wanted
-        for layer in (0, 1):
-            np.testing.assert_array_equal(reader.array(layer), whole.array(layer)[wanted])
 
 
 @pytest.mark.parametrize("engine", ["v1", "v2", "compiled", "overlapped"])
@@ -342,43 +296,6 @@ def test_gated_steering_equals_transformers_step_by_step(
             )
 
 
-def test_a_gate_that_never_opens_changes_no_bit(v1: Host, reference: Reference) -> None:
-    """Nor does one that opens change those of other requests in its steps."""
-    prompts, last = (
-        [prompt_of(30, seed=70 + number) for number in range(3)],
-        v1.info["num_layers"] - 1,
-    )
-    gate, _ = flapping(reference, prompts[0], 14, last, 30)
-    never = Gate(gate.weights, last, 0, 1e6, gate.vector)
-
-    def rows(steers: bool) -> list[bytes]:
-        def job(prompt: list[int], of: Gate | None) -> Job:
-            probes = [of.probe(v1, "steer" if steers else "none")] if of is not None else None
-            steering = of.steering(v1) if of is not None and steers else None
-            return v1.job(
-                prompt,
-                max_tokens=14,
-                capture=capture_of([0, last], "all"),
-                probes=probes,
-                steering=steering,
-            )
-
-        jobs = [job(prompt, of) for prompt, of in zip(prompts, (gate, never, None), strict=True)]
-        v1.run_together(*jobs)
-        if steers:
-            (shut,) = v1.receipts(jobs[1])
-            assert (
-                shut.applied,
-                scores_of(v1, jobs[1])["p"].gate,
-                bool(scores_of(v1, jobs[0])["p"].gated),
-            ) == (0, [], True)
-        return [v1.capture(job).array(last).tobytes() for job in jobs]
-
-    free, steered = rows(False), rows(True)
-    assert free[0] != steered[0]
-    assert free[1:] == steered[1:]
-
-
 def test_preempted_requests_are_edited_where_their_gate_was_open(
     cached: Host, reference: Reference
 ) -> None:
@@ -414,25 +331,6 @@ def test_preempted_requests_are_edited_where_their_gate_was_open(
         assert 0 < len(is_open) < 179
         # of a policy, each score is read once, as it was computed first
         assert decisions(scores_of(cached, job)["policy:guard"], gate.threshold)
-
-
-def test_a_rank_whose_gate_differs_is_found(tp2: Host) -> None:
-    """Each rank decides from its own scores: one whose scores are wrong edits what the other does
-    not, and their accounts differ.
-    """
-    prompt, weights, vector = prompt_of(20, seed=12), Weights(9, k=1), np.ones(64)
-    free = tp2.job(prompt, max_tokens=2, probes=[weights.probe(tp2, 0)])
-    tp2.run(free)
-    threshold = float(tokens_of(scores_of(tp2, free)["p"])[19, 0]) + 0.5  # the fault adds 1
-    gate = Gate(weights, 0, 0, threshold, vector)
-    job = tp2.job(prompt, max_tokens=2, steering=gate.steering(tp2), probes=[gate.probe(tp2)])
-    tp2.call("midstream_fault", "alter_score:rank=1")
-    tp2.run_any(job)
-    first, second = tp2.receipts(job)
-    tp2.call("midstream_fault", "")
-    tp2.call("restart_ledgers")
-    assert (first.status, second.status, first.applied, second.applied) == ("ok", "ok", 0, 1)
-    assert first.checksum != second.checksum
 
 
 # --- Policies

@@ -34,7 +34,7 @@ from midstream.schemas.base.settings import Settings
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner.support.quantisation import UnsupportedQuantisationError
 
-#: Format → the dtype in which `make test` runs it: one of each kind of kernel.
+#: Format → the dtype in which it is no row of the matrix: one of each kind of kernel.
 SHORTLY = {
     "int8 per token": "float32",
     "fp8 static": "bfloat16",
@@ -42,7 +42,6 @@ SHORTLY = {
     "awq": "float16",
     "gptq": "bfloat16",
 }
-FEW = ("int8 per token", "fp8 static", "awq")  # of them tried every time; the others are long tests
 LONG = [
     *(
         ("llama", form, Way("v1", "eager", dtype))
@@ -83,10 +82,8 @@ def compare(name: str, form: str, way: Way, made: Maker, nurseries, folder: Path
     assert found.worst <= tolerance(SHORT[way.dtype]), str(found)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [form if form in FEW else pytest.param(form, marks=pytest.mark.long) for form in SHORTLY],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("form", SHORTLY)
 def test_every_hook_gives_the_rows_of_the_dequantised_checkpoint(
     form: str, made: Maker, nurseries, tmp_path
 ) -> None:
@@ -235,6 +232,7 @@ def test_ranks_scale_their_own_part_of_a_row_as_the_caveat_says(
         assert errors.max() <= FP32_CODES
 
 
+@pytest.mark.long
 def test_info_and_manifest_say_how_a_checkpoint_is_quantised(
     made: Maker, nursery, tmp_path
 ) -> None:
@@ -303,6 +301,7 @@ for model, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
     "avx512_bf16" not in flags(),
     reason="older processors are simulated on one with AVX-512, bf16 and VNNI",
 )
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [name if name == "avx2" else pytest.param(name, marks=pytest.mark.matrix) for name in OLDER],

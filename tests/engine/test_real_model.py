@@ -121,6 +121,7 @@ def test_every_row_of_the_demo_model_is_transformers_row(captured, truth, model)
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_next_token_is_graded_as_vllm_and_transformers_say_it(host, model) -> None:
     """To the bit of float32 as vLLM's own log-probabilities of the same request; in fp32 as
     transformers'.
@@ -140,6 +141,7 @@ def test_the_next_token_is_graded_as_vllm_and_transformers_say_it(host, model) -
         )
 
 
+@pytest.mark.long
 def test_reentry_at_the_patched_layer_equals_a_full_forward(host) -> None:
     prompt, other = PROMPTS[1], PROMPTS[2][:40]
     runs = [
@@ -207,6 +209,7 @@ def tokenised(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [tokenizer.encode(text).ids for text in texts]
 
 
+@pytest.mark.long
 def test_a_captured_direction_steers_in_both_signs(host, study, tokenizer) -> None:
     found = study.materials()
     texts = tokenised(tokenizer, [*found.positive, *found.negative])
@@ -238,6 +241,7 @@ def test_a_captured_direction_steers_in_both_signs(host, study, tokenizer) -> No
     assert high - low >= 1.0, "a word more in every text"
 
 
+@pytest.mark.long
 def test_logprobs_from_captured_rows_equal_the_engines(host, study, model) -> None:
     """The last layer's `post_block` is what the final norm and the last matrix read."""
     unembedding = study.Unembedding(model)
@@ -254,6 +258,7 @@ def test_logprobs_from_captured_rows_equal_the_engines(host, study, model) -> No
     np.testing.assert_allclose(unembedding.logprobs(rows, output.token_ids), given, atol=tolerance)
 
 
+@pytest.mark.long
 def test_the_lens_of_the_demo_model_equals_transformers(host: Host, model: Path) -> None:
     """All layers in fp32; in bf16 the last layer's logit of each generated token is the largest, up
     to that logit's rounding.

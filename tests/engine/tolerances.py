@@ -31,8 +31,6 @@ FP32_ATTENTION = 1e-5
 #: As FP32_ROWS, at every hook of every architecture, with edits four times as long as a row
 #: (measured: 7.3e-6, of Mixtral's experts).
 FP32_HOOKS = 2e-5
-#: fp32: (1 − α)·h + α·t against float64; four roundings.
-FP32_LERP = 5e-7
 #: fp32, 30 layers, logit differences of some tens against TransformerLens: as FP32_ROWS_30_LAYERS,
 #: through the last matrix.
 LENS_LOGITS = 1e-3
