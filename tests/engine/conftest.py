@@ -5,15 +5,21 @@ imported all.
 """
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from extension_kit import install_example, install_unruly
 from host import Host, shared_nursery
 from nursery import PACKAGES, Nursery
 from reference import Reference
+from stack import Stack
 from tiny import checkpoint
+from tree import ROOT
+
+from midstream.workers.demo_model import fetch_demo_model
 
 #: Engines of several ranks wait for one another in loops; beside another engine each waits for the
 #: other's time slice. Whatever asks for one of these is marked `ranks`, and runs alone.
@@ -276,3 +282,56 @@ def pp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]
         extensions=EXTENSIONS,
     )
     yield from shared(host)
+
+
+#: Of a service with a real engine, which may stall the process for seconds.
+PATIENT: dict[str, Any] = {"start_timeout_s": 400, "lease_s": 15.0, "visibility_timeout_s": 30}
+
+
+def running(stack: Stack) -> Iterator[Stack]:
+    """The value of a fixture: a service that stops when the last test that uses it is over."""
+    RUNNING.append(stack.start().stop)
+    yield stack
+    end_shared()
+
+
+@pytest.fixture(scope="session")
+def demo_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The service with the demo model, `demo`, in fp32."""
+    engine = {
+        "engine": "vllm",
+        "model": str(fetch_demo_model()),
+        "model_name": "demo",
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "kv_cache_gib": 0.5,
+        "hooks": "all,inside",
+    }
+    options = {"sae_dir": str(ROOT / "examples" / "data" / "saes"), "log_format": "json"}
+    yield from running(
+        Stack(tmp_path_factory.mktemp("demo-stack"), api=True, **engine, **options, **PATIENT)
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_stack(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The service with the tiny Llama, `tiny`, adapters, and a worker for gradients that soon lets
+    its model go.
+    """
+    folder = tmp_path_factory.mktemp("tiny-stack")
+    engine = {
+        "engine": "vllm",
+        "model": str(shutil.copytree(llama, folder / "tiny")),
+        "model_name": "tiny",
+        "dtype": "float32",
+        "max_model_len": 512,
+        "kv_cache_gib": 0.25,
+        "hooks": "all,inside",
+    }
+    loras = {"lora_dir": str(folder / "adapters"), "max_loras": 2, "max_lora_rank": 16}
+    (folder / "adapters").mkdir()
+    stack = Stack(folder / "data", api=True, gradients_idle_s=3.0, **engine, **loras, **PATIENT)
+    for each in running(stack):
+        each.spawn("worker-gradients", engine="gradients")
+        each.wait_log("worker-gradients", "worker ready")
+        yield each

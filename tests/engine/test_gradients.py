@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ pytestmark = pytest.mark.long
 
 TOKENS, OTHER = list(range(40, 64)), list(range(60, 84))
 WORKER = "worker-gradients"
-IDLE_S = 3.0
 LOSS: dict[str, Any] = {
     "prompts": [TOKENS],
     "capture": {"of": "gradient", "layers": [0], "positions": [3], "scalar": {"kind": "loss"}},
@@ -111,28 +109,8 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def service(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("gradients")
-    model = shutil.copytree(llama, folder / "tiny")
-    with Stack(
-        folder / "data",
-        api=True,
-        callbacks=False,
-        start_timeout_s=600,
-        engine="vllm",
-        model=str(model),
-        model_name="tiny",
-        dtype="float32",
-        max_model_len=256,
-        kv_cache_gib=0.25,
-        hooks="all,inside",
-        gradients_idle_s=IDLE_S,
-        lease_s=6.0,
-        visibility_timeout_s=12,
-    ) as stack:
-        stack.spawn(WORKER, engine="gradients")
-        stack.wait_log(WORKER, "worker ready")
-        yield Service(stack, model)
+def service(tiny_stack: Stack) -> Service:
+    return Service(tiny_stack, Path(tiny_stack.settings.model))
 
 
 @pytest.mark.parametrize(

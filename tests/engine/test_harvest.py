@@ -27,7 +27,6 @@ from midstream.workers.demo_model import fetch_demo_model
 from midstream.workers.runner.readings.sae import load as load_sae
 from midstream.workers.surveys.rows import Block
 
-SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}
 DOCUMENTS = [
     f"Fact number {number}: "
     + "the sum of the angles of a triangle is two right angles, " * (1 + number % 9)
@@ -39,22 +38,8 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    model = fetch_demo_model()
-    options = {
-        "engine": "vllm",
-        "model": str(model),
-        "model_name": "demo",
-        "max_model_len": 512,
-        "kv_cache_gib": 0.5,
-        "certify": False,
-    }
-    options["sae_dir"] = str(ROOT / "examples" / "data" / "saes")
-    options |= {"dtype": "float32", "global_capture": "post_block:15", "global_capture_tag": "ops"}
-    with Stack(
-        tmp_path_factory.mktemp("harvest"), api=True, start_timeout_s=400, **options, **SLOW
-    ) as stack:
-        yield stack
+def service(demo_stack: Stack) -> Stack:
+    return demo_stack
 
 
 @pytest.fixture
@@ -115,27 +100,26 @@ def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: Harvest)
 
 
 def test_what_the_operator_captures_of_all_traffic_it_captures_of_a_harvest(
-    service: Stack, whole: Harvest
+    service: Stack, client: Client
 ) -> None:
-    jobs = [job_id_of(whole.manifest.id, part, 0) for part in range(len(whole.manifest.parts))]
-    found = [
-        entry
-        for job in jobs
-        for _, entry in find_entries(open_store(service.settings.artifacts), job, "ops")
-    ]
-    assert len(found) == len(DOCUMENTS)
+    service.end("worker")
+    service.restart("worker", global_capture="post_block:15", global_capture_tag="ops")
+    try:
+        made = harvested(service, client)
+    finally:
+        service.end("worker")
+        service.restart("worker")
+    jobs = [job_id_of(made.manifest.id, part, 0) for part in range(len(made.manifest.parts))]
+    store = open_store(service.settings.artifacts)
+    assert sum(len(list(find_entries(store, job, "ops"))) for job in jobs) == len(DOCUMENTS)
     captured = CaptureReader(Path(service.settings.artifacts) / "ops", job=jobs[0])
+    keys, rows = made.keys(slice(None)), made.rows(slice(None), 15)
     for request in captured.requests()[:5]:
-        tokens = captured.token_ids(request=request)
+        (token,) = captured.token_ids(request=request)
         (position,) = captured.positions(request=request)
-        keys = whole.keys(slice(None))
-        rows = whole.rows(slice(None), 15)[
-            (keys.positions == position) & (keys.token_ids == tokens[0])
-        ]
-        assert (
-            min(relative_error(row[None], captured.array(15, request=request)) for row in rows)
-            <= BF16_BATCH
-        )
+        alike = rows[(keys.positions == position) & (keys.token_ids == token)]
+        row = captured.array(15, request=request)
+        assert min(relative_error(each[None], row) for each in alike) <= BF16_BATCH
 
 
 def test_a_policy_that_stops_all_traffic_ends_what_a_harvest_generates(

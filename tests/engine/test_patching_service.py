@@ -7,7 +7,6 @@ says, cell by cell.
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.jobs import JobResult, JobView, State
 from midstream.schemas.jobs.sweeps import SweepResult
 from midstream.schemas.prompts.selectors import resolve_hook
-from midstream.workers.demo_model import fetch_demo_model
 
 pytestmark = pytest.mark.long
 
@@ -81,25 +79,8 @@ def golden() -> Golden:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    options = {
-        "engine": "vllm",
-        "model": str(fetch_demo_model()),
-        "model_name": "demo",
-        "dtype": "float32",
-        "max_model_len": 512,
-    }
-    options["hooks"] = "all,inside"
-    patience = {"kv_cache_gib": 0.5, "lease_s": 15.0, "visibility_timeout_s": 30}
-    with Stack(
-        tmp_path_factory.mktemp("patching"),
-        api=True,
-        callbacks=False,
-        start_timeout_s=400,
-        **options,
-        **patience,
-    ) as stack:
-        yield Service(stack)
+def service(demo_stack: Stack) -> Service:
+    return Service(demo_stack)
 
 
 def asked(pair: dict[str, Any]) -> dict[str, Any]:

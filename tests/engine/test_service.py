@@ -2,8 +2,8 @@
 what goes wrong there comes back.
 """
 
+import base64
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,29 +18,13 @@ from tolerances import BF16_BATCH, LOGPROB_MOVED
 
 from midstream.client import Client, returned_rows
 from midstream.schemas.jobs.jobs import CaptureResults
-from midstream.workers.demo_model import fetch_demo_model
 
-# a real engine may stall the process for seconds
-SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}
 CHAT = [{"role": "user", "content": "Name a colour."}]
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    model = fetch_demo_model()
-    options = {
-        "engine": "vllm",
-        "model": str(model),
-        "model_name": "demo",
-        "max_model_len": 1024,
-        "kv_cache_gib": 0.5,
-        **SLOW,
-    }
-    options |= {"dtype": "float32", "log_format": "json"}
-    with Stack(
-        tmp_path_factory.mktemp("service"), api=True, start_timeout_s=400, **options
-    ) as stack:
-        yield stack
+def service(demo_stack: Stack) -> Stack:
+    return demo_stack
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +34,6 @@ def vector(service: Stack) -> np.ndarray:
 
 
 def packed(values: np.ndarray) -> dict:
-    import base64
-
     return {
         "dtype": "float32",
         "shape": list(values.shape),
@@ -67,7 +49,7 @@ def ask(service: Stack, path: str, **body: Any) -> tuple[np.ndarray, dict[str, f
     body = {
         "model": "demo",
         "temperature": 0,
-        "max_tokens": 4,
+        "max_tokens": 2,
         "capture": wanted,
         "capture_wait": True,
     } | body
@@ -138,6 +120,7 @@ def test_a_streamed_capture_ends_with_its_results(service: Stack) -> None:
     assert all((Path(results["root"]) / file["path"]).is_file() for file in results["files"])
 
 
+@pytest.mark.long
 def test_windows_store_the_rows_that_slicing_a_whole_capture_gives(service: Stack) -> None:
     """Over HTTP: the last rows, those around a text wherever it comes, and none around another."""
 
@@ -189,6 +172,7 @@ def test_windows_store_the_rows_that_slicing_a_whole_capture_gives(service: Stac
             np.testing.assert_allclose(values, whole[expected], atol=1e-4)
 
 
+@pytest.mark.long
 def test_forty_held_captures_at_once_are_all_whole(service: Stack) -> None:
     with Client(service.url) as client:
 
@@ -243,6 +227,7 @@ def test_bad_input_is_refused_by_field_and_the_engine_never_sees_it(
         assert len(http.get("/v1/jobs").json()["jobs"]) == before
 
 
+@pytest.mark.long
 def test_engine_load_is_reported_while_generating(service: Stack) -> None:
     body = {"model": "demo", "prompt": "The sky is", "max_tokens": 120, "ignore_eos": True}
     seen: dict[str, Any] = {"running": 0}
@@ -268,7 +253,7 @@ def test_ranks_and_engine_log_json_lines_like_the_worker(service: Stack) -> None
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     others = [line for line in text.splitlines() if not line.startswith(("{", "worker ready"))]
     assert [line for line in others if "INFO" in line or "WARNING" in line] == []
-    assert {line["process"] for line in lines} == {"worker", "engine", "rank"}
+    assert {line["process"] for line in lines} >= {"worker", "engine", "rank"}
     assert {line["worker"] for line in lines} == {"w1"}
     of_rank = [line for line in lines if line["process"] == "rank"]
     assert {line["rank"] for line in of_rank} == {0}
