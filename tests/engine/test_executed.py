@@ -82,8 +82,8 @@ def test_ranks_agree_on_the_sizes_of_limited_edits(tp2: Host) -> None:
 
 @pytest.mark.parametrize("hook", ["z", "k", "mlp_act"])
 def test_each_rank_answers_for_its_own_columns_of_sites_inside(tp2: Host, hook: str) -> None:
-    """A site of one rank that does not capture or edit, or edits otherwise, is in the receipts;
-    requests beside it are sound.
+    """A site of one rank that does not capture or edit is in the receipts; requests beside it are
+    sound.
     """
     shape = tp2.info["inside"][hook]
     vector = (
@@ -112,12 +112,7 @@ def test_each_rank_answers_for_its_own_columns_of_sites_inside(tp2: Host, hook: 
         first, second = tp2.receipts(mine)
         assert (first.status, second.status, second.kind) == ("ok", "error", kind)
         assert re.search(rf"{hook} of layer 1: \d+ planned, 0 counted", second.message)
-    tp2.call("midstream_fault", "alter_action:rank=1")
-    _, altered, _ = jobs(620)
-    tp2.run_any(altered)
-    first, second = tp2.receipts(altered)
     tp2.call("midstream_fault", "")
-    assert first.checksum != second.checksum
     tp2.call("restart_ledgers")
     sound = jobs(630)
     tp2.run(*sound)

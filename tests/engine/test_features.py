@@ -292,30 +292,3 @@ def test_one_rank_of_several_reads_the_features(
         )
         (reading,) = read(host, job)
         check(reading, each.encode(host.capture(job).array(layer)))
-
-
-def test_a_failure_of_the_rank_that_reads_fails_the_request_alone(
-    tp2: Host, tmp_path: Path
-) -> None:
-    """The ranks hold equal rows: what fails on one that does not read features is not missed."""
-    sae = Dictionary(tmp_path, "standard", 1).on(tp2)
-    ends = {}
-    try:
-        for rank in (0, 1):
-            tp2.call("midstream_fault", f"reading:rank={rank}")
-            wanting, other = (
-                tp2.job(prompt_of(40), max_tokens=2, capture=capture)
-                for capture in (features(sae), capture_of([LAYER], "all"))
-            )
-            tp2.run(wanting, other)
-            ends[rank] = [
-                [(receipt.status, receipt.kind) for receipt in tp2.receipts(job)]
-                for job in (wanting, other)
-            ]
-    finally:
-        tp2.call("midstream_fault", "")
-    fine = [("ok", ""), ("ok", "")]
-    assert ends == {0: [[("error", "reading_failed"), ("ok", "")], fine], 1: [fine, fine]}
-    again = tp2.job(prompt_of(40), max_tokens=2, capture=features(sae))
-    tp2.run(again)
-    assert len(read(tp2, again)) == 1

@@ -21,7 +21,6 @@ from test_features import Dictionary
 from transformers import AutoModelForCausalLM
 
 from midstream.client.captures.reader import CaptureReader
-from midstream.lens import HookedModel
 from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.attributions import AttributionResult
 from midstream.schemas.jobs.jobs import TERMINAL, JobResult, JobView, State
@@ -133,23 +132,6 @@ def test_gradient_rows_are_those_of_autograd_by_hand(
     result = from_json(service.http.get(f"/v1/jobs/{job}/result").content, JobResult)
     assert [output.token_ids for output in result.outputs] == [[]]
     assert "sites compared with the vLLM worker's" in service.stack.log(WORKER)
-
-
-def test_run_with_cache_has_the_gradients_of_the_mean_loss(service: Service) -> None:
-    """As TransformerLens' `incl_bwd`: of the loss over all tokens but the first, at each activation
-    under its name with `_grad`.
-    """
-    model, names = HookedModel("tiny", url=service.stack.url), [("resid_post", 0), ("mlp_out", 1)]
-    with model.client:
-        loss, cache = model.run_with_cache(TOKENS, names, return_type="loss", incl_bwd=True)
-        found = {name: np.asarray(cache[name]) for name in cache}
-    expected = service.by_hand(0, "loss") / (len(TOKENS) - 1)
-    np.testing.assert_allclose(found["blocks.0.hook_resid_post_grad"][0], expected, atol=1e-5)
-    # a change of a branch is one of the stream that it is added to
-    expected = service.by_hand(1, "loss") / (len(TOKENS) - 1)
-    np.testing.assert_allclose(found["blocks.1.hook_mlp_out_grad"][0], expected, atol=1e-5)
-    assert np.abs(expected).max() > 1e-3
-    assert float(loss) > 0.0
 
 
 def test_an_attribution_is_estimated_here_and_verified_by_the_vllm_worker(

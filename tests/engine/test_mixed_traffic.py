@@ -31,7 +31,6 @@ pytestmark = pytest.mark.long
 
 REQUESTS = 400
 VECTORS = 6
-ALL = {hook: list(range(LAYERS)) for hook in HOOKS}
 
 
 @pytest.fixture(scope="module")

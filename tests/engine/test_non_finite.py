@@ -126,29 +126,6 @@ def test_non_finite_global_edits_fail_requests_under_them_and_none_after(v1: Hos
     assert np.array_equal(rows_of(v1, after), rows_of(v1, first))
 
 
-def test_preempted_attacks_fail_and_leave_nothing_behind(cached: Host) -> None:
-    """Seven blocks for six requests of up to three blocks each: they must take turns."""
-    victim = prompt_of(BLOCK + 9, seed=540)
-    first = capturing(cached, victim)
-    text = cached.run_together(first)[first.id][0].token_ids
-    before = cached.call("midstream_status")[0]["preemptions"]
-    attacks = [
-        cached.job(
-            prompt_of(110, seed=541 + n), max_tokens=180, steering=overflowing(cached, start=50)
-        )
-        for n in range(6)
-    ]
-    cached.run_together(*attacks)
-    assert cached.call("midstream_status")[0]["preemptions"] > before
-    for attack in attacks:
-        assert [receipt.kind for receipt in cached.receipts(attack)] == ["intervention_failed"]
-    for seed in (540, 550):  # found in the cache, if at all, and computed in blocks of the attacks
-        after = capturing(cached, prompt_of(BLOCK + 9, seed=seed))
-        output = cached.run_together(after)[after.id][0]
-        assert np.isfinite(rows_of(cached, after)).all()
-        assert seed != 540 or output.token_ids == text
-
-
 @pytest.fixture(scope="module")
 def loud(nursery: Nursery, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """A model that overflows in fp16 wherever a prompt has one of its tokens."""

@@ -100,41 +100,6 @@ def test_an_action_refused_by_one_rank_is_rolled_back_on_the_other(anew: Host, k
     assert not agree(anew), "the histories differ for good, until both begin anew"
 
 
-# field case 30
-@pytest.mark.parametrize("fault", ["alter_action", "skip_action"])
-def test_desynced_ranks_are_resynced(anew: Host, fault: str) -> None:
-    name = send_vector(anew, 62)
-    steering = for_everyone(1, steer(name, [1]))
-    anew.call("midstream_fault", f"{fault}:rank=1")
-    anew.call("midstream_commit_global", msgspec.to_builtins(steering))
-    job = anew.job(prompt_of(9), max_tokens=2, steering=[steer(anew.vector(direction(63)), [0])])
-    run_under(anew, steering, job)
-    first, second = anew.receipts(job)
-    assert (first.checksum == second.checksum, first.epoch == second.epoch) == (False, True)
-    assert not anew.call("same_content")
-
-    anew.call("restart_ledgers")
-    assert anew.call("same_content")
-    assert {
-        (rank["checksum"], rank["vectors"], rank["rows_used"])
-        for rank in anew.call("midstream_status")
-    } == {("0" * 16, 0, 0)}
-    send_vector(anew, 62)
-    anew.call("midstream_set_module", "joy", JOY, [name])
-    anew.call("midstream_commit_global", msgspec.to_builtins(steering))
-    assert anew.call("same_content")
-    again = anew.job(prompt_of(9), max_tokens=2, steering=[steer(anew.vector(direction(63)), [0])])
-    run_under(anew, steering, again)
-    one, other = anew.receipts(again)
-    assert (one.status, one.checksum, one.actions, one.global_version) == (
-        "ok",
-        other.checksum,
-        other.actions,
-        1,
-    )
-    assert one.epoch == first.epoch + 1
-
-
 @pytest.mark.parametrize("way", ["compiled", "pp2"])
 def test_global_steering_is_applied_before_and_after_a_resync(
     way: str, request: pytest.FixtureRequest

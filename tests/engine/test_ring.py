@@ -4,14 +4,12 @@
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
-from host import Host, capture_of, prompt_of, relative_error
+from host import Host, capture_of, prompt_of
 from nursery import Nursery
 from reference import Reference
 from rows_kit import check_rows
 from tiny import HIDDEN, LAYERS
-from tolerances import FP32_ROWS
 
 from midstream.schemas.prompts.selectors import HOOKS, PositionSelector
 from midstream.schemas.requests.specs import StoredCapture
@@ -117,31 +115,3 @@ def test_drafts_and_prompts_fit_the_ring_together(
         "drafts were computed"
     )
     host.close()
-
-
-@pytest.mark.matrix
-def test_rows_equal_those_of_a_ring_that_holds_the_whole_step(
-    engine: Callable[..., Host], small: Host, reference: Reference
-) -> None:
-    large = engine("large", capture_buffer_mib=64)
-    found = []
-    for host in (large, small):
-        before = steps(host)
-        job = host.job(prompt_of(700, seed=4), max_tokens=2, capture=everything("all_prompt"))
-        host.run(job)
-        found.append(
-            (
-                steps(host) - before,
-                np.stack(
-                    [
-                        host.capture(job).array(layer, hook)
-                        for hook in HOOKS
-                        for layer in range(LAYERS)
-                    ]
-                ),
-            )
-        )
-    large.close()
-    (few, whole), (many, split) = found
-    assert few < many
-    assert relative_error(split, whole) <= FP32_ROWS

@@ -153,16 +153,11 @@ def test_windows_store_the_rows_that_slicing_a_whole_capture_gives(service: Stac
             for more in range(len(sequence))
         }
         assert len(hits) >= 2
-        generated = tokens[-1]
         wanted = {
             "last": ({"last": 5}, places[-5:]),
             "around": (
                 {"around": {"text": "Paris", "before": 1}},
                 [at for at in places if {at, at + 1} & hits],
-            ),
-            "generated": (
-                {"around": {"token_ids": [[generated]], "after": 1}},
-                [at for at in places if generated in tokens[max(at - 1, 0) : at + 1]],
             ),
             "nowhere": ({"around": {"text": "Reykjavik zebra"}}, []),
         }
@@ -201,15 +196,7 @@ def test_forty_held_captures_at_once_are_all_whole(service: Stack) -> None:
     ("change", "field"),
     [
         ({"capture": {"layers": [30]}}, "capture.layers"),
-        ({"capture": {"layers": "all", "positions": [99]}}, "capture.positions"),
-        ({"capture": {"layers": "all", "tag": "../x"}}, "capture.tag"),
         ({"steering": [{"layers": [0], "vector": packed(np.ones(575))}]}, "steering[0].vector"),
-        (
-            {"steering": [{"layers": [0], "vector": packed(np.full(576, np.nan))}]},
-            "steering[0].vector",
-        ),
-        ({"steering": [{"layers": ["0"], "vector": packed(np.ones(576))}]}, "steering[0].layers"),
-        ({"prompt": ""}, "prompt"),
         ({"prompt": [5] * 1025}, "prompt"),
     ],
 )
