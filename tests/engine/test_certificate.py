@@ -348,14 +348,6 @@ def test_a_compiled_forward_is_proven(start: Callable[..., Host]) -> None:
 
 
 @pytest.mark.matrix
-def test_few_steering_rows_and_blocks_are_enough(start: Callable[..., Host]) -> None:
-    made = certificate_of(
-        start("llama", steering_rows=2, num_gpu_blocks=4, max_num_batched_tokens=32)
-    )
-    assert made.absent == {}
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "way",
     [

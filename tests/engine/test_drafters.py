@@ -169,27 +169,6 @@ def test_rows_edits_and_patterns_inside_are_those_without_drafts(drafting: Draft
     )
 
 
-def test_positions_may_be_named_relative_to_the_generated_tokens(drafting: Drafting) -> None:
-    host, name = drafting.host, drafting.host.vector(vector(7, 2.0))
-    places = {
-        "all_generated": list(range(36, 59)),
-        "last_prompt": [35],
-        "window": list(range(40, 47)),
-    }
-    jobs = {
-        key: host.job(
-            prompt(10 + number),
-            max_tokens=24,
-            capture=EVERYTHING,
-            steering=[steer(name, [2], positions=Window(40, 47) if key == "window" else key)],  # type: ignore[arg-type]
-        )
-        for number, key in enumerate(places)
-    }
-    outputs, _, _ = counted(host, *jobs.values())
-    for key, job in jobs.items():
-        check(drafting, job, outputs[job.id], [Edit(2, vector(7, 2.0), places[key])])
-
-
 def test_a_drafter_reads_the_edited_model_and_is_not_edited_itself(drafting: Drafting) -> None:
     """An edit of what leaves the last layer decides every token, and a head that reads that stream
     drafts the same.
@@ -247,19 +226,6 @@ def test_log_probabilities_of_accepted_tokens_are_the_models(drafting: Drafting)
     for said, of_step in zip(output.logprobs, right, strict=True):
         assert abs(said.logprob - of_step[said.token_id]) <= FP32_LOGPROBS
         assert {each.token_id for each in said.top[:4]} == set(np.argsort(of_step)[-4:].tolist())
-
-
-def test_sampled_tokens_have_their_own_rows(drafting: Drafting) -> None:
-    """Which tokens they are may differ from a run without drafts: see docs/drafts.md."""
-    host = drafting.host
-    jobs = [
-        host.job(prompt(n), max_tokens=20, capture=EVERYTHING, temperature=1.0, seed=n)
-        for n in range(30, 34)
-    ]
-    outputs, _, _ = counted(host, *jobs)
-    for job in jobs:
-        check_rows(host, drafting.reference, job, [outputs[job.id]])
-        assert len(outputs[job.id].token_ids) == 20
 
 
 def test_cached_prompts_and_kept_rows_stay_right(drafting: Drafting) -> None:

@@ -115,45 +115,6 @@ def test_a_run_lost_mid_request_fails_only_that_request(cached: Host) -> None:
     assert np.array_equal(cached.capture(jobs[1]).array(1)[3], rows["post_block", 1][3])
 
 
-@pytest.mark.parametrize("fault", ["put_run", "lose_run"])
-def test_a_row_missing_on_one_rank_fails_the_request_without_a_hang(tp2: Host, fault: str) -> None:
-    """Loading it: the other rank drops it again.
-
-    Finding a row of it: that is in the receipts. The forward's collectives go on.
-    """
-    key, _ = source_of(tp2, prompt_of(20, seed=96))  # field case 28
-    before = [rank["runs"] for rank in tp2.call("midstream_status")]
-    tp2.call("midstream_fault", f"{fault}:rank=1")
-    patched = tp2.job(prompt_of(9), max_tokens=3, steering=patches(key, [Cell("post_block", 1, 3)]))
-    beside = tp2.job(prompt_of(7), max_tokens=3)
-    answer = tp2.run_any(patched, beside)
-    tp2.call("midstream_fault", "rpc")
-    assert len(answer.outputs[beside.id][0].token_ids) == 3
-    if fault == "put_run":
-        assert "rank 1: fault injected" in answer.errors[patched.id]
-        assert [rank["runs"] for rank in tp2.call("midstream_status")] == before
-    else:
-        assert [receipt.status for receipt in tp2.receipts(patched)] == ["ok", "error"]
-    again = tp2.job(prompt_of(9), max_tokens=1, steering=patches(key, [Cell("post_block", 1, 3)]))
-    tp2.run(again)
-    assert [receipt.status for receipt in tp2.receipts(again)] == ["ok", "ok"]
-
-
-def test_each_stage_has_the_rows_of_its_own_layers_only(pp2: Host) -> None:
-    before = [rank["run_bytes"] for rank in pp2.call("midstream_status")]
-    key, rows = source_of(pp2, prompt_of(20, seed=97))
-    pp2.run(
-        pp2.job(
-            prompt_of(9),
-            max_tokens=1,
-            steering=patches(key, [Cell("post_block", 0, 3), Cell("post_block", 3, 3)]),
-        )
-    )
-    after = [rank["run_bytes"] for rank in pp2.call("midstream_status")]
-    half = sum(values.nbytes for values in rows.values()) // 2
-    assert [now - then for now, then in zip(after, before, strict=True)] == [half, half]
-
-
 @pytest.mark.parametrize("way", ["v1", "tp2", "pp2"])
 def test_every_rank_patches_its_own_part_of_a_head_by_the_mask_of_its_name(
     way: str, request: pytest.FixtureRequest

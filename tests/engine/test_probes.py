@@ -21,14 +21,13 @@ from probe_kit import (
     tokens_of,
 )
 from reference import Reference
-from tolerances import FP32_BATCH, FP32_ROWS
+from tolerances import FP32_ROWS
 
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeScore, StoredProbe
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.prompts.windows import When
-from midstream.schemas.requests.specs import Grade
 
 AGGREGATIONS = (("last", 0.0), ("max", 0.0), ("mean", 0.0), ("exponential", 0.9))
 
@@ -101,37 +100,6 @@ def test_a_request_ends_at_the_token_that_crosses(
     check(score, weights.of(host.capture(stopped).array(last)))
     assert len(outputs[other.id][0].token_ids) == 12
     assert host.call("midstream_status")[0]["requests"] == 0
-
-
-def test_a_graded_prompt_of_a_sweep_is_scored_and_stopped_too(v1: Host) -> None:
-    """As the unpatched prompts of a sweep are when a probe watches all traffic; the grades are
-    those without the probe.
-    """
-    prompt, grade = prompt_of(30, seed=8), Grade(token_ids=[1, 2, 3])
-
-    def run(blocks: str, *probes: StoredProbe) -> tuple[list[float], list[str], list[ProbeScore]]:
-        job = v1.job(
-            prompt, max_tokens=1, probes=list(probes), capture=capture_of([0, 1], "all_prompt")
-        )
-        answer = v1.run_any(job, grades={job.id: [grade]}, blocks={job.id: blocks})
-        assert not answer.errors
-        (receipt,) = v1.receipts(job)
-        assert receipt.status == "ok"
-        assert v1.capture(job).positions(0) == list(range(30))
-        return (
-            receipt.graded,
-            [output.finish_reason for output in answer.outputs[job.id]],
-            receipt.scores,
-        )
-
-    plain, _, _ = run("plain.0.base")
-    watched, ended, scores = run("watched.0.base", Weights(4, k=1).probe(v1, 0))
-    np.testing.assert_allclose(watched, plain, atol=FP32_BATCH)
-    assert (ended, scores[0].positions, scores[0].stopped) == (["length"], 30, False)
-    _, ended, scores = run(
-        "stopped.0.base", Weights(4, k=1).probe(v1, 0, "stop", thresholds=[-1e6])
-    )
-    assert (ended, scores[0].stopped) == (["probe:p"], True)
 
 
 def test_a_prompt_that_crosses_generates_nothing(v1: Host) -> None:

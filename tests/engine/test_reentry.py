@@ -179,19 +179,6 @@ def test_reentry_with_cached_blocks_starts_at_the_patched_token(
         rtol=0,
     )
     assert count()[0][0] == 40
-    # All blocks there are, if they run side by side.
-    cached.run_together(
-        *(
-            cached.job(prompt_of(tokens, seed=tokens), max_tokens=4)
-            for tokens in (500, 250, 490, 240)
-        )
-    )
-    count, last = counting(cached), cell(cached, prompt, edits[-1])
-    receipts = ask(cached, last, key=key)[last.id]
-    assert count()[0][0] == 40, "what was kept had to make room"
-    np.testing.assert_allclose(
-        graded(receipts), patched_truth(reference, prompt, edits[-1]), atol=FP32_LOGPROBS, rtol=0
-    )
     job = cached.job(prompt, max_tokens=1)
     cached.run_any(job, grades={job.id: [Grade(EVERY)]})
     np.testing.assert_allclose(
