@@ -2,7 +2,6 @@
 doubles none.
 """
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,30 +137,6 @@ def test_a_policy_that_stops_all_traffic_ends_what_a_harvest_generates(
         assert generated() == 0
     finally:
         client.policies.delete("guard")
-
-
-@pytest.mark.matrix
-def test_a_killed_worker_costs_no_row_and_doubles_none(
-    service: Stack, client: Client, whole: Harvest
-) -> None:
-    view = client.harvests.submit(
-        model="demo", source={"lines": DOCUMENTS}, layers=LAYERS, shards={"mib": 1}
-    )
-    while client.harvests.get(view).units_done < 1:
-        time.sleep(0.05)
-    service.kill("worker")
-    before = client.harvests.get(view).units_done
-    assert before < client.harvests.get(view).units
-    service.restart("worker")
-    done = client.harvests.wait(view, timeout=240)
-    assert verify(done.uri).faults == []
-    check_close(open(done.uri), whole)
-    assert {path.name for path in Path(done.uri).iterdir()} == {
-        "manifest.json",
-        "plans",
-        "parts",
-        "shards",
-    }
 
 
 def predictions(model: Any, tokens: list[int], vector: np.ndarray | None) -> torch.Tensor:

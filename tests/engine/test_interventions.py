@@ -4,20 +4,14 @@ it has nothing to do?
 v1 runner, eager, fp32. What each formula means is tested with the kernels.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import msgspec
 import numpy as np
-import pytest
-from fidelity import options_of
-from fidelity_page import Way
 from host import Host, capture_of, prompt_of, relative_error
-from nursery import Nursery
 from reference import Edit, Reference
-from tiny import HIDDEN, LAYERS, checkpoint
-from tolerances import FP32_HOOKS, FP32_LOGPROBS, FP32_ROWS
+from tiny import HIDDEN, LAYERS
+from tolerances import FP32_LOGPROBS, FP32_ROWS
 
 from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS
 
@@ -120,42 +114,6 @@ def test_every_family_at_every_hook_gives_the_reference_rows(
         # A clamp leaves rows alone whose component is inside its range.
         assert touched.any() if edit.op == "clamp" else touched.mean() > 0.8, place
         assert relative_error(trial.before["post_block", 3], plain["post_block", 3]) > 0.01
-
-
-@pytest.fixture(scope="module")
-def other_models(
-    nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[Host, Reference]]:
-    folder = tmp_path_factory.mktemp("others")
-
-    @cache
-    def start(name: str) -> tuple[Host, Reference]:
-        path = checkpoint(name, folder / name)
-        return nursery.host(
-            folder / f"{name}-engine", path, **options_of(Way("v1", "eager", "float32"))
-        ), Reference(path)
-
-    return start
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "tolerance"),
-    [
-        pytest.param("gpt2", FP32_ROWS, marks=pytest.mark.matrix),
-        pytest.param("gemma3", FP32_ROWS, marks=pytest.mark.matrix),
-        ("qwen3-moe", FP32_HOOKS),
-    ],
-)
-def test_other_architectures_are_steered_alike(other_models, name: str, tolerance: float) -> None:
-    """One that keeps its stream in one tensor, one with norms after its branches, and one whose MLP
-    chooses experts.
-    """
-    host, reference = other_models(name)
-    wanted = {place: [edit] for place, edit in PLACES.items() if edit.hook in host.info["hooks"]}
-    found = trials(host, wanted, max_tokens=2)
-    errors = {place: worst(found[place], reference, edits) for place, edits in wanted.items()}
-    assert {place: error for place, error in errors.items() if error > tolerance} == {}
 
 
 def test_steering_phases_are_prompt_or_generated(v1: Host, reference: Reference) -> None:

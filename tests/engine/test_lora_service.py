@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx2
-import numpy as np
 import pytest
-import torch
 from adapters import LLAMA, make_adapter, merged
 from host import prompt_of, relative_error
 from reference import Edit, Reference
@@ -162,39 +160,6 @@ def test_a_sweep_under_an_adapter_measures_the_merged_model(served: Served) -> N
                     position,
                 )
     assert not result.skipped
-
-
-@pytest.mark.matrix
-def test_harvests_under_an_adapter_differ_as_the_merged_weights_do(served: Served) -> None:
-    """The KL divergence of each token is that of transformers' predictions with base and merged
-    weights, also if the merged weights are another model, on a worker of its own.
-    """
-    served.stack.spawn("worker-2", model=str(served.root.parent / "one"))
-    served.stack.wait_ready("worker-2")
-    prompts = [prompt_of(11 + seed, seed=seed) for seed in range(6)]
-    fields = {"source": {"lines": prompts}, "layers": [0, LAYERS - 1]}
-    plain, adapted, other = (
-        served.client.harvests.wait(
-            served.client.harvests.submit(**fields, positions={"skip_bos": False}, **more)
-        )
-        for more in ({"model": "tiny"}, {"model": "tiny", "lora": "one"}, {"model": "one"})
-    )
-    assert served.stack.end("worker-2") == 0
-    assert other.identity != plain.identity
-    wanted = []
-    for prompt in prompts:
-        logs = []
-        for name in ("", "one"):
-            served.truth[name].rows(prompt)
-            logits = torch.from_numpy(served.truth[name].logits)
-            logs.append(logits.double().log_softmax(-1))
-        wanted += (logs[0].exp() * (logs[0] - logs[1])).sum(-1).tolist()
-    for against in (adapted, other):
-        found = served.client.harvests.survey(plain, against=against.id, top=2, context=1)
-        kl = found.array("kl")
-        np.testing.assert_allclose(kl, wanted, rtol=1e-3, atol=2e-5)
-        assert found.survey.mean_kl == pytest.approx(np.mean(wanted), rel=1e-3)
-        assert found.examples()[0].value == kl.max()
 
 
 def test_the_command_line_adds_uses_lists_and_removes(

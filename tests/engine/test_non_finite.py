@@ -2,17 +2,12 @@
 request's numbers changes.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 from attack import LARGE
 from host import Host, capture_of, prompt_of, steer
-from nursery import Nursery
 from patching_kit import for_everyone
-from safetensors.numpy import load_file, save_file
-from tiny import HIDDEN, LAYERS, checkpoint
+from tiny import LAYERS
 
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import Window
@@ -100,60 +95,3 @@ def test_non_finite_global_edits_fail_requests_under_them_and_none_after(v1: Hos
     after = capturing(v1, prompt_of(9, seed=530))
     v1.run_together(after)
     assert np.array_equal(rows_of(v1, after), rows_of(v1, first))
-
-
-@pytest.fixture(scope="module")
-def loud(nursery: Nursery, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """A model that overflows in fp16 wherever a prompt has one of its tokens."""
-    folder = tmp_path_factory.mktemp("loud")
-    checkpoint("llama", folder / "model")
-    file = folder / "model" / "model.safetensors"
-    weights = dict(load_file(file))
-    weights["model.layers.1.mlp.down_proj.weight"] = weights[
-        "model.layers.1.mlp.down_proj.weight"
-    ].copy()
-    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
-    weights["model.embed_tokens.weight"][LOUD] = 65504.0 * np.sign(
-        weights["model.embed_tokens.weight"][LOUD]
-    )
-    weights["model.layers.0.mlp.down_proj.weight"] = (
-        weights["model.layers.0.mlp.down_proj.weight"] * 4000
-    )
-    save_file(weights, file, metadata={"format": "pt"})
-    host = nursery.host(folder / "engine", folder / "model", dtype="float16", num_gpu_blocks=8)
-    yield host
-    host.close()
-
-
-@pytest.mark.long
-def test_a_model_that_overflows_unedited_is_reported_and_its_blocks_are_not_reused(
-    loud: Host,
-) -> None:
-    prompt = prompt_of(2 * BLOCK + 9, seed=520)
-    quiet = [token for token in prompt if token != LOUD]
-    first = capturing(loud, quiet, max_tokens=2)
-    text = loud.run(first)[first.id][0].token_ids
-    assert np.isfinite(rows_of(loud, first)).all()
-    noisy = [*quiet[: BLOCK + 5], LOUD, *quiet[BLOCK + 5 :]]
-    for _ in range(2):
-        job = capturing(loud, noisy, max_tokens=2)
-        output = loud.run(job)[job.id][0]
-        assert output.cached_tokens <= BLOCK, "the block with the loud token is not found again"
-        (receipt,) = loud.receipts(job)
-        bad = (~np.isfinite(rows_of(loud, job))).any(-1)
-        assert bad.any()
-        assert receipt.status == "ok"
-        assert sum(file.non_finite for file in receipt.files) == int(bad.sum())
-    steered = loud.job(
-        noisy,
-        max_tokens=2,
-        steering=[steer(loud.vector(np.ones(HIDDEN)), [2], positions=Window(BLOCK + 40))],
-    )
-    loud.run(steered)
-    assert [receipt.status for receipt in loud.receipts(steered)] == ["ok"], (
-        "the model was not finite before the edit could reach it"
-    )
-    for _ in range(3):
-        after = capturing(loud, quiet, max_tokens=2)
-        assert loud.run(after)[after.id][0].token_ids == text
-        assert np.array_equal(rows_of(loud, after), rows_of(loud, first))
