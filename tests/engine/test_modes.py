@@ -4,10 +4,10 @@ pipeline stages.
 
 import numpy as np
 import pytest
-from host import Host, capture_of, prompt_of, relative_error, steer
+from host import Host, capture_of, prompt_of, steer
 from reference import Edit, Reference
+from rows_kit import check_rows
 from tiny import HIDDEN, LAYERS
-from tolerances import FP32_ROWS
 
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import HOOKS
@@ -101,20 +101,7 @@ def mixed_batch(
     ]
     answers = host.run(*jobs, host.job(prompt_of(10, seed=4), max_tokens=max_tokens))
     for each in jobs:
-        capture, tokens = (
-            each.captures[0][0],
-            each.prompts[0].token_ids + answers[each.id][0].token_ids,
-        )
-        rows = reference.rows(tokens[:-1], wanted[each.id], capture.at)
-        reader = host.capture(each)
-        positions = reader.positions(0)
-        assert positions == list(capture.select(0, len(tokens) - 1, len(each.prompts[0].token_ids)))
-        for hook, layers in capture.sites.items():
-            for layer in layers:
-                assert (
-                    relative_error(reader.array(layer, hook), rows[hook, layer][positions])
-                    <= FP32_ROWS
-                ), (each.id, hook, layer)
+        check_rows(host, reference, each, answers[each.id], wanted[each.id])
     return jobs
 
 
