@@ -57,45 +57,12 @@ LONGEST = (
     "test_schemathesis.py",
     "test_gpu_bench.py",
     "test_docs_pages.py",
-    "test_mixed_traffic.py",
-    "test_gradients.py",
-    "test_fits.py",
-    "test_modes.py",
-    "test_certificate.py",
-    "test_attention.py",
     "test_attack.py",
-    "test_demo.py",
     "test_train_sae.py",
-    "test_fidelity.py",
-    "test_patching_service.py",
     "test_hooked_model.py",
     "test_wheel.py",
-    "test_lora_service.py",
     "test_openai.py",
     "test_inspect.py",
-    "test_harvest.py",
-    "test_service.py",
-    "test_worker_processes.py",
-)
-#: Engines that are slow to start, or started for few tests → the one file whose tests of them are
-#: in `make test`. Those of other files are rows of the matrix, but for the ones of `IN_CI`.
-SLOW_ENGINES = {
-    "compiled": "test_modes.py",
-    "v2": "test_modes.py",
-    "overlapped": "test_modes.py",
-    "pp2": "test_modes.py",
-    "nurseries": "test_real_model.py",
-}
-#: Files whose tests of slow engines are `long`: CI has them.
-IN_CI = (
-    "test_certificate.py",
-    "test_fidelity.py",
-    "test_formats.py",
-    "test_lora.py",
-    "test_overload.py",
-    "test_ring.py",
-    "test_speculative.py",
-    "test_vision.py",
 )
 #: A test is in one of these → the folders whose tests of the set are run: by `make test`; by
 #: `make test-long`, of which CI runs one share at a time; by `make test-matrix` and other targets
@@ -159,13 +126,6 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> "Iterator[FaultProxy]":
         yield proxy
 
 
-def engines_of(item: pytest.Item) -> set[str]:
-    """Names of fixtures that `item` uses, by argument or as a value of a parameter."""
-    parameters = getattr(item, "callspec", None)
-    values = parameters.params.values() if parameters else ()
-    return {*getattr(item, "fixturenames", ()), *(value for value in values if type(value) is str)}
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("midstream")
     group.addoption("--set", choices=list(SETS), help="only the tests of this set")
@@ -213,10 +173,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         stage = stage_of(item.path)
         item.add_marker(stage)
-        if stage == "engine":
-            slow = engines_of(item) & SLOW_ENGINES.keys()
-            if any(SLOW_ENGINES[engine] != item.path.name for engine in slow):
-                item.add_marker("long" if item.path.name in IN_CI else "matrix")
         chosen_set = set_of(item)
         if stage not in SETS[chosen_set]:
             raise pytest.UsageError(f"{item.nodeid}: no target runs {chosen_set} tests of {stage}")

@@ -1,23 +1,18 @@
 """Requests that try to spoil the numbers of others, beside requests that must not notice.
 
 A round runs attackers and victims in one schedule, twice: with numbers that overflow, and with
-small ones in their place. The victims' rows must be equal bit for bit. `python
-tests/engine/attack.py SECONDS [DTYPE [MODEL]]` goes on for a while and prints what it saw.
+small ones in their place. The victims' rows must be equal bit for bit.
 """
 
 import itertools
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from host import Host, capture_of, prompt_of, relative_error, steer
 from patching_kit import patch
-from tiny import checkpoint
 from tolerances import BF16_BATCH, FP16_BATCH, FP32_BATCH
 
 from midstream.schemas.jobs.jobs import Job, Output
@@ -222,23 +217,3 @@ def _check(host: Host, job: Job, seen: Seen) -> None:
 def options(dtype: str, **others: Any) -> dict[str, Any]:
     """Settings of an engine for the rounds."""
     return {"dtype": dtype, "num_gpu_blocks": BLOCKS, "enable_prefix_caching": False, **others}
-
-
-def main(seconds: float, only: str = "", model: str = "") -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(model) if model else checkpoint("llama", Path(folder) / "llama")
-        for dtype in [only] if only else LARGE:
-            (Path(folder) / dtype).mkdir()
-            host = Host(Path(folder) / dtype, path, **options(dtype))
-            try:
-                began = time.monotonic()
-                for seen in rounds(host, dtype, seconds):
-                    if seen.rounds % 5 == 0:
-                        print(dtype, seen, flush=True)
-                print(f"{dtype}, {time.monotonic() - began:.0f} s: {seen}", flush=True)
-            finally:
-                host.close()
-
-
-if __name__ == "__main__":
-    main(float(sys.argv[1]), *sys.argv[2:])

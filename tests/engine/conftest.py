@@ -1,102 +1,103 @@
-"""Engines that tests share: each starts once.
+"""Engines and stacks that tests share: each starts once.
 
-Others are forked from a process that imported all.
+Tests are grouped by what they share, and not by file. Other engines are forked from a process that
+imported all.
 """
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from extension_kit import install_example, install_unruly
-from fidelity import nursery_for
-from host import Host
+from host import Host, shared_nursery
 from nursery import PACKAGES, Nursery
 from reference import Reference
+from stack import Stack
 from tiny import checkpoint
-from xdist.scheduler import LoadFileScheduling
+from tree import ROOT
+
+from midstream.workers.demo_model import fetch_demo_model
 
 #: Engines of several ranks wait for one another in loops; beside another engine each waits for the
 #: other's time slice. Whatever asks for one of these is marked `ranks`, and runs alone.
 RANKS = {"tp2", "pp2", "overlapped", "two_ranks"}
-#: Engines of one rank that several files use.
-ENGINES = {"v1", "cached", "v2", "compiled"}
-#: The files that use them run in one process, one after the other, so that each of those engines
-#: starts once.
-SHARING = tuple(
-    f"test_{name}.py"
-    for name in (
-        "attention",
-        "block_keys",
-        "capture_rows",
-        "global_order",
-        "graded_tokens",
-        "inside",
-        "installed_ops",
-        "interventions",
-        "lens",
-        "lora",
-        "modes",
-        "executed",
-        "features",
-        "patching",
-        "patching_cells",
-        "prefix_cache",
-        "probes",
-        "non_finite",
-        "rank_calls",
-        "readers",
-        "reentry",
-        "steering_rows",
-        "token_ranges",
-    )
+#: Fixtures that start what several files use. All tests of one run in one process, one after the
+#: other, so that each starts once.
+SHARED = ("compiled", "demo_stack", "tiny_stack", "v1", "cached", "v2", "tp2", "pp2", "overlapped")
+#: Engines whose tests are `long`, but for those of `test_modes.py`: others say the same there.
+SLOW = {"compiled", "v2", "tp2", "pp2", "overlapped"}
+#: Groups that take longest, in the order in which they begin, so that no process is left with one
+#: at the end; files of engines of their own among them.
+LONGEST = (
+    "compiled",
+    "demo_stack",
+    "tiny_stack",
+    "test_mixed_traffic.py",
+    "test_certificate.py",
+    "test_fidelity.py",
+    "test_steering_service.py",
+    "test_worker_processes.py",
+    "v1",
+    "test_real_model.py",
+    "cached",
+    "v2",
 )
 
-
-#: Engines of one rank that are running.
-RUNNING: list[Host] = []
-
-
-class FilesTogether(LoadFileScheduling):
-    """Whole files go to one process, and those that share engines to the same one."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return "engines" if file.endswith(SHARING) else file
+#: What ends the shared engines and stacks that are running.
+RUNNING: list[Callable[[], None]] = []
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether:
-    return FilesTogether(config, log)
+def asked_of(item: pytest.Item) -> set[str]:
+    """Names of fixtures that `item` uses, by argument or as a value of a parameter."""
+    parameters = getattr(item, "callspec", None)
+    values = parameters.params.values() if parameters else ()
+    return {*getattr(item, "fixturenames", ()), *(value for value in values if type(value) is str)}
 
 
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Ends the shared engines when a process goes on to other files: idle ones hold 10 GB."""
-    last = nextitem is None or nextitem.path.name not in SHARING
-    if hasattr(item.config, "workerinput") and item.path.name in SHARING and last:
-        while RUNNING:
-            RUNNING.pop().close()
+def group_of(item: pytest.Item) -> str:
+    """What all tests have in common that run in the same process as `item`."""
+    asked = asked_of(item)
+    return next((name for name in SHARED if name in asked), item.path.name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in (item for item in items if item.path.parent == Path(__file__).parent):
-        # Parameters may name the engine.
-        named = (
-            item.callspec.params.values()
-            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-            else ()
-        )
-        asked = {
-            *getattr(item, "fixturenames", ()),
-            *(name for name in named if isinstance(name, str)),
-        }
-        if RANKS & asked:
+    """Group the tests of this folder, the longest group first.
+
+    pytest calls this before that of `tests/conftest.py`, which keeps the order within a folder.
+    """
+    here = [item for item in items if item.path.parent == Path(__file__).parent]
+    for item in here:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+        if asked_of(item) & RANKS:
             item.add_marker("ranks")
-        elif ENGINES & asked and item.path.name not in SHARING:
-            raise pytest.UsageError(
-                f"{item.path.name} uses an engine that files share: say so in SHARING ({__file__})"
-            )
+        if asked_of(item) & SLOW and item.path.name != "test_modes.py":
+            item.add_marker("long")
+    order = [*LONGEST, *dict.fromkeys(group_of(item) for item in here)]
+    here.sort(key=lambda item: order.index(group_of(item)))
+    elsewhere = [item for item in items if item.path.parent != Path(__file__).parent]
+    items[:] = [*elsewhere, *here]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends what was shared when a process goes on to other tests: idle engines hold 10 GB."""
+    if nextitem is None or group_of(nextitem) != group_of(item):
+        end_shared()
+
+
+def end_shared() -> None:
+    while RUNNING:
+        RUNNING.pop()()
+
+
+def shared(host: Host) -> Iterator[Host]:
+    """The value of a fixture: an engine that ends when the last test that uses it is over."""
+    RUNNING.append(host.close)
+    yield host
+    end_shared()
 
 
 @pytest.fixture(scope="session")
@@ -115,20 +116,11 @@ def reference(llama: Path) -> Reference:
 
 
 @pytest.fixture(scope="session")
-def nurseries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Nursery]]:
+def nurseries() -> Callable[[str], Nursery]:
     """Of each runner the process that engines are forked from: what is imported is imported
     once.
     """
-    started: list[Nursery] = []
-
-    @cache
-    def nursery(runner: str) -> Nursery:
-        started.append(nursery_for(runner, tmp_path_factory.mktemp(runner)))
-        return started[-1]
-
-    yield nursery
-    for each in started:
-        each.close()
+    return lambda runner: shared_nursery(interpreted() if runner == "v2" else {})
 
 
 @pytest.fixture(scope="session")
@@ -166,9 +158,7 @@ def v1(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         hooks="all,inside",
         extensions=EXTENSIONS,
     )
-    RUNNING.append(host)
-    yield host
-    host.close()
+    yield from shared(host)
 
 
 @pytest.fixture(scope="session")
@@ -184,9 +174,7 @@ def cached(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ho
         hooks="all,inside",
         extensions=EXTENSIONS,
     )
-    RUNNING.append(host)
-    yield host
-    host.close()
+    yield from shared(host)
 
 
 def interpreted() -> dict[str, str]:
@@ -216,9 +204,7 @@ def v2(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         hooks="all,inside",
         extensions=EXTENSIONS,
     )
-    RUNNING.append(host)
-    yield host
-    host.close()
+    yield from shared(host)
 
 
 @pytest.fixture(scope="session")
@@ -244,8 +230,7 @@ def overlapped(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         hooks="all,inside",
         extensions=EXTENSIONS,
     )
-    yield host
-    host.close()
+    yield from shared(host)
 
 
 @pytest.fixture(scope="session")
@@ -261,9 +246,7 @@ def compiled(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         hooks="all,inside",
         extensions=EXTENSIONS,
     )
-    RUNNING.append(host)
-    yield host
-    host.close()
+    yield from shared(host)
 
 
 @pytest.fixture(scope="session")
@@ -284,8 +267,7 @@ def tp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]
         hooks="all,inside",
         extensions=EXTENSIONS,
     )
-    yield host
-    host.close()
+    yield from shared(host)
 
 
 @pytest.fixture(scope="session")
@@ -299,5 +281,57 @@ def pp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]
         hooks="all,inside",
         extensions=EXTENSIONS,
     )
-    yield host
-    host.close()
+    yield from shared(host)
+
+
+#: Of a service with a real engine, which may stall the process for seconds.
+PATIENT: dict[str, Any] = {"start_timeout_s": 400, "lease_s": 15.0, "visibility_timeout_s": 30}
+
+
+def running(stack: Stack) -> Iterator[Stack]:
+    """The value of a fixture: a service that stops when the last test that uses it is over."""
+    RUNNING.append(stack.start().stop)
+    yield stack
+    end_shared()
+
+
+@pytest.fixture(scope="session")
+def demo_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The service with the demo model, `demo`, in fp32."""
+    engine = {
+        "engine": "vllm",
+        "model": str(fetch_demo_model()),
+        "model_name": "demo",
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "kv_cache_gib": 0.5,
+        "hooks": "all,inside",
+    }
+    options = {"sae_dir": str(ROOT / "examples" / "data" / "saes"), "log_format": "json"}
+    yield from running(
+        Stack(tmp_path_factory.mktemp("demo-stack"), api=True, **engine, **options, **PATIENT)
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_stack(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The service with the tiny Llama, `tiny`, adapters, and a worker for gradients that soon lets
+    its model go.
+    """
+    folder = tmp_path_factory.mktemp("tiny-stack")
+    engine = {
+        "engine": "vllm",
+        "model": str(shutil.copytree(llama, folder / "tiny")),
+        "model_name": "tiny",
+        "dtype": "float32",
+        "max_model_len": 512,
+        "kv_cache_gib": 0.25,
+        "hooks": "all,inside",
+    }
+    loras = {"lora_dir": str(folder / "adapters"), "max_loras": 2, "max_lora_rank": 16}
+    (folder / "adapters").mkdir()
+    stack = Stack(folder / "data", api=True, gradients_idle_s=3.0, **engine, **loras, **PATIENT)
+    for each in running(stack):
+        each.spawn("worker-gradients", engine="gradients")
+        each.wait_log("worker-gradients", "worker ready")
+        yield each

@@ -7,15 +7,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from host import Host, capture_of, prompt_of, relative_error
+from host import Host, capture_of, prompt_of
 from reference import Edit, Reference
+from rows_kit import check_rows
 from tiny import LAYERS
-from tolerances import FP32_ROWS
 
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import HOOKS, Hook, PositionSelector
 from midstream.schemas.requests.source_runs import ZEROS, RunRow, row_name
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
+from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 
 ALL = list(range(LAYERS))
 EVERYTHING: dict[Hook, list[int]] = {hook: ALL for hook in HOOKS}
@@ -71,6 +72,15 @@ def patch(
         tensors=tensors,
         numbers=[alpha],
     )  # type: ignore[arg-type]
+
+
+def for_everyone(version: int, *entries: StoredSteering) -> GlobalSteering:
+    """Entries for all positions, as steering of all requests."""
+    fields = SteeringTemplate.__struct_fields__
+    templates = [
+        SteeringTemplate(**{name: getattr(entry, name) for name in fields}) for entry in entries
+    ]
+    return GlobalSteering(version=version, entries=templates)
 
 
 def everything(positions: PositionSelector = "all", **options: Any) -> StoredCapture:
@@ -177,8 +187,5 @@ def patched_batch(
     )
     answers = host.run(*(each.job for each in made))
     for job, wanted in made:
-        tokens = job.prompts[0].token_ids + answers[job.id][0].token_ids
-        truth, got = reference.rows(tokens[:-1], wanted), rows_of(host, job)
-        for site, values in got.items():
-            assert relative_error(values, truth[site]) <= FP32_ROWS, (job.id, len(tokens), site)
+        check_rows(host, reference, job, answers[job.id], wanted)
     return made

@@ -20,10 +20,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
-from midstream.client.captures.patterns import attention_of
 from midstream.client.captures.reader import CaptureReader
 from midstream.client.sdk.attention import attention_patches, by_layer
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.model.attention import AttentionKind
@@ -136,24 +134,6 @@ def test_patterns_are_transformers_on_every_engine(
     for reader, tokens in [*captured(host, long, short), *captured(host, [*long[:130], *short])]:
         assert largest_error(reader, tokens, path) <= FP32_ATTENTION
         assert reader.attention(0, [1], queries=[-1]).shape == (1, 1, len(tokens) - 1)
-
-
-def test_a_pattern_needs_the_keys_that_its_queries_see(v1: Host) -> None:
-    spec = msgspec.structs.replace(QUERIES_AND_KEYS, positions="all_generated")
-    ((reader, _),) = captured(v1, prompt_of(9), spec=spec)
-    with pytest.raises(
-        MidstreamError,
-        match="the query of position 9 sees keys 0-9, of which 0-8 were not captured",
-    ):
-        reader.attention(1)
-    ((reader, _),) = captured(
-        v1,
-        prompt_of(9),
-        spec=msgspec.structs.replace(QUERIES_AND_KEYS, hooks={"q": "all", "k": [2]}),
-    )
-    assert attention_of(reader).layers == [2]
-    with pytest.raises(MidstreamError, match="layer 1 was not captured at k"):
-        reader.attention(1)
 
 
 def test_a_patched_pattern_gives_the_rows_of_a_transformers_model_that_attends_so(

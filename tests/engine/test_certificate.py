@@ -19,6 +19,8 @@ from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.certificates import Certificate
 from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS
 
+pytestmark = pytest.mark.long
+
 SMALL: dict[str, Any] = {
     "certify": True,
     "max_model_len": 128,
@@ -147,9 +149,8 @@ def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[...
     [
         ("llama", "shift_attn_out", {"attn_out"}),
         ("gpt2", "branch_post_attn", {"post_attn", "attn_out"}),
-        pytest.param(
-            "granite4", "shift_mlp_in", {"mlp_in"}, marks=pytest.mark.long
-        ),  # whose MLP has two parts, and no `mlp_out`
+        # whose MLP has two parts, and no `mlp_out`
+        ("granite4", "shift_mlp_in", {"mlp_in"}),
     ],
 )
 def test_a_wrong_hook_is_absent_with_its_reason(
@@ -344,14 +345,6 @@ def test_a_compiled_forward_is_proven(start: Callable[..., Host]) -> None:
     made = certificate_of(start("llama", enforce_eager=False))
     assert (made.absent, made.mode) == ({}, "compiled")
     assert made.not_compared == {"EAGLE-3 auxiliary states": "the forward pass is compiled"}
-
-
-@pytest.mark.matrix
-def test_few_steering_rows_and_blocks_are_enough(start: Callable[..., Host]) -> None:
-    made = certificate_of(
-        start("llama", steering_rows=2, num_gpu_blocks=4, max_num_batched_tokens=32)
-    )
-    assert made.absent == {}
 
 
 @pytest.mark.matrix

@@ -15,15 +15,16 @@ from host import Host, capture_of, prompt_of, relative_error, steer
 from inside_reference import InsideReference
 from nursery import Nursery
 from reference import Edit, Reference
+from rows_kit import check_rows
 from test_graded_tokens import EVERY, logprobs_of, truth
 from test_inside import check_together
 from test_reentry import ask, base_run, cell, graded
 from tiny import HIDDEN, LAYERS
-from tolerances import FP32_LOGPROBS, FP32_ROWS
+from tolerances import FP32_LOGPROBS
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
-from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.jobs.jobs import Job, Output
 from midstream.schemas.prompts.selectors import HOOKS, Window
 from midstream.schemas.requests.specs import Grade
 from midstream.workers.engine.vllm import VllmEngine
@@ -38,10 +39,10 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
     "mtp-mimo": mimo,
     "mtp-glm4-moe": glm4_moe,
 }
-#: One runs in every test run, the others in the long ones.
-USUAL = ("v1", "eagle3")
+#: One is no row of the matrix.
+MARKS = {("v1", "eagle3"): pytest.mark.long}
 WAYS = [
-    pytest.param(way, id="-".join(way), marks=[] if way == USUAL else [pytest.mark.matrix])
+    pytest.param(way, id="-".join(way), marks=MARKS.get(way, pytest.mark.matrix))
     for way in [
         *((runner, name) for runner in ("v1", "v2") for name in TARGETS),
         ("compiled", "eagle3"),
@@ -96,33 +97,25 @@ def vector(seed: int, size: float = 1.0) -> np.ndarray:
     return size * np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
 
 
-def counted(host: Host, *jobs: Job, **options: Any) -> tuple[dict[str, list[int]], int, int]:
-    """Job → its tokens; steps and token rows of all."""
+def counted(host: Host, *jobs: Job) -> tuple[dict[str, Output], int, int]:
+    """Job → its output; steps and token rows of all."""
     before = host.call("midstream_status")[0]
-    answer = host.run_any(*jobs, **options)
-    assert not answer.errors, answer.errors
+    outputs = {job: output for job, (output,) in host.run(*jobs).items()}
     after = host.call("midstream_status")[0]
-    tokens = {job.id: answer.outputs[job.id][0].token_ids for job in jobs}
-    return tokens, after["step"] - before["step"], after["token_rows"] - before["token_rows"]
+    return outputs, after["step"] - before["step"], after["token_rows"] - before["token_rows"]
 
 
-def check(drafting: Drafting, job: Job, tokens: list[int], edits: list[Edit]) -> None:
+def check(drafting: Drafting, job: Job, output: Output, edits: list[Edit]) -> None:
     """Each token is what the model says after those before it, and each row of those that were fed
     is there once.
     """
     host, reference = drafting.host, drafting.reference
-    fed = (job.prompts[0].token_ids + tokens)[:-1]
-    rows = reference.rows(fed, edits)
-    start = len(job.prompts[0].token_ids) - 1
-    assert tokens == np.argmax(reference.logits[start:], axis=-1).tolist()
-    reader = host.capture(job)
-    assert reader.positions(0) == list(range(len(fed)))
-    assert reader.token_ids(0) == fed
-    for place, right in rows.items():
-        assert relative_error(reader.array(place[1], place[0]), right) <= FP32_ROWS, place
+    check_rows(host, reference, job, [output], edits)
+    start, fed = len(job.prompts[0].token_ids) - 1, len(job.prompts[0].token_ids + output.token_ids)
+    assert output.token_ids == np.argmax(reference.logits[start:], axis=-1).tolist()
     (receipt,) = host.receipts(job)
     edited = sum(
-        len(fed) if edit.positions is None else sum(place < len(fed) for place in edit.positions)
+        fed - 1 if edit.positions is None else sum(place < fed - 1 for place in edit.positions)
         for edit in edits
     )
     assert (receipt.status, receipt.message, receipt.applied) == ("ok", "", edited)
@@ -159,9 +152,9 @@ def test_tokens_rows_and_edits_are_those_without_drafts(drafting: Drafting) -> N
             Edit(0, vector(6), None, "attn_out"),
         ),
     ]
-    tokens, _, rows = counted(host, *jobs)
+    outputs, _, rows = counted(host, *jobs)
     for each in jobs:
-        check(drafting, each, tokens[each.id], wanted[each.id])
+        check(drafting, each, outputs[each.id], wanted[each.id])
     fed = len(jobs) * (36 + 24 - 1)
     assert rows > fed + 8, "so many rows more were computed for drafts that were rejected"
     assert rows < len(jobs) * 36 + (DRAFTS + 1) * 23 * len(jobs) * 0.8, "drafts were accepted"
@@ -176,27 +169,6 @@ def test_rows_edits_and_patterns_inside_are_those_without_drafts(drafting: Draft
     )
 
 
-def test_positions_may_be_named_relative_to_the_generated_tokens(drafting: Drafting) -> None:
-    host, name = drafting.host, drafting.host.vector(vector(7, 2.0))
-    places = {
-        "all_generated": list(range(36, 59)),
-        "last_prompt": [35],
-        "window": list(range(40, 47)),
-    }
-    jobs = {
-        key: host.job(
-            prompt(10 + number),
-            max_tokens=24,
-            capture=EVERYTHING,
-            steering=[steer(name, [2], positions=Window(40, 47) if key == "window" else key)],  # type: ignore[arg-type]
-        )
-        for number, key in enumerate(places)
-    }
-    tokens, _, _ = counted(host, *jobs.values())
-    for key, job in jobs.items():
-        check(drafting, job, tokens[job.id], [Edit(2, vector(7, 2.0), places[key])])
-
-
 def test_a_drafter_reads_the_edited_model_and_is_not_edited_itself(drafting: Drafting) -> None:
     """An edit of what leaves the last layer decides every token, and a head that reads that stream
     drafts the same.
@@ -206,9 +178,9 @@ def test_a_drafter_reads_the_edited_model_and_is_not_edited_itself(drafting: Dra
     job = host.job(
         prompt_of(30, seed=20), max_tokens=33, capture=EVERYTHING, steering=host.steering(deciding)
     )
-    tokens, steps, _ = counted(host, job)
-    assert len(set(tokens[job.id])) == 1
-    check(drafting, job, tokens[job.id], [deciding])
+    outputs, steps, _ = counted(host, job)
+    assert len(set(outputs[job.id].token_ids)) == 1
+    check(drafting, job, outputs[job.id], [deciding])
     right = (
         DRAFTS if "mtp" not in drafting.drafter else 1
     )  # its further drafts come from its own rows, and may differ
@@ -239,7 +211,7 @@ def test_a_request_ends_where_it_ends_without_drafts(drafting: Drafting) -> None
     found = host.run(*(job for job, _ in ends.values()))
     for job, length in ends.values():
         assert found[job.id][0].token_ids == tokens[:length], job.sampling
-        check(drafting, job, tokens[:length], [])
+        check(drafting, job, found[job.id][0], [])
 
 
 @pytest.mark.matrix  # vLLM compiles what ranks them: 20 s
@@ -254,24 +226,6 @@ def test_log_probabilities_of_accepted_tokens_are_the_models(drafting: Drafting)
     for said, of_step in zip(output.logprobs, right, strict=True):
         assert abs(said.logprob - of_step[said.token_id]) <= FP32_LOGPROBS
         assert {each.token_id for each in said.top[:4]} == set(np.argsort(of_step)[-4:].tolist())
-
-
-def test_sampled_tokens_have_their_own_rows(drafting: Drafting) -> None:
-    """Which tokens they are may differ from a run without drafts: see docs/drafts.md."""
-    host = drafting.host
-    jobs = [
-        host.job(prompt(n), max_tokens=20, capture=EVERYTHING, temperature=1.0, seed=n)
-        for n in range(30, 34)
-    ]
-    tokens, _, _ = counted(host, *jobs)
-    for job in jobs:
-        fed = (prompt(30 + jobs.index(job)) + tokens[job.id])[:-1]
-        reader, rows = host.capture(job), drafting.reference.rows(fed)
-        assert (len(tokens[job.id]), reader.token_ids(0)) == (20, fed)
-        assert all(
-            relative_error(reader.array(layer, hook), right) <= FP32_ROWS
-            for (hook, layer), right in rows.items()
-        )
 
 
 def test_cached_prompts_and_kept_rows_stay_right(drafting: Drafting) -> None:
@@ -292,7 +246,7 @@ def test_cached_prompts_and_kept_rows_stay_right(drafting: Drafting) -> None:
         blocks = 3 if drafting.drafter == "ngram" else 2
         assert output.cached_tokens == (0 if number == 0 else 32 * blocks)
         if number != 2:
-            check(drafting, job, output.token_ids, [edit] if number == 3 else [])
+            check(drafting, job, output, [edit] if number == 3 else [])
 
 
 def test_an_edit_that_overflows_fails_and_leaves_nothing_behind(drafting: Drafting) -> None:
@@ -308,8 +262,9 @@ def test_an_edit_that_overflows_fails_and_leaves_nothing_behind(drafting: Drafti
     for attack in attacks:
         assert [receipt.kind for receipt in host.receipts(attack)] == ["intervention_failed"]
     after = host.job(prompt(9), max_tokens=12, capture=EVERYTHING)
-    assert host.run(after)[after.id][0].token_ids == text
-    check(drafting, after, text, [])
+    (output,) = host.run(after)[after.id]
+    assert output.token_ids == text
+    check(drafting, after, output, [])
 
 
 def test_cells_are_graded_by_their_last_token(drafting: Drafting) -> None:
@@ -387,15 +342,10 @@ def test_two_ranks_agree_on_tokens_rows_and_receipts(two_ranks: None, tmp_path: 
             Edit(2, vector(3), [37, 41, 42, 43], "mlp_out", "replace"),
         )
         job = host.job(prompt(6), max_tokens=24, capture=EVERYTHING, steering=host.steering(edit))
-        tokens, steps, _ = counted(host, job)
-        fed = (prompt(6) + tokens[job.id])[:-1]
-        rows, reader = reference.rows(fed, [edit]), host.capture(job)
-        assert tokens[job.id] == np.argmax(reference.logits[35:], axis=-1).tolist()
-        assert reader.token_ids(0) == fed
-        assert all(
-            relative_error(reader.array(layer, hook), right) <= FP32_ROWS
-            for (hook, layer), right in rows.items()
-        )
+        outputs, steps, _ = counted(host, job)
+        check_rows(host, reference, job, outputs.values(), [edit])
+        tokens = outputs[job.id].token_ids
+        assert tokens == np.argmax(reference.logits[35:], axis=-1).tolist()
         assert [receipt.status for receipt in host.receipts(job)] == ["ok", "ok"]
         assert (
             len(

@@ -12,6 +12,8 @@ from option_cases import CASES, Case
 from reference import Reference
 from tiny import checkpoint
 
+pytestmark = pytest.mark.long
+
 TOKENS = 3
 
 

@@ -16,7 +16,7 @@ from midstream.schemas.jobs.jobs import Job
 LAST = LAYERS - 1
 
 
-@pytest.mark.parametrize("engine", ["v1", pytest.param("compiled", marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["v1", "compiled"])
 def test_a_site_that_did_not_capture_fails_those_who_capture_there(
     engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -37,7 +37,7 @@ def test_a_site_that_did_not_capture_fails_those_who_capture_there(
     assert [host.receipts(job)[0].status for job in (elsewhere, edited)] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize("engine", ["v1", pytest.param("compiled", marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["v1", "compiled"])
 def test_a_site_that_did_not_edit_fails_its_request(
     engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -63,17 +63,6 @@ def test_a_site_that_did_not_edit_fails_its_request(
     )
 
 
-def test_each_rank_answers_for_its_own_sites(tp2: Host) -> None:
-    job = tp2.job(
-        prompt_of(12, seed=605), max_tokens=3, steering=[steer(tp2.vector(direction(4)), [0, 2])]
-    )
-    tp2.call("midstream_fault", "skip_site:rank=1")
-    tp2.run_any(job)
-    receipts = {receipt.rank: receipt for receipt in tp2.receipts(job)}
-    assert [receipts[rank].status for rank in (0, 1)] == ["ok", "error"]
-    assert "(rank 1)" in receipts[1].message
-
-
 def test_ranks_agree_on_the_sizes_of_limited_edits(tp2: Host) -> None:
     """The norm is that of whole rows, and the sizes are in the checksum of each rank's receipt."""
     tp2.call("restart_ledgers")  # faults of earlier tests left them different
@@ -93,8 +82,8 @@ def test_ranks_agree_on_the_sizes_of_limited_edits(tp2: Host) -> None:
 
 @pytest.mark.parametrize("hook", ["z", "k", "mlp_act"])
 def test_each_rank_answers_for_its_own_columns_of_sites_inside(tp2: Host, hook: str) -> None:
-    """A site of one rank that does not capture or edit, or edits otherwise, is in the receipts;
-    requests beside it are sound.
+    """A site of one rank that does not capture or edit is in the receipts; requests beside it are
+    sound.
     """
     shape = tp2.info["inside"][hook]
     vector = (
@@ -123,12 +112,7 @@ def test_each_rank_answers_for_its_own_columns_of_sites_inside(tp2: Host, hook: 
         first, second = tp2.receipts(mine)
         assert (first.status, second.status, second.kind) == ("ok", "error", kind)
         assert re.search(rf"{hook} of layer 1: \d+ planned, 0 counted", second.message)
-    tp2.call("midstream_fault", "alter_action:rank=1")
-    _, altered, _ = jobs(620)
-    tp2.run_any(altered)
-    first, second = tp2.receipts(altered)
     tp2.call("midstream_fault", "")
-    assert first.checksum != second.checksum
     tp2.call("restart_ledgers")
     sound = jobs(630)
     tp2.run(*sound)

@@ -11,6 +11,8 @@ from fidelity_page import Way
 from host import Host, capture_of, prompt_of
 from patching_kit import Cell, edits, patches, rows_of
 
+pytestmark = pytest.mark.long
+
 FP32, BF16 = Way("v1", "eager", "float32"), Way("v1", "eager", "bfloat16")
 #: A hybrid, and experts with sinks: the others take minutes.
 SHORT = {("falcon-h1", FP32), ("gpt-oss", FP32)}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of
@@ -101,8 +102,6 @@ class Dictionary:
 
 
 def _model(host: Host) -> ModelInfo:
-    import msgspec
-
     return msgspec.convert(host.info, ModelInfo)
 
 
@@ -148,25 +147,17 @@ def check(reading: FeaturesReading, activations: np.ndarray) -> None:
         np.testing.assert_allclose(wanted[mine], values, **TOLERANCE)
 
 
-def steering(host: Host, sae: Sae, **fields: Any) -> list[StoredSteering]:
-    """As the API stores it; its vectors are registered at the host."""
+def steering(host: Host, root: Path, sae: Sae, **fields: Any) -> list[StoredSteering]:
+    """As the API stores it; its vectors are registered at the host. `root`: where its files are."""
     spec = SteeringSpec(sae=sae.name, **fields)
     (numbers,) = check_specs([spec], {sae.name: sae}).values()
-    rows = FeatureFiles(str(_ROOT[0])).read(sae, numbers)
+    rows = FeatureFiles(str(root)).read(sae, numbers)
     named = Named({sae.name: sae}, {(sae.name, number): row for number, row in rows.items()})
     per_prompt, blobs = resolve_edits(
         [], [spec], Bounds(_model(host), [PromptFacts(64)]), ModelState(features=named)
     )
     host._vectors |= {name: from_msgpack(blob, Tensor) for name, blob in blobs.items()}
     return per_prompt[0]
-
-
-_ROOT: list[Path] = []
-
-
-@pytest.fixture(autouse=True)
-def root(dictionaries: dict[str, Dictionary]) -> None:
-    _ROOT[:] = [dictionaries["standard"].root]
 
 
 def test_features_are_those_of_the_captured_rows_in_chunks(
@@ -204,7 +195,7 @@ def test_a_feature_is_set_in_the_forward_and_the_error_kept(
         plain = v1.job(prompt_of(20), max_tokens=1, capture=captures[0])
         v1.run(plain)
         feature = int(each.encode(v1.capture(plain).array(LAYER)).sum(0).argmax())
-        edits = steering(v1, sae, feature=feature, op=op, value=value)
+        edits = steering(v1, each.root, sae, feature=feature, op=op, value=value)
         job = v1.job(
             prompt_of(20), max_tokens=1, capture=[*captures, features(sae)], steering=edits
         )
@@ -219,33 +210,6 @@ def test_a_feature_is_set_in_the_forward_and_the_error_kept(
         np.testing.assert_allclose(after, wanted, atol=1e-4)
         assert np.abs(after - before).max() > 0.1
         check(read(v1, job)[0], each.encode(after))
-
-
-def test_a_feature_clamped_to_its_present_value_changes_no_bit(
-    v1: Host, dictionaries: dict[str, Dictionary]
-) -> None:
-    sae = dictionaries["standard"].on(v1)
-    capture = [capture_of(list(range(LAYERS)), "all", at="after"), features(sae, "last_prompt")]
-    plain = v1.job(prompt_of(20, seed=8), max_tokens=4, capture=capture)
-    outputs = v1.run_together(plain)[plain.id]
-    (reading,) = read(v1, plain)
-    feature, value = reading.features[0][0], reading.activations[0][0]
-    same, other = (
-        v1.job(
-            prompt_of(20, seed=8),
-            max_tokens=4,
-            capture=capture,
-            steering=steering(
-                v1, sae, feature=feature, op="clamp", value=value + more, positions=[19]
-            ),
-        )
-        for more in (0.0, 5.0)
-    )
-    assert v1.run_together(same)[same.id][0].token_ids == outputs[0].token_ids
-    v1.run_together(other)
-    for layer in range(LAYERS):
-        np.testing.assert_array_equal(v1.capture(same).array(layer), v1.capture(plain).array(layer))
-    assert (v1.capture(other).array(LAYER)[19] != v1.capture(plain).array(LAYER)[19]).any()
 
 
 def test_an_autoencoder_that_is_not_loaded_fails_its_request_and_no_other(
@@ -284,39 +248,6 @@ def test_features_of_a_cached_prompt_are_the_same(
     np.testing.assert_allclose(second.activations[0], first.activations[0], **TOLERANCE)
 
 
-@pytest.mark.long
-def test_features_of_preempted_requests_are_those_of_each_alone(
-    cached: Host, dictionaries: dict[str, Dictionary]
-) -> None:
-    """Seven blocks for six requests of up to three blocks each: they must take turns."""
-    sae = dictionaries["standard"].on(cached)
-    crowd, alone = (
-        [
-            cached.job(prompt_of(110, seed=720 + n), max_tokens=180, capture=features(sae))
-            for n in range(6)
-        ]
-        for _ in range(2)
-    )
-    before = cached.call("midstream_status")[0]["preemptions"]
-    texts = cached.run_together(*crowd)
-    assert cached.call("midstream_status")[0]["preemptions"] > before
-    for job, again in zip(crowd, alone, strict=True):
-        assert cached.run_together(again)[again.id][0].token_ids == texts[job.id][0].token_ids
-        (first,), (second,) = read(cached, job), read(cached, again)
-        assert (first.positions, first.token_ids) == (list(range(289)), second.token_ids)
-        for mine, theirs in zip(first.activations, second.activations, strict=True):
-            np.testing.assert_allclose(mine, theirs, **TOLERANCE)
-        assert (
-            np.mean(
-                [
-                    mine == theirs
-                    for mine, theirs in zip(first.features, second.features, strict=True)
-                ]
-            )
-            > 0.9
-        ), "two may be as active"
-
-
 @pytest.mark.parametrize("engine", ["compiled", "v2"])
 def test_features_under_other_runners(
     request: pytest.FixtureRequest, engine: str, dictionaries: dict[str, Dictionary]
@@ -327,7 +258,9 @@ def test_features_under_other_runners(
         *(capture_of([LAYER], "all", at=at, tag=at) for at in ("before", "after")),
         features(sae),
     ]
-    edits = steering(host, sae, feature=3, op="clamp", value=4.0, positions="all_generated")
+    edits = steering(
+        host, each.root, sae, feature=3, op="clamp", value=4.0, positions="all_generated"
+    )
     job = host.job(prompt_of(70, seed=5), max_tokens=3, capture=captures, steering=edits)
     host.run(job)
     before, after = host.capture(job, 0).array(LAYER), host.capture(job, 1).array(LAYER)
@@ -359,30 +292,3 @@ def test_one_rank_of_several_reads_the_features(
         )
         (reading,) = read(host, job)
         check(reading, each.encode(host.capture(job).array(layer)))
-
-
-def test_a_failure_of_the_rank_that_reads_fails_the_request_alone(
-    tp2: Host, tmp_path: Path
-) -> None:
-    """The ranks hold equal rows: what fails on one that does not read features is not missed."""
-    sae = Dictionary(tmp_path, "standard", 1).on(tp2)
-    ends = {}
-    try:
-        for rank in (0, 1):
-            tp2.call("midstream_fault", f"reading:rank={rank}")
-            wanting, other = (
-                tp2.job(prompt_of(40), max_tokens=2, capture=capture)
-                for capture in (features(sae), capture_of([LAYER], "all"))
-            )
-            tp2.run(wanting, other)
-            ends[rank] = [
-                [(receipt.status, receipt.kind) for receipt in tp2.receipts(job)]
-                for job in (wanting, other)
-            ]
-    finally:
-        tp2.call("midstream_fault", "")
-    fine = [("ok", ""), ("ok", "")]
-    assert ends == {0: [[("error", "reading_failed"), ("ok", "")], fine], 1: [fine, fine]}
-    again = tp2.job(prompt_of(40), max_tokens=2, capture=features(sae))
-    tp2.run(again)
-    assert len(read(tp2, again)) == 1

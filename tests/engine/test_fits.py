@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from stack import Stack
-from tiny import checkpoint
 
 from midstream import Client
 from midstream.schemas.base.errors import MidstreamError
@@ -25,25 +24,9 @@ LAYERS = [1, 2]
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: Any) -> Iterator[Client]:
-    folder = tmp_path_factory.mktemp("fits")
-    model = checkpoint("llama", folder / "llama")
-    with Stack(
-        folder,
-        api=True,
-        engine="vllm",
-        model=str(model),
-        model_name="tiny",
-        dtype="float32",
-        max_model_len=256,
-        lease_s=20.0,
-        visibility_timeout_s=30,
-        start_timeout_s=400.0,
-    ) as stack:
-        stack.spawn("worker-g", engine="gradients", worker_id="g1")
-        stack.wait_ready("worker-g")
-        with Client(stack.url) as running:
-            yield running
+def client(tiny_stack: Stack) -> Iterator[Client]:
+    with Client(tiny_stack.url) as running:
+        yield running
 
 
 def examples(count: int = 16) -> list[dict[str, list[int]]]:

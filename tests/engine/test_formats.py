@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host import Host, capture_of, prompt_of, relative_error
+from host import Host, capture_of, prompt_of
 from msgspec.structs import replace
 from nursery import Nursery
 from reference import Edit, Reference
+from rows_kit import check_rows
 from tiny import HIDDEN, LAYERS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tolerances import FP32_ROWS
 from transformers import PreTrainedTokenizerFast
 
 from midstream.schemas.jobs.jobs import StructuredRequest
@@ -100,16 +100,7 @@ def test_a_constrained_request_is_captured_and_steered_and_its_neighbour_is_alon
     assert set(tokens) <= ALLOWED
     assert answers[beside.id][0].token_ids == alone.token_ids
     assert not set(alone.token_ids) <= ALLOWED
-    rows, found = (
-        Reference(spelling).rows(prompt + tokens[:-1], [edit], capture.at),
-        host.capture(job),
-    )
-    for hook in HOOKS:
-        for layer in range(LAYERS):
-            assert relative_error(found.array(layer, hook), rows[hook, layer]) <= FP32_ROWS, (
-                hook,
-                layer,
-            )
+    check_rows(host, Reference(spelling), job, answers[job.id], [edit])
 
 
 def test_a_constraint_that_does_not_compile_fails_its_own_job_alone(host: Host) -> None:

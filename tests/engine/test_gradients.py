@@ -2,12 +2,8 @@
 which agree on every row, and what the gradient worker computes equals autograd written by hand.
 """
 
-import json
-import re
-import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +11,12 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from stack import Stack
 from test_features import LAYER as SAE_LAYER
 from test_features import Dictionary
 from transformers import AutoModelForCausalLM
 
 from midstream.client.captures.reader import CaptureReader
-from midstream.lens import HookedModel
 from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.attributions import AttributionResult
 from midstream.schemas.jobs.jobs import TERMINAL, JobResult, JobView, State
@@ -31,11 +25,6 @@ pytestmark = pytest.mark.long
 
 TOKENS, OTHER = list(range(40, 64)), list(range(60, 84))
 WORKER = "worker-gradients"
-IDLE_S = 3.0
-LOSS: dict[str, Any] = {
-    "prompts": [TOKENS],
-    "capture": {"of": "gradient", "layers": [0], "positions": [3], "scalar": {"kind": "loss"}},
-}
 
 
 class Service:
@@ -111,28 +100,8 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def service(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("gradients")
-    model = shutil.copytree(llama, folder / "tiny")
-    with Stack(
-        folder / "data",
-        api=True,
-        callbacks=False,
-        start_timeout_s=600,
-        engine="vllm",
-        model=str(model),
-        model_name="tiny",
-        dtype="float32",
-        max_model_len=256,
-        kv_cache_gib=0.25,
-        hooks="all,inside",
-        gradients_idle_s=IDLE_S,
-        lease_s=6.0,
-        visibility_timeout_s=12,
-    ) as stack:
-        stack.spawn(WORKER, engine="gradients")
-        stack.wait_log(WORKER, "worker ready")
-        yield Service(stack, model)
+def service(tiny_stack: Stack) -> Service:
+    return Service(tiny_stack, Path(tiny_stack.settings.model))
 
 
 @pytest.mark.parametrize(
@@ -155,23 +124,6 @@ def test_gradient_rows_are_those_of_autograd_by_hand(
     result = from_json(service.http.get(f"/v1/jobs/{job}/result").content, JobResult)
     assert [output.token_ids for output in result.outputs] == [[]]
     assert "sites compared with the vLLM worker's" in service.stack.log(WORKER)
-
-
-def test_run_with_cache_has_the_gradients_of_the_mean_loss(service: Service) -> None:
-    """As TransformerLens' `incl_bwd`: of the loss over all tokens but the first, at each activation
-    under its name with `_grad`.
-    """
-    model, names = HookedModel("tiny", url=service.stack.url), [("resid_post", 0), ("mlp_out", 1)]
-    with model.client:
-        loss, cache = model.run_with_cache(TOKENS, names, return_type="loss", incl_bwd=True)
-        found = {name: np.asarray(cache[name]) for name in cache}
-    expected = service.by_hand(0, "loss") / (len(TOKENS) - 1)
-    np.testing.assert_allclose(found["blocks.0.hook_resid_post_grad"][0], expected, atol=1e-5)
-    # a change of a branch is one of the stream that it is added to
-    expected = service.by_hand(1, "loss") / (len(TOKENS) - 1)
-    np.testing.assert_allclose(found["blocks.1.hook_mlp_out_grad"][0], expected, atol=1e-5)
-    assert np.abs(expected).max() > 1e-3
-    assert float(loss) > 0.0
 
 
 def test_an_attribution_is_estimated_here_and_verified_by_the_vllm_worker(
@@ -272,50 +224,3 @@ def test_a_job_survives_the_death_of_its_worker(service: Service) -> None:
     reader = service.rows(job)
     assert stack.view(job).attempt == 2
     np.testing.assert_allclose(reader.array(1)[0], service.by_hand(1, "loss")[3], atol=1e-4)
-
-
-@pytest.mark.matrix
-def test_a_model_of_other_numbers_is_refused_with_hook_layer_and_figure(
-    service: Service, tmp_path: Path
-) -> None:
-    """The gradient worker reads other weights under the same identity, because the known digests of
-    its files are those of the vLLM worker's files.
-    """
-    stack, original = service.stack, Path(service.stack.settings.model)
-    other = shutil.copytree(original, tmp_path / "tiny")
-    weights = load_file(other / "model.safetensors")
-    weights["model.layers.1.mlp.down_proj.weight"] *= 1.01
-    save_file(weights, other / "model.safetensors", {"format": "pt"})
-    known = json.loads((stack.directory / "checkpoint-digests.json").read_text())
-    forged = {}
-    for file in other.iterdir():
-        stat = file.stat()
-        facts = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
-        forged[str(file.resolve())] = [facts, known[str((original / file.name).resolve())][1]]
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "checkpoint-digests.json").write_text(json.dumps(forged))
-    stack.end(WORKER)
-    stack.spawn(
-        WORKER,
-        engine="gradients",
-        model=str(other),
-        data_dir=str(tmp_path / "data"),
-        artifact_store=str(stack.settings.capture_root),
-    )
-    stack.wait_log(WORKER, "worker ready")
-    view = service.ended(service.job(layers=[0], positions=[3], scalar={"kind": "loss"}))
-    assert (view.state, view.error and view.error.type) == (
-        State.FAILED,
-        "urn:midstream:gradients_refused",
-    )
-    assert view.error is not None
-    assert re.search(r"(mlp_out|post_block) of layer 1 differs .* by 0\.0\d+", view.error.detail)
-    deadline = time.monotonic() + 30  # until the next heartbeat
-    while (answer := service.post("/v1/jobs", **LOSS)).status_code == 202:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-    assert (answer.status_code, answer.json()["field"]) == (400, "capture.of")
-    assert "of layer 1 differs" in answer.json()["detail"]
-    stack.end(WORKER)
-    stack.spawn(WORKER, engine="gradients")
-    stack.wait_log(WORKER, "worker ready")

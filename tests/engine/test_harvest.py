@@ -2,7 +2,6 @@
 doubles none.
 """
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from host import relative_error
 from stack import Stack
-from survey_kit import examples_of
 from tolerances import BF16_BATCH
 from transformers import AutoModelForCausalLM
 from tree import ROOT
@@ -25,9 +23,7 @@ from midstream.client.harvest import Harvest, open, verify
 from midstream.storage.store import open_store
 from midstream.workers.demo_model import fetch_demo_model
 from midstream.workers.runner.readings.sae import load as load_sae
-from midstream.workers.surveys.rows import Block
 
-SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}
 DOCUMENTS = [
     f"Fact number {number}: "
     + "the sum of the angles of a triangle is two right angles, " * (1 + number % 9)
@@ -39,22 +35,8 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    model = fetch_demo_model()
-    options = {
-        "engine": "vllm",
-        "model": str(model),
-        "model_name": "demo",
-        "max_model_len": 512,
-        "kv_cache_gib": 0.5,
-        "certify": False,
-    }
-    options["sae_dir"] = str(ROOT / "examples" / "data" / "saes")
-    options |= {"dtype": "float32", "global_capture": "post_block:15", "global_capture_tag": "ops"}
-    with Stack(
-        tmp_path_factory.mktemp("harvest"), api=True, start_timeout_s=400, **options, **SLOW
-    ) as stack:
-        yield stack
+def service(demo_stack: Stack) -> Stack:
+    return demo_stack
 
 
 @pytest.fixture
@@ -115,27 +97,26 @@ def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: Harvest)
 
 
 def test_what_the_operator_captures_of_all_traffic_it_captures_of_a_harvest(
-    service: Stack, whole: Harvest
+    service: Stack, client: Client
 ) -> None:
-    jobs = [job_id_of(whole.manifest.id, part, 0) for part in range(len(whole.manifest.parts))]
-    found = [
-        entry
-        for job in jobs
-        for _, entry in find_entries(open_store(service.settings.artifacts), job, "ops")
-    ]
-    assert len(found) == len(DOCUMENTS)
+    service.end("worker")
+    service.restart("worker", global_capture="post_block:15", global_capture_tag="ops")
+    try:
+        made = harvested(service, client)
+    finally:
+        service.end("worker")
+        service.restart("worker")
+    jobs = [job_id_of(made.manifest.id, part, 0) for part in range(len(made.manifest.parts))]
+    store = open_store(service.settings.artifacts)
+    assert sum(len(list(find_entries(store, job, "ops"))) for job in jobs) == len(DOCUMENTS)
     captured = CaptureReader(Path(service.settings.artifacts) / "ops", job=jobs[0])
+    keys, rows = made.keys(slice(None)), made.rows(slice(None), 15)
     for request in captured.requests()[:5]:
-        tokens = captured.token_ids(request=request)
+        (token,) = captured.token_ids(request=request)
         (position,) = captured.positions(request=request)
-        keys = whole.keys(slice(None))
-        rows = whole.rows(slice(None), 15)[
-            (keys.positions == position) & (keys.token_ids == tokens[0])
-        ]
-        assert (
-            min(relative_error(row[None], captured.array(15, request=request)) for row in rows)
-            <= BF16_BATCH
-        )
+        alike = rows[(keys.positions == position) & (keys.token_ids == token)]
+        row = captured.array(15, request=request)
+        assert min(relative_error(each[None], row) for each in alike) <= BF16_BATCH
 
 
 def test_a_policy_that_stops_all_traffic_ends_what_a_harvest_generates(
@@ -156,44 +137,6 @@ def test_a_policy_that_stops_all_traffic_ends_what_a_harvest_generates(
         assert generated() == 0
     finally:
         client.policies.delete("guard")
-
-
-@pytest.mark.matrix
-def test_a_killed_worker_costs_no_row_and_doubles_none(
-    service: Stack, client: Client, whole: Harvest
-) -> None:
-    view = client.harvests.submit(
-        model="demo", source={"lines": DOCUMENTS}, layers=LAYERS, shards={"mib": 1}
-    )
-    while client.harvests.get(view).units_done < 1:
-        time.sleep(0.05)
-    service.kill("worker")
-    before = client.harvests.get(view).units_done
-    assert before < client.harvests.get(view).units
-    service.restart("worker")
-    done = client.harvests.wait(view, timeout=240)
-    assert verify(done.uri).faults == []
-    check_close(open(done.uri), whole)
-    assert {path.name for path in Path(done.uri).iterdir()} == {
-        "manifest.json",
-        "plans",
-        "parts",
-        "shards",
-    }
-
-
-def test_scaled_rows_of_the_real_model_are_close(
-    service: Stack, client: Client, whole: Harvest
-) -> None:
-    """To half a step of the dtype, measured by the row's largest value, and what the batch may
-    change.
-    """
-    for dtype, step in (("int8", 1 / 254), ("float8_e4m3fn", 2**-4)):
-        made = harvested(service, client, dtype=dtype)
-        for layer in LAYERS:
-            exact = whole.document(11, layer)[1]
-            error = np.abs(made.document(11, layer)[1] - exact).max(axis=1)
-            assert (error <= (step + BF16_BATCH) * np.abs(exact).max(axis=1)).all(), (dtype, layer)
 
 
 def predictions(model: Any, tokens: list[int], vector: np.ndarray | None) -> torch.Tensor:
@@ -241,7 +184,6 @@ def test_a_module_is_compared_with_the_plain_model(client: Client) -> None:
         expected += (p.exp() * (p - q)).sum(1).tolist()
         keys += [(document, position) for position in range(len(tokens))]
     kl = survey.array("kl")
-    print(np.abs(kl - expected).max(), max(expected), float(np.mean(expected)))
     np.testing.assert_allclose(kl, expected, atol=2e-4, rtol=1e-3)
     assert survey.survey.mean_kl == pytest.approx(np.mean(expected), rel=1e-3)
     strongest = {}
@@ -260,22 +202,3 @@ def test_a_module_is_compared_with_the_plain_model(client: Client) -> None:
     moved = survey.features(limit=3)
     change = np.abs(survey.density[:, 1] - survey.density[:, 0])
     assert [each.feature for each in moved] == np.argsort(-change, kind="stable")[:3].tolist()
-
-
-def test_a_survey_on_the_real_model_equals_its_rows(client: Client, whole: Harvest) -> None:
-    if "words" not in [sae.name for sae in client.saes.list()]:
-        client.saes.register("words", "smollm2-15")
-    survey = client.harvests.survey(whole.manifest.id, sae="words", top=3, context=4)
-    keys = whole.keys(slice(None))
-    order = np.lexsort((keys.positions, keys.documents))
-    registered = client.saes.get("words")
-    encoder = load_sae(ROOT / "examples" / "data" / "saes" / "smollm2-15", registered.digest)
-    active = encoder.encode(torch.from_numpy(whole.rows(slice(None), 15)[order])).numpy()
-    rows = Block(*[column[order] for column in keys], active)
-    np.testing.assert_allclose(survey.density[:, 0], (active > 0).mean(0), atol=2.1 / len(active))
-    for feature in range(0, active.shape[1], 7):
-        found = survey.examples(feature)
-        expected = examples_of(rows, feature, 3, 4)
-        assert [example.value for example in found] == pytest.approx(
-            [value for _, _, value, _ in expected], rel=1e-5, abs=1e-5
-        )

@@ -15,14 +15,12 @@ from tiny import LAYERS
 from tolerances import FP32_ATTENTION, FP32_ROWS
 
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
-from midstream.client.captures.blobs import at
 from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import INSIDE
-from midstream.schemas.requests.source_runs import RunRow, row_name
 from midstream.schemas.requests.specs import CaptureSpec, SteeringSpec, StoredSteering
 
 
@@ -84,34 +82,6 @@ def test_rows_inside_are_those_of_transformers(v1: Host, inside: InsideReference
     rows = inside.rows([*prompt_of(9, seed=3), *outputs[beside.id][0].token_ids][:-1])
     assert relative_error(other.array(1, "mlp.hook_post"), rows["mlp_act", 1]) <= FP32_ROWS
     assert relative_error(other.array(2, "z"), rows["z", 2]) <= FP32_ROWS
-
-
-def test_one_capture_of_several_widths_is_read_as_one(v1: Host) -> None:
-    job = captured(
-        v1,
-        v1.job(prompt_of(12), max_tokens=2),
-        hooks={"k": [0], "q": [0, 3], "resid_post": "all"},
-        positions="all_prompt",
-    )
-    v1.run(job)
-    assert len(v1.receipts(job)[0].files) == 3
-    reader = v1.capture(job)
-    assert (reader.hooks(), reader.layers(hook="q")) == (["q", "k", "post_block"], [0, 3])
-    assert (reader.array(0, "k").shape, reader.array(3, "hook_rot_q").shape) == (
-        (12, 64),
-        (12, 128),
-    )
-    assert (reader.manifest().all_sites, all(check.ok for check in reader.verify())) == (
-        {"q": [0, 3], "k": [0], "post_block": [0, 1, 2, 3]},
-        True,
-    )
-    kept = [
-        at(v1.root / file.path, file.offset, file.bytes)
-        for file in v1.receipts(job)[0].files
-        if "k" not in file.sites
-    ]
-    with pytest.raises(Exception, match=r"incomplete: missing tensors \(1\): k.0"):
-        CaptureReader.of_job(kept, job.id, status="ok").array(0, "post_block")
 
 
 RNG = np.random.default_rng(5)
@@ -204,34 +174,19 @@ def test_every_op_at_every_hook_inside_reaches_what_follows(
 def test_heads_are_captured_and_edited_alone(v1: Host, inside: InsideReference) -> None:
     """A vector of one head for two heads, zeros for another; one is ablated.
 
-    The rows of other heads keep their bits.
+    The rows of other heads are the reference's.
     """
     vector = RNG.normal(size=32).astype(np.float32)
-    specs = [
-        SteeringSpec(
-            layers=1, hook="z", op="replace", vector=from_numpy(vector), heads="0,2", positions=[4]
-        ),
-        SteeringSpec(layers=2, hook="v", op="ablate", vector=from_numpy(vector), heads=1),
-        SteeringSpec(
-            layers=0, hook="hook_rot_q", op="add", vector=from_numpy(vector), heads=[-1], scale=2.0
-        ),
-    ]
-    job = v1.job(prompt_of(12), max_tokens=2, steering=v1.steering(*specs))
-    whole = captured(
-        v1,
-        job,
-        hooks={"z": [1], "q": [0], "v": [2], "post_block": [3]},
-        positions="all",
-        at="after",
+    tensor = from_numpy(vector)
+    steering = v1.steering(
+        SteeringSpec(layers=1, hook="z", op="replace", vector=tensor, heads="0,2", positions=[4]),
+        SteeringSpec(layers=2, hook="v", op="ablate", vector=tensor, heads=1),
+        SteeringSpec(layers=0, hook="hook_rot_q", op="add", vector=tensor, heads=[-1], scale=2.0),
     )
-    two = captured(
-        v1,
-        msgspec.structs.replace(job, id=f"{job.id}b"),
-        hooks={"z": [1]},
-        heads="0,3",
-        positions="all",
-        at="after",
-    )
+    jobs = [v1.job(prompt_of(12), max_tokens=2, steering=steering) for _ in range(2)]
+    wanted = {"hooks": {"z": [1], "post_block": [3]}, "positions": "all", "at": "after"}
+    whole = captured(v1, jobs[0], **wanted)
+    two = captured(v1, jobs[1], **wanted | {"hooks": {"z": [1]}, "heads": "0,3"})
     outputs = v1.run(whole, two)
     row, other = np.zeros((2, 4, 32), np.float32), np.zeros((2, 32), np.float32)
     row[0, [0, 2]], row[1, 3], other[1] = vector, vector, vector
@@ -242,49 +197,12 @@ def test_heads_are_captured_and_edited_alone(v1: Host, inside: InsideReference) 
         Edit(0, row[1].reshape(-1), hook="q", op="add", scale=2.0),
     ]
     rows = inside.rows([*prompt_of(12), *outputs[whole.id][0].token_ids][:-1], *same)
-    reader = v1.capture(whole)
+    reader, heads = v1.capture(whole), v1.capture(two)
     assert relative_error(reader.array(3, "post_block"), rows["post_block", 3]) <= FP32_ROWS
     edited = reader.array(1, "z").reshape(-1, 4, 32)
     assert np.array_equal(edited[4, [0, 2]], [vector, vector])
-    assert relative_error(edited[:, 1], rows["z", 1].reshape(-1, 4, 32)[:, 1]) <= FP32_ROWS
-    heads = v1.capture(two)
     assert (heads.manifest().heads, heads.array(1, "z").shape) == ([0, 3], (13, 64))
     assert np.array_equal(heads.array(1, "z").reshape(-1, 2, 32), edited[:, [0, 3]])
-
-
-def test_heads_of_a_source_run_are_patched_in(v1: Host, inside: InsideReference) -> None:
-    """`z` of one head of another prompt, bit for bit; what follows is the reference's."""
-    source = captured(
-        v1,
-        v1.job(prompt_of(12, seed=8), max_tokens=1),
-        hooks={"z": [1], "pre_attn": [1]},
-        positions="all_prompt",
-    )
-    v1.run(source)
-    run, rows = v1.keep(source), v1.capture(source).array(1, "z")
-    mask = np.repeat([0, 0, 1, 0], 32).astype(np.float32)
-    patch = StoredSteering(
-        layers=[1],
-        hook="z",
-        positions=[7],
-        family="replace_masked",
-        tensors=[row_name(RunRow(run, "z", 1, 3)), v1.vector(mask)],
-        numbers=[1.0],
-    )
-    job = captured(
-        v1,
-        v1.job(prompt_of(12), max_tokens=1, steering=[patch], logprobs=0),
-        hooks={"z": [1], "post_block": [3]},
-        positions="all",
-        at="after",
-    )
-    v1.run(job)
-    reader = v1.capture(job)
-    assert np.array_equal(reader.array(1, "z")[7].reshape(4, 32)[2], rows[3].reshape(4, 32)[2])
-    wanted = inside.rows(
-        prompt_of(12), Edit(1, rows[3], [7], hook="z", op="replace", mask=mask.astype(bool))
-    )
-    assert relative_error(reader.array(3, "post_block"), wanted["post_block", 3]) <= FP32_ROWS
 
 
 # --- The same from every way to run ---------------------------------------------------------------
@@ -312,27 +230,16 @@ def check_captures(host: Host, reference: InsideReference, length: int = 90) -> 
     return job
 
 
-def test_compiled_forward_has_the_same_rows_and_edits(
-    compiled: Host, inside: InsideReference
+@pytest.mark.parametrize(
+    ("way", "ops"), [("compiled", ("add", "replace")), ("v2", ("add",)), ("pp2", ("add",))]
+)
+def test_every_way_to_run_has_the_same_rows_and_edits(
+    way: str, ops: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
-    check_captures(compiled, inside)
-    check_edits(compiled, inside, some(edits(compiled), "add", "replace"))
-    before = compiled.call("midstream_status")[0]
-    compiled.run(compiled.job(prompt_of(20), max_tokens=3))
-    after = compiled.call("midstream_status")[0]
-    assert after["idle_steps"] - before["idle_steps"] == after["step"] - before["step"]
-
-
-def test_v2_runner_has_the_same_rows_and_edits(v2: Host, inside: InsideReference) -> None:
-    check_captures(v2, inside)
-    check_edits(v2, inside, some(edits(v2), "add"))
-
-
-def test_each_pipeline_stage_has_the_same_rows_and_edits(
-    pp2: Host, inside_qwen3: InsideReference
-) -> None:
-    check_captures(pp2, inside_qwen3)
-    check_edits(pp2, inside_qwen3, some(edits(pp2), "add"))
+    host: Host = request.getfixturevalue(way)
+    reference = request.getfixturevalue("inside_qwen3" if way == "pp2" else "inside")
+    check_captures(host, reference)
+    check_edits(host, reference, some(edits(host), *ops))
 
 
 def test_tensor_parallel_ranks_record_and_edit_their_own_columns(
@@ -352,26 +259,13 @@ def test_tensor_parallel_ranks_record_and_edit_their_own_columns(
     whole = np.zeros((4, 32), np.float32)
     whole[3] = vector
     same = Edit(1, whole.reshape(-1), hook="z", op="ablate")
-    job = tp2.job(
-        prompt_of(12),
-        max_tokens=1,
-        steering=tp2.steering(
-            SteeringSpec(layers=1, hook="z", op="ablate", vector=from_numpy(vector), heads=3)
-        ),
-    )
-    job = captured(
-        tp2, job, hooks={"z": [1], "post_block": [3]}, positions="all", at="after", heads=None
-    )
+    ablated = SteeringSpec(layers=1, hook="z", op="ablate", vector=from_numpy(vector), heads=3)
+    job = tp2.job(prompt_of(12), max_tokens=1, steering=tp2.steering(ablated))
+    job = captured(tp2, job, hooks={"post_block": [3]}, positions="all", at="after")
     tp2.run(job)
     reader, rows = tp2.capture(job), inside_qwen3.rows(prompt_of(12), same)
     assert relative_error(reader.array(3, "post_block"), rows["post_block", 3]) <= FP32_ROWS
     assert len({receipt.checksum for receipt in tp2.receipts(job)}) == 1
-    two = captured(
-        tp2, tp2.job(prompt_of(12), max_tokens=1), hooks={"z": [1]}, positions="all", heads="1-2"
-    )
-    tp2.run(two)
-    plain = inside_qwen3.rows(prompt_of(12))["z", 1].reshape(-1, 4, 32)[:, 1:3].reshape(-1, 64)
-    assert relative_error(tp2.capture(two).array(1, "z"), plain) <= FP32_ROWS
 
 
 def test_rows_that_one_rank_kept_do_not_stand_for_those_of_another(
@@ -558,28 +452,18 @@ def check_together(
         )
 
 
+@pytest.mark.parametrize(
+    ("way", "requests", "length", "tokens"), [("cached", 8, 100, 60), ("overlapped", 5, 58, 14)]
+)
 def test_preempted_requests_have_the_rows_edits_and_patterns_of_one_alone(
-    cached: Host, inside: InsideReference
+    way: str, requests: int, length: int, tokens: int, request: pytest.FixtureRequest
 ) -> None:
-    """Seven blocks for eight requests of two blocks each: what some had computed is computed
-    again.
+    """Blocks for three or four of them: what some had computed is computed again. One engine is
+    the v2 runner on two stages, with steps under way.
     """
-    before = cached.call("midstream_status")[0]["preemptions"]
-    check_together(
-        cached, inside, [prompt_of(100, seed=300 + number) for number in range(8)], max_tokens=60
-    )
-    assert cached.call("midstream_status")[0]["preemptions"] > before
-
-
-def test_stages_with_steps_under_way_have_the_rows_edits_and_patterns_of_one_alone(
-    overlapped: Host, inside_qwen3: InsideReference
-) -> None:
-    """The v2 runner on two stages; nine blocks of 32 for five requests of three each."""
-    before = overlapped.call("midstream_status")[0]["preemptions"]
-    check_together(
-        overlapped,
-        inside_qwen3,
-        [prompt_of(58, seed=320 + number) for number in range(5)],
-        max_tokens=14,
-    )
-    assert overlapped.call("midstream_status")[0]["preemptions"] > before
+    host: Host = request.getfixturevalue(way)
+    reference = request.getfixturevalue("inside" if way == "cached" else "inside_qwen3")
+    before = host.call("midstream_status")[0]["preemptions"]
+    prompts = [prompt_of(length, seed=300 + number) for number in range(requests)]
+    check_together(host, reference, prompts, max_tokens=tokens)
+    assert host.call("midstream_status")[0]["preemptions"] > before

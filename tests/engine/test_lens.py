@@ -10,16 +10,13 @@ import pytest
 import torch
 from host import Host, capture_of, prompt_of, steer
 from lens_kit import Truth, check, lens, lenses
-from safetensors.numpy import save_file
 from tiny import LAYERS
 
 from midstream.api.resolve.edits.directions import DirectionFiles, check_directed
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, JacobianLensRequest
-from midstream.schemas.artifacts.tuned_lenses import StoredTuned
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.requests.specs import SteeringSpec
 from midstream.storage.formats.jacobian_files import Matrix, lens_of, write
-from midstream.storage.formats.tuned_files import check_on
 from midstream.workers.gradients.jacobian import fit_jacobian_lens
 from midstream.workers.gradients.points import Points
 
@@ -83,30 +80,6 @@ def test_named_tokens_and_parts_of_the_stream(v1: Host, truth: Truth) -> None:
     )
 
 
-def test_a_tuned_lens_maps_rows_before_the_head(v1: Host, truth: Truth) -> None:
-    rng = np.random.default_rng(3)
-    maps = {f"{layer}.weight": rng.normal(size=(64, 64)).astype(np.float32) / 8 for layer in ALL}
-    maps |= {f"{layer}.bias": rng.normal(size=64).astype(np.float32) for layer in ALL}
-    folder = Path(v1.settings.lens_dir, "mine")
-    folder.mkdir()
-    save_file(maps, folder / "lens.safetensors")
-    digest, layers, _ = check_on(folder, LAYERS, 64)
-    tuned = StoredTuned(name="mine", digest=digest, path="mine", residual=True)
-    job = v1.job(
-        prompt_of(12, seed=8),
-        max_tokens=1,
-        capture=[capture_of(ALL, "all_prompt"), lens(layers, tuned=tuned)],
-    )
-    v1.run(job)
-    wanted = []
-    for layer in layers:
-        rows = v1.capture(job).array(layer)
-        mapped = torch.from_numpy(rows + rows @ maps[f"{layer}.weight"].T + maps[f"{layer}.bias"])
-        wanted.append(truth.head(truth.norm()(mapped)).log_softmax(dim=-1).detach().numpy())
-    (reading,) = lenses(v1, job)
-    check(reading, np.stack(wanted))
-
-
 def test_a_fitted_jacobian_lens_reads_and_edits_by_definition(v1: Host, truth: Truth) -> None:
     """A lens fitted on transformers' model: the ranks read W_U norm(J h), and an exchange of two
     tokens' coordinates in the same run changes rows as V (σ(c) − c) says.
@@ -166,31 +139,6 @@ def test_a_cached_prompt_is_read_from_kept_rows(cached: Host, truth: Truth) -> N
     check(first, truth.logprobs(prompt))
     check(second, truth.logprobs(prompt))
     assert second.top_tokens == first.top_tokens
-
-
-def test_a_lens_changes_no_number_of_another_request(v1: Host) -> None:
-    jobs = [
-        v1.job(prompt_of(30, seed=n), max_tokens=3, capture=capture_of(ALL, "all"))
-        for n in (41, 42)
-    ]
-    beside = v1.job(
-        prompt_of(30, seed=42),
-        max_tokens=3,
-        capture=[capture_of(ALL, "all"), lens(ALL, "all", top_k=100, tokens=NAMED)],
-    )
-    plain = v1.run_together(jobs[0], jobs[1])
-    read = v1.run_together(
-        again := v1.job(prompt_of(30, seed=41), max_tokens=3, capture=capture_of(ALL, "all")),
-        beside,
-    )
-    assert [plain[job.id][0].token_ids for job in jobs] == [
-        read[again.id][0].token_ids,
-        read[beside.id][0].token_ids,
-    ]
-    for layer in ALL:
-        np.testing.assert_array_equal(
-            v1.capture(jobs[0]).array(layer), v1.capture(again).array(layer)
-        )
 
 
 def test_a_failing_reading_fails_its_request_and_no_other(v1: Host) -> None:

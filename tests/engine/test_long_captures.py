@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from host import Host, capture_of, prompt_of, relative_error
+from host import Host, capture_of, prompt_of
 from nursery import Nursery
 from reference import Reference
+from rows_kit import check_rows
 from tiny import LAYERS
-from tolerances import FP32_ROWS
 
-from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import HOOKS
+
+pytestmark = pytest.mark.long
 
 EVERYTHING = {hook: list(range(LAYERS)) for hook in HOOKS}  # 6 KiB a position
 
@@ -48,18 +49,6 @@ def wide(host: Host, number: int, prompt: int, tokens: int, **options) -> Job:
     )
 
 
-def check(host: Host, reference: Reference, job: Job, outputs) -> None:
-    (receipt,) = host.receipts(job)
-    assert receipt.status == "ok", receipt.message
-    tokens = job.prompts[0].token_ids + outputs[0].token_ids
-    reader, wanted = CaptureReader(host.root, job.id), reference.rows(tokens[:-1])
-    assert reader.positions() == list(range(len(tokens) - 1))
-    assert reader.token_ids() == tokens[:-1]
-    for hook, layers in EVERYTHING.items():
-        for layer in layers:
-            assert relative_error(reader.array(layer, hook), wanted[hook, layer]) <= FP32_ROWS
-
-
 def test_long_captures_side_by_side_equal_the_reference(long: Host, reference: Reference) -> None:
     """In steps of 96 tokens, generated tokens beside prompts; every layout; one as scratch rows
     that are converted.
@@ -68,7 +57,7 @@ def test_long_captures_side_by_side_equal_the_reference(long: Host, reference: R
     jobs = [wide(long, n, 200 + 7 * n, 12 + n, layout=layout) for n, layout in enumerate(layouts)]
     answers = long.run(*jobs)
     for job in jobs:
-        check(long, reference, job, answers[job.id])
+        check_rows(long, reference, job, answers[job.id])
 
 
 def test_a_prompt_served_by_the_prefix_cache_gets_its_kept_rows(
@@ -76,7 +65,7 @@ def test_a_prompt_served_by_the_prefix_cache_gets_its_kept_rows(
 ) -> None:
     first, second = wide(long, 50, 230, 8), wide(long, 50, 230, 8)
     for job in (first, second):
-        check(long, reference, job, long.run(job)[job.id])
+        check_rows(long, reference, job, long.run(job)[job.id])
     (receipt,) = long.receipts(second)
     assert receipt.files[0].reused > 0
 
@@ -93,7 +82,7 @@ def test_one_that_ends_early_is_moved_together(long: Host, reference: Reference)
     )
     outputs = long.run(job)[job.id]
     assert len(outputs[0].token_ids) == tokens.index(stop) + 1
-    check(long, reference, job, outputs)
+    check_rows(long, reference, job, outputs)
 
 
 def test_a_cancelled_one_leaves_no_file(long: Host) -> None:
@@ -114,4 +103,4 @@ def test_a_failure_of_the_data_plane_leaves_the_engine_up(
     assert f"fault injected: {fault}" in receipt.message
     long.call("midstream_fault", "")
     fine = wide(long, seed + 1, 200, 4)
-    check(long, reference, fine, long.run(fine)[fine.id])
+    check_rows(long, reference, fine, long.run(fine)[fine.id])

@@ -25,6 +25,8 @@ from midstream.schemas.requests.source_runs import RunRow, row_name
 from midstream.schemas.requests.specs import StoredSteering
 
 ALL = list(range(LAYERS))
+VECTOR = np.random.default_rng(0).normal(size=HIDDEN).astype(np.float32)
+EDITS = [Edit(1, VECTOR, hook="mlp_out"), Edit(2, VECTOR, hook="attn_out")]
 #: Those that take adapters; other tests use Llama. Each has something of its own: see the test.
 SERVED = sorted(CHECKPOINTS.keys() - {"gpt2", "llama", "mixtral", "qwen3-moe"})
 SHORT = {"opt", "gpt-neox"}
@@ -110,46 +112,41 @@ def everything(engine: Adapted, positions="all"):
     return capture_of([], positions, sites={hook: ALL for hook in engine.hooks})
 
 
-def one_each(engine: Adapted, tokens: int = 20, max_tokens: int = 2) -> dict[str, Job]:
-    """The same prompt with each adapter and without one."""
+def plain_and_edited(engine: Adapted, tokens: int) -> dict[tuple[str, bool], Job]:
+    """The same prompt with each adapter and without one, with edits and without."""
     return {
-        name: engine.host.job(
+        (name, edited): engine.host.job(
             prompt_of(tokens),
-            max_tokens=max_tokens,
+            max_tokens=3,
             capture=everything(engine),
+            steering=engine.host.steering(*EDITS) if edited else None,
             lora=engine.loras[name],
         )
         for name in ("one", "", "two")
+        for edited in (False, True)
     }
 
 
-def require_right_rows(engine: Adapted, jobs: Mapping[str, Job], answers) -> None:
-    errors = {name: worst(engine, name, job, answers[job.id]) for name, job in jobs.items()}
-    assert {name: error for name, error in errors.items() if error > FP32_HOOKS} == {}
+def require_right_rows(engine: Adapted, jobs: Mapping[tuple[str, bool], Job], answers) -> None:
+    errors = {
+        (name, edited): worst(engine, name, job, answers[job.id], EDITS if edited else ())
+        for (name, edited), job in jobs.items()
+    }
+    assert {place: error for place, error in errors.items() if error > FP32_HOOKS} == {}
 
 
 def test_rows_of_mixed_batches_are_those_of_each_requests_own_adapter(llama_loras: Adapted) -> None:
-    """Two adapters and the model alone in the same steps, prefilled in chunks."""
-    jobs = {
-        (name, seed): llama_loras.host.job(
-            prompt_of(50 + 20 * seed, seed=seed),
-            max_tokens=4,
-            capture=everything(llama_loras),
-            lora=llama_loras.loras[name],
-        )
-        for seed in range(2)
-        for name in ("one", "", "two")
-    }
+    """Two adapters and the model alone in the same steps, prefilled in chunks, with edits and
+    without.
+    """
+    jobs = plain_and_edited(llama_loras, 70)
     answers = llama_loras.host.run_together(*jobs.values())
-    errors = {
-        place: worst(llama_loras, place[0], job, answers[job.id]) for place, job in jobs.items()
-    }
-    assert {place: error for place, error in errors.items() if error > FP32_HOOKS} == {}
-    assert worst(llama_loras, "", jobs["one", 0], answers[jobs["one", 0].id]) > 0.05, (
-        "the adapter changes rows"
-    )
+    require_right_rows(llama_loras, jobs, answers)
+    changed = jobs["one", False]
+    assert worst(llama_loras, "", changed, answers[changed.id]) > 0.05, "the adapter changes rows"
 
 
+@pytest.mark.long
 def test_the_model_alone_is_served_bit_for_bit_as_without_adapters(
     llama_loras: Adapted, v1: Host
 ) -> None:
@@ -176,26 +173,6 @@ def test_the_model_alone_is_served_bit_for_bit_as_without_adapters(
     for place, wanted in rows[0].items():
         assert np.array_equal(rows[1][place], wanted), place
         assert relative_error(rows[2][place], wanted) <= FP32_HOOKS, place
-
-
-def test_edits_and_captures_under_an_adapter_are_those_of_merged_weights(
-    llama_loras: Adapted,
-) -> None:
-    vector = np.random.default_rng(0).normal(size=HIDDEN).astype(np.float32)
-    edits = [Edit(1, vector, hook="mlp_out"), Edit(2, vector, op="ablate")]
-    host, jobs = llama_loras.host, {}
-    for name in ("one", "two", ""):
-        steering = host.steering(*edits)
-        jobs[name] = host.job(
-            prompt_of(30),
-            max_tokens=3,
-            capture=everything(llama_loras),
-            steering=steering,
-            lora=llama_loras.loras[name],
-        )
-    answers = host.run_together(*jobs.values())
-    for name, job in jobs.items():
-        assert worst(llama_loras, name, job, answers[job.id], edits) <= FP32_HOOKS, name
 
 
 def test_cached_prompts_and_kept_rows_belong_to_one_adapter(llama_loras: Adapted) -> None:
@@ -244,6 +221,7 @@ def test_source_runs_patch_across_adapters(llama_loras: Adapted) -> None:
     assert relative_error(wanted["post_block", 3][5:6], plain["post_block", 3][5:6]) > 0.05
 
 
+@pytest.mark.long
 def test_rows_are_those_of_pefts_own_forward(nursery: Nursery, tmp_path: Path) -> None:
     """With all that decides how PEFT scales an adapter's product: rank-stabilised, and ranks and
     alphas by module.
@@ -271,6 +249,7 @@ def test_rows_are_those_of_pefts_own_forward(nursery: Nursery, tmp_path: Path) -
         host.close()
 
 
+@pytest.mark.long
 def test_more_adapters_than_fit_take_turns_and_each_comes_back(llama_loras: Adapted) -> None:
     """Three at once where ranks hold two: the third waits for room, and one that was evicted is
     loaded again.
@@ -325,6 +304,7 @@ def test_an_adapter_is_in_the_ranks_account(llama_loras: Adapted) -> None:
     assert [receipt.status for receipt in host.receipts(jobs[0])] == ["ok", "ok"]
 
 
+@pytest.mark.long
 def test_a_rank_that_computes_with_another_adapter_ends_the_engine(
     nursery: Nursery, tmp_path: Path
 ) -> None:
@@ -351,29 +331,13 @@ def test_every_kind_of_layer_is_adapted_as_transformers_would(
     """
     engine = adapted(nursery, tmp_path, name)
     try:
-        vector = np.random.default_rng(0).normal(size=HIDDEN).astype(np.float32)
-        edits = [Edit(1, vector, hook="mlp_out"), Edit(2, vector, hook="attn_out")]
-        jobs = {
-            (lora, edited): engine.host.job(
-                prompt_of(20),
-                max_tokens=2,
-                capture=everything(engine),
-                steering=engine.host.steering(*edits) if edited else None,
-                lora=engine.loras[lora],
-            )
-            for lora in ("one", "", "two")
-            for edited in (False, True)
-        }
-        answers = engine.host.run_together(*jobs.values())
-        errors = {
-            place: worst(engine, place[0], job, answers[job.id], edits if place[1] else ())
-            for place, job in jobs.items()
-        }
-        assert {place: error for place, error in errors.items() if error > FP32_HOOKS} == {}
+        jobs = plain_and_edited(engine, 20)
+        require_right_rows(engine, jobs, engine.host.run_together(*jobs.values()))
     finally:
         engine.host.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -401,9 +365,9 @@ def test_two_ranks_compute_and_account_for_an_adapter_alike(
     """Its matrices are divided as those of the model are; each stage has its own layers."""
     engine = adapted(None, tmp_path, "qwen3", **{split: 2})
     try:
-        jobs = one_each(engine, max_tokens=3)
+        jobs = plain_and_edited(engine, 20)
         require_right_rows(engine, jobs, engine.host.run(*jobs.values()))
-        receipts = engine.host.receipts(jobs["one"])
+        receipts = engine.host.receipts(jobs["one", False])
         assert len(receipts) == 2
         assert (
             split == "pipeline_parallel_size"
@@ -421,7 +385,7 @@ def test_the_v2_runner_computes_with_adapters(nurseries, tmp_path: Path) -> None
     options = {"max_num_batched_tokens": 64, "max_model_len": 256, "max_num_seqs": 8}
     engine = adapted(nurseries("v2"), tmp_path, "llama", runner="v2", **options)
     try:
-        jobs = one_each(engine)
+        jobs = plain_and_edited(engine, 20)
         require_right_rows(engine, jobs, engine.host.run_together(*jobs.values()))
     finally:
         engine.host.close()
@@ -433,9 +397,10 @@ def test_bf16_rows_under_an_adapter_are_as_close_as_transformers_own(
 ) -> None:
     engine = adapted(nursery, tmp_path, "llama", dtype="bfloat16")
     try:
-        jobs = one_each(engine, 40)
+        jobs = plain_and_edited(engine, 40)
         engine.host.run_together(*jobs.values())
-        for name, job in jobs.items():
+        for name in ("one", "", "two"):
+            job = jobs[name, False]
             reader = engine.host.capture(job)
             rows = {
                 (hook, layer): reader.array(layer, hook) for hook in engine.hooks for layer in ALL

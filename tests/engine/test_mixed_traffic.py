@@ -6,17 +6,13 @@ one another; fewer steering rows than configurations. v1 runner, fp32.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-from host import Host, capture_of, prompt_of, relative_error, steer
+from host import Host, capture_of, prompt_of, relative_error
 from reference import Edit, Reference
-from size_kit import both_sides, check_sizes
-from test_modes import one_of_each
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS
 
@@ -26,7 +22,6 @@ from midstream.schemas.prompts.selectors import (
     STREAM_HOOKS,
     Span,
     resolve_positions,
-    select,
 )
 from midstream.schemas.prompts.windows import Around, HeadAndTail
 from midstream.schemas.requests.interventions import STEERING_FIELDS
@@ -36,7 +31,6 @@ pytestmark = pytest.mark.long
 
 REQUESTS = 400
 VECTORS = 6
-ALL = {hook: list(range(LAYERS)) for hook in HOOKS}
 
 
 @pytest.fixture(scope="module")
@@ -246,229 +240,5 @@ def test_every_row_of_hundreds_of_mixed_requests_equals_that_of_a_solo_run(
         f"{compared:.0f} rows of {len(jobs)} requests, worst relative error "
         f"{worst:.2g}, {status['preemptions']} preemptions"
     )
-    after = crowded.call("midstream_status")[0]
-    assert (after["rows_used"], after["entries_used"], after["requests"]) == (0, 0, 0)
-
-
-@pytest.mark.matrix
-def test_sizes_and_limits_hold_in_mixed_traffic(crowded: Host) -> None:
-    """Random additions, positions, limits and lengths; requests take turns in the KV cache."""
-    rng = np.random.default_rng(44)
-    vectors = [crowded.vector(rng.normal(size=HIDDEN).astype(np.float32)) for _ in range(VECTORS)]
-    jobs, chosen, limits = [], {}, {}
-    for number in range(80):
-        prompt = prompt_of(int(rng.integers(5, 220)), seed=number)
-        layer, limit = int(rng.integers(LAYERS)), float(rng.choice([0.0, 0.2, 0.6, -0.3]))
-        positions = resolve_positions(random_positions(rng, len(prompt)), len(prompt))
-        entry = steer(
-            vectors[rng.integers(VECTORS)], [layer], float(rng.choice([0.02, 3.0])), limit=limit
-        )
-        entry = msgspec.structs.replace(entry, positions=positions)
-        job = crowded.job(
-            prompt,
-            max_tokens=int(rng.integers(1, 28)),
-            capture=both_sides([layer]),
-            steering=[entry],
-        )
-        jobs.append(job)
-        chosen[job.id], limits[job.id] = (layer, positions), limit
-    before = crowded.call("midstream_status")[0]["preemptions"]
-    outputs = crowded.run_any(*jobs).outputs
-    assert crowded.call("midstream_status")[0]["preemptions"] > before
-    scaled = failed = 0
-    for job in jobs:
-        (layer, positions), limit = chosen[job.id], limits[job.id]
-        (receipt,) = crowded.receipts(job)
-        if receipt.kind == "edit_too_large":
-            assert limit < 0, receipt
-            failed += 1
-            continue
-        assert receipt.status == "ok", receipt
-        total = len(job.prompts[0].token_ids) + len(outputs[job.id][0].token_ids) - 1
-        edited = select(positions, 0, total, len(job.prompts[0].token_ids))
-        if not edited:
-            assert receipt.sizes == []
-            continue
-        (largest,) = check_sizes(crowded, job, [layer], edited)
-        if limit:
-            assert largest <= abs(limit), (job.id, largest, limit)
-            scaled += largest > 0.99 * limit > 0
-    assert scaled > 10, scaled
-    assert failed > 3, failed
-
-
-def strong() -> list[list[Edit]]:
-    """Every family, as strong as can be, over all hooks: a row of the table for each request."""
-    rng = np.random.default_rng(5)
-    vector = rng.normal(size=HIDDEN).astype(np.float32)
-    rotation, weight = (rng.normal(size=(2, 3, HIDDEN)) / np.sqrt(HIDDEN)).astype(np.float32)
-    return [
-        [Edit(0, vector, hook="attn_out", op="replace", scale=30.0)],
-        [
-            Edit(
-                1,
-                hook="mlp_in",
-                op="lowrank",
-                rotation=rotation,
-                weight=weight,
-                bias=50 * np.ones(3, np.float32),
-                strength=9.0,
-            )
-        ],
-        [
-            Edit(2, vector, hook="pre_attn", scale=30.0),
-            Edit(2, vector, hook="post_block", scale=5.0, norm_match=True),
-        ],
-        [Edit(3, vector, hook="post_attn", op="ablate", strength=30.0)],
-        [Edit(1, vector, hook="mlp_out", op="clamp", low=50.0, high=60.0)],
-    ]
-
-
-#: What makes each op do nothing.
-NOTHING = {
-    "add": {"scale": 0.0},
-    "replace": {"alpha": 0.0},
-    "lowrank": {"strength": 0.0},
-    "ablate": {"strength": 0.0},
-    "clamp": {"strength": 0.0},
-}
-BESIDE: dict[str, list[list[Edit]]] = {
-    "nothing": [[] for _ in strong()],
-    "zeros": [[edit._replace(**NOTHING[edit.op]) for edit in edits] for edits in strong()],
-    "strong": strong(),
-}
-
-
-@dataclass
-class Batch:
-    """Requests without steering, and others with it beside them.
-
-    Rows and log-probabilities in a fixed order.
-    """
-
-    plain: list[np.ndarray]
-    others: list[np.ndarray]
-
-
-@pytest.mark.matrix
-def test_rows_beside_strong_interventions_equal_an_unedited_batch_bit_for_bit(
-    crowded: Host,
-) -> None:
-    """The same batch composition, step by step: the ranks' record of it says so.
-
-    Rows and logprobs are compared, not tokens.
-    """
-    # field case 1, field case 12
-
-    def batch(beside: str) -> tuple[str, Batch]:
-        plain = [
-            crowded.job(
-                prompt_of(20 + n, seed=n),
-                max_tokens=8,
-                capture=capture_of([], "all", sites=ALL),
-                logprobs=3,
-            )
-            for n in range(5)
-        ]
-        others = [
-            crowded.job(
-                prompt_of(12 + n, seed=50 + n),
-                max_tokens=8,
-                capture=capture_of([3], "all_prompt"),
-                steering=crowded.steering(*edits),
-            )
-            for n, edits in enumerate(BESIDE[beside])
-        ]
-        answers = crowded.run_together(
-            *(job for pair in zip(plain, others, strict=True) for job in pair)
-        )
-        rows = [
-            crowded.capture(job).array(layer, hook)
-            for job in plain
-            for hook, layers in ALL.items()
-            for layer in layers
-        ]
-        rows += [
-            np.array(
-                [top.logprob for each in answers[job.id][0].logprobs or [] for top in each.top]
-            )
-            for job in plain
-        ]
-        return crowded.call("midstream_status")[0]["schedule"], Batch(
-            rows, [crowded.capture(job).array(3) for job in others]
-        )
-
-    found: dict[tuple[str, str], Batch] = {}
-    for _ in range(12):
-        # all begin in one step; how far ahead the engine plans may differ: tried until three were
-        # composed alike
-        for beside in BESIDE:
-            schedule, made = batch(beside)
-            found[beside, schedule] = made
-        for schedule in {schedule for _, schedule in found}:
-            if all((beside, schedule) in found for beside in BESIDE):
-                nothing, zeros, edited = (found[beside, schedule] for beside in BESIDE)
-                assert len(nothing.plain[-1]) == 8 * 3
-                for bare, beside_zeros, beside_edited in zip(
-                    nothing.plain, zeros.plain, edited.plain, strict=True
-                ):
-                    assert np.array_equal(bare, beside_zeros)
-                    assert np.array_equal(bare, beside_edited)
-                for bare, zero, moved in zip(
-                    nothing.others, zeros.others, edited.others, strict=True
-                ):
-                    assert np.array_equal(bare, zero)
-                    assert relative_error(moved, bare) > 0.1, "each of them had an effect to leak"
-                return
-    pytest.fail("no three batches were composed alike")
-
-
-CONFIGURATIONS = 40
-
-
-def test_forty_configurations_on_five_rows_equal_their_solo_runs(
-    crowded: Host, reference: Reference
-) -> None:
-    """All are in flight at once; each has vectors of its own, so no row is shared, and blocks are
-    too few for those that run.
-    """
-    rng = np.random.default_rng(33)  # field case 6, field case 24
-    before, jobs, wanted, cancelled = crowded.call("midstream_status")[0]["preemptions"], [], {}, {}
-    for number in range(CONFIGURATIONS):
-        edits = one_of_each(
-            500 + number,
-            layer=int(rng.integers(LAYERS)),
-            hook=str(rng.choice(sorted(STREAM_HOOKS))),
-        )
-        edits = [edits[number % len(edits)]]
-        prompt = prompt_of(int(rng.integers(100, 160)), seed=3000 + number)
-        job = crowded.job(
-            prompt,
-            max_tokens=int(rng.integers(60, 120)),
-            capture=capture_of([], "all", sites=ALL),
-            steering=crowded.steering(*edits),
-        )
-        jobs.append(job)
-        wanted[job.id] = edits
-        if number % 8 == 3:
-            cancelled[job.id] = int(rng.integers(1, 40))
-    answer = crowded.run_any(*jobs, cancel_after=cancelled)
-    assert not answer.errors
-    assert answer.waiting >= CONFIGURATIONS // 2, "those without a row wait"
-    assert crowded.call("midstream_status")[0]["preemptions"] > before
-    finished = [job for job in jobs if job.id not in cancelled]
-    assert len(finished) >= 32
-    for job in finished:
-        tokens = job.prompts[0].token_ids + answer.outputs[job.id][0].token_ids
-        assert len(answer.outputs[job.id][0].token_ids) == job.sampling.max_tokens
-        solo, reader = reference.rows(tokens[:-1], wanted[job.id]), crowded.capture(job)
-        for hook, layers in ALL.items():
-            for layer in layers:
-                assert relative_error(reader.array(layer, hook), solo[hook, layer]) <= FP32_ROWS, (
-                    job.id,
-                    hook,
-                    layer,
-                )
-    assert not any((crowded.root / "default" / name).exists() for name in cancelled)
     after = crowded.call("midstream_status")[0]
     assert (after["rows_used"], after["entries_used"], after["requests"]) == (0, 0, 0)

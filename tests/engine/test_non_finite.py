@@ -2,22 +2,16 @@
 request's numbers changes.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
-from attack import ATTACKS, LARGE, options, rounds
-from engine_process import Command
+from attack import LARGE
 from host import Host, capture_of, prompt_of, steer
-from nursery import Nursery
-from safetensors.numpy import load_file, save_file
-from tiny import HIDDEN, LAYERS, checkpoint
+from patching_kit import for_everyone
+from tiny import LAYERS
 
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import Window
 from midstream.schemas.requests.specs import StoredSteering
-from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 
 ALL = list(range(LAYERS))
 BLOCK = 128
@@ -37,29 +31,6 @@ def capturing(host: Host, prompt: list[int], **others: object) -> Job:
 
 def rows_of(host: Host, job: Job) -> np.ndarray:
     return np.stack([host.capture(job).array(layer) for layer in ALL])
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        dtype if dtype == "float32" else pytest.param(dtype, marks=pytest.mark.long)
-        for dtype in LARGE
-    ],
-)
-def test_attacks_change_no_bit_of_their_neighbours(
-    nursery: Nursery, llama: Path, tmp_path: Path, dtype: str
-) -> None:
-    """Every attack, in the same schedule as with finite numbers; the long form of this is in
-    `tests/long`.
-    """
-    host = nursery.host(tmp_path / dtype, llama, **options(dtype))
-    try:
-        for seen in rounds(host, dtype, seconds=0):  # noqa: B007 - the last one is looked at
-            pass
-    finally:
-        host.close()
-    assert seen.by_attack.keys() == set(ATTACKS)
-    assert all(seen.by_attack.values()), seen
 
 
 @pytest.mark.parametrize("engine", ["v1", "cached", "compiled", "v2", "tp2", "pp2", "overlapped"])
@@ -117,99 +88,10 @@ def test_blocks_of_an_attack_are_not_served_from_the_prefix_cache(cached: Host) 
 def test_non_finite_global_edits_fail_requests_under_them_and_none_after(v1: Host) -> None:
     first = capturing(v1, prompt_of(9, seed=530))
     v1.run_together(first)
-    template = [
-        SteeringTemplate(
-            **{name: getattr(entry, name) for name in SteeringTemplate.__struct_fields__}
-        )
-        for entry in overflowing(v1)
-    ]
     under = v1.job(prompt_of(14, seed=531), max_tokens=4)
-    answer = v1.send(
-        Command(
-            jobs=[under], vectors=v1._vectors, everyone=GlobalSteering(version=1, entries=template)
-        )
-    )
+    answer = v1.run_any(under, everyone=for_everyone(1, *overflowing(v1)))
     assert not answer.errors, answer.errors
     assert [receipt.kind for receipt in v1.receipts(under)] == ["intervention_failed"]
     after = capturing(v1, prompt_of(9, seed=530))
     v1.run_together(after)
     assert np.array_equal(rows_of(v1, after), rows_of(v1, first))
-
-
-def test_preempted_attacks_fail_and_leave_nothing_behind(cached: Host) -> None:
-    """Seven blocks for six requests of up to three blocks each: they must take turns."""
-    victim = prompt_of(BLOCK + 9, seed=540)
-    first = capturing(cached, victim)
-    text = cached.run_together(first)[first.id][0].token_ids
-    before = cached.call("midstream_status")[0]["preemptions"]
-    attacks = [
-        cached.job(
-            prompt_of(110, seed=541 + n), max_tokens=180, steering=overflowing(cached, start=50)
-        )
-        for n in range(6)
-    ]
-    cached.run_together(*attacks)
-    assert cached.call("midstream_status")[0]["preemptions"] > before
-    for attack in attacks:
-        assert [receipt.kind for receipt in cached.receipts(attack)] == ["intervention_failed"]
-    for seed in (540, 550):  # found in the cache, if at all, and computed in blocks of the attacks
-        after = capturing(cached, prompt_of(BLOCK + 9, seed=seed))
-        output = cached.run_together(after)[after.id][0]
-        assert np.isfinite(rows_of(cached, after)).all()
-        assert seed != 540 or output.token_ids == text
-
-
-@pytest.fixture(scope="module")
-def loud(nursery: Nursery, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """A model that overflows in fp16 wherever a prompt has one of its tokens."""
-    folder = tmp_path_factory.mktemp("loud")
-    checkpoint("llama", folder / "model")
-    file = folder / "model" / "model.safetensors"
-    weights = dict(load_file(file))
-    weights["model.layers.1.mlp.down_proj.weight"] = weights[
-        "model.layers.1.mlp.down_proj.weight"
-    ].copy()
-    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
-    weights["model.embed_tokens.weight"][LOUD] = 65504.0 * np.sign(
-        weights["model.embed_tokens.weight"][LOUD]
-    )
-    weights["model.layers.0.mlp.down_proj.weight"] = (
-        weights["model.layers.0.mlp.down_proj.weight"] * 4000
-    )
-    save_file(weights, file, metadata={"format": "pt"})
-    host = nursery.host(folder / "engine", folder / "model", dtype="float16", num_gpu_blocks=8)
-    yield host
-    host.close()
-
-
-def test_a_model_that_overflows_unedited_is_reported_and_its_blocks_are_not_reused(
-    loud: Host,
-) -> None:
-    prompt = prompt_of(2 * BLOCK + 9, seed=520)
-    quiet = [token for token in prompt if token != LOUD]
-    first = capturing(loud, quiet, max_tokens=2)
-    text = loud.run(first)[first.id][0].token_ids
-    assert np.isfinite(rows_of(loud, first)).all()
-    noisy = [*quiet[: BLOCK + 5], LOUD, *quiet[BLOCK + 5 :]]
-    for _ in range(2):
-        job = capturing(loud, noisy, max_tokens=2)
-        output = loud.run(job)[job.id][0]
-        assert output.cached_tokens <= BLOCK, "the block with the loud token is not found again"
-        (receipt,) = loud.receipts(job)
-        bad = (~np.isfinite(rows_of(loud, job))).any(-1)
-        assert bad.any()
-        assert receipt.status == "ok"
-        assert sum(file.non_finite for file in receipt.files) == int(bad.sum())
-    steered = loud.job(
-        noisy,
-        max_tokens=2,
-        steering=[steer(loud.vector(np.ones(HIDDEN)), [2], positions=Window(BLOCK + 40))],
-    )
-    loud.run(steered)
-    assert [receipt.status for receipt in loud.receipts(steered)] == ["ok"], (
-        "the model was not finite before the edit could reach it"
-    )
-    for _ in range(3):
-        after = capturing(loud, quiet, max_tokens=2)
-        assert loud.run(after)[after.id][0].token_ids == text
-        assert np.array_equal(rows_of(loud, after), rows_of(loud, first))

@@ -2,7 +2,6 @@
 from there? Real vLLM.
 """
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,27 +110,3 @@ def test_a_long_capture_and_a_patch_from_it_go_through_the_bucket(stack: Stack) 
         np.testing.assert_array_equal(
             edited.array(0)[0], reader.array(0, "post_block")[reader.positions().index(2)]
         )
-
-
-@pytest.mark.matrix
-def test_a_patch_waits_for_a_bucket_that_is_away(stack: Stack, proxy: s3_kit.FaultProxy) -> None:
-    """Its run can be neither located nor read meanwhile; its attempts do not count."""
-    kept = StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="away")
-    job = stack.submit(["the source of a patch"], max_tokens=1, capture=kept, run="away")
-    assert stack.wait(job).state is State.SUCCEEDED
-    row = row_name(RunRow(run_key(job, 0, "away"), "post_block", 0, 2))
-    edit = StoredSteering(
-        layers=[0], hook="post_block", positions=[2], family="replace", tensors=[row], numbers=[1.0]
-    )
-    proxy.stop()
-    try:
-        patched = stack.submit(
-            ["another prompt entirely"], max_tokens=1, steering=[edit], runs={"away": job}
-        )
-        deadline = time.monotonic() + 120
-        while (view := stack.view(patched)).attempt < 1 or view.state is not State.QUEUED:
-            assert time.monotonic() < deadline, f"it waits: {view}"
-            time.sleep(0.2)
-    finally:
-        proxy.start()
-    assert stack.wait(patched).state is State.SUCCEEDED

@@ -16,6 +16,8 @@ from tolerances import FP32_ROWS
 from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.prompts.selectors import HOOKS
 
+pytestmark = pytest.mark.long
+
 EVERYTHING = {hook: list(range(LAYERS)) for hook in HOOKS}
 PROMPT = 200  # tokens: 1.2 MiB of rows
 

@@ -12,7 +12,6 @@ from host import Host, capture_of, prompt_of, relative_error, steer
 from msgspec import UNSET
 from probe_kit import (
     EDGE,
-    Gate,
     Weights,
     check,
     flapping,
@@ -22,14 +21,13 @@ from probe_kit import (
     tokens_of,
 )
 from reference import Reference
-from tolerances import FP32_BATCH, FP32_ROWS
+from tolerances import FP32_ROWS
 
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeScore, StoredProbe
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import Span
-from midstream.schemas.prompts.windows import Around, HeadAndTail, When
-from midstream.schemas.requests.specs import Grade
+from midstream.schemas.prompts.windows import When
 
 AGGREGATIONS = (("last", 0.0), ("max", 0.0), ("mean", 0.0), ("exponential", 0.9))
 
@@ -75,51 +73,6 @@ def test_scores_equal_numpy_on_captured_rows(engine: str, request: pytest.Fixtur
     )
 
 
-@pytest.mark.parametrize("engine", ["v1", "tp2"])
-def test_a_window_has_the_rows_around_high_scores(
-    engine: str, request: pytest.FixtureRequest
-) -> None:
-    """Beside windows of the same request around tokens and at its ends, and a whole capture."""
-    host: Host = request.getfixturevalue(engine)
-    prompt, probe = prompt_of(80, seed=21), Weights(4, k=2).probe(host, 1)
-    free = host.job(prompt, max_tokens=20, probes=[probe])
-    tokens = [*prompt, *host.run(free)[free.id][0].token_ids]
-    scores = tokens_of(scores_of(host, free)["p"]).max(axis=1)
-    at_least = float(np.quantile(scores, 0.9))
-    windows = {
-        "high": Span(when=When(probe="p", at_least=at_least, before=2, after=1)),
-        "around": Span(around=Around(token_ids=[tokens[40:42], [tokens[90]]], before=3)),
-        "ends": Span(head_and_tail=HeadAndTail(head=2, tail=5)),
-    }
-    captures = [capture_of([0, 1], "all", tag=tag, window=windows[tag]) for tag in windows]
-    captures.append(capture_of([0, 1], "all", tag="whole"))
-    job = host.job(prompt, max_tokens=20, probes=[probe], capture=captures)
-    host.run(job, host.job(prompt_of(30, seed=6), max_tokens=12))
-    whole, rows = host.capture(job, 3), range(len(tokens) - 1)
-    hits = {
-        "high": [at for at in rows if scores[at] >= at_least],
-        "around": [at for at in rows if tokens[at] == tokens[90]]
-        + [
-            at + more
-            for at in range(len(tokens) - 1)
-            for more in (0, 1)
-            if tokens[at : at + 2] == tokens[40:42]
-        ],
-        "ends": [0, 1, *rows[-5:]],
-    }
-    for number, (tag, window) in enumerate(windows.items()):
-        wide = window.around or window.when
-        before, after = (wide.before, wide.after) if wide is not None else (0, 0)
-        wanted = sorted(
-            {at for hit in hits[tag] for at in range(hit - before, hit + after + 1) if at in rows}
-        )
-        assert 5 <= len(wanted) < 60
-        reader = host.capture(job, number)
-        assert reader.positions() == wanted
-        for layer in (0, 1):
-            np.testing.assert_array_equal(reader.array(layer), whole.array(layer)[wanted])
-
-
 @pytest.mark.parametrize("engine", ["v1", "v2", "compiled", "overlapped"])
 def test_a_request_ends_at_the_token_that_crosses(
     engine: str, request: pytest.FixtureRequest
@@ -147,37 +100,6 @@ def test_a_request_ends_at_the_token_that_crosses(
     check(score, weights.of(host.capture(stopped).array(last)))
     assert len(outputs[other.id][0].token_ids) == 12
     assert host.call("midstream_status")[0]["requests"] == 0
-
-
-def test_a_graded_prompt_of_a_sweep_is_scored_and_stopped_too(v1: Host) -> None:
-    """As the unpatched prompts of a sweep are when a probe watches all traffic; the grades are
-    those without the probe.
-    """
-    prompt, grade = prompt_of(30, seed=8), Grade(token_ids=[1, 2, 3])
-
-    def run(blocks: str, *probes: StoredProbe) -> tuple[list[float], list[str], list[ProbeScore]]:
-        job = v1.job(
-            prompt, max_tokens=1, probes=list(probes), capture=capture_of([0, 1], "all_prompt")
-        )
-        answer = v1.run_any(job, grades={job.id: [grade]}, blocks={job.id: blocks})
-        assert not answer.errors
-        (receipt,) = v1.receipts(job)
-        assert receipt.status == "ok"
-        assert v1.capture(job).positions(0) == list(range(30))
-        return (
-            receipt.graded,
-            [output.finish_reason for output in answer.outputs[job.id]],
-            receipt.scores,
-        )
-
-    plain, _, _ = run("plain.0.base")
-    watched, ended, scores = run("watched.0.base", Weights(4, k=1).probe(v1, 0))
-    np.testing.assert_allclose(watched, plain, atol=FP32_BATCH)
-    assert (ended, scores[0].positions, scores[0].stopped) == (["length"], 30, False)
-    _, ended, scores = run(
-        "stopped.0.base", Weights(4, k=1).probe(v1, 0, "stop", thresholds=[-1e6])
-    )
-    assert (ended, scores[0].stopped) == (["probe:p"], True)
 
 
 def test_a_prompt_that_crosses_generates_nothing(v1: Host) -> None:
@@ -342,43 +264,6 @@ def test_gated_steering_equals_transformers_step_by_step(
             )
 
 
-def test_a_gate_that_never_opens_changes_no_bit(v1: Host, reference: Reference) -> None:
-    """Nor does one that opens change those of other requests in its steps."""
-    prompts, last = (
-        [prompt_of(30, seed=70 + number) for number in range(3)],
-        v1.info["num_layers"] - 1,
-    )
-    gate, _ = flapping(reference, prompts[0], 14, last, 30)
-    never = Gate(gate.weights, last, 0, 1e6, gate.vector)
-
-    def rows(steers: bool) -> list[bytes]:
-        def job(prompt: list[int], of: Gate | None) -> Job:
-            probes = [of.probe(v1, "steer" if steers else "none")] if of is not None else None
-            steering = of.steering(v1) if of is not None and steers else None
-            return v1.job(
-                prompt,
-                max_tokens=14,
-                capture=capture_of([0, last], "all"),
-                probes=probes,
-                steering=steering,
-            )
-
-        jobs = [job(prompt, of) for prompt, of in zip(prompts, (gate, never, None), strict=True)]
-        v1.run_together(*jobs)
-        if steers:
-            (shut,) = v1.receipts(jobs[1])
-            assert (
-                shut.applied,
-                scores_of(v1, jobs[1])["p"].gate,
-                bool(scores_of(v1, jobs[0])["p"].gated),
-            ) == (0, [], True)
-        return [v1.capture(job).array(last).tobytes() for job in jobs]
-
-    free, steered = rows(False), rows(True)
-    assert free[0] != steered[0]
-    assert free[1:] == steered[1:]
-
-
 def test_preempted_requests_are_edited_where_their_gate_was_open(
     cached: Host, reference: Reference
 ) -> None:
@@ -414,25 +299,6 @@ def test_preempted_requests_are_edited_where_their_gate_was_open(
         assert 0 < len(is_open) < 179
         # of a policy, each score is read once, as it was computed first
         assert decisions(scores_of(cached, job)["policy:guard"], gate.threshold)
-
-
-def test_a_rank_whose_gate_differs_is_found(tp2: Host) -> None:
-    """Each rank decides from its own scores: one whose scores are wrong edits what the other does
-    not, and their accounts differ.
-    """
-    prompt, weights, vector = prompt_of(20, seed=12), Weights(9, k=1), np.ones(64)
-    free = tp2.job(prompt, max_tokens=2, probes=[weights.probe(tp2, 0)])
-    tp2.run(free)
-    threshold = float(tokens_of(scores_of(tp2, free)["p"])[19, 0]) + 0.5  # the fault adds 1
-    gate = Gate(weights, 0, 0, threshold, vector)
-    job = tp2.job(prompt, max_tokens=2, steering=gate.steering(tp2), probes=[gate.probe(tp2)])
-    tp2.call("midstream_fault", "alter_score:rank=1")
-    tp2.run_any(job)
-    first, second = tp2.receipts(job)
-    tp2.call("midstream_fault", "")
-    tp2.call("restart_ledgers")
-    assert (first.status, second.status, first.applied, second.applied) == ("ok", "ok", 0, 1)
-    assert first.checksum != second.checksum
 
 
 # --- Policies
@@ -483,7 +349,7 @@ PROMPT = 110
 
 def test_policies_decide_in_token_order_and_act_on_the_next_token(v1: Host) -> None:
     """Steering begins at the token after the decision; a policy that only records, and neighbours
-    of one that acts, keep every bit; a replay decides the same.
+    of one that acts, keep every bit.
     """
     last, weights, prompt = v1.info["num_layers"] - 1, Weights(41, k=1), prompt_of(PROMPT, seed=41)
     free = v1.job(prompt, max_tokens=40, probes=[weights.probe(v1, last)])
@@ -525,17 +391,6 @@ def test_policies_decide_in_token_order_and_act_on_the_next_token(v1: Host) -> N
     assert positions_of(score) == [at + 1 for at in on if at + 1 < PROMPT + 39]
     assert v1.receipts(job)[0].applied == len(positions_of(score))
     assert changed[1] == rows[1]  # the neighbour's
-    # a replay: the same tokens, in steps of the same rows
-    probe = guard(v1, weights, last, "steer", at_least=high, release_below=low)
-    replays = []
-    for _ in range(2):
-        replay = v1.job(prompt, max_tokens=40, probes=[probe], steering=[entry])
-        replays.append((v1.run(replay)[replay.id][0].token_ids, scores_of(v1, replay)))
-    assert replays[0] == replays[1]
-    again = replays[0][1]["policy:guard"]
-    assert replays[0][0] == steered
-    assert [each.position for each in again.decisions] == [at.position for at in score.decisions]
-
     stopped, score, cut, _ = run("stop", acts=True)
     assert (stopped, score.stopped) == (tokens[: first + 1 - PROMPT], True)
     assert (decisions(score, high, low), cut[1]) == ([first], rows[1])

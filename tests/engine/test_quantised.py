@@ -22,9 +22,8 @@ import torch
 from fidelity import options_of
 from fidelity_page import SHORT, Way
 from host import Host, capture_of, prompt_of, relative_error
-from patching_kit import Cell, edits, everything, patches, rows_of
 from processors import OLDER, environment, flags, refusal
-from quantised import FORMATS, Made, QuantisedTruth, _compressed, make
+from quantised import FORMATS, Made, _compressed, make
 from quantised_page import figure, tolerance
 from reference import Edit
 from tolerances import FP32_CODES, FP32_HOOKS
@@ -34,7 +33,7 @@ from midstream.schemas.base.settings import Settings
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner.support.quantisation import UnsupportedQuantisationError
 
-#: Format → the dtype in which `make test` runs it: one of each kind of kernel.
+#: Format → the dtype in which it is no row of the matrix: one of each kind of kernel.
 SHORTLY = {
     "int8 per token": "float32",
     "fp8 static": "bfloat16",
@@ -42,7 +41,6 @@ SHORTLY = {
     "awq": "float16",
     "gptq": "bfloat16",
 }
-FEW = ("int8 per token", "fp8 static", "awq")  # of them tried every time; the others are long tests
 LONG = [
     *(
         ("llama", form, Way("v1", "eager", dtype))
@@ -83,10 +81,8 @@ def compare(name: str, form: str, way: Way, made: Maker, nurseries, folder: Path
     assert found.worst <= tolerance(SHORT[way.dtype]), str(found)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [form if form in FEW else pytest.param(form, marks=pytest.mark.long) for form in SHORTLY],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("form", SHORTLY)
 def test_every_hook_gives_the_rows_of_the_dequantised_checkpoint(
     form: str, made: Maker, nurseries, tmp_path
 ) -> None:
@@ -105,48 +101,6 @@ def test_other_models_and_ways_give_the_rows_of_the_dequantised_checkpoint(
     rows.
     """
     compare(name, form, way, made, nurseries, tmp_path)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("form", "dtype"), [("int8 per token", "float32"), ("awq", "bfloat16")])
-def test_patched_rows_are_the_source_runs_and_the_rest_is_transformers(
-    form: str, dtype: str, made: Maker, nursery, tmp_path
-) -> None:
-    if reason := refusal(form, dtype):
-        pytest.skip(f"not served on this processor: {reason}")
-    model = made("qwen3", form)
-    host = nursery.host(
-        tmp_path / "engine", model.quantised, **options_of(Way("v1", "eager", dtype))
-    )
-    try:
-        source = host.job(prompt_of(20, seed=1), max_tokens=1, capture=everything("all_prompt"))
-        host.run(source)
-        cells = [
-            Cell("pre_attn", 1, 3),
-            Cell("mlp_in", 2, 5, 7),
-            Cell("attn_out", 0, 4),
-            Cell("post_block", 1, 9),
-        ]
-        steering, rows = patches(host.keep(source), cells), rows_of(host, source)
-        job = host.job(prompt_of(22, seed=2), max_tokens=3, capture=everything(), steering=steering)
-        after = host.job(
-            prompt_of(22, seed=2), max_tokens=1, capture=everything(at="after"), steering=steering
-        )
-        host.run(job, after)
-        got, tokens, patched = (
-            rows_of(host, job),
-            host.capture(job).token_ids(),
-            rows_of(host, after),
-        )
-    finally:
-        host.close()
-    for cell in cells:
-        assert np.array_equal(
-            patched[cell.hook, cell.layer][cell.position],
-            rows[cell.hook, cell.layer][cell.source or cell.position],
-        )
-    errors = QuantisedTruth(model, dtype).errors(got, tokens, edits(cells, rows))
-    assert max(errors.values()) <= tolerance(SHORT[dtype]), errors
 
 
 def plain_rows(host: Host, prompt: list[int]) -> np.ndarray:
@@ -235,6 +189,7 @@ def test_ranks_scale_their_own_part_of_a_row_as_the_caveat_says(
         assert errors.max() <= FP32_CODES
 
 
+@pytest.mark.long
 def test_info_and_manifest_say_how_a_checkpoint_is_quantised(
     made: Maker, nursery, tmp_path
 ) -> None:
@@ -303,6 +258,7 @@ for model, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
     "avx512_bf16" not in flags(),
     reason="older processors are simulated on one with AVX-512, bf16 and VNNI",
 )
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [name if name == "avx2" else pytest.param(name, marks=pytest.mark.matrix) for name in OLDER],

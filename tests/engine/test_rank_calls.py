@@ -8,36 +8,20 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from engine_process import Command
 from host import Host, capture_of, prompt_of, relative_error, steer
+from patching_kit import for_everyone
 from reference import Reference
 from tiny import HIDDEN
 from tolerances import FP32_ROWS
 
 from midstream.schemas.jobs.jobs import Job
-from midstream.schemas.requests.specs import StoredSteering
-from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
+from midstream.schemas.requests.steering import GlobalSteering
 
 JOY, SAD = "d" * 64, "e" * 64
 
 
 def direction(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
-
-
-def everyone(version: int, *entries: StoredSteering) -> GlobalSteering:
-    templates = [
-        SteeringTemplate(
-            layers=e.layers,
-            hook=e.hook,
-            positions="all",
-            family=e.family,
-            tensors=e.tensors,
-            scale=e.scale,
-        )
-        for e in entries
-    ]
-    return GlobalSteering(version=version, entries=templates)
 
 
 def send_vector(host: Host, seed: int) -> str:
@@ -48,7 +32,7 @@ def send_vector(host: Host, seed: int) -> str:
 
 
 def run_under(host: Host, steering: GlobalSteering, job: Job) -> None:
-    answer = host.send(Command(jobs=[job], vectors=host._vectors, everyone=steering))
+    answer = host.run_any(job, everyone=steering)
     assert not answer.errors, answer.errors
 
 
@@ -83,7 +67,7 @@ def anew(tp2: Host) -> Iterator[Host]:
 def test_an_action_refused_by_one_rank_is_rolled_back_on_the_other(anew: Host, kind: str) -> None:
     name = send_vector(anew, 61)
     first, second = (
-        msgspec.to_builtins(everyone(version, steer(name, [1], float(version))))
+        msgspec.to_builtins(for_everyone(version, steer(name, [1], float(version))))
         for version in (1, 2)
     )
     if kind in ("change", "unregister"):
@@ -93,7 +77,7 @@ def test_an_action_refused_by_one_rank_is_rolled_back_on_the_other(anew: Host, k
     before, content = rank_state(anew), anew.call("midstream_fingerprint")
     calls = {
         "commit": ("commit_global", [second], "rollback_global", [2]),
-        "clear": ("commit_global", [msgspec.to_builtins(everyone(2))], "rollback_global", [2]),
+        "clear": ("commit_global", [msgspec.to_builtins(for_everyone(2))], "rollback_global", [2]),
         "register": ("set_module", ["joy", JOY, [name]], "rollback_module", ["joy", JOY]),
         "change": ("set_module", ["joy", SAD, [name]], "rollback_module", ["joy", SAD]),
         "unregister": ("set_module", ["joy", "", []], "rollback_module", ["joy", ""]),
@@ -116,41 +100,6 @@ def test_an_action_refused_by_one_rank_is_rolled_back_on_the_other(anew: Host, k
     assert not agree(anew), "the histories differ for good, until both begin anew"
 
 
-# field case 30
-@pytest.mark.parametrize("fault", ["alter_action", "skip_action"])
-def test_desynced_ranks_are_resynced(anew: Host, fault: str) -> None:
-    name = send_vector(anew, 62)
-    steering = everyone(1, steer(name, [1]))
-    anew.call("midstream_fault", f"{fault}:rank=1")
-    anew.call("midstream_commit_global", msgspec.to_builtins(steering))
-    job = anew.job(prompt_of(9), max_tokens=2, steering=[steer(anew.vector(direction(63)), [0])])
-    run_under(anew, steering, job)
-    first, second = anew.receipts(job)
-    assert (first.checksum == second.checksum, first.epoch == second.epoch) == (False, True)
-    assert not anew.call("same_content")
-
-    anew.call("restart_ledgers")
-    assert anew.call("same_content")
-    assert {
-        (rank["checksum"], rank["vectors"], rank["rows_used"])
-        for rank in anew.call("midstream_status")
-    } == {("0" * 16, 0, 0)}
-    send_vector(anew, 62)
-    anew.call("midstream_set_module", "joy", JOY, [name])
-    anew.call("midstream_commit_global", msgspec.to_builtins(steering))
-    assert anew.call("same_content")
-    again = anew.job(prompt_of(9), max_tokens=2, steering=[steer(anew.vector(direction(63)), [0])])
-    run_under(anew, steering, again)
-    one, other = anew.receipts(again)
-    assert (one.status, one.checksum, one.actions, one.global_version) == (
-        "ok",
-        other.checksum,
-        other.actions,
-        1,
-    )
-    assert one.epoch == first.epoch + 1
-
-
 @pytest.mark.parametrize("way", ["compiled", "pp2"])
 def test_global_steering_is_applied_before_and_after_a_resync(
     way: str, request: pytest.FixtureRequest
@@ -167,7 +116,7 @@ def test_global_steering_is_applied_before_and_after_a_resync(
     mine, theirs = direction(64), direction(65)
 
     def check(host: Host, version: int, scale: float) -> None:
-        steering = everyone(version, steer(host.vector(theirs), [1], scale))
+        steering = for_everyone(version, steer(host.vector(theirs), [1], scale))
         own = [steer(host.vector(mine), [0])]
         # sends both
         host.run(

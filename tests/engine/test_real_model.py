@@ -17,22 +17,18 @@ import torch
 from host import Host, capture_of, prompt_of
 from lens_kit import Truth, check, lens, lenses
 from nursery import Nursery
-from patching_kit import Cell, patches
 from processors import flags
 from reference import Reference
-from test_graded_tokens import logprobs_of
 from tokenizers import Tokenizer
 from tolerances import (
-    BF16_ENTERED,
     BF16_EXCESS,
-    FP32_ENTERED,
     FP32_LAYERS,
     FP32_LOGPROBS,
     FP32_ROWS_30_LAYERS,
 )
 
 from midstream.schemas.base.tensors import from_numpy
-from midstream.schemas.requests.specs import Entry, Grade, SteeringSpec
+from midstream.schemas.requests.specs import SteeringSpec
 from midstream.workers.demo_model import fetch_demo_model
 
 LAYERS = list(range(30))
@@ -117,64 +113,6 @@ def test_every_row_of_the_demo_model_is_transformers_row(captured, truth, model)
         )
 
 
-# -- the next token
-# --------------------------------------------------------------------------------------------------
-
-
-def test_the_next_token_is_graded_as_vllm_and_transformers_say_it(host, model) -> None:
-    """To the bit of float32 as vLLM's own log-probabilities of the same request; in fp32 as
-    transformers'.
-    """
-    prompt = PROMPTS[1]
-    (output,) = host.run(host.job(prompt, max_tokens=1, logprobs=5)).popitem()[1]
-    tokens = [each.token_id for each in output.logprobs[0].top]
-    job = host.job(prompt, max_tokens=1, logprobs=5)
-    (again,) = host.run_any(job, grades={job.id: [Grade(tokens)]}).outputs[job.id]
-    graded = host.receipts(job)[0].graded
-    assert graded == pytest.approx([each.logprob for each in again.logprobs[0].top], abs=1e-6)
-    if host.settings.dtype == "float32":
-        reference = Reference(model)
-        reference.rows(prompt)
-        assert graded == pytest.approx(
-            logprobs_of(reference.logits[-1])[tokens].tolist(), abs=FP32_LOGPROBS
-        )
-
-
-def test_reentry_at_the_patched_layer_equals_a_full_forward(host) -> None:
-    prompt, other = PROMPTS[1], PROMPTS[2][:40]
-    runs = [
-        host.job(tokens, max_tokens=1, capture=capture_of(LAYERS, "all_prompt", hook="pre_attn"))
-        for tokens in (prompt, other)
-    ]
-    host.run(*runs)
-    base, source = (host.keep(job) for job in runs)
-    places = [(layer, position) for layer in (1, 9, 17, 25) for position in (3, 20, 39)]
-    jobs = [
-        host.job(prompt, max_tokens=1, steering=patches(source, [Cell("pre_attn", *place)]))
-        for place in [*places, *places]
-    ]
-    entered = jobs[len(places) :]
-    for batch in (jobs[: len(places)], entered):
-        skipped = host.call("midstream_status")[0]["skipped_rows"]
-        entries = {
-            job.id: Entry(base, job.steering[0][0].layers[0]) for job in batch if batch is entered
-        }
-        host.run_any(
-            *batch,
-            grades={job.id: [Grade(list(range(0, 49152, 512)))] for job in batch},
-            entries=entries,
-            together=True,
-        )
-        assert (host.call("midstream_status")[0]["skipped_rows"] > skipped) == (batch is entered)
-    full, short = (
-        np.array([host.receipts(job)[0].graded for job in batch])
-        for batch in (jobs[: len(places)], entered)
-    )
-    assert np.abs(full - full[:1]).max() > 1.0, "the patches do something"
-    limit = FP32_ENTERED if host.settings.dtype == "float32" else BF16_ENTERED
-    assert np.abs(short - full).max() <= limit
-
-
 # -- a direction
 # --------------------------------------------------------------------------------------------------
 
@@ -207,6 +145,7 @@ def tokenised(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [tokenizer.encode(text).ids for text in texts]
 
 
+@pytest.mark.long
 def test_a_captured_direction_steers_in_both_signs(host, study, tokenizer) -> None:
     found = study.materials()
     texts = tokenised(tokenizer, [*found.positive, *found.negative])
@@ -238,22 +177,7 @@ def test_a_captured_direction_steers_in_both_signs(host, study, tokenizer) -> No
     assert high - low >= 1.0, "a word more in every text"
 
 
-def test_logprobs_from_captured_rows_equal_the_engines(host, study, model) -> None:
-    """The last layer's `post_block` is what the final norm and the last matrix read."""
-    unembedding = study.Unembedding(model)
-    plain = host.job(PROMPTS[1], max_tokens=TOKENS, logprobs=0)
-    (output,) = host.run(plain)[plain.id]
-    again = host.job(
-        PROMPTS[1] + output.token_ids, max_tokens=1, capture=capture_of([29], "all_prompt")
-    )
-    host.run(again)
-    rows = host.capture(again).array(29)[len(PROMPTS[1]) - 1 : -1]
-    given = np.array([token.logprob for token in output.logprobs])
-    # nats; bf16 logits around 20 are 0.125 apart
-    tolerance = 1e-3 if host.settings.dtype == "float32" else 0.3
-    np.testing.assert_allclose(unembedding.logprobs(rows, output.token_ids), given, atol=tolerance)
-
-
+@pytest.mark.long
 def test_the_lens_of_the_demo_model_equals_transformers(host: Host, model: Path) -> None:
     """All layers in fp32; in bf16 the last layer's logit of each generated token is the largest, up
     to that logit's rounding.

@@ -4,17 +4,17 @@
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
-from host import Host, capture_of, prompt_of, relative_error
+from host import Host, capture_of, prompt_of
 from nursery import Nursery
 from reference import Reference
+from rows_kit import check_rows
 from tiny import HIDDEN, LAYERS
-from tolerances import FP32_ROWS
 
-from midstream.schemas.jobs.jobs import Job, Output
 from midstream.schemas.prompts.selectors import HOOKS, PositionSelector
 from midstream.schemas.requests.specs import StoredCapture
+
+pytestmark = pytest.mark.long
 
 SITES = {hook: list(range(LAYERS)) for hook in HOOKS}
 ROOM = (1 << 20) // (4 * HIDDEN)
@@ -51,20 +51,6 @@ def small(engine: Callable[..., Host]) -> Iterator[Host]:
     host.close()
 
 
-def rows_match(host: Host, reference: Reference, job: Job, output: Output) -> None:
-    tokens = job.prompts[0].token_ids + output.token_ids
-    rows, reader = reference.rows(tokens[:-1], [], "before"), host.capture(job)
-    positions = reader.positions(0)
-    assert positions == list(
-        job.captures[0][0].select(0, len(tokens) - 1, len(job.prompts[0].token_ids))
-    )
-    for hook, layers in SITES.items():
-        for layer in layers:
-            assert (
-                relative_error(reader.array(layer, hook), rows[hook, layer][positions]) <= FP32_ROWS
-            ), (hook, layer)
-
-
 def steps(host: Host) -> int:
     return host.call("midstream_status")[0]["step"]
 
@@ -75,7 +61,7 @@ def test_one_capture_takes_several_steps_worth_of_the_ring(
     assert small.info["capture_row_limit"] == ROOM
     before = steps(small)
     job = small.job(prompt_of(900, seed=1), max_tokens=3, capture=everything())
-    rows_match(small, reference, job, small.run(job)[job.id][0])
+    check_rows(small, reference, job, small.run(job)[job.id])
     assert 900 * len(HOOKS) * LAYERS > 5 * ROOM
     assert steps(small) - before >= 8, "six for the prompt"
 
@@ -83,7 +69,7 @@ def test_one_capture_takes_several_steps_worth_of_the_ring(
 def test_a_prompt_of_few_captured_positions_is_not_split(small: Host, reference: Reference) -> None:
     before = steps(small)
     job = small.job(prompt_of(900, seed=2), max_tokens=1, capture=everything([3, 500, 899]))
-    rows_match(small, reference, job, small.run(job)[job.id][0])
+    check_rows(small, reference, job, small.run(job)[job.id])
     assert steps(small) - before <= 2, "one, and one that reports the end"
 
 
@@ -99,7 +85,7 @@ def test_many_captures_and_plain_requests_share_the_ring_and_all_end(
     mixed = [job for pair in zip(jobs, plain, strict=True) for job in pair]
     outputs = small.run(*mixed)
     for job in jobs:
-        rows_match(small, reference, job, outputs[job.id][0])
+        check_rows(small, reference, job, outputs[job.id])
     assert all(len(outputs[job.id][0].token_ids) == 8 for job in plain)
     assert small.call("midstream_status")[0]["preemptions"] > preempted
 
@@ -112,7 +98,7 @@ def test_rows_of_cached_blocks_take_no_room_in_the_ring(small: Host, reference: 
     output = small.run(second)[second.id][0]
     assert output.cached_tokens == 512
     assert steps(small) - before <= 3
-    rows_match(small, reference, second, output)
+    check_rows(small, reference, second, [output])
 
 
 @pytest.mark.matrix
@@ -124,36 +110,8 @@ def test_drafts_and_prompts_fit_the_ring_together(
     jobs = [host.job(prompt, max_tokens=12, capture=everything()) for prompt in repeating]
     outputs = host.run(*jobs)
     for job in jobs:
-        rows_match(host, reference, job, outputs[job.id][0])
+        check_rows(host, reference, job, outputs[job.id])
     assert host.call("midstream_status")[0]["token_rows"] > sum(map(len, repeating)) + 10 * 11, (
         "drafts were computed"
     )
     host.close()
-
-
-@pytest.mark.matrix
-def test_rows_equal_those_of_a_ring_that_holds_the_whole_step(
-    engine: Callable[..., Host], small: Host, reference: Reference
-) -> None:
-    large = engine("large", capture_buffer_mib=64)
-    found = []
-    for host in (large, small):
-        before = steps(host)
-        job = host.job(prompt_of(700, seed=4), max_tokens=2, capture=everything("all_prompt"))
-        host.run(job)
-        found.append(
-            (
-                steps(host) - before,
-                np.stack(
-                    [
-                        host.capture(job).array(layer, hook)
-                        for hook in HOOKS
-                        for layer in range(LAYERS)
-                    ]
-                ),
-            )
-        )
-    large.close()
-    (few, whole), (many, split) = found
-    assert few < many
-    assert relative_error(split, whole) <= FP32_ROWS

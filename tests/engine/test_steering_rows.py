@@ -1,4 +1,5 @@
-"""Steered streams are the reference's streams, steered requests do not touch their neighbours.
+"""Steered streams are the reference's streams: over chunks and decode steps, for every prompt, in
+ranges of positions, and within limits.
 
 v1 runner, fp32.
 """
@@ -6,151 +7,51 @@ v1 runner, fp32.
 import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
+from msgspec.structs import replace
 from reference import Edit, Reference
+from rows_kit import check_rows
 from size_kit import both_sides, check_sizes, sizes_of
 from tiny import HIDDEN, LAYERS
-from tolerances import FP32_BATCH, FP32_ROWS
+from tolerances import FP32_ROWS
 
 from midstream.schemas.prompts.selectors import Window
+from midstream.schemas.requests.specs import StoredSteering
 
 ALL = list(range(LAYERS))
+BLOCK = 128
 
 
 def direction(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
 
 
-@pytest.mark.parametrize("layers", [[0], [2], ALL])
-def test_a_steered_request_has_the_reference_stream_in_every_later_layer(
-    v1: Host, reference: Reference, layers
+def test_entries_for_one_layer_add_up_for_every_prompt_of_a_job(
+    v1: Host, reference: Reference
 ) -> None:
-    vector = direction(1)
-    prompt = prompt_of(100)
-    job = v1.job(
-        prompt,
-        max_tokens=5,
-        capture=capture_of(ALL, "all"),
-        steering=[steer(v1.vector(vector), layers, 1.5)],
-    )
-    tokens = prompt + v1.run(job)[job.id][0].token_ids
-    wanted = reference.post_block(tokens[:-1], [(layer, 1.5 * vector, None) for layer in layers])
-    plain = reference.post_block(tokens[:-1])
-    for layer in ALL:
-        got = v1.capture(job).array(layer)
-        assert relative_error(got, wanted[layer]) <= FP32_ROWS
-        if layer > min(layers):
-            assert relative_error(got, plain[layer]) > 0.05
-
-
-def test_entries_for_one_layer_add_up(v1: Host, reference: Reference) -> None:
+    # field case 11
+    """Entries for several layers, and for some positions; the second prompt of a job is steered
+    like the first, in two steps.
+    """
     first, second = direction(1), direction(2)
-    prompt = prompt_of(12)
     entries = [
         steer(v1.vector(first), [1], 2.0),
         steer(v1.vector(second), [1, 2], -1.0),
         steer(v1.vector(second), [1], 0.5, [3, 4]),
     ]
-    job = v1.job(prompt, max_tokens=1, capture=capture_of(ALL, "all"), steering=entries)
-    v1.run(job)
+    job = v1.job(
+        prompt_of(12),
+        prompt_of(100, seed=1),
+        max_tokens=4,
+        capture=capture_of(ALL, "all"),
+        steering=entries,
+    )
     edits = [
         (1, 2.0 * first, None),
         (1, -second, None),
         (2, -second, None),
         (1, 0.5 * second, [3, 4]),
     ]
-    wanted = reference.post_block(prompt, edits)
-    for layer in ALL:
-        assert relative_error(v1.capture(job).array(layer), wanted[layer]) <= FP32_ROWS
-
-
-@pytest.mark.parametrize("positions", [[3], [70, 2], [-1]])
-def test_positional_steering_fires_once_at_its_position(
-    v1: Host, reference: Reference, positions
-) -> None:
-    # field case 9
-    """Not in every prefill chunk (steps hold 64 tokens) and not in every decode step."""
-    vector, prompt = direction(3), prompt_of(100)
-    where = sorted(position % 100 for position in positions)
-    job = v1.job(
-        prompt,
-        max_tokens=6,
-        capture=capture_of(ALL, "all"),
-        steering=[steer(v1.vector(vector), [1], 1.0, where)],
-    )
-    tokens = prompt + v1.run(job)[job.id][0].token_ids
-    wanted = reference.post_block(tokens[:-1], [(1, vector, where)])
-    for layer in ALL:
-        assert relative_error(v1.capture(job).array(layer), wanted[layer]) <= FP32_ROWS
-    assert v1.receipts(job)[0].applied == len(where)
-
-
-def test_generated_only_steering_leaves_the_prompt_alone(v1: Host, reference: Reference) -> None:
-    vector, prompt = direction(4), prompt_of(30)
-    job = v1.job(
-        prompt,
-        max_tokens=6,
-        capture=capture_of(ALL, "all"),
-        steering=[steer(v1.vector(vector), [0], 1.0, "all_generated")],
-    )
-    tokens = prompt + v1.run(job)[job.id][0].token_ids
-    wanted = reference.post_block(tokens[:-1], [(0, vector, list(range(30, 35)))])
-    for layer in ALL:
-        assert relative_error(v1.capture(job).array(layer), wanted[layer]) <= FP32_ROWS
-
-
-def test_the_second_prompt_of_a_job_is_steered_like_the_first(
-    v1: Host, reference: Reference
-) -> None:
-    vector = direction(5)  # field case 11
-    job = v1.job(
-        prompt_of(9),
-        prompt_of(14, seed=1),
-        max_tokens=1,
-        capture=capture_of([3], "all"),
-        steering=[steer(v1.vector(vector), [0])],
-    )
-    v1.run(job)
-    for request, prompt in enumerate(job.prompts):
-        wanted = reference.post_block(prompt.token_ids, [(0, vector, None)])
-        assert relative_error(v1.capture(job).array(3, request=request), wanted[3]) <= FP32_ROWS
-
-
-def test_neighbours_of_a_steered_request_keep_their_rows(v1: Host, reference: Reference) -> None:
-    vector = 50 * direction(6)
-    steered = [
-        v1.job(prompt_of(20, seed=n), max_tokens=8, steering=[steer(v1.vector(vector), ALL)])
-        for n in range(4)
-    ]
-    plain = [
-        v1.job(prompt_of(20, seed=50 + n), max_tokens=8, capture=capture_of(ALL, "all"))
-        for n in range(4)
-    ]
-    answers = v1.run(*(job for pair in zip(steered, plain, strict=True) for job in pair))
-    for job in plain:
-        tokens = job.prompts[0].token_ids + answers[job.id][0].token_ids
-        wanted = reference.post_block(tokens[:-1])
-        for layer in ALL:
-            assert relative_error(v1.capture(job).array(layer), wanted[layer]) <= FP32_ROWS
-
-
-def test_scale_zero_and_a_vector_with_its_negative_change_nothing(v1: Host) -> None:
-    name, prompt = v1.vector(direction(7)), prompt_of(25)
-    plain = v1.job(prompt, max_tokens=1, capture=capture_of(ALL, "all"))
-    zero = v1.job(
-        prompt, max_tokens=1, capture=capture_of(ALL, "all"), steering=[steer(name, ALL, 0.0)]
-    )
-    both = v1.job(
-        prompt,
-        max_tokens=1,
-        capture=capture_of(ALL, "all"),
-        steering=[steer(name, ALL), steer(name, ALL, -1.0)],
-    )
-    for job in (plain, zero, both):
-        v1.run(job)
-    for layer in ALL:
-        wanted = v1.capture(plain).array(layer)
-        assert relative_error(v1.capture(zero).array(layer), wanted) <= FP32_BATCH
-        assert relative_error(v1.capture(both).array(layer), wanted) <= FP32_BATCH
+    check_rows(v1, reference, job, v1.run(job)[job.id], edits)
 
 
 def test_configurations_beyond_the_table_wait_and_are_right(v1: Host, reference: Reference) -> None:
@@ -166,11 +67,11 @@ def test_configurations_beyond_the_table_wait_and_are_right(v1: Host, reference:
         )
         for n, vector in enumerate(vectors)
     ]
-    answers = v1.run(*jobs)
+    answer = v1.run_any(*jobs)
+    assert not answer.errors
+    assert answer.waiting > 0
     for job, vector in zip(jobs, vectors, strict=True):
-        tokens = job.prompts[0].token_ids + answers[job.id][0].token_ids
-        wanted = reference.post_block(tokens[:-1], [(1, vector, None)])
-        assert relative_error(v1.capture(job).array(3), wanted[3]) <= FP32_ROWS
+        check_rows(v1, reference, job, answer.outputs[job.id], [(1, vector, None)])
     assert v1.call("midstream_status")[0]["rows_used"] == 0
 
 
@@ -186,17 +87,6 @@ def test_an_intervention_that_a_rank_cannot_apply_fails_its_request_only(v1: Hos
         v1.call("midstream_fault", "")
 
 
-def test_vectors_that_a_rank_refuses_fail_the_job_before_it_runs(v1: Host) -> None:
-    v1.call("midstream_fault", "put_vectors")  # field case 29
-    try:
-        job = v1.job(prompt_of(5), max_tokens=2, steering=[steer(v1.vector(direction(9)), [0])])
-        assert "sending vectors failed on rank 0: fault injected" in v1.run_any(job).errors[job.id]
-    finally:
-        v1.call("midstream_fault", "")
-    v1.run(job)
-    assert v1.receipts(job)[0].status == "ok"
-
-
 def test_a_vector_is_sent_to_the_ranks_once(v1: Host) -> None:
     name = v1.vector(direction(10))  # field case 45, field case 47
     before = v1.call("midstream_status")[0]["vectors"]
@@ -206,6 +96,88 @@ def test_a_vector_is_sent_to_the_ranks_once(v1: Host) -> None:
     v1.run(*jobs)
     v1.run(v1.job(prompt_of(6), max_tokens=2, steering=[steer(name, [1], 3.0)]))
     assert v1.call("midstream_status")[0]["vectors"] == before + 1
+
+
+# --- Ranges of positions --------------------------------------------------------------------------
+
+
+def over(host: Host, edit: Edit, window: Window) -> list[StoredSteering]:
+    """The edit at a range of positions."""
+    (entry,) = host.steering(edit)
+    return [replace(entry, positions=window)]
+
+
+def named(window: Window, total: int) -> list[int]:
+    return list(range(min(window.start, total), min(window.stop or total, total)))
+
+
+def test_a_range_is_edited_once_per_position_over_chunks_and_decode_steps(
+    v1: Host, reference: Reference
+) -> None:
+    # field case 9
+    """Steps hold 64 tokens, the prompt 150: it begins in the first chunk, in the last, or in the
+    generated part. Each edit would do something else when applied to the same row again.
+    """
+    edits = [
+        Edit(1, direction(71), op="add", scale=0.3, norm_match=True),
+        Edit(1, direction(71), op="clamp", low=0.5, high=1.0, strength=0.5),
+    ]
+    windows = [Window(3), Window(130), Window(152), Window(60, 70), Window(148, 153)]
+    jobs = [
+        v1.job(
+            prompt_of(150, seed=n),
+            max_tokens=6,
+            capture=capture_of(ALL, "all"),
+            steering=over(v1, edits[n % 2], window),
+        )
+        for n, window in enumerate(windows)
+    ]
+    answers = v1.run(*jobs)
+    for n, (job, window) in enumerate(zip(jobs, windows, strict=True)):
+        where = named(window, 155)
+        check_rows(v1, reference, job, answers[job.id], [edits[n % 2]._replace(positions=where)])
+        assert v1.receipts(job)[0].applied == len(where) > 0
+
+
+@pytest.mark.parametrize(
+    ("start", "shared", "turn"),
+    [(128, 1, "plain first"), (127, 0, "plain first"), (140, 1, "steered first")],
+)
+def test_the_prompt_below_a_range_is_shared_with_plain_requests_both_ways(
+    cached: Host, reference: Reference, start: int, shared: int, turn: str
+) -> None:
+    # field cases 13, 16
+    prompt, edit = prompt_of(300, seed=1000 + start), Edit(1, direction(71))
+    capture = capture_of(ALL, "last_prompt")
+    steered = cached.job(
+        prompt, max_tokens=3, capture=capture, steering=over(cached, edit, Window(start))
+    )
+    plain = cached.job(prompt, max_tokens=3, capture=capture)
+    both = (plain, steered) if turn == "plain first" else (steered, plain)
+    outputs = {job.id: cached.run(job)[job.id] for job in both}
+    assert [outputs[job.id][0].cached_tokens for job in both] == [0, shared * BLOCK]
+    where = named(Window(start), 302)
+    check_rows(cached, reference, steered, outputs[steered.id], [edit._replace(positions=where)])
+    check_rows(cached, reference, plain, outputs[plain.id])
+
+
+def test_the_next_chat_turn_reuses_blocks_of_a_range(cached: Host, reference: Reference) -> None:
+    """From token n on is the same in a longer prompt: unlike `all_generated`, it does not go by
+    where the prompt ended.
+    """
+    edit, first = Edit(1, direction(71)), prompt_of(300, seed=75)
+    steering = over(cached, edit, Window(200))
+    job = cached.job(first, max_tokens=141, steering=steering)
+    second = first + cached.run(job)[job.id][0].token_ids[:140]
+    again = cached.job(
+        second, max_tokens=2, capture=capture_of(ALL, "last_prompt"), steering=steering
+    )
+    outputs = cached.run(again)[again.id]
+    assert outputs[0].cached_tokens == 3 * BLOCK
+    check_rows(cached, reference, again, outputs, [edit._replace(positions=list(range(200, 441)))])
+
+
+# --- Sizes and limits -----------------------------------------------------------------------------
 
 
 def test_reported_sizes_are_those_of_rows_before_and_after_the_edits(v1: Host) -> None:
@@ -219,7 +191,7 @@ def test_reported_sizes_are_those_of_rows_before_and_after_the_edits(v1: Host) -
     }
     jobs = {
         name: v1.job(
-            prompt_of(100, seed=n), max_tokens=40, capture=both_sides([1, 3]), steering=entries
+            prompt_of(100, seed=n), max_tokens=20, capture=both_sides([1, 3]), steering=entries
         )
         for n, (name, entries) in enumerate(edits.items())
     }
@@ -228,11 +200,11 @@ def test_reported_sizes_are_those_of_rows_before_and_after_the_edits(v1: Host) -
     assert v1.receipts(plain)[0].sizes == []
     check_sizes(v1, jobs["all"], [1, 3])
     check_sizes(v1, jobs["list"], [1], [2, 70, 99])
-    check_sizes(v1, jobs["generated"], [1], range(100, 139))
+    check_sizes(v1, jobs["generated"], [1], range(100, 119))
     check_sizes(v1, jobs["ablate"], [1])
 
 
-def test_a_limit_scales_what_is_larger_and_leaves_the_rest(v1: Host, reference: Reference) -> None:
+def test_a_limit_scales_what_is_larger_and_leaves_the_rest(v1: Host) -> None:
     vector, prompt = v1.vector(direction(24)), prompt_of(80)
     jobs = [
         v1.job(

@@ -25,6 +25,8 @@ from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.images import ImageRef, digest_of, inside
 from midstream.workers.engine.no_torchvision import stand_in
 
+pytestmark = pytest.mark.long
+
 EAGER = Way("v1", "eager", "float32")
 #: Each of another kind: one that rotates by three positions, one whose language model has no head
 #: of its own, one with sandwich norms.

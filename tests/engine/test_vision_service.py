@@ -95,41 +95,6 @@ def test_chat_with_images_captures_and_steers_the_tokens_that_are_named(
     assert np.array_equal(readers[2].array(3), rows[named])
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"capture": {"positions": "image"}}, "capture.positions"),
-        ({"capture": {"positions": {"image": 0}}}, "capture.positions"),
-        (
-            {
-                "messages": [{"role": "user", "content": "w5 <image>"}],
-                "capture": {"positions": "image"},
-            },
-            "capture.positions",
-        ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}],
-                    }
-                ]
-            },
-            "messages[0]",
-        ),
-    ],
-)
-def test_images_that_are_not_there_are_refused_by_field(
-    service: Stack, change: dict, field: str
-) -> None:
-    body = {"model": "llava", "messages": CHAT, "max_tokens": 1, **change}
-    answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=30)
-    assert (answer.status_code, answer.json()["field"].startswith(field)) == (400, True), (
-        answer.text
-    )
-
-
 def test_what_only_the_worker_can_know_fails_the_job_with_a_typed_error(service: Stack) -> None:
     """A file that ends early, a token that the image has not, and a prompt that its images make too
     long.

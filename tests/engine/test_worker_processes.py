@@ -3,12 +3,11 @@
 Real vLLM.
 """
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from stack import Stack
 
@@ -38,36 +37,22 @@ def stack(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         yield running
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """Process ids below `pid`, with their names."""
-    parents, names = {}, {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (stat := read(folder / "stat")):
-            names[int(folder.name)] = stat[stat.index("(") + 1 : stat.rindex(")")]
-            parents[int(folder.name)] = int(stat[stat.rindex(")") + 2 :].split()[1])
-    found: dict[int, str] = {}
-    level = {pid}
-    while level:
-        level = {child for child, parent in parents.items() if parent in level}
-        found |= {child: names[child] for child in level}
-    return found
+def engine_of(stack: Stack) -> list[psutil.Process]:
+    """The processes below the worker's."""
+    return psutil.Process(stack.pid("worker")).children(recursive=True)
 
 
-def read(path: Path) -> str:
+def alive(process: psutil.Process) -> bool:
+    """Nobody may ask how an orphan ended."""
     try:
-        return path.read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
-        return ""
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
-def alive(pid: int) -> bool:
-    stat = read(Path(f"/proc/{pid}/stat"))
-    return bool(stat) and stat[stat.rindex(")") + 2] != "Z"
-
-
-def wait_gone(pids: list[int], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while left := [pid for pid in pids if alive(pid)]:
+def require_gone(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + 60
+    while left := list(filter(alive, processes)):
         assert time.monotonic() < deadline, f"{left} still run"
         time.sleep(0.05)
 
@@ -87,11 +72,11 @@ def start_long_job(stack: Stack) -> str:
 
 # field case 37
 def test_killing_a_worker_kills_its_engine_and_the_job_is_rerun(stack: Stack) -> None:
-    engine = descendants(stack.pid("worker"))
+    engine = engine_of(stack)
     job_id = start_long_job(stack)
     stack.kill("worker")
     assert len(engine) >= 2, "an engine core and a rank"
-    wait_gone(list(engine), 60)
+    require_gone(engine)
     assert stack.view(job_id).state is State.RUNNING, "it was killed in the middle"
     stack.restart("worker")
     view = stack.wait(job_id)
@@ -107,25 +92,25 @@ def test_killing_a_worker_kills_its_engine_and_the_job_is_rerun(stack: Stack) ->
 
 # field case 37
 @pytest.mark.matrix
-@pytest.mark.parametrize("victim", ["VLLM::Worker", "VLLM::EngineCor"])  # Linux keeps 15 characters
+@pytest.mark.parametrize("victim", ["VLLM::Worker", "VLLM::EngineCor"])
 def test_when_a_process_of_the_engine_dies_the_worker_exits_and_the_job_is_run_again(
     stack: Stack, victim: str
 ) -> None:
-    engine = descendants(stack.pid("worker"))
-    (pid,) = [pid for pid, name in engine.items() if name == victim]
+    engine = engine_of(stack)
+    (process,) = [process for process in engine if process.name().startswith(victim)]
     job_id = start_long_job(stack)
-    os.kill(pid, signal.SIGKILL)
+    process.kill()
     assert stack.exit_code("worker") == EXIT_ENGINE_DIED
     assert stack.view(job_id).state is State.QUEUED
-    wait_gone(list(engine), 60)
+    require_gone(engine)
     stack.restart("worker")
     view = stack.wait(job_id)
     assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
 
 
 def test_sigterm_lets_the_engine_finish_what_runs(stack: Stack) -> None:
-    engine = descendants(stack.pid("worker"))
+    engine = engine_of(stack)
     job_id = start_long_job(stack)
     assert stack.end("worker") == 0
     assert stack.wait(job_id).state is State.SUCCEEDED, "its receipts were delivered before the end"
-    wait_gone(list(engine), 60)
+    require_gone(engine)

@@ -1,11 +1,8 @@
 """Small random checkpoints of the architectures that we serve: 4 layers, hidden 64, fp32, and every
 weight matters.
-
-`python tests/engine/tiny.py FOLDER [NAME …]` writes them.
 """
 
 import json
-import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -253,8 +250,3 @@ CAVEATS: dict[str, Checkpoint] = {
 def checkpoint(name: str, path: Path) -> Path:
     """Write the named checkpoint to `path`, unless it is there."""
     return (CHECKPOINTS | REFUSED | CAVEATS)[name].make(path)
-
-
-if __name__ == "__main__":
-    for chosen in sys.argv[2:] or CHECKPOINTS:
-        print(checkpoint(chosen, Path(sys.argv[1]) / chosen))

@@ -22,14 +22,6 @@ FP16_BATCH = 0.005
 #: nats: what a steered token's log-probability differs by from the plain one's at least; far above
 #: any rounding in bf16.
 LOGPROB_MOVED = 0.5
-#: v1 against v2, fp32: another attention path.
-FP32_RUNNERS = 1e-5
-#: fp32: a vector is added at one site and taken away at the next; (s + v) − v is s up to two
-#: roundings of s + v, then three layers.
-FP32_CANCELLED = 1e-5
-#: fp32: a component that was set (to 0 by an ablation) is so up to the rounding of 64 products,
-#: relative to the row's length.
-FP32_COMPONENT = 1e-6
 #: fp32, nats: log-probabilities of generated tokens against transformers' (logits of some tens,
 #: whose rows agree to FP32_ROWS).
 FP32_LOGPROBS = 1e-3
@@ -39,8 +31,6 @@ FP32_ATTENTION = 1e-5
 #: As FP32_ROWS, at every hook of every architecture, with edits four times as long as a row
 #: (measured: 7.3e-6, of Mixtral's experts).
 FP32_HOOKS = 2e-5
-#: fp32: (1 − α)·h + α·t against float64; four roundings.
-FP32_LERP = 5e-7
 #: fp32, 30 layers, logit differences of some tens against TransformerLens: as FP32_ROWS_30_LAYERS,
 #: through the last matrix.
 LENS_LOGITS = 1e-3
@@ -49,9 +39,6 @@ FP32_BATCH_LOGITS = 5e-4
 #: fp32, nats: a forward that begins at a layer with captured rows against one from the first layer,
 #: in another batch (measured: 0).
 FP32_ENTERED = 1e-5
-#: As FP32_ENTERED in bf16, 30 layers: another batch rounds elsewhere, as BF16_BATCH;
-#: log-probabilities of some −20 are 0.125 apart (measured: 0.24 over 1,152 of them).
-BF16_ENTERED = 0.5
 
 
 #: fp32, quantised activations: a single row. A number that lies between two codes falls to the one
