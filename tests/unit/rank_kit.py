@@ -237,6 +237,31 @@ def wanted_rows(request: Request, finished: FinishedCapture, hook: str, layer: i
     )
 
 
+def assert_whole(rank: Rank, request: Request, number: int = 0) -> FinishedCapture:
+    """The capture of this number has every row that its request asked for, unedited."""
+    finished, spec = rank.finish(request, number), request.captures[number]
+    assert finished.positions == list(spec.select(0, request.total - 1, request.prompt_tokens))
+    assert finished.token_ids == [1000 + position for position in finished.positions]
+    for hook, layers in spec.sites.items():
+        for layer in layers:
+            assert (
+                rows_of(finished, hook, layer) == wanted_rows(request, finished, hook, layer)
+            ).all(), (hook, layer)
+    return finished
+
+
+def capture(
+    positions: Any = "all", at: str = "before", every_n: int = 1, **sites: list[int]
+) -> StoredCapture:
+    return StoredCapture(
+        sites=sites or {"post_block": [0, 1]},  # type: ignore[arg-type]
+        positions=positions,
+        tag="t",
+        at=at,  # type: ignore[arg-type]
+        every_n=every_n,
+    )
+
+
 def steering(
     vectors: str | list[str],
     layers: list[int],
