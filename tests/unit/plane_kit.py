@@ -188,6 +188,12 @@ class Rig:
                 for row in database.execute("SELECT payload FROM receipts ORDER BY seq")
             ]
 
+    def ended(self, request: Request) -> Receipt:
+        """The only receipt, of a request that ends here; closes the plane."""
+        self.step(finished=[request])
+        (receipt,) = self.receipts()
+        return receipt
+
     def told(self) -> dict[str, Receipt]:
         """Job → its receipt; closes the plane."""
         return {receipt.job: receipt for receipt in self.receipts()}

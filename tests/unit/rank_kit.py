@@ -74,6 +74,7 @@ class Request:
     everyone: GlobalSteering = field(default_factory=GlobalSteering)
     max_tokens: int = 0  # as its sampling says; 0: unknown
     tracked: Tracked = field(init=False)
+    asks: bool = field(init=False)  # whether it is captured or steered
 
     def __post_init__(self) -> None:
         spec = RankSpec(
@@ -87,6 +88,7 @@ class Request:
         spec.steering.extend(self.steering)
         spec.global_steering.extend(self.everyone.at(self.prompt_tokens))
         self.tracked = Tracked(spec)
+        self.asks = bool(spec.captures or spec.steering or spec.global_steering)
 
 
 class Rank:
@@ -148,10 +150,14 @@ class Rank:
         return steering_rows(spec.global_steering) + steering_rows(spec.steering)
 
     def plan(self, *windows: tuple[Request, int, int]) -> None:
-        """(request, first position, how many) in batch order."""
+        """(request, first position, how many) in batch order. Of a request that asks for nothing
+        the planner does not hear, as in a data plane; its rows move those of the others.
+        """
         mine, row = [], 0
         for request, first, count in windows:
-            mine.append((request.tracked, RequestRows(str(request.number), row, count, first)))
+            place = RequestRows(str(request.number), row, count, first)
+            if request.asks:
+                mine.append((request.tracked, place))
             row += count
         self.planner.plan_steering(mine)
         self.planner.plan_capture(mine)

@@ -46,8 +46,7 @@ def test_a_request_that_is_removed_and_added_again_while_it_lives_is_recorded_on
     rig.step((request, 0, 6), new=[request])
     rig.step((request, 0, 6), new=[request])
     rig.step((request, 6, 1), new=[request])
-    rig.step(finished=[request])
-    (receipt,) = rig.receipts()
+    receipt = rig.ended(request)
     assert [file.rows for file in receipt.files] == [14]
     assert rig.reader(request).positions() == list(range(7))
 
@@ -73,8 +72,7 @@ def test_rows_beyond_the_end_are_not_counted_as_applied(
     rig.step((request, 0, 6), new=[request])
     rig.step((request, 6, 4))
     rig.step((request, 7, 4))
-    rig.step(finished=[request])
-    (receipt,) = rig.receipts()
+    receipt = rig.ended(request)
     assert receipt.applied == 2 * len(select(positions, 0, 8, 6))
 
 
@@ -125,8 +123,7 @@ def test_rows_dropped_under_overload_make_the_capture_partial_and_are_named(tmp_
     rig.step((request, 4, 2))
     rig.step((request, 6, 1))
     rig.plane._writer.backlog = 0
-    rig.step(finished=[request])
-    (receipt,) = rig.receipts()  # field case 19
+    receipt = rig.ended(request)  # field case 19
     assert receipt.status == "partial"
     assert [file.dropped for file in receipt.files] == [[4, 5, 6]]
     assert "4" in receipt.message
@@ -299,6 +296,9 @@ def test_writers_and_mover_give_way_where_the_model_uses_all_cores(
     assert found == dict.fromkeys(("midstream-writer-0", "midstream-mover"), lowest)
 
 
+# --- Failures inside the data plane
+
+
 def _raise(error: Exception) -> Callable[..., Any]:
     def failing(*_: Any, **__: Any) -> Any:
         raise error
@@ -366,8 +366,7 @@ def test_a_plan_that_cannot_be_committed_does_nothing(
     assert (rig.left("pre_attn", 0) == stream_of(1, "pre_attn", 0, 0, 6)).all()
     assert not rig.plane._banks.first.planner.busy
     assert not bool(rig._rank.buffers.plan.any())
-    rig.step(finished=[request])
-    (receipt,) = rig.receipts()
+    receipt = rig.ended(request)
     assert (receipt.status, receipt.files) == ("error", [])
 
 
@@ -388,6 +387,24 @@ def test_a_capture_that_cannot_be_copied_fails_alone(
     assert "no memory" in failed.message
     assert (fine.job, fine.status) == ("j2", "ok")
     assert (rig.reader(beside).array(1) == stream_of(2, "post_block", 1, 0, 7)).all()
+
+
+def test_rows_that_were_not_copied_are_not_served(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = capturing(1), capturing(2)
+    block = KeptBlock("1", 0, 0, 4, 7)
+    with monkeypatch.context() as broken:
+        broken.setattr(Piece, "place", _raise(HostMemoryError("no memory")))
+        rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[block]))
+        rig.plane._mover.submit(lambda: None).result()
+    serve = Keeping(serve=[block._replace(request_id="2")])
+    rig.step((second, 4, 2), new=[second], keeping=serve, cached=4)
+    rig.step((second, 6, 1), (first, 6, 1))
+    rig.step(finished=[first, second])
+    receipts = rig.told()
+    assert [receipts[job].status for job in ("j1", "j2")] == ["error", "error"]
+    assert "not available: no memory" in receipts["j2"].message
 
 
 def test_rows_are_copied_once_and_not_on_the_thread_of_the_model(

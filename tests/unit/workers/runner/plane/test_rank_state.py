@@ -282,8 +282,7 @@ def test_a_module_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
             rig.plane.rank_state.set_module("joy", "", [])
             rig.plane.rank_state.drop_vectors([NAME])
     assert found == edited
-    rig.step(finished=[request])
-    (receipt,) = rig.receipts()
+    receipt = rig.ended(request)
     assert (receipt.status, receipt.applied) == ("ok", np.count_nonzero(edited))
 
 
