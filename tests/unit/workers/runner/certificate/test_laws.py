@@ -428,9 +428,9 @@ def test_one_rank_that_fails_ends_a_part_on_both(
     try:
         answers = {}
         while len(answers) < len(expected):
-            rank, answer, seconds = queue.get(timeout=30)
+            rank, answer, seconds = queue.get(timeout=120)
             answers[rank] = answer
-            assert seconds < PATIENCE_S + 8
+            assert seconds < 50, "the collective call would give up after 60"
         assert [answers[rank] for rank in sorted(answers)] == expected
     finally:
         for process in ranks:
