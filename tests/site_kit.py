@@ -34,9 +34,8 @@ from midstream.kernels.plan import (
 from midstream.schemas.requests.interventions import FAMILIES, LIMIT, PLACE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: One lane; odd; a size of a real model that is not a power of two.
-WIDTHS = (1, 37, 576)
-TOKENS = (1, 7, 33)
+#: (width, tokens); widths are one lane, odd, and a real model's that is not a power of two.
+SHAPES = ((1, 33), (37, 1), (37, 7), (576, 7))
 
 #: Unit roundoff: half the distance between 1 and the next number.
 ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in DTYPES}
@@ -176,6 +175,13 @@ def check(case: Case, found: Outcome) -> None:
     for token in range(len(case.stream)):
         _check_token(case, found, token, f"{case.name}, token {token}")
     _check_sizes(case, found)
+
+
+def checked(case: Case, pair_site: Op, single_site: Op) -> Outcome:
+    """Runs the case, and checks every property of the ops that holds for any plan."""
+    found = run(case, pair_site, single_site)
+    check(case, found)
+    return found
 
 
 def _check_token(case: Case, found: Outcome, token: int, where: str) -> None:

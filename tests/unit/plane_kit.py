@@ -17,11 +17,17 @@ from rank_kit import HIDDEN, Rank, Request, make_buffers, steering
 from midstream import __version__
 from midstream.client.captures.reader import CaptureReader
 from midstream.kernels import idle_sites
+from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import lowest_position
-from midstream.schemas.requests.specs import RankSpec, StoredCapture, steering_digest
+from midstream.schemas.requests.specs import (
+    RankSpec,
+    StoredCapture,
+    probe_captures,
+    steering_digest,
+)
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 from midstream.workers.runner.base.config import Place, PlaneConfig
 from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
@@ -31,6 +37,19 @@ from midstream.workers.runner.plane.reentry import ReentryGate
 
 CAPACITY = 64
 VECTOR = from_numpy(np.full(HIDDEN, 2.0, dtype=np.float32))
+
+
+class Adapters:
+    """Adapters of a rank on which every row is computed as its request needs."""
+
+    def names(self) -> list[str]:
+        return []
+
+    def used(self, *_: Any) -> tuple[int, ...]:
+        return ()
+
+    def account(self, *_: Any) -> None:
+        return
 
 
 class Rig:
@@ -169,6 +188,16 @@ class Rig:
                 for row in database.execute("SELECT payload FROM receipts ORDER BY seq")
             ]
 
+    def ended(self, request: Request) -> Receipt:
+        """The only receipt, of a request that ends here; closes the plane."""
+        self.step(finished=[request])
+        (receipt,) = self.receipts()
+        return receipt
+
+    def told(self) -> dict[str, Receipt]:
+        """Job → its receipt; closes the plane."""
+        return {receipt.job: receipt for receipt in self.receipts()}
+
     def reader(self, request: Request) -> CaptureReader:
         return CaptureReader(self.directory / "captures", f"j{request.number}")
 
@@ -234,8 +263,31 @@ def template(
     )
 
 
-def run(rig: Rig, request: Request) -> None:
-    """Prefill, one step of decoding, and the end."""
-    rig.step((request, 0, 6), new=[request])
-    rig.step((request, 6, 1))
-    rig.step(finished=[request])
+def run(rig: Rig, *requests: Request) -> None:
+    """Prefill of all, one step of decoding, and the end."""
+    rig.step(*((request, 0, 6) for request in requests), new=requests)
+    rig.step(*((request, 6, 1) for request in requests))
+    rig.step(finished=requests)
+
+
+#: The weights of the probe of `probed`.
+WEIGHT = np.random.default_rng(0).normal(size=(1, HIDDEN)).astype(np.float32)
+
+
+def probed(rig: Rig, action: Action, number: int = 1) -> Request:
+    """A request of 6 prompt tokens and 2 generated ones, with a probe at layer 1."""
+    tensors = [from_numpy(WEIGHT), from_numpy(np.full(1, 0.5, dtype=np.float32))]
+    rig.plane.rank_state.put_vectors({content_hash(tensor): tensor for tensor in tensors})
+    content = ProbeContent(
+        hook="post_block",
+        layer=1,
+        tensors=[content_hash(tensor) for tensor in tensors],
+        labels=["x"],
+        thresholds=[1e9],
+    )
+    probe = StoredProbe(
+        name="p", digest=content.digest, content=content, action=action, tokens=True
+    )
+    request = Request(number, 6, 8, probe_captures([probe]))
+    request.tracked.spec.probes.append(probe)
+    return request

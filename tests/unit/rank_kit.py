@@ -74,6 +74,7 @@ class Request:
     everyone: GlobalSteering = field(default_factory=GlobalSteering)
     max_tokens: int = 0  # as its sampling says; 0: unknown
     tracked: Tracked = field(init=False)
+    asks: bool = field(init=False)  # whether it is captured or steered
 
     def __post_init__(self) -> None:
         spec = RankSpec(
@@ -87,6 +88,7 @@ class Request:
         spec.steering.extend(self.steering)
         spec.global_steering.extend(self.everyone.at(self.prompt_tokens))
         self.tracked = Tracked(spec)
+        self.asks = bool(spec.captures or spec.steering or spec.global_steering)
 
 
 class Rank:
@@ -148,10 +150,14 @@ class Rank:
         return steering_rows(spec.global_steering) + steering_rows(spec.steering)
 
     def plan(self, *windows: tuple[Request, int, int]) -> None:
-        """(request, first position, how many) in batch order."""
+        """(request, first position, how many) in batch order. Of a request that asks for nothing
+        the planner does not hear, as in a data plane; its rows move those of the others.
+        """
         mine, row = [], 0
         for request, first, count in windows:
-            mine.append((request.tracked, RequestRows(str(request.number), row, count, first)))
+            place = RequestRows(str(request.number), row, count, first)
+            if request.asks:
+                mine.append((request.tracked, place))
             row += count
         self.planner.plan_steering(mine)
         self.planner.plan_capture(mine)
@@ -234,6 +240,31 @@ def wanted_rows(request: Request, finished: FinishedCapture, hook: str, layer: i
     """What the rows must be when nothing was edited."""
     return np.concatenate(
         [stream_of(request.number, hook, layer, position, 1) for position in finished.positions]
+    )
+
+
+def assert_whole(rank: Rank, request: Request, number: int = 0) -> FinishedCapture:
+    """The capture of this number has every row that its request asked for, unedited."""
+    finished, spec = rank.finish(request, number), request.captures[number]
+    assert finished.positions == list(spec.select(0, request.total - 1, request.prompt_tokens))
+    assert finished.token_ids == [1000 + position for position in finished.positions]
+    for hook, layers in spec.sites.items():
+        for layer in layers:
+            assert (
+                rows_of(finished, hook, layer) == wanted_rows(request, finished, hook, layer)
+            ).all(), (hook, layer)
+    return finished
+
+
+def capture(
+    positions: Any = "all", at: str = "before", every_n: int = 1, **sites: list[int]
+) -> StoredCapture:
+    return StoredCapture(
+        sites=sites or {"post_block": [0, 1]},  # type: ignore[arg-type]
+        positions=positions,
+        tag="t",
+        at=at,  # type: ignore[arg-type]
+        every_n=every_n,
     )
 
 

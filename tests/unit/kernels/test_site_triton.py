@@ -70,6 +70,14 @@ def test_the_interpreted_kernels_have_the_property(
     assert faults[sentence] is None, faults[sentence]
 
 
+def test_the_interpreted_kernels_apply_every_family_and_capture_around_it() -> None:
+    chosen = [
+        "the_families_follow_each_other_in_the_documented_order",
+        "before_sees_the_stream_unedited_and_after_edited",
+    ]
+    assert tried(chosen) == dict.fromkeys(chosen)
+
+
 @pytest.mark.matrix
 def test_the_interpreted_kernels_do_in_random_steps_what_the_reference_does() -> None:
     assert tried(RANDOM) == dict.fromkeys(RANDOM)

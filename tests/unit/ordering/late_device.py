@@ -79,12 +79,6 @@ class Device:
         self.current.put(work)
         self.advance()
 
-    def drain(self) -> None:
-        """Run everything that is queued."""
-        with self.lock:
-            for stream in self.streams:
-                stream.run_until(stream.issued)
-
     def full(self, shape: tuple[int, ...], value: float, dtype: torch.dtype) -> "DeviceTensor":
         return DeviceTensor(torch.full(shape, value, dtype=dtype))
 
@@ -160,9 +154,6 @@ class Stream:
 
     def wait_stream(self, other: "Stream") -> None:
         self.put((other, other.issued))
-
-    def record_event(self, event: "Event") -> None:
-        event.record(self)
 
     def synchronize(self) -> None:
         with self._device.lock:

@@ -8,7 +8,6 @@ for the half's last copy, so it is slower, not wrong.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,15 +15,11 @@ import pytest
 import torch
 from simulated_rank import Simulation
 
-from midstream.broker.receipts.outbox import Outbox
-from midstream.schemas.jobs.receipts import Receipt
 from midstream.workers.runner.edits.vector_pool import EntryPool
 from midstream.workers.runner.files import layouts
 from midstream.workers.runner.rows import buffers, finite_check
 from midstream.workers.runner.rows.buffers import Staging, _Areas
 from midstream.workers.runner.rows.pending_rows import OnStream
-from midstream.workers.runner.rows.planner import Planner
-from midstream.workers.runner.rows.slabs import SlabPool
 
 Fault = Callable[[pytest.MonkeyPatch, Simulation], None]
 FAULTS: dict[str, Fault] = {}
@@ -88,41 +83,12 @@ def _taking(patch: pytest.MonkeyPatch, _: Simulation, *, parts: tuple[Part, ...]
 FAULTS |= {name: partial(_taking, parts=parts) for name, parts in TAKES.items()}
 
 
-@fault
-def the_other_half_is_copied(patch: pytest.MonkeyPatch, _: Simulation) -> None:
-    def other(function: Any) -> Any:
-        def take(self: _Areas, slab: torch.Tensor, rows: int) -> None:
-            # the event is shared, so that only the place is wrong
-            self._copied[1 - self._current] = self._copied[self._current]
-            self._current = 1 - self._current
-            function(self, slab, rows)
-            self._current = 1 - self._current
-
-        return take
-
-    _replaced(patch, _Areas, "take", other)
-
-
 # --- Landings and slabs
 
 
 @fault
 def rows_are_read_before_they_land(patch: pytest.MonkeyPatch, _: Simulation) -> None:
     patch.setattr(OnStream, "wait", lambda self: None)
-
-
-@fault
-def slab_is_reused_while_it_is_referred_to(patch: pytest.MonkeyPatch, _: Simulation) -> None:
-    memory: dict[SlabPool, torch.Tensor] = {}
-
-    def new_slab(
-        self: SlabPool, rows: int, hidden_size: int, dtype: torch.dtype, *_: Any
-    ) -> torch.Tensor:
-        lent = memory.setdefault(self, torch.empty(1 << 20, dtype=torch.uint8))
-        size = rows * hidden_size * dtype.itemsize
-        return lent[:size].view(dtype).view(rows, hidden_size)
-
-    patch.setattr(SlabPool, "new_slab", new_slab)
 
 
 # --- The plan's way to the device
@@ -194,37 +160,3 @@ def receipt_precedes_its_file(patch: pytest.MonkeyPatch, _: Simulation) -> None:
         late.append(arguments)
 
     patch.setattr(layouts, "publish", publish_later)
-
-
-@fault
-def receipt_is_lost(patch: pytest.MonkeyPatch, _: Simulation) -> None:
-    def rarely(function: Any) -> Any:
-        delivered = [0]
-
-        def append(self: Outbox, receipt: Receipt, *more: Any) -> None:
-            delivered[0] += 1
-            if delivered[0] != 4:
-                function(self, receipt, *more)
-
-        return append
-
-    _replaced(patch, Outbox, "append", rarely)
-
-
-@fault
-def rows_of_two_requests_are_swapped(patch: pytest.MonkeyPatch, _: Simulation) -> None:
-    """Give the rows of a step's first two runs to each other's recordings."""
-
-    def swapping(function: Any) -> Any:
-        def plan_capture(self: Planner, request_rows: Any) -> None:
-            function(self, request_rows)
-            if (runs := self._runs) is not None and len(runs.recordings) > 1:
-                one, two, *rest = runs.recordings
-                (wants, _, count), second = runs.layout.runs[:2]
-                if second[::2] == (wants, count):
-                    firsts = runs.firsts[1::-1] + runs.firsts[2:]
-                    self._runs = replace(runs, recordings=[two, one, *rest], firsts=firsts)
-
-        return plan_capture
-
-    _replaced(patch, Planner, "plan_capture", swapping)

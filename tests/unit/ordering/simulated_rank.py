@@ -116,7 +116,6 @@ class _Life:
     computed: int = 0  # tokens whose rows are computed and count
     surplus: bool = False  # a step after the end was computed, as asynchronous scheduling does
     preempted: bool = False
-    begun: int = 0  # the step in which it was admitted
 
 
 @dataclass
@@ -300,6 +299,12 @@ class Simulation:
                 self._advance()
             for _ in range(2):
                 self._advance()
+            status = self.plane.status()
+            self.findings += [
+                f"{name} is {status[name]} when all requests are over"
+                for name in ("requests", "rows_used", "entries_used")
+                if status[name]
+            ]
             self.plane.close()
         self._compare()
         return self.findings
@@ -549,10 +554,6 @@ class Simulation:
                     f"{[positions[place] for place in bad]}: {held[site][bad[0]].tolist()} instead "
                     f"of {right[bad[0]].tolist()}"
                 )
-
-
-def _part_of(blob: bytes, start: int, count: int) -> bytes:
-    return blob[start : start + count]
 
 
 def _patched(entry: StoredSteering) -> bool:

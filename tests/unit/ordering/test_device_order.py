@@ -13,7 +13,7 @@ from simulated_rank import simulate
 from midstream.workers.runner.rows.planner import Planner
 
 #: Seeds of each simulation, those that `make test` runs too, and those that find every fault.
-SEEDS, FEW, ENOUGH = 200, 20, 20
+SEEDS, FEW, ENOUGH = 200, 10, 20
 #: Faults that `make test` injects too, one of each kind.
 COMMON = (
     "copy_does_not_wait_for_the_forward",

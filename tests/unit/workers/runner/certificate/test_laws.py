@@ -1,12 +1,19 @@
 """Do the laws hold for rows that obey them, and is a wrong adapter named where they do not?"""
 
 import math
-from collections.abc import Callable, Mapping
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import distributed
 
 from midstream.schemas.prompts.selectors import HOOKS, Hook
+from midstream.workers.runner.certificate import together
 from midstream.workers.runner.certificate.laws import (
     STREAM,
     Finding,
@@ -22,6 +29,7 @@ from midstream.workers.runner.certificate.laws import (
     rowwise,
     verdict,
 )
+from midstream.workers.runner.certificate.together import FailedAloneError, Together
 
 LAYERS, ROWS, HIDDEN = 4, 6, 32
 EPS = torch.finfo(torch.bfloat16).eps
@@ -79,26 +87,29 @@ def model(
     return found, stream
 
 
-def findings(
-    rows: Rows, final: torch.Tensor, laws: Mapping[Hook, Mapping[Hook, float]] = SEQUENTIAL
-) -> tuple[list[Finding], Shape]:
-    shape = Shape([hook for hook in HOOKS if (hook, 0) in rows], EPS, lambda _: laws)
+def judged(shape: Shape, rows: Rows, of_mlp: Callable[[int], Sequence[Finding]]) -> list[Finding]:
+    """The findings of all layers; `of_mlp`: those about a layer's MLP."""
     found: list[Finding] = []
     for layer in range(LAYERS):
         found += judge_layer(shape, lambda hook, number: rows[hook, number], layer)
-        found.append(
-            judge_module(
-                shape,
-                mlp(rows["mlp_in", layer]),
-                rows["mlp_out", layer],
-                layer,
-                ("mlp_in", "mlp_out"),
-            )
-        )
+        found += of_mlp(layer)
         if layer + 1 < LAYERS:
             found.append(
                 judge_boundary(shape, rows["post_block", layer], rows["pre_attn", layer + 1], layer)
             )
+    return found
+
+
+def findings(
+    rows: Rows, final: torch.Tensor, laws: Mapping[Hook, Mapping[Hook, float]] = SEQUENTIAL
+) -> tuple[list[Finding], Shape]:
+    shape = Shape([hook for hook in HOOKS if (hook, 0) in rows], EPS, lambda _: laws)
+
+    def of_mlp(layer: int) -> list[Finding]:
+        made, out = mlp(rows["mlp_in", layer]), rows["mlp_out", layer]
+        return [judge_module(shape, made, out, layer, ("mlp_in", "mlp_out"))]
+
+    found = judged(shape, rows, of_mlp)
     last = rowwise(rows["post_block", LAYERS - 1], final, shape.tolerance("logits"))
     return [*found, Finding("logits", ("post_block",), LAYERS - 1, last, "logits")], shape
 
@@ -133,21 +144,12 @@ def of_parts(rows: Rows) -> dict[Hook, str]:
         EPS,
         lambda _: {"post_attn": {"pre_attn": 1.0, "attn_out": 1.0}},
     )
-    found: list[Finding] = []
-    for layer in range(LAYERS):
-        found += judge_layer(shape, lambda hook, number: rows[hook, number], layer)
-        found += judge_parts(
-            shape,
-            mlp(rows["mlp_in", layer]),
-            rows["post_attn", layer],
-            rows["post_block", layer],
-            layer,
-        )
-        if layer + 1 < LAYERS:
-            found.append(
-                judge_boundary(shape, rows["post_block", layer], rows["pre_attn", layer + 1], layer)
-            )
-    return verdict(shape.hooks, found, LAYERS)[0]
+
+    def of_mlp(layer: int) -> Sequence[Finding]:
+        made, stream = mlp(rows["mlp_in", layer]), rows["post_attn", layer]
+        return judge_parts(shape, made, stream, rows["post_block", layer], layer)
+
+    return verdict(shape.hooks, judged(shape, rows, of_mlp), LAYERS)[0]
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25])
@@ -358,3 +360,86 @@ def test_figures_are_relative_to_the_tolerance() -> None:
 
 def test_the_stream_is_what_an_engine_cannot_do_without() -> None:
     assert set(STREAM) == {"pre_attn", "post_block"}
+
+
+# --- Two ranks go through parts of the certification: what one of them alone fails at ends the run
+# on both, and neither waits for the other for long.
+
+PATIENCE_S = 2.0
+
+
+def _fail() -> None:
+    raise ValueError("no such argument")
+
+
+def _rank(rank: int, folder: Path, part: str, answers: "multiprocessing.Queue[tuple]") -> None:
+    store = distributed.FileStore(str(folder / "store"), 2)
+    distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    group = distributed.new_group([0, 1], backend="gloo")
+    together.PATIENCE_S = PATIENCE_S
+    ranks = Together(SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=group))
+    act = {
+        "all fail": _fail,
+        "none fails": lambda: None,
+        "one fails": _fail if rank else lambda: None,
+        "one fails and the other is in a collective call": (
+            _fail if rank else lambda: distributed.all_reduce(torch.ones(1))
+        ),
+    }[part]
+    ranks.attempt("the part before", lambda: None)
+    start = time.monotonic()
+    try:
+        answer = ranks.attempt(part, act)
+    except FailedAloneError as error:
+        answer = f"{type(error).__name__}: {error}"
+    answers.put((rank, answer, time.monotonic() - start))
+    answers.close()
+    answers.join_thread()
+
+
+ALONE = "FailedAloneError: the certification failed at one fails: rank 1: no such argument"
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ("all fail", ["no such argument"] * 2),
+        ("none fails", ["", ""]),
+        ("one fails", [ALONE] * 2),
+        (
+            "one fails and the other is in a collective call",
+            [
+                "NoAnswerError: the certification failed at one fails and the other is in a "
+                "collective call on rank 1: no such argument"
+            ],
+        ),
+    ],
+)
+def test_one_rank_that_fails_ends_a_part_on_both(
+    tmp_path: Path, part: str, expected: list[str]
+) -> None:
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    ranks = [context.Process(target=_rank, args=(n, tmp_path, part, queue)) for n in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        answers = {}
+        while len(answers) < len(expected):
+            rank, answer, seconds = queue.get(timeout=120)
+            answers[rank] = answer
+            assert seconds < 50, "the collective call would give up after 60"
+        assert [answers[rank] for rank in sorted(answers)] == expected
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def test_a_part_that_is_needed_fails_the_run_of_a_single_rank() -> None:
+    alone = Together(SimpleNamespace(world_size=1))
+    assert alone.attempt("a law", _fail) == "no such argument"
+    with pytest.raises(FailedAloneError, match="rank 0: no such argument"):
+        alone.attempt("rows", _fail, needed=True)

@@ -5,7 +5,6 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from midstream_fake_engine.rank_faults import Faults, wrap_ledger
 
 from midstream.workers.runner.edits.actions import KINDS, ActionLedger, Kind, splitmix64
 
@@ -80,7 +79,7 @@ def test_the_table_of_kinds_is_closed() -> None:
 
 
 # field case 30
-@settings(deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(ACTION, min_size=1, max_size=6), st.data())
 def test_any_difference_in_content_kind_or_step_changes_the_checksum(
     actions: list[Any], data: st.DataObject
@@ -93,7 +92,7 @@ def test_any_difference_in_content_kind_or_step_changes_the_checksum(
 
 
 # field case 30
-@settings(deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(ACTION, min_size=2, max_size=6), st.data())
 def test_any_difference_in_order_or_number_changes_the_checksum(
     actions: list[Any], data: st.DataObject
@@ -105,12 +104,6 @@ def test_any_difference_in_order_or_number_changes_the_checksum(
     assert fold(*actions) != fold(*actions[: at + 1], *actions[at:])
 
 
-def test_two_ranks_that_swap_actions_between_them_do_not_collide() -> None:
-    """Equal counts, equal multisets of actions: only the order tells."""
-    actions = [(9, "row_release", f"key{n}") for n in range(50)]
-    assert fold(*actions) != fold(*actions[:20], actions[21], actions[20], *actions[22:])
-
-
 def test_a_new_epoch_begins_from_zero() -> None:
     ledger = ActionLedger()
     ledger.fold(1, "row_release", "key")
@@ -119,23 +112,6 @@ def test_a_new_epoch_begins_from_zero() -> None:
     assert (ledger.checksum, ledger.count, ledger.epoch) == ("0" * 16, 0, 1)
     ledger.fold(1, "row_release", "key")
     assert (ledger.checksum, ledger.epoch) == (first, 1)
-
-
-@pytest.mark.parametrize("fault", ["skip_action", "alter_action"])
-def test_a_fault_reaches_one_action_of_one_rank_and_every_checksum_after_it(fault: str) -> None:
-    ledgers = []
-    for rank in range(2):
-        faults = Faults("rpc", rank)
-        ledger = ActionLedger()
-        wrap_ledger(ledger, faults)
-        ledger.fold(1, "row_admit", "key", 1)
-        faults.switch(f"{fault}:rank=1")
-        for step in range(2, 5):
-            ledger.fold(step, "row_release", "key")
-        assert fault not in faults
-        ledgers.append(ledger)
-    assert ledgers[0].checksum != ledgers[1].checksum
-    assert ledgers[0].count - ledgers[1].count == (fault == "skip_action")
 
 
 def test_results_are_in_the_checksum_of_their_receipt_alone() -> None:

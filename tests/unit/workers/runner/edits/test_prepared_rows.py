@@ -24,11 +24,6 @@ from midstream.workers.runner.edits.vector_pool import Joined, joined
 NAME = content_hash(VECTOR)
 
 
-@pytest.fixture
-def rig(tmp_path: Path) -> Rig:
-    return Rig(tmp_path)
-
-
 def laid_out(value: float, entries: int = 1) -> Joined:
     held = torch.full((entries, HIDDEN), value), torch.zeros(entries, 4)
     return joined({(0, 0): held}, HIDDEN, torch.float32, pinned=False)

@@ -2,7 +2,6 @@
 the order that is documented?
 """
 
-import dataclasses
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, stream_of
 from midstream.schemas.requests.interventions import FAMILIES, PLACE, SCALARS, Family
 from midstream.schemas.requests.source_runs import ZEROS, RunRow, row_name
 from midstream.schemas.requests.specs import ONES, StoredSteering, steering_digest, steering_rows
-from midstream.workers.runner.edits.steering_tables import RowTable
 from midstream.workers.runner.edits.vector_pool import EntryPool, crc32_of, joined
 
 RNG = np.random.default_rng(7)
@@ -142,7 +140,7 @@ PATCHES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(PATCHES)
 def test_replacements_masked_or_not_are_applied_in_the_order_written(patches: list[Any]) -> None:
     """Though to the ranks they are two families, whatever columns and rows they get."""
@@ -171,20 +169,6 @@ def test_replacements_masked_or_not_are_applied_in_the_order_written(patches: li
         ).astype(bool)
         wanted = np.where(here, (1 - alpha) * wanted + alpha * target, wanted)
     assert same(left(rank, edits), wanted)
-
-
-def test_a_replacement_of_strength_zero_keeps_the_one_before_it_bit_for_bit() -> None:
-    rank = Rank()
-    zeros, value = rank.vector(np.full(HIDDEN, -0.0)), rank.vector(np.full(HIDDEN, 3.0))
-    found = left(
-        rank,
-        [
-            steering(zeros, [0], "pre_attn", [2], "replace", [1.0]),
-            steering(value, [0], "pre_attn", [2], "replace", [0.0]),
-        ],
-    )
-    assert not found[2].any()
-    assert np.signbit(found[2]).all()
 
 
 def test_a_full_replacement_after_a_masked_one_at_a_site_gets_a_full_mask() -> None:
@@ -242,28 +226,6 @@ def test_a_patch_writes_the_row_of_a_run_its_mean_or_zeros(tmp_path: Path) -> No
     assert (
         found[5].tolist() == np.where(MASK == 1, values("pre_attn", 0, [0])[0], stream[5]).tolist()
     )
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_row_of_a_run_lies_in_the_pool_with_the_bits_that_were_captured(
-    tmp_path: Path, dtype: str
-) -> None:
-    kind = getattr(torch, dtype)
-    captured = torch.randn(3, HIDDEN).to(kind)
-    captured[1, :2] = torch.tensor([-0.0, torch.finfo(kind).max])
-    stored = memoryview(captured.view(torch.uint8).numpy().tobytes())
-    rank = Rank(runs_root=tmp_path)
-    rank.runs.put(
-        source_run(
-            tmp_path, {"pre_attn": [0]}, range(3), dtype=dtype, rows=lambda hook, layer: [stored]
-        )
-    )
-    rank.buffers = dataclasses.replace(rank.buffers, pool=rank.buffers.pool.to(kind))
-    table = RowTable(rank.sites, rank.buffers, rank.vectors, rank.runs)
-    table.acquire(
-        steering_rows([steering(run_row("pre_attn", 0, 1), [0], "pre_attn", [1], "replace")])[0]
-    )
-    assert torch.equal(rank.buffers.pool[1].view(torch.uint8), captured[1].view(torch.uint8))
 
 
 def test_only_entries_with_a_local_site_are_resolved(tmp_path: Path) -> None:
@@ -478,7 +440,7 @@ A_ROW = st.dictionaries(
 HISTORY = st.lists(st.tuples(st.integers(1, ROWS), st.one_of(st.none(), A_ROW)), max_size=40)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(HISTORY)
 def test_rows_added_and_removed_in_any_order_fit_and_keep_their_content(history: list[Any]) -> None:
     buffers = make_buffers(SITES, capacity=1, configurations=ROWS, entries=CAPACITY)

@@ -166,15 +166,10 @@ def test_a_row_that_is_not_finite_stays_so() -> None:
     values = np.ones((2, WIDTH), np.float32)
     values[0, 3] = np.nan
     for dtype in ("int8", "float8_e4m3fn", "bfloat16", "float16"):
-        back = decoded_rows(*_pair(encoded_rows(values, "float32", dtype), dtype))
+        bits, scale = encoded_rows(values, "float32", dtype)
+        back = decoded_rows(bits, dtype, scale)
         assert not np.isfinite(back[0]).all(), dtype
         assert np.isfinite(back[1]).all(), dtype
-
-
-def _pair(
-    encoded: tuple[np.ndarray, np.ndarray | None], dtype: str
-) -> tuple[np.ndarray, str, np.ndarray | None]:
-    return encoded[0], dtype, encoded[1]
 
 
 def test_a_store_that_cannot_be_written_is_the_reason_and_a_repeat_works(tmp_path: Path) -> None:

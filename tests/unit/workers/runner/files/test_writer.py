@@ -2,10 +2,8 @@
 goes wrong?
 """
 
-import gc
 import logging
 import os
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -21,7 +19,7 @@ from midstream_fake_engine.rank_faults import Faults, wrap_writer
 
 from midstream.broker.receipts.outbox import Outbox
 from midstream.client import CaptureReader
-from midstream.schemas.jobs.receipts import Receipt, receipt_decoder
+from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.requests.specs import memory_bytes
 from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.files.consumers import Installed, available, installed
@@ -86,8 +84,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: ArtifactStore) -> Desk:
-    return Desk(tmp_path, monkeypatch, into=store)
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    return Desk(tmp_path, monkeypatch)
 
 
 def capture(**changes: object) -> Callable[[], FinishedCapture]:
@@ -99,7 +97,10 @@ def broken() -> FinishedCapture:
 
 
 # field case 19
-def test_a_receipt_says_ok_when_its_files_are_there(desk: Desk) -> None:
+def test_a_receipt_says_ok_when_its_files_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: ArtifactStore
+) -> None:
+    desk = Desk(tmp_path, monkeypatch, into=store)
     desk.submit(capture())
     receipt = desk.close()[0]
     assert (
@@ -240,19 +241,10 @@ def test_a_receipt_does_not_wait_for_what_comes_after_it(desk: Desk) -> None:
     while not desk.receipts and time.monotonic() < deadline:
         time.sleep(0.002)
     desk.submit(slow, request=1)
-    time.sleep(0.05)
     assert [receipt.request for receipt in desk.receipts] == [0]
     assert desk.writer.busy()
     free.set()
     assert sorted(desk.close()) == [0, 1]
-
-
-def test_the_quota_is_named_in_the_receipt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk(tmp_path, monkeypatch, quota=4096)
-    desk.submit(capture())
-    receipt = desk.close()[0]
-    assert (receipt.status, receipt.kind) == ("error", "capture_failed")
-    assert "capture_quota_mib" in receipt.message
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -383,10 +375,7 @@ def test_consumers_of_installed_packages_are_found_and_broken_ones_left_out(
         assert len([line for line in told if f"capture consumer {name} " in line]) == 1
 
 
-def test_an_installed_consumer_gets_the_captures_that_name_it(
-    plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    desk = Desk(tmp_path, monkeypatch)
+def test_an_installed_consumer_gets_the_captures_that_name_it(plugin: None, desk: Desk) -> None:
     for request in range(5):
         desk.submit(
             capture(request=request, consumers=["filesystem", "counting"]),
@@ -410,9 +399,8 @@ def test_an_installed_consumer_gets_the_captures_that_name_it(
     [("raising", "an odd request"), ("careless", "NoneType"), ("leaving", "SystemExit")],
 )
 def test_a_failing_consumer_does_not_affect_others(
-    plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+    plugin: None, desk: Desk, name: str, said: str
 ) -> None:
-    desk = Desk(tmp_path, monkeypatch)
     gate = threading.Event()
 
     def first() -> FinishedCapture:
@@ -440,9 +428,7 @@ def test_a_consumer_that_calls_exit_is_asked_again_the_next_time(plugin: None) -
 
 
 @pytest.mark.parametrize("reused", [False, True])
-def test_a_consumer_cannot_modify_anothers_capture(
-    plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reused: bool
-) -> None:
+def test_a_consumer_cannot_modify_anothers_capture(plugin: None, desk: Desk, reused: bool) -> None:
     """Neither in what the others get, before or after it, nor in rows that serve a later request,
     too.
     """
@@ -463,7 +449,6 @@ def test_a_consumer_cannot_modify_anothers_capture(
         )
         return made[-1]
 
-    desk = Desk(tmp_path, monkeypatch)
     desk.submit(build, build)
     receipt = desk.close()[0]
     assert (receipt.status, receipt.message) == ("ok", "")
@@ -477,11 +462,10 @@ def test_a_consumer_cannot_modify_anothers_capture(
 
 
 def test_built_in_consumers_take_precedence(
-    plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plugin: None, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that rows are durable and on their way whatever an installed one does."""
     order: list[str] = []
-    desk = Desk(tmp_path, monkeypatch)
     action = desk.writer._action
 
     def noted(name: str, consumers: object) -> object:
@@ -521,10 +505,7 @@ def test_a_hung_consumer_is_skipped_until_it_answers() -> None:
     assert hanging.calls == 2
 
 
-def test_row_memory_is_freed_once_the_receipt_is_queued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    desk = Desk(tmp_path, monkeypatch)
+def test_row_memory_is_freed_once_the_receipt_is_queued(desk: Desk) -> None:
     made: list[weakref.ref[FinishedCapture]] = []
 
     def build() -> FinishedCapture:
@@ -537,14 +518,5 @@ def test_row_memory_is_freed_once_the_receipt_is_queued(
     deadline = time.monotonic() + 60
     while desk.writer.busy() and time.monotonic() < deadline:
         time.sleep(0.002)
-    gc.collect()
     assert [ref() for ref in made] == [None] * 5
     desk.close()
-
-
-def test_the_receipts_are_durable_in_the_outbox(desk: Desk) -> None:
-    desk.submit(capture())
-    desk.close()
-    with sqlite3.connect(desk.outbox.path) as database:
-        ((payload,),) = database.execute("SELECT payload FROM receipts").fetchall()
-    assert receipt_decoder.decode(payload).files[0].layout == "segment"

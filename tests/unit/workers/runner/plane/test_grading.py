@@ -43,40 +43,43 @@ def step(
     return grading.take(logits)
 
 
-def test_each_prompt_that_ends_in_a_step_is_graded_by_its_own_last_row() -> None:
-    grading, logits = Grading(), logits_of(8)
-    ending, chunked, decoding, later = asking(0), asking(1), asking(2, (1,)), asking(3, (49, 0, 5))
-    windows = [
-        (None, 0, 4, 3),
-        (ending, 2, 4, 1),
-        (chunked, 0, 5, 1),
-        (decoding, PROMPT, 1, 2),
-        (later, 0, PROMPT, 1),
-    ]
-    assert step(grading, logits, *windows) == []
-    assert ending.graded is not None
-    assert later.graded is not None
-    np.testing.assert_allclose(ending.graded(), truth(logits)[3, [3, 7]], atol=1e-6)
-    np.testing.assert_allclose(later.graded(), truth(logits)[7, [49, 0, 5]], atol=1e-6)
-    assert (chunked.graded, decoding.graded) == (None, None)
-    assert "not graded" in lacking(chunked)
-    assert lacking(later) == ""
+#: Of each request of a step (the tokens that it asks for, or None; first position, rows, logits),
+#: and request → the row of the logits that grades it.
+STEPS = {
+    "chunks and decoding": (
+        [
+            (None, 0, 4, 3),
+            ((3, 7), 2, 4, 1),
+            ((3, 7), 0, 5, 1),
+            ((1,), 6, 1, 2),
+            ((49, 0), 0, 6, 1),
+        ],
+        {1: 3, 4: 7},
+    ),
+    # vLLM pads the last token of a cached prompt with placeholder drafts.
+    "drafts behind a prompt's last token": (
+        [(None, 9, 1, 1), ((3, 7), 5, 4, 4), ((1,), 3, 6, 4), ((49, 0), 0, 6, 1)],
+        {1: 1, 2: 5, 3: 9},
+    ),
+}
 
 
-def test_a_prompts_last_token_with_drafts_behind_it_is_graded_by_its_own_row() -> None:
-    """vLLM pads the last token of a cached prompt with placeholder drafts."""
-    grading, logits = Grading(), logits_of(10)
-    alone, longer, full = asking(0), asking(1, (1,)), asking(2, (49, 0, 5))
-    windows = [
-        (None, 9, 1, 1),
-        (alone, PROMPT - 1, 4, 4),
-        (longer, PROMPT - 3, 6, 4),
-        (full, 0, PROMPT, 1),
+@pytest.mark.parametrize("name", STEPS)
+def test_each_prompt_that_ends_in_a_step_is_graded_by_its_own_last_row(name: str) -> None:
+    windows, rows = STEPS[name]
+    grading, logits = Grading(), logits_of(sum(window[-1] for window in windows))
+    asked = [
+        (None if tokens is None else asking(number, tokens), *window)
+        for number, (tokens, *window) in enumerate(windows)
     ]
-    assert step(grading, logits, *windows) == []
-    for tracked, row, tokens in ((alone, 1, [3, 7]), (longer, 5, [1]), (full, 9, [49, 0, 5])):
-        assert tracked.graded is not None
-        np.testing.assert_allclose(tracked.graded(), truth(logits)[row, tokens], atol=1e-6)
+    assert step(grading, logits, *asked) == []  # type: ignore[arg-type]
+    for number, (tracked, *_) in enumerate(asked):
+        if number in rows:
+            found = truth(logits)[rows[number], list(windows[number][0])]
+            assert lacking(tracked) == ""
+            np.testing.assert_allclose(tracked.graded(), found, atol=1e-6)
+        elif tracked is not None:
+            assert "not graded" in lacking(tracked)
 
 
 def test_divergences_are_those_of_float64_for_each_distribution_that_was_kept() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from plane_kit import Rig, capturing, steered
+from plane_kit import Adapters, Rig, capturing, probed, steered
 from rank_kit import Rank, Request
-from test_plane_probes import probed
 
 from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.requests.specs import Grade
@@ -48,23 +47,11 @@ ACTORS: dict[type, tuple[str, ...]] = {
     Grading: ("plan", "take"),
     Reports: ("over",),
     Rank: ("forward",),
+    Adapters: ("account",),
     Writer: ("close",),
     Mover: ("take", "close"),
     Outbox: ("flush", "close"),
 }
-
-
-class Adapters:
-    """Adapters of a rank on which every row is computed as its request needs."""
-
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-
-    def used(self, *_: Any) -> tuple[int, ...]:
-        return ()
-
-    def account(self, *_: Any) -> None:
-        self._log.append("Loras.account")
 
 
 @pytest.fixture
@@ -90,9 +77,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class Whole(Rig):
     """A rank with all parts, whose forward begins above the first layer and returns logits."""
 
-    def __init__(self, folder: Path, log: list[str]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.gate = ReentryGate([0, 1])
-        super().__init__(folder, gate=self.gate, loras=Adapters(log))
+        super().__init__(folder, gate=self.gate, loras=Adapters())
         forward = self._rank.forward
 
         def with_logits(*windows: tuple[Request, int, int]) -> None:
@@ -138,7 +125,7 @@ PLAN = [
     "Grading.plan",
 ]
 DRAIN = [
-    "Loras.account",
+    "Adapters.account",
     "Banks.take",
     "Banks.drain",
     "Mover.take",
@@ -148,7 +135,7 @@ DRAIN = [
 
 
 def test_the_parts_of_a_step_act_in_this_order(tmp_path: Path, log: list[str]) -> None:
-    rig = Whole(tmp_path, log)
+    rig = Whole(tmp_path)
     request = everything(rig)
     kept = Keeping(serve=[], keep=[KeptBlock("1", 1, 0, 4, 1)], drop=[])
     assert without_gate(step(rig, log, (request, 0, 6), new=[request], keeping=kept)) == [
@@ -165,7 +152,7 @@ def test_the_parts_of_a_step_act_in_this_order(tmp_path: Path, log: list[str]) -
 
 
 def test_rows_are_released_before_they_are_acquired(tmp_path: Path, log: list[str]) -> None:
-    rig = Whole(tmp_path, log)
+    rig = Whole(tmp_path)
     first = everything(rig)
     rig.step((first, 0, 6), new=[first])
     second = everything(rig, 2)
@@ -177,16 +164,16 @@ def test_rows_are_released_before_they_are_acquired(tmp_path: Path, log: list[st
 
 
 def test_a_step_without_requests_plans_nothing(tmp_path: Path, log: list[str]) -> None:
-    rig = Whole(tmp_path, log)
+    rig = Whole(tmp_path)
     assert step(rig, log) == [
-        *BEGIN, "Loras.account", "Banks.take", "Banks.settle"
+        *BEGIN, "Adapters.account", "Banks.take", "Banks.settle"
     ]  # fmt: skip
 
 
 def test_what_is_pending_is_written_before_the_outbox_closes(
     tmp_path: Path, log: list[str]
 ) -> None:
-    rig = Whole(tmp_path, log)
+    rig = Whole(tmp_path)
     log.clear()
     rig.plane.close()
     assert log == [

@@ -24,11 +24,6 @@ JOY = "d" * 64
 OTHER = from_numpy(np.full(HIDDEN, 5.0, dtype=np.float32))
 
 
-@pytest.fixture
-def rig(tmp_path: Path) -> Rig:
-    return Rig(tmp_path)
-
-
 def state(rig: Rig) -> tuple[Any, ...]:
     """All that a refused call must leave alone."""
     status = rig.plane.status()
@@ -287,8 +282,7 @@ def test_a_module_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
             rig.plane.rank_state.set_module("joy", "", [])
             rig.plane.rank_state.drop_vectors([NAME])
     assert found == edited
-    rig.step(finished=[request])
-    (receipt,) = rig.receipts()
+    receipt = rig.ended(request)
     assert (receipt.status, receipt.applied) == ("ok", np.count_nonzero(edited))
 
 
@@ -424,39 +418,6 @@ def test_the_first_receipt_after_any_difference_tells_the_ranks_apart(
     assert first.checksum != second.checksum
 
 
-def test_ranks_that_do_the_same_agree_in_every_receipt_and_in_content(tmp_path: Path) -> None:
-    ranks = stage(tmp_path)
-    everyone = for_everyone(1, template(), template(positions=[2], scale=0.25))
-    for rig in ranks:
-        rig.plane.rank_state.set_module("joy", JOY, [NAME])
-        rig.plane.rank_state.commit_global(everyone)
-        for number in range(3):
-            run(rig, steered(number, scale=1.0 + number, everyone=everyone))
-        live = steered(8, everyone=everyone)
-        rig.step((live, 0, 6), new=[live])
-    assert ranks[0].plane.fingerprint() == ranks[1].plane.fingerprint()
-    told = [
-        [(r.job, r.checksum, r.actions, r.epoch, r.step) for r in rig.receipts()] for rig in ranks
-    ]
-    assert told[0] == told[1]
-
-
-@pytest.mark.parametrize(("kind", "edited"), [("alter_action", -2), ("skip_action", 0)])
-def test_skip_and_alter_faults_change_rank_content(tmp_path: Path, kind: str, edited: int) -> None:
-    first, second = stage(tmp_path)
-    second.faults.switch(f"{kind}:rank=1")
-    request = steered(1)
-    for rig in (first, second):
-        rig.step((request, 0, 6), new=[request])
-    assert edit(first, 1).tolist() == [2] * 6
-    assert edit(second, 1).tolist() == [edited] * 6
-    assert first.plane.fingerprint() != second.plane.fingerprint()
-    other = steered(2, scale=2.0)
-    for rig in (first, second):
-        rig.step((other, 0, 6), new=[other], finished=[request])
-        assert edit(rig, 2).tolist() == [4] * 6, "one action, and no other"
-
-
 @pytest.mark.parametrize("stray", ["pool", "scalars", "site_rows"])
 def test_corrupted_device_rows_change_the_fingerprint(tmp_path: Path, stray: str) -> None:
     rig = Rig(tmp_path)
@@ -529,8 +490,11 @@ def test_requests_present_when_a_rank_restarts_fail_with_the_reason(rig: Rig) ->
     rig.step(finished=[plain], aborted=[live])
     rig.plane.end("j3.0.1", 8)
     assert rig.plane.status()["requests"] == 0
-    told = [(receipt.job, receipt.status, receipt.epoch) for receipt in rig.receipts()]
-    assert sorted(told) == [("j1", "error", 0), ("j2", "error", 0), ("j3", "error", 0)]
+    told = rig.told()
+    assert {job: (receipt.status, receipt.epoch) for job, receipt in told.items()} == dict.fromkeys(
+        ("j1", "j2", "j3"), ("error", 0)
+    )
+    assert "were resynced while the request ran" in told["j1"].message
 
 
 def test_a_restarted_ranks_table_is_complete_and_free_of_former_rows(rig: Rig) -> None:
@@ -558,31 +522,12 @@ def test_a_restarted_ranks_table_is_complete_and_free_of_former_rows(rig: Rig) -
     assert [receipt.status for receipt in rig.receipts()] == ["error"] * 3 + ["ok"] * 3
 
 
-def test_requests_failed_by_a_resync_say_so(rig: Rig) -> None:
-    request = steered(1)
-    rig.step((request, 0, 6), new=[request])
-    rig.plane.restart()
-    (receipt,) = rig.receipts()
-    assert "were resynced while the request ran" in receipt.message
-
-
 # -- what is told
 # --------------------------------------------------------------------------------------------------
 
 
-def test_rank_reports_fill_every_field(rig: Rig) -> None:
-    rig.plane.rank_state.set_module("joy", JOY, [NAME])
-    rig.plane.rank_state.commit_global(for_everyone(4, template()))
-    status = rig.plane.status()
-    told = msgspec.convert(
-        {name: status[name] for name in RankSteering.__struct_fields__}, RankSteering
-    )
-    assert (told.modules, told.global_version, told.global_digest) == (
-        {"joy": JOY},
-        4,
-        for_everyone(4, template()).digest,
-    )
-    assert (told.rows_used, told.rows, told.backlog, told.epoch) == (1, 3, 0, 0)
+def test_a_ranks_status_has_every_field_of_its_report(rig: Rig) -> None:
+    assert rig.plane.status().keys() >= set(RankSteering.__struct_fields__)
 
 
 def test_more_rows_than_a_token_has_columns_fail_the_request(rig: Rig) -> None:

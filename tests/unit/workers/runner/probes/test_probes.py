@@ -2,16 +2,27 @@
 training.
 """
 
+import random
+import zlib
+from math import fsum
 from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 
 import midstream
 from midstream.client.probes import fit
+from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule, StoredPolicy
 from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.limits import MAX_DECISIONS
+from midstream.workers.runner.probes import deciders
+from midstream.workers.runner.probes import watches as watches_module
 from midstream.workers.runner.probes.aggregates import aggregate
+from midstream.workers.runner.probes.gates import Gates
 from midstream.workers.runner.probes.probe_news import (
     SCORES,
     STOPPED_BY,
@@ -19,7 +30,8 @@ from midstream.workers.runner.probes.probe_news import (
     ProbeNews,
     Scored,
 )
-from midstream.workers.runner.probes.watches import ProbeError, Watch, news_of_all
+from midstream.workers.runner.probes.watches import Kind, ProbeError, Watch, news_of_all
+from midstream.workers.runner.probes.weight_stacks import Side, Stacks
 
 
 def probe(
@@ -65,10 +77,6 @@ def test_aggregates_in_pieces_equal_those_at_once(kind: str) -> None:
         np.testing.assert_allclose(whole, slow, atol=1e-12)
 
 
-def put(watch: Watch, first: int, *scores: float) -> None:
-    watch.put(first, np.array([0]), np.array(scores, dtype=np.float32)[:, None])
-
-
 def test_what_is_computed_again_replaces_what_was_there() -> None:
     """A rejected draft, and a preempted request."""
     watch = Watch("r", [probe(5.0, aggregation="max")])
@@ -83,20 +91,6 @@ def test_what_is_computed_again_replaces_what_was_there() -> None:
     again = Watch("r", [probe(5.0, aggregation="max")])
     put(again, 0, 1, 2, 3, 4)
     assert again.results(4)[1] == checksum
-
-
-def test_aggregates_by_single_positions_equal_those_at_once() -> None:
-    """As a request that generates, and as one whose prompt has all of its tokens."""
-    kinds = ("last", "max", "mean", "exponential")
-    probes = [probe(1e9, name=kind, aggregation=kind) for kind in kinds]
-    values = np.random.default_rng(2).normal(size=(40, 4)).astype(np.float32)
-    one_by_one, at_once = Watch("r", probes), Watch("r", probes)
-    for position in range(40):
-        one_by_one.put(position, np.arange(4), values[position : position + 1])
-        one_by_one.news(position + 1)
-    at_once.put(0, np.arange(4), values)
-    for first, second in zip(one_by_one.results(40)[0], at_once.results(40)[0], strict=True):
-        np.testing.assert_allclose(first.score, second.score, atol=1e-12)
 
 
 def test_news_of_many_requests_together_equal_those_of_each_alone() -> None:
@@ -232,9 +226,9 @@ def test_rows_of_a_group_are_never_on_both_sides() -> None:
     pytest.importorskip("sklearn")
     rng = np.random.default_rng(4)
     rows, labels, groups = (
-        np.repeat(rng.normal(size=(80, 64)), 10, axis=0),
-        np.repeat(np.tile([0, 1], 40), 10),
-        np.repeat(range(80), 10),
+        np.repeat(rng.normal(size=(40, 64)), 10, axis=0),
+        np.repeat(np.tile([0, 1], 20), 10),
+        np.repeat(range(40), 10),
     )
     assert fit(rows, labels).metrics.auroc > 0.95
     assert fit(rows, labels, groups=groups).metrics.auroc < 0.8
@@ -266,3 +260,321 @@ def test_rows_that_train_nothing_are_refused(
     with pytest.raises(MidstreamError) as refused:
         fit(rows, labels)
     assert refused.value.field == field
+
+
+# --- The state machine of policies, against a plain reference and by hand
+
+
+def policy(*actions: Any, acts: bool = True, inherited: str = "", **condition: Any) -> StoredPolicy:
+    fields = {"at_least": 3.0, "schedule": Schedule(tokens="all"), **condition}
+    return StoredPolicy(
+        name="p",
+        version=1,
+        digest="d",
+        condition=Condition(**fields),
+        actions=list(actions) or ["flag"],
+        mode="active",
+        acts=acts,
+        inherited=inherited,
+    )
+
+
+def probes_of(*policies: StoredPolicy | None) -> list[StoredProbe]:
+    content = ProbeContent(
+        hook="post_block", layer=0, tensors=["w", "b"], labels=["x"], thresholds=[-100.0]
+    )
+    return [
+        StoredProbe(
+            name=f"policy:{number}",
+            digest=content.digest,
+            content=content,
+            action="none"
+            if each is None
+            else "steer"
+            if each.takes("steer")
+            else "stop"
+            if each.takes("stop")
+            else "none",
+            policy=each,
+        )
+        for number, each in enumerate(policies)
+    ]
+
+
+def watch_of(*policies: StoredPolicy, prompt_tokens: int = 0) -> Watch:
+    return Watch("r", probes_of(*policies), prompt_tokens=prompt_tokens)
+
+
+def put(watch: Watch, first: int, *scores: float) -> None:
+    columns = np.arange(watch.kind.width)
+    table = np.repeat(np.array(scores, dtype=np.float32)[:, None], len(columns), axis=1)
+    watch.put(first, columns, table)
+
+
+def states_of(watch: Watch, number: int = 0) -> bytes:
+    """Of the positions that are decided."""
+    assert watch.deciders is not None
+    return watch.deciders.states[1:, number].tobytes()
+
+
+def decided(scores: list[float], prompt_tokens: int = 0, **condition: Any) -> list[tuple]:
+    watch = watch_of(policy(**condition), prompt_tokens=prompt_tokens)
+    put(watch, 0, *scores)
+    (result,), _ = watch.results(len(scores))
+    return [(item.event, item.position, item.score) for item in result.decisions]
+
+
+@pytest.mark.parametrize(
+    ("condition", "scores", "wanted"),
+    [
+        # hysteresis: 2 is below the threshold, and not below the release
+        ({"release_below": 2.0}, [1, 3, 2, 1, 3], [("t", 1), ("r", 3), ("t", 4)]),
+        ({}, [3, 2, 3], [("t", 0), ("r", 1), ("t", 2)]),
+        ({"latch": "request"}, [0, 4, -9, 4], [("t", 1)]),
+        # off at 1; positions 2 and 3 cool down
+        ({"cool_down": 2}, [4, 0, 4, 4, 4], [("t", 0), ("r", 1), ("t", 4)]),
+        ({"schedule": Schedule()}, [9, 9, 0, 9], [("t", 3)]),  # the prompt has two tokens
+        ({"schedule": Schedule(tokens="all", start=1, stop=3)}, [9, 0, 9, 0], [("t", 2)]),
+        ({"schedule": Schedule(every=2)}, [0, 0, 0, 9, 9], [("t", 4)]),
+        ({"aggregation": "mean", "window": 2}, [5, 0, 6, 1], [("t", 0), ("r", 1), ("t", 2)]),
+        ({"aggregation": "max", "window": 2}, [5, 0, 0], [("t", 0), ("r", 2)]),
+        ({"aggregation": "exponential", "decay": 0.5}, [0, 4, 4], [("t", 2)]),
+    ],
+)
+def test_decisions_by_hand(
+    condition: dict[str, Any], scores: list[float], wanted: list[tuple[str, int]]
+) -> None:
+    result = decided(scores, prompt_tokens=2, **condition)
+    assert [(event[0], position) for event, position, _ in result] == wanted
+
+
+class Reference:
+    """A policy on one request, a token after the other."""
+
+    def __init__(self, made: StoredPolicy, prompt_tokens: int) -> None:
+        self.policy, self.condition, schedule = made, made.condition, made.condition.schedule
+        self.first = schedule.start + (prompt_tokens if schedule.tokens == "generated" else 0)
+        length = None if schedule.stop is None else schedule.stop - schedule.start
+        self.last = None if length is None else self.first + length
+        self.on, self.off_until = bool(made.inherited), 0
+        self.seen: list[float] = []
+        self.states: list[bool] = []
+        self.decisions: list[Decision] = []
+
+    def read(self, score: float) -> None:
+        position = len(self.states)
+        since = position - self.first
+        beyond = self.last is not None and position >= self.last
+        if since >= 0 and not beyond and since % self.condition.schedule.every == 0:
+            self._decide(position, self._aggregate(score))
+        self.states.append(self.on)
+
+    def _aggregate(self, score: float) -> float:
+        condition = self.condition
+        if condition.aggregation == "exponential":
+            decay = condition.decay
+            self.seen.append(decay * self.seen[-1] + (1.0 - decay) * score if self.seen else score)
+            return self.seen[-1]
+        self.seen.append(score)
+        window = self.seen[-(condition.window or 1) :]
+        return max(window) if condition.aggregation == "max" else fsum(window) / len(window)
+
+    def _decide(self, position: int, value: float) -> None:
+        condition = self.condition
+        below = condition.at_least if condition.release_below is None else condition.release_below
+        if not self.on and value >= condition.at_least and position >= self.off_until:
+            self.on = True
+        elif self.on and value < below and condition.latch == "none":
+            self.on, self.off_until = False, position + 1 + condition.cool_down
+        else:
+            return
+        self.decisions.append(
+            Decision(position=position, event="trigger" if self.on else "release", score=value)
+        )
+
+    def report(self, positions: int, checksum: int) -> tuple[list[Decision], int, int]:
+        kept = [item for item in self.decisions if item.position < positions]
+        fields = {
+            "policy": self.policy,
+            "decisions": kept[:MAX_DECISIONS],
+            "triggers": sum(item.event == "trigger" for item in kept),
+        }
+        content = msgspec.msgpack.encode((fields, bytes(self.states[:positions])))
+        return fields["decisions"], fields["triggers"], zlib.crc32(content, checksum)
+
+
+def random_policy(rng: random.Random) -> StoredPolicy:
+    aggregation = rng.choice(["last", "mean", "mean", "max", "exponential"])
+    at_least = rng.choice([-0.5, 0.0, 0.3, 1.0])
+    return policy(
+        *rng.choice([["flag"], ["steer", "flag"], ["flag"], ["capture"], ["stop"]]),
+        acts=rng.random() < 0.9,
+        at_least=at_least,
+        release_below=rng.choice([None, at_least - 0.5]),
+        latch=rng.choice(["none", "none", "none", "request", "conversation"]),
+        cool_down=rng.choice([0, 0, 1, 9]),
+        aggregation=aggregation,
+        window=rng.choice([1, 2, 7, 256]) if aggregation in ("mean", "max") else None,
+        decay=rng.choice([0.5, 0.9]) if aggregation == "exponential" else None,
+        schedule=Schedule(
+            tokens=rng.choice(["all", "generated"]),
+            start=rng.choice([0, 0, 3, 40]),
+            stop=rng.choice([None, None, 60]),
+            every=rng.choice([1, 1, 3, 2**31 - 1]),
+        ),
+    )
+
+
+def inheriting(probe: StoredProbe, job: str) -> StoredProbe:
+    if probe.policy is None:
+        return probe
+    return msgspec.structs.replace(
+        probe, policy=msgspec.structs.replace(probe.policy, inherited=job)
+    )
+
+
+def random_scores(rng: random.Random, numbers: np.random.Generator, width: int) -> np.ndarray:
+    """Float32; some near a threshold, large, repeated or opposite."""
+    scores = numbers.normal(scale=rng.choice([0.2, 0.7, 3.0]), size=(120, width))
+    scores[numbers.random((120, width)) < 0.05] = 0.3
+    scores[numbers.random((120, width)) < 0.01 * rng.randrange(2)] = 1e30
+    if rng.random() < 0.5:
+        scores = np.round(scores * 4) / 4  # means that equal a threshold
+    return scores.astype(np.float32)
+
+
+def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests of several kinds together: steps of one token, chunks, steps that some sit out,
+    positions that are computed again, a row beyond the last token, ends at any time.
+    """
+    rng, numbers = random.Random(40), np.random.default_rng(40)
+    quiet, turns = [], 0
+
+    def kept(many: Any) -> list[bool]:
+        quiet.extend(result := deciders.keep_quiet(many))
+        return result
+
+    monkeypatch.setattr(watches_module, "keep_quiet", kept)
+    for _ in range(40):
+        kinds = [
+            probes_of(*(rng.choice([None, random_policy(rng)]) for _ in range(width)))
+            for width in (1, 8, 16)
+        ]
+        shared = [Kind(probes) for probes in kinds]
+        watches, tables, prompts, told = [], [], [], []
+        for number in range(9):
+            probes = [inheriting(probe, rng.choice(["", "", "j"])) for probe in kinds[number % 3]]
+            prompts.append(rng.choice([1, 20]))
+            watches.append(Watch(str(number), probes, -1, shared[number % 3], prompts[-1]))
+            tables.append(random_scores(rng, numbers, len(probes)))
+        ends = [rng.randrange(1, 119) for _ in watches]
+        while any(watch.reached <= end for watch, end in zip(watches, ends, strict=True)):
+            moved = []
+            for watch, table, end in zip(watches, tables, ends, strict=True):
+                if watch.reached > end or rng.random() < 0.1:
+                    continue
+                first = watch.reached
+                count = rng.choice([1] * 9 + [25]) if first else rng.choice([1, 20, 70])
+                stop = min(first + count, end + 1)
+                if rng.random() < 0.05:
+                    again = rng.randrange(first + 1)
+                    known = table[again:first] + 1.0 if watch.deciders else table[again:first]
+                    whole = np.concatenate([known, table[first:stop]])
+                    watch.put(again, slice(0, watch.kind.width), whole)
+                else:
+                    watch.put(first, slice(0, watch.kind.width), table[first:stop])
+                moved.append(watch)
+            told += news_of_all(moved)
+        stops = {}
+        for number, (watch, table, end, prompt) in enumerate(
+            zip(watches, tables, ends, prompts, strict=True)
+        ):
+            scores, checksum = watch.results(end)
+            wanted = zlib.crc32(np.ascontiguousarray(table[:end]).tobytes())
+            for column, (probe, score) in enumerate(zip(watch.probes, scores, strict=True)):
+                if probe.policy is None:
+                    continue
+                reference = Reference(probe.policy, prompt)
+                for value in table[: end + 1, column].tolist():
+                    reference.read(value)
+                decisions, triggers, wanted = reference.report(end, wanted)
+                assert (score.decisions, score.triggers) == (decisions, triggers)
+                assert list(states_of(watch, column)[:end]) == reference.states[:end]
+                turns += len(decisions)
+                if probe.policy.takes("stop") and any(reference.states):
+                    stop = reference.states.index(True), probe.name
+                    stops[str(number)] = min(stops.get(str(number), stop), stop)
+            assert checksum == wanted
+        assert {news.request_id: (news.stop_at, news.stopped_by) for news in told} == stops
+        assert len(told) == len(stops)
+    assert turns > 2000
+    assert sum(quiet) > 2000
+
+
+def test_the_stop_is_news_once() -> None:
+    watch = watch_of(policy("stop"), policy("stop", acts=False, at_least=0.0))
+    assert watch.urgent
+    put(watch, 0, 1, 2)
+    assert news_of_all([watch]) == []
+    put(watch, 2, 3)
+    assert news_of_all([watch]) == [News("r", 2, "policy:0", [])]
+    put(watch, 3, 9)
+    assert news_of_all([watch]) == []
+    scores, _ = watch.results(3, "policy:0")
+    assert [score.stopped for score in scores] == [True, False]
+    assert scores[0].crossed == [2]
+    assert not scores[0].flagged
+
+
+def test_a_latch_of_the_conversation_is_on_from_the_start() -> None:
+    latched = policy("stop", "flag", latch="conversation", inherited="job_1")
+    watch = watch_of(latched)
+    put(watch, 0, 0)  # a prompt of one token
+    assert news_of_all([watch]) == [News("r", 0, "policy:0", [])]
+    (score,), _ = watch.results(1)
+    assert score.flagged
+    assert score.triggers == 0
+    # without an effect in a request in which the policy only records
+    watch = watch_of(policy("stop", acts=False, inherited="job_1"))
+    put(watch, 0, 0, 0)
+    assert news_of_all([watch]) == []
+
+
+def test_gates_follow_the_policy() -> None:
+    """The token after the decision is the first one that is edited."""
+    watch = watch_of(policy("steer", release_below=1.0), prompt_tokens=2)
+    gates = Gates(watch, ["policy:0"], 2)
+    put(watch, 0, 0, 3, 1, 0, 5)
+    gates.decide(6)
+    assert gates.among("policy:0", range(2, 6)) == [2, 3, 5]
+    with pytest.raises(ProbeError, match="policy:0"):
+        gates.decide(7)
+    (score,), _ = watch.results(5)
+    assert gates.shown(score, 5).gate == [(2, 3)]
+
+
+def test_decisions_are_bounded_and_counted() -> None:
+    watch = watch_of(policy())
+    put(watch, 0, *[3.0, 0.0] * MAX_DECISIONS)
+    (score,), _ = watch.results(2 * MAX_DECISIONS)
+    assert (len(score.decisions), score.triggers) == (MAX_DECISIONS, MAX_DECISIONS)
+
+
+def test_a_score_that_is_not_finite_is_not_read() -> None:
+    watch = watch_of(policy())
+    put(watch, 0, 0, float("nan"), 9)
+    news_of_all([watch])
+    assert len(states_of(watch)) == 1
+    with pytest.raises(ProbeError, match="not finite at position 1"):
+        watch.results(3)
+
+
+def test_versions_of_a_policy_do_not_share_conditions() -> None:
+    """A plan is kept for requests with the same probes, and has the conditions."""
+    vectors: Any = SimpleNamespace(get=lambda name, shape: torch.zeros(shape))
+    stacks = Stacks(vectors, 4)
+    side = Side("before", {("post_block", 0): 0}, b"")
+    first, second = policy(at_least=1.0), msgspec.structs.replace(policy(at_least=2.0), digest="e")
+    plans = [stacks.plan(probes_of(each), [side]) for each in (first, second, first)]
+    assert [plan.kind.rules.at_least.tolist() for plan in plans] == [[1.0], [2.0], [1.0]]
+    assert plans[0] is plans[2]

@@ -1,8 +1,8 @@
 """Parts of readings: how they are joined, and what a rank refuses."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from sae_rows import ROOT
+from sae_rows import FORMS, ROOT
 from safetensors.numpy import save_file
 
 from midstream.broker.ledger.results.readings import join_lens, readings
@@ -24,11 +24,17 @@ from midstream.schemas.readings.lens import LensPart, StoredLens
 from midstream.schemas.readings.readings import part_decoder
 from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
-from midstream.storage.formats.sae_files import reading
+from midstream.storage.formats.sae_files import (
+    SaeError,
+    decoder_row,
+    feature_of,
+    reading,
+    tensors_of,
+)
 from midstream.storage.formats.tuned_files import FILE, check_on
 from midstream.workers.runner.files.finished_rows import FinishedCapture
 from midstream.workers.runner.hooks.output_head import Shard
-from midstream.workers.runner.readings import features
+from midstream.workers.runner.readings import features, sae
 from midstream.workers.runner.readings.logit_lens import Lens
 from midstream.workers.runner.readings.readings import Readings, own_stream
 from midstream.workers.runner.readings.sae import Autoencoder, load
@@ -268,31 +274,22 @@ def test_autoencoders_encode_on_the_device_where_there_is_room(
     with reading(folder) as (content, _):
         digest = content.digest
     free = load(folder, digest).bytes + features._ROOM_BYTES + spare
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            log.append(name)
+            return function(*args)
+
+        return call
+
+    synchronize = noting("loaded", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, free))
     monkeypatch.setattr(
-        torch.cuda,
-        "current_stream",
-        lambda _: SimpleNamespace(synchronize=lambda: log.append("loaded")),
+        torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=synchronize)
     )
-    move, top = Autoencoder.to, Autoencoder.top
-
-    def to(sae: Autoencoder, device: torch.device) -> Autoencoder:
-        log.append(f"to {device}")
-        return move(sae, torch.device("cpu"))
-
-    def encode(sae: Autoencoder, *args: Any) -> Any:
-        log.append("encode")
-        return top(sae, *args)
-
-    @contextmanager
-    def stream(_: torch.device) -> Iterator[None]:
-        log.append("begin")
-        yield
-        log.append("end")
-
-    monkeypatch.setattr(Autoencoder, "to", to)
-    monkeypatch.setattr(Autoencoder, "top", encode)
-    monkeypatch.setattr(features, "own_stream", stream)
+    monkeypatch.setattr(Autoencoder, "to", noting("to the device", lambda sae, _: sae))
+    monkeypatch.setattr(Autoencoder, "top", noting("encode", Autoencoder.top))
+    monkeypatch.setattr(features, "own_stream", noting("own stream", nullcontext))
     reader = features.Features([("post_block", 1)], torch.device("cuda"))
     reader.put(digest, "post_block", 1, str(folder))
     named = StoredSae(name="s", digest=digest, path="s", hook="post_block", layer=1, bytes=1)
@@ -311,4 +308,107 @@ def test_autoencoders_encode_on_the_device_where_there_is_room(
         ),
         0,
     )
-    assert log == ["to cuda", "loaded"] * on_device + ["begin", "encode", "end"]
+    assert log == ["to the device", "loaded"] * on_device + ["own stream", "encode"]
+
+
+# --- Sparse autoencoders give the numbers that sae-lens gives; `sae_rows.py` made both
+
+NAMES = [*FORMS, "flat", "gemma_scope"]
+#: Those whose features depend on their own weights alone.
+RULED = ["standard", "bare", "jumprelu", "gated", "gemma_scope", "layer_norm", "constant_norm"]
+#: Sums of 8 or 32 numbers of size 1, in another order.
+TOLERANCE = {"atol": 2e-6, "rtol": 2e-6}
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Mapping[str, np.ndarray]:
+    with np.load(ROOT / "rows.npz") as arrays:
+        return dict(arrays)
+
+
+def loaded(name: str) -> Autoencoder:
+    with reading(ROOT / name) as (content, _):
+        return load(ROOT / name, content.digest)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_activations_and_reconstructions_equal_those_of_sae_lens(
+    name: str, theirs: Mapping[str, np.ndarray]
+) -> None:
+    autoencoder, rows = loaded(name), torch.tensor(theirs["rows"])
+    activations = autoencoder.encode(rows)
+    np.testing.assert_allclose(activations, theirs[f"{name}.activations"], **TOLERANCE)
+    scaled = sae.NORMALISATIONS[autoencoder.form.normalize_activations](rows)
+    np.testing.assert_allclose(
+        autoencoder.decode(activations) * scaled.scale + scaled.shift,
+        theirs[f"{name}.decoded"],
+        **TOLERANCE,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_top_features_are_the_largest_activations_in_any_chunks(
+    name: str, theirs: Mapping[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sae, "CHUNK_BYTES", 2 * 4 * 32)
+    rows, wanted, k = theirs["rows"], theirs[f"{name}.activations"], 7
+    found = loaded(name).top(torch.tensor(rows), k)
+    assert found.indices.shape == found.activations.shape == (len(rows), k)
+    assert found.active.tolist() == (wanted > 0).sum(1).tolist()
+    for row, indices, values in zip(wanted, found.indices, found.activations, strict=True):
+        active = min(k, int((row > 0).sum()))
+        assert (indices[active:] == -1).all()
+        assert (values[active:] == 0).all()
+        np.testing.assert_allclose(values[:active], np.sort(row)[::-1][:active], **TOLERANCE)
+        np.testing.assert_allclose(row[indices[:active]], values[:active], **TOLERANCE)
+    errors = np.linalg.norm(rows - theirs[f"{name}.decoded"], axis=1) / np.linalg.norm(rows, axis=1)
+    np.testing.assert_allclose(found.errors, errors, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_a_feature_alone_has_the_activation_that_sae_lens_gives_it(
+    name: str, theirs: Mapping[str, np.ndarray]
+) -> None:
+    with reading(ROOT / name) as (content, file):
+        tensors = tensors_of(content.form, file)
+        for number in range(content.form.d_sae):
+            rule = feature_of(content.form, tensors, number)
+            read = sae.NORMALISATIONS[content.form.normalize_activations](
+                torch.tensor(theirs["rows"])
+            ).rows
+            over = read.double().numpy() @ rule.encoder + rule.bias
+            np.testing.assert_allclose(
+                np.where(over > rule.threshold, over, 0),
+                theirs[f"{name}.activations"][:, number],
+                **TOLERANCE,
+            )
+            assert (rule.decoder == tensors["W_dec"][number]).all()
+
+
+@pytest.mark.parametrize("name", [*RULED, "topk", "rescaled", "flat"])
+def test_a_decoder_row_is_what_one_more_unit_of_activation_adds(
+    name: str, theirs: Mapping[str, np.ndarray]
+) -> None:
+    autoencoder = loaded(name)
+    with reading(ROOT / name) as (content, file):
+        row = decoder_row(content.form, tensors_of(content.form, file), 3)
+    activations = torch.tensor(theirs[f"{name}.activations"][:1])
+    more = activations.clone()
+    more[0, 3] += 1
+    np.testing.assert_allclose(
+        row, (autoencoder.decode(more) - autoencoder.decode(activations))[0], **TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("name", ["topk", "rescaled", "flat"])
+def test_a_feature_that_is_no_rule_of_its_own_weights_is_refused(name: str) -> None:
+    with (
+        reading(ROOT / name) as (content, file),
+        pytest.raises(SaeError, match="depends on all other features"),
+    ):
+        feature_of(content.form, tensors_of(content.form, file), 0)
+
+
+def test_files_of_another_content_are_not_loaded() -> None:
+    with pytest.raises(SaeError, match="have changed since it was registered"):
+        load(ROOT / "standard", "0" * 64)

@@ -89,43 +89,6 @@ def test_scores_of_a_step_equal_numpy() -> None:
         assert (watch.reached, np.isnan(watch.scores[count:]).all()) == (count, True)
 
 
-def test_rows_that_follow_one_another_are_scored_where_they_lie() -> None:
-    """As of requests that all generate: scores are those of rows in any order."""
-    vectors = VectorStore()
-    weights = Weights(vectors, 0, 2, "p")
-    (capture,) = probe_captures([weights.probe])
-    slab = torch.randn(8, HIDDEN)
-    for order in (range(8), [0, 2, 1, 4, 3, 6, 5, 7]):
-        scorer = Scorer(vectors, HIDDEN, waits=True)
-        step, made = (
-            StepRows(slab, np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), LANDED),
-            [],
-        )
-        for slot in order:
-            recording = Recording(capture, {("post_block", 0): 0}, np.array([True, False]), 1)
-            watch = scorer.watch(
-                "r",
-                RankSpec(
-                    version="",
-                    job="",
-                    request=0,
-                    attempt=1,
-                    prompt_tokens=1,
-                    probes=[weights.probe],
-                ),
-                [recording],
-            )
-            assert watch is not None
-            made.append((watch, recording, slot))
-        scorer.take(
-            [(recording, Extent(step, np.array([slot]), 0, 1)) for _, recording, slot in made], []
-        )
-        for watch, _, slot in made:
-            np.testing.assert_allclose(
-                watch.scores[0], slab[slot].numpy() @ weights.weight.T + weights.bias, atol=1e-5
-            )
-
-
 class Steps:
     """Requests with a probe each, at layer 0, and steps that compute rows of them."""
 

@@ -230,26 +230,6 @@ def adapters(config: VllmConfig, **options: Any) -> LoRAConfig:
     return made
 
 
-def compiled_adapters(config: VllmConfig) -> None:
-    adapters(config)
-    put(config, "model_config.enforce_eager", False)
-
-
-def adapters_of_experts(config: VllmConfig) -> None:
-    adapters(config)
-    model_with("is_moe", True)[1](config)
-
-
-def quantised_adapters(config: VllmConfig) -> None:
-    adapters(config)
-    put(config, "model_config.quantization", "awq")
-
-
-def drafted_adapters(config: VllmConfig) -> None:
-    adapters(config)
-    put(config, "speculative_config", SimpleNamespace(method="ngram"))
-
-
 def put(config: VllmConfig, path: str, value: Any) -> None:
     *sections, name = path.split(".")
     target: Any = config
@@ -283,6 +263,21 @@ def model_with(name: str, value: Any) -> tuple[str, Alter]:
         config.model_config.__class__ = type("Altered", (own,), {name: property(lambda _: value)})
 
     return f"model_config.{name}", alter
+
+
+def beside_adapters(path: str, value: Any) -> Alter:
+    """Adapters, and another value of something else."""
+
+    def alter(config: VllmConfig) -> None:
+        adapters(config)
+        put(config, path, value)
+
+    return alter
+
+
+def adapters_of_experts(config: VllmConfig) -> None:
+    adapters(config)
+    model_with("is_moe", True)[1](config)
 
 
 def images(**options: Any) -> Alter:
@@ -328,10 +323,16 @@ WRONG: list[tuple[str, Alter]] = [
         "lora_config.lora_dtype other than model_config.dtype",
         lambda config: adapters(config, lora_dtype=torch.float16),
     ),
-    ("lora_config with compilation or graphs", compiled_adapters),
+    (
+        "lora_config with compilation or graphs",
+        beside_adapters("model_config.enforce_eager", False),
+    ),
     ("lora_config with a model of experts", adapters_of_experts),
-    ("lora_config with a quantised model", quantised_adapters),
-    ("lora_config with speculative_config", drafted_adapters),
+    ("lora_config with a quantised model", beside_adapters("model_config.quantization", "awq")),
+    (
+        "lora_config with speculative_config",
+        beside_adapters("speculative_config", SimpleNamespace(method="ngram")),
+    ),
     to("model_config.runner_type", "pooling"),
     model_with("is_encoder_decoder", True),
     ("model_config.is_mm_prefix_lm with images", seen_both_ways),

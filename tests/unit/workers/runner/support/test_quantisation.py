@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,16 +163,9 @@ def test_a_folder_of_gguf_files_is_refused_and_one_with_safetensors_is_not(tmp_p
 # -- loaded layers ---------------------------------------------------------------------------------
 
 
-class _Method:
-    """As vLLM hangs one on a layer."""
-
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
-
 def loaded(part: Any) -> torch.nn.Module:
     layer = torch.nn.Linear(1, 1)
-    layer.quant_method = _Method(part)
+    layer.quant_method = SimpleNamespace(part=part)  # as vLLM hangs one on a layer
     return torch.nn.ModuleDict({"down_proj": layer})
 
 

@@ -3,7 +3,6 @@ put in its place accepts all its calls.
 """
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,6 @@ def names() -> set[str]:
 
 
 def test_the_installed_vllm_has_every_seam() -> None:
-    assert list(mismatches(installed())) == []
     assert verify() == []
 
 
@@ -105,6 +103,8 @@ def test_a_function_that_has_a_name_of_vllms_by_accident_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_scheduler(monkeypatch, "def midstream_end(self, ends", "def finish_requests(self, ends")
+    concerned = tuple(seam for seam in SEAMS if "_Midstream" in seam.ours)
+    monkeypatch.setattr(seams, "SEAMS", concerned)
     problem = "_Midstream.finish_requests hides finish_requests, which Midstream does not know"
     assert {line.partition("): ")[2] for line in mismatches(installed())} == {problem}
 
@@ -151,7 +151,13 @@ def test_everything_in_place_of_vllms_is_compared() -> None:
         for node in classes:
             heirs = {other.name for other in classes if node.name in map(ast.unparse, other.bases)}
             if not {node.name, *heirs} & known:
-                extended = set(re.findall(r"super\(\)\.(\w+)", ast.unparse(node)))
+                extended = {
+                    part.attr
+                    for part in ast.walk(node)
+                    if isinstance(part, ast.Attribute)
+                    and isinstance(part.value, ast.Call)
+                    and ast.unparse(part.value) == "super()"
+                }
                 missed += [f"{path.name}: {node.name}.{name}" for name in extended & seam_names]
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and isinstance(

@@ -52,18 +52,6 @@ def test_only_captured_positions_cost_rows() -> None:
     assert [ring.take(name, 0, 100) for name in ("last", "none", "plain")] == [100, 100, 100]
 
 
-def test_next_tokens_are_reserved_before_any_prompt_is_split() -> None:
-    ring = budget(
-        12, first=(100, [capture()]), decoding=(10, [capture()]), waiting=(50, [capture()])
-    )
-    ring.begin([("first", 30), ("decoding", 17)], ["waiting"], 1)
-    assert ring.take("first", 30, 70) == 1
-    assert ring.take("decoding", 17, 1) == 1
-    assert ring.take("waiting", 0, 50) == 1
-    ring.begin([("first", 30), ("decoding", 17)], ["waiting"], 0)
-    assert ring.take("first", 30, 70) == 2, "no slot is free for the one that waits"
-
-
 def test_what_is_over_needs_no_room_any_more() -> None:
     ring = budget(8, prompt=(10, [capture("all_prompt")]), other=(10, [capture()]))
     ring.begin([("prompt", 10), ("other", 2)], [], 0)
@@ -76,11 +64,6 @@ def test_what_is_over_needs_no_room_any_more() -> None:
 
 def test_each_stage_holds_the_rows_of_its_own_layers() -> None:
     assert stage_sites(capture(pre_attn=[0, 1], post_block=[3]), STAGES) == [1, 2]
-    ring = budget(
-        6, stages=STAGES, a=(10, [capture(post_block=[0])]), b=(10, [capture(post_block=[1, 2, 3])])
-    )
-    ring.begin([("a", 0), ("b", 0)], [], 0)
-    assert (ring.take("a", 0, 10), ring.take("b", 0, 10)) == (6, 2)
 
 
 def test_without_a_ring_nothing_is_split() -> None:

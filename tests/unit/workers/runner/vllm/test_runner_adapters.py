@@ -1,5 +1,5 @@
-"""vLLM's own dispatchers, managers and graph wrappers hold two graphs for each shape; what stands
-for CUDA is fake.
+"""Our adapters of vLLM's runners. vLLM's own dispatchers, managers and graph wrappers hold two
+graphs for each shape; what stands for CUDA is fake.
 """
 
 import contextlib
@@ -8,10 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plane_kit import Rig, capturing, steered
-from rank_kit import HIDDEN, Request, steering
+from rank_kit import HIDDEN, Request, capture, steering
 from vllm.compilation import cuda_graph
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
@@ -23,7 +24,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 from midstream.kernels import idle_sites, single_site, sites_idle
 from midstream.kernels.plan import Does, SitePlan
 from midstream.schemas.prompts.selectors import PositionSelector, Window
-from midstream.schemas.requests.specs import RankSpec, StoredCapture, touched
+from midstream.schemas.requests.specs import RankSpec, touched
+from midstream.workers.runner.base.engine_step import RequestRows, StepView
 from midstream.workers.runner.vllm.graph_families import (
     Batch,
     Execution,
@@ -134,7 +136,14 @@ def captured(manager: ModelCudaGraphManager, model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [BOTH, CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY]
+    "mode",
+    [
+        BOTH,
+        CUDAGraphMode.FULL,
+        CUDAGraphMode.PIECEWISE,
+        CUDAGraphMode.FULL_DECODE_ONLY,
+        CUDAGraphMode.NONE,
+    ],
 )
 def test_v1_dispatches_every_shape_to_a_key_of_the_family_that_runs(
     dispatcher: CudagraphDispatcher, mode: CUDAGraphMode
@@ -177,13 +186,6 @@ def test_v1_captures_in_one_order_on_every_rank(dispatcher: CudagraphDispatcher)
     assert [[(each.num_tokens, each.idle) for each in found] for _, found in order] == [  # type: ignore[attr-defined]
         [(size, idle) for size in reversed(SIZES) for idle in (False, True)]
     ] * 2
-
-
-def test_v1_keeps_what_vllm_does_without_graphs(dispatcher: CudagraphDispatcher) -> None:
-    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.NONE)
-    with idle_sites(True):
-        assert dispatcher.dispatch(4) == (CUDAGraphMode.NONE, BatchDescriptor(4))
-    assert dispatcher.get_capture_descs() == []
 
 
 def test_v1_captures_and_replays_a_graph_of_each_family(
@@ -240,6 +242,7 @@ def test_v2_captures_and_dispatches_a_graph_of_each_family(
     captured(manager, model)
     stock._graphs_captured = True
     assert len(manager.graphs) == 2 * len(stock._capture_descs[CUDAGraphMode.FULL])
+    taken = len(Graph.captured)
     assert [graph.worked for graph in Graph.captured] == [True, False] * 2 * len(SIZES)
     for uniform in (1, None):
         for requests in range(1, max(SIZES) + 2):
@@ -256,61 +259,50 @@ def test_v2_captures_and_dispatches_a_graph_of_each_family(
                 )  # fmt: skip
                 if found.cg_mode == CUDAGraphMode.FULL:
                     manager.run_fullgraph(found)
-                    assert Graph.replayed[-1].worked == (not idle)
+                else:
+                    descriptor = BatchDescriptor(found.num_tokens)  # as the runner makes it
+                    with (
+                        idle_sites(idle),
+                        set_forward_context(
+                            None,
+                            config,
+                            cudagraph_runtime_mode=found.cg_mode,
+                            batch_descriptor=descriptor,
+                            num_tokens=found.num_tokens,
+                        ),
+                    ):
+                        manager.run_pw_graph(model, {"input_ids": torch.zeros(found.num_tokens)})
+                assert Graph.replayed[-1].worked == (not idle)
+    assert len(Graph.captured) == taken, "none was captured while requests run"
 
 
-def test_v2_finds_the_graphs_of_pieces_by_family(
-    manager: ModelCudaGraphManager, config: VllmConfig
+@pytest.mark.parametrize("families", [True, False])
+def test_v2_adapter_gives_both_families_to_every_manager_where_it_is_asked_to(
+    config: VllmConfig, manager: Any, families: bool
 ) -> None:
-    with set_current_vllm_config(config):
-        model = CUDAGraphWrapper(Forward(), config, CUDAGraphMode.PIECEWISE)
-    captured(manager, model)
-    taken = len(Graph.captured)
-    for idle in (True, False, True):
-        with idle_sites(idle):
-            found = manager.dispatch(2, 3, None, 0)
-            descriptor = BatchDescriptor(found.num_tokens)  # as the runner makes it
-            with set_forward_context(
-                None,
-                config,
-                cudagraph_runtime_mode=found.cg_mode,
-                batch_descriptor=descriptor,
-                num_tokens=4,
-            ):
-                manager.run_pw_graph(model, {"input_ids": torch.zeros(4)})
-        assert Graph.replayed[-1].worked == (not idle)
-    assert len(Graph.captured) == taken  # none was captured while requests run
+    """vLLM extrapolates the memory from the first two graphs: they are one of each family."""
 
-
-def test_v2_samples_both_families_when_it_profiles_memory(manager: ModelCudaGraphManager) -> None:
-    """vLLM extrapolates from the first two graphs to the number of descriptors."""
-    full = manager._capture_descs[CUDAGraphMode.FULL]
-    assert len(full) == 2 * len(SIZES)
-    assert [(each.num_tokens, each.idle) for each in full[:2]] == [(8, False), (8, True)]  # type: ignore[attr-defined]
-
-
-def test_v2_adapter_gives_both_families_to_every_manager_that_the_runner_makes(
-    config: VllmConfig, manager: Any
-) -> None:
     class Runner:
         cudagraph_manager: Any = None
 
         def initialize_kv_cache(self, kv_cache: Any, is_profiling: bool = False) -> None:
-            self.cudagraph_manager = (
-                None
-                if kv_cache is None
-                else ModelCudaGraphManager(config, torch.device("cpu"), BOTH, 1)
+            self.cudagraph_manager = kv_cache and ModelCudaGraphManager(
+                config, torch.device("cpu"), BOTH, 1
             )
 
     class Midstream(V2Adapter, Runner):
         pass
 
     runner = Midstream()
-    runner.two_families()
+    if families:
+        runner.two_families()
     runner.initialize_kv_cache(None)
     for profiling in (True, False):
         runner.initialize_kv_cache("cache", is_profiling=profiling)
-        assert len(runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]) == 2 * len(SIZES)
+        full = runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
+        assert len(full) == (1 + families) * len(SIZES)
+        idle = [getattr(each, "idle", None) for each in full[:2]]
+        assert idle == ([False, True] if families else [None, None])
 
 
 # --- without families
@@ -334,22 +326,6 @@ def test_without_families_v1_captures_vllms_graphs_with_their_sites(config: Vllm
         for descriptor in descriptors:
             Midstream()._warmup_and_capture(descriptor, mode)
     assert [(type(each), idle) for each, idle in seen] == [(BatchDescriptor, False)] * len(SIZES)
-
-
-def test_without_families_v2_keeps_vllms_manager(config: VllmConfig, manager: Any) -> None:
-    class Runner:
-        cudagraph_manager: Any = None
-
-        def initialize_kv_cache(self, kv_cache: Any, is_profiling: bool = False) -> None:
-            self.cudagraph_manager = ModelCudaGraphManager(config, torch.device("cpu"), BOTH, 1)
-
-    class Midstream(V2Adapter, Runner):
-        pass
-
-    runner = Midstream()
-    runner.initialize_kv_cache("cache")
-    assert type(runner.cudagraph_manager) is ModelCudaGraphManager
-    assert len(runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]) == len(SIZES)
 
 
 @pytest.mark.parametrize("families", [True, False])
@@ -406,8 +382,11 @@ def test_without_families_no_step_is_idle(tmp_path: Path, families: bool, idle: 
 def test_a_step_is_busy_only_in_the_window_that_the_request_names(
     tmp_path: Path, how: str, positions: PositionSelector, window: tuple[int, int | None]
 ) -> None:
-    capture = StoredCapture(sites={"post_block": [0]}, positions=positions, tag="t")
-    entry: Any = capture if how == "captures" else steering("v", [0], positions=positions)
+    entry: Any = (
+        capture(positions, post_block=[0])
+        if how == "captures"
+        else steering("v", [0], positions=positions)
+    )
     spec = RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=6, **{how: [entry]})
     first, stop = touched(spec)
     assert first == window[0]
@@ -421,25 +400,22 @@ def test_ranks_of_a_stage_choose_alike_whatever_fails_on_one(tmp_path: Path) -> 
     ranks = [Rig(tmp_path / str(number), rank=number, world=2, traced=True) for number in range(2)]
     ranks[1].faults.switch("admit,plan")
     whole = capturing(2, total=7)
-    captures = Request(
-        1, 6, 8, [StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="t")]
-    )
+    captures = Request(1, 6, 8, [capture("all_prompt", post_block=[0])])
     steers = steered(3)
-    chosen: list[list[bool]] = [[], []]
-    for rig, mine in zip(ranks, chosen, strict=True):
-        rig.step((whole, 0, 6), new=[whole])
-        mine.append(rig.idle)
-        rig.step((captures, 0, 3), new=[captures], finished=[whole])
-        mine.append(rig.idle)
-        rig.step((captures, 3, 3))
-        mine.append(rig.idle)
-        rig.step((captures, 6, 1))  # its prompt is over
-        mine.append(rig.idle)
-        rig.step((captures, 7, 1), (steers, 0, 6), new=[steers])
-        mine.append(rig.idle)
-        rig.step(finished=[captures, steers])
-        mine.append(rig.idle)
-    assert chosen == [[False, False, False, True, False, True]] * 2
+    steps: list[tuple[list[Any], dict[str, Any]]] = [
+        ([(whole, 0, 6)], {"new": [whole]}),
+        ([(captures, 0, 3)], {"new": [captures], "finished": [whole]}),
+        ([(captures, 3, 3)], {}),
+        ([(captures, 6, 1)], {}),  # its prompt is over
+        ([(captures, 7, 1), (steers, 0, 6)], {"new": [steers]}),
+        ([], {"finished": [captures, steers]}),
+    ]
+    for rig in ranks:
+        chosen = []
+        for windows, given in steps:
+            rig.step(*windows, **given)
+            chosen.append(rig.idle)
+        assert chosen == [False, False, False, True, False, True]
     assert [{receipt.status for receipt in rig.receipts()} for rig in ranks] == [
         {"ok"},
         {"error", "ok"},
@@ -469,25 +445,78 @@ def test_rows_in_an_idle_step_fail_their_request_alone(tmp_path: Path) -> None:
     """
     rig = Rig(tmp_path, traced=True)
     early, beside = (
-        Request(1, 6, 8, [StoredCapture(sites={"post_block": [0]}, positions=[2], tag="t")]),
+        Request(1, 6, 8, [capture([2], post_block=[0])]),
         steered(2),
     )
     rig.step((early, 0, 6), (beside, 0, 6), new=[early, beside])
     rig.step((early, 2, 1), told=[(early, 6, 1)])
     assert rig.idle
     rig.step(finished=[early, beside])
-    receipts = {receipt.job: receipt for receipt in rig.receipts()}
+    receipts = rig.told()
     assert "runs without hook sites" in receipts["j1"].message
     assert receipts["j2"].status == "ok"
 
 
-def test_captured_rows_are_the_same_between_idle_steps(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, traced=True)
-    request, plain = capturing(1), Request(9, 6, 8)
-    rig.step((plain, 0, 6))
-    rig.step((request, 0, 6), new=[request])
-    rig.step((plain, 6, 1))
-    rig.step((plain, 7, 1), (request, 6, 1))
-    rig.step(finished=[request])
-    (receipt,) = rig.receipts()
-    assert (receipt.status, rig.reader(request).positions()) == ("ok", list(range(7)))
+# --- rows and logits of a step as they lie in the batch, with and without draft tokens
+# ---------------------------------------------------------------------------------------------
+
+#: Request → (first position, tokens, drafts among them). The second is the last token of a prompt,
+#: padded with placeholder drafts.
+STEP = {"chunk": (0, 5, 0), "padded": (9, 4, 3), "drafted": (20, 3, 2), "plain": (30, 1, 0)}
+VIEW = StepView(
+    [
+        RequestRows("chunk", 0, 5, 0, 1),
+        RequestRows("padded", 5, 4, 9, 4),
+        RequestRows("drafted", 9, 3, 20, 3),
+        RequestRows("plain", 12, 1, 30, 1),
+    ],
+    13,
+)
+
+
+def v1(views: list[StepView]) -> None:
+    counts = np.array([count for _, count, _ in STEP.values()])
+
+    class Runner:
+        input_batch = SimpleNamespace(
+            req_ids=[*STEP, None],
+            num_computed_tokens_cpu=np.array([first for first, _, _ in STEP.values()] + [0]),
+        )
+
+        def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> str:
+            return "prepared"
+
+    made = type("Made", (V1Adapter, Runner), {})()
+    made.midstream = SimpleNamespace(plan=views.append)
+    drafts = {name: [-1] * count for name, (_, _, count) in STEP.items() if count}
+    assert (
+        made._prepare_inputs(SimpleNamespace(scheduled_spec_decode_tokens=drafts), counts)
+        == "prepared"
+    )
+
+
+def v2(views: list[StepView]) -> None:
+    samples = [1 + drafts for _, _, drafts in STEP.values()]
+    batch = SimpleNamespace(
+        num_reqs=len(STEP),
+        req_ids=list(STEP),
+        # padded for a graph
+        num_scheduled_tokens=np.array([*(count for _, count, _ in STEP.values()), 0, 0]),
+        num_computed_tokens_np=np.array([first for first, _, _ in STEP.values()]),
+        cu_num_logits_np=np.array([0, *np.cumsum(samples)]),
+    )
+
+    class Runner:
+        def prepare_inputs(self) -> Any:
+            return batch
+
+    made = type("Made", (V2Adapter, Runner), {})()
+    made.midstream = SimpleNamespace(plan=views.append)
+    assert made.prepare_inputs() is batch
+
+
+@pytest.mark.parametrize("runner", [v1, v2])
+def test_both_runners_count_the_logits_of_drafts(runner: Any) -> None:
+    views: list[StepView] = []
+    runner(views)
+    assert views == [VIEW]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -16,10 +16,12 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from vllm.v1.attention.backend import AttentionType
 
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import INSIDE
 from midstream.workers.runner.files.finished_rows import Columns
+from midstream.workers.runner.hooks.attention_kinds import kind_of
 from midstream.workers.runner.plane.inside_hooks import Group, Inner, _wrap, find
 
 HIDDEN, HEADS, KEYS, WIDTH, NEURONS = 64, 4, 2, 16, 96
@@ -189,6 +191,13 @@ def with_narrow_values() -> nn.Module:
     return made
 
 
+def with_latent_attention() -> nn.Module:
+    """Without heads of queries and keys."""
+    made = layer()
+    made.self_attn.attn = bare(MLAAttention, num_heads=HEADS, v_head_dim=WIDTH)
+    return made
+
+
 def with_wide_logits() -> nn.Module:
     made = layer()
     made.mlp.gate = bare(
@@ -207,6 +216,7 @@ def with_wide_logits() -> nn.Module:
     [
         (gated(), {"q_proj", "k_proj"}, "gives more than queries, keys and values"),
         (with_narrow_values(), {"q", "q_proj"}, "its heads have another width than those of z"),
+        (with_latent_attention(), {"q", "k", "v", "q_proj", "k_proj"}, "latent"),
         (with_wide_logits(), {"router"}, "returns torch.float32, not the model's dtype"),
         (
             layer(kv_sharing_target_layer_name="model.layers.0"),
@@ -216,7 +226,15 @@ def with_wide_logits() -> nn.Module:
         (layer(head_size_v=8), {"v"}, "another width"),
         (nn.Module(), set(DENSE), ""),
     ],
-    ids=["gated", "z of narrow values", "wide logits", "shared", "narrow values", "nothing"],
+    ids=[
+        "gated",
+        "z of narrow values",
+        "latent",
+        "wide logits",
+        "shared",
+        "narrow values",
+        "nothing",
+    ],
 )
 def test_what_is_not_there_is_absent_with_the_reason(
     made: nn.Module, lacking: set[str], says: str
@@ -224,14 +242,6 @@ def test_what_is_not_there_is_absent_with_the_reason(
     _, absent = located(made)
     assert lacking <= absent.keys()
     assert all(says in absent[hook] for hook in lacking)
-
-
-def test_latent_attention_has_no_heads_of_queries_and_keys() -> None:
-    made = layer()
-    made.self_attn.attn = bare(MLAAttention, num_heads=HEADS, v_head_dim=WIDTH)
-    found, absent = located(made)
-    assert found["z"].columns.row == RowShape(heads=HEADS, width=WIDTH)
-    assert all("latent" in absent[hook] for hook in ("q", "k", "v", "q_proj", "k_proj"))
 
 
 def test_layers_of_different_widths_leave_a_hook_out() -> None:
@@ -273,3 +283,105 @@ def test_edited_rows_take_the_place_of_what_a_module_gets_and_gives(as_tuple: bo
         wanted[:, 2:6] += added
         assert torch.equal(found[0] if as_tuple else found, wanted)
     assert torch.equal(given, torch.arange(24.0).view(2, 12)), "the caller's tensor is its own"
+
+
+# --- How a layer attends: what is not known is refused by name, never guessed
+
+_IMPL: dict[str, Any] = {"scale": 0.25, "logits_soft_cap": 0, "alibi_slopes": None, "sinks": None}
+_MODULE: dict[str, Any] = {
+    "num_heads": 2,
+    "head_size": 16,
+    "num_kv_heads": 1,
+    "sliding_window": None,
+    "attn_type": AttentionType.DECODER,
+    "kv_sharing_target_layer_name": None,
+    "kv_cache_torch_dtype": torch.float32,
+    "kv_cache_dtype": "auto",
+    "dtype": torch.float32,
+    "use_alibi_sqrt": False,
+    "use_mm_prefix": False,
+}
+
+
+def attending(
+    kind: type = Attention,
+    backend: str = "CPUAttentionBackendImpl",
+    impl: dict[str, Any] | None = None,
+    **facts: Any,
+) -> nn.Module:
+    """A decoder layer around one attention module that says so of itself."""
+    made = type(backend, (), _IMPL | (impl or {}))()
+    return nn.Sequential(nn.Linear(2, 2), bare(kind, **(_MODULE | facts), impl=made))
+
+
+def read(found: nn.Module, ranks: int = 1) -> Any:
+    """As one of `ranks` whose others have the same values and one more each."""
+    return kind_of(3, found, lambda own: torch.cat([own + rank for rank in range(ranks)]), ranks)
+
+
+def test_facts_are_those_of_the_module_over_all_ranks() -> None:
+    impl = {
+        "logits_soft_cap": 5.0,
+        "sinks": nn.Parameter(torch.tensor([0.5, -1.0], dtype=torch.bfloat16)),
+    }
+    kind = read(attending(impl=impl, sliding_window=7, use_mm_prefix=True), ranks=2)
+    assert (kind.layers, kind.heads, kind.head_dim, kind.scale, kind.window, kind.softcap) == (
+        [3],
+        4,
+        16,
+        0.25,
+        7,
+        5.0,
+    )
+    assert (kind.sinks, kind.slopes, kind.text_only, kind.refused) == (
+        [0.5, -1.0, 1.5, 0.0],
+        [],
+        True,
+        "",
+    )
+    assert read(attending(ChunkedLocalAttention, attention_chunk_size=32)).chunk == 32
+    assert read(attending(impl={"alibi_slopes": torch.tensor([0.5, 0.25])})).slopes == [0.5, 0.25]
+    assert read(attending(impl={"logits_soft_cap": None})).softcap == 0
+
+
+class Sharper(Attention):
+    """Does something that nothing is known of."""
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: attending(Sharper), "attention module Sharper is not known"),
+        (lambda: attending(backend="NewImpl"), "attention backend NewImpl is not known"),
+        (
+            lambda: attending(attn_type=AttentionType.ENCODER_ONLY),
+            "patterns need decoder attention",
+        ),
+        (
+            lambda: attending(kv_sharing_target_layer_name="model.layers.1.attn"),
+            "attends to the keys of model.layers.1.attn",
+        ),
+        (
+            lambda: attending(kv_cache_torch_dtype=torch.uint8, kv_cache_dtype="fp8"),
+            "the KV cache holds its keys as fp8",
+        ),
+        (lambda: attending(use_alibi_sqrt=True), "square roots of distances"),
+        (
+            lambda: attending(impl={"alibi_slopes": [1.0], "logits_soft_cap": 2.0}),
+            "ALiBi together with a softcap",
+        ),
+        (lambda: attending(impl={"chunk_lookback": 1}), "its chunks look back"),
+        (lambda: nn.Sequential(attending(), attending()), "2 attention modules"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(made: Any, words: str) -> None:
+    kind = read(made())
+    assert words in kind.refused
+    assert (kind.layers, kind.heads) == ([3], 0)
+
+
+def test_a_backend_that_does_not_say_all_is_refused() -> None:
+    found = attending()
+    del type(found[1].impl).sinks
+    assert read(found).refused == "attention backend CPUAttentionBackendImpl has no sinks"
+    assert read(nn.Linear(2, 2)) is None

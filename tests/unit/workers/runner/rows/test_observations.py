@@ -1,0 +1,352 @@
+"""What a rank observes of a step: sites that did not do what was planned, and edits that leave rows
+which are not finite, fail their requests before a receipt says otherwise; edits have a size.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plane_kit import Rig, capturing, run, steered
+from rank_kit import Request, steering, stream_of
+
+from midstream.kernels.plan import CAPTURED_AFTER
+from midstream.schemas.prompts.selectors import Window
+from midstream.workers.runner.base.engine_step import Finish, RequestRows, StepView
+from midstream.workers.runner.base.row_index import Keeping, KeptBlock
+from midstream.workers.runner.hooks.sites import Site
+from midstream.workers.runner.rows import finite_check
+from midstream.workers.runner.rows.edit_sizes import STEPS, SizeCount
+from midstream.workers.runner.rows.finite_check import _Finding
+
+
+def skip(
+    monkeypatch: pytest.MonkeyPatch, rig: Rig, hook: str, layer: int, steps: Sequence[int] = (0,)
+) -> None:
+    """The op of one site is not called in these forwards: as where a model no longer calls the
+    wrapped module.
+    """
+    forward, number = rig._rank.forward, iter(range(1000))
+
+    def without(*windows: Any) -> None:
+        if next(number) in steps:
+            site = next(
+                site for site in rig._rank.sites if (site.hook, site.layer) == (hook, layer)
+            )
+            site.busy = False
+        forward(*windows)
+
+    monkeypatch.setattr(rig._rank, "forward", without)
+
+
+def test_a_skipped_edit_fails_its_request_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip(monkeypatch, rig, "pre_attn", 0)
+    other = Request(2, 6, 8, (), [steering(rig.vector(3.0), [1], "pre_attn")])
+    run(rig, steered(1), other, capturing(3))
+    told = rig.told()
+    assert (told["j1"].status, told["j1"].kind) == ("error", "intervention_failed")
+    assert (
+        told["j1"].message == "step 1, edits at pre_attn of layer 0: 6 planned, 0 counted (rank 0)"
+    )
+    assert [told[job].status for job in ("j2", "j3")] == ["ok", "ok"]
+    assert not rig._rank.buffers.counts.any(), "the next step counts from zero"
+
+
+@pytest.mark.parametrize("at", ["before", "after"])
+def test_a_skipped_capture_leaves_no_file(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    skip(monkeypatch, rig, "post_block", 1, steps=[1])
+    run(rig, capturing(1, at=at), steered(2))
+    told = rig.told()
+    assert (told["j1"].kind, told["j1"].files) == ("capture_failed", [])
+    assert (
+        f"rows captured {at} edits at post_block of layer 1: 1 planned, 0 counted"
+        in told["j1"].message
+    )
+    assert told["j2"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("twice", "words"),
+    [
+        (True, "edits at pre_attn of layer 0: 6 planned, 12 counted"),
+        (False, "rows captured after edits at post_block of layer 0: 0 planned, 1 counted"),
+    ],
+    ids=["a site that ran twice", "a site without a plan"],
+)
+def test_what_was_not_planned_and_happened_fails_the_requests_of_the_step(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, twice: bool, words: str
+) -> None:
+    forward = rig._rank.forward
+
+    def astray(*windows: Any) -> None:
+        forward(*windows)
+        if twice:
+            forward(*windows)
+        else:
+            rig._rank.buffers.counts[5, CAPTURED_AFTER] += 1
+
+    monkeypatch.setattr(rig._rank, "forward", astray)
+    run(rig, steered(1))
+    assert words in rig.told()["j1"].message
+
+
+def test_rows_of_a_miscounted_step_are_kept_for_no_other_request(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip(monkeypatch, rig, "post_block", 0, steps=[1])
+    first, second, third = capturing(1), capturing(2), capturing(3)
+    rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[KeptBlock("1", 0, 0, 4, 7)]))
+    rig.step(
+        (second, 4, 2), new=[second], cached=4, keeping=Keeping(serve=[KeptBlock("2", 0, 0, 4, 7)])
+    )
+    assert rig.plane.status()["kept_row_bytes"] == 0
+    assert rig.plane.status()["unkept"] == 2, (
+        "the scheduler is told to forget what it takes for kept"
+    )
+    rig.step(
+        (third, 4, 2), new=[third], cached=4, keeping=Keeping(serve=[KeptBlock("3", 0, 0, 4, 7)])
+    )
+    kinds = {job: receipt.kind for job, receipt in rig.told().items()}
+    assert kinds == {"j2": "capture_failed", "j3": "capture_failed"}
+
+
+class LateEvent:
+    """Copies that have landed only once they are waited for."""
+
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking, "a thread that waits must not spin"
+        self.landed = False
+
+    def record(self) -> None:
+        return
+
+    def query(self) -> bool:
+        return self.landed
+
+    def synchronize(self) -> None:
+        self.landed = True
+
+
+def test_counts_that_arrive_late_are_read_before_the_receipt(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an accelerator, where a step does not wait for them."""
+    monkeypatch.setattr(rig.plane._banks.first.finite, "_on_cpu", False)
+    monkeypatch.setattr(finite_check, "_copy_to_host", torch.Tensor.clone)
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    skip(monkeypatch, rig, "post_block", 1)
+    request, other = capturing(1), steered(2)
+    rig.step((request, 0, 6), (other, 0, 6), new=[request, other])
+    assert not rig.plane._tracked["1"].reported, "nothing waited for the device"
+    rig.step(finished=[request, other])
+    receipts = rig.told()
+    assert receipts["j1"].message == (
+        "step 1, rows captured before edits at post_block of layer 1: 6 planned, 0 counted (rank 0)"
+    )
+    assert receipts["j2"].status == "ok"
+
+
+def test_an_idle_step_is_not_observed(rig: Rig) -> None:
+    request = Request(1, 6, 9, (), [steering(rig.vector(1.0), [0], "pre_attn", Window(20))])
+    seen: list[Any] = []
+    take = rig.plane._banks.first.finite.take
+    rig.plane._banks.first.finite.take = lambda *given: [seen.append(given[2]), take(*given)][1]  # type: ignore[method-assign]
+    rig.step((request, 0, 6), new=[request])
+    assert seen == [None]
+    assert not rig.plane._banks.first.finite._pending
+
+
+# --- Rows that are not finite
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, *positions: int) -> None:
+    """Make the stream NaN at these positions of every request."""
+
+    def spoiled(number: int, hook: str, layer: int, first: int, count: int) -> np.ndarray:
+        rows = stream_of(number, hook, layer, first, count)
+        rows[[position - first for position in positions if first <= position < first + count]] = (
+            np.nan
+        )
+        return rows
+
+    monkeypatch.setattr("rank_kit.stream_of", spoiled)
+
+
+def clamping(rig: Rig, number: int, strength: float, positions: Any = "all") -> Request:
+    """Set to a large component at layer 1; with a large strength that overflows."""
+    entry = steering(
+        rig.vector(2.0), [1], positions=positions, family="clamp", numbers=[strength, 1e6, 1e6]
+    )
+    return Request(number, 6, 8, capturing(number).captures, [entry])
+
+
+def test_an_edit_that_overflows_fails_its_request_alone(rig: Rig) -> None:
+    run(rig, clamping(rig, 1, 3e38, Window(2)), clamping(rig, 2, 1.0, Window(2)), capturing(3))
+    receipts = rig.told()
+    assert receipts["j1"].kind == "intervention_failed"
+    assert (
+        "clamp produced a non-finite row at post_block of layer 1, position 2"
+        in receipts["j1"].message
+    )
+    assert [receipts[job].status for job in ("j2", "j3")] == ["ok", "ok"]
+    assert not rig._rank.buffers.broken.any(), "the marks are gone"
+
+
+def test_rows_of_the_unedited_model_are_counted_and_fail_no_request(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, 1, 4)
+    # of the second, position 1 precedes every edit
+    plain, later = capturing(1), clamping(rig, 2, 1.0, Window(3))
+    rig.step(
+        (plain, 0, 6), (later, 0, 6), new=[plain, later], hidden=[0, np.nan, 0, 0, np.nan, 0] * 2
+    )
+    assert rig.plane.found()() == [("1", 1), ("2", 1), ("2", 4)], (
+        "the scheduler hears of all of them"
+    )
+    rig.step((plain, 6, 1), (later, 6, 1))
+    rig.step(finished=[plain, later])
+    for receipt in rig.receipts():
+        assert receipt.status == "ok"
+        assert sum(file.non_finite for file in receipt.files) == 2 * 2, "two layers, two positions"
+
+
+def test_a_captured_row_that_is_not_finite_behind_an_edit_fails_its_request(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen by the writer alone: no edit is at that row, and another stage has the last layer."""
+    spoil(monkeypatch, 5)
+    run(rig, clamping(rig, 1, 1.0, [3]))
+    (receipt,) = rig.receipts()
+    assert receipt.kind == "intervention_failed"
+    assert "layer 0, position 5 is not finite, after edits" in receipt.message
+
+
+def test_requests_that_reused_broken_blocks_fail(rig: Rig) -> None:
+    """The one that came in the same step, on blocks that were to be filled, and one that comes
+    later; not those that compute their own.
+    """
+    first, beside, later, own = (steered(number) for number in range(1, 5))
+    rig.step(
+        (first, 0, 6),
+        (beside, 4, 2),
+        new=[first, beside],
+        cached=4,
+        hidden=[0, 0, 0, np.nan, 0, 0, 0, 0],
+    )
+    rig.step((own, 0, 6), (later, 4, 2), new=[own, later], cached=4)
+    rig.step(finished=[own])
+    assert {receipt.job: receipt.kind for receipt in rig.receipts()} == {
+        "j1": "intervention_failed",
+        "j2": "intervention_failed",
+        "j3": "intervention_failed",
+        "j4": "",
+    }
+
+
+@pytest.mark.parametrize(("last", "waits"), [(6, True), (7, False)])
+def test_an_ended_request_waits_for_the_steps_of_its_rows_alone(
+    rig: Rig, last: int, waits: bool
+) -> None:
+    """A step that was under way when the request ended has computed a row of its last token, which
+    was never to be fed back.
+    """
+    request, event = capturing(1), LateEvent(blocking=True)
+    rig.step((request, 0, 6), new=[request])
+    for position in range(6, last + 1):
+        rig.step((request, position, 1))
+    view = StepView([RequestRows("1", 0, 1, last)], 1)
+    finding = _Finding(9, view, None, None, None, None, None, event)  # type: ignore[arg-type]
+    rig.plane._banks.first.finite._pending.append(finding)
+    rig.plane.begin([], {"1": Finish(list(range(1000, 1008)), False)}, 0)
+    assert event.landed == waits
+
+
+# --- Relative sizes of edits
+
+SITES = [Site("post_block", layer, "pair") for layer in range(4)]
+NAN = math.nan
+
+
+def step(*rows: list[float]) -> np.ndarray:
+    return np.array(rows, dtype=np.float32)
+
+
+def test_the_median_is_within_its_bound_and_the_largest_exact() -> None:
+    draws = np.random.default_rng(1)
+    for scale in (1e-3, 0.1, 3.0, 200.0):
+        sizes, values = (
+            SizeCount(SITES),
+            (draws.random(1001) * scale).astype(np.float32) + scale / 100,
+        )
+        for number, value in enumerate(values):
+            sizes.add(number, 2, step([value]))
+        sizes.close(len(values))
+        (found,) = sizes.report(0)
+        assert (found.hook, found.layer, found.rows) == ("post_block", 2, 1001)
+        assert found.largest == values.max()
+        wanted = np.quantile(values, 0.5, method="inverted_cdf")
+        if 2**-12 < wanted < 2**8:
+            assert math.isclose(found.median, wanted, rel_tol=0.015), (found, wanted)
+
+
+def test_sizes_beyond_the_bins_are_reported_as_zero_and_as_the_largest() -> None:
+    for value, median in ((0.0, 0.0), (2e-4, 0.0), (1000.0, 1000.0)):
+        sizes = SizeCount(SITES)
+        sizes.add(0, 0, step([value]))
+        sizes.close(1)
+        assert [sizes.report(0)[0].median] == [pytest.approx(median)]
+
+
+@pytest.mark.parametrize("wait", [0, STEPS])
+def test_rejected_drafts_and_positions_computed_again_do_not_count(wait: int) -> None:
+    """`wait`: with so many steps more, which are counted before the request ends."""
+    sizes = SizeCount(SITES)
+    sizes.add(0, 1, step([1, 2, 3], [NAN, 5, NAN]))
+    sizes.add(3, 1, step([4, 90, 91]))  # two drafts are rejected
+    sizes.add(4, 1, step([5, 92]))  # the next step never begins: preempted
+    sizes.add(0, 1, step([93, 93, 93, 93, 6, 7]))
+    for number in range(wait):
+        sizes.add(6 + number, 1, step([0.5]))
+    sizes.close(6 + wait)
+    assert not sizes.too_large
+    first, second = sizes.report(0)
+    # position 4 counts as it was computed last, as its first computation was dropped
+    assert (first.layer, first.rows, first.largest) == (1, 6 + wait, 7.0)
+    assert (second.layer, second.rows, second.largest) == (2, 1, 5.0)
+
+
+def test_rows_after_the_end_do_not_count() -> None:
+    sizes = SizeCount(SITES)
+    sizes.add(0, 0, step([1, 2, 9]))
+    sizes.close(2)
+    assert sizes.report(0)[0].largest == 2.0
+
+
+def test_the_first_edit_beyond_its_limit_is_found_by_position_once_it_counts() -> None:
+    sizes = SizeCount(SITES)
+    sizes.add(0, 1, step([1, -3, -4], [1, 1, -2], [NAN, -8, 1]))
+    assert not sizes.too_large, "it may be a draft"
+    sizes.add(3, 1, step([1], [1], [1]))
+    assert "post_block of layer 1, position 1 is 3 times" in sizes.too_large
+    rejected = SizeCount(SITES)
+    rejected.add(0, 0, step([1, -3]))
+    rejected.add(1, 0, step([1]))
+    rejected.close(2)
+    assert not rejected.too_large
+    assert rejected.report(0)[0].largest == 1.0
+
+
+def test_equal_sizes_have_equal_checksums_however_they_are_computed() -> None:
+    whole, parts, other = SizeCount(SITES), SizeCount(SITES), SizeCount(SITES)
+    whole.add(0, 0, step([1, 2, 3]))
+    for number in range(3):
+        parts.add(number, 0, step([number + 1.0]))
+        other.add(number, 0, step([number + 1.5]))
+    for sizes in (whole, parts, other):
+        sizes.close(3)
+    assert whole.checksum(0) == parts.checksum(0) != other.checksum(0)

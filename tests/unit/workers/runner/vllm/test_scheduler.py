@@ -1,0 +1,223 @@
+"""Our part of vLLM's scheduler: what it sends to the ranks with a step, how much of a prompt the
+cache may serve, and when it gives up blocks that it keeps.
+"""
+
+import asyncio
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.requests.source_runs import RunRow, row_name
+from midstream.schemas.requests.specs import RankSpec, StoredSteering
+from midstream.workers.engine.ranks.request_ends import Ends
+from midstream.workers.runner.base import process
+from midstream.workers.runner.base.packed_spec import pack
+from midstream.workers.runner.vllm.cell_steps import RepeatedPrompt
+
+
+async def test_ends_of_one_turn_are_one_message_and_a_cancelled_sender_still_sends() -> None:
+    sent: list[list[tuple[str, int]]] = []
+
+    answered = asyncio.Event()
+
+    async def send(ends: list[tuple[str, int]]) -> None:
+        sent.append(ends)
+        await answered.wait()
+
+    ends = Ends(send)
+
+    async def request(number: int) -> None:
+        await ends.notify(f"j{number}", number)
+
+    waiting = [asyncio.create_task(request(number)) for number in (7, 8, 9)]
+    await asyncio.sleep(0)
+    waiting[1].cancel()  # before anything was sent
+    ends.notify("cancelled", -1)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sent == [[("j7", 7), ("j8", 8), ("j9", 9), ("cancelled", -1)]]
+    # the answer has not come: this one does not wait for it
+    later = asyncio.create_task(request(10))
+    await asyncio.sleep(0.01)
+    assert sent[1:] == [[("j10", 10)]]
+    assert [task.done() for task in (*waiting, later)] == [False, True, False, False]
+    answered.set()
+    await asyncio.gather(*waiting, later, return_exceptions=True)
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ours over one that never has anything to do."""
+    monkeypatch.setattr(process, "die_with_parent", lambda: None)
+    from midstream.workers.runner.vllm import scheduler
+
+    class Stock:
+        """Schedules what the test says."""
+
+        running: list[Any] = []
+        waiting: list[Any] = []
+        scheduled: dict[str, int] = {}  # request → tokens
+        kv_cache_manager = SimpleNamespace(usage=0.0)
+        max_num_active_reqs = 8
+
+        def has_finished_requests(self) -> bool:
+            return False
+
+        def get_request_counts(self) -> tuple[int, int]:
+            return len(self.running), len(self.waiting)
+
+        def schedule(self) -> Any:
+            return SimpleNamespace(
+                total_num_scheduled_tokens=sum(self.scheduled.values()),
+                finished_req_ids=set(),
+                num_scheduled_tokens=self.scheduled,
+            )
+
+        def add_request(self, request: Any) -> None:
+            pass
+
+    made: Any = object.__new__(type("Made", (scheduler._Midstream, Stock), {}))
+    made.rooms = []  # whether each call for room said that nothing else helps
+    parts = {
+        "blocks": SimpleNamespace(make_room=lambda stuck: made.rooms.append(stuck)),
+        "rows": SimpleNamespace(pending=False),
+        "ring": SimpleNamespace(begin=lambda *_: None),
+        "cells": SimpleNamespace(composing=lambda *_: nullcontext()),
+        "finished": {},
+        "capturing": {},
+        "ends": [],
+        "arrived": {},
+    }
+    for name, part in parts.items():
+        setattr(made, f"_midstream_{name}", part)
+    return made
+
+
+def test_an_idle_engine_has_a_step_that_carries_the_ends_once(scheduler: Any) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    from midstream.workers.runner.vllm.scheduler import _accept_ends, ends
+
+    assert not scheduler.has_finished_requests()
+    _accept_ends()
+    core = object.__new__(EngineCore)
+    core.scheduler = scheduler
+    core.midstream_end([["j1.0.1", 7]])  # type: ignore[attr-defined] # as it is decoded
+    core.midstream_end([["j2.0.1", -1], ["j3.0.1", 9]])  # type: ignore[attr-defined]
+    assert scheduler.has_finished_requests()
+    assert ends(scheduler.schedule()) == [("j1.0.1", 7), ("j2.0.1", -1), ("j3.0.1", 9)]
+    assert not scheduler.has_finished_requests()
+    assert ends(scheduler.schedule()) == []
+
+
+def test_ranks_are_shown_steered_requests_that_wait_but_no_cells_of_sweeps(scheduler: Any) -> None:
+    from midstream.workers.runner.vllm.scheduler import waiting
+
+    def came(name: str, *tensors: str) -> bytes:
+        steering = [
+            StoredSteering(
+                layers=[0], hook="pre_attn", positions="all", family="add", tensors=list(tensors)
+            )
+        ]
+        spec = RankSpec(
+            version="v",
+            job="j",
+            request=0,
+            attempt=1,
+            prompt_tokens=3,
+            steering=steering if tensors else [],
+            digest="d" if tensors else "",
+        )
+        params = SimpleNamespace(extra_args=pack(spec))
+        scheduler.add_request(SimpleNamespace(request_id=name, sampling_params=params))
+        return to_msgpack(spec)
+
+    later = came("later", "v")
+    came("now", "v")
+    came("plain")
+    came("cell", row_name(RunRow("job_s.0.tag", "pre_attn", 0, 1, ())))
+    scheduler.scheduled = {"now": 3}
+    assert waiting(scheduler.schedule()) == [later]
+    assert waiting(scheduler.schedule()) == [], "once"
+
+
+# --- Room
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running", "scheduled", "stuck"),
+    [(1, 0, 0, True), (1, 2, 0, False), (1, 2, 2, False), (0, 0, 0, False), (0, 2, 0, False)],
+)
+def test_blocks_are_given_up_when_nothing_else_lets_requests_proceed(
+    scheduler: Any, waiting: int, running: int, scheduled: int, stuck: bool
+) -> None:
+    """With several steps under way a step may be empty because all that runs is in another one."""
+    scheduler.waiting, scheduler.running = [object()] * waiting, [object()] * running
+    scheduler.scheduled = {"r": scheduled}
+    scheduler.schedule()
+    assert scheduler.rooms == ([False, True] if stuck else [False])
+
+
+# --- How many cached tokens a request may reuse, with a limit from vLLM and without one
+
+TOKENS = 64
+
+
+def without_limit(request: Any) -> tuple[str, int, int]:
+    """vLLM 0.32's search in a cache that has every token."""
+    assert request.block_hashes == ["hash"]
+    return "found", request.num_tokens - 1, 0
+
+
+def with_limit(request: Any, max_cache_hit_length: int | None = None) -> tuple[str, int, int]:
+    """vLLM 0.33's."""
+    if max_cache_hit_length is None:
+        return without_limit(request)
+    return "found", max_cache_hit_length, 0
+
+
+@pytest.mark.parametrize("original", [without_limit, with_limit])
+@pytest.mark.parametrize(
+    ("capture", "base", "preemptions", "given", "expected"),
+    [
+        (None, None, 0, None, ("found", TOKENS - 1, 0)),
+        (None, None, 0, 48, ("found", 48, 0)),
+        (40, None, 0, None, ("found", 40, 0)),
+        (40, None, 0, 48, ("found", 40, 0)),
+        (40, None, 0, 32, ("found", 32, 0)),
+        (0, None, 0, None, ("found", 0, 0)),
+        (999, None, 0, None, ("found", TOKENS - 1, 0)),
+        (40, None, 1, None, ("found", 5, 0)),  # its first captured position
+        (None, RepeatedPrompt("r", 24, 0), 0, None, ("kept", 24, 0)),
+        (None, RepeatedPrompt("r", 24, 0), 0, 16, ("kept", 16, 0)),
+        (None, RepeatedPrompt("gone", 24, 3), 0, None, ("found", 24, 0)),
+        (None, RepeatedPrompt("gone", 24, 3), 0, 16, ("found", 16, 0)),
+        (40, RepeatedPrompt("r", 24, 3), 0, None, ("found", 24, 0)),
+    ],
+)
+def test_the_lowest_limit_counts(
+    scheduler: Any,
+    original: Any,
+    capture: int | None,
+    base: RepeatedPrompt | None,
+    preemptions: int,
+    given: int | None,
+    expected: tuple[str, int, int],
+) -> None:
+    scheduler._midstream_capturing = (
+        {} if capture is None else {"a": SimpleNamespace(lowest_captured=5)}
+    )
+    scheduler._midstream_bases = {} if base is None else {"a": base}
+    scheduler._midstream_rows = SimpleNamespace(reach=lambda *_: capture)
+    scheduler._midstream_blocks = SimpleNamespace(
+        find=lambda run, _, tokens: ("kept", tokens) if run == "r" else None
+    )
+    request = SimpleNamespace(
+        request_id="a", num_tokens=TOKENS, num_preemptions=preemptions, block_hashes=["hash"]
+    )
+    limits = () if original is without_limit and given is None else (given,)
+    assert scheduler._capped(original)(request, *limits) == expected
+    assert request.num_tokens == TOKENS
