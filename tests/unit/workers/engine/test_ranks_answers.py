@@ -1,6 +1,8 @@
 """Every rank's answer is looked at; what the worker believes of the ranks is what they said."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,52 +123,46 @@ def rows(*keys: str, entries: int = 1) -> frozenset[RowDemand]:
     return frozenset(RowDemand(key, entries) for key in keys)
 
 
-async def use_once(gate: RowAdmission, wish: frozenset[RowDemand]) -> None:
-    async with gate.admitted(wish):
-        pass
-
-
 async def test_a_request_that_alone_needs_too_many_rows_is_refused() -> None:
-    admission = RowAdmission(2, 9)
-    async with admission.admitted(rows("x", "y")):
-        waiter = asyncio.create_task(use_once(admission, rows("z")))
-        await asyncio.sleep(0)
-        with pytest.raises(MidstreamError, match="needs 3 steering rows, but the engine has 2"):
-            async with admission.admitted(rows("a", "b", "c")):
-                pass
-    await waiter  # those who wait are not hurt by it
+    with pytest.raises(MidstreamError, match="needs 3 steering rows, but the engine has 2"):
+        async with RowAdmission(2, 9).admitted(rows("a", "b", "c")):
+            pass
 
 
-async def test_configurations_that_do_not_fit_together_wait_and_oversized_are_refused() -> None:
-    admission, order = RowAdmission(9, 10), []
+@pytest.mark.parametrize(
+    ("gate", "demand", "says"),
+    [
+        (
+            RowAdmission(9, 10),
+            lambda label, count: rows(label, entries=count),
+            "needs 11 steering entries, but the engine has 10",
+        ),
+        (
+            StepRows(10),
+            lambda label, count: count,
+            "captures 11 rows for one token; one step has room for 10",
+        ),
+    ],
+    ids=["steering entries", "captured rows"],
+)
+async def test_demands_that_do_not_fit_together_wait_and_oversized_ones_are_refused(
+    gate: Any, demand: Callable[[str, int], Any], says: str
+) -> None:
+    order = []
 
-    async def use(label: str, entries: int) -> None:
-        async with admission.admitted(rows(label, entries=entries)):
+    async def use(label: str, count: int) -> None:
+        async with gate.admitted(demand(label, count)):
             order.append(label)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
             order.append(f"{label} done")
 
     await asyncio.gather(use("a", 6), use("b", 6))
     assert order == ["a", "a done", "b", "b done"]
-    with pytest.raises(MidstreamError, match="needs 11 steering entries, but the engine has 10"):
+    with pytest.raises(MidstreamError, match=says):
         await use("c", 11)
 
 
-async def test_captures_beyond_a_steps_buffers_wait_and_oversized_ones_are_refused() -> None:
-    gate, order = StepRows(10), []
-
-    async def use(label: str, rows: int) -> None:
-        async with gate.admitted(rows):
-            order.append(label)
-            await asyncio.sleep(0.01)
-            order.append(f"{label} done")
-
-    await asyncio.gather(use("a", 6), use("b", 6))
-    assert order == ["a", "a done", "b", "b done"]
-    with pytest.raises(
-        MidstreamError, match="captures 11 rows for one token; one step has room for 10"
-    ):
-        await use("c", 11)
+async def test_without_a_limit_a_step_captures_any_number_of_rows() -> None:
     async with StepRows(0).admitted(10**9):
         pass
 
@@ -207,24 +203,21 @@ async def test_while_the_writers_are_behind_no_capture_is_admitted() -> None:
 
 
 async def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
-    for gate, first, second in (
-        (RowAdmission(1, 9), rows("x"), rows("y")),
-        (CaptureBudget(1), 1, 1),
-    ):
+    budget, held = CaptureBudget(1), asyncio.Event()
 
-        async def use(gate, wish) -> None:
-            async with gate.admitted(wish):
-                await asyncio.sleep(10)
+    async def use() -> None:
+        async with budget.admitted(1):
+            held.set()
+            await asyncio.Event().wait()
 
-        tasks = [asyncio.create_task(use(gate, first)), asyncio.create_task(use(gate, second))]
-        await asyncio.sleep(0.01)
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(result) for result in results] == [asyncio.CancelledError] * 2
-        async with asyncio.timeout(60):
-            async with gate.admitted(second):
-                pass
+    tasks = [asyncio.create_task(use()), asyncio.create_task(use())]
+    await held.wait()
+    for task in tasks:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [asyncio.CancelledError] * 2
+    async with budget.admitted(1):
+        pass
 
 
 async def test_global_rows_wait_for_room_and_replace_the_former_when_written() -> None:
@@ -280,27 +273,25 @@ async def test_a_request_that_cannot_fit_beside_global_rows_is_refused() -> None
         async with admission.admitted(rows(*keys)):
             await done.wait()
 
+    async def replace() -> None:
+        async with admission.replacing_pinned(rows("a"), 60):
+            pass
+
     holder = asyncio.create_task(use("x"))
     await asyncio.sleep(0)
     waiting = asyncio.create_task(use("p", "q", "r"))
     await asyncio.sleep(0)
     behind = asyncio.create_task(use("x"))
     await asyncio.sleep(0)
-    replacing = asyncio.create_task(_replace(admission, "a"))
-    await asyncio.sleep(0.01)
+    replacing = asyncio.create_task(replace())
+    await asyncio.sleep(0)
     assert admission.waiting == 3, "first come, first served"
     holder.cancel()
-    await asyncio.sleep(0.01)
     done.set()
     await asyncio.gather(waiting, behind, replacing)
     with pytest.raises(CrowdedOut):
         await use("p", "q", "r")
     await use("a", "p", "q")
-
-
-async def _replace(admission: RowAdmission, key: str) -> None:
-    async with admission.replacing_pinned(rows(key), 60):
-        pass
 
 
 async def test_waiters_displaced_by_global_rows_are_refused() -> None:
