@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from midstream.broker.receipts.outbox import Outbox, OutboxError
 from midstream.broker.receipts.outbox_store import JobLog, Store, file_stem
-from midstream.schemas.jobs.receipts import Receipt, receipt_decoder
+from midstream.schemas.jobs.receipts import Receipt
 
 NOBODY = "tcp://127.0.0.1:9"  # the discard port: nothing listens
 
@@ -84,43 +85,28 @@ def test_commits_reach_the_disk_each_time(outbox: Outbox) -> None:
 
 
 # field case 46
-def test_many_receipts_share_one_transaction(outbox: Outbox) -> None:
-    durable = threading.Semaphore(0)
-    for number in range(5000):
-        outbox.append(receipt(number), durable.release)
-    for _ in range(5000):
-        assert durable.acquire(timeout=60)
-    assert len(rows_on_disk(outbox.path)) == 5000
-    assert outbox.transactions <= 250  # at most one disk round trip per 20 receipts
-
-
-def test_receipts_of_many_threads_are_all_kept_in_the_order_of_each(outbox: Outbox) -> None:
+def test_receipts_of_many_threads_share_transactions_and_keep_the_order_of_each(
+    outbox: Outbox,
+) -> None:
     def work(base: int) -> None:
-        for number in range(base, base + 200):
+        for number in range(base, base + 500):
             outbox.append(receipt(number))
 
-    threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(0, 8000, 1000)))
     outbox.close()
     jobs = [
         int(job.removeprefix("job_").removesuffix(".1")) for _, job in rows_on_disk(outbox.path)
     ]
     for base in range(0, 8000, 1000):
-        assert [job for job in jobs if base <= job < base + 1000] == list(range(base, base + 200))
+        assert [job for job in jobs if base <= job < base + 1000] == list(range(base, base + 500))
+    assert outbox.transactions <= 200  # at most one disk round trip per 20 receipts
 
 
-def test_flush_without_a_relay_times_out(outbox: Outbox) -> None:
-    outbox.append(receipt(1))
-    start = time.monotonic()
-    assert outbox.flush(0.2) is False
-    assert time.monotonic() - start < 30
-
-
-def test_flush_of_an_empty_outbox_succeeds(outbox: Outbox) -> None:
+def test_flush_waits_for_a_relay_only_while_there_is_a_receipt(outbox: Outbox) -> None:
     assert outbox.flush(0) is True
+    outbox.append(receipt(1))
+    assert outbox.flush(0.05) is False
 
 
 def test_what_was_appended_is_durable_when_close_returns_and_the_next_process_has_it(
@@ -149,29 +135,14 @@ def test_a_receipt_of_another_rank_is_refused(outbox: Outbox) -> None:
 
 
 def test_a_second_process_on_an_outbox_is_refused_with_the_owner(tmp_path: Path) -> None:
-    program = f"""
-import sys, time
-from pathlib import Path
-from midstream.broker.receipts.outbox import Outbox
-with Outbox(Path({str(tmp_path)!r}), "w", 0, {NOBODY!r}):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(OutboxError, match=f"process {holder.pid} on ") as caught:
-            Outbox(tmp_path, "w", 0, NOBODY, lock_wait_s=0.3)
-        assert caught.value.kind == "conflict"
-        # A process that is on its way out is waited for.
-        threading.Timer(0.3, holder.kill).start()
-        Outbox(tmp_path, "w", 0, NOBODY, lock_wait_s=60).close()
-    finally:
-        holder.kill()
-        holder.communicate()
+    """The lock is of an open file: another one in this process is as good as in another."""
+    holder = Outbox(tmp_path, "w", 0, NOBODY)
+    with pytest.raises(OutboxError, match=f"process {os.getpid()} on ") as caught:
+        Outbox(tmp_path, "w", 0, NOBODY, lock_wait_s=0)
+    assert caught.value.kind == "conflict"
+    # One that is on its way out is waited for.
+    threading.Timer(0.1, holder.close).start()
+    Outbox(tmp_path, "w", 0, NOBODY, lock_wait_s=60).close()
 
 
 def test_the_outbox_of_another_worker_is_refused_by_name(tmp_path: Path) -> None:
@@ -349,15 +320,6 @@ def test_an_idle_outbox_does_not_burn_cpu(outbox: Outbox) -> None:
     before = time.process_time()
     time.sleep(1.5)
     assert time.process_time() - before < 0.05
-
-
-def test_receipts_read_back_from_disk_are_the_ones_appended(outbox: Outbox) -> None:
-    outbox.append(receipt(7))
-    outbox.close()
-    with sqlite3.connect(outbox.path) as other:
-        assert receipt_decoder.decode(
-            other.execute("SELECT payload FROM receipts").fetchone()[0]
-        ) == receipt(7)
 
 
 def test_the_outbox_brings_nothing_heavy_into_a_rank_process() -> None:

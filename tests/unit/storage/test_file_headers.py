@@ -174,7 +174,7 @@ def changed(raw: bytes) -> st.SearchStrategy[bytes]:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(HEADERS | changed(VALID) | st.binary(max_size=200))
 def test_whatever_a_safetensors_file_holds_it_is_read_or_refused(raw: bytes) -> None:
     def read(start: int, count: int) -> bytes:
@@ -192,7 +192,7 @@ def test_whatever_a_safetensors_file_holds_it_is_read_or_refused(raw: bytes) -> 
             to_json(invalid("path", str(error)).problem())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(changed(npy(NPY) + bytes(16)) | st.text(max_size=60).map(lambda text: npy(ascii(text))))
 def test_whatever_a_numpy_file_holds_it_is_read_or_refused(raw: bytes) -> None:
     for parse in (lambda: npy_header(io.BytesIO(raw)), lambda: read_npy(raw)):

@@ -129,24 +129,6 @@ def test_what_does_not_fit_is_refused_by_name(
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [b"", b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"],
-)
-def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, raw: bytes) -> None:
-    write(tmp_path / "a")
-    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(raw)
-    with pytest.raises(LoraError, match="safetensors"):
-        read(tmp_path / "a")
-
-
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    file = write(tmp_path / "a") / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(LoraError, match="are not all there"):
-        read(tmp_path / "a")
-
-
 def test_the_digest_covers_both_files(tmp_path: Path) -> None:
     first, other, alpha = (
         read(write(tmp_path / each, **changes))

@@ -3,7 +3,6 @@
 And is what cannot be right refused by its key?
 """
 
-import struct
 from typing import get_args
 
 import msgspec
@@ -15,12 +14,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from midstream.schemas.base.dtypes import ITEM_BYTES, DType
-from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
+from midstream.schemas.base.tensors import Tensor, from_numpy
 from midstream.schemas.requests.interventions import FAMILY, INSTALLED, STEERING_FIELDS
 from midstream.schemas.requests.specs import SteeringSpec
 from midstream.schemas.requests.steering import Entries
 from midstream.storage.formats import module_files
-from midstream.storage.formats.capture_blobs import encode_safetensors
 from midstream.storage.formats.module_files import (
     MAX_ENTRIES,
     SHAPES,
@@ -100,13 +98,6 @@ def test_the_matrices_of_a_low_rank_intervention_lie_beside_each_other() -> None
         from_numpy(matrix + 1),
         from_numpy(np.ones(2, np.float32)),
     )
-
-
-def test_bfloat16_keeps_its_bits() -> None:
-    vector = Tensor(dtype="bfloat16", shape=[2], data=struct.pack("<HH", 0x3F80, 0xC000))
-    (spec,) = specs_of(encode_safetensors({"post_block.0": vector}, {}))
-    assert spec.vector == vector
-    assert to_numpy(vector).tolist() == [1.0, -2.0]
 
 
 # --- The general form ---
@@ -318,15 +309,6 @@ def test_a_header_beyond_its_limits_is_refused_before_it_is_read(
         specs_of(raw)
     monkeypatch.setattr(module_files, "MAX_FILE_HEADER", 100)
     with pytest.raises(ValueError, match=r"header is \d+ bytes: at most 100"):
-        specs_of(raw)
-
-
-@given(
-    st.binary(max_size=64)
-    | st.binary(max_size=64).map(lambda tail: len(tail).to_bytes(8, "little") + tail)
-)
-def test_any_module_bytes_decode_or_raise_module_error(raw: bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  # whichever it is
         specs_of(raw)
 
 

@@ -11,10 +11,10 @@ import re
 import secrets
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -24,17 +24,21 @@ import obstore
 import pytest
 import s3_kit
 from capture_kit import filesystem, finished, write
+from http_kit import server
 from s3_kit import FaultProxy
 
 from midstream.broker.artifacts import fitness, retention
 from midstream.client import CaptureReader
 from midstream.schemas.base.settings import Settings, SettingsError
-from midstream.storage import s3_client
+from midstream.storage import s3_client, s3_store
 from midstream.storage.s3_client import Stale
-from midstream.storage.s3_store import PART, S3Store, _Troubles, open_store
+from midstream.storage.s3_store import S3Store, _Troubles, open_store
 from midstream.storage.store import NotInPlaceError, Signing
 
-BIG = os.urandom(3 * PART + 12345)
+#: The smallest that S3 accepts: uploads take less time than with the product's 8 MiB.
+PART = 5 << 20
+#: Leaves in two parts.
+BIG = os.urandom(PART + 12345)
 
 
 @pytest.fixture
@@ -45,6 +49,7 @@ def bucket(s3: FaultProxy) -> S3Store:
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_client, "RETRIES", 2)
+    monkeypatch.setattr(s3_store, "PART", PART)
 
 
 def put(store: S3Store, key: str, *parts: bytes) -> None:
@@ -69,9 +74,7 @@ def uploads(store: S3Store) -> int:
         return len(re.findall(b"<Upload>", answer.read()))
 
 
-@pytest.mark.parametrize(
-    "sizes", [[0], [1], [PART - 1], [PART], [PART + 1], [5, PART, 7, 2 * PART], [len(BIG)]]
-)
+@pytest.mark.parametrize("sizes", [[0], [1], [PART], [PART + 1], [5, PART, 7, len(BIG)]])
 def test_an_object_of_any_size_reads_as_it_was_written(bucket: S3Store, sizes: list[int]) -> None:
     parts = [BIG[:size] for size in sizes]
     put(bucket, "tag/job/x", *parts)
@@ -184,8 +187,9 @@ def test_a_missing_bucket_is_not_taken_for_a_deleted_object(s3: FaultProxy) -> N
 
 
 def test_a_store_that_is_away_or_slow_is_reported_in_time_and_comes_back(
-    s3: FaultProxy, bucket: S3Store
+    s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(s3_client, "PROBE_S", 1)
     put(bucket, "x", b"1")
     s3.stop()
     with pytest.raises(ConnectionRefusedError, match="cannot be reached"):
@@ -193,10 +197,8 @@ def test_a_store_that_is_away_or_slow_is_reported_in_time_and_comes_back(
     assert "cannot be reached: nothing can be written" in _Troubles().of(bucket)
     s3.start()
     assert content(bucket, "x") == b"1"
-    s3.fault("slow", "PUT", seconds=30.0)
-    began = time.monotonic()
+    s3.fault("slow", "PUT", seconds=300.0)
     assert "does not answer in time" in _Troubles().of(bucket)
-    assert time.monotonic() - began < 2 * s3_client.PROBE_S
     s3.faults.clear()
     assert _Troubles().of(bucket) == ""
 
@@ -211,20 +213,23 @@ def test_a_request_that_never_ends_is_given_up(
         put(open_store(bucket.uri.replace("kept", "slow")), "x", b"1")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda store: obstore.put(store.client, "x", b"other"), lambda store: store.delete("x")],
+    ids=["replaced", "removed"],
+)
 def test_what_was_replaced_or_removed_before_it_was_confirmed_is_not_reported(
-    bucket: S3Store, monkeypatch: pytest.MonkeyPatch
+    bucket: S3Store, monkeypatch: pytest.MonkeyPatch, change: Callable[[S3Store], object]
 ) -> None:
-    for change in (lambda: obstore.put(bucket.client, "x", b"other"), lambda: bucket.delete("x")):
-        head = S3Store.head
+    head = S3Store.head
 
-        def after(store: S3Store, key: str, change: Any = change, head: Any = head) -> Any:
-            change()
-            return head(store, key)
+    def after(store: S3Store, key: str) -> Any:
+        change(store)
+        return head(store, key)
 
-        monkeypatch.setattr(S3Store, "head", after)
-        with pytest.raises(NotInPlaceError, match="while being written"):
-            put(bucket, "x", b"mine")
-        monkeypatch.setattr(S3Store, "head", head)
+    monkeypatch.setattr(S3Store, "head", after)
+    with pytest.raises(NotInPlaceError, match="while being written"):
+        put(bucket, "x", b"mine")
 
 
 def test_an_index_is_uploaded_after_what_it_describes(s3: FaultProxy, bucket: S3Store) -> None:
@@ -266,14 +271,8 @@ def test_a_segment_takes_one_group_and_its_name_once(bucket: S3Store) -> None:
 def test_two_processes_that_erase_in_one_segment_lose_neither_erasure(bucket: S3Store) -> None:
     count, size = 12, 5000
     put(bucket, "s.seg", b"x" * count * size)
-    threads = [
-        threading.Thread(target=bucket.erase, args=("s.seg", [(n * size, size)]))
-        for n in range(0, count, 2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(lambda n: bucket.erase("s.seg", [(n * size, size)]), range(0, count, 2)))
     assert content(bucket, "s.seg") == (bytes(size) + b"x" * size) * (count // 2)
 
 
@@ -317,35 +316,30 @@ def test_a_link_needs_no_credentials_and_ends(s3: FaultProxy, bucket: S3Store) -
     )
 
 
-# The processes of a service have it by settings, readers elsewhere by AWS' own ways.
-@pytest.mark.parametrize("way", ["settings", "files", "toml", "aws", "profile"])
+# The processes of a service have them by settings (all other tests), readers elsewhere by AWS' own
+# ways.
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"AWS_ACCESS_KEY_ID": s3_kit.ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": s3_kit.SECRET_KEY},
+        {"MIDSTREAM_CONFIG": "m.toml"},
+        {"AWS_SHARED_CREDENTIALS_FILE": "credentials", "AWS_PROFILE": "other"},
+    ],
+    ids=["environment", "toml", "profile"],
+)
 def test_credentials_come_from_settings_or_from_where_aws_keeps_them(
-    s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str
+    bucket: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     key, secret = s3_kit.ACCESS_KEY, s3_kit.SECRET_KEY
+    Path("m.toml").write_text(f'artifact_access_key = "{key}"\nartifact_secret_key = "{secret}"\n')
+    Path("credentials").write_text(
+        f"[other]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"
+    )
     for name in s3_kit.ENVIRONMENT:
         monkeypatch.delenv(name)
-    if way == "settings":
-        monkeypatch.setenv("MIDSTREAM_ARTIFACT_ACCESS_KEY", key)
-        monkeypatch.setenv("MIDSTREAM_ARTIFACT_SECRET_KEY", secret)
-    elif way == "files":
-        (tmp_path / "secret").write_text(secret + "\n")
-        monkeypatch.setenv("MIDSTREAM_ARTIFACT_ACCESS_KEY", key)
-        monkeypatch.setenv("MIDSTREAM_ARTIFACT_SECRET_KEY_FILE", str(tmp_path / "secret"))
-    elif way == "toml":
-        (tmp_path / "m.toml").write_text(
-            f'artifact_access_key = "{key}"\nartifact_secret_key = "{secret}"\n'
-        )
-        monkeypatch.setenv("MIDSTREAM_CONFIG", str(tmp_path / "m.toml"))
-    elif way == "aws":
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
-    else:
-        (tmp_path / "credentials").write_text(
-            f"[other]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"
-        )
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-        monkeypatch.setenv("AWS_PROFILE", "other")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     put(bucket, "x", b"1")
     assert content(bucket, "x") == b"1"
 
@@ -396,56 +390,33 @@ def test_temporary_credentials_in_a_file_are_read_again(
 def test_temporary_credentials_of_a_role_are_asked_for_again(
     s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By obstore, of the machine's metadata service."""
+    """By obstore, of the machine's metadata service: a token, the role's name, its credentials."""
     for name in s3_kit.ENVIRONMENT:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/none")
-    given: list[str] = []
-
-    class Metadata(BaseHTTPRequestHandler):
-        def do_PUT(self) -> None:
-            self.answer(b"token")
-
-        def do_GET(self) -> None:
-            if self.path.endswith("/security-credentials/"):
-                return self.answer(b"role")
-            made = temporary(s3, 2)
-            given.append(made["aws_access_key_id"])
-            names = {
-                "AccessKeyId": "aws_access_key_id",
-                "SecretAccessKey": "aws_secret_access_key",
-                "Token": "aws_session_token",
+    first, second = temporary(s3, 3600), temporary(s3, 3600)
+    # obstore asks again when they are valid for less than five minutes
+    expires = (datetime.now(UTC) + timedelta(seconds=60)).isoformat()
+    answers = [
+        json.dumps(
+            {
+                "AccessKeyId": made["aws_access_key_id"],
+                "SecretAccessKey": made["aws_secret_access_key"],
+                "Token": made["aws_session_token"],
+                "Expiration": expires,
             }
-            expires = datetime.now(UTC) + timedelta(seconds=2)
-            self.answer(
-                json.dumps(
-                    {name: made[ours] for name, ours in names.items()}
-                    | {"Expiration": expires.isoformat()}
-                ).encode()
-            )
-
-        def answer(self, body: bytes) -> None:
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    service = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
-    threading.Thread(target=service.serve_forever, daemon=True).start()
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{service.server_port}")
-    s3_client.client.cache_clear()
-    try:
-        put(bucket, "x", b"1")
-        time.sleep(2.5)
-        put(bucket, "x", b"2")
-        assert content(bucket, "x") == b"2"
-        assert len(set(given)) > 1
-    finally:
-        service.shutdown()
-        service.server_close()
+        ).encode()
+        for made in (first, second)
+    ]
+    asking = (200, {}, b"token"), (200, {}, b"role")
+    with server(*asking, (200, {}, answers[0]), *asking, (200, {}, answers[1])) as (url, _):
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", url)
+        s3_client.client.cache_clear()
+        obstore.put(bucket.client, "x", b"1")
+        del s3.keys[first["aws_access_key_id"]]
+        time.sleep(0.2)  # obstore asks at most ten times a second
+        obstore.put(bucket.client, "x", b"2")
+        assert s3.count("PUT") == 2
 
 
 def test_half_of_a_pair_of_credentials_is_refused(
@@ -485,15 +456,17 @@ def test_a_key_outside_the_store_is_refused(bucket: S3Store, key: str) -> None:
 
 
 def test_a_large_object_leaves_in_parts_and_is_not_held_in_memory(bucket: S3Store) -> None:
-    """192 MiB, appended in pieces of 4, from a process that holds none of it."""
+    """80 MiB, appended in pieces of 4, from a process that holds none of it."""
     program = f"""
 import resource, sys
+from midstream.storage import s3_store
 from midstream.storage.store import open_store
+s3_store.PART = {PART}
 writer = open_store({bucket.uri!r}).writer()
 writer.append("warm", [bytes({2 * PART})])
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 before = peak()
-for _ in range(48):
+for _ in range(20):
     writer.append("large", [bytes(4 << 20)])
 writer.commit()
 print(peak() - before)
@@ -501,29 +474,24 @@ print(peak() - before)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
-    assert bucket.stat("large") == 192 << 20
-    assert int(done.stdout) < 130, "MiB"
+    assert bucket.stat("large") == 80 << 20
+    assert int(done.stdout) < 60, "MiB"
 
 
 def test_a_deletion_reads_the_segments_of_its_job_alone(s3: FaultProxy, bucket: S3Store) -> None:
-    for n in range(6):
-        write(
-            bucket,
-            finished(f"job_{n}"),
-            finished("job_x") if n == 3 else finished("job_y"),
-            owner=f"w.{n}",
-        )
-    assert bucket.segments("job_x") == ["tag/segments/w.3-0.0.seg"]
+    for n, other in enumerate(("job_y", "job_x", "job_y")):
+        write(bucket, finished(f"job_{n}"), finished(other), owner=f"w.{n}")
+    assert bucket.segments("job_x") == ["tag/segments/w.1-0.0.seg"]
     s3.seen.clear()
     assert retention.delete(bucket, ["job_x"], keep=["job_x"]) == ["job_x"]
     assert set(re.findall(r"GET \S*/tag/segments/([^/?]+\.seg)", "\n".join(s3.seen))) == {
-        "w.3-0.0.seg"
+        "w.1-0.0.seg"
     }
     assert bucket.segments("job_x") != []  # until the deletion is over, for what comes late
     assert retention.delete(bucket, ["job_x"]) == ["job_x"]
     assert bucket.segments("job_x") == []
     s3.seen.clear()
-    assert CaptureReader(bucket, "job_3").requests() == [0]
+    assert CaptureReader(bucket, "job_1").requests() == [0]
     assert s3.count(r"GET .*\.jsonl") == 1
 
 

@@ -236,13 +236,6 @@ def test_files_that_are_no_tensors_are_refused(tmp_path: Path, form: str, raw: b
         check_on(tmp_path / "a", "post_block", 1, **MODEL)
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    file = changed(tmp_path / "a") / "sae_weights.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(MidstreamError, match="are not all there"):
-        check_on(tmp_path / "a", None, None, **MODEL)
-
-
 @pytest.mark.parametrize(
     "bad",
     [
@@ -270,15 +263,10 @@ def test_an_npz_that_unpacks_to_more_than_the_limit_is_refused(
 
 
 def test_only_folders_below_the_allowed_one_are_taken(tmp_path: Path) -> None:
-    inside, outside = changed(tmp_path / "root" / "deep" / "a"), changed(tmp_path / "elsewhere")
-    shutil.copytree(ROOT / "gemma_scope", tmp_path / "root" / "scope")
-    root = str(tmp_path / "root")
-    assert folder_of(root, "deep/a") == inside
-    assert folder_of(root, "scope").name == "scope"
-    (tmp_path / "root" / "link").symlink_to(outside)
-    for path in ("link", "deep", "../elsewhere", str(inside), ".", "", "missing", "a\0b"):
-        with pytest.raises(MidstreamError) as refused:
-            folder_of(root, path)
-        assert (refused.value.kind, refused.value.field) == ("invalid_request", "path"), path
+    """Which paths are refused is told by test_lora_files.py."""
+    inside = changed(tmp_path / "deep" / "a")
+    shutil.copytree(ROOT / "gemma_scope", tmp_path / "scope")
+    assert folder_of(str(tmp_path), "deep/a") == inside
+    assert folder_of(str(tmp_path), "scope").name == "scope"
     with pytest.raises(MidstreamError, match="sae_dir is empty"):
         folder_of("", "deep/a")

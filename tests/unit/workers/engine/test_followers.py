@@ -52,50 +52,55 @@ def settings(**changed: Any) -> Settings:
     return Settings(**given)
 
 
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    made = Store()
+    monkeypatch.setattr(nodes, "_connect", lambda _: made)
+    return made
+
+
 @pytest.fixture
-def followers(monkeypatch: pytest.MonkeyPatch) -> nodes.Followers:
+def followers() -> nodes.Followers:
     """The worker's view; the thread that looks is stopped, and the test looks."""
-    monkeypatch.setattr(nodes, "_connect", lambda _: Store())
     found = nodes.Followers(settings(), "boot", lambda _: None)
     found.stop()
     return found
 
 
-def test_a_follower_that_never_came_is_not_lost(followers: nodes.Followers) -> None:
+def test_a_follower_whose_sign_is_gone_is_lost(followers: nodes.Followers, store: Store) -> None:
+    assert followers.lost(-1000.0) is None, "it never came"
+    store.values[KEY] = b"boot:a"
     assert followers.lost(0.0) is None
-    assert followers.lost(1000.0) is None
-
-
-def test_a_follower_whose_sign_is_gone_is_lost(followers: nodes.Followers) -> None:
-    followers._client.values[KEY] = b"boot:a"
-    assert followers.lost(0.0) is None
-    del followers._client.values[KEY]
+    del store.values[KEY]
     assert followers.lost(0.5) is None, "not at once"
     assert followers.lost(2.0) == 1
 
 
-def test_a_follower_that_was_started_again_is_lost(followers: nodes.Followers) -> None:
+def test_a_follower_that_was_started_again_is_lost(
+    followers: nodes.Followers, store: Store
+) -> None:
     """Its supervisor is quick: the sign is there, and the ranks are new ones."""
-    followers._client.values[KEY] = b"boot:a"
+    store.values[KEY] = b"boot:a"
     assert followers.lost(0.0) is None
-    followers._client.values[KEY] = b"boot:b"
+    store.values[KEY] = b"boot:b"
     assert followers.lost(0.5) == 1
 
 
-def test_while_redis_is_away_nobody_is_lost(followers: nodes.Followers) -> None:
-    followers._client.values[KEY] = b"boot:a"
+def test_while_redis_is_away_nobody_is_lost(followers: nodes.Followers, store: Store) -> None:
+    store.values[KEY] = b"boot:a"
     assert followers.lost(0.0) is None
-    followers._client.away = True
+    store.away = True
     assert followers.lost(100.0) is None
-    followers._client.away = False
-    del followers._client.values[KEY]  # it has expired meanwhile
+    store.away = False
+    del store.values[KEY]  # it has expired meanwhile
     assert followers.lost(100.0 + LEASE_S) is None
     assert followers.lost(101.0 + LEASE_S) == 1
 
 
-def test_a_follower_stays_while_it_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, now = Store(), [1000.0]
-    monkeypatch.setattr(nodes, "_connect", lambda _: store)
+def test_a_follower_stays_while_it_reaches_the_worker(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
     monkeypatch.setattr(nodes.time, "monotonic", lambda: now[0])
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"127.0.0.1:{server.getsockname()[1]}"
@@ -108,8 +113,7 @@ def test_a_follower_stays_while_it_reaches_the_worker(monkeypatch: pytest.Monkey
     assert not worker.renew("boot")
 
 
-def test_a_follower_may_wait_for_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "_connect", lambda _: Store())
+def test_a_follower_may_wait_for_its_worker() -> None:
     worker = nodes.Worker(settings(node_rank=1, node_master="127.0.0.1:1"))
     assert worker.renew("boot"), "its ranks have not met yet"
 
@@ -129,7 +133,6 @@ def test_a_follower_waits_for_a_redis_that_loads_its_log(monkeypatch: pytest.Mon
             raise answer
         return answer
 
-    monkeypatch.setattr(nodes, "_connect", lambda _: Store())
     monkeypatch.setattr(nodes, "POLL_S", 0.0)
     monkeypatch.setattr(nodes.Worker, "start", start)
     worker = nodes.Worker(settings())

@@ -3,7 +3,6 @@ take all of a worker.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,113 +34,86 @@ class Checker(FormatChecker):
         return asyncio.create_task(self.check(params, tenant, job or regex))
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(20):
-            await scenario()
-
-    asyncio.run(main())
-
-
 async def settled() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-def test_formats_that_are_known_do_not_wait_for_one_that_is_being_checked() -> None:
-    async def scenario() -> None:
-        checker = Checker()
-        checker.let = asyncio.Semaphore(2)
-        await checker.of("good")
-        with pytest.raises(MidstreamError, match="is refused"):
-            await checker.of("bad")
-        slow = checker.of("slow")
-        await settled()
-        await checker.of("good", "b")
-        with pytest.raises(MidstreamError, match="is refused"):
-            await checker.of("bad", "b")
-        assert (checker.asked, slow.done()) == (["good", "bad", "slow"], False), (
-            "a refusal is remembered too"
-        )
+async def test_formats_that_are_known_do_not_wait_for_one_that_is_being_checked() -> None:
+    checker = Checker()
+    checker.let = asyncio.Semaphore(2)
+    await checker.of("good")
+    with pytest.raises(MidstreamError, match="is refused"):
+        await checker.of("bad")
+    slow = checker.of("slow")
+    await settled()
+    await checker.of("good", "b")
+    with pytest.raises(MidstreamError, match="is refused"):
+        await checker.of("bad", "b")
+    assert (checker.asked, slow.done()) == (["good", "bad", "slow"], False), (
+        "a refusal is remembered too"
+    )
+    checker.let.release()
+    await slow
+
+
+async def test_requests_of_one_format_are_one_check() -> None:
+    checker = Checker()
+    tasks = [checker.of("same", job="job") for _ in range(200)]
+    await settled()
+    checker.let.release()
+    await asyncio.gather(*tasks)
+    assert checker.asked == ["same"]
+
+
+async def test_tenants_have_turns() -> None:
+    checker = Checker()
+    tasks = [checker.of(f"a{number}") for number in range(6)]
+    await settled()
+    tasks += [checker.of("b0", "b"), checker.of("c0", "c")]
+    await settled()
+    for _ in tasks:
         checker.let.release()
-        await slow
-
-    run(scenario)
-
-
-def test_requests_of_one_format_are_one_check() -> None:
-    async def scenario() -> None:
-        checker = Checker()
-        tasks = [checker.of("same", job="job") for _ in range(200)]
-        await settled()
-        checker.let.release()
-        await asyncio.gather(*tasks)
-        assert checker.asked == ["same"]
-
-    run(scenario)
+    await asyncio.gather(*tasks)
+    assert checker.asked == ["a0", "a1", "b0", "c0", "a2", "a3", "a4", "a5"]
 
 
-def test_tenants_have_turns() -> None:
-    async def scenario() -> None:
-        checker = Checker()
-        tasks = [checker.of(f"a{number}") for number in range(6)]
-        await settled()
-        tasks += [checker.of("b0", "b"), checker.of("c0", "c")]
-        await settled()
-        for _ in tasks:
-            checker.let.release()
-        await asyncio.gather(*tasks)
-        assert checker.asked == ["a0", "a1", "b0", "c0", "a2", "a3", "a4", "a5"]
-
-    run(scenario)
-
-
-def test_jobs_that_wait_beyond_their_share_hold_no_place() -> None:
+async def test_jobs_that_wait_beyond_their_share_hold_no_place() -> None:
     """A tenant's own share first; then all tenants'."""
-
-    async def scenario() -> None:
-        checker = Checker(jobs=4)
-        tasks = [checker.of("a0"), checker.of("a1")]
-        await settled()
-        with pytest.raises(FormatsBusy, match="2 jobs of the tenant wait"):
-            await checker.of("a2")
-        again = checker.of("other", job="a0")  # of a job that waits already
-        tasks += [again, checker.of("b0", "b"), checker.of("c0", "c")]
-        await settled()
-        with pytest.raises(FormatsBusy, match=r"0 jobs of the tenant wait .* and 4 in all"):
-            await checker.of("d0", "d")
-        for _ in tasks:
-            checker.let.release()
-        await asyncio.gather(*tasks)
-        checker.let.release()
+    checker = Checker(jobs=4)
+    tasks = [checker.of("a0"), checker.of("a1")]
+    await settled()
+    with pytest.raises(FormatsBusy, match="2 jobs of the tenant wait"):
         await checker.of("a2")
-
-    run(scenario)
-
-
-def test_a_request_that_is_cancelled_leaves_the_queue() -> None:
-    async def scenario() -> None:
-        checker = Checker()
-        running, waiting, last = (checker.of(name) for name in ("one", "two", "three"))
-        await settled()
-        running.cancel()
-        waiting.cancel()
-        await asyncio.gather(running, waiting, return_exceptions=True)
-        await settled()
+    again = checker.of("other", job="a0")  # of a job that waits already
+    tasks += [again, checker.of("b0", "b"), checker.of("c0", "c")]
+    await settled()
+    with pytest.raises(FormatsBusy, match=r"0 jobs of the tenant wait .* and 4 in all"):
+        await checker.of("d0", "d")
+    for _ in tasks:
         checker.let.release()
-        await last
-        assert checker.asked == ["one", "three"]
+    await asyncio.gather(*tasks)
+    checker.let.release()
+    await checker.of("a2")
 
-    run(scenario)
+
+async def test_a_request_that_is_cancelled_leaves_the_queue() -> None:
+    checker = Checker()
+    running, waiting, last = (checker.of(name) for name in ("one", "two", "three"))
+    await settled()
+    running.cancel()
+    waiting.cancel()
+    await asyncio.gather(running, waiting, return_exceptions=True)
+    await settled()
+    checker.let.release()
+    await last
+    assert checker.asked == ["one", "three"]
 
 
-def test_so_many_formats_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        monkeypatch.setattr(format_check, "KEPT", 2)
-        checker = Checker()
-        checker.let = asyncio.Semaphore(9)
-        for regex in ("x", "y", "x", "z", "x", "y"):
-            await checker.of(regex)
-        assert checker.asked == ["x", "y", "z", "y"]
-
-    run(scenario)
+async def test_so_many_formats_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format_check, "KEPT", 2)
+    checker = Checker()
+    checker.let = asyncio.Semaphore(9)
+    for regex in ("x", "y", "x", "z", "x", "y"):
+        await checker.of(regex)
+    assert checker.asked == ["x", "y", "z", "y"]

@@ -16,8 +16,7 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.steering import GlobalSteering, RankSteering, SteeringTemplate
-from midstream.workers.engine.ranks.collective import Quarantined, Refused, Undo, unbroken
-from midstream.workers.engine.ranks.control import disagreement
+from midstream.workers.engine.ranks.collective import Quarantined, Refused, Undo
 
 TENSORS = {
     content_hash(t): t for t in (from_numpy(np.full(8, n, dtype=np.float32)) for n in range(3))
@@ -117,21 +116,6 @@ async def test_a_failed_rollback_quarantines_the_worker(tmp_path: Path, what: st
     assert len(rig.quarantined) == 1
 
 
-async def test_a_preparation_that_one_rank_refuses_says_which_and_changes_nothing(
-    tmp_path: Path,
-) -> None:
-    # field case 29
-    rig = Rig(tmp_path, fault="prepare:rank=1")
-    await rig.fill()
-    before = await rig.engine.steering_status()
-    answers = await rig.engine.prepare_global(steering(2, FIRST))
-    assert [(answer.rank, answer.ok, answer.message) for answer in answers] == [
-        (0, True, ""),
-        (1, False, "injected fault"),
-    ]
-    assert await rig.engine.steering_status() == before
-
-
 async def test_an_irreversible_failure_quarantines_the_worker(
     tmp_path: Path,
 ) -> None:  # field case 29
@@ -149,23 +133,6 @@ async def test_an_irreversible_failure_quarantines_the_worker(
         assert len(rig.quarantined) == 1
 
 
-async def test_resynced_ranks_are_empty_and_agree(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    await rig.fill()
-    rig.engine.ranks.ranks[1].ledger.fold(0, "row_release", "x")
-    assert "stage 0 disagree" in disagreement(await rig.engine.steering_status())
-    await rig.engine.restart_ledgers()
-    ranks = await rig.engine.steering_status()
-    assert {
-        (rank.actions, rank.epoch, rank.vectors, rank.global_version, len(rank.modules))
-        for rank in ranks
-    } == {(0, 1, 0, 0, 0)}
-    assert not disagreement(ranks)
-    await rig.fill()  # the worker's own account began anew, too: everything is sent again
-    assert [rank.vectors for rank in await rig.engine.steering_status()] == [2, 2]
-    assert await rig.engine.same_content()
-
-
 @pytest.mark.parametrize("turns", range(8))
 async def test_cancellation_at_any_point_leaves_ranks_consistent(
     tmp_path: Path, turns: int
@@ -179,23 +146,6 @@ async def test_cancellation_at_any_point_leaves_ranks_consistent(
     known = THIRD in rig.engine._vectors._sizes
     assert [rank.vectors for rank in await rig.engine.steering_status()] == [int(known)] * 2
     assert rig.engine._vectors._held.total() == (not sending.cancelled())
-
-
-async def test_shielded_work_finishes_before_cancellation() -> None:
-    done: list[int] = []
-
-    async def work() -> None:
-        await asyncio.sleep(0.01)
-        done.append(1)
-
-    task = asyncio.create_task(unbroken(work()))
-    await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert done == [1]
 
 
 async def test_a_dead_engine_is_not_a_refusal(tmp_path: Path) -> None:

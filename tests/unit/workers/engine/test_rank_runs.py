@@ -85,243 +85,189 @@ class Rig:
         return [set(rank.runs) for rank in self.ranks]
 
 
-def tell(story: Awaitable[None]) -> None:
-    async def within() -> None:
-        async with asyncio.timeout(120):
-            await story
-
-    asyncio.run(within())
-
-
 async def settle() -> None:
     """Let everybody do what can be done now."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
-def test_concurrent_holders_load_a_run_once_and_one_rpc_carries_it() -> None:
-    async def story() -> None:
-        rig = Rig(10 * SIZE)
-        await asyncio.gather(*(rig.hold(A) for _ in range(5)), rig.hold(B, A))
-        assert rig.calls == [("midstream_put_run", A), ("midstream_put_run", B)]
-        assert rig.on_ranks() == [{A, B}, {A, B}]
-
-    tell(story())
+async def test_concurrent_holders_load_a_run_once_and_one_rpc_carries_it() -> None:
+    rig = Rig(10 * SIZE)
+    await asyncio.gather(*(rig.hold(A) for _ in range(5)), rig.hold(B, A))
+    assert rig.calls == [("midstream_put_run", A), ("midstream_put_run", B)]
+    assert rig.on_ranks() == [{A, B}, {A, B}]
 
 
-def test_the_least_recently_used_run_is_evicted_whole_and_reloaded_on_demand() -> None:
-    async def story() -> None:
-        rig = Rig(3 * SIZE)
-        for key in (A, B, C, A, D):
-            async with rig.held(key):
-                pass
-        assert rig.calls[-2:] == [("midstream_drop_runs", [B]), ("midstream_put_run", D)]
-        assert (rig.runs.names, rig.on_ranks()[1]) == ([C, A, D], {A, C, D})
-        async with rig.held(B):
-            assert rig.on_ranks() == [{A, B, D}] * 2
-        assert rig.loads(B) == 2
-
-    tell(story())
+async def test_the_least_recently_used_run_is_evicted_whole_and_reloaded_on_demand() -> None:
+    rig = Rig(3 * SIZE)
+    for key in (A, B, C, A, D):
+        async with rig.held(key):
+            pass
+    assert rig.calls[-2:] == [("midstream_drop_runs", [B]), ("midstream_put_run", D)]
+    assert (rig.runs.names, rig.on_ranks()[1]) == ([C, A, D], {A, C, D})
+    async with rig.held(B):
+        assert rig.on_ranks() == [{A, B, D}] * 2
+    assert rig.loads(B) == 2
 
 
 # field case 31
-def test_a_held_run_is_never_evicted_and_waiters_are_served_in_order() -> None:
-    async def story() -> None:
-        rig, order = Rig(2 * SIZE, c=2 * SIZE), []
+async def test_a_held_run_is_never_evicted_and_waiters_are_served_in_order() -> None:
+    rig, order = Rig(2 * SIZE, c=2 * SIZE), []
 
-        async def use(label: str, *keys: str) -> None:
-            async with rig.held(*keys):
-                order.append(label)
-                await settle()
-
-        await rig.hold(A)
-        waiting = [
-            asyncio.create_task(use(label, key)) for label, key in (("c", C), ("b", B), ("a", A))
-        ]
-        await settle()
-        assert order == [], "b fits and a is there, but c was first"
-        assert rig.on_ranks() == [{A}, {A}]
-        rig.runs.release([A])
-        await asyncio.gather(*waiting)
-        assert order == ["c", "b", "a"]
-
-    tell(story())
-
-
-# field case 31
-def test_held_runs_are_not_evicted_before_newer_unheld_ones() -> None:
-    async def story() -> None:
-        rig = Rig(2 * SIZE)
-        await rig.hold(A)
-        async with rig.held(B):
-            pass
-        await rig.hold(C)
-        assert rig.on_ranks() == [{A, C}, {A, C}]
-
-    tell(story())
-
-
-def test_a_run_larger_than_the_budget_is_loaded_when_nobody_holds_another() -> None:
-    async def story() -> None:
-        rig = Rig(2 * SIZE, c=5 * SIZE)
-        async with rig.held(A):
-            pass
-        async with rig.held(C):
-            assert rig.on_ranks() == [{C}, {C}]
-            second = asyncio.create_task(rig.hold(A))
+    async def use(label: str, *keys: str) -> None:
+        async with rig.held(*keys):
+            order.append(label)
             await settle()
-            assert not second.done()
-        await second
-        assert rig.on_ranks() == [{A}, {A}]
 
-    tell(story())
+    await rig.hold(A)
+    waiting = [
+        asyncio.create_task(use(label, key)) for label, key in (("c", C), ("b", B), ("a", A))
+    ]
+    await settle()
+    assert order == [], "b fits and a is there, but c was first"
+    assert rig.on_ranks() == [{A}, {A}]
+    rig.runs.release([A])
+    await asyncio.gather(*waiting)
+    assert order == ["c", "b", "a"]
 
 
-def test_a_holder_cancelled_while_waiting_holds_nothing_and_admits_the_next() -> None:
-    async def story() -> None:
-        rig = Rig(2 * SIZE)
-        await rig.hold(A)
-        waiting = asyncio.create_task(rig.hold(B, C))
+async def test_a_run_larger_than_the_budget_is_loaded_when_nobody_holds_another() -> None:
+    rig = Rig(2 * SIZE, c=5 * SIZE)
+    async with rig.held(A):
+        pass
+    async with rig.held(C):
+        assert rig.on_ranks() == [{C}, {C}]
+        second = asyncio.create_task(rig.hold(A))
         await settle()
-        behind = asyncio.create_task(rig.hold(D))
-        await settle()
-        assert not behind.done()
-        waiting.cancel()
-        await behind
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert rig.on_ranks() == [{A, D}, {A, D}]
-        rig.runs.release([A])
-        rig.runs.release([D])
-        await rig.hold(B, C)  # nothing is left of the first attempt's hold
-        assert rig.on_ranks() == [{B, C}, {B, C}]
-
-    tell(story())
+        assert not second.done()
+    await second
+    assert rig.on_ranks() == [{A}, {A}]
 
 
-def test_a_holder_cancelled_during_loading_leaves_a_complete_run_without_holders() -> None:
-    async def story() -> None:
-        rig, reached, go_on = Rig(SIZE), asyncio.Event(), asyncio.Event()
+async def test_a_holder_cancelled_while_waiting_holds_nothing_and_admits_the_next() -> None:
+    rig = Rig(2 * SIZE)
+    await rig.hold(A)
+    waiting = asyncio.create_task(rig.hold(B, C))
+    await settle()
+    behind = asyncio.create_task(rig.hold(D))
+    await settle()
+    assert not behind.done()
+    waiting.cancel()
+    await behind
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert rig.on_ranks() == [{A, D}, {A, D}]
+    rig.runs.release([A])
+    rig.runs.release([D])
+    await rig.hold(B, C)  # nothing is left of the first attempt's hold
+    assert rig.on_ranks() == [{B, C}, {B, C}]
 
-        async def in_call() -> None:
-            reached.set()
-            await go_on.wait()
 
-        rig.in_call = in_call
-        holder = asyncio.create_task(rig.hold(A))
-        await reached.wait()
-        holder.cancel()
-        await settle()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await holder
-        assert (rig.runs.names, rig.on_ranks()) == ([A], [{A}, {A}])
-        await rig.hold(B)  # A gives way: it is held by nobody
-        assert rig.on_ranks() == [{B}, {B}]
+async def test_a_holder_cancelled_during_loading_leaves_a_complete_run_without_holders() -> None:
+    rig, reached, go_on = Rig(SIZE), asyncio.Event(), asyncio.Event()
 
-    tell(story())
+    async def in_call() -> None:
+        reached.set()
+        await go_on.wait()
+
+    rig.in_call = in_call
+    holder = asyncio.create_task(rig.hold(A))
+    await reached.wait()
+    holder.cancel()
+    await settle()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await holder
+    assert (rig.runs.names, rig.on_ranks()) == ([A], [{A}, {A}])
+    await rig.hold(B)  # A gives way: it is held by nobody
+    assert rig.on_ranks() == [{B}, {B}]
 
 
 # field case 28
-def test_a_run_that_one_rank_cannot_load_is_dropped_by_all_with_the_reason() -> None:
-    async def story() -> None:
-        rig = Rig(10 * SIZE, fault="put_run:rank=1,after=1,times=1")
-        with pytest.raises(
-            MidstreamError, match=f"source run {B} failed on rank 1: injected fault"
-        ) as caught:
-            await rig.hold(A, B)
-        assert caught.value.kind == "intervention_failed"
-        assert ("midstream_drop_runs", [B]) in rig.calls
-        assert rig.on_ranks() == [{A}, {A}]
-        assert rig.quarantined == []
-        await rig.hold(B)  # the ranks go on, and it is sent anew
-        assert rig.on_ranks() == [{A, B}, {A, B}]
-
-    tell(story())
+async def test_a_run_that_one_rank_cannot_load_is_dropped_by_all_with_the_reason() -> None:
+    rig = Rig(10 * SIZE, fault="put_run:rank=1,after=1,times=1")
+    with pytest.raises(
+        MidstreamError, match=f"source run {B} failed on rank 1: injected fault"
+    ) as caught:
+        await rig.hold(A, B)
+    assert caught.value.kind == "intervention_failed"
+    assert ("midstream_drop_runs", [B]) in rig.calls
+    assert rig.on_ranks() == [{A}, {A}]
+    assert rig.quarantined == []
+    await rig.hold(B)  # the ranks go on, and it is sent anew
+    assert rig.on_ranks() == [{A, B}, {A, B}]
 
 
 # field case 31
-def test_a_deleted_run_serves_only_its_holders() -> None:
-    async def story() -> None:
-        rig = Rig(10 * SIZE)
-        async with rig.held(A):
-            rig.deleted.add(A)
-            with pytest.raises(MidstreamError, match="were deleted"):
-                await rig.hold(B, A)
-            assert rig.on_ranks() == [{A}, {A}]
+async def test_a_deleted_run_serves_only_its_holders() -> None:
+    rig = Rig(10 * SIZE)
+    async with rig.held(A):
+        rig.deleted.add(A)
         with pytest.raises(MidstreamError, match="were deleted"):
-            await rig.hold(A)
-        assert rig.loads(B) == 0
-
-    tell(story())
-
-
-def test_failing_to_drop_a_run_quarantines_the_worker() -> None:
-    async def story() -> None:
-        rig = Rig(SIZE, fault="drop_runs:rank=0")
-        async with rig.held(A):
-            pass
-        with pytest.raises(Quarantined, match="dropping source runs failed on rank 0"):
-            await rig.hold(B)
-        assert len(rig.quarantined) == 1
-
-    tell(story())
-
-
-def test_after_a_resync_runs_are_loaded_again_and_late_releases_do_no_harm() -> None:
-    async def story() -> None:
-        rig = Rig(2 * SIZE)
+            await rig.hold(B, A)
+        assert rig.on_ranks() == [{A}, {A}]
+    with pytest.raises(MidstreamError, match="were deleted"):
         await rig.hold(A)
-        waiting = asyncio.create_task(rig.hold(B, C))
-        await settle()
-        for rank in rig.ranks:
-            rank.midstream_drop_runs([A])
-        rig.runs.forget()
-        await waiting
-        rig.runs.release([A])
-        rig.runs.release([B, C])
-        await rig.hold(A)
-        assert rig.loads(A) == 2
-        assert rig.on_ranks()[0] >= {A}
+    assert rig.loads(B) == 0
 
-    tell(story())
+
+async def test_failing_to_drop_a_run_quarantines_the_worker() -> None:
+    rig = Rig(SIZE, fault="drop_runs:rank=0")
+    async with rig.held(A):
+        pass
+    with pytest.raises(Quarantined, match="dropping source runs failed on rank 0"):
+        await rig.hold(B)
+    assert len(rig.quarantined) == 1
+
+
+async def test_after_a_resync_runs_are_loaded_again_and_late_releases_do_no_harm() -> None:
+    rig = Rig(2 * SIZE)
+    await rig.hold(A)
+    waiting = asyncio.create_task(rig.hold(B, C))
+    await settle()
+    for rank in rig.ranks:
+        rank.midstream_drop_runs([A])
+    rig.runs.forget()
+    await waiting
+    rig.runs.release([A])
+    rig.runs.release([B, C])
+    await rig.hold(A)
+    assert rig.loads(A) == 2
+    assert rig.on_ranks()[0] >= {A}
 
 
 # field case 31
-def test_holders_in_any_order_keep_their_runs_within_the_budget() -> None:
-    async def story() -> None:
-        keys = [f"job_{number}.0.t" for number in range(8)]
-        rig, dice, budget = Rig(3 * SIZE), random.Random(7), 3 * SIZE
-        holders: list[Sequence[str]] = []
-        done = 0
+async def test_holders_in_any_order_keep_their_runs_within_the_budget() -> None:
+    keys = [f"job_{number}.0.t" for number in range(8)]
+    rig, dice, budget = Rig(3 * SIZE), random.Random(7), 3 * SIZE
+    holders: list[Sequence[str]] = []
+    done = 0
 
-        async def one() -> None:
-            nonlocal done
-            mine = dice.sample(keys, dice.choice([1, 1, 2, 3, 4]))  # four are more than the budget
-            task = asyncio.ensure_future(rig.hold(*mine))
-            if dice.random() < 0.2:
-                for _ in range(dice.randrange(12)):
-                    await asyncio.sleep(0)
-                task.cancel()
-            try:
-                await task
-            except asyncio.CancelledError:
-                return
-            holders.append(mine)
-            for _ in range(dice.randrange(30)):
-                held = {key for each in holders for key in each}
-                assert all(held <= there for there in rig.on_ranks())
-                # Together within the budget; or one needs more, and the others only what it has.
-                assert len(held) * SIZE <= budget or len(held) == max(map(len, holders))
+    async def one() -> None:
+        nonlocal done
+        mine = dice.sample(keys, dice.choice([1, 1, 2, 3, 4]))  # four are more than the budget
+        task = asyncio.ensure_future(rig.hold(*mine))
+        if dice.random() < 0.2:
+            for _ in range(dice.randrange(12)):
                 await asyncio.sleep(0)
-            holders.remove(mine)
-            rig.runs.release(mine)
-            done += 1
+            task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            return
+        holders.append(mine)
+        for _ in range(dice.randrange(30)):
+            held = {key for each in holders for key in each}
+            assert all(held <= there for there in rig.on_ranks())
+            # Together within the budget; or one needs more, and the others only what it has.
+            assert len(held) * SIZE <= budget or len(held) == max(map(len, holders))
+            await asyncio.sleep(0)
+        holders.remove(mine)
+        rig.runs.release(mine)
+        done += 1
 
-        await asyncio.gather(*(one() for _ in range(300)))
-        assert done > 200
-        assert sorted(rig.runs.names) == sorted(rig.on_ranks()[0])
-        assert rig.on_ranks()[0] == rig.on_ranks()[1]
-        assert rig.quarantined == []
-
-    tell(story())
+    await asyncio.gather(*(one() for _ in range(300)))
+    assert done > 200
+    assert sorted(rig.runs.names) == sorted(rig.on_ranks()[0])
+    assert rig.on_ranks()[0] == rig.on_ranks()[1]
+    assert rig.quarantined == []

@@ -3,7 +3,7 @@ holds nothing while it waits.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,76 +43,63 @@ def sae(tmp_path: Path) -> Callable[[str, int], StoredSae]:
     return made
 
 
-def run(story: Callable[[RankSaes, Loaded], Awaitable[None]], root: Path, budget: int = 10) -> None:
-    ranks = Loaded()
-    asyncio.run(
-        asyncio.wait_for(_run(story, ranks, RankSaes(cast(Ranks, ranks), str(root), budget)), 20)
-    )
+@pytest.fixture
+def ranks() -> Loaded:
+    return Loaded()
+
+
+@pytest.fixture
+def saes(ranks: Loaded, tmp_path: Path) -> RankSaes:
+    return RankSaes(cast(Ranks, ranks), str(tmp_path), 12)
 
 
 def release(saes: RankSaes, *held: StoredSae) -> None:
     saes.release(sae.digest for sae in held)
 
 
-async def _run(
-    story: Callable[[RankSaes, Loaded], Awaitable[None]], ranks: Loaded, saes: RankSaes
+async def settled() -> None:
+    """Let everybody do what can be done now."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_two_requests_that_need_each_others_room_take_turns(
+    sae: Callable[[str, int], StoredSae], saes: RankSaes, ranks: Loaded
 ) -> None:
-    await story(saes, ranks)
+    a, b, c = sae("a", 5), sae("b", 5), sae("c", 5)
+    await saes.hold([a, b])
+    waiting = [asyncio.create_task(saes.hold(wanted)) for wanted in ([b, c], [c, a])]
+    await settled()
+    assert not any(task.done() for task in waiting)
+    assert ranks.digests == ["aaa", "bbb"]
+    release(saes, a, b)
+    await waiting[0]
+    assert ranks.digests == ["bbb", "ccc"], "what it needs itself is not dropped"
+    assert not waiting[1].done()
+    release(saes, b, c)
+    await waiting[1]
+    assert ranks.digests == ["ccc", "aaa"]
 
 
-def test_two_requests_that_need_each_others_room_take_turns(
-    sae: Callable[[str, int], StoredSae], tmp_path: Path
-) -> None:
-    a, b, c = sae("a", 4), sae("b", 4), sae("c", 4)
-
-    async def story(saes: RankSaes, ranks: Loaded) -> None:
-        await saes.hold([a, b])
-        waiting = [asyncio.create_task(saes.hold(wanted)) for wanted in ([b, c], [c, a])]
-        await asyncio.sleep(0.05)
-        assert not any(task.done() for task in waiting)
-        assert ranks.digests == ["aaa", "bbb"]
-        release(saes, a, b)
-        await waiting[0]
-        assert ranks.digests == ["bbb", "ccc"], "what it needs itself is not dropped"
-        assert not waiting[1].done()
-        release(saes, b, c)
-        await waiting[1]
-        assert ranks.digests == ["ccc", "aaa"]
-
-    run(story, tmp_path)
-
-
-def test_a_waiting_request_that_is_cancelled_holds_nothing(
-    sae: Callable[[str, int], StoredSae], tmp_path: Path
+async def test_a_waiting_request_that_is_cancelled_holds_nothing(
+    sae: Callable[[str, int], StoredSae], saes: RankSaes, ranks: Loaded
 ) -> None:
     a, b, c = sae("a", 4), sae("b", 4), sae("c", 8)
-
-    async def story(saes: RankSaes, ranks: Loaded) -> None:
-        await saes.hold([a])
-        waiting = asyncio.create_task(saes.hold([b, c]))
-        await asyncio.sleep(0.05)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        release(saes, a)
-        await saes.hold([c])
-        assert ranks.digests == ["aaa", "ccc"], "it loaded nothing while it waited"
-
-    run(story, tmp_path, 12)
+    await saes.hold([a])
+    waiting = asyncio.create_task(saes.hold([b, c]))
+    await settled()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    release(saes, a)
+    await saes.hold([c])
+    assert ranks.digests == ["aaa", "ccc"], "it loaded nothing while it waited"
 
 
-def test_autoencoders_that_exceed_the_cache_together_are_refused(
-    sae: Callable[[str, int], StoredSae], tmp_path: Path
+async def test_autoencoders_that_exceed_the_cache_together_are_refused(
+    sae: Callable[[str, int], StoredSae], saes: RankSaes, ranks: Loaded
 ) -> None:
-    async def story(saes: RankSaes, ranks: Loaded) -> None:
-        with pytest.raises(
-            MidstreamError, match=r"12 bytes of weights \('a', 'b'\) exceed"
-        ) as refused:
-            await saes.hold([sae("a", 6), sae("b", 6)])
-        assert (refused.value.kind, refused.value.field, ranks.digests) == (
-            "invalid_request",
-            "features",
-            [],
-        )
-
-    run(story, tmp_path)
+    with pytest.raises(MidstreamError, match=r"14 bytes of weights \('a', 'b'\) exceed") as refused:
+        await saes.hold([sae("a", 7), sae("b", 7)])
+    assert (refused.value.kind, refused.value.field) == ("invalid_request", "features")
+    assert ranks.digests == []

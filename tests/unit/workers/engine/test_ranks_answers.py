@@ -1,6 +1,8 @@
 """Every rank's answer is looked at; what the worker believes of the ranks is what they said."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,6 +82,38 @@ async def test_only_vectors_that_no_job_holds_are_evicted_beyond_the_budget() ->
     ]
 
 
+def rows(*keys: str, entries: int = 1) -> frozenset[RowDemand]:
+    return frozenset(RowDemand(key, entries) for key in keys)
+
+
+def hold(gate: Any, demand: Any, done: asyncio.Event) -> "asyncio.Task[None]":
+    """Wait for a place, and keep it until `done`."""
+
+    async def use() -> None:
+        async with gate.admitted(demand):
+            await done.wait()
+
+    return asyncio.create_task(use())
+
+
+async def replace(
+    admission: RowAdmission,
+    *keys: str,
+    patience_s: float = 60,
+    written: asyncio.Event | None = None,
+) -> None:
+    """Put these global rows in place of the former; the ranks have them when `written` is set."""
+    async with admission.replacing_pinned(rows(*keys), patience_s):
+        if written is not None:
+            await written.wait()
+
+
+async def settled() -> None:
+    """Let everybody do what can be done now."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 async def test_rows_beyond_the_table_wait_in_order_and_shared_rows_do_not_count_twice() -> None:
     admission, order = RowAdmission(2, 9), []
 
@@ -97,76 +131,57 @@ async def test_rows_beyond_the_table_wait_in_order_and_shared_rows_do_not_count_
 
 
 async def test_a_cancelled_waiter_gives_up_its_place() -> None:
-    admission = RowAdmission(1, 9)
-
-    async def use(key: str, hold: asyncio.Event) -> None:
-        async with admission.admitted(rows(key)):
-            await hold.wait()
-
-    done = asyncio.Event()
-    first = asyncio.create_task(use("a", done))
-    second = asyncio.create_task(use("b", done))
-    third = asyncio.create_task(use("a", done))
-    await asyncio.sleep(0)
+    admission, done = RowAdmission(1, 9), asyncio.Event()
+    first, second, third = (hold(admission, rows(key), done) for key in "aba")
+    await settled()
     second.cancel()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await settled()
     assert admission.waiting == 0
     done.set()
     await asyncio.gather(first, third)
     assert admission.used == 0
 
 
-def rows(*keys: str, entries: int = 1) -> frozenset[RowDemand]:
-    return frozenset(RowDemand(key, entries) for key in keys)
-
-
-async def use_once(gate: RowAdmission, wish: frozenset[RowDemand]) -> None:
-    async with gate.admitted(wish):
-        pass
-
-
 async def test_a_request_that_alone_needs_too_many_rows_is_refused() -> None:
-    admission = RowAdmission(2, 9)
-    async with admission.admitted(rows("x", "y")):
-        waiter = asyncio.create_task(use_once(admission, rows("z")))
-        await asyncio.sleep(0)
-        with pytest.raises(MidstreamError, match="needs 3 steering rows, but the engine has 2"):
-            async with admission.admitted(rows("a", "b", "c")):
-                pass
-    await waiter  # those who wait are not hurt by it
+    with pytest.raises(MidstreamError, match="needs 3 steering rows, but the engine has 2"):
+        async with RowAdmission(2, 9).admitted(rows("a", "b", "c")):
+            pass
 
 
-async def test_configurations_that_do_not_fit_together_wait_and_oversized_are_refused() -> None:
-    admission, order = RowAdmission(9, 10), []
+@pytest.mark.parametrize(
+    ("gate", "demand", "says"),
+    [
+        (
+            RowAdmission(9, 10),
+            lambda label, count: rows(label, entries=count),
+            "needs 11 steering entries, but the engine has 10",
+        ),
+        (
+            StepRows(10),
+            lambda label, count: count,
+            "captures 11 rows for one token; one step has room for 10",
+        ),
+    ],
+    ids=["steering entries", "captured rows"],
+)
+async def test_demands_that_do_not_fit_together_wait_and_oversized_ones_are_refused(
+    gate: Any, demand: Callable[[str, int], Any], says: str
+) -> None:
+    order = []
 
-    async def use(label: str, entries: int) -> None:
-        async with admission.admitted(rows(label, entries=entries)):
+    async def use(label: str, count: int) -> None:
+        async with gate.admitted(demand(label, count)):
             order.append(label)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
             order.append(f"{label} done")
 
     await asyncio.gather(use("a", 6), use("b", 6))
     assert order == ["a", "a done", "b", "b done"]
-    with pytest.raises(MidstreamError, match="needs 11 steering entries, but the engine has 10"):
+    with pytest.raises(MidstreamError, match=says):
         await use("c", 11)
 
 
-async def test_captures_beyond_a_steps_buffers_wait_and_oversized_ones_are_refused() -> None:
-    gate, order = StepRows(10), []
-
-    async def use(label: str, rows: int) -> None:
-        async with gate.admitted(rows):
-            order.append(label)
-            await asyncio.sleep(0.01)
-            order.append(f"{label} done")
-
-    await asyncio.gather(use("a", 6), use("b", 6))
-    assert order == ["a", "a done", "b", "b done"]
-    with pytest.raises(
-        MidstreamError, match="captures 11 rows for one token; one step has room for 10"
-    ):
-        await use("c", 11)
+async def test_without_a_limit_a_step_captures_any_number_of_rows() -> None:
     async with StepRows(0).admitted(10**9):
         pass
 
@@ -187,69 +202,42 @@ async def test_captures_beyond_the_budget_wait_and_one_that_is_larger_alone_stil
 
 
 async def test_while_the_writers_are_behind_no_capture_is_admitted() -> None:
-    budget, order = CaptureBudget(100), list[str]()
-
-    async def use(label: str, size: int) -> None:
-        async with budget.admitted(size):
-            order.append(label)
-
+    budget, done = CaptureBudget(100), asyncio.Event()
+    done.set()
     budget.shut(True)
-    captures, plain = (
-        asyncio.ensure_future(use("captures", 10)),
-        asyncio.ensure_future(use("plain", 0)),
-    )
-    await plain
-    await asyncio.sleep(0)
-    assert (order, budget.waiting) == (["plain"], 1)
+    captures, plain = hold(budget, 10, done), hold(budget, 0, done)
+    await settled()
+    assert (captures.done(), plain.done(), budget.waiting) == (False, True, 1)
     budget.shut(False)
     await captures
-    assert order == ["plain", "captures"]
 
 
 async def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
-    for gate, first, second in (
-        (RowAdmission(1, 9), rows("x"), rows("y")),
-        (CaptureBudget(1), 1, 1),
-    ):
-
-        async def use(gate, wish) -> None:
-            async with gate.admitted(wish):
-                await asyncio.sleep(10)
-
-        tasks = [asyncio.create_task(use(gate, first)), asyncio.create_task(use(gate, second))]
-        await asyncio.sleep(0.01)
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(result) for result in results] == [asyncio.CancelledError] * 2
-        async with asyncio.timeout(60):
-            async with gate.admitted(second):
-                pass
+    budget = CaptureBudget(1)
+    tasks = [hold(budget, 1, asyncio.Event()) for _ in range(2)]
+    await settled()
+    for task in tasks:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [asyncio.CancelledError] * 2
+    async with budget.admitted(1):
+        pass
 
 
 async def test_global_rows_wait_for_room_and_replace_the_former_when_written() -> None:
-    admission = RowAdmission(3, 9)
-    async with admission.replacing_pinned(rows("a"), 60):
-        pass
-    request, done = asyncio.Event(), asyncio.Event()
-
-    async def use() -> None:
-        async with admission.admitted(rows("x", "y")):
-            request.set()
-            await done.wait()
-
-    using = asyncio.create_task(use())
-    await request.wait()
-
-    async def replace() -> None:
-        async with admission.replacing_pinned(rows("b"), 60):
-            assert admission.used == 2, "both, until the ranks have changed over"
-
-    replacing = asyncio.create_task(replace())
-    await asyncio.sleep(0.01)
+    admission, done, written = RowAdmission(3, 9), asyncio.Event(), asyncio.Event()
+    await replace(admission, "a")
+    using = hold(admission, rows("x", "y"), done)
+    await settled()
+    replacing = asyncio.create_task(replace(admission, "b", written=written))
+    await settled()
     assert (admission.waiting, admission.used) == (1, 3)
     done.set()
-    await asyncio.gather(using, replacing)
+    await using
+    await settled()
+    assert admission.used == 2, "both, until the ranks have changed over"
+    written.set()
+    await replacing
     assert (admission.waiting, admission.used) == (0, 1)
     admission.clear_pinned()
     assert admission.used == 0
@@ -257,67 +245,41 @@ async def test_global_rows_wait_for_room_and_replace_the_former_when_written() -
 
 async def test_global_rows_that_time_out_or_fail_leave_the_former_rows() -> None:
     admission = RowAdmission(2, 9)
-    async with admission.replacing_pinned(rows("a"), 60):
-        pass
+    await replace(admission, "a")
     async with admission.admitted(rows("x")):
         with pytest.raises(MidstreamError, match="1 of the 2 steering rows did not become free"):
-            async with admission.replacing_pinned(rows("b"), 0.01):
-                pass
+            await replace(admission, "b", patience_s=0.01)
     with pytest.raises(ZeroDivisionError):
         async with admission.replacing_pinned(rows("b"), 60):
-            _ = 1 / 0
+            raise ZeroDivisionError
     assert admission._pinned == rows("a")
     assert (admission.waiting, admission.used) == (0, 1)
     with pytest.raises(MidstreamError, match="clear the current one first"):
-        async with admission.replacing_pinned(rows("b", "c"), 60):
-            pass
+        await replace(admission, "b", "c")
 
 
 async def test_a_request_that_cannot_fit_beside_global_rows_is_refused() -> None:
     admission, done = RowAdmission(3, 9), asyncio.Event()
-
-    async def use(*keys: str) -> None:
-        async with admission.admitted(rows(*keys)):
-            await done.wait()
-
-    holder = asyncio.create_task(use("x"))
-    await asyncio.sleep(0)
-    waiting = asyncio.create_task(use("p", "q", "r"))
-    await asyncio.sleep(0)
-    behind = asyncio.create_task(use("x"))
-    await asyncio.sleep(0)
-    replacing = asyncio.create_task(_replace(admission, "a"))
-    await asyncio.sleep(0.01)
+    holder = hold(admission, rows("x"), done)
+    waiting, behind = hold(admission, rows("p", "q", "r"), done), hold(admission, rows("x"), done)
+    replacing = asyncio.create_task(replace(admission, "a"))
+    await settled()
     assert admission.waiting == 3, "first come, first served"
     holder.cancel()
-    await asyncio.sleep(0.01)
     done.set()
     await asyncio.gather(waiting, behind, replacing)
     with pytest.raises(CrowdedOut):
-        await use("p", "q", "r")
-    await use("a", "p", "q")
-
-
-async def _replace(admission: RowAdmission, key: str) -> None:
-    async with admission.replacing_pinned(rows(key), 60):
-        pass
+        await hold(admission, rows("p", "q", "r"), done)
+    await hold(admission, rows("a", "p", "q"), done)
 
 
 async def test_waiters_displaced_by_global_rows_are_refused() -> None:
-    admission, written = RowAdmission(2, 9), asyncio.Event()
-
-    async def change() -> None:
-        async with admission.replacing_pinned(rows("a"), 60):
-            await written.wait()
-
-    async def use(*keys: str) -> None:
-        async with admission.admitted(rows(*keys)):
-            pass
-
-    changing = asyncio.create_task(change())
-    await asyncio.sleep(0)
-    crowded, fitting = asyncio.create_task(use("p", "q")), asyncio.create_task(use("p"))
-    await asyncio.sleep(0)
+    admission, written, done = RowAdmission(2, 9), asyncio.Event(), asyncio.Event()
+    done.set()
+    changing = asyncio.create_task(replace(admission, "a", written=written))
+    await settled()
+    crowded, fitting = hold(admission, rows("p", "q"), done), hold(admission, rows("p"), done)
+    await settled()
     written.set()
     await asyncio.gather(changing, fitting)
     with pytest.raises(CrowdedOut):

@@ -1,8 +1,5 @@
 """Which requests does a sweep come to, and what is asked in each of them?"""
 
-from collections.abc import Sequence
-from typing import Literal
-
 import msgspec
 import pytest
 from midstream_fake_engine.model import make_bundle, make_info, make_tokenizer
@@ -43,17 +40,20 @@ def sweep(**changes: object) -> StoredSweep:
     return StoredSweep(**(fields | changes))  # type: ignore[arg-type]
 
 
-def asks(asked: StoredSweep, enters: bool = True) -> SweepRequests:
-    job = Job(
+def job_of(asked: StoredSweep | None, *prompts: list[int]) -> Job:
+    return Job(
         id="job_1",
-        kind="sweep",
+        kind="sweep" if asked else "generate",
         model="m",
-        prompts=[],
+        prompts=[StoredPrompt(token_ids=token_ids) for token_ids in prompts],
         sampling=Sampling(),
         created=0.0,
         sweep=asked,
     )
-    return SweepRequests(job, 2, INFO, enters)
+
+
+def asks(asked: StoredSweep, enters: bool = True) -> SweepRequests:
+    return SweepRequests(job_of(asked), 2, INFO, enters)
 
 
 def rows(
@@ -135,22 +135,6 @@ def test_windows_are_clipped_at_the_ends() -> None:
     ]
 
 
-def test_sweep_requests_use_the_tenants_prefix_cache_scope() -> None:
-    job = Job(
-        id="job_1",
-        kind="sweep",
-        model="m",
-        prompts=[],
-        sampling=Sampling(),
-        created=0.0,
-        sweep=sweep(),
-        tenant="acme",
-    )
-    made = SweepRequests(job, 2, INFO, True)
-    unit = next(iter(made.units.cells(0)))
-    assert {ask.tenant for ask in made.patched(unit)} == {"acme"}
-
-
 def test_an_ablation_needs_no_other_prompt() -> None:
     assert rows(sweep(ablation="zeros"), 0, 1, 1) == [("post_block", [1], [1, 2], ZEROS)]
     ((_, layers, positions, name),) = rows(sweep(ablation="mean"), 0, 1, 1)
@@ -214,8 +198,7 @@ def test_cells_reuse_the_bases_blocks_at_every_layer_with_or_without_entry() -> 
         ]
         assert {ask.base for ask in found} == {base.keep_blocks} == {"job_1.0.base"}
         assert any(ask.entry is not None for ask in found) == enters
-    job = msgspec.structs.replace(made._job)
-    made = SweepRequests(job, 2, INFO, False, reuses=False)
+    made = SweepRequests(job_of(sweep()), 2, INFO, False, reuses=False)
     (base,) = made.control(made.units.base(0))
     assert base.keep_blocks == "" == made.patched(next(iter(made.units.cells(0))))[0].base
 
@@ -305,73 +288,6 @@ def test_the_files_of_a_run_are_those_of_its_request_and_tag() -> None:
     assert files.sites == {"post_block": [0, 1, 3], "attn_out": [0, 1, 3]}
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"noise": 0}, {"ablation": "mean"}, {"ablation": "zeros", "noise": 0}], ids=str
-)
-@pytest.mark.parametrize(
-    ("then", "now"), [(True, False), (False, True), (True, True), (False, False)]
-)
-def test_an_attempt_on_another_kind_of_engine_goes_on_with_the_runs_that_there_are(
-    changes: dict[str, object], then: bool, now: bool
-) -> None:
-    """A run that is said to hold more than was captured is refused by the ranks, and no cell would
-    have a value.
-    """
-    former, made = asks(sweep(**changes), then), asks(sweep(**changes), now)
-    unit = former.units.base(0)
-    (asked,) = former.control(unit)
-    made.control(unit)
-    files = [
-        CapturedFile(
-            path="p",
-            bytes=9,
-            crc32=0,
-            rows=1,
-            tag=capture.tag,
-            positions=len(capture.select(0, 4, 4)),
-            sites=dict(capture.sites),
-        )
-        for capture in asked.captures
-    ]
-    told = Receipt(
-        version="0",
-        worker="w",
-        boot="b",
-        job="job_1",
-        request=0,
-        attempt=1,
-        rank=0,
-        world=1,
-        tp=0,
-        pp=0,
-        step=1,
-        actions=0,
-        checksum="0",
-        status="ok",
-        files=files,
-    )
-    made.take_over(0, [told])
-    assert [key for key in made.runs(0) if key.endswith(".base")] == ["job_1.0.base"] * bool(
-        asked.captures
-    )
-    for capture in asked.captures:
-        run = made.files(0, "job_1.0.base", [told])
-        assert (run.sites, run.positions) == (capture.sites, list(capture.select(0, 4, 4)))
-    entered = {
-        ask.entry is not None
-        for cell in made.units.cells(0)
-        if cell.layer
-        for ask in made.patched(cell)
-    }
-    assert entered == {then and now}, (
-        "a forward begins only with rows that were kept, and where it may"
-    )
-    assert (
-        asks(sweep(**changes), now).control(unit)[0].captures
-        == made.control(made.units.base(1))[0].captures
-    ), "other pairs are asked anew"
-
-
 def test_a_cell_of_any_span_and_window_takes_one_place_of_a_token() -> None:
     asked = sweep(window=PatchWindow(layers=3, positions=4), hooks=list(HOOKS))
     made = asks(asked)
@@ -385,28 +301,11 @@ def test_a_sweep_or_prompt_longer_than_this_worker_takes_is_refused_by_its_field
     """Its job was accepted for a larger `max_model_len`, which also has room for one token that is
     generated.
     """
-
-    def job(
-        kind: Literal["generate", "sweep"],
-        asked: StoredSweep | None = None,
-        prompts: Sequence[list[int]] = (),
-    ) -> Job:
-        stored = [StoredPrompt(token_ids=ids) for ids in prompts]
-        return Job(
-            id="job_1",
-            kind=kind,
-            model="m",
-            prompts=stored,
-            sampling=Sampling(),
-            created=0.0,
-            sweep=asked,
-        )
-
     long_answer = msgspec.structs.replace(PAIR, foil=[6, 7, 8])  # asked behind its first two tokens
     cases = [
-        (job("sweep", sweep()), 5),
-        (job("sweep", sweep(pairs=[long_answer])), 7),
-        (job("generate", prompts=[SOURCE]), 5),
+        (job_of(sweep()), 5),
+        (job_of(sweep(pairs=[long_answer])), 7),
+        (job_of(None, SOURCE), 5),
     ]
     for asked, tokens in cases:
         check_lengths(asked, msgspec.structs.replace(INFO, max_model_len=tokens + 1))

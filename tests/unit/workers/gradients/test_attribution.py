@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradient_kit import BASE, columns_of, exact, heads_at, load, positions, sweep
+from gradient_kit import BASE, exact, heads_at, load, positions, sweep
 from safetensors import safe_open
 
 from midstream.schemas.jobs.sweeps import Column, PatchWindow
@@ -28,7 +28,9 @@ LENS = 1e-5
 PointsOf = Callable[[str], Points]
 
 
-@pytest.mark.parametrize("name", ["demo", "gpt2", "llama", "gpt-neox"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("demo", marks=pytest.mark.long), "gpt2", "llama", "gpt-neox"]
+)
 def test_grids_equal_transformer_lens(points_of: PointsOf, name: str) -> None:
     if name == "demo" and not DEMO.exists():
         pytest.skip("make model")
@@ -58,41 +60,22 @@ CASES: dict[str, dict[str, Any]] = {
     "alpha": {"alpha": 0.5},
     "zeros": {"ablation": "zeros"},
     "mean": {"ablation": "mean"},
-    "window": {"window": PatchWindow(layers=2, positions=3)},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_integral_along_a_cell_is_its_exact_effect(points_of: PointsOf, case: str) -> None:
     points = points_of("llama")
-    given = CASES[case]
-    columns = positions(len(BASE))[3:8:4] if case != "window" else positions(len(BASE))[2:5]
     hooks: list[Hook] = ["post_attn", "z", "q", "mlp_out"]
     if case == "zeros":  # the path of the stream would end where its norm is discontinuous
         hooks.remove("post_attn")
-    layers = [1, 2]
-    # the places of one column alone are the cell's; windows hold several columns
-    for chosen in [columns] if case == "window" else [[column] for column in columns]:
-        stored = sweep(points, hooks, chosen, layers=layers, **given)
-        found = estimate_pair(points, stored, 0, Options(steps=48, batch=96))
+    for column in (3, 7):
+        # the places of one column alone are the cell's
+        stored = sweep(points, hooks, [positions(len(BASE))[column]], layers=[1], **CASES[case])
+        found = estimate_pair(points, stored, 0, Options(steps=24, batch=96))
         for hook in hooks:
-            if case == "window":  # windows write several layers
-                assert np.isfinite(found.effects[hook]).all()
-                continue
-            wanted = [[exact(points, stored, (hook, layer))(0)] for layer in layers]
-            assert found.effects[hook] == pytest.approx(np.array(wanted), abs=2e-3), hook
-
-
-def test_small_patch_of_several_tokens_equals_its_estimate(points_of: PointsOf) -> None:
-    points = points_of("llama")
-    pair = {"answer": [100, 5, 6], "foil": [200, 7]}
-    whole = estimate_pair(points, sweep(points, ["attn_out"], pair=pair), 0).effects["attn_out"]
-    stored = sweep(points, ["attn_out"], alpha=0.02, pair=pair)
-    cell = exact(points, stored, ("attn_out", 1))
-    wanted = [cell(column) / 0.02 for column in range(len(BASE))]
-    assert whole[1] == pytest.approx(wanted, abs=0.03 * max(map(abs, wanted)))
-    small = estimate_pair(points, stored, 0).effects["attn_out"]
-    assert small == pytest.approx(0.02 * whole, abs=1e-6)
+            wanted = exact(points, stored, (hook, 1))(0)
+            assert found.effects[hook].item() == pytest.approx(wanted, abs=2e-3), hook
 
 
 def test_joint_path_sums_to_patching_every_place(points_of: PointsOf) -> None:
@@ -222,21 +205,8 @@ def test_last_layer_correction_is_exact_but_for_later_curvature(
     assert np.abs(found - wanted).max() < 0.5 * np.abs(plain - wanted).max()
 
 
-@pytest.mark.parametrize("hook", ["q", "k"])
-def test_correction_of_small_patches_is_first_order(points_of: PointsOf, hook: Hook) -> None:
-    points = points_of("llama")
-    dims = [columns_of(points, 0), columns_of(points, 1)]
-    every = [(at, at) for at in range(len(BASE))]
-    columns = [Column(label="", places=every, dims=part) for part in dims]
-    stored = sweep(points, [hook], columns, alpha=1e-4, pair={"answer": [100, 5, 6]})
-    plain = estimate_pair(points, stored, 0).effects[hook]
-    corrected = estimate_pair(points, stored, 0, Options(correct=True)).effects[hook]
-    assert corrected == pytest.approx(plain, abs=2e-3 * np.abs(plain).max())
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_small_patches_leave_no_doubt(points_of: PointsOf, name: str) -> None:
-    points = points_of(name)
+def test_small_patches_leave_no_doubt(points_of: PointsOf) -> None:
+    points = points_of("gemma2")
     large, small = (
         estimate_pair(points, sweep(points, ["q"], alpha=alpha), 0, Options(doubts=True)).doubts[
             "q"

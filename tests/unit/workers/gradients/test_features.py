@@ -60,28 +60,6 @@ def test_features_and_error_sum_to_the_row(
     assert (few.indices == found.indices[:, :3]).all()
 
 
-@pytest.mark.parametrize("form", ["jumprelu", "rescaled", "layer_norm"])
-def test_effect_is_activation_times_direction_times_gradient(
-    points_of: PointsOf, form: str
-) -> None:
-    points = points_of("llama")
-    sae = autoencoder(points.hidden_size, form)
-    batch = points.batch([BASE])
-    run = points.run(batch, [SITE], grad=True)
-    slope = run.gradients(run.logits[0, -1, 100] - run.logits[0, -1, 200])[SITE][0]
-    rows = run.rows(SITE)[0]
-    source = points.run(points.batch([SOURCE]), [SITE]).rows(SITE)[0]
-    change = sae.encode(source) - sae.encode(rows)
-    one = torch.eye(FEATURES)
-    directions = sae.decode(one) - sae.decode(0 * one)  # with the biases taken away
-    scale = NORMALISATIONS[sae.form.normalize_activations](rows).scale
-    wanted = change * ((slope * scale) @ directions.T)
-    found = effects(points, sae)
-    for column in range(len(BASE)):
-        ordered = wanted[column][found.indices[column]].numpy()
-        assert found.effects[column] == pytest.approx(ordered, abs=1e-6)
-
-
 def test_zeros_remove_features_and_error_but_not_biases(points_of: PointsOf) -> None:
     points = points_of("llama")
     sae = autoencoder(points.hidden_size, "standard")

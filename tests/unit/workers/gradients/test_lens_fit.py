@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from gradient_kit import model_info
@@ -33,27 +34,7 @@ class Engine:
         return await asyncio.to_thread(work, small_model(INFO), lambda: None)
 
 
-async def fitted(root: Path, registered: Callable[[Any], None]) -> Any:
-    async def nothing(*_: Any) -> None: ...
-
-    async def view(_: str) -> Any:
-        return SimpleNamespace(attempt=1, state=State.RUNNING)
-
-    async def put(model: str, name: str, make: Callable[[Any], Any], blobs: Any) -> None:
-        registered(make(None))
-
-    ledger: Any = SimpleNamespace(settings=SimpleNamespace(lens_root=str(root)), view=view)
-    job = SimpleNamespace(id="job_1", model="m", fit=WANTED)
-    attempt: Any = SimpleNamespace(
-        job=job, number=1, check_unsteered=lambda: None, check=lambda: None, report=nothing
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit_attempt, "Registry", lambda *_: SimpleNamespace(put=put))
-        engine: Any = Engine()
-        return await fit_attempt.fit(ledger, engine, attempt, None)
-
-
-def test_a_lens_is_synced_before_it_is_registered(
+async def test_a_lens_is_synced_before_it_is_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[str, Path]] = []
@@ -67,13 +48,19 @@ def test_a_lens_is_synced_before_it_is_registered(
         steps.append(("rename", Path(target)))
         replace(source, target)
 
+    async def put(model: str, name: str, make: Callable[[Any], Any], blobs: Any) -> None:
+        steps.append(("register", tmp_path / make(None).path))
+
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
-
-    def registered(lens: Any) -> None:
-        steps.append(("register", tmp_path / lens.path))
-
-    asyncio.run(fitted(tmp_path, registered))
+    monkeypatch.setattr(fit_attempt, "Registry", lambda *_: SimpleNamespace(put=put))
+    view = AsyncMock(return_value=SimpleNamespace(attempt=1, state=State.RUNNING))
+    ledger: Any = SimpleNamespace(settings=SimpleNamespace(lens_root=str(tmp_path)), view=view)
+    job = SimpleNamespace(id="job_1", model="m", fit=WANTED)
+    attempt: Any = SimpleNamespace(
+        job=job, number=1, check_unsteered=lambda: None, check=lambda: None, report=AsyncMock()
+    )
+    await fit_attempt.fit(ledger, Engine(), attempt, None)  # type: ignore[arg-type]
     assert [step for step, _ in steps] == ["sync", "rename", "sync", "sync", "sync", "register"]
     (_, draft), (_, file), *directories, (_, folder) = steps
     assert draft == file.with_name(f"{file.name}.draft")

@@ -43,6 +43,7 @@ for tokens, batch in ((256, 8), (2048, 1)):
 """
 
 
+@pytest.mark.long
 def test_estimate_bounds_the_measured_peak(points_of: PointsOf, tiny_root: Path) -> None:
     points_of("llama")
     done = subprocess.run(

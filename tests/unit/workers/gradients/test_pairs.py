@@ -108,29 +108,6 @@ def test_values_of_scalars(points_of: PointsOf) -> None:
         assert rows["post_block", 1].abs().max() > 0
 
 
-def test_gradient_of_a_logit_equals_autograd(points_of: PointsOf) -> None:
-    points = points_of("gpt2")
-    logit = scalar_of(StoredScalar(kind="logit", token=7), BASE, {}, no_sae)
-    _, found = gradient_rows(points, BASE, logit, [("pre_attn", 0), ("post_block", 2)])
-    model = points.model
-    embeddings = (
-        model.transformer.wte(torch.tensor([BASE])) + model.transformer.wpe.weight[: len(BASE)]
-    ).requires_grad_()
-    given = embeddings - model.transformer.wpe.weight[: len(BASE)]
-    logits = model(inputs_embeds=given).logits
-    (wanted,) = torch.autograd.grad(logits[0, -1, 7], embeddings)
-    distance = (found["pre_attn", 0] - wanted[0]).abs().max()
-    assert distance <= 1e-5 * wanted.abs().max()
-
-
-def test_gradient_is_zero_after_what_the_scalar_reads(points_of: PointsOf) -> None:
-    points = points_of("llama")
-    loss = scalar_of(StoredScalar(kind="loss", positions=[4]), BASE, {}, no_sae)
-    _, found = gradient_rows(points, BASE, loss, [("post_block", 1), ("z", 3)])
-    assert found["post_block", 1][4:].abs().max() == 0
-    assert found["post_block", 1][:4].abs().max() > 0
-
-
 def test_first_site_that_is_not_finite_is_named() -> None:
     fine, bad = torch.zeros(2, 3), torch.tensor([[0.0, float("nan"), float("inf")]])
     with pytest.raises(NonFiniteGradient, match="z of layer 4: not finite: 2 of 3"):

@@ -58,7 +58,7 @@ def test_replaced_rows_reach_every_reader(points_of: PointsOf, tiny_root: Path, 
         assert np.abs(run.logits[0].numpy() - reference.logits).max() <= 2e-5, hook
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral"])
 def test_gradient_is_that_of_a_patch(points_of: PointsOf, name: str) -> None:
     # The derivative along a random direction, by a central difference; float32 sets the step and
     # the tolerance.

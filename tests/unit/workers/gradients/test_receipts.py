@@ -4,7 +4,7 @@ computed from; a model that is dropped leaves memory.
 
 import asyncio
 import weakref
-from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from gradient_kit import BASE, SOURCE, model_info
@@ -34,21 +34,13 @@ ESTIMATE = Estimate(
 )
 
 
-def checksum(estimate: Estimate, ask: EstimateRequest = ASK) -> str:
+async def checksum(estimate: Estimate, ask: EstimateRequest = ASK) -> str:
     """Of the only receipt of a worker whose only computation gives `estimate`."""
-    engine, sent = TransformersEngine(Settings(model="m")), list[Any]()
-    engine.info = INFO
-
-    async def run(_: Any) -> Estimate:
-        return estimate
-
-    class Writer:
-        def submit(self, job: Any) -> None:
-            sent.append(job.receipt)
-
-    engine.run, engine._writer = run, Writer()  # type: ignore[assignment,method-assign]
-    assert asyncio.run(engine.estimate(ask)) == estimate
-    (receipt,) = sent
+    engine, writer = TransformersEngine(Settings(model="m")), Mock()
+    engine.info, engine._writer = INFO, writer
+    engine.run = AsyncMock(return_value=estimate)  # type: ignore[method-assign]
+    assert await engine.estimate(ask) == estimate
+    receipt = writer.submit.call_args.args[0].receipt
     assert (receipt.job, receipt.request, receipt.actions) == ("job_1", 7, 1)
     return str(receipt.checksum)
 
@@ -68,14 +60,14 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("part", CHANGED)
-def test_checksum_covers_every_number(part: str) -> None:
-    assert checksum(replace(ESTIMATE, **CHANGED[part])) != checksum(ESTIMATE)
+async def test_checksum_covers_every_number(part: str) -> None:
+    assert await checksum(replace(ESTIMATE, **CHANGED[part])) != await checksum(ESTIMATE)
 
 
-def test_checksum_covers_what_was_asked_and_no_time() -> None:
-    assert checksum(replace(ESTIMATE, forwards=2.5)) == checksum(ESTIMATE)
+async def test_checksum_covers_what_was_asked_and_no_time() -> None:
+    assert await checksum(replace(ESTIMATE, forwards=2.5)) == await checksum(ESTIMATE)
     other = EstimateRequest("job_1", 7, 1, replace(SWEEP, alpha=0.5), 0)
-    assert checksum(ESTIMATE, other) != checksum(ESTIMATE)
+    assert await checksum(ESTIMATE, other) != await checksum(ESTIMATE)
 
 
 async def test_idle_model_leaves_memory() -> None:

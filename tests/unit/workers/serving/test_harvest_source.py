@@ -61,13 +61,11 @@ def read(made: Reader, plan: HarvestPlan, unit: PlannedUnit) -> list[Document]:
 
 
 def texts_of(made: Reader, plan: HarvestPlan) -> list[tuple[int, str]]:
-    found = []
-    for unit in plan.units:
-        for document in read(made, plan, unit):
-            found.append(
-                (document.number, made.tokens.tokenizer.decode(document.token_ids.tolist()))
-            )
-    return found
+    return [
+        (document.number, made.tokens.tokenizer.decode(document.token_ids.tolist()))
+        for unit in plan.units
+        for document in read(made, plan, unit)
+    ]
 
 
 def write_jsonl(path: Path, values: list[Any], end: str = "\n") -> None:
@@ -95,44 +93,19 @@ def test_lines_of_the_request_are_documents(tmp_path: Path) -> None:
     assert read(made, plan, plan.units[-1])[-1].token_ids.tolist() == [104, 105]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "stream"])
-def test_columns_of_tables_are_documents(tmp_path: Path, kind: str) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
-    table = pa.table({"text": TEXTS, "number": list(range(len(TEXTS)))})
-    path = tmp_path / ("rows.parquet" if kind == "parquet" else "rows.arrow")
-    if kind == "parquet":
-        parquet.write_table(table, path, row_group_size=150)
-    else:
-        with (
-            pa.OSFile(str(path), "wb") as sink,
-            (pa.ipc.new_file if kind == "arrow" else pa.ipc.new_stream)(
-                sink, table.schema
-            ) as writer,
-        ):
-            writer.write_table(table, max_chunksize=70)
-    made = reader(tmp_path, HarvestSource(path=path.name))
-    plan = made.plan()
-    assert len(plan.units) > 5
-    assert texts_of(made, plan) == list(enumerate(TEXTS))
-
-
-def write_texts(path: Path, texts: list[str], **options: Any) -> None:
+def write_texts(path: Path, values: list[Any], stream: bool = False, **options: Any) -> None:
     """In the format of the path's ending."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    table = pa.table({"text": texts})
+    table = pa.table({"text": values, "number": list(range(len(values)))})
     if path.suffix == ".jsonl":
-        write_jsonl(path, texts)
+        write_jsonl(path, values)
     elif path.suffix == ".parquet":
         parquet.write_table(table, path, row_group_size=90, **options)
     else:
-        with (
-            pa.OSFile(str(path), "wb") as sink,
-            pa.ipc.new_file(sink, table.schema, **options) as writer,
-        ):
+        form = pa.ipc.new_stream if stream else pa.ipc.new_file
+        with pa.OSFile(str(path), "wb") as sink, form(sink, table.schema) as writer:
             writer.write_table(table, max_chunksize=70)
 
 
@@ -185,17 +158,16 @@ def test_a_change_that_keeps_size_and_time_is_seen_by_the_checksum(
             read(made, plan, unit)
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
-def test_units_are_read_in_any_order(tmp_path: Path, ending: str) -> None:
-    write_texts(tmp_path / f"texts.{ending}", TEXTS)
+@pytest.mark.parametrize(
+    ("ending", "stream"), [("jsonl", False), ("parquet", False), ("arrow", False), ("arrow", True)]
+)
+def test_units_are_read_in_any_order(tmp_path: Path, ending: str, stream: bool) -> None:
+    write_texts(tmp_path / f"texts.{ending}", TEXTS, stream)
     made = reader(tmp_path, HarvestSource(path=f"texts.{ending}"))
     plan = made.plan()
+    assert len(plan.units) > 5
     assert sum(unit.documents for unit in plan.units) == len(TEXTS)
-    found = [
-        (document.number, made.tokens.tokenizer.decode(document.token_ids.tolist()))
-        for unit in reversed(plan.units)
-        for document in read(made, plan, unit)
-    ]
+    found = texts_of(made, msgspec.structs.replace(plan, units=plan.units[::-1]))
     assert sorted(found) == list(enumerate(TEXTS))
 
 
@@ -236,11 +208,8 @@ def test_a_fifo_or_a_device_is_no_source(tmp_path: Path, alone: bool) -> None:
 
 
 def test_token_ids_of_a_table_are_taken_as_they_are(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
-    parquet.write_table(pa.table({"input_ids": [[1, 2, 3], [], [4]]}), tmp_path / "ids.parquet")
-    made = reader(tmp_path, HarvestSource(path="ids.parquet", kind="tokens", field="input_ids"))
+    write_texts(tmp_path / "ids.parquet", [[1, 2, 3], [], [4]])
+    made = reader(tmp_path, HarvestSource(path="ids.parquet", kind="tokens"))
     plan = made.plan()
     found = [
         document.token_ids.tolist() for unit in plan.units for document in read(made, plan, unit)

@@ -182,9 +182,3 @@ def test_what_is_not_a_list_of_token_ids_is_refused(value: Any) -> None:
     ) as raised:
         list(tokens.documents([(0, value, "here")]))
     assert raised.value.allowed == f"integers from 0 to {tokens._vocabulary - 1}"
-
-
-def test_token_ids_of_the_model_are_taken_as_they_are() -> None:
-    tokens = tokens_of(TOKENIZERS["byte level"](), kind="tokens")
-    found = list(tokens.documents([(0, [0, 5, 9], ""), (1, None, ""), (2, [], "")]))
-    assert [document.token_ids.tolist() for document in found] == [[0, 5, 9], [], []]

@@ -6,7 +6,7 @@ On fake ranks, Redis played by hand.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -163,65 +163,65 @@ class Worker:
             await asyncio.sleep(0.005)
         return next(report for report in self.board.reports[start:] if report.state == state)
 
-    def __call__(self, story: Callable[["Worker"], Coroutine[Any, Any, None]]) -> None:
-        async def live() -> None:
-            await self.standing.start()
-            self.loop = asyncio.create_task(self.standing.run())
-            try:
-                async with asyncio.timeout(120):
-                    await story(self)
-            finally:
-                await end_tasks([self.loop])
-                if not self.loop.cancelled() and self.loop.exception():
-                    raise self.loop.exception()  # type: ignore[misc]
-
-        asyncio.run(live())
+    @contextlib.asynccontextmanager
+    async def live(self) -> AsyncIterator["Worker"]:
+        await self.standing.start()
+        self.loop = asyncio.create_task(self.standing.run())
+        try:
+            yield self
+        finally:
+            await end_tasks([self.loop])
+            if not self.loop.cancelled() and self.loop.exception():
+                raise self.loop.exception()  # type: ignore[misc]
 
 
-def test_desired_steering_is_applied_before_the_first_job(tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.workers.serving.steering.RETRY_S", 0.02)
+
+
+@pytest.fixture
+async def at(tmp_path: Path) -> AsyncIterator[Worker]:
+    """A live worker to which nothing is said yet."""
+    async with Worker(tmp_path).live() as worker:
+        yield worker
+
+
+async def test_desired_steering_is_applied_before_the_first_job(tmp_path: Path) -> None:
     worker = Worker(tmp_path)
     worker.board.want(current=steering(3, NAMES[0]), modules={"joy": module(NAMES[1])})
-
-    async def early() -> None:
-        assert await worker.standing.lease(0.01) is None
-
-    async def story(at: Worker) -> None:
+    assert await worker.standing.lease(0.01) is None
+    async with worker.live() as at:
         assert (await at.begin()).steering == steering(3, NAMES[0])
         ranks = at.board.reports[-1].ranks
         assert [(rank.global_version, rank.modules, rank.vectors) for rank in ranks] == [
             (3, {"joy": module(NAMES[1]).digest}, 2)
         ] * 2
 
-    asyncio.run(early())
-    worker(story)
+
+async def test_a_proposal_is_prepared_and_applied_only_after_the_decision(at: Worker) -> None:
+    at.board.want(
+        version=0, proposal=Proposal(id="p1", steering=steering(1, NAMES[0]), deadline=FAR)
+    )
+    await at.follow()
+    report = at.board.reports[-1]
+    assert (report.proposal, report.prepared, report.refusal, report.global_version) == (
+        "p1",
+        True,
+        "",
+        0,
+    )
+    assert [answer.ok for answer in report.applied] == [True, True]
+    assert (await at.begin()).steering == GlobalSteering()
+    at.board.want(current=steering(1, NAMES[0]))
+    await at.follow()
+    assert (await at.begin()).steering.version == at.board.reports[-1].global_version == 1
 
 
-def test_a_proposal_is_prepared_and_applied_only_after_the_decision(tmp_path: Path) -> None:
-    async def story(at: Worker) -> None:
-        at.board.want(
-            version=0, proposal=Proposal(id="p1", steering=steering(1, NAMES[0]), deadline=FAR)
-        )
-        await at.follow()
-        report = at.board.reports[-1]
-        assert (report.proposal, report.prepared, report.refusal, report.global_version) == (
-            "p1",
-            True,
-            "",
-            0,
-        )
-        assert [answer.ok for answer in report.applied] == [True, True]
-        assert (await at.begin()).steering == GlobalSteering()
-        at.board.want(current=steering(1, NAMES[0]))
-        await at.follow()
-        assert (await at.begin()).steering.version == at.board.reports[-1].global_version == 1
-
-    Worker(tmp_path)(story)
-
-
-def test_a_proposal_refused_by_a_rank_names_rank_and_reason_and_frees_tensors(
+async def test_a_proposal_refused_by_a_rank_names_rank_and_reason_and_frees_tensors(
     tmp_path: Path,
 ) -> None:
-    async def story(at: Worker) -> None:
+    async with Worker(tmp_path, fault="prepare:rank=1").live() as at:
         at.board.want(proposal=Proposal(id="p1", steering=steering(1, NAMES[0]), deadline=FAR))
         await at.follow()
         report = at.board.reports[-1]
@@ -236,45 +236,37 @@ def test_a_proposal_refused_by_a_rank_names_rank_and_reason_and_frees_tensors(
         assert not at.engine._vectors._pinned
         assert at.standing.serving
 
-    Worker(tmp_path, fault="prepare:rank=1")(story)
 
-
-def test_an_attempt_keeps_the_global_steering_that_it_began_under_and_its_tensors(
-    tmp_path: Path,
+async def test_an_attempt_keeps_the_global_steering_that_it_began_under_and_its_tensors(
+    at: Worker,
 ) -> None:
-    async def story(at: Worker) -> None:
-        at.board.want(current=steering(1, NAMES[0]))
-        await at.follow()
-        old = await at.begin()
-        at.board.want(current=steering(2))
-        await at.follow()
-        assert (old.steering.version, (await at.begin()).steering.version) == (1, 2)
-        assert NAMES[0] in at.engine._vectors._pinned
-        old.end()
-        await at.follow()
-        assert NAMES[0] not in at.engine._vectors._pinned
-
-    Worker(tmp_path)(story)
+    at.board.want(current=steering(1, NAMES[0]))
+    await at.follow()
+    old = await at.begin()
+    at.board.want(current=steering(2))
+    await at.follow()
+    assert (old.steering.version, (await at.begin()).steering.version) == (1, 2)
+    assert NAMES[0] in at.engine._vectors._pinned
+    old.end()
+    await at.follow()
+    assert NAMES[0] not in at.engine._vectors._pinned
 
 
-def test_a_redis_that_lost_a_change_and_came_to_the_same_version_again_is_followed(
-    tmp_path: Path,
+async def test_a_redis_that_lost_a_change_and_came_to_the_same_version_again_is_followed(
+    at: Worker,
 ) -> None:
-    async def story(at: Worker) -> None:
-        at.board.want(current=steering(2, NAMES[0]))
-        await at.follow()
-        at.board.want(version=at.board.state.version, current=steering(1, NAMES[1]))
-        at.board.committed = "the one before"
-        await at.follow()
-        assert (await at.begin()).steering.version == 1
-
-    Worker(tmp_path)(story)
+    at.board.want(current=steering(2, NAMES[0]))
+    await at.follow()
+    at.board.want(version=at.board.state.version, current=steering(1, NAMES[1]))
+    at.board.committed = "the one before"
+    await at.follow()
+    assert (await at.begin()).steering.version == 1
 
 
-def test_ranks_that_disagree_stop_the_worker_until_they_are_equal_from_zero(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_ranks_that_disagree_stop_the_worker_until_they_are_equal_from_zero(
+    at: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(at: Worker) -> None:
+    with caplog.at_level(logging.INFO):
         at.board.want(current=steering(1, NAMES[0]), modules={"joy": module(NAMES[1])})
         await at.follow()
         await at.begin()
@@ -299,297 +291,201 @@ def test_ranks_that_disagree_stop_the_worker_until_they_are_equal_from_zero(
         assert len({rank.checksum for rank in report.ranks}) == 1
         assert len(at.stopped) == 1
         assert at.board.cleared[-2:] == [1, 2]
-
-    worker = Worker(tmp_path)
-    with caplog.at_level(logging.INFO):
-        worker(story)
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1, "once per interval, however often it happens"
-    assert worker.told >= 5, "that it does not serve is said at once, and that it does again"
+    assert at.told >= 5, "that it does not serve is said at once, and that it does again"
 
 
-def test_a_disagreement_seen_in_receipts_is_resynced_too(tmp_path: Path) -> None:
-    async def story(at: Worker) -> None:
-        await at.begin()
-        resyncing = asyncio.create_task(at.until("resyncing"))
-        at.board.desync = "request 0, stage 0: rank 0 reports …"
-        assert (await resyncing).detail == "request 0, stage 0: rank 0 reports …"
-        assert await at.standing.lease(60)
-        assert (at.stopped, at.board.desync) == (["request 0, stage 0: rank 0 reports …"], "")
-
-    Worker(tmp_path)(story)
-
-
-def test_a_quarantined_worker_begins_nothing_until_its_ranks_were_made_equal(
-    tmp_path: Path,
+async def test_a_quarantined_worker_begins_nothing_until_its_ranks_were_made_equal(
+    at: Worker,
 ) -> None:
-    async def story(at: Worker) -> None:
+    at.engine.on_quarantine("rank 1 kept what it should have dropped")
+    assert not at.standing.serving, "at once"
+    assert await at.standing.lease(60)
+    assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
+
+
+async def test_a_worker_quarantined_during_a_change_does_not_serve_after_it(at: Worker) -> None:
+    commit, serving = at.engine.commit_global, []
+
+    async def quarantined_meanwhile(wanted: GlobalSteering) -> Any:
         at.engine.on_quarantine("rank 1 kept what it should have dropped")
-        assert not at.standing.serving, "at once"
-        assert await at.standing.lease(60)
-        assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
+        return await commit(wanted)
 
-    Worker(tmp_path)(story)
+    async def noted(report: WorkerSteering) -> None:
+        serving.append((report.state, at.standing.resyncs))
 
-
-def test_a_worker_quarantined_during_a_change_does_not_serve_after_it(tmp_path: Path) -> None:
-    async def story(at: Worker) -> None:
-        commit, serving = at.engine.commit_global, []
-
-        async def quarantined_meanwhile(wanted: GlobalSteering) -> Any:
-            at.engine.on_quarantine("rank 1 kept what it should have dropped")
-            return await commit(wanted)
-
-        async def noted(report: WorkerSteering) -> None:
-            serving.append((report.state, at.standing.resyncs))
-
-        at.engine.commit_global = quarantined_meanwhile  # type: ignore[method-assign]
-        at.board.report = noted  # type: ignore[method-assign]
-        at.board.want(current=steering(1, NAMES[0]))
-        await at.follow()
-        at.engine.commit_global = commit  # type: ignore[method-assign]
-        assert await at.standing.lease(60)
-        assert ("serving", 0) not in serving
-
-    Worker(tmp_path)(story)
+    at.engine.commit_global = quarantined_meanwhile  # type: ignore[method-assign]
+    at.board.report = noted  # type: ignore[method-assign]
+    at.board.want(current=steering(1, NAMES[0]))
+    await at.follow()
+    at.engine.commit_global = commit  # type: ignore[method-assign]
+    assert await at.standing.lease(60)
+    assert ("serving", 0) not in serving
 
 
-def test_a_proposal_that_redis_interrupts_leaves_no_tensor_held(tmp_path: Path) -> None:
-    async def story(at: Worker) -> None:
-        at.board.want(proposal=Proposal(id="a", steering=steering(1, NAMES[0]), deadline=FAR))
-        await at.follow()
-        read = at.board.get_tensor
+async def test_a_proposal_that_redis_interrupts_leaves_no_tensor_held(at: Worker) -> None:
+    at.board.want(proposal=Proposal(id="a", steering=steering(1, NAMES[0]), deadline=FAR))
+    await at.follow()
+    read = at.board.get_tensor
 
-        async def cut(name: str) -> Tensor:
-            at.board.get_tensor = read  # type: ignore[method-assign]
-            raise MidstreamError("unavailable", "Redis is away")
+    async def cut(name: str) -> Tensor:
+        at.board.get_tensor = read  # type: ignore[method-assign]
+        raise MidstreamError("unavailable", "Redis is away")
 
-        at.board.get_tensor = cut  # type: ignore[method-assign]
-        at.board.want(proposal=Proposal(id="b", steering=steering(2, NAMES[1]), deadline=FAR))
-        await at.follow()
-        await at.follow()
-        assert at.board.reports[-1].proposal == "b"
-        at.board.want()
-        await at.follow()
-        assert not at.engine._vectors._pinned
-
-    Worker(tmp_path)(story)
+    at.board.get_tensor = cut  # type: ignore[method-assign]
+    at.board.want(proposal=Proposal(id="b", steering=steering(2, NAMES[1]), deadline=FAR))
+    await at.follow()
+    await at.follow()
+    assert at.board.reports[-1].proposal == "b"
+    at.board.want()
+    await at.follow()
+    assert not at.engine._vectors._pinned
 
 
 @pytest.mark.parametrize(
     ("fault", "why"),
     [("fingerprint:rank=1", "tables differ"), ("restart:rank=1", "resync of the ranks failed")],
 )
-def test_an_engine_whose_ranks_stay_different_is_given_up(
+async def test_an_engine_whose_ranks_stay_different_is_given_up(
     tmp_path: Path, fault: str, why: str
 ) -> None:
-    async def story(at: Worker) -> None:
+    async with Worker(tmp_path, fault=fault).live() as at:
         at.board.desync = "a disagreement"
         assert why in await at.loop
         assert await at.standing.lease(0.01) is None
         at.loop = asyncio.create_task(asyncio.sleep(0))
 
-    Worker(tmp_path, fault=fault)(story)
+
+async def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(at: Worker) -> None:
+    at.board.want(current=steering(1, NAMES[0]))
+    await at.follow()
+    restart = at.engine.restart_ledgers
+
+    async def cut() -> None:
+        await restart()
+        at.board.away, at.engine.restart_ledgers = True, restart  # type: ignore[method-assign]
+
+    at.engine.restart_ledgers = cut  # type: ignore[method-assign]
+    at.board.desync = "a disagreement"
+    while not at.board.away:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.05)
+    assert not at.standing.serving
+    at.board.away = False
+    assert (await at.begin()).steering.version == 1
+    assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
 
 
-def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(tmp_path: Path) -> None:
-    async def story(at: Worker) -> None:
-        at.board.want(current=steering(1, NAMES[0]))
-        await at.follow()
-        restart = at.engine.restart_ledgers
-
-        async def cut() -> None:
-            await restart()
-            at.board.away, at.engine.restart_ledgers = True, restart  # type: ignore[method-assign]
-
-        at.engine.restart_ledgers = cut  # type: ignore[method-assign]
-        at.board.desync = "a disagreement"
-        while not at.board.away:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.05)
-        assert not at.standing.serving
-        at.board.away = False
-        lease = await at.standing.lease(60)
-        assert lease is not None
-        assert lease.steering.version == 1
-        assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
-
-    Worker(tmp_path)(story)
+async def test_a_resync_waits_until_the_desired_state_is_readable(at: Worker) -> None:
+    at.board.unreadable, at.board.desync = True, "a disagreement"
+    while at.standing.detail != "stored by another version":  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    assert at.standing.state == "resyncing"
+    assert await at.standing.lease(0.1) is None
+    at.board.unreadable = False
+    assert await at.standing.lease(60) is not None
+    assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
 
 
-def test_a_resync_waits_until_the_desired_state_is_readable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("midstream.workers.serving.steering.RETRY_S", 0.02)
-
-    async def story(at: Worker) -> None:
-        at.board.unreadable, at.board.desync = True, "a disagreement"
-        while at.standing.detail != "stored by another version":  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        assert at.standing.state == "resyncing"
-        assert await at.standing.lease(0.1) is None
-        at.board.unreadable = False
-        assert await at.standing.lease(60) is not None
-        assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
-
-    Worker(tmp_path)(story)
+async def test_global_steering_refused_by_a_rank_is_retried_before_any_job(at: Worker) -> None:
+    at.engine.faults.switch("commit:rank=1")
+    quarantined = asyncio.create_task(at.until("quarantined"))
+    at.board.want(current=steering(1, NAMES[0]), modules={"joy": module(NAMES[1])})
+    report = await quarantined
+    assert "rank 1: injected fault" in report.detail
+    assert {(rank.global_version, len(rank.modules)) for rank in report.ranks} == {(0, 1)}, (
+        "what they did not refuse, they have"
+    )
+    assert await at.standing.lease(0.05) is None
+    at.engine.faults.switch("")
+    assert (await at.begin()).steering.version == 1
 
 
-def test_a_commit_that_one_rank_refuses_is_taken_back_and_applied_after_a_resync(
-    tmp_path: Path,
-) -> None:
-    """The others have accounted for a change and its rollback: they are equal in content, but not
-    in their ledgers.
-    """
-
-    async def story(at: Worker) -> None:
-        at.engine.faults.switch("commit:rank=1,times=1")
-        resyncing = asyncio.create_task(at.until("resyncing"))
-        at.board.want(current=steering(1, NAMES[0]))
-        refused = (await resyncing).applied
-        assert [(answer.ok, answer.message) for answer in refused] == [
-            (True, ""),
-            (False, "injected fault"),
-        ]
-        lease = await at.standing.lease(60)
-        assert lease is not None
-        assert lease.steering.version == 1
-        assert {rank.global_version for rank in at.board.reports[-1].ranks} == {1}
-
-    Worker(tmp_path)(story)
-
-
-def test_global_steering_refused_by_a_rank_is_retried_before_any_job(tmp_path: Path) -> None:
-    async def story(at: Worker) -> None:
-        at.engine.faults.switch("commit:rank=1")
-        quarantined = asyncio.create_task(at.until("quarantined"))
-        at.board.want(current=steering(1, NAMES[0]), modules={"joy": module(NAMES[1])})
-        report = await quarantined
-        assert "rank 1: injected fault" in report.detail
-        assert {(rank.global_version, len(rank.modules)) for rank in report.ranks} == {(0, 1)}, (
-            "what they did not refuse, they have"
-        )
-        assert await at.standing.lease(0.05) is None
-        at.engine.faults.switch("")
-        lease = await at.standing.lease(60)
-        assert lease is not None
-        assert lease.steering.version == 1
-
-    Worker(tmp_path)(story)
-
-
-def test_a_worker_that_cannot_apply_the_state_at_start_waits_until_it_is_cleared(
+async def test_a_worker_that_cannot_apply_the_state_at_start_waits_until_it_is_cleared(
     tmp_path: Path,
 ) -> None:
     """Its model came back with fewer layers, or its settings leave a hook out: such entries would
     be left out in silence.
     """
-
-    async def story(at: Worker) -> None:
+    worker = Worker(tmp_path, fault="prepare:rank=1")
+    worker.board.want(current=steering(1, NAMES[0]))
+    async with worker.live() as at:
         report = at.board.reports[-1]
         assert (report.state, report.global_version) == ("quarantined", 0)
         assert report.detail == "global steering version 1: rank 1: injected fault"
         assert await at.standing.lease(0.05) is None
         at.board.want(current=steering(2))
-        lease = await at.standing.lease(60)
-        assert lease is not None
-        assert lease.steering.version == 2
+        assert (await at.begin()).steering.version == 2
         assert not at.engine._vectors._pinned
 
-    worker = Worker(tmp_path, fault="prepare:rank=1")
-    worker.board.want(current=steering(1, NAMES[0]))
-    worker(story)
 
-
-def test_a_worker_that_cannot_read_the_desired_state_reports_it_and_begins_no_job(
+async def test_a_worker_that_cannot_read_the_desired_state_reports_it_and_begins_no_job(
     tmp_path: Path,
 ) -> None:
-    async def story(at: Worker) -> None:
+    worker = Worker(tmp_path)
+    worker.board.want(current=steering(1, NAMES[0]))
+    worker.board.unreadable = True
+    async with worker.live() as at:
         report = at.board.reports[-1]
         assert (report.state, report.detail) == ("quarantined", "stored by another version")
         assert await at.standing.lease(0.05) is None
         at.board.unreadable = False
-        lease = await at.standing.lease(60)
-        assert lease is not None
-        assert lease.steering.version == 1
-
-    worker = Worker(tmp_path)
-    worker.board.want(current=steering(1, NAMES[0]))
-    worker.board.unreadable = True
-    worker(story)
-
-
-def test_a_module_refused_by_a_rank_does_not_stop_jobs(tmp_path: Path) -> None:
-    async def story(at: Worker) -> None:
-        at.engine.faults.switch("set_module")
-        at.board.want(modules={"joy": module(NAMES[0])})
-        await at.follow()
-        report = at.board.reports[-1]
-        assert (report.state, report.version) == ("serving", 0)
-        assert "registering module 'joy' failed on rank 0: injected fault" in report.detail
-        at.engine.faults.switch("")
-        at.board.want(modules={"joy": module(NAMES[1])})
-        await at.follow()
-        assert at.board.reports[-1].ranks[1].modules == {"joy": module(NAMES[1]).digest}
-        assert (at.board.reports[-1].detail, at.board.reports[-1].version) == (
-            "",
-            at.board.state.version,
-        )
-
-    Worker(tmp_path)(story)
-
-
-def test_a_module_whose_tensor_is_gone_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("midstream.workers.serving.steering.RETRY_S", 0.02)
-
-    async def story(at: Worker) -> None:
-        at.board.gone = {NAMES[0]}
-        at.board.want(modules={"joy": module(NAMES[0])})
-        await at.follow()
-        assert "no longer stored" in at.board.reports[-1].detail
-        at.board.gone = set()
-        while at.board.reports[-1].detail:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        assert at.board.reports[-1].ranks[0].modules.keys() == {"joy"}
-
-    Worker(tmp_path)(story)
-
-
-def test_modules_follow_changes_and_release_tensors(tmp_path: Path) -> None:
-    async def story(at: Worker) -> None:
-        for vector in NAMES[:2]:
-            at.board.want(modules={"joy": module(vector)})
-            await at.follow()
-            assert at.board.reports[-1].ranks[1].modules == {"joy": module(vector).digest}
-            assert set(at.engine._vectors._pinned) == {vector}
-        at.board.want(modules={})
-        await at.follow()
-        assert at.board.reports[-1].ranks[1].modules == {}
-        assert not at.engine._vectors._pinned
-
-    Worker(tmp_path)(story)
-
-
-def test_a_report_request_gets_a_fresh_report(tmp_path: Path) -> None:
-    async def story(at: Worker) -> None:
-        at.board.asked = "7"
-        await at.follow()
-        assert at.board.reports[-1].ask == "7"
-
-    Worker(tmp_path)(story)
-
-
-def test_without_redis_the_worker_serves_its_current_steering(tmp_path: Path) -> None:
-    async def story(at: Worker) -> None:
-        at.board.away = True
-        with contextlib.suppress(TimeoutError):
-            await at.follow()
-        assert at.standing.serving
-        at.board.away = False
-        at.board.want(current=steering(1, NAMES[0]))
-        await at.follow()
         assert (await at.begin()).steering.version == 1
 
-    Worker(tmp_path)(story)
+
+async def test_a_module_refused_by_a_rank_does_not_stop_jobs(at: Worker) -> None:
+    at.engine.faults.switch("set_module")
+    at.board.want(modules={"joy": module(NAMES[0])})
+    await at.follow()
+    report = at.board.reports[-1]
+    assert (report.state, report.version) == ("serving", 0)
+    assert "registering module 'joy' failed on rank 0: injected fault" in report.detail
+    at.engine.faults.switch("")
+    at.board.want(modules={"joy": module(NAMES[1])})
+    await at.follow()
+    assert at.board.reports[-1].ranks[1].modules == {"joy": module(NAMES[1]).digest}
+    assert (at.board.reports[-1].detail, at.board.reports[-1].version) == (
+        "",
+        at.board.state.version,
+    )
+
+
+async def test_a_module_whose_tensor_is_gone_is_tried_again(at: Worker) -> None:
+    at.board.gone = {NAMES[0]}
+    at.board.want(modules={"joy": module(NAMES[0])})
+    await at.follow()
+    assert "no longer stored" in at.board.reports[-1].detail
+    at.board.gone = set()
+    while at.board.reports[-1].detail:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    assert at.board.reports[-1].ranks[0].modules.keys() == {"joy"}
+
+
+async def test_modules_follow_changes_and_release_tensors(at: Worker) -> None:
+    for vector in NAMES[:2]:
+        at.board.want(modules={"joy": module(vector)})
+        await at.follow()
+        assert at.board.reports[-1].ranks[1].modules == {"joy": module(vector).digest}
+        assert set(at.engine._vectors._pinned) == {vector}
+    at.board.want(modules={})
+    await at.follow()
+    assert at.board.reports[-1].ranks[1].modules == {}
+    assert not at.engine._vectors._pinned
+
+
+async def test_a_report_request_gets_a_fresh_report(at: Worker) -> None:
+    at.board.asked = "7"
+    await at.follow()
+    assert at.board.reports[-1].ask == "7"
+
+
+async def test_without_redis_the_worker_serves_its_current_steering(at: Worker) -> None:
+    at.board.away = True
+    with contextlib.suppress(TimeoutError):
+        await at.follow()
+    assert at.standing.serving
+    at.board.away = False
+    at.board.want(current=steering(1, NAMES[0]))
+    await at.follow()
+    assert (await at.begin()).steering.version == 1
