@@ -1,12 +1,13 @@
 """Does the ledger follow a simple model of itself through any sequence of deeds, also of stale
 attempts?
 
-Jobs of two tenants, receipts of two ranks, windows of two messages and limits: the real scripts in
-a real Redis against plain Python.
+Jobs of two tenants, receipts of two ranks in batches, restarts of their worker, windows of two
+messages and limits: the real scripts in a real Redis against plain Python.
 """
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
@@ -33,7 +34,7 @@ from midstream.schemas.access.keys import Limits, Tenant
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, Sampling, State
-from midstream.schemas.jobs.receipts import CapturedFile
+from midstream.schemas.jobs.receipts import CapturedFile, Receipt
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 3
@@ -49,6 +50,15 @@ SIZE = 1000  # bytes of the files of a receipt
 AGE = st.sampled_from([0, 0, 0, 1])
 WHICH = st.integers(0, JOBS - 1)
 PROBLEM = MidstreamError("engine_failed", "it broke").problem()
+STRANGER = "a worker that has no job"
+#: What a rank says: of which job, attempt, request and rank, how it went, and its checksum.
+RECEIPTS = st.tuples(
+    WHICH,
+    AGE,
+    st.sampled_from(PLACES),
+    st.sampled_from(["ok"] * 5 + ["partial", "error"]),
+    st.sampled_from(["11"] * 6 + ["22"]),
+)
 
 
 @dataclass
@@ -78,10 +88,26 @@ class Modelled:
     generated: bool = False
     retried: bool = False  # because its ranks disagreed
     arrived: dict[tuple[int, int], str] = field(default_factory=dict)  # (request, rank) → checksum
-    bytes: int = 0
+    partial: bool = False
+    error: str = ""  # the kind of problem that ended it
+    states: list[State] = field(default_factory=lambda: [State.QUEUED])  # all that it was in
 
-    def working(self, age: int) -> bool:
+    def working(self, age: int = 0) -> bool:
         return age == 0 and self.state in (State.RUNNING, State.CANCELLING)
+
+    @property
+    def expected(self) -> int:
+        return len(PLACES) if self.job.captures else 0
+
+    @property
+    def capture_status(self) -> str:
+        if not self.job.captures:
+            return "not_requested"
+        if self.state not in TERMINAL:
+            return "pending"
+        if self.state is State.SUCCEEDED:
+            return "partial" if self.partial else "ok"
+        return "timed_out" if self.error == "receipts_timed_out" else "error"
 
 
 class Line:
@@ -134,7 +160,8 @@ class LedgerModel(RuleBasedStateMachine):
         super().__init__()
         self.jobs: list[Modelled] = []
         self.line = Line()
-        self.seq, self.clock = 0, 0.0
+        self.marks: Counter[tuple[str, str]] = Counter()  # of each worker and epoch
+        self.boots, self.clock = 1, 0.0
         self.recount: UsageReconciliation | None = None
         self.wrong: dict[str, int] = {}  # what is counted too much, until it is counted anew
         self.do(self.broker.ledger.redis.flushall())
@@ -155,37 +182,55 @@ class LedgerModel(RuleBasedStateMachine):
     def one(self, which: int) -> Modelled:
         return self.jobs[which % len(self.jobs)]
 
-    def to(self, job: Modelled, state: State) -> None:
+    @property
+    def boot(self) -> str:
+        """The present start of the worker."""
+        return f"boot {self.boots}"
+
+    def to(self, job: Modelled, state: State, error: str = "") -> None:
         assert state in TRANSITIONS[job.state]
-        before, job.state = job.state, state
+        before, job.state, job.error = job.state, state, error
+        job.states.append(state)
         if before is State.QUEUED:
             self.line.leave(job)
         if state is State.QUEUED:
-            job.generated, job.arrived, job.bytes = False, {}, 0
+            job.generated, job.partial, job.arrived = False, False, {}
             self.line.send(job)
 
     def finish(self, job: Modelled) -> None:
-        if job.generated and len(job.arrived) == len(PLACES):
+        if job.generated and len(job.arrived) >= job.expected:
             self.to(job, State.CANCELLED if job.state is State.CANCELLING else State.SUCCEEDED)
 
     def put_back(self, job: Modelled) -> None:
         if job.state is State.CANCELLING:
             self.to(job, State.CANCELLED)
+        elif job.attempt >= MAX_ATTEMPTS:
+            self.to(job, State.FAILED, "worker_lost")
         else:
-            self.to(job, State.FAILED if job.attempt >= MAX_ATTEMPTS else State.QUEUED)
+            self.to(job, State.QUEUED)
+
+    def put_back_desynced(self, job: Modelled) -> None:
+        if job.state is State.CANCELLING:
+            self.to(job, State.CANCELLED)
+        elif job.retried or job.attempt >= MAX_ATTEMPTS:
+            self.to(job, State.FAILED, "ranks_disagree")
+        else:
+            job.retried = True
+            self.to(job, State.QUEUED)
 
     @precondition(lambda self: len(self.jobs) < JOBS)
     @rule(
         tenant=st.sampled_from(sorted(TENANTS)),
         max_tokens=st.sampled_from([1, 16, 61]),
+        capture=st.sampled_from([True, True, False]),
         hurried=st.booleans(),
     )
-    def submit(self, tenant: str, max_tokens: int, hurried: bool) -> None:
+    def submit(self, tenant: str, max_tokens: int, capture: bool, hurried: bool) -> None:
         expires = now() + 500 if hurried else None
         job = Modelled(
             make_job(
                 prompts=2,
-                capture=True,
+                capture=capture,
                 tenant=tenant,
                 sampling=Sampling(max_tokens=max_tokens),
                 expires=expires,
@@ -216,7 +261,7 @@ class LedgerModel(RuleBasedStateMachine):
     @rule(which=WHICH)
     def claim(self, which: int) -> None:
         job = self.one(which)
-        got = self.do(self.ledger.claim(job.job.id, WORKER, "boot", 2, IDENTITY))
+        got = self.do(self.ledger.claim(job.job.id, WORKER, self.boot, 2, IDENTITY))
         assert (got is not None) == (job.state is State.QUEUED)
         if got is not None:
             self.to(job, State.RUNNING)
@@ -245,44 +290,67 @@ class LedgerModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.jobs)
     @rule(
-        which=WHICH,
-        age=AGE,
-        place=st.sampled_from(PLACES),
-        status=st.sampled_from(["ok"] * 5 + ["partial", "error"]),
-        checksum=st.sampled_from(["11"] * 6 + ["22"]),
+        batch=st.lists(RECEIPTS, min_size=1, max_size=4),
+        worker=st.sampled_from([WORKER] * 5 + [STRANGER]),
+        epoch=st.sampled_from(["epoch", "another"]),
         twice=st.booleans(),
     )
     def receive(
-        self, which: int, age: int, place: tuple[int, int], status: str, checksum: str, twice: bool
+        self,
+        batch: list[tuple[int, int, tuple[int, int], str, str]],
+        worker: str,
+        epoch: str,
+        twice: bool,
     ) -> None:
-        job = self.one(which)
-        self.seq += 1
-        file = CapturedFile(path="p", bytes=SIZE, crc32=1, rows=1)
-        told = receipt(
+        stream, told = (worker, epoch), []
+        for which, age, place, status, checksum in batch:
+            job = self.one(which)
+            self.marks[stream] += 1
+            told.append((self.marks[stream], self.said(job, age, place, status, checksum, worker)))
+        for _ in range(2 if twice else 1):
+            assert self.broker.settler.settle(worker, 0, epoch, told) == self.marks[stream]
+        touched: dict[str, Modelled] = {}
+        for which, age, place, status, checksum in batch:
+            job = self.one(which)
+            if worker == WORKER and job.working(age) and place not in job.arrived:
+                touched[job.job.id] = job
+                self.arrive(job, place, status, checksum)
+        for job in touched.values():  # when all of the batch has been looked at
+            if job.working():
+                self.finish(job)
+        self.do(self.ledger.redis.hdel("ms:desync", WORKER))  # its ranks are made equal
+
+    def said(
+        self,
+        job: Modelled,
+        age: int,
+        place: tuple[int, int],
+        status: str,
+        checksum: str,
+        worker: str,
+    ) -> Receipt:
+        path = f"{job.attempt - age}/{place[0]}/{place[1]}"
+        return receipt(
             job.job,
             *place,
             attempt=job.attempt - age,
+            worker=worker,
             status=status,
             message="m",
-            files=[file],
+            files=[CapturedFile(path=path, bytes=SIZE, crc32=1, rows=1)],
             checksum=checksum,
         )
-        for _ in range(2 if twice else 1):
-            assert self.broker.settler.settle(WORKER, 0, "epoch", [(self.seq, told)]) == self.seq
-        if not job.working(age) or place in job.arrived:
-            return
+
+    def arrive(self, job: Modelled, place: tuple[int, int], status: str, checksum: str) -> None:
         others = {said for (request, _), said in job.arrived.items() if request == place[0]}
         job.arrived[place] = checksum
-        job.bytes += SIZE
-        if job.state is State.RUNNING and status != "error" and others - {checksum}:
-            again = not job.retried and job.attempt < MAX_ATTEMPTS
-            job.retried = job.retried or again
-            self.to(job, State.QUEUED if again else State.FAILED)
-            self.do(self.ledger.redis.hdel("ms:desync", WORKER))  # its ranks are made equal
-        elif status == "error" and job.state is State.RUNNING:
-            self.to(job, State.FAILED)
-        else:
-            self.finish(job)
+        job.partial = job.partial or status == "partial"
+        if job.state is not State.RUNNING:
+            return
+        if status == "error":
+            self.to(job, State.FAILED, "capture_failed")
+        elif others - {checksum}:
+            self.put_back_desynced(job)
 
     @precondition(lambda self: self.jobs)
     @rule(which=WHICH, age=AGE)
@@ -295,20 +363,41 @@ class LedgerModel(RuleBasedStateMachine):
         else:
             assert after is None
 
+    @precondition(lambda self: self.jobs)
+    @rule(which=WHICH, age=AGE)
+    def abandon_because_ranks_are_out_of_step(self, which: int, age: int) -> None:
+        job = self.one(which)
+        after = self.do(self.ledger.desync_release(job.job.id, job.attempt - age, "rank 1 differs"))
+        if job.working(age):
+            self.put_back_desynced(job)
+            assert after is job.state
+        else:
+            assert after is None
+
+    @rule()
+    def restart_the_worker(self) -> None:
+        self.boots += 1
+        held = self.do(self.ledger.redis.smembers(f"ms:held:{WORKER}"))
+        former = [job for name in held for job in self.jobs if job.job.id == name.decode()]
+        put_back = self.do(self.broker.reaper.release_boots(WORKER, self.boot))
+        for job in former:
+            self.put_back(job)
+        assert put_back == [job.job.id for job in former if job.state is State.QUEUED]
+
     @precondition(lambda self: any(job.attempt > 1 for job in self.jobs))
     @rule(which=WHICH, age=AGE)
     def fail(self, which: int, age: int) -> None:
         job = self.one(which)
         assert self.do(self.ledger.fail(job.job.id, job.attempt - age, PROBLEM)) == job.working(age)
         if job.working(age):
-            self.to(job, State.FAILED)
+            self.to(job, State.FAILED, "engine_failed")
 
     @precondition(lambda self: self.jobs)
     @rule(which=WHICH)
     def request_cancel(self, which: int) -> None:
         job = self.one(which)
         if job.state in TERMINAL:
-            with pytest.raises(MidstreamError):
+            with pytest.raises(MidstreamError, match="has ended"):
                 self.do(self.ledger.request_cancel(job.job.id))
             return
         self.do(self.ledger.request_cancel(job.job.id))
@@ -328,14 +417,17 @@ class LedgerModel(RuleBasedStateMachine):
         if told:
             self.to(job, State.CANCELLED)
 
-    @rule()
-    def renew(self) -> None:
-        told = self.do(
-            self.ledger.renew(WORKER, "boot", {job.job.id: job.attempt for job in self.jobs})
-        )
-        assert told.cancelling == {job.job.id for job in self.jobs if job.state is State.CANCELLING}
-        ours = (State.RUNNING, State.CANCELLING, State.SUCCEEDED)
-        assert told.lost == {job.job.id for job in self.jobs if job.state not in ours}
+    @rule(age=AGE)
+    def renew(self, age: int) -> None:
+        held = {job.job.id: job.attempt - age for job in self.jobs}
+        told = self.do(self.ledger.renew(WORKER, self.boot, held | {"job_unknown": 1}))
+        assert told.cancelling == {
+            job.job.id for job in self.jobs if job.working(age) and job.state is State.CANCELLING
+        }
+        done = {job.job.id for job in self.jobs if age == 0 and job.state is State.SUCCEEDED}
+        ours = {job.job.id for job in self.jobs if job.working(age)} | done
+        assert told.lost == held.keys() - ours | {"job_unknown"}
+        assert self.do(self.ledger.renew(STRANGER, self.boot, held)).lost == held.keys() - done
 
     @rule()
     def let_deadlines_and_leases_run_out(self) -> None:
@@ -352,9 +444,9 @@ class LedgerModel(RuleBasedStateMachine):
                 break
             for job in due:
                 if job.state is State.QUEUED:
-                    self.to(job, State.ABORTED)
+                    self.to(job, State.ABORTED, "not_started_in_time")
                 elif job.state is State.RUNNING and job.generated:
-                    self.to(job, State.FAILED)
+                    self.to(job, State.FAILED, "receipts_timed_out")
                 else:
                     self.put_back(job)
 
@@ -385,47 +477,39 @@ class LedgerModel(RuleBasedStateMachine):
     def the_ledger_says_what_the_model_says(self) -> None:
         for job in self.jobs:
             view = self.do(self.ledger.view(job.job.id))
-            assert (view.state, view.attempt, view.generated is not None) == (
+            assert (view.state, view.attempt, view.generated is not None, view.receipts) == (
                 job.state,
                 job.attempt,
                 job.generated,
+                len(job.arrived),
             )
+            assert view.capture_status == job.capture_status
+            assert view.error is None or view.error.type == f"urn:midstream:{job.error}"
+            assert (view.error is None) == (job.error == "")
+            assert (view.finished is None) == (job.state not in TERMINAL)
             assert view.version >= job.version
             job.version = view.version
-            if job.state not in TERMINAL:
-                assert view.receipts == len(job.arrived)
-                assert view.capture_status == "pending"
-            else:
-                assert view.capture_status in (
-                    ("ok", "partial") if job.state is State.SUCCEEDED else ("error", "timed_out")
-                )
-                assert view.finished is not None
 
     @invariant()
     def every_queued_job_has_its_place_and_every_other_none(self) -> None:
+        states = [f"jobs-in:{state}" for state in State]
+        waits = [f"wait:{MODEL}:6:{tenant}" for tenant in TENANTS]
+
         async def look() -> list[list[bytes]]:
-            names = [
-                "live",
-                f"held:{WORKER}",
-                f"sent:{MODEL}:6",
-                *[f"wait:{MODEL}:6:{tenant}" for tenant in TENANTS],
-            ]
             async with self.ledger.redis.pipeline() as pipe:
-                for name in names:
-                    _ = (
-                        pipe.smembers(f"ms:{name}")
-                        if name.startswith(("held", "sent"))
-                        else pipe.zrange(f"ms:{name}", 0, -1)
-                    )
+                for name in (f"held:{WORKER}", f"sent:{MODEL}:6"):
+                    pipe.smembers(f"ms:{name}")
+                for name in ("live", *states, *waits):
+                    pipe.zrange(f"ms:{name}", 0, -1)
                 return list(await pipe.execute())
 
-        live, held, sent, *waiting = [
-            [name.decode() for name in found] for found in self.do(look())
+        held, sent, live, *lists = [[name.decode() for name in found] for found in self.do(look())]
+        in_state, waiting = lists[: len(states)], lists[len(states) :]
+        assert [set(ids) for ids in in_state] == [
+            {job.job.id for job in self.jobs if job.state is state} for state in State
         ]
         assert set(live) == {job.job.id for job in self.jobs if job.state not in TERMINAL}
-        assert set(held) == {
-            job.job.id for job in self.jobs if job.state in (State.RUNNING, State.CANCELLING)
-        }
+        assert set(held) == {job.job.id for job in self.jobs if job.working()}
         assert set(sent) == self.line.sent
         assert waiting == [[job.job.id for job in self.line.waiting[tenant]] for tenant in TENANTS]
         put_back = {job.job.id for job in self.jobs if job.attempt}
@@ -448,12 +532,20 @@ class LedgerModel(RuleBasedStateMachine):
         for tenant in TENANTS:
             own = [job for job in self.jobs if job.job.tenant == tenant]
             is_[f"{tenant}/jobs"] = sum(job.state not in TERMINAL for job in own)
-            is_[f"{tenant}/bytes"] = sum(job.bytes for job in own)
+            is_[f"{tenant}/bytes"] = SIZE * sum(len(job.arrived) for job in own if job.expected)
         for name, number in self.wrong.items():
             is_[name] = is_.get(name, 0) + number
         assert counted == {name: number for name, number in is_.items() if number}
 
     def teardown(self) -> None:
+        for job in self.jobs:
+            events = self.do(self.ledger.events(job.job.id))
+            assert [event.data["state"] for event in events if event.event == "state"] == job.states
+            if job.state is State.SUCCEEDED:
+                files = self.do(self.ledger.result(job.job.id)).capture_results.files
+                assert {file.path for file in files} == {
+                    f"{job.attempt}/{request}/{rank}" for request, rank in job.arrived
+                }
         while self.recount is not None:
             self.counted(self.do(self.recount.step()))
         assert self.do(Reaper(self.ledger, self.ledger.settings)._recount(now())) == []
@@ -475,13 +567,13 @@ def broker(redis_url: str) -> Iterator[Broker]:
     loop.close()
 
 
-@pytest.mark.long
-def test_the_ledger_follows_its_model(broker: Broker) -> None:
+@pytest.mark.parametrize("examples", [25, pytest.param(150, marks=pytest.mark.long)])
+def test_the_ledger_follows_its_model(broker: Broker, examples: int) -> None:
     LedgerModel.broker = broker
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         LedgerModel,
         settings=settings(
-            max_examples=60,
+            max_examples=examples,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
