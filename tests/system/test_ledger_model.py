@@ -56,6 +56,11 @@ RECEIPTS = st.tuples(
     st.sampled_from(["11"] * 6 + ["22"]),
 )
 
+#: All that a job waits for.
+ALL_RECEIPTS = st.tuples(WHICH, st.sampled_from(["ok", "partial"])).map(
+    lambda drawn: [(drawn[0], 0, place, drawn[1], "11") for place in PLACES]
+)
+
 
 @dataclass
 class Broker:
@@ -311,7 +316,7 @@ class LedgerModel:
 
     @deed(
         8,
-        batch=st.lists(RECEIPTS, min_size=1, max_size=6),
+        batch=st.lists(RECEIPTS, min_size=1, max_size=6) | ALL_RECEIPTS,
         worker=st.sampled_from([WORKER] * 5 + [STRANGER]),
         epoch=st.sampled_from(["epoch", "another"]),
         twice=st.booleans(),
