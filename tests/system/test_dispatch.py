@@ -16,7 +16,6 @@ from ledger_kit import (
     MODEL,
     WORKER,
     Sent,
-    claimed,
     make_job,
     open_ledger,
     outputs,
@@ -72,52 +71,21 @@ async def opened(url: str, **changes: Any) -> AsyncIterator[Line]:
         yield Line(ledger)
 
 
-@asynccontextmanager
-async def swept(line: Line) -> AsyncIterator[Reaper]:
-    yield Reaper(line.ledger, line.ledger.settings)
-
-
-@pytest.mark.long
-async def test_ten_jobs_are_not_delayed_by_two_thousand_of_another_tenant(redis_url: str) -> None:
-    async with opened(redis_url, dispatch_window=16) as line:
-        await line.submit(2000, tenant="batch")
-        assert len(await line.sent()) == 16, "the window"
-        await line.submit(10, tenant="late")
-        served = await line.serve(48)
-        assert Counter(served) == {"batch": 38, "late": 10}, (
-            "one window was under way, then every other one is the late one's"
-        )
-        assert served.index("late") in (16, 17)
-
-
 async def test_weights_one_and_three_share_tokens_one_to_three(redis_url: str) -> None:
     async with opened(redis_url, dispatch_window=4) as line:
         await line.ledger.tenants.put(Tenant(name="paying", limits=Limits(weight=3)))
         await line.submit(4, tenant="first")  # they fill the window
-        long, short = (
-            Sampling(max_tokens=197),
-            Sampling(max_tokens=97),
-        )  # and three tokens of prompt
-        await line.submit(100, tenant="plain", sampling=short)
-        await line.submit(200, tenant="paying", sampling=short)
-        served = Counter((await line.serve(104))[4:])
-        assert served["plain"] == pytest.approx(25, abs=1)
-        assert served["paying"] == pytest.approx(75, abs=1)
-        await line.submit(50, tenant="wordy", sampling=long)
-        served = Counter((await line.serve(64))[4:])
+        long, short = (Sampling(max_tokens=most - 3) for most in (200, 100))
+        await line.submit(30, tenant="plain", sampling=short)
+        await line.submit(30, tenant="paying", sampling=short)
+        served = Counter((await line.serve(36))[4:])
+        assert served["plain"] == pytest.approx(8, abs=1)
+        assert served["paying"] == pytest.approx(24, abs=1)
+        await line.submit(15, tenant="wordy", sampling=long)  # it had no credit while it was idle
+        served = Counter((await line.serve(30))[4:])
         assert served["wordy"] * 2 == pytest.approx(served["plain"], abs=2), (
             "twice the tokens: half the jobs"
         )
-
-
-async def test_idle_tenants_accrue_no_credit(redis_url: str) -> None:
-    async with opened(redis_url, dispatch_window=1) as line:
-        await line.submit(1, tenant="old")
-        await line.submit(200, tenant="old")
-        await line.serve(101)
-        await line.submit(60, tenant="new")
-        served = Counter(await line.serve(41))
-        assert served["new"] == pytest.approx(20, abs=1)
 
 
 async def test_a_tenant_that_asks_for_one_after_the_other_is_charged_for_each(
@@ -128,16 +96,16 @@ async def test_a_tenant_that_asks_for_one_after_the_other_is_charged_for_each(
     """
 
     async with opened(redis_url, dispatch_window=1) as line:
-        await line.submit(100, tenant="batch")
+        await line.submit(60, tenant="batch")
         served: list[str] = []
         await line.submit(
             1, tenant="steady", sampling=Sampling(max_tokens=157)
         )  # as much as about ten of the other's
-        for _ in range(60):
+        for _ in range(40):
             served += (got := await line.serve(1))
             if got == ["steady"]:
                 await line.submit(1, tenant="steady", sampling=Sampling(max_tokens=157))
-        assert 5 <= served.count("steady") <= 8
+        assert 3 <= served.count("steady") <= 5
 
 
 async def test_jobs_of_a_tenant_keep_their_order_and_priorities_have_windows_of_their_own(
@@ -168,36 +136,11 @@ async def test_priority_is_capped_by_the_tenant(redis_url: str) -> None:
         assert (await line.ledger.view(job.id)).priority == "low"
 
 
-async def test_every_end_of_a_queued_job_dispatches_the_next(redis_url: str) -> None:
-    async with opened(redis_url, dispatch_window=1) as line, swept(line) as reaper:
-        first, waiting, late, next_, last = [
-            *await line.submit(2),
-            *await line.submit(1, expires=now() + 60),
-            *await line.submit(2),
-        ]
-        await line.ledger.request_cancel(waiting.id)
-        assert len(await line.sent()) == 1, "one that only waited made no room"
-        await line.ledger.request_cancel(first.id)
-        assert [message.job_id for message in await line.sent()] == [first.id, late.id]
-        report = await reaper.sweep(now() + 61)
-        assert report.late == [late.id]
-        assert (await line.sent())[-1].job_id == next_.id
-        assert await line.ledger.claim(next_.id, WORKER, BOOT, 1, IDENTITY) is not None
-        assert (await line.sent())[-1].job_id == last.id
-
-
-async def test_a_requeued_job_skips_the_dispatch_window(redis_url: str) -> None:
-    async with opened(redis_url, dispatch_window=1) as line:
-        attempt = await claimed(line.ledger, job := make_job())
-        await line.submit(3)
-        assert await line.ledger.release(job.id, attempt) is State.QUEUED
-        assert (await line.sent())[-1] == Sent(job.id, 1, 6)
-
-
 async def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have_room(
     redis_url: str,
 ) -> None:
-    async with opened(redis_url, dispatch_window=2) as line, swept(line) as reaper:
+    async with opened(redis_url, dispatch_window=2) as line:
+        reaper = Reaper(line.ledger, line.ledger.settings)
         jobs = await line.submit(8)
         await line.lose_messages()
         assert (await reaper.sweep(now() + 60)).resent == [job.id for job in jobs[:2]], (
@@ -208,7 +151,8 @@ async def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have
             "one that waits is not sent before its turn, though it was to be looked at"
         )
         assert len(await line.sent()) == 2
-    async with opened(redis_url, dispatch_window=5) as line, swept(line) as reaper:
+    async with opened(redis_url, dispatch_window=5) as line:
+        reaper = Reaper(line.ledger, line.ledger.settings)
         assert (await reaper.sweep()).picked == [job.id for job in jobs[2:5]], (
             "the window was made larger"
         )
@@ -222,7 +166,8 @@ async def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have
 
 
 async def test_a_queued_job_without_message_or_place_is_resent(redis_url: str) -> None:
-    async with opened(redis_url, dispatch_window=1) as line, swept(line) as reaper:
+    async with opened(redis_url, dispatch_window=1) as line:
+        reaper = Reaper(line.ledger, line.ledger.settings)
         _, stray = await line.submit(2)
         await line.ledger.redis.zrem(f"ms:wait:{MODEL}:6:default", stray.id)
         await reaper.sweep()
@@ -230,7 +175,8 @@ async def test_a_queued_job_without_message_or_place_is_resent(redis_url: str) -
 
 
 async def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> None:
-    async with opened(redis_url, dispatch_window=1) as line, swept(line) as reaper:
+    async with opened(redis_url, dispatch_window=1) as line:
+        reaper = Reaper(line.ledger, line.ledger.settings)
         redis = line.ledger.redis
         former = await line.submit(3)
         for job in former:  # as an older version left it
@@ -257,7 +203,8 @@ async def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> N
 
 
 async def test_an_expired_job_is_never_started(redis_url: str) -> None:
-    async with opened(redis_url) as line, swept(line) as reaper:
+    async with opened(redis_url) as line:
+        reaper = Reaper(line.ledger, line.ledger.settings)
         (missed,) = await line.submit(1, expires=now() - 0.01)
         (begun,) = await line.submit(1, expires=now() + 60)
         assert await line.ledger.claim(missed.id, WORKER, BOOT, 1, IDENTITY) is None
@@ -278,7 +225,8 @@ async def test_a_user_who_may_not_write_queues_leaves_the_message_to_the_sweeper
     and the job goes on.
     """
 
-    async with opened(redis_url) as line, swept(line) as reaper:
+    async with opened(redis_url) as line:
+        reaper = Reaper(line.ledger, line.ledger.settings)
         await line.ledger.redis.execute_command(
             "ACL", "SETUSER", "former", "on", ">pw", "resetchannels", "~ms:*", "&ms:*", "+@all"
         )

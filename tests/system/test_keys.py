@@ -17,9 +17,10 @@ import openai
 import pytest
 import server_sent
 from edge import MODEL, Api, Hand, running
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 from ports import free_port
+from receipt_rig import wait_until
 from tenant_kit import ADMIN, Caller, asking, bearer, flushed
 from typer.testing import CliRunner
 
@@ -33,6 +34,7 @@ from midstream.schemas.access.keys import SCOPES, Scope
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.jobs.jobs import JobView
 
 REFUSED_AFTER_S = 5.0  # what the documentation says
 
@@ -74,26 +76,16 @@ def test_without_a_key_every_call_is_refused_and_told_how_to_get_one(api: Api, h
     assert "midstream keys create" in problem["hint"]
 
 
-def test_a_refusal_at_the_openai_style_endpoints_is_in_openais_words(api: Api, hand: Hand) -> None:
-    with pytest.raises(openai.AuthenticationError, match="the API key is not valid"):
-        openai.OpenAI(
-            base_url=f"{api.url}/v1", api_key="sk-other", max_retries=0
-        ).completions.create(model=MODEL, prompt="hello")
+def test_openais_client_gets_in_with_a_key_and_is_refused_in_its_words(
+    api: Api, hand: Hand
+) -> None:
+    def client(key: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{api.url}/v1", api_key=key, max_retries=0)
 
-
-def test_openais_client_gets_in_with_a_key(api: Api, hand: Hand) -> None:
-    caller = Caller(api, hand, "acme")
-    assert [
-        model.id
-        for model in openai.OpenAI(base_url=f"{api.url}/v1", api_key=caller.key.key).models.list()
-    ] == [MODEL]
-
-
-def test_a_key_that_is_wrong_in_one_letter_is_refused(api: Api, hand: Hand) -> None:
     key = Caller(api, hand, "acme").key.key
-    assert status(api, f"Bearer {key}") == 200
-    other = key[:-1] + ("0" if key[-1] != "0" else "1")
-    assert status(api, f"Bearer {other}") == 401
+    assert [model.id for model in client(key).models.list()] == [MODEL]
+    with pytest.raises(openai.AuthenticationError, match="the API key is not valid"):
+        client("sk-other").completions.create(model=MODEL, prompt="hello")
 
 
 def test_an_unknown_id_costs_the_same_work_as_a_wrong_secret(
@@ -113,14 +105,9 @@ def test_an_unknown_id_costs_the_same_work_as_a_wrong_secret(
 
 
 def test_an_expired_key_is_refused(api: Api, hand: Hand) -> None:
-    for lasts in (1.0, 10.0, 60.0):  # longer, where the machine stood still meanwhile
-        caller = Caller(api, hand, "acme", expires_in=lasts)
-        answered = caller.http.get("/v1/jobs").status_code
-        assert caller.key.expires is not None
-        if (left := caller.key.expires - now()) > 0:
-            break
-    assert answered == 200
-    time.sleep(left + 0.05)
+    caller = Caller(api, hand, "acme", expires_in=1.0)
+    assert caller.key.expires is not None
+    time.sleep(max(0.0, caller.key.expires - now()) + 0.05)
     assert caller.http.get("/v1/jobs").status_code == 401
 
 
@@ -128,11 +115,7 @@ def test_a_revoked_key_is_refused_within_five_seconds(api: Api, hand: Hand) -> N
     caller = Caller(api, hand, "acme")
     assert caller.http.get("/v1/jobs").status_code == 200
     assert api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN)).status_code == 204
-    asked = revoked = time.monotonic()
-    while caller.http.get("/v1/jobs").status_code == 200:
-        assert asked < revoked + REFUSED_AFTER_S
-        time.sleep(0.1)
-        asked = time.monotonic()
+    wait_until(lambda: caller.http.get("/v1/jobs").status_code == 401, timeout=REFUSED_AFTER_S)
     assert KNOWN_S < REFUSED_AFTER_S
 
 
@@ -183,33 +166,24 @@ def test_held_responses_end_when_their_key_is_revoked(api: Api, hand: Hand) -> N
 def test_a_stream_that_waits_for_receipts_only_ends_when_its_key_is_revoked(
     api: Api, hand: Hand
 ) -> None:
-    caller = Caller(api, hand, "held")
+    caller = Caller(api, hand, "receipts")
     capture = {"capture": {"layers": [0], "positions": "all_prompt"}, "capture_wait": True}
+    body = {"model": MODEL, "prompt": "hello", "stream": True, **capture}
 
-    def newest() -> str:
-        return hand.do(hand.ledger.list(limit=1)).jobs[0].id
+    def jobs() -> list[JobView]:
+        return hand.do(hand.ledger.list(tenant="receipts")).jobs
 
-    former = newest() if hand.count_jobs() else ""
     with ThreadPoolExecutor(1) as pool:
-        streamed = pool.submit(
-            caller.http.post,
-            "/v1/completions",
-            json={"model": MODEL, "prompt": "hello", "stream": True, **capture},
-        )
-        while not hand.count_jobs() or newest() == former:
-            time.sleep(0.01)
-        claim = hand.claim_next()
+        streamed = pool.submit(caller.http.post, "/v1/completions", json=body)
+        wait_until(lambda: jobs() != [])
+        claim = hand.claim(jobs()[0].id)
         hand.store(claim)
-        began = time.monotonic()
-        assert (
-            api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN)).status_code == 204
-        )
+        api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN))
         try:
             text = streamed.result(timeout=PING_S - 4).text
         finally:
             hand.receipts(claim)
     assert "urn:midstream:unauthorized" in text
-    assert time.monotonic() < began + PING_S
 
 
 def test_a_key_is_stored_as_a_hash_alone(api: Api, hand: Hand) -> None:
@@ -220,23 +194,6 @@ def test_a_key_is_stored_as_a_hash_alone(api: Api, hand: Hand) -> None:
     assert key not in str(api.http.get("/v1/keys", headers=bearer(ADMIN)).json())
 
 
-#: Named, because the key is another in each of the processes that share the tests.
-NO_KEYS = {
-    "nothing": "",
-    "bearer alone": "Bearer",
-    "basic": "Basic YTpi",
-    "one word": f"bearer{ADMIN}",
-    "token": f"Token {ADMIN}",
-    "two": f"Bearer {ADMIN}x y",
-    "key alone": ADMIN,
-}
-
-
-@pytest.mark.parametrize("header", NO_KEYS.values(), ids=NO_KEYS)
-def test_malformed_authorization_is_refused(api: Api, header: str) -> None:
-    assert status(api, header) == 401
-
-
 def test_two_authorization_headers_are_refused(api: Api, hand: Hand) -> None:
     answer = httpx2.get(
         f"{api.url}/v1/jobs",
@@ -244,10 +201,6 @@ def test_two_authorization_headers_are_refused(api: Api, hand: Hand) -> None:
         timeout=60,
     )
     assert answer.status_code == 401
-
-
-def test_the_scheme_is_read_in_any_case(api: Api) -> None:
-    assert status(api, f"bearer {ADMIN}") == 200
 
 
 def printable(most: int) -> st.SearchStrategy[bytes]:
@@ -269,8 +222,14 @@ ADDRESSES = itertools.count()
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+@example(header=b"")
+@example(header=b"Bearer")
+@example(header=b"Basic YTpi")
+@example(header=f"bearer {ADMIN}".encode())
+@example(header=f"bearer{ADMIN}".encode())
+@example(header=f"Bearer {ADMIN}x y".encode())
 @given(header=printable(200) | printable(40).map(lambda raw: b"Bearer ms_" + raw) | almost)
 def test_any_authorization_header_but_the_key_is_401(api: Api, header: bytes) -> None:
     address = f"192.0.2.{next(ADDRESSES) % 256}".encode()  # wrong keys are limited by address
@@ -317,26 +276,16 @@ def test_metrics_need_scope_observe(api: Api, hand: Hand) -> None:
 
 
 def test_unauthenticated_readyz_gives_no_reasons(api: Api, hand: Hand) -> None:
-    hand.do(
-        hand.ledger.heartbeat(
-            hand.sign(worker="secret-host", healthy=False, detail="out of memory")
-        )
-    )
-    told, stranger = api.http.get("/readyz", headers=bearer(ADMIN)), api.http.get("/readyz")
-    assert "secret-host" in told.text
-    assert MODEL in told.text
-    assert stranger.status_code == told.status_code
-    assert "secret-host" not in stranger.text
-    assert MODEL not in stranger.text
-    assert stranger.json()["missing"] == ["relay"]
-
-
-def test_unauthenticated_readyz_names_no_unhealthy_worker(api: Api, hand: Hand) -> None:
     hand.do(hand.ledger.heartbeat(hand.sign(healthy=False, detail="out of memory")))
     try:
-        assert api.http.get("/readyz").json()["missing"] == ["relay", "worker"]
+        told, stranger = api.http.get("/readyz", headers=bearer(ADMIN)), api.http.get("/readyz")
     finally:
         hand.serve()
+    assert stranger.status_code == told.status_code
+    assert stranger.json()["missing"] == ["relay", "worker"]
+    for reason in (hand.worker, MODEL):
+        assert reason in told.text
+        assert reason not in stranger.text
 
 
 # --- Keys over HTTP and from a terminal
@@ -435,17 +384,6 @@ def test_off_loopback_the_api_needs_a_key_to_start(
     assert "midstream keys create" in said
     assert "MIDSTREAM_ADMIN_KEY" in said
     assert "MIDSTREAM_AUTH=open" in said
-
-
-def test_off_loopback_the_api_requires_keys(api: Api, hand: Hand, tmp_path: Path) -> None:
-    caller = Caller(api, hand, "acme")
-    with running(tmp_path, api.settings.redis_url, api_host=EVERYWHERE) as public:
-        url = public.url.replace(EVERYWHERE, "127.0.0.1")
-        assert httpx2.get(f"{url}/v1/jobs", timeout=60).status_code == 401
-        assert (
-            httpx2.get(f"{url}/v1/jobs", headers=bearer(caller.key.key), timeout=60).status_code
-            == 200
-        )
 
 
 def test_off_loopback_auth_open_must_be_explicit_and_warns(

@@ -3,7 +3,6 @@
 Limits in the commit that accepts, over HTTP and by the ledger.
 """
 
-import asyncio
 import time
 import zlib
 from collections.abc import Iterator
@@ -25,13 +24,13 @@ from ledger_kit import (
     open_ledger,
     outputs,
     receipt,
-    settings_for,
     settler,
     worker_info,
 )
 from redis_kit import handed_over
 from sweep_rig import sweep, sweep_job
 
+from midstream.broker.ledger.core import scripts, tenants
 from midstream.broker.ledger.core.memory_pressure import SAMPLE_S
 from midstream.broker.ledger.core.scripts import Scripts
 from midstream.broker.ledger.jobs.captures import Captures
@@ -39,7 +38,6 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named.steering import Steering
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.broker.ops import redis_server
-from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.access.keys import Limits, Tenant, scoped
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
@@ -74,150 +72,92 @@ def a_file(size: int) -> CapturedFile:
     return CapturedFile(path="p", bytes=size, crc32=1, rows=1, layers=[0], positions=1)
 
 
-async def early_in_a_minute() -> None:
-    """Return with at least five seconds of this minute of the clock left: usage is counted by
-    it.
-    """
-    left = 60 - now() % 60
-    if left < 5:
-        await asyncio.sleep(left)
+class Clock:
+    """What the ledger takes for the time; it stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.time = 60.0 * (now() // 60)  # usage is counted by the minute
+
+    def __call__(self) -> float:
+        return self.time
 
 
-async def test_requests_per_minute_limit_and_retry_after(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        await limited(ledger, requests_per_minute=60)
-        accepted, began = 0, now()
-        while True:
-            try:
-                await ledger.submit(make_job(tenant="t"), {})
-                accepted += 1
-            except MidstreamError as error:
-                told = error
-                break
-        assert 60 <= accepted <= 61 + now() - began, (
-            "a minute's worth at once, and what leaked meanwhile"
-        )
-        assert told.kind == "rate_limited"
-        assert told.retry_after is not None
-        assert 0 < told.retry_after <= 1
-        await ledger.submit(make_job(tenant="other"), {})
-        await asyncio.sleep(told.retry_after)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(scripts, "now", made)
+    monkeypatch.setattr(tenants, "now", made)
+    return made
+
+
+def of_tokens(prompts: int, most: int, **changes: Any) -> Job:
+    """Of the tenant `t`; each prompt has three tokens."""
+    return make_job(prompts, tenant="t", sampling=Sampling(max_tokens=most - 3), **changes)
+
+
+async def test_requests_per_minute_limit_and_retry_after(ledger: Ledger, clock: Clock) -> None:
+    await limited(ledger, requests_per_minute=60)
+    for _ in range(60):  # a minute's worth at once
         await ledger.submit(make_job(tenant="t"), {})
+    error = await refused(ledger, make_job(tenant="t"))
+    assert (error.kind, error.retry_after) == ("rate_limited", pytest.approx(1))
+    await ledger.submit(make_job(tenant="other"), {})
+    clock.time += 1
+    await ledger.submit(make_job(tenant="t"), {})
 
 
-async def test_tokens_per_minute_count_prompts_and_what_they_may_generate(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        await limited(ledger, tokens_per_minute=600)
-        half = make_job(prompts=3, tenant="t", sampling=Sampling(max_tokens=97))  # 3 · (3 + 97)
-        await early_in_a_minute()
-        began = now()
-        await ledger.submit(half, {})
-        usage = await ledger.tenants.usage("t")
-        assert (usage.tokens_this_minute, usage.requests_this_minute) == (300, 1)
-        error = await refused(
-            ledger, make_job(prompts=4, tenant="t", sampling=Sampling(max_tokens=97))
-        )
-        assert error.retry_after is not None
-        assert 10 - (now() - began) <= error.retry_after <= 10, (
-            "a hundred tokens too many, ten a second"
-        )
-        await ledger.submit(make_job(prompts=2, tenant="t", sampling=Sampling(max_tokens=97)), {})
-
-
-async def test_a_burst_over_one_minutes_limit_is_accepted_when_idle_and_then_repaid(
-    redis_url: str,
+async def test_tokens_per_minute_count_prompts_and_what_they_may_generate(
+    ledger: Ledger, clock: Clock
 ) -> None:
-    async with open_ledger(redis_url) as ledger:
-        await limited(ledger, tokens_per_minute=100)
-        began = now()
-        await ledger.submit(make_job(prompts=10, tenant="t", sampling=Sampling(max_tokens=97)), {})
-        error = await refused(ledger, make_job(tenant="t", sampling=Sampling(max_tokens=7)))
-        assert error.retry_after is not None
-        assert 546 - (now() - began) <= error.retry_after <= 546, (
-            "600 s of debt, less what fits into a minute"
-        )
+    await limited(ledger, tokens_per_minute=600)
+    await ledger.submit(of_tokens(3, 100), {})
+    usage = await ledger.tenants.usage("t")
+    assert (usage.tokens_this_minute, usage.requests_this_minute) == (300, 1)
+    error = await refused(ledger, of_tokens(4, 100))
+    assert error.retry_after == pytest.approx(10), "a hundred tokens too many, ten a second"
+    await ledger.submit(of_tokens(2, 100), {})
+    clock.time += 600
+    await ledger.submit(of_tokens(60, 100), {})  # more than a minute's worth when idle is repaid
+    error = await refused(ledger, of_tokens(1, 100))
+    assert error.retry_after == pytest.approx(550), "600 s of debt, less what fits into a minute"
 
 
-async def test_a_refused_or_repeated_submission_takes_nothing(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        await limited(ledger, requests_per_minute=2, jobs_in_flight=2)
-        await early_in_a_minute()
-        first = make_job(tenant="t")
-        await ledger.submit(first, {}, ("k", "body"))
-        for _ in range(5):
-            assert await ledger.submit(make_job(tenant="t"), {}, ("k", "body")) == (
-                first.id,
-                False,
-            )
-        await ledger.submit(make_job(tenant="t"), {})
-        for _ in range(3):
-            assert (await refused(ledger, make_job(tenant="t"))).kind == "too_many_jobs"
-        assert await ledger.submit(make_job(tenant="t"), {}, ("k", "body")) == (
-            first.id,
-            False,
-        ), "also while others are refused"
-        usage = await ledger.tenants.usage("t")
-        assert (usage.jobs_in_flight, usage.requests_this_minute) == (2, 2)
-        await limited(ledger, "u", requests_per_minute=2, tokens_per_minute=100)
-        await ledger.submit(make_job(tenant="u", sampling=Sampling(max_tokens=60)), {})
-        for _ in range(3):
-            assert (
-                "tokens"
-                in (
-                    await refused(ledger, make_job(tenant="u", sampling=Sampling(max_tokens=60)))
-                ).detail
-            )
-        await ledger.submit(make_job(tenant="u", sampling=Sampling(max_tokens=1)), {})
+async def test_a_refused_or_repeated_submission_takes_nothing(ledger: Ledger, clock: Clock) -> None:
+    await limited(ledger, requests_per_minute=2, tokens_per_minute=100, jobs_in_flight=2)
+    job = of_tokens(1, 60)
+    for repeated in (job, make_job(tenant="t"), make_job(tenant="t")):
+        told = await ledger.submit(repeated, {}, ("k", "body"))
+        assert told == (job.id, repeated is job)
+    for _ in range(3):
+        assert "tokens" in (await refused(ledger, of_tokens(1, 60))).detail
+    await ledger.submit(of_tokens(1, 4), {})
+    for _ in range(3):
+        assert (await refused(ledger, of_tokens(1, 4))).kind == "too_many_jobs"
+    assert await ledger.submit(make_job(tenant="t"), {}, ("k", "body")) == (job.id, False), (
+        "also while others are refused"
+    )
+    usage = await ledger.tenants.usage("t")
+    assert (usage.jobs_in_flight, usage.requests_this_minute) == (2, 2)
 
 
-async def test_every_end_releases_jobs_in_flight(redis_url: str) -> None:
-    async with open_ledger(redis_url, max_attempts=1) as ledger:
-        await limited(ledger, jobs_in_flight=1)
-
-        async def succeed(job_id: str, attempt: int) -> None:
-            await ledger.store_outputs(job_id, attempt, outputs())
-
-        async def fail(job_id: str, attempt: int) -> None:
-            await ledger.fail(
-                job_id, attempt, MidstreamError("engine_failed", "it broke").problem()
-            )
-
-        async def cancel(job_id: str, attempt: int) -> None:
-            await ledger.request_cancel(job_id)
-            await ledger.finish_cancel(job_id, attempt)
-
-        async def lose(job_id: str, attempt: int) -> None:
-            await ledger.release(job_id, attempt)
-
-        for end in (succeed, fail, cancel, lose):
-            job = make_job(tenant="t")
-            attempt = await claimed(ledger, job)
-            assert (await refused(ledger, make_job(tenant="t"))).kind == "too_many_jobs"
-            await end(job.id, attempt)
-        await ledger.submit(job := make_job(tenant="t"), {})
-        await ledger.request_cancel(job.id)
-        assert (await ledger.tenants.usage("t")).jobs_in_flight == 0
-
-
-async def test_cells_of_sweeps_are_counted_exactly_for_a_tenant_and_for_all(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        size = sweep().num_cells
-        await limited(ledger, sweep_cells=size)
-        job = sweep_of("t")
-        await ledger.submit(job, {})
-        error = await refused(ledger, sweep_of("t"))
-        assert (error.kind, str(size) in error.detail) == ("too_many_cells", True)
-        await limited(ledger, "small", sweep_cells=size - 1)
-        never = await refused(ledger, sweep_of("small"))
-        assert (never.kind, never.field, never.retry_after) == (
-            "invalid_request",
-            "pairs",
-            None,
-        ), "to wait would be in vain"
-        await ledger.submit(make_job(tenant="t"), {})
-        await ledger.submit(sweep_of("u"), {})
-        await ledger.request_cancel(job.id)
-        await ledger.submit(sweep_of("t"), {})
+async def test_cells_of_sweeps_are_counted_exactly_for_a_tenant_and_for_all(ledger: Ledger) -> None:
+    size = sweep().num_cells
+    await limited(ledger, sweep_cells=size)
+    job = sweep_of("t")
+    await ledger.submit(job, {})
+    error = await refused(ledger, sweep_of("t"))
+    assert (error.kind, str(size) in error.detail) == ("too_many_cells", True)
+    await limited(ledger, "small", sweep_cells=size - 1)
+    never = await refused(ledger, sweep_of("small"))
+    assert (never.kind, never.field, never.retry_after) == (
+        "invalid_request",
+        "pairs",
+        None,
+    ), "to wait would be in vain"
+    await ledger.submit(make_job(tenant="t"), {})
+    await ledger.submit(sweep_of("u"), {})
+    await ledger.request_cancel(job.id)
+    await ledger.submit(sweep_of("t"), {})
 
 
 async def test_a_tenants_own_capture_files_count_until_they_are_deleted(
@@ -246,53 +186,6 @@ async def test_a_tenants_own_capture_files_count_until_they_are_deleted(
         await ledger.submit(make_job(capture=True, tenant="t"), {})
 
 
-async def test_two_hundred_concurrent_submissions_respect_the_limit(redis_url: str) -> None:
-    async with open_ledger(redis_url, limit_jobs_in_flight=50) as ledger:
-        answers = await asyncio.gather(
-            *[ledger.submit(make_job(), {}) for _ in range(200)], return_exceptions=True
-        )
-        assert sum(not isinstance(answer, BaseException) for answer in answers) == 50
-
-
-async def test_usage_survives_a_redis_kill_and_is_reconciled(tmp_path: Path) -> None:
-    server = redis_server.start(tmp_path)
-    try:
-        async with open_ledger(server.url) as ledger:
-            jobs = [make_job(tenant=f"t{number % 3}", capture=True) for number in range(60)]
-            settle = settler(server.url)
-
-            async def live(number: int) -> None:
-                job = jobs[number]
-                await ledger.submit(job, {})
-                if number % 2:
-                    await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
-                    settle.settle(WORKER, number, EPOCH, [(1, receipt(job, files=[a_file(1000)]))])
-                    await ledger.store_outputs(job.id, 1, outputs())
-
-            under_way = [asyncio.create_task(live(number)) for number in range(60)]
-            await asyncio.wait(under_way[:20])
-            server.kill()
-            await asyncio.gather(*under_way, return_exceptions=True)
-            server = redis_server.start(tmp_path, port=server.port)
-            app = make_app(settings_for(server.url))
-            reaper = Reaper(ledger, ledger.settings)
-            assert (await reaper.sweep()).corrected == [], (
-                "a count is in the commit that changes it"
-            )
-            counted = await ledger.redis.hgetall("ms:usage")
-            await ledger.redis.hset(
-                "ms:usage", mapping={"t0/jobs": 1000, "t1/bytes": -5, "gone/cells": 3}
-            )
-            await ledger.redis.hdel("ms:usage", "/queued")
-            assert len((await Reaper(ledger, ledger.settings).sweep()).corrected) >= 3
-            assert await ledger.redis.hgetall("ms:usage") == {
-                name: number for name, number in counted.items() if number != b"0"
-            }
-            app.close()
-    finally:
-        server.stop()
-
-
 async def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_are_invalid(
     tmp_path: Path,
 ) -> None:
@@ -313,38 +206,33 @@ async def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_a
         server.stop()
 
 
-async def test_an_abandoned_usage_count_changes_nothing(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        await ledger.submit(make_job(tenant="t", capture=True), {})
-        await ledger.redis.hset("ms:usage", mapping={"t/bytes": 700, "t/jobs": 9})
-        bound = Scripts(ledger.redis)
-        first, second, present = (
-            UsageReconciliation(bound, ledger.settings, now()) for _ in range(3)
-        )
-        assert await first.step() is None
-        assert [await ledger.redis.ttl(kept) > 0 for kept in ("ms:recount", "ms:recount-seen")] == [
-            True,
-            True,
-        ], "nobody may go on"
-        assert await first.step() is None
-        assert await second.step() is None
+async def test_an_abandoned_usage_count_changes_nothing(ledger: Ledger, redis_url: str) -> None:
+    await ledger.submit(make_job(tenant="t", capture=True), {})
+    await ledger.redis.hset("ms:usage", mapping={"t/bytes": 700, "t/jobs": 9})
+    bound = Scripts(ledger.redis)
+    first, second, present = (UsageReconciliation(bound, ledger.settings, now()) for _ in range(3))
+    assert await first.step() is None
+    assert [await ledger.redis.ttl(kept) > 0 for kept in ("ms:recount", "ms:recount-seen")] == [
+        True,
+        True,
+    ], "nobody may go on"
+    assert await first.step() is None
+    assert await second.step() is None
+    assert await present.step() is None
+    assert await first.step() == [], "another one has begun"
+    assert await second.step() == []
+    for seq, size in ((1, 1000), (2, 500)):  # one before captures are looked at, one after
+        late = make_job(tenant="t", capture=True)
+        await claimed(ledger, late, ranks=1)
+        settler(redis_url).settle(WORKER, 0, EPOCH, [(seq, receipt(late, files=[a_file(size)]))])
         assert await present.step() is None
-        assert await first.step() == [], "another one has begun"
-        assert await second.step() == []
-        for seq, size in ((1, 1000), (2, 500)):  # one before captures are looked at, one after
-            late = make_job(tenant="t", capture=True)
-            await claimed(ledger, late, ranks=1)
-            settler(redis_url).settle(
-                WORKER, 0, EPOCH, [(seq, receipt(late, files=[a_file(size)]))]
-            )
-            assert await present.step() is None
-        assert await present.step() is None, "the lists of jobs"
-        told = await present.step()
-        assert sorted(told or []) == [
-            "t/bytes: 2200 instead of 1500",
-            "t/jobs: 11 instead of 3",
-        ], "what came meanwhile counts once"
-        assert await ledger.redis.keys("ms:recount*") == []
+    assert await present.step() is None, "the lists of jobs"
+    told = await present.step()
+    assert sorted(told or []) == [
+        "t/bytes: 2200 instead of 1500",
+        "t/jobs: 11 instead of 3",
+    ], "what came meanwhile counts once"
+    assert await ledger.redis.keys("ms:recount*") == []
 
 
 # --- Named modules --------------------------------------------------------------------------------
@@ -431,20 +319,6 @@ async def test_a_module_that_replaces_another_needs_room_for_the_difference_only
             "to delete others would be in vain"
         )
         assert "is 3 MiB" in never.detail
-
-
-async def test_a_hundred_concurrent_modules_respect_the_limit(redis_url: str) -> None:
-    async with open_ledger(redis_url, limit_modules=30) as ledger:
-        steering = Steering(ledger)
-        made = [a_module(f"m{number}", 0) for number in range(100)]
-        answers = await asyncio.gather(
-            *[steering.put_module(*each) for each in made], return_exceptions=True
-        )
-        assert (
-            sum(answer is None for answer in answers)
-            == len(await steering.module_names(MODEL))
-            == 30
-        )
 
 
 async def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_version(
@@ -558,16 +432,8 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
 
 
 def test_an_expired_deadline_is_504_for_held_requests(api: Any, hand: Hand) -> None:
-    async def overdue() -> None:
-        settings = hand.settings
-        ledger = Ledger.connect(settings)
-        app = make_app(settings)
-        await Reaper(ledger, settings).sweep(now() + 1)
-        app.close()
-        await ledger.close()
-
     job_id = api.submit(expires_in=0.5)
-    asyncio.run(overdue())
+    hand.do(Reaper(hand.ledger, hand.settings).sweep(now() + 1))
     held = api.http.get(f"/v1/jobs/{job_id}/result")
     assert (held.status_code, held.json()["type"]) == (504, "urn:midstream:not_started_in_time")
     assert api.view(job_id)["state"] == "aborted"

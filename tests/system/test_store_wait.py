@@ -74,31 +74,25 @@ async def test_a_job_whose_rows_the_store_did_not_take_is_queued_again(redis_url
 
 
 async def test_a_worker_whose_store_takes_nothing_leaves_captures_in_the_queue(
-    redis_url: str,
+    ledger: Ledger, reaper: Reaper
 ) -> None:
-    async with open_ledger(redis_url) as ledger:
-        reaper = Reaper(ledger, ledger.settings)
-        job, other = make_job(capture=True), make_job()
-        for each in (job, other):
-            await ledger.submit(each, {})
-        assert (
-            await ledger.claim(
-                job.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached"
-            )
-            is None
-        )
-        assert (
-            await ledger.claim(
-                other.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached"
-            )
-            is not None
-        )
-        view = await ledger.view(job.id)
-        assert (view.state, view.attempt) == (State.QUEUED, 0)
-        await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
-        await reaper.sweep(now() + SHELVED_S + 1)
-        assert [message.job_id for message in await sent(ledger)] == [job.id]
-        assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is not None
+    job, other = make_job(capture=True), make_job()
+    for each in (job, other):
+        await ledger.submit(each, {})
+    assert (
+        await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
+        is None
+    )
+    assert (
+        await ledger.claim(other.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
+        is not None
+    )
+    view = await ledger.view(job.id)
+    assert (view.state, view.attempt) == (State.QUEUED, 0)
+    await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
+    await reaper.sweep(now() + SHELVED_S + 1)
+    assert [message.job_id for message in await sent(ledger)] == [job.id]
+    assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is not None
 
 
 async def test_a_job_waits_for_the_store_as_long_as_the_setting_says(redis_url: str) -> None:
@@ -121,14 +115,14 @@ async def test_a_job_waits_for_the_store_as_long_as_the_setting_says(redis_url: 
             assert "it cannot be reached; the job has waited 0.05 s" in view.error.detail
 
 
-async def test_a_job_that_waits_for_the_store_keeps_its_own_deadline(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        reaper = Reaper(ledger, ledger.settings)
-        job = make_job(capture=True, expires=now() + 3)
-        await ledger.submit(job, {})
-        await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
-        assert (await reaper.sweep(now() + 1)).late == []
-        assert (await reaper.sweep(now() + 4)).late == [job.id]
+async def test_a_job_that_waits_for_the_store_keeps_its_own_deadline(
+    ledger: Ledger, reaper: Reaper
+) -> None:
+    job = make_job(capture=True, expires=now() + 3)
+    await ledger.submit(job, {})
+    await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
+    assert (await reaper.sweep(now() + 1)).late == []
+    assert (await reaper.sweep(now() + 4)).late == [job.id]
 
 
 async def test_a_job_that_could_not_read_the_store_waits_for_it(redis_url: str) -> None:

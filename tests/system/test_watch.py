@@ -141,18 +141,17 @@ async def test_a_late_waiter_is_answered_from_memory(redis_url: str, no_polling:
         assert await watcher.changed(job.id, 1, 30) == 2
 
 
-async def test_the_last_outputs_event_comes_with_the_outputs(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        job = make_job()
-        await claimed(ledger, job)
-        await ledger.store_outputs(
-            job.id, 1, outputs(), Event(event="output", data={"index": 0}, attempt=1)
-        )
-        assert [event.event for event in await ledger.events(job.id)][-3:] == [
-            "output",
-            "state",
-            "done",
-        ]
+async def test_the_last_outputs_event_comes_with_the_outputs(ledger: Ledger) -> None:
+    job = make_job()
+    await claimed(ledger, job)
+    await ledger.store_outputs(
+        job.id, 1, outputs(), Event(event="output", data={"index": 0}, attempt=1)
+    )
+    assert [event.event for event in await ledger.events(job.id)][-3:] == [
+        "output",
+        "state",
+        "done",
+    ]
 
 
 async def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(

@@ -89,26 +89,34 @@ def receiver() -> Iterator[Receiver]:
         yield made
 
 
+@pytest.fixture
+async def made(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+    """With proxies in the environment, which nobody asks."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with service(redis_url) as started:
+        yield started
+
+
 # What is told
 
 
-async def test_each_start_and_end_is_one_webhook(redis_url: str, receiver: Receiver) -> None:
-    async with service(redis_url) as made:
-        job = make_job(callback=Callback(url=receiver.url(), events=ALL))
-        assert await claimed(made.ledger, job) == 1
-        assert await made.ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY) is None
-        await made.ledger.release(job.id, 1)
-        assert await made.ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
-        for _ in range(3):
-            await made.ledger.store_outputs(job.id, 2, outputs())
-        assert await made.sender.round() == 3
-        bodies = [got.body for got in receiver.got]
-        assert sorted((body.type, body.data.attempt) for body in bodies) == [
-            ("job.running", 1), ("job.running", 2), ("job.succeeded", 2),
-        ]  # fmt: skip
-        assert {(body.data.id, body.data.model) for body in bodies} == {(job.id, MODEL)}
-        assert len({got.id for got in receiver.got}) == 3
-        assert await made.sender.round() == 0
+async def test_each_start_and_end_is_one_webhook(made: Service, receiver: Receiver) -> None:
+    job = make_job(callback=Callback(url=receiver.url(), events=ALL))
+    assert await claimed(made.ledger, job) == 1
+    assert await made.ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY) is None
+    await made.ledger.release(job.id, 1)
+    assert await made.ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
+    for _ in range(3):
+        await made.ledger.store_outputs(job.id, 2, outputs())
+    assert await made.sender.round() == 3
+    bodies = [got.body for got in receiver.got]
+    assert sorted((body.type, body.data.attempt) for body in bodies) == [
+        ("job.running", 1), ("job.running", 2), ("job.succeeded", 2),
+    ]  # fmt: skip
+    assert {(body.data.id, body.data.model) for body in bodies} == {(job.id, MODEL)}
+    assert len({got.id for got in receiver.got}) == 3
+    assert await made.sender.round() == 0
 
 
 async def test_an_end_delivered_while_the_disk_is_slow_survives_a_kill_of_redis(
@@ -132,59 +140,39 @@ async def test_an_end_delivered_while_the_disk_is_slow_survives_a_kill_of_redis(
             again.stop()
 
 
-@pytest.mark.parametrize("end", ["failed", "cancelled", "aborted"])
-async def test_only_subscribed_ends_are_webhooks(
-    redis_url: str, receiver: Receiver, end: str
-) -> None:
-    async def reach(ledger: Ledger, job: Job) -> None:
-        if end == "aborted":
-            await ledger.submit(job, {})
-            await ledger.request_cancel(job.id)
-            return
-        attempt = await claimed(ledger, job)
-        if end == "failed":
-            await ledger.fail(
-                job.id, attempt, MidstreamError("engine_failed", "out of memory").problem()
-            )
-        else:
-            await ledger.request_cancel(job.id)
-            await ledger.finish_cancel(job.id, attempt)
-
-    async with service(redis_url) as made:
-        await reach(
-            made.ledger,
-            make_job(callback=Callback(url=receiver.url(), events=["job.succeeded"])),
-        )
-        await reach(made.ledger, make_job())
-        await reach(made.ledger, make_job(callback=Callback(url=receiver.url(), events=list(ENDS))))
-        await made.sender.round()
-        assert [got.body.type for got in receiver.got] == [f"job.{end}"]
-
-
-async def test_webhooks_outlive_their_job(redis_url: str, receiver: Receiver) -> None:
-    async with service(redis_url) as made:
-        job = await made.job(receiver.url())
-        await made.ledger.redis.delete(
-            f"ms:job:{job.id}", f"ms:out:{job.id}", f"ms:events:{job.id}"
-        )
-        await made.sender.round()
-        assert receiver.got[0].body.data.id == job.id
+async def test_only_subscribed_ends_are_webhooks(made: Service, receiver: Receiver) -> None:
+    callbacks = [
+        Callback(url=receiver.url("/not"), events=["job.succeeded"]),
+        None,
+        Callback(url=receiver.url(), events=list(ENDS)),
+    ]
+    problem = MidstreamError("engine_failed", "out of memory").problem()
+    for callback in callbacks:
+        failed, cancelled, aborted = (make_job(callback=callback) for _ in range(3))
+        await made.ledger.fail(failed.id, await claimed(made.ledger, failed), problem)
+        await claimed(made.ledger, cancelled)
+        await made.ledger.submit(aborted, {})
+        for job in (cancelled, aborted):
+            await made.ledger.request_cancel(job.id)
+        await made.ledger.finish_cancel(cancelled.id, 1)
+        await made.ledger.redis.delete(f"ms:job:{failed.id}")  # its webhook outlives it
+    await made.sender.round()
+    assert {got.path for got in receiver.got} == {"/hook"}
+    assert sorted(got.body.type for got in receiver.got) == [
+        "job.aborted", "job.cancelled", "job.failed",
+    ]  # fmt: skip
 
 
 # How it is sent
 
 
 # field case 41
-def test_an_independent_verifier_accepts_a_webhooks_signature_and_no_other(
-    redis_url: str, receiver: Receiver
+async def test_an_independent_verifier_accepts_a_webhooks_signature_and_no_other(
+    made: Service, receiver: Receiver
 ) -> None:
-    async def main() -> str:
-        async with service(redis_url) as made:
-            await made.job(receiver.url())
-            await made.sender.round()
-            return (await made.secrets.of("default", "")).secrets[0].secret
-
-    secret = asyncio.run(main())
+    await made.job(receiver.url())
+    await made.sender.round()
+    secret = (await made.secrets.of("default", "")).secrets[0].secret
     [got] = receiver.got
     got.verify(secret)
     assert got.headers["content-type"] == "application/json"
@@ -198,63 +186,42 @@ def test_an_independent_verifier_accepts_a_webhooks_signature_and_no_other(
             wrong.verify(secret)
 
 
-def test_all_attempts_have_one_id_and_one_body_and_each_its_own_time(
-    redis_url: str, receiver: Receiver
+async def test_all_attempts_have_one_id_and_one_body_and_each_its_own_time(
+    made: Service, receiver: Receiver
 ) -> None:
-    receiver.replies["/hook"] = [(500, {}, b"not now"), (404, {}, b""), OK]
-
-    async def main() -> Delivery:
-        async with service(redis_url) as made:
-            await made.job(receiver.url())
-            assert await made.run_out() == 3
-            return await made.only()
-
-    delivery = asyncio.run(main())
-    assert len({(got.id, got.raw) for got in receiver.got}) == 1
+    # field case 41: a redirect is a failure, and is not followed
+    elsewhere = {"location": receiver.url("/inner")}
+    receiver.replies["/hook"] = [(500, {}, b"not now"), (307, elsewhere, b""), OK]
+    await made.job(receiver.url())
+    assert await made.run_out() == 3
+    assert len({(got.path, got.id, got.raw) for got in receiver.got}) == 1
     times = [int(got.headers["webhook-timestamp"]) for got in receiver.got]
     assert times[1] - times[0] >= 5
     assert times[2] - times[1] >= 300
-    assert (delivery.state, delivery.id, delivery.next_attempt) == (
-        "delivered",
-        receiver.got[0].id,
-        None,
-    )
-    assert [attempt.status for attempt in delivery.attempts] == [500, 404, 204]
+    delivery = await made.only()
+    assert (delivery.state, delivery.id) == ("delivered", receiver.got[0].id)
+    assert delivery.next_attempt is None
+    assert [attempt.status for attempt in delivery.attempts] == [500, 307, 204]
 
 
-def test_a_receiver_that_never_accepts_gets_every_retry_before_the_delivery_fails(
-    redis_url: str, receiver: Receiver
+async def test_a_receiver_that_never_accepts_gets_every_retry_before_the_delivery_fails(
+    made: Service, receiver: Receiver
 ) -> None:
     receiver.replies["/hook"] = [(500, {}, b"")]
-
-    async def main() -> Delivery:
-        async with service(redis_url) as made:
-            await made.job(receiver.url())
-            await made.run_out()
-            return await made.only()
-
-    delivery = asyncio.run(main())
-    times = [attempt.at for attempt in delivery.attempts]
-    assert (delivery.state, len(times)) == ("failed", len(LADDER_S))
+    await made.job(receiver.url())
+    await made.run_out()
+    failed = await made.only()
+    times = [attempt.at for attempt in failed.attempts]
+    assert (failed.state, len(times)) == ("failed", len(LADDER_S))
     for pause, before, after in zip(LADDER_S[1:], times, times[1:], strict=False):
         assert pause <= after - before <= pause * 1.2 + 5
-
-
-async def test_webhooks_survive_an_hour_without_a_receiver(
-    redis_url: str, receiver: Receiver
-) -> None:
-    async with service(redis_url) as made:
-        receiver.replies["/hook"] = [(503, {}, b"")]
-        jobs = [await made.job(receiver.url()) for _ in range(12)]
-        while made.ahead < 3600:
-            made.ahead += 60
-            await made.sender.round()
-        assert (await made.outbox.depth())[0] == 12
-        receiver.replies["/hook"] = [OK]
-        receiver.got.clear()
-        await made.run_out()
-        assert {got.body.data.id for got in receiver.got} == {job.id for job in jobs}
-        assert len(receiver.got) == len({got.id for got in receiver.got}) == 12
+    receiver.replies["/hook"] = [OK]
+    for _ in range(2):  # once more by hand, also when it was delivered
+        assert (await made.outbox.redeliver(failed.id)).state == "pending"
+        await made.sender.round()
+        assert (await made.only()).state == "delivered"
+    assert {got.id for got in receiver.got} == {failed.id}
+    assert len(receiver.got) == len(LADDER_S) + 2
 
 
 async def test_a_receiver_that_asks_for_a_pause_gets_it(redis_url: str, receiver: Receiver) -> None:
@@ -271,50 +238,28 @@ async def test_a_receiver_that_asks_for_a_pause_gets_it(redis_url: str, receiver
         assert await made.sender.round() == 1
 
 
-def test_a_redirect_is_a_failure_and_is_not_followed(redis_url: str, receiver: Receiver) -> None:
-    # field case 41
-    receiver.replies["/hook"] = [(307, {"location": receiver.url("/inner")}, b"")]
-
-    async def main() -> Delivery:
-        async with service(redis_url) as made:
-            await made.job(receiver.url())
-            await made.sender.round()
-            return await made.only()
-
-    delivery = asyncio.run(main())
-    assert (delivery.state, delivery.attempts[0].status, receiver.at("/inner")) == (
-        "pending",
-        307,
-        [],
-    )
-
-
 async def test_a_receiver_that_answers_410_gets_no_delivery_until_it_is_enabled(
-    redis_url: str, receiver: Receiver
+    made: Service, receiver: Receiver
 ) -> None:
     receiver.replies["/hook"] = [(410, {}, b""), OK]
-
-    async with service(redis_url) as made:
-        await made.job(receiver.url())
-        await made.sender.round()
-        later = await made.job(receiver.url())
-        other = await made.job(receiver.url("/other"))
-        await made.sender.round()
-        assert len(receiver.at("/hook")) == 1
-        assert [got.body.data.id for got in receiver.at("/other")] == [other.id]
-        [delivery] = (await made.outbox.deliveries("default", job=later.id)).deliveries
-        assert (delivery.state, delivery.attempts) == ("disabled", [])
-        assert [endpoint.url for endpoint in await made.outbox.disabled("default")] == [
-            receiver.url()
-        ]
-        with pytest.raises(MidstreamError) as refused:
-            await made.outbox.redeliver(delivery.id)
-        assert refused.value.kind == "conflict"
-        await made.outbox.enable("default", receiver.url())
+    await made.job(receiver.url())
+    await made.sender.round()
+    later = await made.job(receiver.url())
+    await made.job(receiver.url("/other"))
+    await made.sender.round()
+    assert [len(receiver.at(path)) for path in ("/hook", "/other")] == [1, 1]
+    [delivery] = (await made.outbox.deliveries("default", job=later.id)).deliveries
+    assert (delivery.state, delivery.attempts) == ("disabled", [])
+    [disabled] = await made.outbox.disabled("default")
+    assert disabled.url == receiver.url()
+    with pytest.raises(MidstreamError) as refused:
         await made.outbox.redeliver(delivery.id)
-        await made.sender.round()
-        assert receiver.at("/hook")[-1].id == delivery.id
-        assert (await made.outbox.delivery(delivery.id)).state == "delivered"
+    assert refused.value.kind == "conflict"
+    await made.outbox.enable("default", receiver.url())
+    await made.outbox.redeliver(delivery.id)
+    await made.sender.round()
+    assert receiver.at("/hook")[-1].id == delivery.id
+    assert (await made.outbox.delivery(delivery.id)).state == "delivered"
 
 
 async def test_the_disabled_receivers_of_a_tenant_are_bounded(
@@ -371,7 +316,6 @@ async def test_the_pending_webhooks_of_a_tenant_are_limited(
 ) -> None:
     """Beyond, jobs that would send more are refused, and others are not."""
     receiver.replies["/hook"] = [(500, {}, b""), OK]
-
     async with service(redis_url, webhook_pending_limit=2) as made:
         for _ in range(2):
             await made.job(receiver.url())
@@ -385,46 +329,15 @@ async def test_the_pending_webhooks_of_a_tenant_are_limited(
         await made.job(receiver.url())
         await made.run_out()
         assert await made.ledger.redis.keys("ms:hook-pending:*") == []
-        [delivery, *_] = (await made.outbox.deliveries("default")).deliveries
-        await made.outbox.redeliver(delivery.id)
-        assert await made.ledger.redis.scard("ms:hook-pending:default") == 1
-
-
-async def test_redeliveries_count_as_pending_webhooks(redis_url: str, receiver: Receiver) -> None:
-    async with service(redis_url, webhook_pending_limit=2) as made:
-        for _ in range(3):
-            await made.job(receiver.url())
-            await made.run_out()
         first, second, third = (await made.outbox.deliveries("default")).deliveries
         for delivery in (first, second, second):  # a pending one is sent now, and counts once
             assert (await made.outbox.redeliver(delivery.id)).state == "pending"
         with pytest.raises(MidstreamError) as refused:
             await made.outbox.redeliver(third.id)
-        assert (refused.value.kind, refused.value.status) == ("too_many_webhooks", 429)
+        assert refused.value.kind == "too_many_webhooks"
         assert (await made.outbox.delivery(third.id)).state == "delivered"
         await made.run_out()
         assert (await made.outbox.redeliver(third.id)).state == "pending"
-
-
-async def test_any_delivery_can_be_resent_manually(redis_url: str, receiver: Receiver) -> None:
-    receiver.replies["/bad"] = [(500, {}, b"")]
-
-    async with service(redis_url) as made:
-        await made.job(receiver.url("/hook"))
-        await made.job(receiver.url("/bad"))
-        await made.run_out()
-        receiver.replies["/bad"] = [OK]
-        known = {
-            delivery.url: delivery
-            for delivery in (await made.outbox.deliveries("default")).deliveries
-        }
-        assert sorted(delivery.state for delivery in known.values()) == ["delivered", "failed"]
-        for delivery in known.values():
-            assert (await made.outbox.redeliver(delivery.id)).state == "pending"
-        assert await made.sender.round() == 2
-        for path in ("/hook", "/bad"):
-            assert len({got.id for got in receiver.at(path)}) == 1
-            assert (await made.outbox.delivery(known[receiver.url(path)].id)).state == "delivered"
 
 
 async def test_a_receiver_that_does_not_answer_does_not_hold_up_another(
@@ -450,35 +363,28 @@ async def test_a_receiver_that_does_not_answer_does_not_hold_up_another(
             running.cancel()
 
 
-async def test_a_sender_past_its_lease_may_only_report_delivery(redis_url: str) -> None:
-    async with service(redis_url) as made:
-        await made.job("http://hooks.example/")
-        [late] = await made.outbox.lease(8, 8, 30.0, {})
-        made.ahead += 31.0
-        [present] = await made.outbox.lease(8, 8, 30.0, {})
-        assert (present.id, present.token == late.token) == (late.id, False)
-        attempt = DeliveryAttempt(at=made.outbox.clock())
-        assert await made.outbox.settle(late, "failed", attempt) == "stale"
-        assert (await made.only()).state == "pending"
-        assert await made.outbox.settle(late, "delivered", attempt) == "delivered"
-        assert await made.outbox.settle(present, "failed", attempt) == "stale"
-        assert (await made.only()).state == "delivered"
+async def test_a_sender_past_its_lease_may_only_report_delivery(made: Service) -> None:
+    await made.job("http://hooks.example/")
+    [late] = await made.outbox.lease(8, 8, 30.0, {})
+    made.ahead += 31.0
+    [present] = await made.outbox.lease(8, 8, 30.0, {})
+    assert (present.id, present.token == late.token) == (late.id, False)
+    attempt = DeliveryAttempt(at=made.outbox.clock())
+    assert await made.outbox.settle(late, "failed", attempt) == "stale"
+    assert (await made.only()).state == "pending"
+    assert await made.outbox.settle(late, "delivered", attempt) == "delivered"
+    assert await made.outbox.settle(present, "failed", attempt) == "stale"
+    assert (await made.only()).state == "delivered"
 
 
-async def test_thousands_of_receivers_do_not_delay_another_tenants_webhooks(redis_url: str) -> None:
-    async with service(redis_url) as made:
-        for tenant, hosts in (("many", 1100), ("other", 1)):
-            for number in range(hosts):
-                job = make_job(
-                    tenant=tenant,
-                    callback=Callback(url=f"http://h{number}.example/", events=["job.aborted"]),
-                )
-                await made.ledger.submit(job, {})
-                await made.ledger.request_cancel(job.id)
-        lent = await made.outbox.lease(32, 96, 30.0, {"many": 96})
-        assert [loan.tenant for loan in lent] == ["other"], (
-            "the other has its slots, and something to send"
-        )
+async def test_many_receivers_do_not_delay_another_tenants_webhooks(made: Service) -> None:
+    for number in range(40):
+        await made.job(f"http://h{number}.example/", tenant="many")
+    await made.job("http://h0.example/", tenant="other")
+    lent = await made.outbox.lease(4, 12, 30.0, {"many": 12})
+    assert [loan.tenant for loan in lent] == ["other"], (
+        "the other has its slots, and something to send"
+    )
 
 
 @pytest.mark.parametrize("what", ["never answers", "drips its headers"])
@@ -540,33 +446,28 @@ async def named(*addresses: str) -> Sequence[str]:
 
 
 @pytest.mark.parametrize(
-    "addresses", [["127.0.0.1"], ["1.1.1.1", "127.0.0.1"], ["::ffff:127.0.0.1"], ["10.0.0.1"]]
+    "addresses", [["1.1.1.1", "127.0.0.1"], ["::ffff:127.0.0.1"], ["10.0.0.1"]]
 )
-def test_a_host_with_any_private_address_is_not_called(
+async def test_a_host_with_any_private_address_is_not_called(
     redis_url: str, receiver: Receiver, addresses: list[str]
 ) -> None:
     # field case 41
-    async def main() -> Delivery:
-        async with service(
-            redis_url, resolve=lambda host, port: named(*addresses), webhook_allow_private=False
-        ) as made:
-            await made.job(f"http://hooks.example:{receiver.port}/hook")
-            await made.sender.round()
-            assert (await made.outbox.depth())[0] == 0
-            return await made.only()
-
-    delivery = asyncio.run(main())
+    async with service(
+        redis_url, resolve=lambda host, port: named(*addresses), webhook_allow_private=False
+    ) as made:
+        await made.job(f"http://hooks.example:{receiver.port}/hook")
+        await made.sender.round()
+        delivery = await made.only()
     assert (delivery.state, receiver.got) == ("refused", [])
     assert "hooks.example resolves to an address that is " in delivery.attempts[0].error
 
 
-def test_webhooks_connect_to_the_checked_address(receiver: Receiver) -> None:  # field case 41
-    asked: list[str] = []
+async def test_webhooks_connect_to_the_checked_address() -> None:  # field case 41
+    answers = [["93.184.215.14"], ["127.0.0.1"]]
     reached: list[str] = []
 
     async def rebind(host: str, port: int) -> Sequence[str]:
-        asked.append(host)
-        return ["93.184.215.14"] if len(asked) == 1 else ["127.0.0.1"]
+        return answers.pop(0)
 
     class Network(httpcore2.AsyncNetworkBackend):
         async def connect_tcp(
@@ -575,123 +476,83 @@ def test_webhooks_connect_to_the_checked_address(receiver: Receiver) -> None:  #
             reached.append(host)
             raise httpcore2.ConnectError("there is no network here")
 
-    async def main() -> None:
-        backend = CheckedBackend(allow_private=False, resolve=rebind)
-        backend._backend = Network()  # type: ignore[assignment]
-        with pytest.raises(httpcore2.ConnectError):
-            await backend.connect_tcp("hooks.example", 80)
-        with pytest.raises(TargetRefused):  # the next attempt looks again, and checks again
-            await backend.connect_tcp("hooks.example", 80)
-
-    asyncio.run(main())
+    backend = CheckedBackend(allow_private=False, resolve=rebind)
+    backend._backend = Network()  # type: ignore[assignment]
+    with pytest.raises(httpcore2.ConnectError):
+        await backend.connect_tcp("hooks.example", 80)
+    with pytest.raises(TargetRefused):  # the next attempt looks again, and checks again
+        await backend.connect_tcp("hooks.example", 80)
     assert reached == ["93.184.215.14"]
-    assert len(asked) == 2
 
 
-def test_webhook_tls_verifies_the_host_name(
+CERTIFICATE = """
+    req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -keyout key.pem
+    -out cert.pem -subj /CN=hooks.example -addext subjectAltName=DNS:hooks.example
+"""
+
+
+async def test_webhook_tls_verifies_the_host_name(
     receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection goes to an address, and the certificate is the name's all the same."""
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "2",
-            "-keyout",
-            "key.pem",
-            "-out",
-            "cert.pem",
-            "-subj",
-            "/CN=hooks.example",
-            "-addext",
-            "subjectAltName=DNS:hooks.example",
-        ],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
+    await asyncio.to_thread(
+        subprocess.run, ["openssl", *CERTIFICATE.split()], cwd=tmp_path, check=True
     )
     receiver.secure(tmp_path / "cert.pem", tmp_path / "key.pem")
 
     async def post(host: str) -> int:
-        poster = Poster(
-            allow_private=True, timeout_s=60, resolve=lambda host, port: named("127.0.0.1")
-        )
+        url = f"https://{host}:{receiver.port}/hook"
+        poster = Poster(allow_private=True, timeout_s=60, resolve=lambda *_: named("127.0.0.1"))
         try:
-            return (
-                await poster.post(f"https://{host}:{receiver.port}/hook", "msg_1", 1, b"{}", [])
-            ).status
+            return (await poster.post(url, "msg_1", 1, b"{}", [])).status
         finally:
             await poster.close()
 
     with pytest.raises(NoAnswer, match="certificate"):  # of an authority that nobody knows
-        asyncio.run(post("hooks.example"))
+        await post("hooks.example")
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
-    assert asyncio.run(post("hooks.example")) == 204
+    assert await post("hooks.example") == 204
     with pytest.raises(NoAnswer, match="certificate"):
-        asyncio.run(post("other.example"))
+        await post("other.example")
     assert [got.headers["host"] for got in receiver.got] == [f"hooks.example:{receiver.port}"]
-
-
-def test_webhooks_ignore_proxy_environment_variables(
-    redis_url: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")
-
-    async def main() -> None:
-        async with service(redis_url) as made:
-            await made.job(receiver.url())
-            await made.sender.round()
-
-    asyncio.run(main())
-    assert len(receiver.got) == 1
 
 
 # Secrets and records
 
 
-async def test_during_rotation_both_secrets_sign(redis_url: str, receiver: Receiver) -> None:
-    async with service(redis_url) as made:
-        first = (await made.secrets.of("default", "")).secrets[0].secret
-        turned = await made.secrets.rotate("default", "", keep_former_s=3600)
-        second = turned.secrets[0].secret
-        assert [secret.secret for secret in turned.secrets] == [second, first]
-        await made.job(receiver.url())
-        await made.sender.round()
-        for secret in (first, second):
-            receiver.got[0].verify(secret)
-        third = (await made.secrets.rotate("default", "", keep_former_s=0)).secrets[0].secret
-        await made.job(receiver.url())
-        await made.sender.round()
-        receiver.got[1].verify(third)
-        for secret in (first, second):
-            with pytest.raises(WebhookVerificationError):
-                receiver.got[1].verify(secret)
+async def test_during_rotation_both_secrets_sign(made: Service, receiver: Receiver) -> None:
+    first = (await made.secrets.of("default", "")).secrets[0].secret
+    turned = await made.secrets.rotate("default", "", keep_former_s=3600)
+    second = turned.secrets[0].secret
+    assert [secret.secret for secret in turned.secrets] == [second, first]
+    await made.job(receiver.url())
+    await made.sender.round()
+    for secret in (first, second):
+        receiver.got[0].verify(secret)
+    third = (await made.secrets.rotate("default", "", keep_former_s=0)).secrets[0].secret
+    await made.job(receiver.url())
+    await made.sender.round()
+    receiver.got[1].verify(third)
+    for secret in (first, second):
+        with pytest.raises(WebhookVerificationError):
+            receiver.got[1].verify(secret)
 
 
 async def test_a_key_signs_with_its_own_secret_or_else_with_its_tenants(
-    redis_url: str, receiver: Receiver
+    made: Service, receiver: Receiver
 ) -> None:
-    async with service(redis_url) as made:
-        shared = (await made.secrets.of("lab", "aaaaaaaaaaaa")).secrets[0].secret
-        own = await made.secrets.rotate("lab", "bbbbbbbbbbbb", keep_former_s=0, own=True)
-        assert own.of == "key"
-        for key, secret in (("aaaaaaaaaaaa", shared), ("bbbbbbbbbbbb", own.secrets[0].secret)):
-            receiver.got.clear()
-            await made.job(receiver.url(), tenant="lab", key=key)
-            await made.sender.round()
-            receiver.got[0].verify(secret)
-        assert (await made.secrets.of("other", "cccccccccccc")).secrets[0].secret not in (
-            shared,
-            own.secrets[0].secret,
-        )
+    shared = (await made.secrets.of("lab", "aaaaaaaaaaaa")).secrets[0].secret
+    own = await made.secrets.rotate("lab", "bbbbbbbbbbbb", keep_former_s=0, own=True)
+    assert own.of == "key"
+    for key, secret in (("aaaaaaaaaaaa", shared), ("bbbbbbbbbbbb", own.secrets[0].secret)):
+        receiver.got.clear()
+        await made.job(receiver.url(), tenant="lab", key=key)
+        await made.sender.round()
+        receiver.got[0].verify(secret)
+    assert (await made.secrets.of("other", "cccccccccccc")).secrets[0].secret not in (
+        shared,
+        own.secrets[0].secret,
+    )
 
 
 async def test_settled_webhooks_expire_and_pending_ones_do_not(
@@ -716,18 +577,17 @@ async def test_settled_webhooks_expire_and_pending_ones_do_not(
         assert await made.ledger.redis.zcard("ms:hook-index:default") == 1
 
 
-async def test_delivery_pages_are_complete_and_per_tenant(redis_url: str) -> None:
-    async with service(redis_url) as made:
-        mine = {(await made.job("http://127.0.0.1:1/", tenant="mine")).id for _ in range(7)}
-        await made.job("http://127.0.0.1:1/", tenant="theirs")
-        seen: list[str] = []
-        cursor = None
-        while True:
-            page = await made.outbox.deliveries("mine", limit=3, cursor=cursor)
-            seen += [delivery.job for delivery in page.deliveries]
-            if (cursor := page.next) is None:
-                break
-        assert len(seen) == 7
-        assert set(seen) == mine
-        assert (await made.outbox.deliveries("theirs", job=seen[0])).deliveries == []
-        assert len((await made.outbox.deliveries("mine", job=seen[0])).deliveries) == 1
+async def test_delivery_pages_are_complete_and_per_tenant(made: Service) -> None:
+    mine = {(await made.job("http://127.0.0.1:1/", tenant="mine")).id for _ in range(7)}
+    await made.job("http://127.0.0.1:1/", tenant="theirs")
+    seen: list[str] = []
+    cursor = None
+    while True:
+        page = await made.outbox.deliveries("mine", limit=3, cursor=cursor)
+        seen += [delivery.job for delivery in page.deliveries]
+        if (cursor := page.next) is None:
+            break
+    assert len(seen) == 7
+    assert set(seen) == mine
+    assert (await made.outbox.deliveries("theirs", job=seen[0])).deliveries == []
+    assert len((await made.outbox.deliveries("mine", job=seen[0])).deliveries) == 1
