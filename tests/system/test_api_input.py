@@ -372,6 +372,16 @@ def test_an_unknown_model_is_answered_with_those_that_are_served(api: Api, hand:
     assert api.http.post("/v1/jobs", json={**BODY, "model": "gpt"}).json()["allowed"] == MODEL
 
 
+def test_without_a_folder_no_adapter_is_taken(api: Api, hand: Hand) -> None:
+    for path, body in (
+        ("/v1/loras", {"name": "a", "path": "a"}),
+        ("/v1/jobs", BODY | {"lora": "a"}),
+    ):
+        answer = api.http.post(path, json=body)
+        assert (answer.status_code, answer.json()["field"]) == (400, "lora")
+        assert "lora_dir is empty" in answer.json()["detail"]
+
+
 def test_submitting_before_any_worker_is_a_retryable_503(api: Api) -> None:
     answer = api.http.post("/v1/jobs", json=BODY)
     assert (answer.status_code, answer.json()["field"]) == (503, "model")
