@@ -26,6 +26,7 @@ def hasty(redis_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with running(
         folder,
         redis_session.url,
+        max_wait_s=1.5,
         head_timeout_s=1,
         body_timeout_s=1,
         max_connections=6,
@@ -107,11 +108,16 @@ def test_a_request_that_arrives_slowly_but_in_time_is_answered(hasty: Api) -> No
         assert connection.recv(64).startswith(b"HTTP/1.1 400")
 
 
-def test_waiting_for_a_response_does_not_time_out_the_connection(hasty: Api) -> None:
+def test_a_response_held_past_the_limit_becomes_202_with_a_job(hasty: Api) -> None:
+    """The limits of sending do not end a connection that waits for its answer."""
+    body = {"model": MODEL, "prompt": "hello"}
     with Hand(hasty.settings):
-        asked = {"model": MODEL, "prompts": ["hello there"]}
-        answer = hasty.http.post("/v1/jobs", json=asked, headers={"Prefer": "wait=2"})
-    assert answer.status_code == 202
+        answer = hasty.http.post("/v1/completions", json=body)
+        streamed = hasty.http.post("/v1/completions", json={**body, "stream": True})
+    assert (answer.status_code, answer.json()["state"]) == (202, "queued")
+    assert answer.headers["location"] == f"/v1/jobs/{answer.json()['id']}"
+    assert '"error"' in streamed.text
+    assert "[DONE]" not in streamed.text
 
 
 @pytest.mark.parametrize(
