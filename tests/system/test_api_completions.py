@@ -9,18 +9,22 @@ from typing import Any
 
 import httpx2
 import msgspec
+import numpy as np
 import openai
 import pytest
 import redis
+from capture_kit import values
 from edge import MODEL, WORDS, Api, Hand
 
 from midstream import returned_rows
+from midstream.broker.ledger.jobs.ledger import Claim
 from midstream.broker.ledger.named.steering import Steering
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import CaptureResults
 from midstream.schemas.jobs.openai import ONLY
 from midstream.schemas.jobs.receipts import Consumed
 from midstream.schemas.requests.specs import CaptureSpec
+from midstream.workers.runner.files.layouts import blob_of
 
 HOOKS = ["pre_attn", "attn_out", "mlp_out", "post_block"]
 CAPTURE = {"layers": [0, 3], "positions": "all_prompt"}
@@ -410,15 +414,21 @@ def test_memory_captures_hold_the_response_and_return_in_it(
         hand.receipt(
             claim,
             request,
-            consumed=[Consumed("memory", rows=b"".join(hand.blob(claim, request).buffers))],
+            consumed=[Consumed("memory", rows=rows_of(hand, claim, request))],
         )
     answer = asked.result().json()
     assert (answer["capture_results"]["status"], answer["capture_results"]["files"]) == ("ok", [])
     rows = returned_rows(msgspec.convert(answer["capture_results"], CaptureResults))
     assert (rows.requests(), rows.token_ids(0), rows.token_ids(1)) == ([0, 1], [1, 2, 3], [1, 9])
     assert (rows.layers(hook="post_block"), rows.layers(hook="pre_attn")) == ([0, 2], [3])
-    assert rows.array(2).tolist() == [[200.0 + row] * 8 for row in range(3)]
-    assert rows.row(3, 1, hook="pre_attn", request=1).tolist() == [50_301.0] * 8
+    np.testing.assert_array_equal(rows.array(2), values("post_block", 2, [0, 1, 2]))
+    np.testing.assert_array_equal(rows.array(3, "pre_attn", 1), values("pre_attn", 3, [0, 1]))
+
+
+def rows_of(hand: Hand, claim: Claim, request: int) -> bytes:
+    """As the consumer `memory` returns them."""
+    captured = hand.rows(claim, request)
+    return b"".join(blob_of(captured, captured.sites).buffers)
 
 
 def test_a_chats_span_is_found_in_the_templated_text(

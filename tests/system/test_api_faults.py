@@ -143,7 +143,7 @@ def test_held_answers_and_streams_outlive_a_restart_of_redis(
         stream = pool.submit(own_api.http.post, "/v1/completions", json={**body, "stream": True})
         streamed = own_hand.claim_next()
         own_hand.say(streamed, "hello")
-        held_by(own_api, 3)
+        own_api.until_held(3)
         handed_over(own_redis.url)
         own_redis.kill()
         own_redis.start()
@@ -236,7 +236,7 @@ def test_a_stopped_api_answers_held_requests_and_exits(own_api: Api, own_hand: H
         completion = pool.submit(http.post, "/v1/completions", json=body)
         stream = pool.submit(http.post, "/v1/completions", json={**body, "stream": True})
         events = pool.submit(http.get, f"/v1/jobs/{job_id}/events")
-        held_by(own_api, 4)
+        own_api.until_held(4)
         own_api.process.send_signal(signal.SIGTERM)
         assert poll.result().json()["state"] == "queued"
         assert completion.result().status_code == 202, "the job goes on: this is where to look"
@@ -308,15 +308,7 @@ def test_held_responses_of_disconnected_clients_are_released(api: Api, hand: Han
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask_and_leave, range(8)))
-    held_by(api, 0)
-
-
-def held_by(api: Api, count: int) -> None:
-    """Wait until the API holds so many responses."""
-    deadline = time.monotonic() + 60
-    while f"\nmidstream_held_responses {count}.0\n" not in api.http.get("/metrics").text:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    api.until_held(0)
 
 
 def test_a_job_whose_queue_takes_no_message_is_accepted_and_left_to_the_sweeper(
