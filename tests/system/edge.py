@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
-import numpy as np
 import redis
+from capture_kit import finished, write
 from ledger_kit import IDENTITY
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -30,14 +30,11 @@ from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import now
 from midstream.schemas.base.settings import Settings, to_environment
-from midstream.schemas.jobs.captures import FORMAT, Manifest
 from midstream.schemas.jobs.jobs import Event, Job, JobView, Output, TokenLogprob
 from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle, WorkerInfo, encode_bundle
 from midstream.schemas.jobs.receipts import CapturedFile, Receipt
-from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import StoredCapture
-from midstream.storage.blobs import Blob, make_blob, publish
-from midstream.storage.store import open_store
+from midstream.workers.runner.files.finished_rows import FinishedCapture
 
 T = TypeVar("T")
 
@@ -170,6 +167,13 @@ class Api:
         self.process.kill()
         self.process.wait()
 
+    def until_held(self, count: int) -> None:
+        """Wait until it holds so many responses."""
+        deadline = time.monotonic() + CALL_TIMEOUT_S
+        while f"\nmidstream_held_responses {count}.0\n" not in self.http.get("/metrics").text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
     def submit(self, **body: Any) -> str:
         """`POST /v1/jobs` of the tiny model; the new job's id."""
         answer = self.http.post(
@@ -205,7 +209,7 @@ class Hand:
     """
 
     worker = "hand"
-    suffix = ".safetensors"  # of capture files
+    layout = "packed"  # of capture files
 
     def __init__(self, settings: Settings, ranks: Sequence[tuple[int, int]] = ((0, 0),)):
         self.settings = settings
@@ -336,39 +340,41 @@ class Hand:
                 files = [self.capture(claim, request, rank, capture) for capture in wanted]
                 self.receipt(claim, request, rank, files=files)
 
-    def capture(
+    def rows(
         self, claim: Claim, request: int = 0, rank: int = 0, wanted: StoredCapture | None = None
-    ) -> CapturedFile:
-        """A real file of what `blob` gives."""
-        wanted = wanted or claim.job.captures[request][0]
-        blob = self.blob(claim, request, rank, wanted)
-        name = f"p{request:04d}.a{claim.attempt}.pp{self.ranks[rank][1]}{self.suffix}"
-        path = f"{wanted.tag}/{claim.job.id}/{name}"
-        publish(open_store(self.settings.capture_root), [(path, blob)])
-        sites, positions = blob.manifest.sites, len(blob.manifest.positions)
-        rows = positions * sum(map(len, sites.values()))
-        return CapturedFile(
-            path, blob.size, blob.crc32, rows, sites=sites, positions=positions, tag=wanted.tag
-        )
-
-    def blob(
-        self, claim: Claim, request: int = 0, rank: int = 0, wanted: StoredCapture | None = None
-    ) -> Blob:
+    ) -> FinishedCapture:
         """This stage's share of the layers at every prompt position, whatever positions were asked
         for.
         """
-        job, pp = claim.job, self.ranks[rank][1]
-        wanted = wanted or job.captures[request][0]
+        wanted, pp = wanted or claim.job.captures[request][0], self.ranks[rank][1]
         stages = 1 + max(stage for _, stage in self.ranks)
         shares = {
-            hook: [layer for layer in layers if layer * stages // LAYERS == pp]
+            str(hook): [layer for layer in layers if layer * stages // LAYERS == pp]
             for hook, layers in wanted.sites.items()
         }
-        sites = {str(hook): layers for hook, layers in shares.items() if layers}
-        ids = job.prompts[request].token_ids
-        return blob_of(
-            job.id, request, claim.attempt, pp, stages, wanted, sites, list(range(len(ids))), ids
+        ids = claim.job.prompts[request].token_ids
+        return finished(
+            claim.job.id,
+            request,
+            {hook: layers for hook, layers in shares.items() if layers},
+            range(len(ids)),
+            all_sites={str(hook): layers for hook, layers in wanted.sites.items()},
+            layout=self.layout,
+            tag=wanted.tag,
+            attempt=claim.attempt,
+            pp=pp,
+            stages=stages,
+            dtype="float32",
+            token_ids=ids,
         )
+
+    def capture(
+        self, claim: Claim, request: int = 0, rank: int = 0, wanted: StoredCapture | None = None
+    ) -> CapturedFile:
+        """A real file of `rows`."""
+        rows, owner = self.rows(claim, request, rank, wanted), f"hand.{claim.job.id}.{request}"
+        (file,) = write(self.settings.capture_root, rows, owner=f"{owner}.{rank}")
+        return file
 
     def finish(self, job_id: str, texts: Sequence[str] | None = None) -> None:
         """Claim, generate and settle: the job succeeds."""
@@ -409,51 +415,3 @@ def outputs_of(job: Job, texts: Sequence[str] | None = None) -> list[Output]:
         )
         for index, (prompt, text) in enumerate(zip(job.prompts, told, strict=True))
     ]
-
-
-def blob_of(
-    job: str,
-    request: int,
-    attempt: int,
-    pp: int,
-    stages: int,
-    wanted: StoredCapture,
-    sites: dict[str, list[int]],
-    positions: list[int],
-    token_ids: list[int],
-) -> Blob:
-    """A capture blob: at post_block row r of layer L holds `100·L + r`, at the hooks before it
-    10,000 more for each.
-    """
-    tensors: list[Any] = []
-    for hook, layers in sites.items():
-        offset = 10_000 * (HOOKS.index("post_block") - HOOKS.index(hook))  # type: ignore[arg-type]
-        for layer in layers:
-            rows = np.repeat(
-                (offset + 100 * layer + np.array(positions, dtype="<f4"))[:, None], HIDDEN, axis=1
-            )
-            tensors.append((f"{hook}.{layer}", "float32", rows.shape, [rows.tobytes()]))
-    for name, values in (("positions", positions), ("token_ids", token_ids)):
-        tensors.append((name, "int64", [len(values)], [np.array(values, dtype="<i8").tobytes()]))
-    manifest = Manifest(
-        format=FORMAT,
-        version=midstream.__version__,
-        job=job,
-        request=request,
-        attempt=attempt,
-        worker=Hand.worker,
-        rank=pp,
-        pp=pp,
-        stages=stages,
-        sites=sites,
-        stage_sites=sites,
-        at=wanted.at,
-        dtype="float32",
-        hidden_size=HIDDEN,
-        prompt_tokens=len(token_ids),
-        positions=positions,
-        token_ids=token_ids,
-        tag=wanted.tag,
-        all_sites={str(hook): layers for hook, layers in wanted.sites.items()},
-    )
-    return make_blob(manifest, tensors)

@@ -26,6 +26,7 @@ def hasty(redis_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with running(
         folder,
         redis_session.url,
+        max_wait_s=1.5,
         head_timeout_s=1,
         body_timeout_s=1,
         max_connections=6,
@@ -107,17 +108,16 @@ def test_a_request_that_arrives_slowly_but_in_time_is_answered(hasty: Api) -> No
         assert connection.recv(64).startswith(b"HTTP/1.1 400")
 
 
-def test_waiting_for_a_response_does_not_time_out_the_connection(hasty: Api) -> None:
-    hand = Hand(hasty.settings)
-    try:
-        hand.serve()
-        asked = {"model": MODEL, "prompts": ["hello there"]}
-        answer = hasty.http.post(
-            "/v1/jobs", json=asked, headers={"Prefer": "wait=3"}, timeout=PATIENCE_S
-        )
-        assert answer.status_code == 202
-    finally:
-        hand.close()
+def test_a_response_held_past_the_limit_becomes_202_with_a_job(hasty: Api) -> None:
+    """The limits of sending do not end a connection that waits for its answer."""
+    body = {"model": MODEL, "prompt": "hello"}
+    with Hand(hasty.settings):
+        answer = hasty.http.post("/v1/completions", json=body)
+        streamed = hasty.http.post("/v1/completions", json={**body, "stream": True})
+    assert (answer.status_code, answer.json()["state"]) == (202, "queued")
+    assert answer.headers["location"] == f"/v1/jobs/{answer.json()['id']}"
+    assert '"error"' in streamed.text
+    assert "[DONE]" not in streamed.text
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,19 @@ def test_idle_connections_make_room_and_health_is_answered_beyond_the_limit(crow
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mib", [1.1, 3])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_over_the_limit_is_413_whether_or_not_its_length_is_announced(
+    hasty: Api, mib: float, chunked: bool
+) -> None:
+    body = b'{"model":"' + b"x" * int(mib * (1 << 20)) + b'"}'
+    content = iter([body[: 1 << 19], body[1 << 19 :]]) if chunked else body
+    headers = {"Content-Type": "application/json"}
+    answer = hasty.http.post("/v1/jobs", content=content, headers=headers)
+    assert (answer.status_code, answer.headers["content-type"]) == (413, "application/problem+json")
+    assert str(1 << 20) in answer.json()["allowed"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("mib", "status"), [(1.5, 400), (2.5, 413)])
 @pytest.mark.parametrize("chunked", [False, True])
@@ -192,14 +205,19 @@ def test_a_file_has_a_limit_of_its_own_and_leaves_nothing_on_disk(
     assert list((Path(hasty.settings.data_dir) / "uploads").iterdir()) == []
 
 
-def test_a_file_announced_too_long_is_refused_before_it_is_sent(hasty: Api) -> None:
-    head = (
+@pytest.mark.parametrize(
+    "head",
+    [
+        POST + b"Content-Length: 99999999999\r\n",
         b"PUT /v1/steering/modules/m HTTP/1.1\r\n"
         + HOST
-        + b"Content-Type: application/octet-stream\r\nExpect: 100-continue\r\n"
-    )
+        + b"Content-Type: application/octet-stream\r\nContent-Length: 3145728\r\n",
+    ],
+    ids=["body", "file"],
+)
+def test_a_body_announced_too_long_is_refused_before_it_is_sent(hasty: Api, head: bytes) -> None:
     with connect(hasty) as connection:
-        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % (3 << 20))
+        connection.sendall(head + b"Expect: 100-continue\r\n\r\n")
         assert connection.recv(64).startswith(b"HTTP/1.1 413")
 
 

@@ -2,11 +2,10 @@
 alone, and bounded?
 """
 
-import base64
 import fcntl
+import json
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,12 +13,13 @@ import numpy as np
 import pytest
 from capture_kit import HIDDEN, finished, write
 from edge import Api, Hand
-from tenant_kit import Caller, asking
+from tenant_kit import Caller
 
 from midstream.api.context import MEASURED_OF_TENANT
 from midstream.client import CaptureReader
 from midstream.schemas.base.limits import MAX_NORM_BYTES, MAX_NORM_ROWS, MAX_NORM_VALUES
-from midstream.schemas.jobs.captures import SEGMENT_SUFFIX
+from midstream.schemas.base.records import to_json
+from midstream.schemas.base.tensors import from_numpy
 
 HOOKS: dict[str, list[int]] = {"pre_attn": [1], "post_block": [0, 1, 2, 3]}
 SHARES: list[dict[str, list[int]]] = [
@@ -94,18 +94,12 @@ def norms(api: Api, job_id: str, status: int = 200, **parameters: Any) -> dict[s
     return dict(answer.json())
 
 
-def module(api: Api, name: str, *entries: tuple[Any, np.ndarray, dict[str, Any]]) -> None:
-    steering = []
-    for layers, vector, more in entries:
-        data = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-        steering.append(
-            {
-                "layers": layers,
-                "vector": {"dtype": "float32", "shape": [HIDDEN], "data": data},
-                **more,
-            }
-        )
-    answer = api.http.put(f"/v1/steering/modules/{name}", json={"steering": steering})
+def module(by: Api | Caller, name: str, *entries: tuple[Any, np.ndarray, dict[str, Any]]) -> None:
+    steering = [
+        {"layers": layers, "vector": json.loads(to_json(from_numpy(vector))), **more}
+        for layers, vector, more in entries
+    ]
+    answer = by.http.put(f"/v1/steering/modules/{name}", json={"steering": steering})
     assert answer.status_code in (200, 201), answer.text
 
 
@@ -198,31 +192,30 @@ def test_one_layers_vector_is_compared_with_all_layers(api: Api, narrow: Hand) -
     )
 
 
-@pytest.mark.parametrize(
-    ("parameters", "status", "field"),
-    [
-        ({"request": 7}, 404, "request"),
-        ({"request": -1}, 400, "request"),
-        ({"hook": "mlp_in"}, 400, "hook"),
-        ({"layers": "9"}, 400, "layers"),
-        ({"layers": "x"}, 400, "layers"),
-        ({"tag": "no"}, 404, "tag"),
-        ({"module": "nothing"}, 404, "module"),
-        ({"module": "a b"}, 400, "module"),
-        ({"module_layer": 1}, 400, "module_layer"),
-        ({"module": "one", "module_layer": 2}, 400, "module_layer"),
-        ({"start": -1}, 400, "start"),
-        ({"count": 0}, 400, "count"),
-        ({"count": MAX_NORM_ROWS + 1}, 400, "count"),
-    ],
-)
-def test_a_wrong_parameter_of_norms_is_named(
-    api: Api, narrow: Hand, parameters: dict[str, Any], status: int, field: str
-) -> None:
+def test_a_wrong_parameter_of_norms_is_named(api: Api, narrow: Hand) -> None:
     job_id = captured(api, narrow, prompts=1)
     module(api, "one", ([1], np.ones(HIDDEN, np.float32), {}))
-    problem = norms(api, job_id, status, **parameters)
-    assert problem["field"] == field, problem
+    for parameters, status, field in BAD:
+        problem = norms(api, job_id, status, **parameters)
+        assert problem["field"] == field, problem
+
+
+#: Parameters → the status, and the one that is at fault.
+BAD: list[tuple[dict[str, Any], int, str]] = [
+    ({"request": 7}, 404, "request"),
+    ({"request": -1}, 400, "request"),
+    ({"hook": "mlp_in"}, 400, "hook"),
+    ({"layers": "9"}, 400, "layers"),
+    ({"layers": "x"}, 400, "layers"),
+    ({"tag": "no"}, 404, "tag"),
+    ({"module": "nothing"}, 404, "module"),
+    ({"module": "a b"}, 400, "module"),
+    ({"module_layer": 1}, 400, "module_layer"),
+    ({"module": "one", "module_layer": 2}, 400, "module_layer"),
+    ({"start": -1}, 400, "start"),
+    ({"count": 0}, 400, "count"),
+    ({"count": MAX_NORM_ROWS + 1}, 400, "count"),
+]
 
 
 @pytest.mark.parametrize(
@@ -245,11 +238,7 @@ def test_norms_of_too_much_are_refused_before_it_is_read(
 def test_a_vector_of_another_width_is_refused(api: Api, narrow: Hand) -> None:
     job_id = captured(api, narrow, prompts=1)
     narrow.serve(hidden_size=2 * HIDDEN)
-    data = base64.b64encode(np.ones(2 * HIDDEN, "<f4").tobytes()).decode()
-    steering = [
-        {"layers": [1], "vector": {"dtype": "float32", "shape": [2 * HIDDEN], "data": data}}
-    ]
-    assert api.http.put("/v1/steering/modules/wide", json={"steering": steering}).status_code == 201
+    module(api, "wide", ([1], np.ones(2 * HIDDEN, np.float32), {}))
     problem = norms(api, job_id, 400, module="wide")
     assert (problem["field"], f"{2 * HIDDEN} elements" in problem["detail"]) == ("module", True)
 
@@ -288,32 +277,23 @@ def test_a_module_that_is_deleted_while_it_is_read_is_a_conflict(api: Api, narro
     assert api.http.get("/v1/steering/modules/brief").status_code == 200
 
 
-def test_a_tenant_that_looks_too_often_does_not_hold_up_the_others(
-    tmp_path: Path, redis_url: str
-) -> None:
+def test_a_tenant_that_looks_too_often_does_not_hold_up_the_others(api: Api, hand: Hand) -> None:
     """A segment that is locked takes the place of a slow disk.
 
     The limit is of calls that are under way.
     """
-    with (
-        asking(tmp_path, redis_url) as api,
-        Hand(api.settings) as hand,
-        ThreadPoolExecutor(MEASURED_OF_TENANT + 2) as pool,
-    ):
-        hand.suffix = SEGMENT_SUFFIX
-        ada, bob = Caller(api, hand, "vision"), Caller(api, hand, "speech")
-        jobs = {
-            each: each.submit(capture={"layers": "all", "positions": "all_prompt"})
-            for each in (ada, bob)
-        }
-        for job_id in jobs.values():
-            hand.finish(job_id)
-        urls = {each: f"/v1/captures/{job_id}/norms" for each, job_id in jobs.items()}
-        path = (
-            api.settings.capture_root
-            / ada.http.get(f"/v1/captures/{jobs[ada]}").json()["files"][0]["path"]
-        )
-        with path.open("rb") as segment:
+    hand.layout = "segment"
+    ada, bob = Caller(api, hand, "vision"), Caller(api, hand, "speech")
+    jobs = {
+        each: each.submit(capture={"layers": "all", "positions": "all_prompt"})
+        for each in (ada, bob)
+    }
+    for job_id in jobs.values():
+        hand.finish(job_id)
+    urls = {each: f"/v1/captures/{job_id}/norms" for each, job_id in jobs.items()}
+    (file,) = ada.http.get(f"/v1/captures/{jobs[ada]}").json()["files"]
+    with ThreadPoolExecutor(MEASURED_OF_TENANT + 2) as pool:
+        with (api.settings.capture_root / file["path"]).open("rb") as segment:
             fcntl.flock(segment, fcntl.LOCK_EX)
             looks = [pool.submit(ada.http.get, urls[ada]) for _ in range(MEASURED_OF_TENANT + 1)]
             (first,) = wait(looks, timeout=60, return_when=FIRST_COMPLETED).done
@@ -322,7 +302,7 @@ def test_a_tenant_that_looks_too_often_does_not_hold_up_the_others(
         assert "looks at captured rows of tenant vision" in first.result().json()["detail"]
         assert other.result().status_code == 200
         assert [look.result().status_code for look in looks].count(429) == 1
-        assert ada.http.get(urls[ada]).status_code == 200
+    assert ada.http.get(urls[ada]).status_code == 200
 
 
 # field case 39
@@ -338,25 +318,16 @@ def test_norms_of_damaged_rows_are_an_error(api: Api, narrow: Hand) -> None:
     assert norms(api, job_id, 410)["type"] == "urn:midstream:gone"
 
 
-def test_norms_are_for_their_tenant_and_its_modules(tmp_path: Path, redis_url: str) -> None:
-    with asking(tmp_path, redis_url) as api, Hand(api.settings) as hand:
-        ada, bob = Caller(api, hand, "vision"), Caller(api, hand, "speech")
-        job_id = ada.submit(capture={"layers": "all", "positions": "all_prompt"})
-        hand.finish(job_id)
-        url = f"/v1/captures/{job_id}/norms"
-        data = base64.b64encode(np.ones(8, "<f4").tobytes()).decode()
-        body = {
-            "steering": [
-                {"layers": [1], "vector": {"dtype": "float32", "shape": [8], "data": data}}
-            ]
-        }
-        assert bob.http.put("/v1/steering/modules/secret", json=body).status_code == 201
-        assert ada.http.get(url).status_code == 200
-        assert bob.http.get(url).status_code == 404
-        refused = ada.http.get(url, params={"module": "secret"})
-        assert (refused.status_code, refused.json()["field"], refused.json()["hint"]) == (
-            404,
-            "module",
-            "no module exists yet",
-        )
-        assert api.http.get(url).status_code == 401
+def test_norms_are_for_their_tenant_and_its_modules(api: Api, hand: Hand) -> None:
+    ada, bob = Caller(api, hand, "vision"), Caller(api, hand, "speech")
+    job_id = ada.submit(capture={"layers": "all", "positions": "all_prompt"})
+    hand.finish(job_id)
+    module(bob, "secret", ([1], np.ones(8, np.float32), {}))
+    url = f"/v1/captures/{job_id}/norms"
+    assert (ada.http.get(url).status_code, bob.http.get(url).status_code) == (200, 404)
+    refused = ada.http.get(url, params={"module": "secret"})
+    assert (refused.status_code, refused.json()["field"], refused.json()["hint"]) == (
+        404,
+        "module",
+        "no module exists yet",
+    )

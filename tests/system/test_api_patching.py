@@ -5,7 +5,7 @@ The engine alone is a fake.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx2
@@ -15,12 +15,13 @@ from stack import Stack
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.client import Client
-from midstream.client.cli import main
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.openai import Completion
 from midstream.schemas.requests.source_runs import ZEROS, RunPage, RunView
+
+pytest_plugins = ["shared_stack"]
 
 MODEL = "fake-model"
 HIDDEN, LAYERS = 8, 4
@@ -28,25 +29,7 @@ CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum is in"  # a token for 
 TOKENS = len(CLEAN)
 VECTOR = from_numpy(np.arange(HIDDEN, dtype=np.float32))
 INLINE: dict[str, Any] = json.loads(to_json(VECTOR))
-#: No message comes a second time while its worker is stalled; a third of the lease lies between two
-#: heartbeats.
-TIMES = {"lease_s": 9.0, "visibility_timeout_s": 60}
 PATIENCE_S = 50.0
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    settings = {"engine_options": {"token_s": 0.01}, "steering_poll_s": 0.05, **TIMES}
-    with Stack(
-        tmp_path_factory.mktemp("patching"), api=True, callbacks=False, **settings
-    ) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def http(stack: Stack) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=stack.url, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +85,7 @@ def applied(answer: Completion) -> list[int]:
     """How many rows of each prompt the rank says that it wrote."""
     assert answer.determinism, "a patched answer is held for the ranks' reports"
     assert answer.determinism.consistent
-    return [rank.applied for rank in answer.determinism.stages[0].ranks]
+    return [rank.applied for rank in answer.determinism.stages[0].ranks if rank.tp == 0]
 
 
 def refused(answer: httpx2.Response, status: int = 400) -> dict[str, Any]:
@@ -112,10 +95,7 @@ def refused(answer: httpx2.Response, status: int = 400) -> dict[str, Any]:
 
 
 def stored(stack: Stack, job: str) -> Job:
-    async def read(ledger: Ledger) -> Job:
-        return await ledger.job(job)
-
-    return stack.do(read)
+    return stack.do(lambda ledger: ledger.job(job))
 
 
 # --- From a capture to a patch
@@ -392,79 +372,33 @@ def test_an_invalid_patch_is_a_400_naming_the_field(
     assert stack.do(keys) == before
 
 
-def test_a_run_needs_files_and_a_name_that_is_no_jobs_id(http: httpx2.Client) -> None:
-    for wish, field in (
-        ({"consumers": ["memory"], "run": "r"}, "capture.run"),
-        ({"run": "job_1"}, "capture.run"),
-        ({"run": "a/b"}, "capture.run"),
-    ):
-        assert (
-            refused(
-                http.post("/v1/jobs", json={"model": MODEL, "prompts": [CLEAN], "capture": wish})
-            )["field"]
-            == field
-        )
-
-
 # --- From Python and from the command line
 # -------------------------------------------------------------------------------------
 
 
 def test_the_client_and_the_command_line_capture_patch_and_delete(
-    stack: Stack, http: httpx2.Client, clean: str, capsys: pytest.CaptureFixture[str]
+    client: Client, midstream: Callable[..., str], clean: str
 ) -> None:
-    def midstream(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as code:
-            main.main([*arguments, "--url", stack.url])
-        out, err = capsys.readouterr()
-        assert not code.value.code, err
-        return out
-
-    made = json.loads(
-        midstream(
-            "submit",
-            CLEAN,
-            "--layers",
-            "all",
-            "--positions",
-            "all_prompt",
-            "--run",
-            "typed",
-            "--json",
-        )
-    )
+    named = ["--layers", "all", "--positions", "all_prompt", "--run", "typed"]
+    made = json.loads(midstream("submit", CLEAN, *named, "--json"))
     assert "typed" in midstream("runs", "list")
     assert "post_block" in midstream("runs", "show", "typed")
-    typed = [
-        "--patch",
-        'resid_post:1@"Colosseum"=typed:4',
-        "--patch",
-        "2@-1=zeros",
-        "--max-tokens",
-        "12",
+    typed = ["--patch", 'resid_post:1@"Colosseum"=typed:4', "--patch", "2@-1=zeros"]
+    by_hand = json.loads(midstream("submit", CORRUPT, *typed, "--max-tokens", "12", "--json"))
+    assert by_hand["determinism"]["stages"][0]["ranks"][0]["applied"] == 10
+    assert client.jobs.get(by_hand["id"]).runs == {"typed": made["id"]}
+    source = {"run": made["id"], "position": 4}
+    patches = [
+        {"layers": 1, "positions": {"text": "Colosseum"}, "source": source},
+        {"layers": 2, "positions": [-1], "source": np.zeros(HIDDEN, np.float32)},
     ]
-    by_hand = json.loads(midstream("submit", CORRUPT, *typed, "--json"))
-    with Client(stack.url) as client:
-        patches = [
-            {
-                "layers": 1,
-                "positions": {"text": "Colosseum"},
-                "source": {"run": made["id"], "position": 4},
-            },
-            {"layers": 2, "positions": [-1], "source": np.zeros(HIDDEN, np.float32)},
-        ]
-        result = client.run(
-            model=MODEL, prompts=[CORRUPT], patch=patches, sampling={"max_tokens": 12}
-        )
-        assert result.determinism is not None
-        assert [rank.applied for rank in result.determinism.stages[0].ranks] == [10]
-        assert by_hand["determinism"]["stages"][0]["ranks"][0]["applied"] == 10
-        assert client.jobs.get(by_hand["id"]).runs == {"typed": made["id"]}
-        assert client.source_runs.list().runs[0].name == "typed"
-        deadline = time.monotonic() + PATIENCE_S
-        while (view := client.source_runs.get("typed")).in_use or view.held_by != ["w1"]:
-            # the worker says so with its heartbeat
-            assert time.monotonic() < deadline, view
-            time.sleep(0.05)
+    result = client.run(prompts=[CORRUPT], patch=patches, max_tokens=12)
+    assert result.determinism is not None
+    assert {rank.applied for rank in result.determinism.stages[0].ranks} == {10}
+    deadline = time.monotonic() + PATIENCE_S
+    while (view := client.source_runs.get("typed")).in_use or view.held_by != ["w1"]:
+        # the worker says so with its heartbeat
+        assert time.monotonic() < deadline, view
+        time.sleep(0.05)
     assert midstream("runs", "delete", "typed") == "typed deleted\n"
-    assert http.get("/v1/runs/typed").status_code == 404
+    assert "typed" not in midstream("runs", "list")

@@ -2,19 +2,19 @@
 computed exactly once.
 """
 
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from midstream_fake_engine.model import residual_rows
-from up_kit import Up
+from stack import Stack
 
 from midstream import Client
+
+pytest_plugins = ["shared_stack"]
 
 #: Maps prompts with a cache; after `pause` results it says so and waits for its end.
 PROGRAM = """
@@ -33,12 +33,6 @@ with Client(url) as client:
             print("paused", flush=True)
             sys.stdin.read()
 """
-
-
-@pytest.fixture
-def client(up: Up) -> Iterator[Client]:
-    with Client(up.ready()) as made:
-        yield made
 
 
 def start(client: Client, cache: Path, tag: str, count: int, pause: int) -> "subprocess.Popen[str]":
@@ -92,6 +86,7 @@ def test_a_killed_map_is_resumed_with_nothing_twice_and_nothing_missing(
     assert not list((tmp_path / "cache" / "captures").glob(".part-*"))
 
 
+@pytest.mark.long
 def test_a_map_killed_at_any_moment_loses_and_repeats_nothing(
     client: Client, tmp_path: Path
 ) -> None:
@@ -109,7 +104,7 @@ def test_a_map_killed_at_any_moment_loses_and_repeats_nothing(
     assert computed(client, before) == 40
 
 
-def test_a_map_goes_on_when_the_api_went_away(up: Up, client: Client, tmp_path: Path) -> None:
+def test_a_map_goes_on_when_the_api_went_away(stack: Stack, client: Client, tmp_path: Path) -> None:
     before = known(client)
     items = client.map(
         [f"away {number}" for number in range(12)],
@@ -119,8 +114,8 @@ def test_a_map_goes_on_when_the_api_went_away(up: Up, client: Client, tmp_path: 
         cache=tmp_path / "cache",
     )
     found = [next(items).index]
-    former = up.pid("api")
-    os.kill(former, signal.SIGKILL)
+    stack.kill("api")
+    stack.spawn("api")
     found += [item.index for item in items]
     assert found == list(range(12))
     assert computed(client, before) == 12

@@ -1,10 +1,14 @@
-"""One browser per process, one stack per file, a fresh profile per test."""
+"""One browser and one stack for each process, a fresh profile for each test."""
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 from web_kit import Site, Visit, launched, visiting
+
+SAES = Path(__file__).parents[1] / "data" / "saes"
 
 
 @pytest.fixture(scope="session")
@@ -15,9 +19,12 @@ def browser() -> Iterator[Browser]:
         opened.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with Site(tmp_path_factory.mktemp("site")) as started:
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(SAES, folder / "saes")
+    stores = {"sae_dir": str(folder / "saes"), "harvest_stores": str(folder / "rows")}
+    with Site(folder / "site", **stores) as started:
         yield started
 
 

@@ -1,8 +1,6 @@
-"""Do the views of readings, modules and harvests show what the API answers? One stack for all."""
+"""Do the views of readings, modules and harvests show what the API answers?"""
 
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +14,19 @@ from midstream.client import Client
 from midstream.client.captures.attention import pattern
 from midstream.schemas.model.attention import AttentionKind
 
-SAES = Path(__file__).parents[1] / "data" / "saes"
 HIDDEN = 8
 VIEWS = ("lens", "attention", "features", "probes", "modules", "harvests", "playground")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A stack with an SAE, a probe of two labels and a module."""
-    folder = tmp_path_factory.mktemp("readings")
-    shutil.copytree(SAES, folder / "saes")
-    settings = {"sae_dir": str(folder / "saes"), "harvest_stores": str(folder / "rows")}
-    with Site(folder / "site", **settings) as started:
-        with Client(started.url, api_key=started.operator.key) as client:
-            client.saes.register("tiny", "standard")
-            client.probes.register(
-                "calm",
-                weight=np.ones((2, HIDDEN)),
-                layer=-1,
-                labels=["calm", "angry"],
-                thresholds=[None, 5.0],
-            )
-        with Client(started.url, api_key=started.alice.key) as client:
-            client.modules.register("sea", [{"layers": [1, 2], "vector": np.ones(HIDDEN)}])
-        yield started
+@pytest.fixture(scope="module", autouse=True)
+def _registered(site: Site) -> None:
+    """An SAE, a probe of two labels and a module."""
+    with Client(site.url, api_key=site.operator.key) as client:
+        client.saes.register("tiny", "standard")
+        fields = {"labels": ["calm", "angry"], "thresholds": [None, 5.0]}
+        client.probes.register("calm", weight=np.ones((2, HIDDEN)), layer=-1, **fields)
+    with Client(site.url, api_key=site.alice.key) as client:
+        client.modules.register("sea", [{"layers": [1, 2], "vector": np.ones(HIDDEN)}])
 
 
 def result_of(site: Site, visit: Visit) -> dict[str, Any]:
@@ -343,3 +330,4 @@ def test_fits_show_effect_losses_and_dose_and_lenses_are_listed(site: Site, visi
     page.get_by_label("Layers").fill("0-2")
     page.get_by_role("button", name="Read the layers").click()
     expect(page.get_by_role("group", name="Top token by layer and position")).to_be_visible()
+    site.stack.end("worker-g")

@@ -10,7 +10,7 @@ from web_kit import Site, Visit, held
 @pytest.mark.smoke
 def test_the_examples_start_with_one_click(site: Site, visit: Visit) -> None:
     page = visit.page
-    visit.log_in(site.alice, "")
+    visit.log_in(site.user("newcomer"), "")
     expect(page.get_by_text("is ready: 4 layers")).to_be_visible()
     expect(page.get_by_text("Nothing is running or waiting.")).to_be_visible()
     with held(site):

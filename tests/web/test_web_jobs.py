@@ -1,11 +1,9 @@
 """The table of jobs: what a row opens, code that runs, cancelling, thousands of rows."""
 
 import base64
-import os
 import re
 import struct
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Locator, expect
@@ -62,70 +60,49 @@ def test_closing_a_job_on_a_phone_returns_to_its_row(browser: Browser, site: Sit
         expect(row(visit, job)).to_be_focused()
 
 
-@pytest.mark.parametrize("kind", ["job", "completion", "chat", "sweep"])
-def test_copied_code_sends_the_same_request(site: Site, visit: Visit, kind: str) -> None:
-    user = site.user(f"copy-{kind}")
-    prompt = 'it\'s "5 $HOME" \\ é 😀\nJSON'
-    bodies = {
-        "job": (
+PROMPT = 'it\'s "5 $HOME" \\ é 😀\nJSON'
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
             "/v1/jobs",
             {
-                "prompts": [prompt],
+                "prompts": [PROMPT],
                 "sampling": {"max_tokens": 3},
                 "capture": CAPTURE,
                 "metadata": {"why": "test"},
             },
         ),
-        "completion": (
+        (
             "/v1/completions",
-            {"prompt": prompt, "max_tokens": 3, "steering": [{"layers": 1, "vector": VECTOR}]},
+            {"prompt": PROMPT, "max_tokens": 3, "steering": [{"layers": 1, "vector": VECTOR}]},
         ),
-        "chat": (
+        (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3},
+            {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 3},
         ),
-        "sweep": (
-            "/v1/sweeps",
-            {
-                "pairs": [{"clean": "a cat", "corrupt": "a dog", "answer": "x", "foil": "y"}],
-                "layers": [1],
-            },
-        ),
-    }
-    path, body = bodies[kind]
-    answer = user.http.post(path, json={"model": MODEL, **body})
-    assert answer.is_success, answer.text
+    ],
+    ids=["job", "completion", "chat"],
+)
+def test_copied_code_sends_the_same_request(
+    site: Site, visit: Visit, path: str, body: dict[str, Any]
+) -> None:
+    user = site.user(f"copy-{path.rpartition('/')[2]}-{len(path)}")
+    user.post(path, model=MODEL, **body)
     [first] = user.get("/v1/jobs")["jobs"]
     asked = user.get(f"/v1/jobs/{first['id']}/request")
-    assert (asked["path"], asked["body"]) == (path, {"model": MODEL, **body}) or kind == "sweep"
+    assert (asked["path"], asked["body"]) == (path, {"model": MODEL, **body})
     visit.log_in(user, f"jobs/{first['id']}")
-    environment = {**os.environ, "MIDSTREAM_API_KEY": user.key, "PYTHONIOENCODING": "utf-8"}
-    commands = {"Python": [sys.executable, "-"], "curl": ["bash", "-e"], "CLI": ["bash", "-e"]}
-    for name, command in commands.items():
-        before = {job["id"] for job in user.get("/v1/jobs")["jobs"]}
-        visit.page.get_by_role("tab", name=name).click()
-        code = visit.page.locator(f'pre[data-code="{name}"]').text_content()
-        assert code
-        assert user.key not in code
-        path_first = {
-            **environment,
-            "PATH": f"{os.path.dirname(sys.executable)}:{environment['PATH']}",
-        }
-        ran = subprocess.run(
-            command,
-            input=code,
-            env=path_first,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert ran.returncode == 0, f"{name}:\n{code}\n{ran.stdout}\n{ran.stderr}"
-        [new] = {job["id"] for job in user.get("/v1/jobs")["jobs"]} - before
-        again = user.get(f"/v1/jobs/{new}/request")
+    for language in ("Python", "curl", "CLI"):
+        visit.run_code(user, language)
+        newest = user.get("/v1/jobs", limit=1)["jobs"][0]["id"]
+        again = user.get(f"/v1/jobs/{newest}/request")
         assert again["prompts"] == asked["prompts"]
-        if name == "curl":
+        if language == "curl":
             assert (again["path"], again["body"]) == (asked["path"], asked["body"])
+    assert len(user.get("/v1/jobs")["jobs"]) == 4
 
 
 def test_a_double_click_cancels_once(site: Site, visit: Visit) -> None:
@@ -272,8 +249,7 @@ def test_global_steering_is_shown_to_everyone(site: Site, visit: Visit) -> None:
     expect(visit.page.get_by_text("Global steering is on")).to_have_count(0)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize(("scheme", "size"), [("light", WIDE), ("dark", NARROW)])
 def test_views_are_accessible_and_fit(
     browser: Browser, site: Site, size: tuple[int, int], scheme: str
 ) -> None:

@@ -12,7 +12,10 @@ Conditions are waited for (`expect`, `until`), for up to `LONG_S`; nothing depen
 machine is.
 """
 
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -223,6 +226,30 @@ class Visit:
             what,
             lambda seconds: self.page.wait_for_timeout(seconds * 1000),
         )
+
+    def run_code(self, user: User, language: str) -> str:
+        """Run the code in one of the tabs as the user pastes it; returns what it printed."""
+        self.page.get_by_role("tab", name=language, exact=True).click()
+        code = self.page.locator(f'pre[data-code="{language}"]').text_content()
+        assert code
+        assert user.key not in code
+        done = subprocess.run(
+            [sys.executable, "-c", code] if language == "Python" else ["bash", "-ec", code],
+            env={
+                **os.environ,
+                "MIDSTREAM_API_KEY": user.key,
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "PYTHONIOENCODING": "utf-8",
+                "COLUMNS": "200",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == 0, f"{language}:\n{code}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
 
     def check(self) -> None:
         """Nothing has gone wrong that was not expected."""

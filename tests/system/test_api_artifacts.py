@@ -1,0 +1,449 @@
+"""Autoencoders, adapters, tuned and Jacobian lenses: registered over HTTP, from Python and on the
+command line, and named by every way of asking.
+
+The engine is a fake.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, VOCABULARY
+from safetensors.numpy import save_file
+from stack import Stack
+
+from midstream.client import Client, MidstreamError
+from midstream.client.render import readings
+from midstream.schemas.artifacts.jacobian_lenses import JacobianRecord
+from midstream.storage.formats import jacobian_files
+
+pytest_plugins = ["shared_stack"]
+pytestmark = pytest.mark.usefixtures("installed", "nameless")
+
+MODEL = "fake-model"
+FORMS = Path(__file__).parents[1] / "data" / "saes"
+BODY = {"model": MODEL, "prompts": ["hello"], "sampling": {"max_tokens": 1}}
+
+
+def adapter(folder: Path, outputs: int = HIDDEN_SIZE, **config: Any) -> None:
+    """Write an adapter of the fake model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    members = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["up_proj"]} | config
+    (folder / "adapter_config.json").write_text(json.dumps(members))
+    at = "base_model.model.model.layers.1.mlp.up_proj"
+    tensors = {
+        f"{at}.lora_A.weight": np.ones((2, HIDDEN_SIZE), np.float32),
+        f"{at}.lora_B.weight": np.ones((outputs, 2), np.float32),
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def lens(folder: Path, layers: list[int], width: int = HIDDEN_SIZE, **extra: np.ndarray) -> None:
+    """Write a tuned lens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    maps = {f"{layer}.weight": np.eye(width, dtype=np.float32) for layer in layers}
+    maps |= {f"{layer}.bias": np.full(width, layer, dtype=np.float32) for layer in layers}
+    save_file(maps | extra, folder / "lens.safetensors")
+
+
+@pytest.fixture(scope="module")
+def installed(folders: dict[str, Path]) -> dict[str, Path]:
+    """What an operator has put into the folders, good and bad."""
+    shutil.copytree(FORMS, folders["sae"], dirs_exist_ok=True)
+    adapter(folders["lora"] / "calm")
+    adapter(folders["lora"] / "other", lora_alpha=5)
+    adapter(folders["lora"] / "wide", outputs=12)
+    adapter(folders["lora"] / "dora", use_dora=True)
+    lenses, eye = folders["lens"], np.eye(HIDDEN_SIZE, dtype=np.float32)
+    lens(lenses / "all", list(range(NUM_LAYERS)))
+    lens(lenses / "some", [1, 2])
+    lens(lenses / "wide", [1], width=HIDDEN_SIZE + 1)
+    lens(lenses / "deep", [NUM_LAYERS])
+    lens(lenses / "nan", [1], **{"2.weight": eye * np.nan, "2.bias": eye[0]})
+    lens(lenses / "half", [1], **{"2.weight": eye})
+    lens(lenses / "other", [1], head=np.ones(3, np.float32))
+    head = np.ones((1000, HIDDEN_SIZE), np.float32)
+    head[:, 0] = np.arange(1000)
+    fit = JacobianRecord(method="sketched", prompts=9, errors=[0.125])
+    jacobian_files.write(lenses / "jacobian", {1: eye}, fit, jacobian_files.Matrix(head))
+    jacobian_files.write(lenses / "bare", {1: eye}, fit)
+    return folders
+
+
+@pytest.fixture
+def named(client: Client) -> Client:
+    """The client of a service with an artifact of each kind."""
+    client.saes.register("read", "topk")
+    client.loras.register("calm", "calm")
+    client.lenses.register("two", "some")
+    client.jacobians.register("said", "jacobian")
+    client.jacobians.register("bare", "bare")
+    return client
+
+
+# --- Registered by an operator
+# --------------------------------------------------------------------------------------------------
+
+KINDS = pytest.mark.parametrize(
+    ("kind", "path", "another"),
+    [
+        ("saes", "standard", "jumprelu"),
+        ("loras", "calm", "other"),
+        ("lenses", "some", "all"),
+        ("jacobians", "jacobian", "bare"),
+    ],
+)
+
+
+@KINDS
+def test_an_artifact_is_registered_replaced_listed_and_removed(
+    client: Client, kind: str, path: str, another: str
+) -> None:
+    registry = getattr(client, kind)
+    made = registry.register("mine", path, description="of nothing")
+    assert (registry.get("mine"), registry.list()) == (made, [made])
+    changed = registry.register("mine", another)
+    assert changed.replaced == made.digest != changed.digest
+    registry.delete("mine")
+    assert registry.list() == []
+    with pytest.raises(MidstreamError) as gone:
+        registry.delete("mine")
+    assert gone.value.kind == "not_found"
+
+
+def test_what_the_files_say_is_in_the_record(named: Client) -> None:
+    scope = named.saes.register("scope", "gemma_scope", hook="resid_pre", layer=0)
+    assert (scope.hook, scope.layer, scope.form.architecture) == ("pre_attn", 0, "jumprelu")
+    tuned = named.lenses.register("mine", "some", hook="resid_pre", residual=True)
+    assert (tuned.layers, tuned.hook, tuned.residual) == ([1, 2], "pre_attn", True)
+    jacobian = named.jacobians.get("said")
+    assert (jacobian.layers, jacobian.vocabulary) == ([1], 1000)
+    assert named.loras.get("calm").modules == ["model.layers.*.mlp.up_proj"]
+
+
+@KINDS
+def test_only_an_operator_registers_and_everybody_looks(
+    client: Client, kind: str, path: str, another: str
+) -> None:
+    getattr(client, kind).register("calm", path)
+    key = client.keys.create("a user", tenant="theirs", scopes=["submit", "read"]).key
+    with Client(client.url, api_key=key) as user:
+        registry = getattr(user, kind)
+        assert [artifact.name for artifact in registry.list()] == ["calm"]
+        for change in (lambda: registry.register("mine", another), lambda: registry.delete("calm")):
+            with pytest.raises(MidstreamError) as refused:
+                change()
+            assert refused.value.status == 403
+
+
+@pytest.mark.parametrize(
+    ("group", "typed", "shown", "listed"),
+    [
+        ("sae", ["gemma_scope", "--reads", "post_block:2"], "post_block of layer 2", "jumprelu"),
+        ("tuned", ["some", "--residual"], "post_block of layers 1-2", "some"),
+        ("jacobian", ["jacobian"], "sketched, of 9 prompts, error up to 12.5%", "mine"),
+    ],
+)
+def test_the_command_line_registers_lists_and_deletes(
+    midstream: Callable[..., str], group: str, typed: list[str], shown: str, listed: str
+) -> None:
+    assert json.loads(midstream(group, "register", "mine", *typed, "--json"))["path"] == typed[0]
+    assert shown in midstream(group, "show", "mine")
+    assert listed in midstream(group, "list")
+    assert "mine removed" in midstream(group, "remove", "mine")
+    assert json.loads(midstream(group, "list", "--json")) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field", "says"),
+    [
+        ("saes", {"name": "a/b", "path": "standard"}, "name", "does not match the pattern"),
+        ("saes", {"path": "../sae/standard"}, "path", "not a path below sae_dir"),
+        ("saes", {"path": "none"}, "path", "there is no folder 'none' in sae_dir"),
+        ("saes", {"path": "standard", "hook": "zz"}, "hook", "Invalid enum value 'zz'"),
+        ("saes", {"path": "standard", "layer": 3}, "layer", "the SAE was trained on layer 1"),
+        (
+            "saes",
+            {"path": "gemma_scope", "hook": "post_block", "layer": 4},
+            "layer",
+            "this model has no layer 4",
+        ),
+        ("saes", {"path": "standard", "model": "other"}, "model", "unknown model 'other'"),
+        ("loras", {"path": "/etc"}, "path", "not a path below lora_dir"),
+        ("loras", {"path": "wide"}, "path", "rank 2 on this model needs [8, 2]"),
+        ("loras", {"path": "dora"}, "path", "use_dora is 'True', which is not served"),
+        ("lenses", {"path": "../lens/all"}, "path", "not a path below lens_dir"),
+        ("lenses", {"path": "wide"}, "path", "has the shape [9]; this model needs [8]"),
+        ("lenses", {"path": "deep"}, "path", "this model has no layer 4; valid: 0 to 3"),
+        ("lenses", {"path": "nan"}, "path", "2.weight has values that are not finite"),
+        ("lenses", {"path": "half"}, "path", "layer 2 has only weight; valid: weight and bias"),
+        ("lenses", {"path": "other"}, "path", "'head' is not a tensor of a tuned lens"),
+    ],
+)
+def test_a_bad_registration_is_refused_by_field(
+    http: httpx2.Client, kind: str, body: dict[str, Any], field: str, says: str
+) -> None:
+    answer = http.post(f"/v1/{kind}", json={"name": "x"} | body)
+    assert answer.status_code == (404 if field == "model" else 400), answer.text
+    assert answer.json()["field"] == field
+    assert says in answer.text
+
+
+# --- Named by requests
+# --------------------------------------------------------------------------------------------------
+
+LENS = {"layers": [0, 3], "positions": "all_prompt", "top_k": 3, "tokens": ["e", 7]}
+FEATURES = {"sae": "read", "top_k": 4, "positions": [0, -1]}
+ASKED = {"lora": "calm", "lens": LENS, "features": [FEATURES]}
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+def check(result: dict[str, Any], prompts: int, digest: str) -> None:
+    """What the fake engine says of the autoencoder with this digest, and its lens."""
+    assert [read["request"] for read in result["features"]] == list(range(prompts))
+    for read in result["features"]:
+        assert (read["sae"], read["digest"], read["hook"], read["layer"]) == (
+            "read",
+            digest,
+            "post_block",
+            1,
+        )
+        assert read["features"] == [[token, token + 1] for token in read["token_ids"]]
+        assert (read["activations"], read["active"]) == ([[1.0, 0.5]] * 2, [2, 2])
+    assert [read["request"] for read in result["lens"]] == list(range(prompts))
+    for read in result["lens"]:
+        assert (read["hook"], read["layers"]) == ("post_block", [0, 3])
+        token = read["token_ids"][0]
+        assert read["top_tokens"][1][0] == [(token + 4 + place) % VOCABULARY for place in range(3)]
+        assert read["top_logprobs"][0][0] == [0.0, -1.0, -2.0]
+        assert (read["named_tokens"][1], read["named_ranks"][0][0]) == (7, [4, 4])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prompts"),
+    [
+        ("/v1/jobs", {"prompts": ["hello", "there"], "sampling": {"max_tokens": 2}}, 2),
+        ("/v1/completions", {"prompt": ["hello", "you"], "max_tokens": 2}, 2),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 2, "stream": True}, 1),
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2}, 1),
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2, "stream": True}, 1),
+    ],
+)
+def test_every_way_of_asking_takes_adapter_lens_and_features(
+    http: httpx2.Client, named: Client, path: str, body: dict[str, Any], prompts: int
+) -> None:
+    answer = http.post(path, json={"model": MODEL} | ASKED | body)
+    assert answer.status_code in (200, 202), answer.text
+    job = answer.headers["x-midstream-job"]
+    view = http.get(f"/v1/jobs/{job}", params={"wait": 50}).json()
+    assert view["state"] == "succeeded", view
+    assert view["lora"] == {"name": "calm", "digest": named.loras.get("calm").digest}
+    result = http.get(f"/v1/jobs/{job}/result").json()
+    assert result["lora"] == view["lora"]
+    check(result, prompts, named.saes.get("read").digest)
+    if body.get("stream"):
+        chunks = [
+            json.loads(line.removeprefix("data: "))
+            for line in answer.text.splitlines()
+            if line.startswith("data: {")
+        ]
+        told = {name: part for chunk in chunks for name, part in chunk.items()}
+    else:
+        told = answer.json()
+    if path != "/v1/jobs":
+        assert (told["features"], told["lens"]) == (result["features"], result["lens"])
+        assert told["determinism"]["consistent"], "held until both ranks have accounted for it"
+
+
+def test_a_sweep_takes_an_adapter(client: Client, named: Client) -> None:
+    pair = {"clean": "abc", "corrupt": "abd", "answer": "x"}
+    fields = {"model": MODEL, "metric": "logprob", "layers": 1, "lora": "calm"}
+    job = client.sweeps.submit(pairs=[pair], **fields)
+    digest = client.loras.get("calm").digest
+    assert client.wait(job).lora.digest == client.result(job).lora.digest == digest
+
+
+def test_jobs_without_an_adapter_say_nothing_of_one(http: httpx2.Client, named: Client) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 2, "lens": LENS}
+    answer = http.post("/v1/completions", json=body)
+    assert {"lens", "capture_results", "determinism"} & answer.json().keys() == {"lens"}
+    assert "lora" not in http.get(f"/v1/jobs/{answer.headers['x-midstream-job']}").json()
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "says"),
+    [
+        ({"lora": "clam"}, "lora", '"allowed":"calm"'),
+        ({"features": [{"sae": "none"}]}, "features[0].sae", "unknown sparse autoencoder 'none'"),
+        ({"features": [{"sae": "read"}, {"sae": "none"}]}, "features[1].sae", "unknown sparse"),
+        (
+            {"features": [{"sae": "read", "top_k": 33}]},
+            "features[0].top_k",
+            "33 exceeds the 32 features of 'read'",
+        ),
+        ({"features": [{"sae": "read", "positions": [99]}]}, "features[0].positions[0]", "99 is"),
+        ({"features": [{"sae": "read"}] * 2}, "features[1]", "asks the same as features[0]"),
+        ({"features": {"sae": "read"}}, "features", "Expected `array`, got `object`"),
+        (
+            {
+                "prompts": ["a" * 400],
+                "features": [{"sae": "read", "top_k": most} for most in (32, 31, 30)],
+            },
+            "features[2]",
+            "bytes of results",
+        ),
+        ({"lens": {"tokens": ["no"]}}, "lens.tokens[0]", "no"),
+        ({"lens": {"tuned": "nobody"}}, "lens.tuned", "unknown tuned lens 'nobody'"),
+        ({"lens": {"tuned": "two", "layers": "0-2"}}, "lens.layers", "'two' has no map of layer 0"),
+        ({"lens": {"tuned": "two", "hook": "pre_attn"}}, "lens.hook", "'two' reads post_block"),
+        ({"lens": {"jacobian": "nobody"}}, "lens.jacobian", "unknown Jacobian lens 'nobody'"),
+        ({"lens": {"jacobian": "bare", "tuned": "two"}}, "lens.jacobian", "together with tuned"),
+        ({"lens": {"jacobian": "bare", "layers": 2}}, "lens.layers", "no map of layer 2"),
+        (
+            {"steering": [{"jacobian": "bare", "token": 1, "layers": 1}]},
+            "steering[0].jacobian",
+            "has no output matrix",
+        ),
+        (
+            {"steering": [{"jacobian": "said", "token": "hello there", "layers": 1}]},
+            "steering[0].token",
+            "tokens:",
+        ),
+    ],
+)
+def test_a_request_that_does_not_fit_what_it_names_is_refused(
+    http: httpx2.Client, named: Client, body: dict[str, Any], field: str, says: str
+) -> None:
+    answer = http.post("/v1/jobs", json=BODY | body)
+    assert (answer.status_code, answer.json()["field"]) == (400, field), answer.text
+    assert says in answer.text
+
+
+def test_one_request_is_read_by_several_autoencoders(
+    client: Client, midstream: Callable[..., str]
+) -> None:
+    digests = {name: client.saes.register(name, name).digest for name in ("gated", "jumprelu")}
+    wanted = [{"sae": "gated", "top_k": 6}, {"sae": "jumprelu", "top_k": 2, "positions": [1]}]
+    result = client.run(prompts=["hello", "there"], max_tokens=1, features=wanted)
+    found = [
+        (each.request, each.sae, each.digest, len(each.positions), len(each.features[0]))
+        for each in result.features or []
+    ]
+    of_one = [("gated", digests["gated"], 5, 3), ("jumprelu", digests["jumprelu"], 1, 1)]
+    assert found == [(request, *each) for request in (0, 1) for each in of_one]
+    both = client.readings.features_of("hello", {"gated": 4, "jumprelu": 2})
+    assert {name: len(each.of(0)) for name, each in both.items()} == {"gated": 2, "jumprelu": 1}
+    steering = [{"sae": "gated", "feature": 1, "op": "ablate"}]
+    mapped = client.map(
+        ["hello"], features=wanted[1:], steering=steering, max_tokens=1, progress=False
+    )
+    job = client.jobs.get(next(iter(mapped)).result.id)
+    assert job.contents == {f"sae/{name}": digest for name, digest in digests.items()}
+    one = client.features("hello", "gated", top_k=4, positions=[2])
+    assert (one.word(0), one.of(0)) == (both["gated"].word(2), both["gated"].of(2))
+    asked = ["features", "hello", "--sae", "gated:6", "--sae", "jumprelu", "--top-k", "2"]
+    drawn = midstream(*asked)
+    for name in digests:
+        assert f"features of {name} at post_block of layer 1" in drawn
+    read = json.loads(midstream(*asked, "--json"))
+    assert [(each["sae"], len(each["features"][0])) for each in read] == [
+        ("gated", 3),
+        ("jumprelu", 1),
+    ]
+
+
+def test_a_lens_gives_arrays_and_tables(
+    client: Client, midstream: Callable[..., str], tmp_path: Path
+) -> None:
+    found = client.lens("hello", top_k=3, tokens=["e"])
+    assert found.tokens.shape == found.logprobs.shape == (NUM_LAYERS, 5, 3)
+    assert (found.positions, found.layers) == (list(range(5)), list(range(NUM_LAYERS)))
+    np.testing.assert_array_equal(found.logprobs[2, 4], [0, -1, -2])
+    assert [found.word(token) for token in found.token_ids] == list("hello")
+    assert found.ranks.shape == found.named_logprobs.shape == (NUM_LAYERS, 5, 1)
+    assert "rank 4" in found._repr_html_()
+    assert readings.named_table(found).row_count == NUM_LAYERS
+    figure = tmp_path / "lens.png"
+    shown = midstream("lens", "hello", "--layers=0-2", "--token=e", "--figure", str(figure))
+    assert "top next token at post_block" in shown
+    assert "rank 4" in shown
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    job = midstream("submit", "hello", "world", "--lens", "0-2:3")
+    assert "top next token at post_block, prompt 1" in job
+
+
+def test_a_tuned_lens_reads_the_layers_and_hook_that_it_has(client: Client) -> None:
+    client.lenses.register("mine", "some")
+    assert client.lens("hello", tuned="mine").layers == [1, 2], "`all`: those that it has"
+    changed = client.lenses.register("mine", "all", hook="resid_pre")
+    assert client.lens("hello", tuned="mine").hook == "pre_attn"
+    job = client.submit(prompts=["a"], lens={"tuned": "mine"}, max_tokens=1)
+    assert job.contents == {"tuned/mine": changed.digest}
+    assert len(list(client.map(["a"], lens={"tuned": "mine"}, max_tokens=1, progress=False))) == 1
+
+
+def test_a_jacobian_lens_reads_and_steers(client: Client) -> None:
+    made = client.jacobians.register("said", "jacobian")
+    assert client.lens("hello", jacobian="said").layers == [1]
+    swap = {"jacobian": "said", "token": 3, "swap": 4, "layers": "all"}
+    job = client.submit(prompts=["a"], steering=swap, max_tokens=1)
+    assert job.contents == {"jacobian/said": made.digest}
+    assert client.wait(job).steered
+    (entry,) = client.modules.register(
+        "module", {"jacobian": "said", "token": "a", "layers": 1}
+    ).entries
+    assert (entry.op, entry.layers) == ("add", [1])
+    assert len(list(client.map(["a"], steering=swap, max_tokens=1, progress=False))) == 1
+
+
+# --- Files that changed, and files that a rank cannot load
+# --------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_of_changed_files_fails_the_job(client: Client, folders: Any) -> None:
+    adapter(folders["lora"] / "turning", lora_alpha=3)
+    client.loras.register("turning", "turning")
+    adapter(folders["lora"] / "turning", lora_alpha=5)
+    job = client.wait(client.submit(prompts=["a"], lora="turning"))
+    assert job.error is not None
+    assert (job.state, job.error.field) == ("failed", "lora")
+    assert "files have changed since it was registered" in job.error.detail
+
+
+def test_steering_by_a_feature_of_changed_files_is_refused(client: Client, folders: Any) -> None:
+    folder = folders["sae"] / "turning"
+    shutil.copytree(FORMS / "standard", folder)
+    client.saes.register("turning", "turning")
+    steering = {"sae": "turning", "feature": 3, "op": "clamp", "value": 2}
+    assert client.run(prompts=["hello"], steering=steering).state == "succeeded"
+    shutil.copy(FORMS / "bare" / "cfg.json", folder / "cfg.json")
+    with pytest.raises(MidstreamError, match="have changed since it was registered") as refused:
+        client.submit(prompts=["hello"], steering=steering | {"feature": 4})
+    assert refused.value.field == "sae"
+
+
+@pytest.fixture
+def failing(stack: Stack) -> Iterator[None]:
+    """A worker whose second rank loads no artifact."""
+    stack.end("worker")
+    stack.restart("worker", fault="put_lora:rank=1;put_sae:rank=1")
+    yield
+    stack.end("worker")
+    stack.restart("worker")
+
+
+def test_what_a_rank_cannot_load_fails_the_job_with_rank_and_reason(
+    named: Client, failing: None
+) -> None:
+    for field, asked, what in (
+        ("lora", "calm", "adapter 'calm'"),
+        ("features", [{"sae": "read"}], "sparse autoencoder 'read'"),
+    ):
+        with pytest.raises(MidstreamError) as failed:
+            named.completion(MODEL, "hello", **{field: asked})
+        assert failed.value.detail == f"loading {what} failed on rank 1: injected fault"
