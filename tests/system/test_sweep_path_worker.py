@@ -3,11 +3,12 @@ was. Over the fake engine, whose rows do not depend on patches: what the receive
 first pass is what they compute anyway, so every cell has the base's value.
 """
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sweep_rig import LAYERS, Rig, difference, pair, sweep
+from sweep_rig import LAYERS, Rig, difference, having, pair, sweep
 
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import Column, SweepResult
@@ -23,6 +24,12 @@ RECEIVERS = [
     StoredEnd(layer=LAYERS[-1], hook="mlp_out"),
     StoredEnd(layer=LAYERS[-1], hook="attn_out"),
 ]
+
+
+@pytest.fixture
+async def rig(redis_url: str, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    async with Rig(redis_url, tmp_path, **getattr(request, "param", {})) as opened:
+        yield opened
 
 
 def path_sweep(path: StoredPath, layers: list[int], **changes: Any) -> Any:
@@ -51,8 +58,9 @@ def check(result: SweepResult, cells: int, path: StoredPath) -> None:
 
 
 @pytest.mark.parametrize("ends", ["receivers", "sender"])
-def test_a_killed_path_sweep_goes_on_with_the_cells_that_are_not_known(
-    ends: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@having(sweep_cells_in_flight=2)
+async def test_a_killed_path_sweep_goes_on_with_the_cells_that_are_not_known(
+    rig: Rig, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweeps, "FIRST_PASSES", 4)
     if ends == "receivers":
@@ -64,40 +72,32 @@ def test_a_killed_path_sweep_goes_on_with_the_cells_that_are_not_known(
         )
     asked = path_sweep(path, layers)
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.interrupted(asked, 6)
-        async with at.worker("boot2") as runs:
-            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-        check(await at.result(job_id), asked.num_cells, path)
-        records = await at.records(job_id)
-        assert {record.attempt for record in records.values()} == {1, 2}
-        units = Units(asked)
-        senders = [
-            records[sender.number].reason
-            for number in range(2)
-            if (sender := units.sender(number)) is not None
-        ]
-        assert senders == ([] if ends == "receivers" else ["", ""])
-
-    Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
+    job_id = await rig.interrupted(asked, 6)
+    async with rig.worker("boot2") as runs:
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    check(await rig.result(job_id), asked.num_cells, path)
+    records = await rig.records(job_id)
+    assert {record.attempt for record in records.values()} == {1, 2}
+    units = Units(asked)
+    senders = [
+        records[sender.number].reason
+        for number in range(2)
+        if (sender := units.sender(number)) is not None
+    ]
+    assert senders == ([] if ends == "receivers" else ["", ""])
 
 
-def test_a_first_pass_that_fails_leaves_its_cell_without_a_value(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_a_first_pass_that_fails_leaves_its_cell_without_a_value(rig: Rig) -> None:
     """The rows that hold the branches are in no run: no cell, and no other number instead."""
     path = StoredPath(frozen=["attn"], receivers=[StoredEnd(layer=LAYERS[-1], hook="mlp_out")])
     asked = path_sweep(path, LAYERS[:1])
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.submit(asked)
-        async with at.worker(fault="lose_run:rank=0") as runs:
-            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-        result = await at.result(job_id)
-        assert result.summary.cells < asked.num_cells
-        assert any(
-            "first pass failed" in each.reason and "is not on this rank" in each.reason
-            for each in result.skipped
-        )
-
-    Rig(redis_url, tmp_path)(scenario)
+    job_id = await rig.submit(asked)
+    async with rig.worker(fault="lose_run:rank=0") as runs:
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    result = await rig.result(job_id)
+    assert result.summary.cells < asked.num_cells
+    assert any(
+        "first pass failed" in each.reason and "is not on this rank" in each.reason
+        for each in result.skipped
+    )
