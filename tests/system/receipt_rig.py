@@ -62,6 +62,11 @@ class RelayProcess:
         assert line.startswith("relay ready tcp://127.0.0."), line + self.log.read_text()
         self.endpoint = line.split()[2]
 
+    def revive(self) -> None:
+        """Start it again, if it was killed."""
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+
     def kill(self) -> None:
         self._end(signal.SIGKILL)
 

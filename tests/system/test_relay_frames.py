@@ -3,15 +3,16 @@ protocols?
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
-from ports import free_port
 from receipt_rig import Jobs, RelayProcess, once_each, receipt, wait_until
 
 from midstream import __version__
+from midstream.broker.ops import redis_server
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import Frame, Kind
 from midstream.broker.receipts.outbox import Outbox, OutboxError
@@ -21,6 +22,22 @@ from midstream.schemas.jobs.receipts import PROTOCOL, CapturedFile, LostRange
 
 #: Time limit against hangs.
 LONG_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def served(
+    redis_session: redis_server.RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RelayProcess]:
+    process = RelayProcess(redis_session.url, tmp_path_factory.mktemp("relay") / "relay.log")
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def relay(served: RelayProcess, redis_url: str) -> RelayProcess:
+    """The module's, which runs; Redis is empty."""
+    served.revive()
+    return served
 
 
 class Peer:
@@ -196,16 +213,16 @@ def test_a_sender_of_another_protocol_is_refused_with_both_versions(relay: Relay
 
 # field case 43
 def test_a_rank_reports_both_protocol_versions_and_keeps_its_receipts(
-    jobs: Jobs, redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    relay: RelayProcess, jobs: Jobs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (job,) = jobs.claim(1, 1)
+    relay.kill()
     context = zmq.Context()
     other = context.socket(zmq.ROUTER)
     other.linger = 0
-    url = f"tcp://127.0.0.1:{free_port()}"
-    other.bind(url)
+    other.bind(relay.url)
     errors: list[Exception] = []
-    with Outbox(tmp_path, "w", 0, url, errors.append) as outbox:
+    with Outbox(tmp_path, "w", 0, relay.url, errors.append) as outbox:
         outbox.append(receipt(job, 0))
         identity, _hello = other.recv_multipart()
         other.send_multipart([identity, bytes([PROTOCOL + 1]) + b"\x02" + bytes(24) + b"\xc1"])
@@ -217,10 +234,7 @@ def test_a_rank_reports_both_protocol_versions_and_keeps_its_receipts(
         assert outbox.depth() == 1
         other.close()
         context.term()
-        relay = RelayProcess(redis_url, tmp_path / "relay.log", url)  # the upgrade
-        try:
-            assert outbox.flush(LONG_S)
-        finally:
-            relay.kill()
+        relay.start()  # the upgrade
+        assert outbox.flush(LONG_S)
     assert len(errors) == 1
     assert jobs.arrived(job) == once_each(1)
