@@ -109,7 +109,6 @@ class Fleet(Machines):
                 BUCKET,
             ]
             self._servers.append(self.network.popen(machine, command, stdout=subprocess.PIPE))
-            assert self._servers[-1].stdout is not None
             assert self._servers[-1].stdout.readline() == b"ready\n"
         super()._start_redis()
 

@@ -264,7 +264,6 @@ class Machines:
                     [*proxy, str(tls / "redis.pem"), str(tls / "redis.key")], stdout=subprocess.PIPE
                 )
             )
-            assert self._servers[-1].stdout is not None
             assert self._servers[-1].stdout.readline() == b"ready\n"
         with self.client() as client:
             assert client.ping()

@@ -119,7 +119,6 @@ def mask_of(asked: StoredSweep, unit: Unit) -> str:
 def cell_edits(asked: StoredSweep, units: Units, number: int, job: str = "") -> list[Edit]:
     """What the patches of a cell write, worked out here."""
     unit = units.cell(number)
-    assert unit is not None
     stored, hook = asked.pairs[unit.pair], asked.hooks[unit.hook]
     layers, places = units.patched(unit)
     found: list[Edit] = []
@@ -171,7 +170,6 @@ def check_grid(
     }
     for number in range(units.first_cell, units.first_cell + asked.num_cells):
         unit = units.cell(number)
-        assert unit is not None
         stored, hook = asked.pairs[unit.pair], asked.hooks[unit.hook]
         value = result.pairs[unit.pair].grids[hook][unit.layer][unit.column]
         place = unit.pair, hook, asked.layers[unit.layer], unit.column
@@ -360,7 +358,6 @@ class Rig:
 
 def check_attribution(result: Any, asked: StoredSweep, weights: int = 0) -> None:
     """The estimates are those of the fake engine, and every chosen cell has its exact value."""
-    assert asked.attributed is not None
     assert (verify := asked.attributed.verify) is not None
     units = Units(asked)
     for number, (found, exact) in enumerate(zip(result.estimated, result.pairs, strict=True)):

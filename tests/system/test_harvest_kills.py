@@ -13,6 +13,7 @@ import httpx2
 import pytest
 import s3_kit
 from harvest_kit import check_equal, check_rows, checked, texts
+from receipt_rig import wait_until
 from s3_kit import FaultProxy
 from stack import Stack
 from tree import ROOT
@@ -163,15 +164,11 @@ def test_a_harvest_waits_for_a_bucket_that_is_away_and_goes_on(
 ) -> None:
     with Client(stack.url) as client:
         view = submitted(stack, client, bucket=True)
-        while client.harvests.get(view).units_done < 1:
-            time.sleep(0.02)
+        wait_until(lambda: client.harvests.get(view).units_done > 0)
         proxy.stop()
         try:
-            deadline = time.monotonic() + WAIT_S
-            while (away := client.harvests.get(view)).state != "paused":
-                assert time.monotonic() < deadline, away
-                time.sleep(0.1)
-            assert away.reason
+            wait_until(lambda: client.harvests.get(view).state == "paused", WAIT_S)
+            assert client.harvests.get(view).reason
             stack.kill("worker")
             stack.restart("worker")
             time.sleep(2)
@@ -187,8 +184,7 @@ def test_a_harvest_waits_for_a_bucket_that_is_away_and_goes_on(
 def test_a_harvest_survives_a_restart_of_redis(stack: Stack, whole: Harvest) -> None:
     with Client(stack.url) as client:
         view = submitted(stack, client)
-        while client.harvests.get(view).units_done < 1:
-            time.sleep(0.02)
+        wait_until(lambda: client.harvests.get(view).units_done > 0)
         stack.kill("redis")
         stack.restart("redis")
         view = client.harvests.wait(view, timeout=WAIT_S)

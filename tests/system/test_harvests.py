@@ -182,11 +182,13 @@ def test_a_survey_finds_what_all_rows_at_once_show(client: Client) -> None:
 
     from midstream.workers.runner.readings.sae import load
 
-    documents = texts(60, 4)
-    view = client.harvests.submit(
-        model="fake-model", source={"lines": documents}, layers=[1, 3], shards=SMALL
-    )
-    view = client.harvests.wait(view, timeout=WAIT_S)
+    fields: dict[str, Any] = {
+        "model": "fake-model",
+        "source": {"lines": texts(60, 4)},
+        "layers": [1, 3],
+        "shards": SMALL,
+    }
+    view = client.harvests.wait(client.harvests.submit(**fields), timeout=WAIT_S)
     survey = client.harvests.survey(view, sae="tiny", top=3, context=2)
     harvest = open_harvest(view.uri)
     keys = harvest.keys(slice(None))
@@ -216,13 +218,7 @@ def test_a_survey_finds_what_all_rows_at_once_show(client: Client) -> None:
     assert now.bytes == view.bytes + survey.survey.bytes
     assert verify(view.uri).ok
     client.modules.register("moved", [{"layers": [1], "vector": np.ones(HIDDEN_SIZE)}])
-    other = client.harvests.submit(
-        model="fake-model",
-        source={"lines": documents},
-        layers=[1, 3],
-        steering=[{"module": "moved"}],
-        at="after",
-    )
+    other = client.harvests.submit(**fields, steering=[{"module": "moved"}], at="after")
     with pytest.raises(MidstreamError, match="this engine has no checkpoint"):
         client.harvests.survey(view, against=client.harvests.wait(other, timeout=WAIT_S).id)
     client.harvests.delete(view)

@@ -128,7 +128,6 @@ def test_a_lost_range_fails_its_running_jobs_and_closes_the_gap(
         State.FAILED,
         "urn:midstream:capture_failed",
     )
-    assert view.error is not None
     assert "the disk died" in view.error.detail
     assert jobs.arrived(other) == once_each(2)
 

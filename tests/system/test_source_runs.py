@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from ledger_kit import enqueue
 from midstream_fake_engine.model import NUM_LAYERS
+from receipt_rig import wait_until
 from redis_kit import handed_over
 from stack import Stack
 
@@ -81,7 +82,6 @@ def text(stack: Stack, job: str) -> str:
     view = stack.wait(job)
     assert view.state is State.SUCCEEDED, view.error
     result = stack.result(job)
-    assert result.determinism is not None
     assert result.determinism.consistent
     (stage_0, stage_1) = result.determinism.stages
     assert [rank.applied for rank in (*stage_0.ranks, *stage_1.ranks)] == [0, 0, 1, 1], (
@@ -94,7 +94,6 @@ def refused(stack: Stack, job: str) -> tuple[str, str]:
     """The error of a job that must have failed without an output."""
     view = stack.wait(job)
     assert view.state is State.FAILED
-    assert view.error is not None
     assert stack.result(job).outputs == []
     return view.error.type.removeprefix("urn:midstream:"), view.error.detail
 
@@ -114,11 +113,8 @@ def delete(stack: Stack, name: str) -> None:
 
 
 def until(stack: Stack, name: str, holds: Callable[[RunView], bool]) -> RunView:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds(found := view(stack, name)):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-    return found
+    wait_until(lambda: holds(view(stack, name)))
+    return view(stack, name)
 
 
 # field case 28
@@ -166,7 +162,6 @@ def test_source_runs_are_loaded_on_every_rank_of_any_worker(stack: Stack) -> Non
     job = make_run(stack, "eiffel")
     found = view(stack, "eiffel")
     assert (found.state, found.job) == ("ready", job)
-    assert found.prompts is not None
     assert found.prompts[0].sites == {hook: [0, 1, 2, 3] for hook in HOOKS}, "of both stages"
     assert found.prompts[0].positions == list(range(len("The Eiffel Tower is in the city of")))
     views, texts, deadline = [], set(), time.monotonic() + PATIENCE_S

@@ -62,7 +62,6 @@ async def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(rig:
     async with rig.worker() as runs:
         await rig.watch(max(len(pair().base), len(pair().source)) + 2.0)
         info, watching = await rig.ledger.watched_model("fake-model")
-        assert info is not None
         policies = await of_all_traffic(Registry(rig.ledger, POLICIES), info, watching)
         probes = recorded(policies, info.name)
         job = msgspec.structs.replace(
@@ -73,7 +72,6 @@ async def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(rig:
         )
         assert await runs.run_job(job.id) is AttemptOutcome.SUCCEEDED
     result = await rig.ledger.result(job.id)
-    assert result.sweep is not None
     grids = [
         [value for row in each.grids["post_block"] for value in row] for each in result.sweep.pairs
     ]
@@ -200,7 +198,6 @@ async def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(rig: Rig)
     }
     check_grid(asked, await rig.result(job_id))
     determinism = (await rig.ledger.result(job_id)).determinism
-    assert determinism is not None
     assert determinism.consistent
     assert "rank 1 reports checksum" in determinism.retried[0]
 

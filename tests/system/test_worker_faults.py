@@ -4,7 +4,6 @@ middle of them, and when a rank refuses, disagrees or says nothing?
 
 import contextlib
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,27 +87,8 @@ def test_a_restarted_worker_runs_its_jobs_again_without_waiting_for_the_lease(
     assert Counter(event.event for event in events)["done"] == 1
 
 
-def test_a_stream_whose_events_a_failover_lost_begins_again(
-    stack: Stack, start: Callable[..., None]
-) -> None:
-    start(engine_options=SLOW, lease_s=60)
-    job_id = stack.submit(["a", "b"], max_tokens=100, stream=True)
-    while (
-        said := stack.do(lambda ledger: ledger.redis.hget(f"ms:job:{job_id}", "said"))
-    ) is None or int(said) < 20:
-        time.sleep(0.01)
-    stack.do(lambda ledger: ledger.redis.hincrby(f"ms:job:{job_id}", "said", -10))
-    view = stack.wait(job_id)
-    assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
-    streamed: dict[int, list[int]] = {0: [], 1: []}
-    for event in stack.do(lambda ledger: ledger.events(job_id)):
-        if event.event == "token" and event.attempt == 2:
-            streamed[event.data["index"]] += event.data["token_ids"]
-    outputs = stack.result(job_id).outputs
-    assert streamed == {output.index: output.token_ids for output in outputs}
-
-
 # field case 37
+@pytest.mark.long
 def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(
     stack: Stack, start: Callable[..., None]
 ) -> None:
@@ -239,20 +219,6 @@ def test_a_rank_failure_is_the_jobs_error(
     assert (view.state, view.error.type) == (State.FAILED, f"urn:midstream:{kind}")
     assert detail in view.error.detail
     assert stack.wait(stack.submit(["the next job runs"])).state is State.SUCCEEDED
-
-
-def test_a_prompt_accepted_for_a_longer_model_fails_with_its_length(
-    stack: Stack, start: Callable[..., None]
-) -> None:
-    """The worker was started again with a smaller `max_model_len` while the job waited; it is
-    submitted past the API's own check.
-    """
-    start(max_model_len=8)
-    view = stack.wait(stack.submit(["short", "a prompt of more than eight letters"], max_tokens=4))
-    assert view.state is State.FAILED
-    assert (view.error.type, view.error.field) == ("urn:midstream:prompt_too_long", "prompts[1]")
-    assert "max_model_len is 8" in view.error.detail
-    assert stack.wait(stack.submit(["short"], max_tokens=1)).state is State.SUCCEEDED
 
 
 def test_sigterm_stops_a_worker_whose_engine_is_starting(stack: Stack) -> None:

@@ -115,6 +115,23 @@ def test_streaming_publishes_each_token(stack: Stack) -> None:
     ]
 
 
+def test_a_stream_whose_events_a_failover_lost_begins_again(stack: Stack) -> None:
+    job_id = stack.submit(["a", "b"], max_tokens=100, stream=True)
+    while (
+        said := stack.do(lambda ledger: ledger.redis.hget(f"ms:job:{job_id}", "said"))
+    ) is None or int(said) < 20:
+        time.sleep(0.01)
+    stack.do(lambda ledger: ledger.redis.hincrby(f"ms:job:{job_id}", "said", -10))
+    view = stack.wait(job_id)
+    assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    for event in stack.do(lambda ledger: ledger.events(job_id)):
+        if event.event == "token" and event.attempt == 2:
+            streamed[event.data["index"]] += event.data["token_ids"]
+    outputs = stack.result(job_id).outputs
+    assert streamed == {output.index: output.token_ids for output in outputs}
+
+
 def test_eight_jobs_of_three_prompts_run_at_once_and_keep_their_own_outputs(stack: Stack) -> None:
     alone = stack.submit(["job 3 prompt 1"], max_tokens=100)
     stack.wait(alone)

@@ -1,4 +1,5 @@
-"""Do two workers follow what is desired for everyone, whatever happens to them and their ranks?
+"""Do the workers of a model share its jobs, and follow what is desired for everyone, whatever
+happens to them and their ranks? And does another model get its own?
 
 Fake engines, everything else real.
 """
@@ -7,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx2
 import numpy as np
 import pytest
 from midstream_fake_engine.model import HIDDEN_SIZE, Dice, make_tokenizer
 from stack import Stack
 
-from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named.steering import Steering
+from midstream.client import Client
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import State
@@ -27,7 +29,7 @@ from midstream.schemas.requests.steering import (
 )
 from midstream.workers.serving.attempts import CLAIM_PATIENCE_S
 
-MODEL = "fake-model"
+MODEL, OTHER = "fake-model", "other-model"
 CAPTURE = StoredCapture(sites={"post_block": [1]}, positions="last_prompt", tag="t")
 PATIENCE_S = 60.0
 
@@ -55,10 +57,8 @@ def blobs(*numbers: int) -> dict[str, Tensor]:
 
 
 def reports(stack: Stack) -> dict[str, WorkerSteering]:
-    async def read(ledger: Ledger) -> list[WorkerSteering]:
-        return await Steering(ledger).reports(MODEL)
-
-    return {report.worker: report for report in stack.do(read)}
+    found = stack.do(lambda ledger: Steering(ledger).reports(MODEL))
+    return {report.worker: report for report in found}
 
 
 def until(
@@ -72,21 +72,12 @@ def until(
 
 
 def propose(stack: Stack, *numbers: int) -> str:
-    async def run(ledger: Ledger) -> str:
-        return (
-            await Steering(ledger).propose(
-                MODEL, [entry(number) for number in numbers], blobs(*numbers)
-            )
-        ).id
-
-    return stack.do(run)
+    entries = [entry(number) for number in numbers]
+    return stack.do(lambda ledger: Steering(ledger).propose(MODEL, entries, blobs(*numbers))).id
 
 
 def commit(stack: Stack, proposal: str) -> GlobalSteering:
-    async def run(ledger: Ledger) -> GlobalSteering:
-        return await Steering(ledger).commit(MODEL, proposal)
-
-    return stack.do(run)
+    return stack.do(lambda ledger: Steering(ledger).commit(MODEL, proposal))
 
 
 def set_global(stack: Stack, *numbers: int, workers: int = 2) -> int:
@@ -108,15 +99,12 @@ def set_global(stack: Stack, *numbers: int, workers: int = 2) -> int:
 
 
 def put_module(stack: Stack, number: int) -> str:
-    async def run(ledger: Ledger) -> str:
-        digest = content_digest([entry(number)])
-        module = Module(
-            name="joy", model=MODEL, digest=digest, entries=[entry(number)], bytes=32, created=0.0
-        )
-        await Steering(ledger).put_module(module, blobs(number))
-        return digest
-
-    return stack.do(run)
+    digest = content_digest([entry(number)])
+    module = Module(
+        name="joy", model=MODEL, digest=digest, entries=[entry(number)], bytes=32, created=0.0
+    )
+    stack.do(lambda ledger: Steering(ledger).put_module(module, blobs(number)))
+    return digest
 
 
 def plain_text(prompt: str, tokens: int) -> str:
@@ -134,16 +122,59 @@ def text(stack: Stack, job_id: str) -> str:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Two workers of two ranks each."""
+    """Two workers of two ranks each, and one of another model."""
     settings = {
         "workers": 2,
         "tensor_parallel_size": 2,
         "engine_options": {"token_s": 0.01},
+        "worker_concurrency": 8,
         "lease_s": 10,
         "steering_wait_s": 60.0,
     }
-    with Stack(tmp_path_factory.mktemp("stack"), **settings) as running:
+    with Stack(tmp_path_factory.mktemp("stack"), api=True, **settings) as running:
+        running.spawn("worker-3", model=OTHER)
+        running.wait_ready("worker-3")
         yield running
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[Client]:
+    with Client(stack.url) as found:
+        yield found
+
+
+def test_each_model_is_listed_with_its_workers_and_gets_its_own_jobs(
+    stack: Stack, client: Client
+) -> None:
+    listed = {
+        model["id"]: model["workers"]
+        for model in httpx2.get(f"{stack.url}/v1/models").json()["data"]
+    }
+    assert listed == {MODEL: 2, OTHER: 1}
+    ids = {
+        name: [
+            client.submit(model=name, prompts=["a"], sampling={"max_tokens": 20}).id
+            for _ in range(24)
+        ]
+        for name in listed
+    }
+    ran = {name: {client.wait(job).worker for job in jobs} for name, jobs in ids.items()}
+    assert ran == {MODEL: {"w1", "w1-2"}, OTHER: {"w1-3"}}
+
+
+def test_the_latch_of_a_conversation_crosses_workers(stack: Stack, client: Client) -> None:
+    client.probes.register("p", weight=np.ones(HIDDEN_SIZE), layer=0, model=MODEL, labels=["x"])
+    condition = {"at_least": 0.0, "latch": "conversation"}  # scores of the fake engine: positions
+    fields = {"probe": "p", "condition": condition, "actions": ["flag"], "mode": "active"}
+    client.policies.register("latch", model=MODEL, **fields)
+    common = {"model": MODEL, "prompts": ["a"], "policies": ["latch"], "conversation": "c"}
+    first = client.run(**common, max_tokens=3, progress=False)
+    jobs = [client.submit(**common, sampling={"max_tokens": 20}).id for _ in range(16)]
+    assert {client.wait(job).worker for job in jobs} == {"w1", "w1-2"}
+    found = [client.result(job).probes for job in (first.id, *jobs)]
+    # the number of triggers, and the job whose latch turned the policy on before
+    inherited = [(scores.triggers, scores.policy.inherited) for (scores,) in found]
+    assert inherited == [(1, "")] + [(0, first.id)] * len(jobs)
 
 
 def test_global_steering_holds_on_every_rank_of_both_workers_until_cleared(stack: Stack) -> None:
@@ -156,12 +187,13 @@ def test_global_steering_holds_on_every_rank_of_both_workers_until_cleared(stack
     ] * 4
     jobs = [stack.submit(["hello"]) for _ in range(8)]
     assert {text(stack, job_id) for job_id in jobs} == {steered} != {plain}
+    other = stack.do(lambda ledger: Steering(ledger).desired(OTHER))
+    assert other.current.version == 0
     for job_id in jobs:
         view, determinism = stack.view(job_id), stack.result(job_id).determinism
         assert (view.receipts, view.receipts_expected) == (2, 2), (
             "what is everyone's is proved of every request"
         )
-        assert determinism is not None
         assert (determinism.consistent, determinism.global_version) == (True, version)
     cleared = set_global(stack)
     assert cleared > version
@@ -179,7 +211,6 @@ def test_a_running_job_keeps_the_global_steering_that_it_began_under(stack: Stac
     assert finished is not None
     assert applied < finished, "or nothing was tried here"
     determinism = stack.result(job_id).determinism
-    assert determinism is not None
     assert determinism.global_version < version
     set_global(stack)
 
@@ -215,7 +246,6 @@ def test_no_job_starts_under_steering_replaced_by_a_commit(stack: Stack) -> None
             stack.view(job_id),
             stack.result(job_id).determinism,
         )
-        assert determinism is not None
         assert view.started is not None
         after = [version for at, version, _ in decided if at < view.started]
         assert determinism.global_version >= max(after, default=0), (
@@ -325,14 +355,12 @@ def test_desynced_ranks_are_found_by_the_first_receipt_and_resynced(
         if on_desync == "retry":
             assert (view.state, view.attempt) == (State.SUCCEEDED, 2), view.error
             determinism = stack.result(job_id).determinism
-            assert determinism is not None
             assert determinism.consistent
             (reason,) = determinism.retried
             assert "rank 0" in reason
             assert "rank 1" in reason
         else:
             assert view.state is State.FAILED
-            assert view.error is not None
             assert view.error.type == "urn:midstream:ranks_disagree"
         report = until(stack, lambda found: found["w1"].resyncs == 1)["w1"]
         assert (report.state, report.desyncs) == ("serving", 1)
