@@ -182,7 +182,6 @@ def test_kills_of_the_relay_under_load_lose_and_double_nothing(
 
 
 # field case 37
-@pytest.mark.long
 def test_kills_of_the_sending_process_lose_and_double_nothing_that_was_durable(
     relay: RelayProcess, jobs: Jobs, tmp_path: Path
 ) -> None:
@@ -200,21 +199,6 @@ def test_kills_of_the_sending_process_lose_and_double_nothing_that_was_durable(
     finally:
         sender.kill()
     assert [jobs.arrived(job) for job in made] == [once_each(200)] * 5
-
-
-def test_a_restarted_sender_delivers_receipts_of_its_killed_predecessor(
-    relay: RelayProcess, jobs: Jobs, tmp_path: Path
-) -> None:
-    (job,) = jobs.claim(1, 50)
-    relay.kill()
-    sender = SenderProcess(tmp_path / "outbox", relay.url, [job], 50, 0)
-    assert sender.durable(50) == 50
-    sender.kill()
-    relay.start()
-    with Outbox(tmp_path / "outbox", "w", 0, relay.url) as outbox:
-        assert outbox.depth() == 50
-        assert outbox.flush(LONG_S)
-    assert jobs.arrived(job) == once_each(50)
 
 
 # field case 37

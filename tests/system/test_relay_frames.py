@@ -88,28 +88,6 @@ def test_the_answer_to_hello_is_the_mark_and_the_nonce(relay: RelayProcess, jobs
         assert peer.ask(Kind.HELLO, 78, hello) == (Kind.MARK, peer.epoch, 1, to_msgpack(78))
 
 
-def test_a_receipt_sent_twice_counts_once(relay: RelayProcess, jobs: Jobs) -> None:
-    (job,) = jobs.claim(1, 2)
-    with Peer(relay.url) as peer:
-        payload = to_msgpack(receipt(job, 0))
-        assert [peer.ask(Kind.RECEIPT, 1, payload).seq for _ in range(3)] == [1, 1, 1]
-    assert jobs.arrived(job) == {(0, 0): 1}
-    assert jobs.view(job).receipts == 1
-
-
-def test_a_gap_never_advances_the_mark(relay: RelayProcess, jobs: Jobs) -> None:
-    (job,) = jobs.claim(1, 5)
-    with Peer(relay.url) as peer:
-        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
-        assert peer.ask(Kind.RECEIPT, 3, to_msgpack(receipt(job, 2))).seq == 1
-        assert peer.ask(Kind.RECEIPT, 4, to_msgpack(receipt(job, 3))).seq == 1
-        assert jobs.arrived(job) == {(0, 0): 1}
-        for seq in (2, 3, 4):
-            answer = peer.ask(Kind.RECEIPT, seq, to_msgpack(receipt(job, seq - 1)))
-        assert answer.seq == 4
-    assert jobs.arrived(job) == once_each(4)
-
-
 def test_a_lost_range_fails_its_running_jobs_and_closes_the_gap(
     relay: RelayProcess, jobs: Jobs
 ) -> None:
@@ -130,18 +108,6 @@ def test_a_lost_range_fails_its_running_jobs_and_closes_the_gap(
     )
     assert "the disk died" in view.error.detail
     assert jobs.arrived(other) == once_each(2)
-
-
-def test_receipts_of_unknown_jobs_do_not_delay_others(
-    relay: RelayProcess, jobs: Jobs, tmp_path: Path
-) -> None:
-    (job,) = jobs.claim(1, 1)
-    with Outbox(tmp_path, "w", 0, relay.url) as outbox:
-        outbox.append(receipt("job_unknown", 0))
-        outbox.append(receipt(job, 0, attempt=9))  # of an attempt that was fenced off
-        outbox.append(receipt(job, 0))
-        assert outbox.flush(LONG_S)
-    assert jobs.arrived(job) == once_each(1)
 
 
 def test_invalid_identities_and_frames_are_refused_without_effect(
