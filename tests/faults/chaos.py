@@ -162,7 +162,6 @@ class Chaos:
         self._reviving.append(asyncio.create_task(self._revive(fault, targets)))
 
     async def _revive(self, fault: Fault, targets: list[str]) -> None:
-        assert fault.outage is not None
         await asyncio.sleep(
             fault.down_s
             + (self._cluster.settings.lease_s + PAST_LEASE_S if fault.outage.paused else 0)

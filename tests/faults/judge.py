@@ -73,8 +73,9 @@ class Verdict:
         self.found: dict[str, list[str]] = {rule: [] for rule in self.RULES}
         self.seen: Counter[str] = Counter()
 
-    def say(self, rule: str, text: str) -> None:
-        self.found[rule].append(text)
+    def say(self, rule: str, *texts: str, of: str = "") -> None:
+        """`of`: what breaks the rule, in front of each text."""
+        self.found[rule] += [f"{of}: {text}" if of else text for text in texts]
 
     @property
     def clean(self) -> bool:
@@ -136,10 +137,8 @@ async def _accounts(ledger: Ledger, observed: list[Observed], verdict: Verdict) 
         for raw in await ledger.redis.zrange(name, 0, -1)
     }
     for client in observed:
-        for wrong in client.wrong:
-            verdict.say(
-                "unresolved", f"job {client.plan.number} ({client.plan.way}, {client.id}): {wrong}"
-            )
+        of = f"job {client.plan.number} ({client.plan.way}, {client.id})"
+        verdict.say("unresolved", *client.wrong, of=of)
         if len(client.ids) > 1:
             verdict.say("duplicate", f"key {client.key} has the jobs {', '.join(client.ids)}")
         for job in client.ids:
@@ -196,10 +195,8 @@ async def _job(
             "terminal changed",
             f"{job.id}: its client received {client.state}, the ledger has {view.state}",
         )
-    for wrong in _history(events, view.state, view.attempt):
-        verdict.say("duplicate", f"{job.id}: {wrong}")
-    for wrong in _said_twice(events):
-        verdict.say("duplicate", f"{job.id}: {wrong}")
+    verdict.say("duplicate", *_history(events, view.state, view.attempt), of=job.id)
+    verdict.say("duplicate", *_said_twice(events), of=job.id)
     if view.state is not State.SUCCEEDED:
         return
     if view.receipts != view.receipts_expected:
@@ -212,16 +209,14 @@ async def _job(
         found = judged(job, result)
     else:
         found = _outputs(tokenizer, job, result, client)
-    for wrong in found:
-        verdict.say("wrong answer", f"{job.id} ({client.plan.way}): {wrong}")
-    for wrong in _decided(job, result, client, verdict):
-        verdict.say("wrong answer", f"{job.id} in conversation {job.conversation}: {wrong}")
-    for wrong in _kept(job, view, events):
-        verdict.say("duplicate", f"{job.id}: {wrong}")
-    for wrong in _streamed(events, result) if job.stream else ():
-        verdict.say("duplicate", f"{job.id}: {wrong}")
-    for wrong in await asyncio.to_thread(list, _captures(store, job, result, verdict)):
-        verdict.say("duplicate", f"{job.id}: {wrong}")
+    verdict.say("wrong answer", *found, of=f"{job.id} ({client.plan.way})")
+    decided = _decided(job, result, client, verdict)
+    verdict.say("wrong answer", *decided, of=f"{job.id} in conversation {job.conversation}")
+    verdict.say("duplicate", *_kept(job, view, events), of=job.id)
+    if job.stream:
+        verdict.say("duplicate", *_streamed(events, result), of=job.id)
+    captures = await asyncio.to_thread(list, _captures(store, job, result, verdict))
+    verdict.say("duplicate", *captures, of=job.id)
 
 
 async def _harvest(ledger: Ledger, client: Observed, verdict: Verdict) -> None:
@@ -283,13 +278,9 @@ def _weights(identity: str) -> int:
     """
     return next(
         weights_of(settings)
-        for settings in map(_served, MODELS)
+        for settings in (Settings(model=model) for model in MODELS)
         if identity_of(settings) == identity
     )
-
-
-def _served(model: str) -> Settings:
-    return Settings(model=model)
 
 
 async def _events(ledger: Ledger, job: str) -> AsyncIterator[Event]:
@@ -384,7 +375,6 @@ def _decided(job: Job, result: JobResult, client: Observed, verdict: Verdict) ->
         return
     for scores in result.probes:
         policy, request = scores.policy, scores.request
-        assert policy is not None
         prompt = job.prompts[request].token_ids
         fed = [*prompt, *result.outputs[request].token_ids[:-1]]
         own = decisions_of(fed, policy.condition, len(prompt))
@@ -454,7 +444,6 @@ def _attribution(job: Job, result: JobResult) -> Iterator[str]:
 
 
 def _sweep(_: Job, result: JobResult) -> Iterator[str]:
-    assert result.sweep is not None
     summary = result.sweep.summary
     if summary.cells != summary.total:
         yield (
@@ -599,8 +588,7 @@ async def _ends(
             monitor.look(connection, [job for client in observed for job in client.ids])
 
     await asyncio.to_thread(again)
-    for change in monitor.changed:
-        verdict.say("terminal changed", change)
+    verdict.say("terminal changed", *monitor.changed)
     verdict.seen["ends seen"] = len(monitor.ends)
 
 
@@ -610,8 +598,7 @@ async def _webhooks(
     """Each requested end of a job, and each decision of a policy that acts, was delivered, under
     one id, and nothing else was.
     """
-    for wrong in receiver.wrong:
-        verdict.say("webhook", wrong)
+    verdict.say("webhook", *receiver.wrong)
     wanted = {
         client.id: client
         for client in observed

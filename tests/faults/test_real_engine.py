@@ -2,7 +2,6 @@
 were killed ten times? Real vLLM.
 """
 
-import json
 import os
 import random
 import signal
@@ -63,8 +62,8 @@ def rows(stack: Stack, job_id: str) -> list[dict[str, np.ndarray]]:
         ]
 
 
-def check(stack: Stack, job_id: str, reference: list[dict[str, np.ndarray]]) -> int:
-    """Everything about one job's captures; returns how many blobs it has."""
+def check(stack: Stack, job_id: str, reference: list[dict[str, np.ndarray]]) -> None:
+    """Everything about one job's captures."""
     view, result = stack.view(job_id), stack.result(job_id)
     assert view.state is State.SUCCEEDED, view
     assert view.receipts == view.receipts_expected == 2
@@ -90,7 +89,6 @@ def check(stack: Stack, job_id: str, reference: list[dict[str, np.ndarray]]) -> 
                 np.linalg.norm(mine[site] - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
             )
             assert worst < FP32_ROWS_30_LAYERS, f"{job_id} {site}: {worst}"
-    return len(observed)
 
 
 def strike(stack: Stack, victim: str) -> None:
@@ -107,8 +105,8 @@ def strike(stack: Stack, victim: str) -> None:
 @pytest.mark.timeout(2400)
 def test_captures_are_right_after_ten_engine_kills(tmp_path: Path) -> None:  # field case 37
     seed = random.SystemRandom().randrange(10**9)
+    print(f"\nreal engine with seed {seed}")
     rng = random.Random(seed)
-    victims = rng.sample(VICTIMS, len(VICTIMS))
     settings = {
         "engine": "vllm",
         "model": str(fetch_demo_model()),
@@ -117,47 +115,23 @@ def test_captures_are_right_after_ten_engine_kills(tmp_path: Path) -> None:  # f
         "max_model_len": 512,
     }
     jobs: list[tuple[int, str]] = []
-    ready: list[float] = []
-    following: list[float] = []
     with Stack(
         tmp_path, start_timeout_s=300, lease_s=30, kv_cache_gib=0.25, max_attempts=20, **settings
     ) as stack:
         calm = [submit(stack, number) for number in range(JOBS)]
         for job_id in calm:
-            stack.wait(job_id, 120)
+            stack.wait(job_id)
         reference = [rows(stack, job_id) for job_id in calm]
-        for victim in victims:
+        for victim in rng.sample(VICTIMS, len(VICTIMS)):
             jobs += [(number, submit(stack, number)) for number in range(JOBS)]
             stack.wait_running(jobs[-JOBS][1])
             time.sleep(rng.random() * 3)
-            killed = time.monotonic()
+            began = time.monotonic()
             strike(stack, victim)
             stack.restart("worker")
-            ready.append(time.monotonic() - killed)
-            number = rng.randrange(JOBS)
-            jobs.append((number, submit(stack, number)))
-            stack.wait(jobs[-1][1], 120)
-            following.append(time.monotonic() - killed)
-            print(
-                (
-                    f"killed {victim}: ready again after {ready[-1]:.1f} s, "
-                    "the next job over after "
-                    f"{following[-1]:.1f} s"
-                ),
-                flush=True,
-            )
-        for _, job_id in jobs:
-            stack.wait(job_id, 120)
-        blobs = sum(check(stack, job_id, reference[number]) for number, job_id in jobs)
+            print(f"{victim} killed: ready after {time.monotonic() - began:.1f} s", flush=True)
+        for number, job_id in jobs:
+            stack.wait(job_id)
+            check(stack, job_id, reference[number])
         again = sum(stack.view(job_id).attempt > 1 for _, job_id in jobs)
-    figures = {
-        "seed": seed, "victims": victims, "jobs": len(jobs), "run again": again, "blobs": blobs,
-        "ready_s": [round(float(np.median(ready)), 1), round(max(ready), 1)],
-        "next_s": [round(float(np.median(following)), 1), round(max(following), 1)],
-    }  # fmt: skip
-    print(
-        f"\nreal engine: {len(victims)} kills, {len(jobs)} jobs, {again} of them run "
-        f"again, {blobs} blobs verified"
-    )
-    print(json.dumps(figures))
     assert again > 0, "some jobs were in the engine when it was killed"

@@ -27,7 +27,6 @@ from clients import Clients, Observed, plans
 from judge import Verdict, judge_jobs
 from machines_rig import Machines
 from network import HERE, Network
-from receipt_rig import wait_until
 from redis_group import RedisGroup
 
 from midstream.broker.ledger.jobs.ledger import Ledger
@@ -68,7 +67,7 @@ class Fleet(Machines):
     ):
         self.network, self.where = network, where
         self.host = network.address(HERE)
-        super().__init__(directory, None, names, **(SETTINGS | settings))
+        super().__init__(directory, names, **(SETTINGS | settings))
         port = self._chosen["relay_url"].rpartition(":")[2]
         self._chosen["relay_url"] = f"tcp://{network.address(where.get('relay', HERE))}:{port}"
         if "store" in where:
@@ -110,7 +109,6 @@ class Fleet(Machines):
                 BUCKET,
             ]
             self._servers.append(self.network.popen(machine, command, stdout=subprocess.PIPE))
-            assert self._servers[-1].stdout is not None
             assert self._servers[-1].stdout.readline() == b"ready\n"
         super()._start_redis()
 
@@ -264,6 +262,3 @@ def _given(settings: Settings) -> dict[str, Any]:
         for name in Settings.__struct_fields__
         if getattr(settings, name) != getattr(default, name)
     }
-
-
-__all__ = ["Fleet", "SentinelFleet", "wait_until"]

@@ -174,7 +174,6 @@ class Network:
         to 1) of them are lost.
         """
         wire = self._wires[name].stdin
-        assert wire is not None
         wire.write(f"{ms / 1000} {loss}\n".encode())
         wire.flush()
         time.sleep(0.05)

@@ -8,7 +8,6 @@ with RedisGroup(network, ("r1", "r2", "r3"), tmp_path) as group:
 import contextlib
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 from urllib.parse import quote
@@ -24,17 +23,6 @@ SERVICE, REDIS_PORT, SENTINEL_PORT = "midstream", 6390, 26390
 #: more.
 DOWN_MS = 2000
 START_S = 20.0
-#: What a sentinel writes down of a failover.
-TELLING = (
-    "switch-master",
-    "failover",
-    "sdown master",
-    "odown",
-    "promoted",
-    "convert-to-slave",
-    "fix-slave-config",
-    "elected",
-)
 
 
 class RedisGroup:
@@ -43,8 +31,6 @@ class RedisGroup:
     def __init__(self, network: Network, machines: tuple[str, ...], directory: Path, acl: Path):
         self.network, self.machines, self.directory, self.acl = network, machines, directory, acl
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._seen: list[str] = []  # once a second: what each Redis says that it is
-        self._over = threading.Event()
 
     def password(self, user: str) -> str:
         return (self.acl / f"{user}.password").read_text().strip()
@@ -55,16 +41,13 @@ class RedisGroup:
 
     def client(self, machine: str) -> "redis.Redis":
         """The operator's, of one Redis, whatever its role."""
-        return self._operator(machine, 3)
-
-    def _operator(self, machine: str, timeout: float) -> "redis.Redis":
         return redis.Redis(
             self.network.address(machine),
             REDIS_PORT,
             username=OPERATOR,
             password=self.password(OPERATOR),
-            socket_timeout=timeout,
-            socket_connect_timeout=timeout,
+            socket_timeout=3,
+            socket_connect_timeout=3,
             retry=None,
         )
 
@@ -80,26 +63,19 @@ class RedisGroup:
             )
             for machine in self.machines:
                 self._start_sentinel(machine)
-            self._wait(
-                lambda: all(
-                    self._state(machine)["num-other-sentinels"] == len(self.machines) - 1
-                    for machine in self.machines
+            for known in ("num-other-sentinels", "num-slaves"):
+                self._wait(
+                    lambda known=known: all(
+                        self._state(machine)[known] == len(self.machines) - 1
+                        for machine in self.machines
+                    )
                 )
-            )
-            self._wait(
-                lambda: all(
-                    self._state(machine)["num-slaves"] == len(self.machines) - 1
-                    for machine in self.machines
-                )
-            )
-            threading.Thread(target=self._watch, name="roles", daemon=True).start()
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
         for process in reversed(list(self.processes.values())):
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
@@ -168,47 +144,20 @@ class RedisGroup:
                 machine, [redis_server.executable(), *arguments], stdout=log, stderr=log
             )
 
+    def _sentinel(self, machine: str) -> "redis.Redis":
+        return redis.Redis(
+            self.network.address(machine), SENTINEL_PORT, socket_timeout=3, retry=None
+        )
+
     def _state(self, sentinel: str) -> dict[str, object]:
-        with redis.Redis(
-            self.network.address(sentinel), SENTINEL_PORT, socket_timeout=3, retry=None
-        ) as client:
+        with self._sentinel(sentinel) as client:
             found: dict[str, object] = client.sentinel_master(SERVICE)
             return found
 
-    def _watch(self) -> None:
-        """Roles and offsets, as long as this runs; those that are cut off say nothing."""
-        clients = {machine: self._operator(machine, 0.3) for machine in self.machines}
-        while not self._over.wait(1):
-            said = []
-            for machine, client in clients.items():
-                with contextlib.suppress(redis.RedisError, OSError):
-                    info = client.info("replication")
-                    replicas = [
-                        f"{value['ip']}:{value['offset']}"
-                        for name, value in info.items()
-                        if isinstance(value, dict)
-                    ]
-                    said.append(
-                        f"{machine} {info['role']} {info['master_replid'][:6]} "
-                        f"{info['master_repl_offset']} {replicas}"
-                    )
-            self._seen.append(f"{time.strftime('%H:%M:%S')} {'; '.join(said)}")
-
     def account(self) -> str:
-        """What the sentinels did, and who was what."""
-        told = []
-        for machine in self.machines:
-            lines = (
-                (self.directory / f"sentinel-{machine}.log")
-                .read_text(errors="replace")
-                .splitlines()
-            )
-            told += [
-                f"sentinel {machine}: {line}"
-                for line in lines
-                if any(word in line for word in TELLING)
-            ]
-        return "\n".join([*told, *self._seen])
+        """What the sentinels did."""
+        logs = [self.directory / f"sentinel-{machine}.log" for machine in self.machines]
+        return "\n".join(f"{log.name}:\n{log.read_text(errors='replace')}" for log in logs)
 
     def master(self) -> str:
         """The machine whose Redis is the master, by the newest configuration of any sentinel."""
@@ -227,9 +176,7 @@ class RedisGroup:
 
     def order_failover(self) -> None:
         """As an operator does: the master lives, and a replica takes over."""
-        with redis.Redis(
-            self.network.address(self.machines[0]), SENTINEL_PORT, socket_timeout=3, retry=None
-        ) as client:
+        with self._sentinel(self.machines[0]) as client:
             client.execute_command("SENTINEL", "FAILOVER", SERVICE)
 
     def await_failover(self, former: str, timeout: float = 60.0) -> float:
@@ -264,9 +211,7 @@ class RedisGroup:
         self._wait(lambda: all(map(self._sees_replicas, self.machines)), timeout)
 
     def _sees_replicas(self, sentinel: str) -> bool:
-        with redis.Redis(
-            self.network.address(sentinel), SENTINEL_PORT, socket_timeout=3, retry=None
-        ) as client:
+        with self._sentinel(sentinel) as client:
             replicas: list[dict[str, str]] = client.sentinel_slaves(SERVICE)
         seen = [
             replica["flags"] == "slave" and replica["role-reported"] == "slave"

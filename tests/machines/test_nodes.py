@@ -107,6 +107,25 @@ def patched(fleet: Fleet) -> list[float]:
     ]
 
 
+def answers(fleet: Fleet) -> tuple[Any, Any, list[float]]:
+    """What a plain and a steered job capture, and the values of a sweep."""
+    return captured(fleet), captured(fleet, steering=steering()), patched(fleet)
+
+
+def check_answers(fleet: Fleet, alone: tuple[Any, Any, list[float]]) -> None:
+    """Two machines answer as one alone did, and each reports on every prompt."""
+    *found, grid = answers(fleet)
+    *expected, expected_grid = alone
+    for (texts, receipts, rows), (expected_texts, of_one, expected_rows) in zip(
+        found, expected, strict=True
+    ):
+        assert (texts, receipts) == (expected_texts, 2 * of_one)
+        assert close(rows, expected_rows)
+    assert np.allclose(grid, expected_grid, atol=1e-3)
+    assert not np.allclose(found[0][2][0][25], found[1][2][0][25]), "the vector changed nothing"
+    assert "disagree" not in fleet.log("relay")
+
+
 def close(mine: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
     worst = max(
         float(np.max(np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)))
@@ -124,11 +143,7 @@ def test_an_engine_on_two_machines_gives_the_rows_of_one(tmp_path: Path) -> None
         with Fleet(
             tmp_path / "one", network, {"worker": "w1"}, one, model=model, **ENGINE
         ) as fleet:
-            plain, steered, grid = (
-                captured(fleet),
-                captured(fleet, steering=steering()),
-                patched(fleet),
-            )
+            alone = answers(fleet)
         nodes = {
             "pipeline_parallel_size": 2,
             "nodes": 2,
@@ -139,15 +154,7 @@ def test_an_engine_on_two_machines_gives_the_rows_of_one(tmp_path: Path) -> None
             {"worker": "w1", "follower": "w2"},
         )
         with Fleet(tmp_path / "two", network, where, two, model=model, **ENGINE, **nodes) as fleet:
-            for (texts, receipts, rows), (expected, alone, their_rows) in [
-                (captured(fleet), plain), (captured(fleet, steering=steering()), steered),
-            ]:  # fmt: skip
-                assert texts == expected
-                assert receipts == 2 * alone, "both machines report on every prompt"
-                assert close(rows, their_rows)
-            assert np.allclose(patched(fleet), grid, atol=1e-3)
-            assert "disagree" not in fleet.log("relay")
-            assert not np.allclose(plain[2][0][25], steered[2][0][25]), "the vector changed nothing"
+            check_answers(fleet, alone)
             for how in ("killed", "cut off"):
                 lose_a_machine(fleet, how)
 

@@ -13,12 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fleet import Fleet
 from network import Network
 from receipt_rig import wait_until
-from test_nodes import ENGINE, LAYERS, captured, close, patched, steering
+from test_nodes import ENGINE, answers, check_answers
 
 from midstream.workers.app import EXIT_ENGINE_DIED
 from midstream.workers.demo_model import fetch_demo_model
@@ -106,11 +105,7 @@ def test_an_engine_over_ray_gives_the_rows_of_one_machine(tmp_path: Path) -> Non
         with Fleet(
             tmp_path / "one", network, {"worker": "w1"}, names, model=model, **ENGINE
         ) as fleet:
-            plain, steered, grid = (
-                captured(fleet),
-                captured(fleet, steering=steering()),
-                patched(fleet),
-            )
+            alone = answers(fleet)
         options: dict[str, Any] = {"pipeline_parallel_size": 2, "executor": "ray"}
         over = RayFleet(
             tmp_path / "two", network, {"worker": "w1"}, names, model=model, **ENGINE, **options
@@ -118,15 +113,7 @@ def test_an_engine_over_ray_gives_the_rows_of_one_machine(tmp_path: Path) -> Non
         over.ray = ray = Ray(network, tmp_path, "w1", "w2")
         try:
             with over as fleet:
-                for (texts, receipts, rows), (expected, alone, their_rows) in [
-                    (captured(fleet), plain), (captured(fleet, steering=steering()), steered),
-                ]:  # fmt: skip
-                    assert texts == expected
-                    assert receipts == 2 * alone, "both machines report on every prompt"
-                    assert [len(each) for each in rows] == [LAYERS] * len(rows)
-                    assert close(rows, their_rows)
-                assert np.allclose(patched(fleet), grid, atol=1e-3)
-                assert "disagree" not in fleet.log("relay")
+                check_answers(fleet, alone)
                 began = time.monotonic()
                 ray.kill("w2")
                 wait_until(lambda: fleet.processes["worker"].poll() is not None, 120)

@@ -1,16 +1,11 @@
 """The service as on several machines: Redis with TLS, a user per role and passwords, a relay with
-CURVE, and a worker behind a link.
-
-    with Machines(tmp_path, Link.make()) as machines:     # None: all of it on this machine
-        machines.link.cut()
-        ...
+CURVE. All processes run on this machine; `Fleet` of tests/machines puts them on others.
 
 Where the installed redis-server speaks no TLS, a small proxy does so in front of it.
 """
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +19,7 @@ import redis
 from receipt_rig import free_port, wait_until
 
 from midstream.broker.ops import redis_server
-from midstream.broker.ops.acl import OPERATOR, ROLES, write_users
+from midstream.broker.ops.acl import OPERATOR, write_users
 from midstream.broker.receipts.curve import new_keys
 from midstream.schemas.base.settings import Settings, load_settings, to_environment
 
@@ -38,115 +33,18 @@ MODULES = {
 }
 
 
-#: A station's address that nobody has.
-NOBODY = "02:00:00:00:00:01"
-
-
-class Link:
-    """Another machine: a network namespace, and the wire to it, which can be cut. Needs root."""
-
-    def __init__(self, name: str, here: str, there: str):
-        self.name, self.here, self.there = name, here, there
-        self._wire, self._far = f"{name}h", f"{name}f"
-
-    @staticmethod
-    def why_not() -> str:
-        """Why there can be none; empty: there can."""
-        if os.geteuid() != 0:
-            return "network namespaces need root"
-        if shutil.which("ip") is None:
-            return "there is no `ip` command (iproute2)"
-        tried = subprocess.run(
-            ["ip", "netns", "add", f"mstry{os.getpid()}"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        subprocess.run(
-            ["ip", "netns", "delete", f"mstry{os.getpid()}"], capture_output=True, check=False
-        )
-        return (
-            f"no network namespace can be made here: {tried.stderr.strip()}"
-            if tried.returncode
-            else ""
-        )
-
-    @classmethod
-    def make(cls) -> "Link":
-        number = os.getpid() % 16384
-        net = f"10.{64 + number // 256}.{number % 256}"
-        link = cls(f"ms{number}", f"{net}.1", f"{net}.2")
-        far = link._far
-        try:
-            ip("netns", "add", link.name)
-            ip("link", "add", link._wire, "type", "veth", "peer", "name", far, "netns", link.name)
-            ip("address", "add", f"{link.here}/30", "dev", link._wire)
-            ip("link", "set", link._wire, "up")
-            ip("-n", link.name, "address", "add", f"{link.there}/30", "dev", far)
-            ip("-n", link.name, "link", "set", far, "up")
-            ip("-n", link.name, "link", "set", "lo", "up")
-        except BaseException:
-            link.close()
-            raise
-        return link
-
-    def cut(self) -> None:
-        """From now on nothing arrives, and nobody is told: both sides send to a station that is not
-        there.
-
-        A wire that is down is known to the kernel, which then tries again twice a second. Where
-        packets vanish on their way it waits twice as long each time.
-        """
-        for there, wire, address in self._ends:
-            ip(
-                *there,
-                "neighbour",
-                "replace",
-                address,
-                "lladdr",
-                NOBODY,
-                "dev",
-                wire,
-                "nud",
-                "permanent",
-            )
-
-    def heal(self) -> None:
-        for there, wire, address in self._ends:
-            ip(*there, "neighbour", "flush", "to", address, "dev", wire, "nud", "permanent")
-
-    @property
-    def _ends(self) -> tuple[tuple[tuple[str, ...], str, str], ...]:
-        """Of either side: how `ip` gets there, the wire's name, and the address at its other
-        end.
-        """
-        return ((), self._wire, self.there), (("-n", self.name), self._far, self.here)
-
-    def close(self) -> None:
-        for command in (("link", "delete", self._wire), ("netns", "delete", self.name)):
-            subprocess.run(["ip", *command], capture_output=True, check=False)
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
 class Machines:
-    """Processes `relay`, `callbacks`, `api` here and `worker` (`worker-2`, … with ids of their own)
-    over there.
-    """
+    """Processes `relay`, `callbacks`, `api` and `worker` (`worker-2`, … with ids of their own)."""
 
-    host = ""  # of Redis and the relay; empty: by the link
+    host = "127.0.0.1"  # of Redis and the relay
 
     def __init__(
         self,
         directory: Path,
-        link: Link | None = None,
         names: tuple[str, ...] = ("relay", "callbacks", "worker", "api"),
         **settings: Any,
     ):
-        self.directory, self.link, self.names = directory, link, names
-        self.host = self.host or (link.here if link else "127.0.0.1")
+        self.directory, self.names = directory, names
         self.tls_port = free_port()
         self._redis_port = free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -231,16 +129,11 @@ class Machines:
         self.stop()
 
     def stop(self) -> None:
-        if self.link is not None:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                self.link.heal()
         for name in reversed(list(self.processes)):
             self.end(name)
         for process in reversed(self._servers):
             process.terminate()
             process.wait(60)
-        if self.link is not None:
-            self.link.close()
 
     def spawn(self, name: str, **changed: Any) -> None:
         role = name.partition("-")[0]
@@ -265,11 +158,7 @@ class Machines:
 
     def inside(self, name: str) -> list[str]:
         """What to put before a command to run it on the machine of the process `name`."""
-        return (
-            ["ip", "netns", "exec", self.link.name]
-            if self.link is not None and name.startswith("worker")
-            else []
-        )
+        return []
 
     def environment(self, name: str) -> dict[str, str]:
         """Further variables of the process `name`."""
@@ -375,7 +264,6 @@ class Machines:
                     [*proxy, str(tls / "redis.pem"), str(tls / "redis.key")], stdout=subprocess.PIPE
                 )
             )
-            assert self._servers[-1].stdout is not None
             assert self._servers[-1].stdout.readline() == b"ready\n"
         with self.client() as client:
             assert client.ping()
@@ -444,6 +332,3 @@ def make_certificates(folder: Path, host: str) -> None:
         "-extfile",
         "names",
     )
-
-
-__all__ = ["ROLES", "Link", "Machines"]

@@ -57,10 +57,14 @@ class RelayProcess:
                 stdout=subprocess.PIPE,
                 stderr=errors,
             )
-        assert self.process.stdout is not None
         line = self.process.stdout.readline().decode()
         assert line.startswith("relay ready tcp://127.0.0."), line + self.log.read_text()
         self.endpoint = line.split()[2]
+
+    def revive(self) -> None:
+        """Start it again, if it was killed."""
+        if self.process is None or self.process.poll() is not None:
+            self.start()
 
     def kill(self) -> None:
         self._end(signal.SIGKILL)
@@ -70,8 +74,6 @@ class RelayProcess:
         return self._end(signal.SIGTERM)
 
     def _end(self, how: signal.Signals) -> int:
-        assert self.process is not None
-        assert self.process.stdout is not None
         if self.process.poll() is None:
             self.process.send_signal(how)
         try:
@@ -115,7 +117,6 @@ class SenderProcess:
         """How many receipts it called durable: as soon as there are `enough`, or it has ended, or
         after `timeout` seconds.
         """
-        assert self.process.stdout is not None
         count, until = 0, time.monotonic() + timeout
         with selectors.DefaultSelector() as ready:
             ready.register(self.process.stdout, selectors.EVENT_READ)
@@ -132,7 +133,6 @@ class SenderProcess:
         self.process.kill()
         self.process.wait()
         count = self.durable(sys.maxsize)
-        assert self.process.stdout is not None
         self.process.stdout.close()
         return count
 

@@ -57,7 +57,7 @@ MODULES = {
 }
 #: These only end what hangs: a machine with other things to do takes its time over a start.
 START_TIMEOUT_S, STOP_TIMEOUT_S, WAIT_TIMEOUT_S = 120.0, 180.0, 180.0
-POLL_S = 0.02
+POLL_S = 0.05
 #: What the shortest sleep takes, in microseconds.
 SLEEP_US = 60
 #: The begin of a record in a log; lines of a traceback belong to the record before them.
@@ -196,7 +196,6 @@ class Stack:
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Send `how`; for SIGKILL wait until the process is gone."""
         if name == "redis":
-            assert self._redis is not None
             self._redis.kill()
             return
         self.processes[name].send_signal(how)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -119,7 +119,6 @@ def mask_of(asked: StoredSweep, unit: Unit) -> str:
 def cell_edits(asked: StoredSweep, units: Units, number: int, job: str = "") -> list[Edit]:
     """What the patches of a cell write, worked out here."""
     unit = units.cell(number)
-    assert unit is not None
     stored, hook = asked.pairs[unit.pair], asked.hooks[unit.hook]
     layers, places = units.patched(unit)
     found: list[Edit] = []
@@ -171,7 +170,6 @@ def check_grid(
     }
     for number in range(units.first_cell, units.first_cell + asked.num_cells):
         unit = units.cell(number)
-        assert unit is not None
         stored, hook = asked.pairs[unit.pair], asked.hooks[unit.hook]
         value = result.pairs[unit.pair].grids[hook][unit.layer][unit.column]
         place = unit.pair, hook, asked.layers[unit.layer], unit.column
@@ -218,6 +216,11 @@ def sweep_job(asked: StoredSweep, model: str = "fake-model") -> Job:
     )
 
 
+def having(**settings: Any) -> pytest.MarkDecorator:
+    """Settings of a test's fixture `rig`."""
+    return pytest.mark.parametrize("rig", [settings], indirect=True, ids=["-".join(settings)])
+
+
 class Rig:
     """A ledger, a relay and, as long as a test wants, a worker without its process: all of it real,
     and started in no time.
@@ -234,24 +237,18 @@ class Rig:
         } | settings
         self._relay = Relay(Settler(client, Settings(**chosen)), "tcp://127.0.0.1:0", client)
         self.settings = Settings(**chosen, relay_url=self._relay.endpoint)
+        self._serving = threading.Thread(target=self._relay.serve)
 
-    def __call__(self, scenario: Callable[["Rig"], Coroutine[Any, Any, None]]) -> None:
-        async def run() -> None:
-            self.ledger = Ledger.connect(self.settings)
-            self.sweeps = Sweeps(self.ledger)
-            try:
-                async with asyncio.timeout(120):
-                    await scenario(self)
-            finally:
-                await self.ledger.close()
+    async def __aenter__(self) -> "Rig":
+        self._serving.start()
+        self.ledger = Ledger.connect(self.settings)
+        self.sweeps = Sweeps(self.ledger)
+        return self
 
-        serving = threading.Thread(target=self._relay.serve)
-        serving.start()
-        try:
-            asyncio.run(run())
-        finally:
-            self._relay.stop()
-            serving.join()
+    async def __aexit__(self, *_: object) -> None:
+        await self.ledger.close()
+        self._relay.stop()
+        self._serving.join()
 
     @asynccontextmanager
     async def worker(self, boot: str = "boot", **settings: Any) -> AsyncIterator[Attempts]:
@@ -361,7 +358,6 @@ class Rig:
 
 def check_attribution(result: Any, asked: StoredSweep, weights: int = 0) -> None:
     """The estimates are those of the fake engine, and every chosen cell has its exact value."""
-    assert asked.attributed is not None
     assert (verify := asked.attributed.verify) is not None
     units = Units(asked)
     for number, (found, exact) in enumerate(zip(result.estimated, result.pairs, strict=True)):

@@ -11,52 +11,43 @@ import pytest
 import zmq
 from receipt_rig import Jobs, RelayProcess, free_port, once_each, receipt, wait_until
 
+from midstream.broker.ops.redis_server import RedisServer
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.curve import ClientKeys, client_keys, new_keys
 from midstream.broker.receipts.frames import Frame, Kind
 from midstream.broker.receipts.outbox import Outbox
-from midstream.broker.receipts.relay import bind_address
 from midstream.schemas.base.records import to_msgpack
-from midstream.schemas.base.settings import SettingsError
 
 
 class Keys:
     """A folder of keys, and what a worker of a name shows."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.server = self.new("relay", "relay")[1].read_text().strip()
-        self.clients = folder / "clients"
+        self.folder, self.clients = folder, folder / "clients"
+        self.server = new_keys("relay", "relay", folder)[1].read_text().strip()
         self.clients.mkdir()
 
-    def new(self, role: str, name: str) -> tuple[Path, Path]:
-        return new_keys("relay" if role == "relay" else "worker", name, self.folder)
-
     def worker(self, name: str, known: bool = True) -> ClientKeys:
-        private, public = self.new("worker", name)
+        private, public = new_keys("worker", name, self.folder)
         if not known:
             public.rename(self.folder / public.name)
         keys = client_keys(str(private), self.server)
         assert keys is not None
         return keys
 
-    def admit(self, name: str) -> None:
-        (self.folder / f"{name}.pub").rename(self.clients / f"{name}.pub")
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    return Keys(tmp_path_factory.mktemp("keys") / "curve")
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> Keys:
-    return Keys(tmp_path / "curve")
-
-
-@pytest.fixture
-def relay(redis_url: str, tmp_path: Path, keys: Keys) -> Iterator[RelayProcess]:
+@pytest.fixture(scope="module")
+def served(redis_session: RedisServer, keys: Keys) -> Iterator[RelayProcess]:
     # 127.0.0.2 is not among what counts as loopback: with keys the relay may listen there.
-    url = f"tcp://127.0.0.2:{free_port()}"
     process = RelayProcess(
-        redis_url,
-        tmp_path / "relay.log",
-        url,
+        redis_session.url,
+        keys.folder / "relay.log",
+        f"tcp://127.0.0.2:{free_port()}",
         curve_secret_file=str(keys.folder / "relay.key"),
         curve_clients_dir=str(keys.clients),
     )
@@ -64,33 +55,40 @@ def relay(redis_url: str, tmp_path: Path, keys: Keys) -> Iterator[RelayProcess]:
     process.kill()
 
 
+@pytest.fixture
+def relay(served: RelayProcess, redis_url: str) -> RelayProcess:
+    return served
+
+
 def test_receipts_of_a_known_worker_arrive_over_the_restart_of_the_relay(
     relay: RelayProcess, keys: Keys, jobs: Jobs, tmp_path: Path
 ) -> None:
-    mine = keys.worker("w")
-    [job] = jobs.claim(1, 40)
-    with Outbox(tmp_path, "w", 0, relay.url, curve=mine) as outbox:
-        for request in range(40):
-            outbox.append(receipt(job, request))
-            if request == 20:
+    [job] = jobs.claim(1, 20, worker="known")
+    with Outbox(tmp_path, "known", 0, relay.url, curve=keys.worker("known")) as outbox:
+        for request in range(20):
+            outbox.append(receipt(job, request, worker="known"))
+            if request == 10:
                 relay.kill()
                 relay.start()
         assert outbox.flush(60)
-    assert jobs.arrived(job) == once_each(40)
+    assert jobs.arrived(job) == once_each(20)
 
 
 def test_a_worker_unknown_to_the_relay_is_refused_until_its_key_is_added(
     relay: RelayProcess, keys: Keys, jobs: Jobs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine = keys.worker("w", known=False)
-    [job] = jobs.claim(1, 1)
-    with caplog.at_level(logging.ERROR), Outbox(tmp_path, "w", 0, relay.url, curve=mine) as outbox:
-        outbox.append(receipt(job, 0))
+    mine = keys.worker("new", known=False)
+    [job] = jobs.claim(1, 1, worker="new")
+    with (
+        caplog.at_level(logging.ERROR),
+        Outbox(tmp_path, "new", 0, relay.url, curve=mine) as outbox,
+    ):
+        outbox.append(receipt(job, 0, worker="new"))
         wait_until(lambda: "rejected by the relay" in caplog.text)
         assert f"it does not know this worker's public CURVE key {mine.public}" in caplog.text
-        assert f"public key {mine.public} is not among the 0" in relay.log.read_text()
+        assert f"public key {mine.public} is not among the" in relay.log.read_text()
         assert jobs.arrived(job) == {}
-        keys.admit("w")
+        (keys.folder / "new.pub").rename(keys.clients / "new.pub")
         assert outbox.flush(60)
     assert jobs.arrived(job) == once_each(1)
 
@@ -151,7 +149,7 @@ def test_receipts_for_another_workers_id_are_refused(
 def test_a_sender_with_missing_or_wrong_curve_keys_logs_why(
     relay: RelayProcess, keys: Keys, jobs: Jobs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine = keys.worker("w")._replace(server=keys.worker("another").public)
+    mine = keys.worker("mistaken")._replace(server=keys.worker("another").public)
     [job] = jobs.claim(1, 2)
     with (
         caplog.at_level(logging.ERROR),
@@ -184,8 +182,3 @@ def test_a_sender_without_keys_logs_it_when_disconnected_first(
         visitor.close()
         wait_until(lambda: "one side has CURVE keys and the other has none" in caplog.text)
     assert "curve_server_key" not in caplog.text
-
-
-def test_off_loopback_without_keys_the_relay_does_not_start() -> None:
-    with pytest.raises(SettingsError, match="midstream curve new"):
-        bind_address("tcp://127.0.0.2:5557", False)

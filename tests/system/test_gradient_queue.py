@@ -3,9 +3,9 @@ wait and end as it should?
 """
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
+import pytest
 from edge import model_info
 from ledger_kit import BOOT, IDENTITY, MODEL, make_job, open_ledger, settings_for
 from ledger_kit import worker_info as worker
@@ -55,7 +55,6 @@ class Queues(NamedTuple):
         """A job that a gradient worker has handed on, with four cells to compute."""
         job = await self.submit()
         claim = await claimed(self.gradients, job)
-        assert claim is not None
         assert await self.gradients.hand_on(job.id, claim.attempt, "", 4) == "handed_on"
         return job
 
@@ -64,133 +63,126 @@ async def claimed(ledger: Ledger, job: Job, name: str = "w") -> Claim | None:
     return await ledger.claim(job.id, name, BOOT, 1, IDENTITY)
 
 
-@asynccontextmanager
-async def opened(url: str, **changes: Any) -> AsyncIterator[Queues]:
-    engine = "gradients-fake"
+@pytest.fixture
+async def queues(redis_url: str, request: pytest.FixtureRequest) -> AsyncIterator[Queues]:
+    settings = getattr(request, "param", {})
     async with (
-        open_ledger(url, **changes) as vllm,
-        open_ledger(url, engine=engine, **changes) as gradients,
+        open_ledger(redis_url, **settings) as vllm,
+        open_ledger(redis_url, engine="gradients-fake", **settings) as gradients,
     ):
         yield Queues(vllm, gradients)
 
 
-async def test_a_job_is_claimed_by_workers_of_its_queue_alone(redis_url: str) -> None:
-    async with opened(redis_url) as queues:
-        job = await queues.submit()
-        assert [await queues.messages(), await queues.messages(GRADIENTS)] == [0, 1]
-        assert await claimed(queues.vllm, job) is None
-        claim = await claimed(queues.gradients, job)
-        assert claim is not None
-        assert await queues.gradients.hand_on(job.id, 1, "", 4) == "handed_on"
-        assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
-        assert await claimed(queues.gradients, job) is None, "a former message"
-        claim = await claimed(queues.vllm, job)
-        assert claim is not None
-        assert claim.attempt == 2
+async def test_a_job_is_claimed_by_workers_of_its_queue_alone(queues: Queues) -> None:
+    job = await queues.submit()
+    assert [await queues.messages(), await queues.messages(GRADIENTS)] == [0, 1]
+    assert await claimed(queues.vllm, job) is None
+    claim = await claimed(queues.gradients, job)
+    assert await queues.gradients.hand_on(job.id, 1, "", 4) == "handed_on"
+    assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
+    assert await claimed(queues.gradients, job) is None, "a former message"
+    claim = await claimed(queues.vllm, job)
+    assert claim.attempt == 2
 
 
-async def test_a_hand_on_uses_up_no_attempt_and_may_be_repeated(redis_url: str) -> None:
-    async with opened(redis_url, max_attempts=2) as queues:
-        job = await queues.estimated()
-        assert await queues.gradients.hand_on(job.id, 1, "", 4) == "handed_on"
-        view = await queues.vllm.view(job.id)
-        assert (view.state, view.queue, view.cells_expected) == (State.QUEUED, "", 4)
-        assert (await queues.vllm.tenants.usage("default")).sweep_cells == 4
-        for attempt, state in ((2, State.QUEUED), (3, State.FAILED)):
-            assert await claimed(queues.vllm, job) is not None
-            assert await queues.vllm.release(job.id, attempt) is state
-        assert (await queues.vllm.tenants.usage("default")).sweep_cells == 0
+@pytest.mark.parametrize("queues", [{"max_attempts": 2}], indirect=True)
+async def test_a_hand_on_uses_up_no_attempt_and_may_be_repeated(queues: Queues) -> None:
+    job = await queues.estimated()
+    assert await queues.gradients.hand_on(job.id, 1, "", 4) == "handed_on"
+    view = await queues.vllm.view(job.id)
+    assert (view.state, view.queue, view.cells_expected) == (State.QUEUED, "", 4)
+    assert (await queues.vllm.tenants.usage("default")).sweep_cells == 4
+    for attempt, state in ((2, State.QUEUED), (3, State.FAILED)):
+        assert await claimed(queues.vllm, job) is not None
+        assert await queues.vllm.release(job.id, attempt) is state
+    assert (await queues.vllm.tenants.usage("default")).sweep_cells == 0
 
 
-async def test_a_stale_attempt_and_a_cancelled_job_are_not_handed_on(redis_url: str) -> None:
-    async with opened(redis_url) as queues:
-        job, other = await queues.submit(), await queues.submit()
-        for each in (job, other):
-            assert await claimed(queues.gradients, each) is not None
-        await queues.gradients.release(job.id, 1)
-        assert await claimed(queues.gradients, job) is not None
-        assert await queues.gradients.hand_on(job.id, 1, "", 4) == "stale"
-        await queues.vllm.request_cancel(other.id)
-        assert await queues.gradients.hand_on(other.id, 1, "", 4) == "cancelling"
-        assert (await queues.vllm.view(other.id)).queue == GRADIENTS
+async def test_a_stale_attempt_and_a_cancelled_job_are_not_handed_on(queues: Queues) -> None:
+    job, other = await queues.submit(), await queues.submit()
+    for each in (job, other):
+        assert await claimed(queues.gradients, each) is not None
+    await queues.gradients.release(job.id, 1)
+    assert await claimed(queues.gradients, job) is not None
+    assert await queues.gradients.hand_on(job.id, 1, "", 4) == "stale"
+    await queues.vllm.request_cancel(other.id)
+    assert await queues.gradients.hand_on(other.id, 1, "", 4) == "cancelling"
+    assert (await queues.vllm.view(other.id)).queue == GRADIENTS
 
 
-async def test_a_job_that_was_handed_on_is_cancelled_while_it_waits(redis_url: str) -> None:
-    async with opened(redis_url) as queues:
-        job = await queues.estimated()
-        assert (await queues.vllm.request_cancel(job.id)).state is State.ABORTED
-        assert await claimed(queues.vllm, job) is None
-        assert (await queues.vllm.tenants.usage("default")).sweep_cells == 0
+async def test_a_job_that_was_handed_on_is_cancelled_while_it_waits(queues: Queues) -> None:
+    job = await queues.estimated()
+    assert (await queues.vllm.request_cancel(job.id)).state is State.ABORTED
+    assert await claimed(queues.vllm, job) is None
+    assert (await queues.vllm.tenants.usage("default")).sweep_cells == 0
 
 
-async def test_a_lost_message_is_sent_again_to_the_queue_that_the_job_is_in(redis_url: str) -> None:
-    async with opened(redis_url) as queues:
-        await relay_beat(queues.vllm)
-        reaper = Reaper(queues.vllm, settings_for(redis_url))
-        waits, passed = await queues.submit(), await queues.estimated()
-        await queues.lose_messages()
-        report = await reaper.sweep(now() + 30)
-        assert {*report.resent} == {waits.id, passed.id}
-        assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
-        assert not await reaper.sweep(now() + 60)
+async def test_a_lost_message_is_sent_again_to_the_queue_that_the_job_is_in(
+    queues: Queues, redis_url: str
+) -> None:
+    await relay_beat(queues.vllm)
+    reaper = Reaper(queues.vllm, settings_for(redis_url))
+    waits, passed = await queues.submit(), await queues.estimated()
+    await queues.lose_messages()
+    report = await reaper.sweep(now() + 30)
+    assert {*report.resent} == {waits.id, passed.id}
+    assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
+    assert not await reaper.sweep(now() + 60)
 
 
-async def test_an_expired_lease_requeues_the_job_in_its_queue(redis_url: str) -> None:
-    async with opened(redis_url) as queues:
-        await relay_beat(queues.vllm)
-        job = await queues.submit()
-        assert await claimed(queues.gradients, job) is not None
-        await queues.lose_messages()
-        report = await Reaper(queues.vllm, settings_for(redis_url)).sweep(now() + 60)
-        assert report.requeued == [job.id]
-        assert [await queues.messages(), await queues.messages(GRADIENTS)] == [0, 1]
+async def test_an_expired_lease_requeues_the_job_in_its_queue(
+    queues: Queues, redis_url: str
+) -> None:
+    await relay_beat(queues.vllm)
+    job = await queues.submit()
+    assert await claimed(queues.gradients, job) is not None
+    await queues.lose_messages()
+    report = await Reaper(queues.vllm, settings_for(redis_url)).sweep(now() + 60)
+    assert report.requeued == [job.id]
+    assert [await queues.messages(), await queues.messages(GRADIENTS)] == [0, 1]
 
 
-async def test_windows_of_the_queues_are_apart_and_the_status_names_them(redis_url: str) -> None:
-    async with opened(redis_url, dispatch_window=1) as queues:
-        for _ in range(3):
-            await queues.submit()
-            await queues.vllm.submit(make_job(), {})
-        assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
-        shown = (await read_status(queues.vllm)).queues
-        lines = [
-            (each.queue, each.priority, each.sent, sum(each.waiting.values())) for each in shown
-        ]
-        assert lines == [("", "batch", 1, 2), (GRADIENTS, "batch", 1, 2)]
-        # as if processes of another version had let jobs end without sending the next
-        await queues.lose_messages()
-        for line in ("6", "6.gradients"):
-            await queues.vllm.redis.delete(f"ms:sent:{MODEL}:{line}")
-        await Reaper(queues.vllm, settings_for(redis_url, dispatch_window=1)).sweep()
-        assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
-
-
-async def test_a_job_that_was_handed_on_waits_its_turn_among_tenants(redis_url: str) -> None:
-    """A tenant with many attributions does not get ahead of the others by their first phase."""
-
-    async with opened(redis_url, dispatch_window=1) as queues:
+@pytest.mark.parametrize("queues", [{"dispatch_window": 1}], indirect=True)
+async def test_windows_of_the_queues_are_apart_and_the_status_names_them(
+    queues: Queues, redis_url: str
+) -> None:
+    for _ in range(3):
+        await queues.submit()
         await queues.vllm.submit(make_job(), {})
-        first = make_job(tenant="other")
-        await queues.vllm.submit(first, {})
-        handed = [await queues.submit(tenant="busy") for _ in range(3)]
-        for job in handed:
-            assert await claimed(queues.gradients, job) is not None
-            assert await queues.gradients.hand_on(job.id, 1, "", 4) == "handed_on"
-        assert await queues.messages() == 1, "the window"
-        shown = [line for line in (await read_status(queues.vllm)).queues if not line.queue]
-        assert shown[0].waiting == {"other": 1, "busy": 3}
+    assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
+    shown = (await read_status(queues.vllm)).queues
+    lines = [(each.queue, each.priority, each.sent, sum(each.waiting.values())) for each in shown]
+    assert lines == [("", "batch", 1, 2), (GRADIENTS, "batch", 1, 2)]
+    # as if processes of another version had let jobs end without sending the next
+    await queues.lose_messages()
+    for line in ("6", "6.gradients"):
+        await queues.vllm.redis.delete(f"ms:sent:{MODEL}:{line}")
+    await Reaper(queues.vllm, settings_for(redis_url, dispatch_window=1)).sweep()
+    assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
 
 
-async def test_gradient_workers_are_no_workers_of_the_model(redis_url: str) -> None:
-    async with opened(redis_url) as queues:
-        ledger, gone = queues.vllm, "0" * 64
-        await ledger.heartbeat(worker("w1"))
-        info = GradientInfo(model=MODEL, identity=IDENTITY, dtype="float32", device="cpu")
-        await ledger.publish_gradients(info, worker("g1", queue=GRADIENTS))
-        names = [[each.worker for each in await ledger.workers(of)] for of in ("", GRADIENTS, None)]
-        assert names == [["w1"], ["g1"], ["g1", "w1"]]
-        model = model_info(name=MODEL, identity=IDENTITY)
-        assert await ledger.gradients(model) == info
-        assert await ledger.gradients(model_info(name=MODEL, identity=gone)) is None, (
-            "another model"
-        )
+@pytest.mark.parametrize("queues", [{"dispatch_window": 1}], indirect=True)
+async def test_a_job_that_was_handed_on_waits_its_turn_among_tenants(queues: Queues) -> None:
+    """A tenant with many attributions does not get ahead of the others by their first phase."""
+    await queues.vllm.submit(make_job(), {})
+    first = make_job(tenant="other")
+    await queues.vllm.submit(first, {})
+    handed = [await queues.submit(tenant="busy") for _ in range(3)]
+    for job in handed:
+        assert await claimed(queues.gradients, job) is not None
+        assert await queues.gradients.hand_on(job.id, 1, "", 4) == "handed_on"
+    assert await queues.messages() == 1, "the window"
+    shown = [line for line in (await read_status(queues.vllm)).queues if not line.queue]
+    assert shown[0].waiting == {"other": 1, "busy": 3}
+
+
+async def test_gradient_workers_are_no_workers_of_the_model(queues: Queues) -> None:
+    ledger, gone = queues.vllm, "0" * 64
+    await ledger.heartbeat(worker("w1"))
+    info = GradientInfo(model=MODEL, identity=IDENTITY, dtype="float32", device="cpu")
+    await ledger.publish_gradients(info, worker("g1", queue=GRADIENTS))
+    names = [[each.worker for each in await ledger.workers(of)] for of in ("", GRADIENTS, None)]
+    assert names == [["w1"], ["g1"], ["g1", "w1"]]
+    model = model_info(name=MODEL, identity=IDENTITY)
+    assert await ledger.gradients(model) == info
+    assert await ledger.gradients(model_info(name=MODEL, identity=gone)) is None, "another model"

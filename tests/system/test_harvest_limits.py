@@ -4,6 +4,7 @@ one harvest.
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from edge import Hand
 from harvest_kit import checked, texts
 from harvest_rig import stored, work
-from sweep_rig import Rig
+from sweep_rig import Rig, having
 from tenant_kit import ADMIN, Caller, asking, bearer
 
 from midstream.broker.ledger.core import tenants
@@ -25,7 +26,13 @@ from midstream.schemas.base.records import now
 from midstream.schemas.jobs.harvests import HarvestShards
 
 SITES = {"post_block": [1, 3]}
-DOCUMENTS = texts(300, 200)
+DOCUMENTS = texts(100, 400)
+
+
+@pytest.fixture
+async def rig(redis_url: str, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    async with Rig(redis_url, tmp_path, **getattr(request, "param", {})) as opened:
+        yield opened
 
 
 async def counted_anew(rig: Rig) -> list[str]:
@@ -35,130 +42,107 @@ async def counted_anew(rig: Rig) -> list[str]:
     return differed
 
 
-def test_no_more_harvests_are_open_than_a_tenant_may_have(redis_url: str, tmp_path: Path) -> None:
-    async def scenario(rig: Rig) -> None:
-        harvests = Harvests(rig.ledger)
-        many = [stored(rig, ["one"], SITES) for _ in range(60)]
-        answers = await asyncio.gather(
-            *[harvests.submit(each) for each in many], return_exceptions=True
-        )
-        (kind,) = {answer.kind for answer in answers if isinstance(answer, MidstreamError)}
-        accepted = [answer for answer in answers if isinstance(answer, str)]
-        assert (kind, len(accepted), len(await harvests.live())) == ("too_many_harvests", 7, 7)
-        assert (await rig.ledger.tenants.usage("default")).harvests == 7
-        await harvests.submit(
-            msgspec.structs.replace(many[0], id="hrv_of_another", tenant="another")
-        )
-        await harvests.ask(accepted[0], "cancel")
-        await harvests.advance(accepted[0])
+@having(limit_harvests=7)
+async def test_no_more_harvests_are_open_than_a_tenant_may_have(rig: Rig) -> None:
+    harvests = Harvests(rig.ledger)
+    many = [stored(rig, ["one"], SITES) for _ in range(60)]
+    answers = await asyncio.gather(
+        *[harvests.submit(each) for each in many], return_exceptions=True
+    )
+    (kind,) = {answer.kind for answer in answers if isinstance(answer, MidstreamError)}
+    accepted = [answer for answer in answers if isinstance(answer, str)]
+    assert (kind, len(accepted), len(await harvests.live())) == ("too_many_harvests", 7, 7)
+    assert (await rig.ledger.tenants.usage("default")).harvests == 7
+    await harvests.submit(msgspec.structs.replace(many[0], id="hrv_of_another", tenant="another"))
+    await harvests.ask(accepted[0], "cancel")
+    await harvests.advance(accepted[0])
+    await harvests.submit(stored(rig, ["one"], SITES))
+    with pytest.raises(MidstreamError, match="the limit is 7"):
         await harvests.submit(stored(rig, ["one"], SITES))
-        with pytest.raises(MidstreamError, match="the limit is 7"):
-            await harvests.submit(stored(rig, ["one"], SITES))
-
-    Rig(redis_url, tmp_path, limit_harvests=7)(scenario)
 
 
-def test_one_key_names_one_harvest_however_often_it_is_sent(redis_url: str, tmp_path: Path) -> None:
-    async def scenario(rig: Rig) -> None:
-        harvests = Harvests(rig.ledger)
-        sent = [harvests.submit(stored(rig, ["one"], SITES), ("key", "body")) for _ in range(40)]
-        assert len(set(await asyncio.gather(*sent))) == 1
-        assert len(await harvests.live()) == len((await harvests.list(None, 100)).harvests) == 1
-
-    Rig(redis_url, tmp_path)(scenario)
+async def test_one_key_names_one_harvest_however_often_it_is_sent(rig: Rig) -> None:
+    harvests = Harvests(rig.ledger)
+    sent = [harvests.submit(stored(rig, ["one"], SITES), ("key", "body")) for _ in range(40)]
+    assert len(set(await asyncio.gather(*sent))) == 1
+    assert len(await harvests.live()) == len((await harvests.list(None, 100)).harvests) == 1
 
 
-def test_a_key_names_its_harvest_as_long_as_the_record_is_kept(
-    redis_url: str, tmp_path: Path
-) -> None:
-    async def scenario(rig: Rig) -> None:
-        harvests = Harvests(rig.ledger)
-        first = await harvests.submit(stored(rig, ["one"], SITES), ("key", "body"))
-        assert await rig.ledger.redis.ttl("ms:idem:key") == -1
-        await harvests.ask(first, "cancel")
-        await harvests.advance(first)
-        assert await harvests.submit(stored(rig, ["one"], SITES), ("key", "body")) == first
-        assert (await harvests.view(first)).state == "cancelled"
-        await harvests.forget(first)
-        assert not await rig.ledger.redis.exists("ms:idem:key")
-
-    Rig(redis_url, tmp_path)(scenario)
+async def test_a_key_names_its_harvest_as_long_as_the_record_is_kept(rig: Rig) -> None:
+    harvests = Harvests(rig.ledger)
+    first = await harvests.submit(stored(rig, ["one"], SITES), ("key", "body"))
+    assert await rig.ledger.redis.ttl("ms:idem:key") == -1
+    await harvests.ask(first, "cancel")
+    await harvests.advance(first)
+    assert await harvests.submit(stored(rig, ["one"], SITES), ("key", "body")) == first
+    assert (await harvests.view(first)).state == "cancelled"
+    await harvests.forget(first)
+    assert not await rig.ledger.redis.exists("ms:idem:key")
 
 
-def test_a_tenant_keeps_no_more_records_than_the_limit(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_tenant_keeps_no_more_records_than_the_limit(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tenants, "MAX_HARVESTS_KEPT", 2)
 
-    async def scenario(rig: Rig) -> None:
-        harvests = Harvests(rig.ledger)
-        made = [await harvests.submit(stored(rig, ["one"], SITES)) for _ in range(2)]
-        for harvest_id in made:
-            await harvests.ask(harvest_id, "cancel")
-            await harvests.advance(harvest_id)
-        with pytest.raises(MidstreamError, match="kept: 2; the limit is 2") as refused:
-            await harvests.submit(stored(rig, ["one"], SITES))
-        assert refused.value.kind == "too_many_harvests"
-        await harvests.submit(stored(rig, ["one"], SITES, tenant="another"))
-        await harvests.forget(made[0])
+    harvests = Harvests(rig.ledger)
+    made = [await harvests.submit(stored(rig, ["one"], SITES)) for _ in range(2)]
+    for harvest_id in made:
+        await harvests.ask(harvest_id, "cancel")
+        await harvests.advance(harvest_id)
+    with pytest.raises(MidstreamError, match="kept: 2; the limit is 2") as refused:
         await harvests.submit(stored(rig, ["one"], SITES))
-
-    Rig(redis_url, tmp_path)(scenario)
-
-
-def test_listings_do_not_read_the_lines_of_harvests(redis_url: str, tmp_path: Path) -> None:
-    async def scenario(rig: Rig) -> None:
-        harvests = Harvests(rig.ledger)
-        ours = await harvests.submit(stored(rig, DOCUMENTS, SITES))
-        theirs = await harvests.submit(stored(rig, DOCUMENTS, SITES, tenant="another"))
-        assert await rig.ledger.redis.memory_usage(f"ms:harvest:{ours}") < 2000
-        assert (await harvests.stored(ours)).source.lines == DOCUMENTS
-        assert [view.id for view in (await harvests.list("default", 10)).harvests] == [ours]
-        assert [view.id for view in (await harvests.list(None, 10)).harvests] == [theirs, ours]
-        await rig.ledger.redis.delete("ms:harvests:default")  # as a former version left it
-        await counted_anew(rig)
-        assert [view.id for view in (await harvests.list("default", 10)).harvests] == [ours]
-
-    Rig(redis_url, tmp_path)(scenario)
+    assert refused.value.kind == "too_many_harvests"
+    await harvests.submit(stored(rig, ["one"], SITES, tenant="another"))
+    await harvests.forget(made[0])
+    await harvests.submit(stored(rig, ["one"], SITES))
 
 
-@pytest.mark.long
-def test_what_a_harvest_writes_is_charged_until_it_is_deleted(
-    redis_url: str, tmp_path: Path
-) -> None:
-    async def scenario(rig: Rig) -> None:
-        async def used() -> int:
-            return (await rig.ledger.tenants.usage("default")).capture_bytes
+async def test_listings_do_not_read_the_lines_of_harvests(rig: Rig) -> None:
+    harvests = Harvests(rig.ledger)
+    ours = await harvests.submit(stored(rig, DOCUMENTS, SITES))
+    theirs = await harvests.submit(stored(rig, DOCUMENTS, SITES, tenant="another"))
+    assert await rig.ledger.redis.memory_usage(f"ms:harvest:{ours}") < 2000
+    assert (await harvests.stored(ours)).source.lines == DOCUMENTS
+    assert [view.id for view in (await harvests.list("default", 10)).harvests] == [ours]
+    assert [view.id for view in (await harvests.list(None, 10)).harvests] == [theirs, ours]
+    await rig.ledger.redis.delete("ms:harvests:default")  # as a former version left it
+    await counted_anew(rig)
+    assert [view.id for view in (await harvests.list("default", 10)).harvests] == [ours]
 
-        harvests = Harvests(rig.ledger)
-        async with rig.worker() as runs:
-            harvest = stored(rig, DOCUMENTS, SITES, row_bytes=8192, shards=HarvestShards(mib=2))
-            await harvests.submit(harvest)
-            working = asyncio.create_task(work(rig, runs, harvest.id))
-            while not (view := await harvests.view(harvest.id)).reason:
-                assert not working.done()
-                await asyncio.sleep(0.01)
-            assert "the limit is 1 MiB" in view.reason
-            assert await used() == view.bytes >= 1 << 20
-            with pytest.raises(MidstreamError, match="the limit is 1 MiB"):
-                await harvests.submit(stored(rig, ["one"], SITES))
-            await rig.ledger.tenants.put(Tenant(name="default", limits=Limits(capture_mib=0)))
-            view = await working
-            assert (view.state, view.reason) == ("succeeded", "")
-            assert await used() == view.bytes == checked(harvest.uri).manifest.bytes
-            assert await counted_anew(rig) == []
-            await rig.ledger.redis.hset("ms:usage", "default/bytes", 5)
-            assert await counted_anew(rig) == [f"default/bytes: 5 instead of {view.bytes}"]
-            kept = await harvests.stored(harvest.id)
-            assert kept.source.lines == [""]
-            assert await rig.ledger.redis.ttl(f"ms:harvest:{harvest.id}") == -1, (
-                "its files are there: so is its record"
-            )
-            await harvests.forget(harvest.id)
-            assert await used() == 0
-            assert await counted_anew(rig) == []
 
-    Rig(redis_url, tmp_path, limit_capture_mib=1)(scenario)
+@having(limit_capture_mib=1)
+async def test_what_a_harvest_writes_is_charged_until_it_is_deleted(rig: Rig) -> None:
+    async def used() -> int:
+        return (await rig.ledger.tenants.usage("default")).capture_bytes
+
+    harvests = Harvests(rig.ledger)
+    async with rig.worker() as runs:
+        harvest = stored(rig, DOCUMENTS, SITES, row_bytes=1024, shards=HarvestShards(mib=1))
+        await harvests.submit(harvest)
+        working = asyncio.create_task(work(rig, runs, harvest.id))
+        while not (view := await harvests.view(harvest.id)).reason:
+            assert not working.done()
+            await asyncio.sleep(0.01)
+        assert "the limit is 1 MiB" in view.reason
+        assert await used() == view.bytes >= 1 << 20
+        with pytest.raises(MidstreamError, match="the limit is 1 MiB"):
+            await harvests.submit(stored(rig, ["one"], SITES))
+        await rig.ledger.tenants.put(Tenant(name="default", limits=Limits(capture_mib=0)))
+        view = await working
+        assert (view.state, view.reason) == ("succeeded", "")
+        assert await used() == view.bytes == checked(harvest.uri).manifest.bytes
+        assert await counted_anew(rig) == []
+        await rig.ledger.redis.hset("ms:usage", "default/bytes", 5)
+        assert await counted_anew(rig) == [f"default/bytes: 5 instead of {view.bytes}"]
+        kept = await harvests.stored(harvest.id)
+        assert kept.source.lines == [""]
+        assert await rig.ledger.redis.ttl(f"ms:harvest:{harvest.id}") == -1, (
+            "its files are there: so is its record"
+        )
+        await harvests.forget(harvest.id)
+        assert await used() == 0
+        assert await counted_anew(rig) == []
 
 
 def test_a_tenant_reads_only_the_folders_that_it_may(redis_url: str, tmp_path: Path) -> None:

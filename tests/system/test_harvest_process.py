@@ -91,7 +91,6 @@ def test_documents_come_from_another_process(tmp_path: Path, process: SourceProc
 def test_a_process_that_was_killed_is_started_again(tmp_path: Path, process: SourceProcess) -> None:
     made = reader(process, tmp_path, lines(tmp_path, "a.jsonl", texts(20)))
     plan = asyncio.run(made.plan())
-    assert process._process is not None
     process._process.kill()
     assert len(asyncio.run(made.read(plan, plan.units[0]))) == 20
 
@@ -273,8 +272,6 @@ def test_an_ended_worker_leaves_no_process(tmp_path: Path) -> None:
     made = SourceProcess(LIMIT_MIB)
     asyncio.run(reader(made, tmp_path, lines(tmp_path, "a.jsonl", texts(5))).plan())
     running = made._process
-    assert running is not None
-    assert running.stdin is not None
     running.stdin.close()  # as the kernel does for a worker that was killed
     assert running.wait(10) == 0
     made.close()

@@ -1,14 +1,15 @@
 """Two models under one name: nothing that was accepted for one is computed by the other."""
 
 import signal
-import time
 from collections.abc import Iterator
 
 import httpx2
 import pytest
 from edge import model_info
+from harvest_kit import texts
 from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, make_job, open_ledger, sent, worker_info
 from midstream_fake_engine.model import identity_of
+from receipt_rig import wait_until
 from stack import Stack
 
 from midstream.broker.ledger.recovery.reaper import Reaper
@@ -20,6 +21,7 @@ from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.harvests import OVER
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.receipts import receipt_decoder
+from midstream.schemas.prompts.selectors import HOOKS
 from midstream.workers.app import EXIT_ENGINE_DIED, EXIT_NO_ENGINE
 
 OTHER = "b" * 64
@@ -39,7 +41,6 @@ async def test_a_claim_by_a_worker_of_another_identity_fails_the_job(
         assert await ledger.claim(job.id, WORKER, BOOT, 1, OTHER) is None
         view = await ledger.view(job.id)
         assert (view.state, view.attempt, view.identity) == (State.FAILED, 0, identity)
-        assert view.error is not None
         assert view.error.type == "urn:midstream:model_changed"
         assert "b" * 12 in view.error.detail
         assert (identity[:12] or "recorded no identity") in view.error.detail
@@ -62,7 +63,6 @@ async def test_a_job_waits_for_its_own_model_where_the_setting_says_so(redis_url
         await Reaper(ledger, ledger.settings).sweep(now() + 60)
         assert len(await sent(ledger)) == 2, "its message is sent again"
         claim = await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
-        assert claim is not None
         assert claim.attempt == 1, "the refusal was no attempt"
 
 
@@ -81,7 +81,6 @@ async def test_a_name_has_one_identity_while_a_live_worker_serves_it(redis_url: 
                 await ledger.publish_model(changed, worker_info(other, identity=OTHER))
             assert caught.value.kind == "model_changed"
         found = await ledger.model(MODEL)
-        assert found is not None
         assert found.identity == IDENTITY
         assert [each.worker for each in await ledger.workers()] == ["w1", "w2"]
         assert await ledger.serves(MODEL, OTHER) is False
@@ -104,6 +103,7 @@ async def test_a_worker_may_start_again_with_another_model(redis_url: str) -> No
 # --------------------------------------------------------------------------------------------------
 
 NAME = "shared"
+LINES = 100
 PAIR = {"clean": "hello world", "corrupt": "hello there", "answer": "b", "foil": "c"}
 EVERYWHERE = {"layers": "all", "positions": "all_prompt", "tag": "t"}
 
@@ -123,14 +123,11 @@ class Two:
                 model=NAME, prompts=["clean words"], capture={**EVERYWHERE, "run": "clean"}
             )
         )
-        lines = [f"{number:04d} " + "abcdefgh" * 16 for number in range(1500)]
+        everywhere = {hook: "all" for hook in HOOKS}  # so that little text has many units
         self.harvest = client.harvests.submit(
-            model=NAME, source={"lines": lines}, layers=[1, 3], shards={"mib": 1}
+            model=NAME, source={"lines": texts(LINES, 400)}, hooks=everywhere, shards={"mib": 1}
         )
-        deadline = time.monotonic() + 60
-        while not client.harvests.get(self.harvest).units_done:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: client.harvests.get(self.harvest).units_done > 0)
         stack.kill("worker")
         self.job = client.submit(model=NAME, prompts=["a"], capture=EVERYWHERE)
         self.sweep = client.sweeps.submit(model=NAME, pairs=[PAIR])
@@ -153,20 +150,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
 def test_jobs_and_sweeps_of_the_former_model_fail(two: Two) -> None:
     for view in (two.stack.wait(two.job.id), two.stack.wait(two.sweep.id)):
         assert (view.state, view.attempt, view.identity) == ("failed", 0, two.first)
-        assert view.error is not None
         assert view.error.type == "urn:midstream:model_changed"
     assert two.stack.result(two.job.id).identity == two.first
 
 
 def test_a_harvest_that_the_former_model_began_fails(two: Two) -> None:
-    deadline = time.monotonic() + 60
-    while (view := two.client.harvests.get(two.harvest)).state not in OVER:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: two.client.harvests.get(two.harvest).state in OVER)
+    view = two.client.harvests.get(two.harvest)
     assert (view.state, view.identity) == ("failed", two.first)
-    assert view.error is not None
     assert view.error.type == "urn:midstream:model_changed"
-    assert 0 < view.documents < 1500
+    assert 0 < view.documents < LINES
 
 
 @pytest.mark.parametrize("by_name", [True, False], ids=["name", "job"])
@@ -217,10 +210,7 @@ def test_a_second_worker_of_another_model_does_not_start(two: Two) -> None:
 @pytest.mark.long
 def test_a_worker_whose_name_was_taken_while_it_stood_still_ends(two: Two) -> None:
     two.stack.kill("worker", signal.SIGSTOP)
-    deadline = time.monotonic() + 30
-    while two.stack.do(lambda ledger: ledger.workers()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not two.stack.do(lambda ledger: ledger.workers()))
     two.stack.spawn("worker-3", model="first")
     two.stack.wait_ready("worker-3")
     two.stack.kill("worker", signal.SIGCONT)

@@ -6,7 +6,7 @@ Everything but the model is real.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import s3_kit
 from midstream_fake_engine.model import NUM_LAYERS, residual_rows
+from receipt_rig import wait_until
 from s3_kit import FaultProxy
 from stack import Stack
 from typer.testing import CliRunner
 
-from midstream.broker.ledger.jobs.captures import Captures
 from midstream.client import CaptureReader, Client
 from midstream.client.cli import main
 from midstream.schemas.base.errors import MidstreamError
@@ -29,8 +29,6 @@ from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.storage.s3_client import RETRY_S
 from midstream.storage.s3_store import S3Store, open_store
-
-PATIENCE_S = 60.0
 
 
 class Apart(Stack):
@@ -106,13 +104,6 @@ def check(reader: CaptureReader, requests: int = 1) -> None:
     assert all(each.ok for each in reader.verify())
 
 
-def await_that(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
 def test_captures_come_back_by_link_through_the_api_and_from_the_bucket(
@@ -152,7 +143,7 @@ def test_a_job_is_held_until_its_capture_is_durable(
     proxy.fault("slow", r"PUT .*/held/.*\.safetensors", times=1, seconds=3.0)
     began = time.monotonic()
     job = stack.submit(["one"], capture=capture("held"))
-    await_that(lambda: proxy.faults[0].seen == 1, "the upload begins")
+    wait_until(lambda: proxy.faults[0].seen == 1)
     view = stack.view(job)
     assert (view.state, view.capture_status, bucket.children("held/")) == (
         State.RUNNING,
@@ -181,7 +172,6 @@ def test_rows_of_a_source_run_are_patched_from_the_bucket(stack: Apart) -> None:
     job = stack.submit(["The Colosseum"], steering=[edit], runs={"paris": run})
     assert stack.wait(job).state is State.SUCCEEDED
     told = stack.result(job).determinism
-    assert told is not None
     assert told.consistent
 
 
@@ -204,39 +194,19 @@ def test_a_deleted_capture_is_gone_from_the_bucket_for_links_and_readers(
 
 
 @pytest.mark.long
-def test_expired_captures_are_removed_by_the_callbacks_process(
-    stack: Apart, bucket: S3Store
-) -> None:
-    jobs = [
-        stack.submit(["one"], capture=capture("passing", layout=layout))
-        for layout in ("packed", "segment")
-    ]
-    assert [stack.wait(job).state for job in jobs] == [State.SUCCEEDED] * 2
-    stack.end("callbacks")
-    stack.restart("callbacks", capture_ttl_s=1)
-    await_that(lambda: bucket.children("passing/") == [], "expired captures are removed")
-    assert not stack.do(lambda ledger: Captures(ledger).list()).captures
-    stack.end("callbacks")
-    stack.restart("callbacks")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("when", [r"PUT .*\.safetensors", r"PUT .*\.json", r"HEAD .*\.safetensors"])
 def test_a_worker_killed_during_an_upload_loses_nothing(
-    stack: Apart, client: Client, proxy: FaultProxy, bucket: S3Store, when: str
+    stack: Apart, client: Client, proxy: FaultProxy, bucket: S3Store
 ) -> None:
-    fault = proxy.fault("slow", when.replace(" .*", " .*/killed/.*"), times=1, seconds=5.0)
+    fault = proxy.fault("slow", r"PUT .*/killed/.*\.json", times=1, seconds=5.0)
     job = stack.submit(["one", "three"], capture=capture("killed"))
-    await_that(lambda: fault.seen == 1, "the upload begins")
+    wait_until(lambda: fault.seen == 1)
     stack.kill("worker")
     stack.restart("worker")
     assert stack.wait(job).state is State.SUCCEEDED
     check(client.capture(job), requests=2)
     check(CaptureReader(bucket, job), requests=2)
     client.captures.delete(job)
-    await_that(
-        lambda: bucket.children(f"killed/{job}/") == [], "what both attempts left is deleted"
-    )
+    wait_until(lambda: bucket.children(f"killed/{job}/") == [])
 
 
 def test_a_store_that_is_away_for_seconds_costs_time_alone(
@@ -253,42 +223,6 @@ def test_a_store_that_is_away_for_seconds_costs_time_alone(
 
 
 @pytest.mark.long
-def test_captures_wait_for_a_store_that_refuses_until_it_is_back(
-    stack: Apart, client: Client, proxy: FaultProxy
-) -> None:
-    body = {"model": "fake-model", "prompts": ["one"], "capture": {"layers": [1], "tag": "away"}}
-    proxy.keys = {s3_kit.ACCESS_KEY: "rotated"}
-    try:
-        await_that(
-            lambda: httpx2.post(f"{stack.url}/v1/jobs", json=body).status_code == 503,
-            "captures are rejected",
-        )
-        detail = httpx2.post(f"{stack.url}/v1/jobs", json=body).json()["detail"]
-        assert "the secret key does not belong to the access key" in detail
-        await_that(
-            lambda: not stack.do(lambda ledger: ledger.workers())[0].healthy,
-            "the worker is unhealthy",
-        )
-        accepted = stack.submit(["one"], capture=capture("away"))  # before it was noticed
-        assert stack.wait(stack.submit(["one"])).state is State.SUCCEEDED
-        time.sleep(3)
-        assert stack.do(lambda ledger: ledger.view(accepted)).state is State.QUEUED
-    finally:
-        proxy.keys = {s3_kit.ACCESS_KEY: s3_kit.SECRET_KEY}
-    await_that(
-        lambda: httpx2.post(f"{stack.url}/v1/jobs", json=body).status_code == 202,
-        "captures are accepted again",
-    )
-    await_that(
-        lambda: stack.do(lambda ledger: ledger.workers())[0].healthy, "the worker is healthy again"
-    )
-    later = stack.submit(["one"], capture=capture("away"))
-    for job in (accepted, later):
-        assert stack.wait(job).state is State.SUCCEEDED
-        check(client.capture(job))
-
-
-@pytest.mark.long
 def test_an_outage_longer_than_all_retries_costs_no_job(
     stack: Apart, client: Client, proxy: FaultProxy
 ) -> None:
@@ -299,10 +233,9 @@ def test_an_outage_longer_than_all_retries_costs_no_job(
     proxy.stop()
     began = time.monotonic()
     try:
-        await_that(
-            lambda: not stack.do(lambda ledger: ledger.workers())[0].healthy,
-            "the worker is unhealthy",
-        )
+        wait_until(lambda: not stack.do(lambda ledger: ledger.workers())[0].healthy)
+        body = {"model": "fake-model", "prompts": ["one"], "capture": {"layers": [1]}}
+        assert httpx2.post(f"{stack.url}/v1/jobs", json=body).status_code == 503
         second = [stack.submit(["one"], capture=capture("long")) for _ in range(6)]
         time.sleep(max(0.0, began + 1.5 * RETRY_S - time.monotonic()))
         views = [stack.do(lambda ledger, job=job: ledger.view(job)) for job in second]
@@ -318,29 +251,11 @@ def test_an_outage_longer_than_all_retries_costs_no_job(
         check(client.capture(job))
 
 
-@pytest.mark.matrix
-def test_a_request_that_is_never_answered_costs_no_job(
-    stack: Apart, client: Client, proxy: FaultProxy
-) -> None:
-    """Neither its own nor those that are behind it in the worker's one writer."""
-    # repeated for seconds; the last try is the one without an answer
-    busy = proxy.fault("503", "PUT .*/silent/", times=7)
-    proxy.fault("slow", "PUT .*/silent/", times=1, seconds=600.0)
-    jobs = [stack.submit(["one"], capture=capture("silent"))]
-    await_that(lambda: busy.seen > 0, "the first upload is under way")
-    jobs += [stack.submit(["one"], capture=capture("silent")) for _ in range(3)]
-    for job in jobs:
-        ended = stack.wait(job)
-        assert ended.state is State.SUCCEEDED, ended.error
-        check(client.capture(job))
-
-
 def test_an_upload_that_is_refused_fails_its_job_alone(stack: Apart, proxy: FaultProxy) -> None:
     proxy.fault("403 AccessDenied", "PUT .*/refused/")
     jobs = [stack.submit(["one"], capture=capture(tag)) for tag in ("refused", "accepted")]
     refused, accepted = (stack.wait(job) for job in jobs)
     assert (refused.state, accepted.state) == (State.FAILED, State.SUCCEEDED)
-    assert refused.error is not None
     assert "these credentials do not allow it" in refused.error.detail
 
 
@@ -360,8 +275,5 @@ def test_links_through_the_api_alone_and_a_quota(
     writer.append("large/object", [bytes(1 << 20)])
     writer.commit()
     body = {"model": "fake-model", "prompts": ["one"], "capture": {"layers": [1]}}
-    await_that(
-        lambda: "capture_quota_mib" in httpx2.post(f"{stack.url}/v1/jobs", json=body).text,
-        "the quota is used up",
-    )
+    wait_until(lambda: "capture_quota_mib" in httpx2.post(f"{stack.url}/v1/jobs", json=body).text)
     bucket.delete("large/")

@@ -3,7 +3,7 @@ long as somebody needs them?
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -95,6 +95,17 @@ def report(worker: str = WORKER, boot: str = BOOT, **changes: Any) -> WorkerStee
     return WorkerSteering(**(facts | changes))
 
 
+@pytest.fixture
+async def ledger(redis_url: str) -> AsyncIterator[Ledger]:
+    async with open_ledger(redis_url, steering_wait_s=60) as opened:
+        yield opened
+
+
+@pytest.fixture
+def steering(ledger: Ledger) -> Steering:
+    return Steering(ledger)
+
+
 async def pinned(ledger: Ledger) -> dict[str, set[str]]:
     """Content hash → owners, and that there is a tensor for each."""
     found = {}
@@ -125,151 +136,98 @@ async def change(steering: Steering, *tensors: str) -> GlobalSteering:
 
 # field case 43
 async def test_state_of_another_version_names_both_versions(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, steering: Steering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def later(value: object) -> bytes:
         return to_msgpack(msgspec.msgpack.decode(to_msgpack(value)) | {"tomorrow": 1})
 
-    async with open_ledger(redis_url) as ledger:
-        steering = Steering(ledger)
-        with monkeypatch.context() as newer:
-            newer.setattr(scripts, "__version__", "9.0.0")
-            newer.setattr(scripts, "to_msgpack", later)
-            scripts.source.cache_clear()
-            theirs = Steering(ledger)
-            await theirs.put_module(module(A), blobs(A))
-            await theirs.propose(MODEL, [entry(A)], {})
-            await theirs.commit("another", (await theirs.propose("another", [entry(A)], {})).id)
+    with monkeypatch.context() as newer:
+        newer.setattr(scripts, "__version__", "9.0.0")
+        newer.setattr(scripts, "to_msgpack", later)
         scripts.source.cache_clear()
-        reads = {
-            "the module 'joy'": [
-                steering.module(MODEL, "joy"),
-                steering.modules(MODEL),
-                steering.delete_module(MODEL, "joy"),
-                steering.put_module(module(B), blobs(B)),
-            ],
-            "the proposed global steering": [steering.desired(MODEL)],
-        }
-        for what, calls in reads.items():
-            for call in calls:
-                with pytest.raises(MidstreamError) as found:
-                    await call
-                assert found.value.kind == "version_mismatch"
-                said = (
-                    f"{what} of {MODEL!r} was stored by midstream 9.0.0; "
-                    f"midstream {__version__} "
-                    "cannot read it: "
-                )
-                assert found.value.detail.startswith(said)
-                assert "tomorrow" in found.value.detail
-        assert await steering.module_names(MODEL) == ["joy"], "what cannot be read is not deleted"
-        await ledger.redis.hset(f"ms:steering:{MODEL}", "current", later(GlobalSteering(version=1)))
-        with pytest.raises(
-            MidstreamError, match=r"the global steering of .* midstream \(unknown\)"
-        ):
-            await steering.standing(MODEL, [])
-        await ledger.redis.hset("ms:steering:another", "current", later(GlobalSteering(version=1)))
-        with pytest.raises(
-            MidstreamError,
-            match=r"the global steering of 'another' was stored by midstream 9\.0\.0",
-        ):
-            await steering.standing("another", [])
-        await ledger.redis.set(f"ms:pinned:{A}", later(TENSORS[A]))
-        with pytest.raises(MidstreamError, match="tomorrow") as found:
-            await steering.get_tensor(A)
-        assert found.value.kind == "version_mismatch"
+        theirs = Steering(ledger)
+        await theirs.put_module(module(A), blobs(A))
+        await theirs.propose(MODEL, [entry(A)], {})
+        await theirs.commit("another", (await theirs.propose("another", [entry(A)], {})).id)
+    scripts.source.cache_clear()
+    reads = {
+        "the module 'joy'": [
+            steering.module(MODEL, "joy"),
+            steering.modules(MODEL),
+            steering.delete_module(MODEL, "joy"),
+            steering.put_module(module(B), blobs(B)),
+        ],
+        "the proposed global steering": [steering.desired(MODEL)],
+    }
+    for what, calls in reads.items():
+        for call in calls:
+            with pytest.raises(MidstreamError) as found:
+                await call
+            assert found.value.kind == "version_mismatch"
+            said = (
+                f"{what} of {MODEL!r} was stored by midstream 9.0.0; "
+                f"midstream {__version__} "
+                "cannot read it: "
+            )
+            assert found.value.detail.startswith(said)
+            assert "tomorrow" in found.value.detail
+    assert await steering.module_names(MODEL) == ["joy"], "what cannot be read is not deleted"
+    await ledger.redis.hset(f"ms:steering:{MODEL}", "current", later(GlobalSteering(version=1)))
+    with pytest.raises(MidstreamError, match=r"the global steering of .* midstream \(unknown\)"):
+        await steering.standing(MODEL, [])
+    await ledger.redis.hset("ms:steering:another", "current", later(GlobalSteering(version=1)))
+    with pytest.raises(
+        MidstreamError,
+        match=r"the global steering of 'another' was stored by midstream 9\.0\.0",
+    ):
+        await steering.standing("another", [])
+    await ledger.redis.set(f"ms:pinned:{A}", later(TENSORS[A]))
+    with pytest.raises(MidstreamError, match="tomorrow") as found:
+        await steering.get_tensor(A)
+    assert found.value.kind == "version_mismatch"
 
 
-async def test_proposals_and_commits_notify_workers(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        steering = Steering(ledger)
-        assert await steering.look(MODEL, WORKER) == (0, "", "", "", "")
-        proposal = await steering.propose(MODEL, [entry(A)], blobs(A))
-        look = await steering.look(MODEL, WORKER)
-        assert (look.version, look.proposal) == (1, proposal.id)
-        desired = await steering.desired(MODEL)
-        assert (desired.version, desired.current, desired.proposal) == (
-            1,
-            GlobalSteering(),
-            proposal,
-        )
-        assert await steering.commit(MODEL, proposal.id) == proposal.steering
-        desired = await steering.desired(MODEL)
-        assert (desired.version, desired.current, desired.proposal) == (
-            2,
-            proposal.steering,
-            None,
-        )
-        assert await steering.look(MODEL, WORKER) == (2, "", "", "", proposal.id)
-        assert await steering.commit(MODEL, proposal.id) == proposal.steering, (
-            "its answer may have been lost"
-        )
-        assert (await steering.desired(MODEL)).version == 2
-
-
-async def test_a_withdrawn_proposal_changes_nothing_and_frees_its_tensors(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        steering = Steering(ledger)
-        first = await change(steering, A)
-        proposal = await steering.propose(MODEL, [entry(A), entry(B)], blobs(A, B))
-        assert set(await pinned(ledger)) == {A, B}
-        assert await steering.abort(MODEL, proposal.id)
-        assert not await steering.abort(MODEL, proposal.id)
-        assert (await steering.desired(MODEL)).current == first
-        assert await pinned(ledger) == {A: {f"global:{MODEL}"}}
-        with pytest.raises(MidstreamError) as given_up:
-            await steering.commit(MODEL, proposal.id)
-        assert given_up.value.kind == "conflict"
+async def test_proposals_and_commits_notify_workers(steering: Steering) -> None:
+    assert await steering.look(MODEL, WORKER) == (0, "", "", "", "")
+    proposal = await steering.propose(MODEL, [entry(A)], blobs(A))
+    look = await steering.look(MODEL, WORKER)
+    assert (look.version, look.proposal) == (1, proposal.id)
+    desired = await steering.desired(MODEL)
+    assert (desired.version, desired.current, desired.proposal) == (
+        1,
+        GlobalSteering(),
+        proposal,
+    )
+    assert await steering.commit(MODEL, proposal.id) == proposal.steering
+    desired = await steering.desired(MODEL)
+    assert (desired.version, desired.current, desired.proposal) == (
+        2,
+        proposal.steering,
+        None,
+    )
+    assert await steering.look(MODEL, WORKER) == (2, "", "", "", proposal.id)
+    assert await steering.commit(MODEL, proposal.id) == proposal.steering, (
+        "its answer may have been lost"
+    )
+    assert (await steering.desired(MODEL)).version == 2
 
 
 async def test_one_proposal_at_a_time_until_its_deadline(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, steering: Steering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_ledger(redis_url, steering_wait_s=60) as ledger:
-        steering = Steering(ledger)
-        first = await steering.propose(MODEL, [entry(A)], blobs(A))
-        with pytest.raises(MidstreamError) as busy:
-            await steering.propose(MODEL, [entry(B)], blobs(B))
-        assert busy.value.kind == "conflict"
-        assert await steering.propose("another model", [entry(B)], blobs(B))
-        for clock in (scripts, broker_steering):
-            monkeypatch.setattr(clock, "now", lambda: now() + 61)
-        assert (await steering.desired(MODEL)).proposal is None
-        with pytest.raises(MidstreamError):
-            await steering.commit(MODEL, first.id)
-        second = await steering.propose(MODEL, [entry(C)], blobs(C))
-        assert (await steering.commit(MODEL, second.id)).tensors == [C]
-        assert A not in await pinned(ledger)
-
-
-async def test_global_steering_versions_are_never_reused(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        steering = Steering(ledger)
-        numbers = [(await change(steering, A)).version]
-        given_up = await steering.propose(MODEL, [entry(B)], blobs(B))
-        await steering.abort(MODEL, given_up.id)
-        numbers += [
-            given_up.steering.version,
-            (await change(steering)).version,
-            (await change(steering, A)).version,
-        ]
-        assert numbers == sorted(set(numbers))
-        assert await pinned(ledger) == {A: {f"global:{MODEL}"}}
-
-
-async def test_a_proposal_with_an_unknown_tensor_is_refused(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        steering = Steering(ledger)
-        for call in (
-            steering.propose(MODEL, [entry(A), entry(B)], blobs(A)),
-            steering.put_module(module(A, B), blobs(A)),
-        ):
-            with pytest.raises(MidstreamError) as gone:
-                await call
-            assert gone.value.kind == "conflict"
-            assert B in gone.value.detail
-        assert await pinned(ledger) == {}
-        assert await steering.desired(MODEL) == await steering.desired("another")
+    first = await steering.propose(MODEL, [entry(A)], blobs(A))
+    with pytest.raises(MidstreamError) as busy:
+        await steering.propose(MODEL, [entry(B)], blobs(B))
+    assert busy.value.kind == "conflict"
+    assert await steering.propose("another model", [entry(B)], blobs(B))
+    for clock in (scripts, broker_steering):
+        monkeypatch.setattr(clock, "now", lambda: now() + 61)
+    assert (await steering.desired(MODEL)).proposal is None
+    with pytest.raises(MidstreamError):
+        await steering.commit(MODEL, first.id)
+    second = await steering.propose(MODEL, [entry(C)], blobs(C))
+    assert (await steering.commit(MODEL, second.id)).tensors == [C]
+    assert A not in await pinned(ledger)
 
 
 # --- Claims
@@ -277,106 +235,95 @@ async def test_a_proposal_with_an_unknown_tensor_is_refused(redis_url: str) -> N
 
 
 async def test_no_job_is_claimed_under_another_global_steering_than_the_desired_one(
-    redis_url: str,
+    ledger: Ledger, steering: Steering
 ) -> None:
-    async with open_ledger(redis_url) as ledger:
-        steering, job = Steering(ledger), make_job(prompts=3)
-        await ledger.submit(job, {})
-        current = await change(steering, A)
-        with pytest.raises(ClaimRefused) as behind:
-            await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
-        assert behind.value.why == "behind"
-        assert (await ledger.view(job.id)).state is State.QUEUED
-        assert (
-            await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY, current.version, True) is not None
-        )
-        view = await ledger.view(job.id)
-        assert (view.receipts_expected, view.steered) == (6, True), "every prompt tells of it"
-        await ledger.store_outputs(job.id, 1, outputs(3))
-        result = await ledger.result(job.id)
-        assert result.state is State.RUNNING
-        assert result.determinism is not None
-        assert result.determinism.global_version == current.version
+    job = make_job(prompts=3)
+    await ledger.submit(job, {})
+    current = await change(steering, A)
+    with pytest.raises(ClaimRefused) as behind:
+        await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
+    assert behind.value.why == "behind"
+    assert (await ledger.view(job.id)).state is State.QUEUED
+    assert await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY, current.version, True) is not None
+    view = await ledger.view(job.id)
+    assert (view.receipts_expected, view.steered) == (6, True), "every prompt tells of it"
+    await ledger.store_outputs(job.id, 1, outputs(3))
+    result = await ledger.result(job.id)
+    assert result.state is State.RUNNING
+    assert result.determinism.global_version == current.version
 
 
-async def test_a_requeued_job_forgets_its_global_steering(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        steering, job = Steering(ledger), make_job()
-        await ledger.submit(job, {})
-        await ledger.claim(
-            job.id, WORKER, BOOT, 1, IDENTITY, (await change(steering, A)).version, True
-        )
-        await ledger.release(job.id, 1)
-        assert not (await ledger.view(job.id)).steered
-        await ledger.claim(
-            job.id, WORKER, BOOT, 1, IDENTITY, (await change(steering)).version, False
-        )
-        await ledger.store_outputs(job.id, 2, outputs())
-        result = await ledger.result(job.id)
-        assert (result.state, result.determinism) == (State.SUCCEEDED, None)
+async def test_a_requeued_job_forgets_its_global_steering(
+    ledger: Ledger, steering: Steering
+) -> None:
+    job = make_job()
+    await ledger.submit(job, {})
+    await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, (await change(steering, A)).version, True)
+    await ledger.release(job.id, 1)
+    assert not (await ledger.view(job.id)).steered
+    await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, (await change(steering)).version, False)
+    await ledger.store_outputs(job.id, 2, outputs())
+    result = await ledger.result(job.id)
+    assert (result.state, result.determinism) == (State.SUCCEEDED, None)
 
 
 async def test_a_worker_whose_ranks_disagree_claims_nothing_until_they_are_equal(
-    redis_url: str,
+    ledger: Ledger, steering: Steering
 ) -> None:
-    async with open_ledger(redis_url) as ledger:
-        steering, job = Steering(ledger), make_job()
-        await ledger.submit(job, {})
-        await ledger.redis.hset("ms:desync", WORKER, "rank 1 differs")
-        with pytest.raises(ClaimRefused) as refused:
-            await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
-        assert (refused.value.why, refused.value.detail) == ("desynced", "rank 1 differs")
-        assert (await steering.look(MODEL, WORKER)).desync == "rank 1 differs"
-        await steering.clear_desync(WORKER)
-        assert await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY) is not None
+    job = make_job()
+    await ledger.submit(job, {})
+    await ledger.redis.hset("ms:desync", WORKER, "rank 1 differs")
+    with pytest.raises(ClaimRefused) as refused:
+        await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
+    assert (refused.value.why, refused.value.detail) == ("desynced", "rank 1 differs")
+    assert (await steering.look(MODEL, WORKER)).desync == "rank 1 differs"
+    await steering.clear_desync(WORKER)
+    assert await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY) is not None
 
 
 # --- Reports
 # --------------------------------------------------------------------------------------------------
 
 
-async def test_only_current_reports_of_live_workers_count(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        steering = Steering(ledger)
-        for told in (report("w1"), report("w2", "old boot"), report("dead"), report("other")):
-            await steering.report(told)
-        for worker in ("w1", "w2", "w3"):
-            await ledger.heartbeat(worker_info(worker))
-        await ledger.heartbeat(worker_info("other", model="another"))
-        accounts = await steering.accounts(MODEL)
-        assert [(account.info.worker, account.report is not None) for account in accounts] == [
-            ("w1", True),
-            ("w2", False),
-            ("w3", False),
-        ]
-        assert [told.worker for told in await steering.reports(MODEL)] == ["w1"]
-        assert len(await steering.accounts()) == 4
+async def test_only_current_reports_of_live_workers_count(
+    ledger: Ledger, steering: Steering
+) -> None:
+    for told in (report("w1"), report("w2", "old boot"), report("dead"), report("other")):
+        await steering.report(told)
+    for worker in ("w1", "w2", "w3"):
+        await ledger.heartbeat(worker_info(worker))
+    await ledger.heartbeat(worker_info("other", model="another"))
+    accounts = await steering.accounts(MODEL)
+    assert [(account.info.worker, account.report is not None) for account in accounts] == [
+        ("w1", True),
+        ("w2", False),
+        ("w3", False),
+    ]
+    assert [told.worker for told in await steering.reports(MODEL)] == ["w1"]
+    assert len(await steering.accounts()) == 4
 
 
-async def test_a_report_answers_the_questions_up_to_the_one_it_names(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        steering = Steering(ledger)
-        await ledger.heartbeat(worker_info())
-        first, second = await steering.ask(MODEL), await steering.ask(MODEL)
-        assert (await steering.look(MODEL, WORKER)).ask == second
-        for told, answered in (
-            ("", (False, False)),
-            (first, (True, False)),
-            (second, (True, True)),
-        ):
-            await steering.report(report(ask=told))
-            (account,) = await steering.accounts(MODEL)
-            assert (account.answers(first), account.answers(second)) == answered
+async def test_a_report_answers_the_questions_up_to_the_one_it_names(
+    ledger: Ledger, steering: Steering
+) -> None:
+    await ledger.heartbeat(worker_info())
+    first, second = await steering.ask(MODEL), await steering.ask(MODEL)
+    assert (await steering.look(MODEL, WORKER)).ask == second
+    for told, answered in (
+        ("", (False, False)),
+        (first, (True, False)),
+        (second, (True, True)),
+    ):
+        await steering.report(report(ask=told))
+        (account,) = await steering.accounts(MODEL)
+        assert (account.answers(first), account.answers(second)) == answered
 
 
-async def test_a_report_of_another_version_counts_as_none(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        await ledger.heartbeat(worker_info())
-        await ledger.redis.set(
-            f"ms:steering-report:{WORKER}", to_msgpack({"worker": WORKER, "new": 1})
-        )
-        (account,) = await Steering(ledger).accounts(MODEL)
-        assert account.report is None
+async def test_a_report_of_another_version_counts_as_none(ledger: Ledger) -> None:
+    await ledger.heartbeat(worker_info())
+    await ledger.redis.set(f"ms:steering-report:{WORKER}", to_msgpack({"worker": WORKER, "new": 1}))
+    (account,) = await Steering(ledger).accounts(MODEL)
+    assert account.report is None
 
 
 # --- Modules and jobs
@@ -384,107 +331,101 @@ async def test_a_report_of_another_version_counts_as_none(redis_url: str) -> Non
 
 
 async def test_a_name_points_at_content_and_the_same_content_again_is_no_change(
-    redis_url: str,
+    ledger: Ledger, steering: Steering
 ) -> None:
-    async with open_ledger(redis_url) as ledger:
-        steering = Steering(ledger)
-        joy = module(A, B)
-        assert await steering.put_module(joy, blobs(A, B)) is None
-        version = (await steering.look(MODEL, WORKER)).version
-        assert (
-            await steering.put_module(msgspec.structs.replace(joy, created=9.0), blobs(A, B)) == joy
-        )
-        described = module(A, B, description="glad", created=9.0)
-        assert await steering.put_module(described, {}) == joy
-        assert (await steering.look(MODEL, WORKER)).version == version
-        stored = await steering.module(MODEL, "joy")
-        assert stored == msgspec.structs.replace(described, created=joy.created)
-        assert await steering.put_module(module(B, C), blobs(C)) == stored, (
-            "what it has already need not come again"
-        )
-        assert (await steering.look(MODEL, WORKER)).version == version + 1
-        assert set(await pinned(ledger)) == {B, C}
-        assert (
-            [found.name for found in await steering.modules(MODEL)]
-            == await steering.module_names(MODEL)
-            == ["joy"]
-        )
-        assert set((await steering.desired(MODEL)).modules) == {"joy"}
-        assert (await steering.delete_module(MODEL, "joy")).digest == module(B, C).digest  # type: ignore[union-attr]
-        assert await steering.delete_module(MODEL, "joy") is None
-        assert await pinned(ledger) == {}
-        assert await steering.module(MODEL, "joy") is None
+    joy = module(A, B)
+    assert await steering.put_module(joy, blobs(A, B)) is None
+    version = (await steering.look(MODEL, WORKER)).version
+    assert await steering.put_module(msgspec.structs.replace(joy, created=9.0), blobs(A, B)) == joy
+    described = module(A, B, description="glad", created=9.0)
+    assert await steering.put_module(described, {}) == joy
+    assert (await steering.look(MODEL, WORKER)).version == version
+    stored = await steering.module(MODEL, "joy")
+    assert stored == msgspec.structs.replace(described, created=joy.created)
+    assert await steering.put_module(module(B, C), blobs(C)) == stored, (
+        "what it has already need not come again"
+    )
+    assert (await steering.look(MODEL, WORKER)).version == version + 1
+    assert set(await pinned(ledger)) == {B, C}
+    assert (
+        [found.name for found in await steering.modules(MODEL)]
+        == await steering.module_names(MODEL)
+        == ["joy"]
+    )
+    assert set((await steering.desired(MODEL)).modules) == {"joy"}
+    assert (await steering.delete_module(MODEL, "joy")).digest == module(B, C).digest  # type: ignore[union-attr]
+    assert await steering.delete_module(MODEL, "joy") is None
+    assert await pinned(ledger) == {}
+    assert await steering.module(MODEL, "joy") is None
 
 
-async def test_many_changes_of_one_name_at_once_leave_one_of_them_whole(redis_url: str) -> None:
-    async with open_ledger(redis_url) as ledger:
-        steering = Steering(ledger)
-        formers = await asyncio.gather(
-            *[steering.put_module(module(name), blobs(name)) for name in TENSORS]
-        )
-        stored = await steering.module(MODEL, "joy")
-        assert stored is not None
-        told = [former.tensors[0] if former else None for former in formers]
-        assert sorted(map(str, told)) == sorted(map(str, {*TENSORS, None} - set(stored.tensors))), (
-            "each replaced another"
-        )
-        assert set(await pinned(ledger)) == set(stored.tensors)
+async def test_many_changes_of_one_name_at_once_leave_one_of_them_whole(
+    ledger: Ledger, steering: Steering
+) -> None:
+    formers = await asyncio.gather(
+        *[steering.put_module(module(name), blobs(name)) for name in TENSORS]
+    )
+    stored = await steering.module(MODEL, "joy")
+    told = [former.tensors[0] if former else None for former in formers]
+    assert sorted(map(str, told)) == sorted(map(str, {*TENSORS, None} - set(stored.tensors))), (
+        "each replaced another"
+    )
+    assert set(await pinned(ledger)) == set(stored.tensors)
 
 
 async def test_an_accepted_job_has_its_tensors_whatever_becomes_of_the_module(
-    redis_url: str,
+    ledger: Ledger, steering: Steering
 ) -> None:
     # field case 26
-    async with open_ledger(redis_url) as ledger:
-        steering = Steering(ledger)
-        joy = module(A)
-        await steering.put_module(joy, blobs(A))
-        job = msgspec.structs.replace(make_job(steer=True), modules={"joy": joy.digest})
-        await ledger.submit(job, {}, pinned=[A])
-        await steering.put_module(module(B), blobs(B))  # field case 15
-        await steering.delete_module(MODEL, "joy")
-        assert await pinned(ledger) == {}
-        assert content_hash(await ledger.get_tensor(A)) == A
-        assert await steering.get_tensor(A) == await ledger.get_tensor(A)
-        assert await ledger.redis.ttl(f"ms:blob:{A}") > 0
-        assert (await ledger.view(job.id)).modules == {"joy": joy.digest}
-        late = msgspec.structs.replace(make_job(steer=True), modules={"joy": module(B).digest})
-        with pytest.raises(MidstreamError) as refused:
-            await ledger.submit(late, {}, pinned=[B])
-        assert refused.value.kind == "conflict"
-        assert "joy" in refused.value.detail
-        with pytest.raises(MidstreamError):
-            await ledger.view(late.id)
+    joy = module(A)
+    await steering.put_module(joy, blobs(A))
+    job = msgspec.structs.replace(make_job(steer=True), modules={"joy": joy.digest})
+    await ledger.submit(job, {}, pinned=[A])
+    await steering.put_module(module(B), blobs(B))  # field case 15
+    await steering.delete_module(MODEL, "joy")
+    assert await pinned(ledger) == {}
+    assert content_hash(await ledger.get_tensor(A)) == A
+    assert await steering.get_tensor(A) == await ledger.get_tensor(A)
+    assert await ledger.redis.ttl(f"ms:blob:{A}") > 0
+    assert (await ledger.view(job.id)).modules == {"joy": joy.digest}
+    late = msgspec.structs.replace(make_job(steer=True), modules={"joy": module(B).digest})
+    with pytest.raises(MidstreamError) as refused:
+        await ledger.submit(late, {}, pinned=[B])
+    assert refused.value.kind == "conflict"
+    assert "joy" in refused.value.detail
+    with pytest.raises(MidstreamError):
+        await ledger.view(late.id)
 
 
-async def test_unregistering_racing_a_submission_is_atomic(redis_url: str) -> None:  # field case 26
-    async with open_ledger(redis_url) as ledger:
-        steering = Steering(ledger)
-        accepted = refused = 0
-        for turn in range(40):
-            await ledger.redis.flushall()
-            await steering.put_module(module(A), blobs(A))
-            job = make_job(steer=True)
-            calls = [ledger.submit(job, {}, pinned=[A]), steering.delete_module(MODEL, "joy")]
-            first, second = calls if turn % 2 else calls[::-1]
-            if turn < 2:  # one after the other
-                outcomes = [
-                    *await asyncio.gather(first, return_exceptions=True),
-                    *await asyncio.gather(second, return_exceptions=True),
-                ]
-            else:
-                gap = turn // 2 * 0.0002  # a deletion asks twice
-                outcomes = await asyncio.gather(first, later(gap, second), return_exceptions=True)
-            failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-            if failures:
-                refused += 1
-                assert [getattr(failure, "kind", failure) for failure in failures] == ["conflict"]
-                assert not await ledger.redis.exists(f"ms:job:{job.id}")
-            else:
-                accepted += 1
-                assert content_hash(await ledger.get_tensor(A)) == A
-        assert accepted > 0
-        assert refused > 0
+async def test_unregistering_racing_a_submission_is_atomic(
+    ledger: Ledger, steering: Steering
+) -> None:
+    # field case 26
+    accepted = refused = 0
+    for turn in range(40):
+        await ledger.redis.flushall()
+        await steering.put_module(module(A), blobs(A))
+        job = make_job(steer=True)
+        calls = [ledger.submit(job, {}, pinned=[A]), steering.delete_module(MODEL, "joy")]
+        first, second = calls if turn % 2 else calls[::-1]
+        if turn < 2:  # one after the other
+            outcomes = [
+                *await asyncio.gather(first, return_exceptions=True),
+                *await asyncio.gather(second, return_exceptions=True),
+            ]
+        else:
+            gap = turn // 2 * 0.0002  # a deletion asks twice
+            outcomes = await asyncio.gather(first, later(gap, second), return_exceptions=True)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failures:
+            refused += 1
+            assert [getattr(failure, "kind", failure) for failure in failures] == ["conflict"]
+            assert not await ledger.redis.exists(f"ms:job:{job.id}")
+        else:
+            accepted += 1
+            assert content_hash(await ledger.get_tensor(A)) == A
+    assert accepted > 0
+    assert refused > 0
 
 
 # --- Pins, under anything
@@ -507,7 +448,7 @@ MODELS = st.sampled_from([MODEL, "m:2"])
 
 class Pins(RuleBasedStateMachine):
     """What is pinned is exactly what the modules, the global steering and the open proposals of all
-    models name.
+    models name; a proposal that was withdrawn changes nothing, and a tensor must be there.
     """
 
     broker: ClassVar[Broker]
@@ -517,6 +458,8 @@ class Pins(RuleBasedStateMachine):
         self.broker.do(self.broker.ledger.redis.flushall())
         self.owned: dict[str, set[str]] = {}
         self.open: dict[str, tuple[str, set[str]]] = {}
+        self.versions: dict[str, int] = {}  # of the last proposal
+        self.current: dict[str, int] = {}  # of what was committed last
 
     @rule(
         model=MODELS,
@@ -545,6 +488,8 @@ class Pins(RuleBasedStateMachine):
             model, [entry(name) for name in names], blobs(*names) if bring else {}
         )
         if proposal := self.tried(call, names, bring):
+            assert proposal.steering.version > self.versions.get(model, 0), "none is used again"
+            self.versions[model] = proposal.steering.version
             self.open[model] = proposal.id, set(names)
             self.owned[f"proposal:{model}"] = set(names)
 
@@ -552,14 +497,21 @@ class Pins(RuleBasedStateMachine):
     def commit(self, model: str) -> None:
         if model in self.open:
             proposal, names = self.open.pop(model)
-            self.broker.do(self.broker.steering.commit(model, proposal))
+            committed = self.broker.do(self.broker.steering.commit(model, proposal))
+            self.current[model] = committed.version
+            assert set(committed.tensors) == names
             del self.owned[f"proposal:{model}"]
             self.owned[f"global:{model}"] = names
 
     @rule(model=MODELS)
     def abort(self, model: str) -> None:
         if model in self.open:
-            assert self.broker.do(self.broker.steering.abort(model, self.open.pop(model)[0]))
+            proposal, _ = self.open.pop(model)
+            assert self.broker.do(self.broker.steering.abort(model, proposal))
+            assert not self.broker.do(self.broker.steering.abort(model, proposal))
+            with pytest.raises(MidstreamError) as given_up:
+                self.broker.do(self.broker.steering.commit(model, proposal))
+            assert given_up.value.kind == "conflict"
             del self.owned[f"proposal:{model}"]
 
     def tried(self, call: Any, names: list[str], bring: bool) -> Any:
@@ -584,6 +536,9 @@ class Pins(RuleBasedStateMachine):
         assert self.broker.do(pinned(self.broker.ledger)) == expected
         for name in expected:
             assert content_hash(self.broker.do(self.broker.steering.get_tensor(name))) == name
+        for model in (MODEL, "m:2"):
+            desired = self.broker.do(self.broker.steering.desired(model))
+            assert desired.current.version == self.current.get(model, 0)
 
 
 @pytest.fixture
@@ -601,7 +556,7 @@ def test_tensors_are_pinned_exactly_while_referenced(broker: Broker) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         Pins,
         settings=settings(
-            max_examples=40,
+            max_examples=25,
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import shutil
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, pair, sweep, sweep_job
+from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, having, pair, sweep, sweep_job
 
 from midstream.broker.ledger.core.scripts import SHELVED_S
 from midstream.broker.ledger.named.probes import of_all_traffic, recorded
@@ -26,289 +27,258 @@ from midstream.storage.file_store import FileStore
 from midstream.workers.serving.attempt import AttemptOutcome
 
 
+@pytest.fixture
+async def rig(redis_url: str, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    async with Rig(redis_url, tmp_path, **getattr(request, "param", {})) as opened:
+        yield opened
+
+
 # field case 36
 # field case 32
-def test_only_cells_that_engine_or_ranks_fail_have_no_value(redis_url: str, tmp_path: Path) -> None:
+async def test_only_cells_that_engine_or_ranks_fail_have_no_value(rig: Rig) -> None:
     asked = sweep()
     units = Units(asked)
     refused, failed = units.first_cell + 2, units.first_cell + asked.num_columns + 5
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.submit(asked)
-        async with at.worker(fault=f"generate:request={refused};refuse:request={failed}") as runs:
-            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-        assert (await at.ledger.view(job_id)).state is State.SUCCEEDED
-        result = await at.result(job_id)
-        check_grid(
-            asked,
-            result,
-            {refused: "rank 0 rejected prompt", failed: "rank 0 (stage 0): injected fault"},
-        )
-        assert result.summary.skipped == len(LAYERS) + 2
-
-    Rig(redis_url, tmp_path)(scenario)
+    job_id = await rig.submit(asked)
+    async with rig.worker(fault=f"generate:request={refused};refuse:request={failed}") as runs:
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    assert (await rig.ledger.view(job_id)).state is State.SUCCEEDED
+    result = await rig.result(job_id)
+    check_grid(
+        asked,
+        result,
+        {refused: "rank 0 rejected prompt", failed: "rank 0 (stage 0): injected fault"},
+    )
+    assert result.summary.skipped == len(LAYERS) + 2
 
 
-def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(
-    redis_url: str, tmp_path: Path
-) -> None:
+@having(global_capture="post_block:1", global_capture_tag="ops")
+async def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(rig: Rig) -> None:
     """A pair whose prompt the operator's probe stops has no values, and the cells say why."""
     longer = pair(CLEAN + ", and it stays there", CORRUPT)
     asked = sweep(pair(), longer, noise=0)
 
-    async def scenario(at: Rig) -> None:
-        async with at.worker() as runs:
-            await at.watch(max(len(pair().base), len(pair().source)) + 2.0)
-            info, watching = await at.ledger.watched_model("fake-model")
-            assert info is not None
-            policies = await of_all_traffic(Registry(at.ledger, POLICIES), info, watching)
-            probes = recorded(policies, info.name)
-            job = msgspec.structs.replace(
-                sweep_job(asked), probes=probes, global_captures=info.global_captures
-            )
-            await at.ledger.submit(
-                job, {}, None, [name for probe in probes for name in probe.content.tensors]
-            )
-            assert await runs.run_job(job.id) is AttemptOutcome.SUCCEEDED
-        result = await at.ledger.result(job.id)
-        assert result.sweep is not None
-        grids = [
-            [value for row in each.grids["post_block"] for value in row]
-            for each in result.sweep.pairs
-        ]
-        assert any(value is not None for value in grids[0])
-        assert {*grids[1]} == {None}
-        assert any(
-            "source prompt failed: the probe 'policy:guard' ended it" in skipped.reason
-            for skipped in result.sweep.skipped
+    async with rig.worker() as runs:
+        await rig.watch(max(len(pair().base), len(pair().source)) + 2.0)
+        info, watching = await rig.ledger.watched_model("fake-model")
+        policies = await of_all_traffic(Registry(rig.ledger, POLICIES), info, watching)
+        probes = recorded(policies, info.name)
+        job = msgspec.structs.replace(
+            sweep_job(asked), probes=probes, global_captures=info.global_captures
         )
-        units = Units(asked)
-        prompts = {
-            units.request(unit, 0)
-            for number in (0, 1)
-            for unit in (units.base(number), units.source(number))
-        }
-        found = {file.request for file in result.capture_results.files if file.tag == "ops"}
-        stopped = units.request(units.source(1), 0)  # its receipt may come too late to be listed
-        assert prompts - {stopped} <= found <= prompts
-
-    Rig(redis_url, tmp_path, global_capture="post_block:1", global_capture_tag="ops")(scenario)
+        await rig.ledger.submit(
+            job, {}, None, [name for probe in probes for name in probe.content.tensors]
+        )
+        assert await runs.run_job(job.id) is AttemptOutcome.SUCCEEDED
+    result = await rig.ledger.result(job.id)
+    grids = [
+        [value for row in each.grids["post_block"] for value in row] for each in result.sweep.pairs
+    ]
+    assert any(value is not None for value in grids[0])
+    assert {*grids[1]} == {None}
+    assert any(
+        "source prompt failed: the probe 'policy:guard' ended it" in skipped.reason
+        for skipped in result.sweep.skipped
+    )
+    units = Units(asked)
+    prompts = {
+        units.request(unit, 0)
+        for number in (0, 1)
+        for unit in (units.base(number), units.source(number))
+    }
+    found = {file.request for file in result.capture_results.files if file.tag == "ops"}
+    stopped = units.request(units.source(1), 0)  # its receipt may come too late to be listed
+    assert prompts - {stopped} <= found <= prompts
 
 
 # field case 31
-def test_cells_whose_source_run_is_not_there_when_they_need_it_have_no_value(
-    redis_url: str, tmp_path: Path
+@having(tensor_parallel_size=2)
+async def test_cells_whose_source_run_is_not_there_when_they_need_it_have_no_value(
+    rig: Rig,
 ) -> None:
     asked = sweep()
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.submit(asked)
-        async with at.worker(fault="lose_run:rank=1,after=30") as runs:
-            await runs.run_job(job_id)
-        records = await at.records(job_id)
-        lost = {
-            number: "is not on this rank"
-            for number, record in records.items()
-            if "is not on this rank" in record.reason
-        }
-        assert 20 < len(lost) < asked.num_cells
-        check_grid(
-            asked,
-            await at.result(job_id),
-            {n: why for n, why in lost.items() if n >= Units(asked).first_cell},
-        )
-
-    Rig(redis_url, tmp_path, tensor_parallel_size=2)(scenario)
+    job_id = await rig.submit(asked)
+    async with rig.worker(fault="lose_run:rank=1,after=30") as runs:
+        await runs.run_job(job_id)
+    records = await rig.records(job_id)
+    lost = {
+        number: "is not on this rank"
+        for number, record in records.items()
+        if "is not on this rank" in record.reason
+    }
+    assert 20 < len(lost) < asked.num_cells
+    check_grid(
+        asked,
+        await rig.result(job_id),
+        {n: why for n, why in lost.items() if n >= Units(asked).first_cell},
+    )
 
 
 # field case 31
-def test_source_files_missing_when_a_sweep_resumes_leave_cells_without_values(
-    redis_url: str, tmp_path: Path
+@having(sweep_cells_in_flight=4)
+async def test_source_files_missing_when_a_sweep_resumes_leave_cells_without_values(
+    rig: Rig,
 ) -> None:
     asked = sweep(pair(CLEAN * 3, CORRUPT * 3))
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.interrupted(asked, 40)
-        kept = await at.records(job_id)
-        shutil.rmtree(at.settings.capture_root)
-        async with at.worker("boot2") as runs:
-            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-        lost = {
-            number: "cannot be read"
-            for number in (await at.records(job_id)).keys() - kept.keys()
-            if number >= Units(asked).first_cell
-        }
-        assert lost
-        check_grid(asked, await at.result(job_id), lost)
-
-    Rig(redis_url, tmp_path, sweep_cells_in_flight=4)(scenario)
+    job_id = await rig.interrupted(asked, 40)
+    kept = await rig.records(job_id)
+    shutil.rmtree(rig.settings.capture_root)
+    async with rig.worker("boot2") as runs:
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    lost = {
+        number: "cannot be read"
+        for number in (await rig.records(job_id)).keys() - kept.keys()
+        if number >= Units(asked).first_cell
+    }
+    assert lost
+    check_grid(asked, await rig.result(job_id), lost)
 
 
 # field case 31
-def test_a_source_run_that_a_rank_cannot_load_leaves_the_pairs_cells_without_values(
-    redis_url: str, tmp_path: Path
+@having(tensor_parallel_size=2)
+async def test_a_source_run_that_a_rank_cannot_load_leaves_the_pairs_cells_without_values(
+    rig: Rig,
 ) -> None:
     asked = sweep(metric="recovered")
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.submit(asked)
-        async with at.worker(fault="put_run:rank=1") as runs:
-            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-        units = Units(asked)
-        cells = range(units.first_cell, units.first_cell + asked.num_cells)
-        check_grid(asked, await at.result(job_id), dict.fromkeys(cells, "rank 1: injected fault"))
-
-    Rig(redis_url, tmp_path, tensor_parallel_size=2)(scenario)
+    job_id = await rig.submit(asked)
+    async with rig.worker(fault="put_run:rank=1") as runs:
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    units = Units(asked)
+    cells = range(units.first_cell, units.first_cell + asked.num_cells)
+    check_grid(asked, await rig.result(job_id), dict.fromkeys(cells, "rank 1: injected fault"))
 
 
-def test_cells_of_which_a_rank_never_reports_have_no_value(redis_url: str, tmp_path: Path) -> None:
+@having(tensor_parallel_size=2, capture_timeout_s=2.0)
+async def test_cells_of_which_a_rank_never_reports_have_no_value(rig: Rig) -> None:
     asked = sweep(layers=[1], hooks=["attn_out"])
     units = Units(asked)
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.submit(asked)
-        async with at.worker(fault="silent:rank=1") as runs:
-            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-        why = (await at.records(job_id))[units.base(0).number].reason
-        assert why == "1 of 2 receipts arrived within 2 s of the engine's output"
-        cells = range(units.first_cell, units.first_cell + asked.num_cells)
-        check_grid(
-            asked, await at.result(job_id), dict.fromkeys(cells, "of 2 receipts arrived within 2 s")
-        )
-
-    Rig(redis_url, tmp_path, tensor_parallel_size=2, capture_timeout_s=2.0)(scenario)
+    job_id = await rig.submit(asked)
+    async with rig.worker(fault="silent:rank=1") as runs:
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    why = (await rig.records(job_id))[units.base(0).number].reason
+    assert why == "1 of 2 receipts arrived within 2 s of the engine's output"
+    cells = range(units.first_cell, units.first_cell + asked.num_cells)
+    check_grid(
+        asked, await rig.result(job_id), dict.fromkeys(cells, "of 2 receipts arrived within 2 s")
+    )
 
 
-def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(
-    redis_url: str, tmp_path: Path
-) -> None:
+@having(tensor_parallel_size=2, sweep_cells_in_flight=4)
+async def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(rig: Rig) -> None:
     asked = sweep(pair(CLEAN * 2, CORRUPT * 2))
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.submit(asked)
-        async with at.worker(
-            engine_options={"token_s": 0.01}, fault="disagree:rank=1,after=120,times=1"
-        ) as runs:
-            running = asyncio.create_task(runs.run_job(job_id))
-            while (  # noqa: ASYNC110
-                view := await at.ledger.view(job_id)
-            ).state is not State.QUEUED or view.attempt == 0:
-                await asyncio.sleep(0.01)
-            runs.stop([job_id], AttemptOutcome.LOST)  # as the next heartbeat does
-            assert await running is AttemptOutcome.LOST
-        kept = await at.records(job_id)
-        await at.ledger.redis.delete("ms:desync")  # its ranks were made equal
-        async with at.worker("boot2") as runs:
-            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-        records = await at.records(job_id)
-        assert 50 < len(kept) < len(records)
-        assert at.engine.ranks.ranks[0].step == len(records) - len(kept), (
-            "what is known is not asked again"
-        )
-        assert Counter(record.attempt for record in records.values()) == {
-            1: len(kept),
-            2: len(records) - len(kept),
-        }
-        check_grid(asked, await at.result(job_id))
-        determinism = (await at.ledger.result(job_id)).determinism
-        assert determinism is not None
-        assert determinism.consistent
-        assert "rank 1 reports checksum" in determinism.retried[0]
-
-    Rig(redis_url, tmp_path, tensor_parallel_size=2, sweep_cells_in_flight=4)(scenario)
+    job_id = await rig.submit(asked)
+    async with rig.worker(
+        engine_options={"token_s": 0.01}, fault="disagree:rank=1,after=120,times=1"
+    ) as runs:
+        running = asyncio.create_task(runs.run_job(job_id))
+        while (  # noqa: ASYNC110
+            view := await rig.ledger.view(job_id)
+        ).state is not State.QUEUED or view.attempt == 0:
+            await asyncio.sleep(0.01)
+        runs.stop([job_id], AttemptOutcome.LOST)  # as the next heartbeat does
+        assert await running is AttemptOutcome.LOST
+    kept = await rig.records(job_id)
+    await rig.ledger.redis.delete("ms:desync")  # its ranks were made equal
+    async with rig.worker("boot2") as runs:
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    records = await rig.records(job_id)
+    assert 50 < len(kept) < len(records)
+    assert rig.engine.ranks.ranks[0].step == len(records) - len(kept), (
+        "what is known is not asked again"
+    )
+    assert Counter(record.attempt for record in records.values()) == {
+        1: len(kept),
+        2: len(records) - len(kept),
+    }
+    check_grid(asked, await rig.result(job_id))
+    determinism = (await rig.ledger.result(job_id)).determinism
+    assert determinism.consistent
+    assert "rank 1 reports checksum" in determinism.retried[0]
 
 
-def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(
-    redis_url: str, tmp_path: Path
-) -> None:
+@having(sweep_cells_in_flight=2)
+async def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(rig: Rig) -> None:
     asked = sweep(pair(CLEAN * 6, CORRUPT * 6))
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.submit(asked)
-        async with at.worker(engine_options={"token_s": 0.02}) as runs:
-            running = asyncio.create_task(runs.run_job(job_id))
-            await at.known(job_id, 20)
-            await at.ledger.request_cancel(job_id)
-            known, asked_for = (await at.ledger.view(job_id)).cells, at.engine.ranks.ranks[0].step
-            assert await running is AttemptOutcome.CANCELLED
-            assert at.engine.ranks.ranks[0].step <= asked_for + 20, (
-                "with the next cell, not with the last"
-            )
-        view = await at.ledger.view(job_id)
-        assert view.state is State.CANCELLED
-        assert 20 <= view.cells == known < asked.num_cells
-
-    Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
+    job_id = await rig.submit(asked)
+    async with rig.worker(engine_options={"token_s": 0.02}) as runs:
+        running = asyncio.create_task(runs.run_job(job_id))
+        await rig.known(job_id, 20)
+        await rig.ledger.request_cancel(job_id)
+        known, asked_for = (await rig.ledger.view(job_id)).cells, rig.engine.ranks.ranks[0].step
+        assert await running is AttemptOutcome.CANCELLED
+        assert rig.engine.ranks.ranks[0].step <= asked_for + 20, (
+            "with the next cell, not with the last"
+        )
+    view = await rig.ledger.view(job_id)
+    assert view.state is State.CANCELLED
+    assert 20 <= view.cells == known < asked.num_cells
 
 
 @pytest.mark.parametrize("entered", [True, False])
-def test_a_sweep_resumes_on_an_engine_with_other_reentry(
-    redis_url: str, tmp_path: Path, entered: bool
-) -> None:
+@having(sweep_cells_in_flight=2)
+async def test_a_sweep_resumes_on_an_engine_with_other_reentry(rig: Rig, entered: bool) -> None:
     """A compiled engine after an eager one, or the other way round: base runs that are known keep
     other rows than it would ask for.
     """
     asked = sweep(pair(CLEAN * 2, CORRUPT * 2))
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.interrupted(asked, 10, enters=entered)
-        async with at.worker("boot2") as runs:
-            at.engine.enters = not entered
-            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-        check_grid(asked, await at.result(job_id))
-        assert {record.attempt for record in (await at.records(job_id)).values()} == {1, 2}
-
-    Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
+    job_id = await rig.interrupted(asked, 10, enters=entered)
+    async with rig.worker("boot2") as runs:
+        rig.engine.enters = not entered
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    check_grid(asked, await rig.result(job_id))
+    assert {record.attempt for record in (await rig.records(job_id)).values()} == {1, 2}
 
 
-def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_its_cells(
-    redis_url: str, tmp_path: Path
+@having(sweep_cells_in_flight=2)
+async def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_its_cells(
+    rig: Rig,
 ) -> None:
     asked = sweep()
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.interrupted(asked, 10)
-        kept = await at.records(job_id)
-        base = kept[0]
-        elsewhere = msgspec.structs.replace(
-            base,
-            receipts=[msgspec.structs.replace(told, global_version=7) for told in base.receipts],
-        )
-        await at.ledger.redis.hset(f"ms:units:{job_id}", 0, to_msgpack(elsewhere))
-        async with at.worker("boot2") as runs:
-            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-        units = Units(asked)
-        cells = range(units.first_cell, units.first_cell + asked.num_cells)
-        check_grid(
-            asked,
-            await at.result(job_id),
-            {n: "began under global steering version 7" for n in cells if n not in kept},
-        )
-
-    Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
+    job_id = await rig.interrupted(asked, 10)
+    kept = await rig.records(job_id)
+    base = kept[0]
+    elsewhere = msgspec.structs.replace(
+        base,
+        receipts=[msgspec.structs.replace(told, global_version=7) for told in base.receipts],
+    )
+    await rig.ledger.redis.hset(f"ms:units:{job_id}", 0, to_msgpack(elsewhere))
+    async with rig.worker("boot2") as runs:
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    units = Units(asked)
+    cells = range(units.first_cell, units.first_cell + asked.num_cells)
+    check_grid(
+        asked,
+        await rig.result(job_id),
+        {n: "began under global steering version 7" for n in cells if n not in kept},
+    )
 
 
 # field case 36
-def test_sweep_cells_lost_by_the_ledger_are_resent_at_the_end(
-    redis_url: str, tmp_path: Path
-) -> None:
+@having(sweep_cells_in_flight=2)
+async def test_sweep_cells_lost_by_the_ledger_are_resent_at_the_end(rig: Rig) -> None:
     asked = sweep()
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.submit(asked)
-        async with at.worker(engine_options={"token_s": 0.01}) as runs:
-            running = asyncio.create_task(runs.run_job(job_id))
-            await at.known(job_id, 30)
-            await at.ledger.redis.hdel(f"ms:units:{job_id}", *(await at.records(job_id)))
-            assert await running is AttemptOutcome.SUCCEEDED
-        check_grid(asked, await at.result(job_id))
-
-    Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
+    job_id = await rig.submit(asked)
+    async with rig.worker(engine_options={"token_s": 0.01}) as runs:
+        running = asyncio.create_task(runs.run_job(job_id))
+        await rig.known(job_id, 30)
+        await rig.ledger.redis.hdel(f"ms:units:{job_id}", *(await rig.records(job_id)))
+        assert await running is AttemptOutcome.SUCCEEDED
+    check_grid(asked, await rig.result(job_id))
 
 
 @pytest.mark.parametrize("ending", [AttemptOutcome.RELEASED, AttemptOutcome.LOST])
-def test_a_sweep_that_is_stopped_while_it_leases_its_runs_stops(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: AttemptOutcome
+async def test_a_sweep_that_is_stopped_while_it_leases_its_runs_stops(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, ending: AttemptOutcome
 ) -> None:
     leasing, lease = asyncio.Event(), SourceRuns.lease
 
@@ -319,66 +289,59 @@ def test_a_sweep_that_is_stopped_while_it_leases_its_runs_stops(
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(50)
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.submit(sweep())
-        monkeypatch.setattr(SourceRuns, "lease", swallowing)
-        async with at.worker() as runs:
-            running = asyncio.create_task(runs.run_job(job_id))
-            await leasing.wait()
-            runs.stop([job_id], ending)
-            # not `wait_for`, which would cancel it once more
-            await asyncio.wait([running], timeout=30)
-            assert running.done()
-            assert running.result() is ending
-
-    Rig(redis_url, tmp_path)(scenario)
+    job_id = await rig.submit(sweep())
+    monkeypatch.setattr(SourceRuns, "lease", swallowing)
+    async with rig.worker() as runs:
+        running = asyncio.create_task(runs.run_job(job_id))
+        await leasing.wait()
+        runs.stop([job_id], ending)
+        # not `wait_for`, which would cancel it once more
+        await asyncio.wait([running], timeout=30)
+        assert running.done()
+        assert running.result() is ending
 
 
-def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_comparison(
-    redis_url: str, tmp_path: Path
+@having(sweep_cells_in_flight=2)
+async def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_comparison(
+    rig: Rig,
 ) -> None:
     asked = sweep(metric="kl")
     units = Units(asked)
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.interrupted(asked, 10)
-        kept, clean = await at.records(job_id), units.source(0).number
-        failed = msgspec.structs.replace(kept[clean], value=None, reason="no room", receipts=[])
-        await at.ledger.redis.hset(f"ms:units:{job_id}", clean, to_msgpack(failed))
-        async with at.worker("boot2") as runs:
-            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-        cells = range(units.first_cell, units.first_cell + asked.num_cells)
-        check_grid(
-            asked,
-            await at.result(job_id),
-            {n: "source prompt failed: no room" for n in cells if n not in kept},
-        )
-
-    Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
+    job_id = await rig.interrupted(asked, 10)
+    kept, clean = await rig.records(job_id), units.source(0).number
+    failed = msgspec.structs.replace(kept[clean], value=None, reason="no room", receipts=[])
+    await rig.ledger.redis.hset(f"ms:units:{job_id}", clean, to_msgpack(failed))
+    async with rig.worker("boot2") as runs:
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    cells = range(units.first_cell, units.first_cell + asked.num_cells)
+    check_grid(
+        asked,
+        await rig.result(job_id),
+        {n: "source prompt failed: no room" for n in cells if n not in kept},
+    )
 
 
 @pytest.mark.parametrize(
     "fault", ["put_run:rank=1", "refuse:request=0,kind=store_away"], ids=["reading", "writing"]
 )
-def test_a_sweep_waits_for_a_store_that_is_away_and_goes_on(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+@having(tensor_parallel_size=2, max_attempts=2)
+async def test_a_sweep_waits_for_a_store_that_is_away_and_goes_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Attempts that end for this reason do not count, however many they are."""
     asked = sweep(metric="recovered")
     trouble = ["it cannot be reached"]
     monkeypatch.setattr(FileStore, "trouble", lambda store: trouble[0])
 
-    async def scenario(at: Rig) -> None:
-        job_id = await at.submit(asked)
-        reaper = Reaper(at.ledger, at.settings)
-        async with at.worker(fault=fault) as runs:
-            for _ in range(3):
-                assert await runs.run_job(job_id) is AttemptOutcome.STORE_UNAVAILABLE
-                assert (await at.ledger.view(job_id)).state is State.QUEUED
-                await reaper.sweep(now() + SHELVED_S + 1)
-            trouble[0] = ""
-            at.engine.faults.switch("")
-            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-        check_grid(asked, await at.result(job_id), {})
-
-    Rig(redis_url, tmp_path, tensor_parallel_size=2, max_attempts=2)(scenario)
+    job_id = await rig.submit(asked)
+    reaper = Reaper(rig.ledger, rig.settings)
+    async with rig.worker(fault=fault) as runs:
+        for _ in range(3):
+            assert await runs.run_job(job_id) is AttemptOutcome.STORE_UNAVAILABLE
+            assert (await rig.ledger.view(job_id)).state is State.QUEUED
+            await reaper.sweep(now() + SHELVED_S + 1)
+        trouble[0] = ""
+        rig.engine.faults.switch("")
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    check_grid(asked, await rig.result(job_id), {})

@@ -1,60 +1,45 @@
-"""Has every cell the right number, and are finished cells kept when the worker dies?
+"""Has every cell the right number, and are finished cells kept when the worker ends?
 
-Everything real but the model.
+Everything real but the model and the worker's process.
 """
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from stack import Stack
-from sweep_rig import CLEAN, CORRUPT, check_grid, pair, sweep, sweep_job
+from midstream_fake_engine.model import identity_of
+from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, difference, having, pair, sweep
 
-from midstream.broker.ledger.jobs.sweeps import Sweeps
-from midstream.schemas.jobs.jobs import Event, State
+from midstream.broker.ledger.jobs.ledger import new_job_id
+from midstream.schemas.base.records import now
+from midstream.schemas.jobs.jobs import Event, Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import Column, PatchWindow, StoredSweep, SweepResult
-from midstream.schemas.requests.specs import StoredCapture
+from midstream.schemas.requests.sweep_paths import StoredEnd, StoredPath
+from midstream.workers.serving import sweeps
+from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
 
 
-def submit(stack: Stack, asked: StoredSweep) -> str:
-    job = sweep_job(asked, stack.settings.served_model)
-    stack.do(lambda ledger: ledger.submit(job, {}))
-    return job.id
-
-
-def result_of(stack: Stack, job_id: str) -> SweepResult:
-    result = stack.result(job_id).sweep
-    assert result is not None
-    return result
-
-
-def events_of(stack: Stack, job_id: str) -> list[Event]:
-    return stack.do(lambda ledger: ledger.events(job_id, count=100_000))
-
-
-def attempts_of(stack: Stack, job_id: str, units: Units) -> Counter[int]:
-    records = stack.do(lambda ledger: Sweeps(ledger).records(job_id))
-    return Counter(
-        record.attempt for number, record in records.items() if number >= units.first_cell
-    )
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+@pytest.fixture
+async def rig(redis_url: str, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     """Two stages of two ranks."""
-    with Stack(
-        tmp_path_factory.mktemp("sweeps"),
-        tensor_parallel_size=2,
-        pipeline_parallel_size=2,
-        lease_s=30,
-    ) as running:
-        yield running
+    ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    async with Rig(redis_url, tmp_path, **ranks, **getattr(request, "param", {})) as opened:
+        yield opened
 
 
-def test_every_cell_of_a_sweep_has_the_value_that_its_patch_gives(stack: Stack) -> None:
+async def swept(rig: Rig, asked: StoredSweep) -> str:
+    job_id = await rig.submit(asked)
+    async with rig.worker() as runs:
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    return job_id
+
+
+async def test_every_cell_of_a_sweep_has_the_value_that_its_patch_gives(rig: Rig) -> None:
     asked = sweep(
         pair(),
         pair(CLEAN + "!", CORRUPT + "?"),
@@ -62,62 +47,36 @@ def test_every_cell_of_a_sweep_has_the_value_that_its_patch_gives(stack: Stack) 
         metric="recovered",
         window=PatchWindow(layers=2, positions=3),
     )
-    job_id = submit(stack, asked)
-    view = stack.wait(job_id)
-    assert (view.state, view.error) == (State.SUCCEEDED, None)
-    assert (view.cells, view.cells_expected, view.capture_status) == (
-        asked.num_cells,
-        asked.num_cells,
-        "ok",
-    )
-    result = result_of(stack, job_id)
+    job_id = await swept(rig, asked)
+    view = await rig.ledger.view(job_id)
+    assert (view.state, view.error, view.capture_status) == (State.SUCCEEDED, None, "ok")
+    assert (view.cells, view.cells_expected) == (asked.num_cells, asked.num_cells)
+    told = await rig.ledger.result(job_id)
+    result = told.sweep
     check_grid(asked, result)
     assert [of.noise_floor for of in result.pairs] == [0.0, 0.0]
     first, second = (of.grids["mlp_out"][1][0] for of in result.pairs)
-    assert first is not None
-    assert second is not None
     assert result.mean["mlp_out"][1][0] == pytest.approx((first + second) / 2)
     assert result.spread["mlp_out"][1][0] == pytest.approx(abs(first - second) / 2**0.5)
-    told = stack.result(job_id)
-    assert told.outputs == []
-    assert told.determinism is not None
-    assert told.determinism.consistent
+    assert (told.outputs, told.determinism.consistent) == ([], True)
     assert {file.tag for file in told.capture_results.files} == {"base", "source"}
 
 
-def test_sweep_events_are_start_each_cell_once_and_end(stack: Stack) -> None:
+async def test_sweep_events_are_start_each_cell_once_and_end(rig: Rig) -> None:
     asked = sweep()
-    job_id = submit(stack, asked)
-    stack.wait(job_id)
-    events = events_of(stack, job_id)
-    kinds = Counter(event.event for event in events)
-    assert (
-        kinds["start"],
-        kinds["cell"],
-        kinds["summary"],
-        kinds["done"],
-        kinds["receipt"],
-        kinds["output"],
-    ) == (
-        1,
-        asked.num_cells,
-        1,
-        1,
-        0,
-        0,
-    )
+    job_id = await swept(rig, asked)
+    events = await rig.ledger.events(job_id, count=100_000)
     assert [event.event for event in events if event.event not in ("state", "cell")] == [
         "start",
         "summary",
         "done",
     ]
-    result = result_of(stack, job_id)
-    for event in events:
-        if event.event == "cell":
-            cell = event.data
-            assert (
-                result.pairs[0].grids[cell["hook"]][cell["layer"]][cell["column"]] == cell["value"]
-            )
+    result = await rig.result(job_id)
+    cells = [event.data for event in events if event.event == "cell"]
+    assert len(cells) == asked.num_cells
+    for cell in cells:
+        grid = result.pairs[0].grids[cell["hook"]]
+        assert grid[cell["layer"]][cell["column"]] == cell["value"]
     summary = next(event.data for event in events if event.event == "summary")
     assert {**summary, "seconds": None} == msgspec.to_builtins(
         msgspec.structs.replace(result.summary, seconds=None)
@@ -134,8 +93,8 @@ def test_sweep_events_are_start_each_cell_once_and_end(stack: Stack) -> None:
     ],
     ids=["kl", "kl, noise, half", "zeros", "mean"],
 )
-def test_metrics_directions_and_ablations_give_their_values(
-    stack: Stack, changes: dict[str, Any]
+async def test_metrics_directions_and_ablations_give_their_values(
+    rig: Rig, changes: dict[str, Any]
 ) -> None:
     stored = pair()
     if "ablation" in changes:
@@ -149,12 +108,10 @@ def test_metrics_directions_and_ablations_give_their_values(
         ]
         stored = msgspec.structs.replace(stored, source=[], columns=ablated)
     asked = sweep(stored, **changes)
-    job_id = submit(stack, asked)
-    assert stack.wait(job_id).state is State.SUCCEEDED
-    check_grid(asked, result_of(stack, job_id))
+    check_grid(asked, await rig.result(await swept(rig, asked)))
 
 
-def test_cells_by_neurons_write_those_in_which_the_prompts_differ_most(stack: Stack) -> None:
+async def test_cells_by_neurons_write_those_in_which_the_prompts_differ_most(rig: Rig) -> None:
     """By rank and by name, and the result says which were chosen."""
     places = [(place, place) for place in range(4)]
     parts: list[dict[str, Any]] = [{"ranks": (0, 1)}, {"ranks": (0, 5)}, {"dims": "0-2, 7"}]
@@ -164,9 +121,8 @@ def test_cells_by_neurons_write_those_in_which_the_prompts_differ_most(stack: St
         ]
     )
     asked = sweep(made, axis="neuron", hooks=["post_block", "mlp_out"])
-    job_id = submit(stack, asked)
-    assert stack.wait(job_id).error is None
-    result = result_of(stack, job_id)
+    job_id = await swept(rig, asked)
+    result = await rig.result(job_id)
     check_grid(asked, result, job=job_id)
     assert result.axis == "neuron"
     for rows in result.pairs[0].neurons.values():
@@ -174,54 +130,64 @@ def test_cells_by_neurons_write_those_in_which_the_prompts_differ_most(stack: St
         assert all(row[0] == row[1][:1] for row in rows)
 
 
-def test_an_answer_of_several_tokens_is_asked_token_by_token(stack: Stack) -> None:
+async def test_an_answer_of_several_tokens_is_asked_token_by_token(rig: Rig) -> None:
     asked = sweep(pair(answer="Paris", foil="Pisa"), metric="recovered", layers=[1, 3])
-    job_id = submit(stack, asked)
-    assert stack.wait(job_id).state is State.SUCCEEDED
-    check_grid(asked, result_of(stack, job_id))
+    check_grid(asked, await rig.result(await swept(rig, asked)))
 
 
 # field case 35
-def test_two_prompts_that_do_not_differ_are_refused_as_a_baseline(stack: Stack) -> None:
-    asked = sweep(pair(CLEAN, CLEAN), metric="recovered")
-    view = stack.wait(submit(stack, asked))
-    assert view.state is State.FAILED
-    assert view.error is not None
-    assert view.error.type == "urn:midstream:useless_baseline"
-    assert "a difference of 0.0000; at least 0.1000 are needed" in view.error.detail
+async def test_two_prompts_that_do_not_differ_are_refused_as_a_baseline(rig: Rig) -> None:
+    job_id = await rig.submit(sweep(pair(CLEAN, CLEAN), metric="recovered"))
+    async with rig.worker() as runs:
+        with pytest.raises(JobFailed, match=r"a difference of 0\.0000; at least 0\.1000"):
+            await runs.run_job(job_id)
+    view = await rig.ledger.view(job_id)
+    assert (view.state, view.error.type) == (State.FAILED, "urn:midstream:useless_baseline")
 
 
 # field case 35
-def test_only_the_pair_with_a_useless_baseline_has_no_values(stack: Stack) -> None:
+async def test_only_the_pair_with_a_useless_baseline_has_no_values(rig: Rig) -> None:
     asked = sweep(pair(CLEAN, CLEAN), pair(), metric="recovered")
-    job_id = submit(stack, asked)
-    assert stack.wait(job_id).state is State.SUCCEEDED
+    job_id = await swept(rig, asked)
     first = len(asked.layers) * asked.num_columns
     units = Units(asked)
     check_grid(
         asked,
-        result_of(stack, job_id),
+        await rig.result(job_id),
         {units.first_cell + number: "differ too little" for number in range(first)},
     )
 
 
-@pytest.mark.long
-def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(stack: Stack) -> None:
+async def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(rig: Rig) -> None:
     # Each is far more than the cells in flight: the second's hundredth cell comes long before the
     # first's last.
-    asked = sweep(pair(CLEAN * 6, CORRUPT * 6), hooks=["post_block", "attn_out"])
-    first, second = submit(stack, asked), submit(stack, asked)
-    capture = StoredCapture(sites={"post_block": [0]}, positions="last_prompt", tag="t")
-    stack.wait(second, until=lambda view: view.cells > 100)
-    ordinary = stack.submit(["beside it"], max_tokens=4, capture=capture)
-    assert stack.wait(ordinary).state is State.SUCCEEDED
-    for job_id in (first, second):
-        assert stack.wait(job_id).state is State.SUCCEEDED
-        check_grid(asked, result_of(stack, job_id))
-    before, after = (
-        [told_at(event) for event in events_of(stack, job_id) if event.event == "cell"]
-        for job_id in (first, second)
+    asked = sweep(pair(CLEAN * 3, CORRUPT * 3), hooks=["post_block", "attn_out"])
+    sweeps = [await rig.submit(asked) for _ in range(2)]
+    ordinary = Job(
+        id=new_job_id(),
+        kind="generate",
+        model="fake-model",
+        prompts=[StoredPrompt(token_ids=[1, 2])],
+        sampling=Sampling(max_tokens=4),
+        created=now(),
+        identity=identity_of(rig.settings),
     )
+    await rig.ledger.submit(ordinary, {})
+    async with rig.worker() as runs:
+        running = [asyncio.create_task(runs.run_job(job_id)) for job_id in sweeps]
+        await rig.known(sweeps[1], 100)
+        assert await runs.run_job(ordinary.id) is AttemptOutcome.SUCCEEDED
+        assert await asyncio.gather(*running) == [AttemptOutcome.SUCCEEDED] * 2
+    for job_id in sweeps:
+        check_grid(asked, await rig.result(job_id))
+    before, after = [
+        [
+            told_at(event)
+            for event in await rig.ledger.events(job_id, count=100_000)
+            if event.event == "cell"
+        ]
+        for job_id in sweeps
+    ]
     assert after[99] < before[-1], "they take turns"
 
 
@@ -231,22 +197,104 @@ def told_at(event: Event) -> int:
 
 
 # field case 36
-def test_a_sweep_survives_its_workers_death_with_the_finished_cells_kept(stack: Stack) -> None:
-    asked = sweep(pair(CLEAN * 4, CORRUPT * 4), metric="kl")
-    units = Units(asked)
-    stack.end("worker")
-    stack.restart("worker", engine_options={"token_s": 0.02}, sweep_cells_in_flight=4)
-    job_id = submit(stack, asked)
-    known = stack.wait(job_id, until=lambda view: view.cells >= 100).cells
-    stack.kill("worker")
-    kept = attempts_of(stack, job_id, units)
-    assert kept[1] >= known
-    stack.restart("worker")
-    view = stack.wait(job_id)
+@having(sweep_cells_in_flight=4)
+async def test_the_cells_of_an_attempt_that_ended_are_not_asked_again(rig: Rig) -> None:
+    asked = sweep(pair(CLEAN * 2, CORRUPT * 2), metric="kl")
+    job_id = await rig.interrupted(asked, 50)
+    kept = await rig.records(job_id)
+    async with rig.worker("boot2") as runs:
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    view = await rig.ledger.view(job_id)
     assert (view.state, view.attempt, view.cells) == (State.SUCCEEDED, 2, asked.num_cells)
-    assert attempts_of(stack, job_id, units) == {1: kept[1], 2: asked.num_cells - kept[1]}, (
-        "what was known was not asked again"
-    )
-    check_grid(asked, result_of(stack, job_id))
-    kinds = Counter(event.event for event in events_of(stack, job_id))
+    attempts = Counter(record.attempt for record in (await rig.records(job_id)).values())
+    assert attempts[1] == len(kept) >= 50
+    check_grid(asked, await rig.result(job_id))
+    events = await rig.ledger.events(job_id, count=100_000)
+    kinds = Counter(event.event for event in events)
     assert (kinds["start"], kinds["cell"], kinds["summary"]) == (1, asked.num_cells, 1)
+
+
+# --- Paths: passes that follow each other
+# --------------------------------------------------------------------------------------------------
+# The fake engine's rows do not depend on patches: what the receivers compute in the first pass is
+# what they compute anyway, so every cell has the base's value.
+
+PLACES = [(place, place) for place in range(1, 6)]
+MADE = pair(
+    columns=[Column(label=f"c{number}", places=PLACES) for number in range(6)], sender=PLACES
+)
+RECEIVERS = [
+    StoredEnd(layer=LAYERS[-1], hook="mlp_out"),
+    StoredEnd(layer=LAYERS[-1], hook="attn_out"),
+]
+
+
+def path_sweep(path: StoredPath, layers: list[int], **changes: Any) -> Any:
+    return sweep(
+        MADE,
+        MADE,
+        axis="together",
+        hooks=["attn_out"],
+        layers=layers,
+        path=path,
+        noise=2,
+        **changes,
+    )
+
+
+def check(result: SweepResult, cells: int, path: StoredPath) -> None:
+    assert not result.skipped
+    assert result.summary.cells == cells
+    assert result.path == path.shown()
+    expected = difference(MADE.base, [], MADE)
+    for found in result.pairs:
+        assert [value for row in found.grids["attn_out"] for value in row] == pytest.approx(
+            [expected] * (cells // 2)
+        )
+        assert found.noise_floor == 0.0
+
+
+@pytest.mark.parametrize("ends", ["receivers", "sender"])
+@having(sweep_cells_in_flight=2)
+async def test_a_killed_path_sweep_goes_on_with_the_cells_that_are_not_known(
+    rig: Rig, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeps, "FIRST_PASSES", 4)
+    if ends == "receivers":
+        path, layers = StoredPath(frozen=["attn", "mlp"], receivers=RECEIVERS), LAYERS[:-1]
+    else:
+        path, layers = (
+            StoredPath(frozen=["attn"], sender=StoredEnd(layer=0, hook="attn_out")),
+            LAYERS[1:],
+        )
+    asked = path_sweep(path, layers)
+
+    job_id = await rig.interrupted(asked, 6)
+    async with rig.worker("boot2") as runs:
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    check(await rig.result(job_id), asked.num_cells, path)
+    records = await rig.records(job_id)
+    assert {record.attempt for record in records.values()} == {1, 2}
+    units = Units(asked)
+    senders = [
+        records[sender.number].reason
+        for number in range(2)
+        if (sender := units.sender(number)) is not None
+    ]
+    assert senders == ([] if ends == "receivers" else ["", ""])
+
+
+async def test_a_first_pass_that_fails_leaves_its_cell_without_a_value(rig: Rig) -> None:
+    """The rows that hold the branches are in no run: no cell, and no other number instead."""
+    path = StoredPath(frozen=["attn"], receivers=[StoredEnd(layer=LAYERS[-1], hook="mlp_out")])
+    asked = path_sweep(path, LAYERS[:1])
+
+    job_id = await rig.submit(asked)
+    async with rig.worker(fault="lose_run:rank=0") as runs:
+        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    result = await rig.result(job_id)
+    assert result.summary.cells < asked.num_cells
+    assert any(
+        "first pass failed" in each.reason and "is not on this rank" in each.reason
+        for each in result.skipped
+    )

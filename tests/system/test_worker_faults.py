@@ -1,18 +1,15 @@
-"""What becomes of accepted jobs when a part of the service is killed, stopped or restarted in the
-middle of them?
+"""What becomes of accepted jobs when their worker is killed, stopped or stalled in the middle of
+them, and which workers do not start?
 """
 
-import contextlib
 import signal
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from stack import Stack, unsuccessful
 
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.app import EXIT_BAD_SETTINGS, EXIT_ENGINE_DIED, EXIT_NO_ENGINE
@@ -20,238 +17,167 @@ from midstream.workers.app import EXIT_BAD_SETTINGS, EXIT_ENGINE_DIED, EXIT_NO_E
 CAPTURE = StoredCapture(
     sites={"post_block": [0, 1, 2, 3]}, positions="all", tag="t", layout="packed"
 )
-TOKEN_S = 0.02
-
-
-def captured(stack: Stack, job_id: str) -> list[str]:
-    return sorted(
-        path.name for path in (stack.settings.capture_root / "t" / job_id).glob("*.safetensors")
-    )
-
-
-# field case 37
-@pytest.mark.long
-def test_a_worker_killed_during_a_job_leaves_one_result_and_no_double_counts(
-    tmp_path: Path,
-) -> None:
-    with Stack(tmp_path, engine_options={"token_s": 0.1}, max_num_seqs=1, lease_s=15) as stack:
-        job_id = stack.submit(["first", "second"], max_tokens=30, capture=CAPTURE)
-        # the first prompt is captured, durable and reported
-        stack.wait(job_id, until=lambda view: view.receipts == 1)
-        assert captured(stack, job_id) == ["p0000.a1.pp0.safetensors"]
-        stack.kill("worker")
-        stack.restart("worker", engine_options={"token_s": 0.001})
-        view = stack.wait(job_id)
-        assert (view.state, view.attempt, view.receipts, view.receipts_expected) == (
-            State.SUCCEEDED,
-            2,
-            2,
-            2,
-        )
-        result = stack.result(job_id)
-        assert [file.path.rpartition("/")[2] for file in result.capture_results.files] == [
-            "p0000.a2.pp0.safetensors",
-            "p0001.a2.pp0.safetensors",
-        ]
-        assert [output.index for output in result.outputs] == [0, 1]
-        events = stack.do(lambda ledger: ledger.events(job_id))
-        assert Counter(event.event for event in events)["done"] == 1
-
-
-def test_a_restarted_worker_takes_its_jobs_back_without_waiting_for_the_lease(
-    tmp_path: Path,
-) -> None:
-    with Stack(tmp_path, engine_options={"token_s": 1.0}, lease_s=120, callbacks=False) as stack:
-        job_id = stack.submit(["a"], max_tokens=50)
-        stack.wait_running(job_id)
-        stack.kill("worker")
-        stack.restart("worker", engine_options={"token_s": 0.001})
-        assert stack.wait(job_id).attempt == 2
-
-
-def test_a_stream_whose_events_a_failover_lost_begins_again(tmp_path: Path) -> None:
-    with Stack(tmp_path, engine_options={"token_s": TOKEN_S}, lease_s=60, callbacks=False) as stack:
-        job_id = stack.submit(["a", "b"], max_tokens=100, stream=True)
-        while (
-            said := stack.do(lambda ledger: ledger.redis.hget(f"ms:job:{job_id}", "said"))
-        ) is None or int(said) < 20:
-            time.sleep(0.01)
-        stack.do(lambda ledger: ledger.redis.hincrby(f"ms:job:{job_id}", "said", -10))
-        view = stack.wait(job_id)
-        assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
-        streamed: dict[int, list[int]] = {0: [], 1: []}
-        for event in stack.do(lambda ledger: ledger.events(job_id)):
-            if event.event == "token" and event.attempt == 2:
-                streamed[event.data["index"]] += event.data["token_ids"]
-        assert streamed == {
-            output.index: output.token_ids for output in stack.result(job_id).outputs
-        }
-
-
-# field case 37
-@pytest.mark.long
-def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(tmp_path: Path) -> None:
-    settings = {
-        "engine_options": {"token_s": TOKEN_S},
-        "lease_s": 60,
-        "worker_concurrency": 3,
-        "fault": "engine_dies:tokens=60",
-    }
-    with Stack(tmp_path, callbacks=False, **settings) as stack:
-        # no sweeper: the messages themselves must survive
-        stack.kill("worker", signal.SIGSTOP)
-        jobs = [stack.submit(["a", "b"], max_tokens=40) for _ in range(5)]
-        # as many as it may have at once are there when the first begins
-        stack.kill("worker", signal.SIGCONT)
-        assert stack.exit_code("worker", 60) == EXIT_ENGINE_DIED
-        assert "worker failed: the fake engine died after 60 tokens" in stack.log("worker")
-        views = [stack.view(job_id) for job_id in jobs]
-        assert [(view.state, view.error) for view in views] == [(State.QUEUED, None)] * 5, (
-            "released, not left to a lease of a minute"
-        )
-        stack.restart("worker", fault="")
-        views = [stack.wait(job_id) for job_id in jobs]
-        assert unsuccessful(views) == {}
-        assert sorted(view.attempt for view in views) == [1, 1, 2, 2, 2]
-        assert [len(stack.result(job_id).outputs) for job_id in jobs] == [2] * 5
-
-
-@pytest.mark.long
-def test_a_job_that_always_kills_the_engine_fails(tmp_path: Path) -> None:
-    with Stack(
-        tmp_path,
-        engine_options={"token_s": TOKEN_S},
-        max_attempts=2,
-        lease_s=15,
-        fault="engine_dies:tokens=3",
-    ) as stack:
-        job_id = stack.submit(["a"], max_tokens=40)
-        assert stack.exit_code("worker", 60) == EXIT_ENGINE_DIED
-        stack.restart("worker")
-        assert stack.exit_code("worker", 60) == EXIT_ENGINE_DIED
-        view = stack.wait(job_id)
-        assert view.state is State.FAILED
-        assert view.error is not None
-        assert view.error.type == "urn:midstream:worker_lost"
-
-
-# field case 37
-@pytest.mark.long
-def test_sigterm_finishes_what_runs_and_leaves_the_rest_in_the_queue(tmp_path: Path) -> None:
-    with Stack(
-        tmp_path, engine_options={"token_s": 0.05}, worker_concurrency=2, lease_s=15
-    ) as stack:
-        jobs = [stack.submit(["a"], max_tokens=60, capture=CAPTURE) for _ in range(6)]
-        for job_id in jobs[:2]:
-            stack.wait(job_id, until=lambda view: view.state is not State.QUEUED)
-        assert stack.end("worker") == 0
-        states = Counter(
-            stack.wait(job_id, until=lambda view: view.state is not State.RUNNING).state
-            for job_id in jobs
-        )
-        assert states[State.SUCCEEDED] >= 2
-        assert set(states) == {State.SUCCEEDED, State.QUEUED}
-        stack.restart("worker", engine_options={"token_s": 0.001})
-        views = [stack.wait(job_id) for job_id in jobs]
-        assert unsuccessful(views) == {}
-        assert {view.attempt for view in views} == {1}
-
-
-# field case 37
-@pytest.mark.long
-def test_redis_killed_under_load_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
-    with Stack(tmp_path, engine_options={"token_s": 0.005}, lease_s=10) as stack:
-        accepted: list[str] = []
-        for number in range(60):
-            if number in (20, 40):
-                stack.kill("redis")
-                stack.restart("redis")
-            with contextlib.suppress(MidstreamError):  # not accepted, and said so
-                accepted.append(stack.submit([f"prompt {number}"], max_tokens=10, capture=CAPTURE))
-        views = [stack.wait(job_id) for job_id in accepted]
-        assert len(accepted) >= 55
-        assert unsuccessful(views) == {}
-        assert all(len(stack.result(job_id).capture_results.files) == 1 for job_id in accepted)
-
-
-@pytest.mark.long
-# field case 38
-def test_a_worker_stalled_past_its_lease_finds_its_late_result_fenced(tmp_path: Path) -> None:
-    with Stack(
-        tmp_path, workers=2, engine_options={"token_s": TOKEN_S}, lease_s=4, visibility_timeout_s=30
-    ) as stack:
-        job_id = stack.submit(["a"], max_tokens=150, capture=CAPTURE)
-        first = stack.wait_running(job_id).worker
-        stalled = "worker" if first == "w1" else "worker-2"
-        stack.kill(stalled, signal.SIGSTOP)
-        view = stack.wait(job_id)
-        assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
-        assert view.worker != first
-        stack.kill(stalled, signal.SIGCONT)
-        deadline = time.monotonic() + 60
-        while f"job {job_id} attempt 1 stops: lost" not in stack.log(stalled):
-            assert time.monotonic() < deadline, stack.log(stalled)[-2000:]
-            time.sleep(0.05)
-        assert stack.view(job_id) == view
-        assert [
-            file.path.rpartition("/")[2] for file in stack.result(job_id).capture_results.files
-        ] == ["p0000.a2.pp0.safetensors"]
-        assert stack.wait(stack.submit(["next"], max_tokens=2)).state is State.SUCCEEDED
-
-
-@pytest.mark.long
-# field case 38
-def test_a_lone_worker_stalled_past_its_lease_discards_the_attempt_and_reruns_it(
-    tmp_path: Path,
-) -> None:
-    with Stack(
-        tmp_path, engine_options={"token_s": TOKEN_S}, lease_s=4, visibility_timeout_s=30
-    ) as stack:
-        job_id = stack.submit(["a"], max_tokens=150, capture=CAPTURE)
-        stack.wait_running(job_id)
-        stack.kill("worker", signal.SIGSTOP)
-        stack.wait(job_id, until=lambda view: view.state is State.QUEUED)
-        stack.kill("worker", signal.SIGCONT)
-        view = stack.wait(job_id)
-        assert (view.state, view.attempt, view.receipts) == (State.SUCCEEDED, 2, 1)
-        assert "attempt 1 stops: lost" in stack.log("worker")
+SLOW = {"token_s": 0.02}
 
 
 @pytest.fixture(scope="module")
-def without_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """For workers that do not start, or not to the end."""
-    with Stack(tmp_path_factory.mktemp("stack"), workers=0, callbacks=False) as stack:
-        yield stack
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Without a worker: each test starts its own on it."""
+    with Stack(tmp_path_factory.mktemp("stack"), workers=0) as running:
+        yield running
 
 
-def test_sigterm_stops_a_worker_whose_engine_is_starting(without_worker: Stack) -> None:
-    without_worker.spawn("worker", fault="slow_start:seconds=120")
-    without_worker.wait_log("worker", "engine starting")
-    assert without_worker.end("worker", 40) == 0
+@pytest.fixture
+def start(stack: Stack) -> Iterator[Callable[..., None]]:
+    """Starts a worker with settings of its own, which is gone afterwards."""
+
+    def started(name: str = "worker", **settings: object) -> None:
+        stack.spawn(name, **settings)
+        stack.wait_ready(name)
+
+    yield started
+    for name in ("worker", "worker-2"):
+        if name in stack.processes:
+            stack.kill(name)
 
 
-def test_an_engine_that_does_not_start_is_named_on_the_last_line(without_worker: Stack) -> None:
-    without_worker.spawn("worker", fault="start:reason=no such architecture")
-    assert without_worker.exit_code("worker", 60) == EXIT_NO_ENGINE
-    assert without_worker.log("worker").splitlines()[-1] == "worker failed: no such architecture"
+def files(stack: Stack, job_id: str) -> list[str]:
+    """Names of the files that the job's result has."""
+    found = stack.result(job_id).capture_results.files
+    return [file.path.rpartition("/")[2] for file in found]
 
 
-def test_an_invalid_global_capture_setting_stops_the_worker(without_worker: Stack) -> None:
-    without_worker.spawn("worker", global_capture="pre_mlp:0")
-    assert without_worker.exit_code("worker", 60) == EXIT_BAD_SETTINGS
-    last = without_worker.log("worker").splitlines()[-1]
-    assert last.startswith(
-        "worker failed: global_capture: 'pre_mlp' is not a hook: write hook:layers"
+# field case 37
+def test_a_restarted_worker_runs_its_jobs_again_without_waiting_for_the_lease(
+    stack: Stack, start: Callable[..., None], tmp_path: Path
+) -> None:
+    """There is one result, and nothing counts twice."""
+    (tmp_path / "gate").write_text("40")  # tokens: the second prompt does not end
+    start(max_num_seqs=1, lease_s=300, fault=f"turnstile:file={tmp_path / 'gate'}")
+    job_id = stack.submit(["first", "second"], max_tokens=30, capture=CAPTURE)
+    # the first prompt is captured, durable and reported
+    stack.wait(job_id, until=lambda view: view.receipts == 1)
+    folder = stack.settings.capture_root / "t" / job_id
+    assert [path.name for path in folder.glob("*.safetensors")] == ["p0000.a1.pp0.safetensors"]
+    stack.kill("worker")
+    start(lease_s=300)
+    view = stack.wait(job_id)
+    assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
+    assert (view.receipts, view.receipts_expected) == (2, 2)
+    assert files(stack, job_id) == ["p0000.a2.pp0.safetensors", "p0001.a2.pp0.safetensors"]
+    assert [output.index for output in stack.result(job_id).outputs] == [0, 1]
+    events = stack.do(lambda ledger: ledger.events(job_id))
+    assert Counter(event.event for event in events)["done"] == 1
+
+
+# field case 37
+@pytest.mark.long
+def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(
+    stack: Stack, start: Callable[..., None]
+) -> None:
+    """Without a sweeper: the messages themselves survive."""
+    stack.kill("callbacks")
+    start(engine_options=SLOW, lease_s=300, worker_concurrency=3, fault="engine_dies:tokens=60")
+    stack.kill("worker", signal.SIGSTOP)
+    jobs = [stack.submit(["a", "b"], max_tokens=40) for _ in range(5)]
+    # as many as it may have at once are there when the first begins
+    stack.kill("worker", signal.SIGCONT)
+    assert stack.exit_code("worker") == EXIT_ENGINE_DIED
+    assert "worker failed: the fake engine died after 60 tokens" in stack.log("worker")
+    views = [stack.view(job_id) for job_id in jobs]
+    assert [(view.state, view.error) for view in views] == [(State.QUEUED, None)] * 5, (
+        "released, not left to a lease of minutes"
     )
+    start()
+    views = [stack.wait(job_id) for job_id in jobs]
+    assert unsuccessful(views) == {}
+    assert sorted(view.attempt for view in views) == [1, 1, 2, 2, 2]
+    assert [len(stack.result(job_id).outputs) for job_id in jobs] == [2] * 5
+    stack.restart("callbacks")
 
 
-def test_a_second_worker_of_the_same_id_is_refused(without_worker: Stack) -> None:
-    without_worker.spawn("worker")
-    without_worker.wait_ready("worker")
-    without_worker.spawn("worker-2", suffix=False)
-    assert without_worker.exit_code("worker-2", 60) == EXIT_BAD_SETTINGS
-    assert (
-        f"worker 'w1' is already running (pid {without_worker.pid('worker')})"
-        in without_worker.log("worker-2")
+# field case 37
+def test_sigterm_finishes_what_runs_and_leaves_the_rest_in_the_queue(
+    stack: Stack, start: Callable[..., None]
+) -> None:
+    start(engine_options=SLOW, worker_concurrency=2, lease_s=15)
+    jobs = [stack.submit(["a"], max_tokens=60, capture=CAPTURE) for _ in range(6)]
+    for job_id in jobs[:2]:
+        stack.wait(job_id, until=lambda view: view.state is not State.QUEUED)
+    assert stack.end("worker") == 0
+    states = Counter(
+        stack.wait(job_id, until=lambda view: view.state is not State.RUNNING).state
+        for job_id in jobs
     )
-    assert without_worker.wait(without_worker.submit(["still works"])).state is State.SUCCEEDED
+    assert states[State.SUCCEEDED] >= 2
+    assert set(states) == {State.SUCCEEDED, State.QUEUED}
+    start()
+    views = [stack.wait(job_id) for job_id in jobs]
+    assert unsuccessful(views) == {}
+    assert {view.attempt for view in views} == {1}
+
+
+# field case 38
+@pytest.mark.long
+def test_a_worker_stalled_past_its_lease_finds_its_late_result_fenced(
+    stack: Stack, start: Callable[..., None]
+) -> None:
+    """The attempt is run again: by another worker, or where there is none by itself."""
+    settings = {"engine_options": SLOW, "lease_s": 4, "visibility_timeout_s": 30}
+    start(**settings)
+    alone = stack.submit(["a"], max_tokens=150, capture=CAPTURE)
+    stack.wait_running(alone)
+    stack.kill("worker", signal.SIGSTOP)
+    stack.wait(alone, until=lambda view: view.state is State.QUEUED)
+    stack.kill("worker", signal.SIGCONT)
+    view = stack.wait(alone)
+    assert (view.state, view.attempt, view.receipts) == (State.SUCCEEDED, 2, 1)
+
+    job_id = stack.submit(["a"], max_tokens=150, capture=CAPTURE)
+    stack.wait_running(job_id)
+    stack.kill("worker", signal.SIGSTOP)
+    start("worker-2", **settings)
+    view = stack.wait(job_id)
+    assert (view.state, view.attempt, view.worker) == (State.SUCCEEDED, 2, "w1-2")
+    stack.kill("worker", signal.SIGCONT)
+    for job in (alone, job_id):
+        stack.wait_log("worker", f"job {job} attempt 1 stops: lost")
+    assert stack.view(job_id) == view
+    assert files(stack, job_id) == ["p0000.a2.pp0.safetensors"]
+    assert stack.wait(stack.submit(["next"], max_tokens=2)).state is State.SUCCEEDED
+
+
+def test_sigterm_stops_a_worker_whose_engine_is_starting(stack: Stack) -> None:
+    stack.spawn("worker", fault="slow_start:seconds=120")
+    stack.wait_log("worker", "engine starting")
+    assert stack.end("worker", 60) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "says"),
+    [
+        ({"fault": "start:reason=no such architecture"}, EXIT_NO_ENGINE, "no such architecture"),
+        (
+            {"global_capture": "pre_mlp:0"},
+            EXIT_BAD_SETTINGS,
+            "global_capture: 'pre_mlp' is not a hook: write hook:layers",
+        ),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why_on_its_last_line(
+    stack: Stack, settings: dict[str, str], code: int, says: str
+) -> None:
+    stack.spawn("worker", **settings)
+    assert stack.exit_code("worker") == code
+    assert stack.log("worker").splitlines()[-1].startswith(f"worker failed: {says}")
+
+
+def test_a_second_worker_of_the_same_id_is_refused(
+    stack: Stack, start: Callable[..., None]
+) -> None:
+    start()
+    stack.spawn("worker-2", suffix=False)
+    assert stack.exit_code("worker-2") == EXIT_BAD_SETTINGS
+    running = f"worker 'w1' is already running (pid {stack.pid('worker')})"
+    assert running in stack.log("worker-2")
+    assert stack.wait(stack.submit(["still works"])).state is State.SUCCEEDED

@@ -5,7 +5,7 @@ Real ledger, and an engine that misbehaves on purpose.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,49 +36,27 @@ TIMEOUT_S = 40
 
 
 class Harness:
-    """Attempts over a real ledger; `generate` replaces the engine's."""
+    """Attempts over a real ledger; a test replaces `engine.generate`."""
 
-    def __init__(
-        self,
-        redis_url: str,
-        directory: Path,
-        generate: Callable[..., AsyncGenerator[Progress, None]] | None = None,
-    ):
-        values = {
-            "redis_url": redis_url,
-            "data_dir": str(directory),
-            "model": "fake-model",
-            "worker_id": "w1",
-            "engine": "fake",
-        }
+    def __init__(self, redis_url: str, directory: Path, **settings: Any):
         self.settings = Settings(
-            **values, relay_url="tcp://127.0.0.1:9", engine_options={"token_s": 0.01}
-        )  # type: ignore[arg-type]
-        self.generate = generate
+            redis_url=redis_url,
+            data_dir=str(directory),
+            model="fake-model",
+            worker_id="w1",
+            engine="fake",
+            relay_url="tcp://127.0.0.1:9",
+            engine_options={"token_s": 0.01},
+            **settings,
+        )
+        self.ledger, self.engine = Ledger.connect(self.settings), FakeEngine(self.settings)
         self.died = asyncio.Event()
         self.aborted: list[tuple[str, int]] = []
-
-    def __call__(self, scenario: Callable[["Harness"], Coroutine[Any, Any, None]]) -> None:
-        async def run() -> None:
-            self.ledger = Ledger.connect(self.settings)
-            engine = FakeEngine(self.settings)
-            await engine.start()
-            if self.generate is not None:
-                engine.generate = self.generate  # type: ignore[method-assign]
-            engine.abort = self._abort  # type: ignore[method-assign]
-            self.standing = SteeringReconciler(
-                Steering(self.ledger), engine, self.settings, "boot", self._tell
-            )
-            await self.standing.start()
-            self.runs = Attempts(self.ledger, engine, self.standing, "w1", "boot", self.died)
-            try:
-                async with asyncio.timeout(TIMEOUT_S):
-                    await scenario(self)
-            finally:
-                await engine.shutdown()
-                await self.ledger.close()
-
-        asyncio.run(run())
+        self.engine.abort = self._abort  # type: ignore[method-assign]
+        self.standing = SteeringReconciler(
+            Steering(self.ledger), self.engine, self.settings, "boot", self._tell
+        )
+        self.runs = Attempts(self.ledger, self.engine, self.standing, "w1", "boot", self.died)
 
     async def sent_again(self) -> list[tuple[str, int]]:
         """Job and attempts made of each message that a job was sent with after its first."""
@@ -97,13 +75,15 @@ class Harness:
     async def _abort(self, job_id: str, attempt: int) -> None:
         self.aborted.append((job_id, attempt))
 
-    async def submit(self, prompts: int = 1, max_tokens: int = 4, capture: bool = False) -> str:
+    async def submit(
+        self, prompts: int = 1, max_tokens: int = 4, capture: bool = False, length: int = 2
+    ) -> str:
         wanted = StoredCapture(sites={"post_block": [0]}, positions="last_prompt", tag="t")
         job = Job(
             id=new_job_id(),
             kind="generate",
             model="fake-model",
-            prompts=[StoredPrompt(token_ids=[1, 2])] * prompts,
+            prompts=[StoredPrompt(token_ids=[1] * length)] * prompts,
             sampling=Sampling(max_tokens=max_tokens),
             created=now(),
             captures=[[wanted]] * prompts if capture else [],
@@ -122,10 +102,20 @@ class Harness:
         return await self.ledger.view(job_id)
 
 
+@pytest.fixture
+async def at(
+    redis_url: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[Harness]:
+    harness = Harness(redis_url, tmp_path, **getattr(request, "param", {}))
+    await harness.engine.start()
+    await harness.standing.start()
+    yield harness
+    await harness.engine.shutdown()
+    await harness.ledger.close()
+
+
 # field case 38
-def test_a_cancellation_that_something_swallowed_still_stops_the_run(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_a_cancellation_that_something_swallowed_still_stops_the_run(at: Harness) -> None:
     async def deaf(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         with contextlib.suppress(asyncio.CancelledError):
             # once, or a failure of this test would never end
@@ -134,22 +124,18 @@ def test_a_cancellation_that_something_swallowed_still_stops_the_run(
             await asyncio.sleep(0.01)
             yield Progress(ask.request, "a", [1])
 
-    async def scenario(at: Harness) -> None:
-        job_id = await at.submit(prompts=2)
-        task = await at.running(job_id)
-        await at.ledger.request_cancel(job_id)
-        at.runs.stop([job_id], AttemptOutcome.CANCELLED)
-        assert await task is AttemptOutcome.CANCELLED
-        assert (await at.view(job_id)).state is State.CANCELLED
-        assert at.aborted == [(job_id, 1)]
-
-    Harness(redis_url, tmp_path, deaf)(scenario)
+    at.engine.generate = deaf  # type: ignore[method-assign]
+    job_id = await at.submit(prompts=2)
+    task = await at.running(job_id)
+    await at.ledger.request_cancel(job_id)
+    at.runs.stop([job_id], AttemptOutcome.CANCELLED)
+    assert await task is AttemptOutcome.CANCELLED
+    assert (await at.view(job_id)).state is State.CANCELLED
+    assert at.aborted == [(job_id, 1)]
 
 
 # field case 21
-def test_one_failing_prompt_fails_the_job_and_stops_the_others(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_one_failing_prompt_fails_the_job_and_stops_the_others(at: Harness) -> None:
     stopped: list[int] = []
 
     async def second_fails(
@@ -163,23 +149,30 @@ def test_one_failing_prompt_fails_the_job_and_stops_the_others(
             stopped.append(ask.request)
         yield Progress(ask.request, "", [])
 
-    async def scenario(at: Harness) -> None:
-        job_id = await at.submit(prompts=3)
-        with pytest.raises(JobFailed, match="no space"):
-            await at.runs.run_job(job_id)
-        view = await at.view(job_id)
-        assert view.state is State.FAILED
-        assert view.error is not None
-        assert view.error.type == "urn:midstream:capture_failed"
-        assert sorted(stopped) == [0, 2]
-        assert at.runs.held == {}
+    at.engine.generate = second_fails  # type: ignore[method-assign]
+    job_id = await at.submit(prompts=3)
+    with pytest.raises(JobFailed, match="no space"):
+        await at.runs.run_job(job_id)
+    view = await at.view(job_id)
+    assert view.state is State.FAILED
+    assert view.error.type == "urn:midstream:capture_failed"
+    assert sorted(stopped) == [0, 2]
+    assert at.runs.held == {}
 
-    Harness(redis_url, tmp_path, second_fails)(scenario)
+
+@pytest.mark.parametrize("at", [{"max_model_len": 8}], indirect=True)
+async def test_a_prompt_accepted_for_a_longer_model_fails_with_its_length(at: Harness) -> None:
+    """The worker was started again with a smaller `max_model_len` while the job waited."""
+    job_id = await at.submit(length=30)
+    with pytest.raises(JobFailed, match="max_model_len is 8"):
+        await at.runs.run_job(job_id)
+    error = (await at.view(job_id)).error
+    assert (error.type, error.field) == ("urn:midstream:prompt_too_long", "prompts[0]")
 
 
 # field case 21
-def test_a_request_that_ends_without_output_fails_the_job(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_request_that_ends_without_output_fails_the_job(
+    at: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("midstream.workers.serving.attempts.VERDICT_S", 0.05)
 
@@ -188,38 +181,32 @@ def test_a_request_that_ends_without_output_fails_the_job(
     ) -> AsyncGenerator[Progress, None]:
         yield Progress(ask.request, "a", [1])
 
-    async def scenario(at: Harness) -> None:
-        job_id = await at.submit()
-        with pytest.raises(JobFailed, match="without an output"):
-            await at.runs.run_job(job_id)
-        assert (await at.view(job_id)).state is State.FAILED
-
-    Harness(redis_url, tmp_path, silent)(scenario)
+    at.engine.generate = silent  # type: ignore[method-assign]
+    job_id = await at.submit()
+    with pytest.raises(JobFailed, match="without an output"):
+        await at.runs.run_job(job_id)
+    assert (await at.view(job_id)).state is State.FAILED
 
 
-def test_jobs_of_a_dead_engine_are_released_and_resent(redis_url: str, tmp_path: Path) -> None:
+async def test_jobs_of_a_dead_engine_are_released_and_resent(at: Harness) -> None:
     async def dying(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         raise MidstreamError("engine_failed", "gone")
         yield
 
-    async def scenario(at: Harness) -> None:
-        job_id = await at.submit()
-        task = await at.running(job_id)
-        await asyncio.sleep(0.05)
-        at.died.set()  # the verdict comes after the request saw the death
-        assert await task is AttemptOutcome.RELEASED
-        assert (await at.view(job_id)).state is State.QUEUED
-        assert await at.sent_again() == [(job_id, 1)]
-        assert await at.runs.run_job(job_id) is AttemptOutcome.NOT_OURS, (
-            "a dead engine claims nothing"
-        )
-
-    Harness(redis_url, tmp_path, dying)(scenario)
+    at.engine.generate = dying  # type: ignore[method-assign]
+    job_id = await at.submit()
+    task = await at.running(job_id)
+    await asyncio.sleep(0.05)
+    at.died.set()  # the verdict comes after the request saw the death
+    assert await task is AttemptOutcome.RELEASED
+    assert (await at.view(job_id)).state is State.QUEUED
+    assert await at.sent_again() == [(job_id, 1)]
+    assert await at.runs.run_job(job_id) is AttemptOutcome.NOT_OURS, "a dead engine claims nothing"
 
 
 # field case 38
-def test_a_job_that_may_not_wait_for_its_format_comes_again_later(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_job_that_may_not_wait_for_its_format_comes_again_later(
+    at: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds no place of the worker meanwhile, and the attempt does not count."""
     busy = [True]
@@ -231,36 +218,29 @@ def test_a_job_that_may_not_wait_for_its_format_comes_again_later(
         busy.append(False)
 
     monkeypatch.setattr(FakeEngine, "check", check)
-
-    async def scenario(at: Harness) -> None:
-        job_id = await at.submit()
-        for _ in range(at.settings.max_attempts + 1):
-            assert await at.runs.run_job(job_id) is AttemptOutcome.BUSY
-            view = await at.view(job_id)
-            assert (view.state, at.runs.held) == (State.QUEUED, {})
-        assert await at.sent_again() == [], "it is sent when it is due"
-        busy[:] = [False]
-        assert await at.runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-
-    Harness(redis_url, tmp_path)(scenario)
-
-
-def test_the_late_outputs_of_a_lost_attempt_change_nothing(redis_url: str, tmp_path: Path) -> None:
-    async def scenario(at: Harness) -> None:
-        job_id = await at.submit(max_tokens=20)
-        task = await at.running(job_id)
-        await at.ledger.release(job_id, 1)
-        assert await at.ledger.claim(job_id, "w2", "boot", 1, identity_of(at.settings)) is not None
-        assert await task is AttemptOutcome.LOST
+    job_id = await at.submit()
+    for _ in range(at.settings.max_attempts + 1):
+        assert await at.runs.run_job(job_id) is AttemptOutcome.BUSY
         view = await at.view(job_id)
-        assert (view.state, view.attempt, view.worker) == (State.RUNNING, 2, "w2")
-        assert (await at.ledger.result(job_id)).outputs == []
+        assert (view.state, at.runs.held) == (State.QUEUED, {})
+    assert await at.sent_again() == [], "it is sent when it is due"
+    busy[:] = [False]
+    assert await at.runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
 
-    Harness(redis_url, tmp_path)(scenario)
+
+async def test_the_late_outputs_of_a_lost_attempt_change_nothing(at: Harness) -> None:
+    job_id = await at.submit(max_tokens=20)
+    task = await at.running(job_id)
+    await at.ledger.release(job_id, 1)
+    assert await at.ledger.claim(job_id, "w2", "boot", 1, identity_of(at.settings)) is not None
+    assert await task is AttemptOutcome.LOST
+    view = await at.view(job_id)
+    assert (view.state, view.attempt, view.worker) == (State.RUNNING, 2, "w2")
+    assert (await at.ledger.result(job_id)).outputs == []
 
 
 # field case 38
-def test_a_late_lost_notice_does_not_stop_the_next_attempt(redis_url: str, tmp_path: Path) -> None:
+async def test_a_late_lost_notice_does_not_stop_the_next_attempt(at: Harness) -> None:
     beaten = asyncio.Event()
 
     async def lasting(
@@ -273,80 +253,67 @@ def test_a_late_lost_notice_does_not_stop_the_next_attempt(redis_url: str, tmp_p
             ask.request, "a", [1], Output(ask.request, "a", [1], "length", len(ask.token_ids))
         )
 
-    async def scenario(at: Harness) -> None:
-        job_id = await at.submit()
-        tasks = [await at.running(job_id)]
-        heartbeat = Heartbeat(
-            at.settings, at.runs, lambda: worker_info("w1", "boot"), at._tell, at._published
-        )
-        renew = heartbeat._ledger.renew
+    at.engine.generate = lasting  # type: ignore[method-assign]
+    job_id = await at.submit()
+    tasks = [await at.running(job_id)]
+    heartbeat = Heartbeat(
+        at.settings, at.runs, lambda: worker_info("w1", "boot"), at._tell, at._published
+    )
+    renew = heartbeat._ledger.renew
 
-        async def late(worker: str, boot: str, held: Mapping[str, int]) -> Renewal:
-            await at.ledger.release(job_id, 1)
-            renewal = await renew(worker, boot, held)
-            tasks.append(asyncio.create_task(at.runs.run_job(job_id)))
-            while at.runs.held.get(job_id) != 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-            return renewal
+    async def late(worker: str, boot: str, held: Mapping[str, int]) -> Renewal:
+        await at.ledger.release(job_id, 1)
+        renewal = await renew(worker, boot, held)
+        tasks.append(asyncio.create_task(at.runs.run_job(job_id)))
+        while at.runs.held.get(job_id) != 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        return renewal
 
-        heartbeat._ledger.renew = late  # type: ignore[method-assign]
-        await heartbeat.beat()
-        await heartbeat.close()
-        beaten.set()
-        assert [await task for task in tasks] == [AttemptOutcome.LOST, AttemptOutcome.SUCCEEDED]
-        view = await at.view(job_id)
-        assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
-
-    Harness(redis_url, tmp_path, lasting)(scenario)
+    heartbeat._ledger.renew = late  # type: ignore[method-assign]
+    await heartbeat.beat()
+    await heartbeat.close()
+    beaten.set()
+    assert [await task for task in tasks] == [AttemptOutcome.LOST, AttemptOutcome.SUCCEEDED]
+    view = await at.view(job_id)
+    assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
 
 
-def test_when_ranks_disagree_only_the_affected_requests_run_again(
-    redis_url: str, tmp_path: Path
-) -> None:
-    async def scenario(at: Harness) -> None:
-        captured, plain = (
-            await at.submit(max_tokens=100, capture=True),
-            await at.submit(max_tokens=20),
-        )
-        tasks = [await at.running(captured), await at.running(plain)]
-        at.standing.stop_runs("rank 1 differs")
-        assert await tasks[0] is AttemptOutcome.OUT_OF_STEP
-        assert (await at.view(captured)).state is State.QUEUED
-        assert await at.sent_again() == [(captured, 1)]
-        assert at.aborted == [(captured, 1)]
-        assert (await at.ledger.desync_release(captured, 1, "again")) is None, "its attempt is over"
-        assert await tasks[1] is AttemptOutcome.SUCCEEDED
-
-    Harness(redis_url, tmp_path)(scenario)
+async def test_when_ranks_disagree_only_the_affected_requests_run_again(at: Harness) -> None:
+    captured, plain = (
+        await at.submit(max_tokens=100, capture=True),
+        await at.submit(max_tokens=20),
+    )
+    tasks = [await at.running(captured), await at.running(plain)]
+    at.standing.stop_runs("rank 1 differs")
+    assert await tasks[0] is AttemptOutcome.OUT_OF_STEP
+    assert (await at.view(captured)).state is State.QUEUED
+    assert await at.sent_again() == [(captured, 1)]
+    assert at.aborted == [(captured, 1)]
+    assert (await at.ledger.desync_release(captured, 1, "again")) is None, "its attempt is over"
+    assert await tasks[1] is AttemptOutcome.SUCCEEDED
 
 
-def test_a_possibly_desynced_rank_costs_one_attempt(redis_url: str, tmp_path: Path) -> None:
+async def test_a_possibly_desynced_rank_costs_one_attempt(at: Harness) -> None:
     async def unsure(
         ask: EngineRequest, everyone: GlobalSteering
     ) -> AsyncGenerator[Progress, None]:
         raise Quarantined("rank 1 kept what it should have dropped")
         yield
 
-    async def scenario(at: Harness) -> None:
-        job_id = await at.submit()
-        assert await at.runs.run_job(job_id) is AttemptOutcome.OUT_OF_STEP
-        assert (await at.view(job_id)).state is State.QUEUED
-
-    Harness(redis_url, tmp_path, unsure)(scenario)
+    at.engine.generate = unsure  # type: ignore[method-assign]
+    job_id = await at.submit()
+    assert await at.runs.run_job(job_id) is AttemptOutcome.OUT_OF_STEP
+    assert (await at.view(job_id)).state is State.QUEUED
 
 
-def test_a_job_waits_for_a_quarantined_worker_then_is_requeued(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_job_waits_for_a_quarantined_worker_then_is_requeued(
+    at: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("midstream.workers.serving.attempts.CLAIM_PATIENCE_S", 0.2)
-
-    async def scenario(at: Harness) -> None:
-        job_id = await at.submit()
-        at.standing.quarantine("the ranks may differ")
-        assert await at.runs.run_job(job_id) is AttemptOutcome.PUT_BACK
-        assert ((await at.view(job_id)).state, (await at.view(job_id)).attempt) == (State.QUEUED, 0)
-
-    Harness(redis_url, tmp_path)(scenario)
+    job_id = await at.submit()
+    at.standing.quarantine("the ranks may differ")
+    assert await at.runs.run_job(job_id) is AttemptOutcome.PUT_BACK
+    assert ((await at.view(job_id)).state, (await at.view(job_id)).attempt) == (State.QUEUED, 0)
 
 
 async def test_a_task_that_swallows_a_cancellation_still_ends() -> None:

@@ -5,8 +5,10 @@ It answers the same calls as a real rank (`runner.vllm.worker_class`), so that t
 ranks runs unchanged.
 """
 
+import functools
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -65,6 +67,21 @@ class FakeFaults:
         return True
 
 
+def _failing(fault: str) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+    """A rank that has the fault refuses the call."""
+
+    def wrap(call: Callable[..., Answer]) -> Callable[..., Answer]:
+        @functools.wraps(call)
+        def called(rank: "FakeRank", *args: Any) -> Answer:
+            if rank._faults.strikes(fault, rank.rank):
+                return False, "injected fault"
+            return call(rank, *args)
+
+        return called
+
+    return wrap
+
+
 class FakeRank:
     """Rank `rank`, at place `tp` of stage `pp`."""
 
@@ -96,9 +113,8 @@ class FakeRank:
         self.vectors |= {name: tensor.shape for name, tensor in tensors.items()}
         return _FINE
 
+    @_failing("drop")
     def midstream_drop_vectors(self, names: list[str]) -> Answer:
-        if self._faults.strikes("drop", self.rank):
-            return False, "injected fault"
         needed = {name for _, tensors in self.modules.values() for name in tensors} | set(
             self.current.tensors
         )
@@ -108,9 +124,8 @@ class FakeRank:
             self.vectors.pop(name, None)
         return _FINE
 
+    @_failing("put_run")
     def midstream_put_run(self, run: dict[str, Any]) -> Answer:
-        if self._faults.strikes("put_run", self.rank):
-            return False, "injected fault"
         files = msgspec.convert(run, RunFiles)
         if files.hidden_size != HIDDEN_SIZE:
             return False, (
@@ -120,16 +135,14 @@ class FakeRank:
         self.runs[files.key] = files
         return _FINE
 
+    @_failing("drop_runs")
     def midstream_drop_runs(self, keys: list[str]) -> Answer:
-        if self._faults.strikes("drop_runs", self.rank):
-            return False, "injected fault"
         for key in keys:
             self.runs.pop(key, None)
         return _FINE
 
+    @_failing("put_lora")
     def midstream_put_lora(self, number: int, digest: str, folder: str) -> Answer:
-        if self._faults.strikes("put_lora", self.rank):
-            return False, "injected fault"
         self.loras[number] = digest
         return _FINE
 
@@ -138,9 +151,8 @@ class FakeRank:
             self.loras.pop(number, None)
         return _FINE
 
+    @_failing("put_sae")
     def midstream_put_sae(self, digest: str, hook: str, layer: int, folder: str) -> Answer:
-        if self._faults.strikes("put_sae", self.rank):
-            return False, "injected fault"
         self.saes.add(digest)
         return _FINE
 
@@ -148,14 +160,12 @@ class FakeRank:
         self.saes.difference_update(digests)
         return _FINE
 
+    @_failing("prepare")
     def midstream_prepare_global(self, steering: dict[str, Any]) -> Answer:
-        if self._faults.strikes("prepare", self.rank):
-            return False, "injected fault"
         return self._fits(_global(steering).entries)
 
+    @_failing("commit")
     def midstream_commit_global(self, steering: dict[str, Any]) -> Answer:
-        if self._faults.strikes("commit", self.rank):
-            return False, "injected fault"
         needed = _global(steering)
         self._former, self.current = self.current, needed
         self._fold(
@@ -163,17 +173,15 @@ class FakeRank:
         )
         return _FINE
 
+    @_failing("rollback")
     def midstream_rollback_global(self, version: int) -> Answer:
-        if self._faults.strikes("rollback", self.rank):
-            return False, "injected fault"
         if self.current.version == version:
             self.current = self._former
             self._fold("global_rollback", version, self.current.digest)
         return _FINE
 
+    @_failing("set_module")
     def midstream_set_module(self, name: str, digest: str, tensors: list[str]) -> Answer:
-        if self._faults.strikes("set_module", self.rank):
-            return False, "injected fault"
         if missing := [tensor for tensor in tensors if tensor not in self.vectors]:
             return False, f"vector {missing[0][:12]} is not on this rank"
         self._former_module = (name, digest, self.modules.pop(name, None))
@@ -182,9 +190,8 @@ class FakeRank:
         self._fold("module_register" if digest else "module_unregister", name, digest)
         return _FINE
 
+    @_failing("rollback")
     def midstream_rollback_module(self, name: str, digest: str) -> Answer:
-        if self._faults.strikes("rollback", self.rank):
-            return False, "injected fault"
         last, got, former = self._former_module
         if (last, got) == (name, digest):
             self.modules.pop(name, None)
@@ -194,9 +201,8 @@ class FakeRank:
             self._fold("module_rollback", name, former[0] if former is not None else "")
         return _FINE
 
+    @_failing("restart")
     def midstream_restart_ledger(self) -> Answer:
-        if self._faults.strikes("restart", self.rank):
-            return False, "injected fault"
         self.ledger.restart()
         self.vectors, self.runs, self.modules, self._rows, self._live = {}, {}, {}, Counter(), {}
         self.current = self._former = GlobalSteering()
