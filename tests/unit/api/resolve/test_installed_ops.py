@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from extension_kit import install, install_example, install_unruly
+from refusal_kit import refuses
 
 from midstream import __version__
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
@@ -19,7 +20,6 @@ from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.kernels import installed, reference
 from midstream.kernels.installed import OPS
 from midstream.kernels.plan import Does, SitePlan
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.extensions import Extension
 from midstream.schemas.jobs.models import ModelInfo
@@ -97,7 +97,7 @@ def test_accelerators_list_ops_and_refuse_them(site: Path) -> None:
     facts = loaded("row-geometry", cpu=False)["norm-cap"]
     assert facts.refused == ON_CPUS
     assert not OPS
-    with pytest.raises(MidstreamError, match="the kernels of accelerators do not call Python"):
+    with refuses("the kernels of accelerators do not call Python"):
         resolved([{"extension": "norm-cap", "layers": 0}], facts)
 
 
@@ -211,10 +211,8 @@ def test_an_entry_holds_strength_options_and_the_code_of_the_op(site: Path) -> N
 def test_refusals_name_field_and_valid_values(
     site: Path, wish: dict[str, Any], field: str, words: str
 ) -> None:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(words, field=f"steering[0].{field}"):
         resolved([wish], *loaded("row-geometry", "unruly").values())
-    assert refused.value.field == f"steering[0].{field}"
-    assert words in refused.value.detail
 
 
 def test_ops_edit_the_stream_and_no_rows_inside_of_a_layer(site: Path) -> None:
@@ -234,14 +232,12 @@ def test_ops_edit_the_stream_and_no_rows_inside_of_a_layer(site: Path) -> None:
         tokenizer="",
         extensions=[facts],
     )
-    with pytest.raises(MidstreamError) as refused:
+    with refuses("not those of z; valid: ", status=400, field="steering[0].hook"):
         resolve_edits(
             [],
             [SteeringSpec(extension="norm-cap", layers=1, hook="z")],
             Bounds(model, [PromptFacts(6)]),
         )
-    assert (refused.value.status, refused.value.field) == (400, "steering[0].hook")
-    assert "not those of z; valid: " in refused.value.detail
 
 
 def test_modules_take_no_installed_ops(site: Path) -> None:
@@ -258,7 +254,7 @@ def test_modules_take_no_installed_ops(site: Path) -> None:
         tokenizer="",
         extensions=list(loaded("row-geometry").values()),
     )
-    with pytest.raises(MidstreamError, match="not valid in named modules and global steering"):
+    with refuses("not valid in named modules and global steering"):
         resolve_module([SteeringSpec(extension="norm-cap", layers=1)], model)
 
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from refusal_kit import refuses
 
 from midstream.api.resolve.readings.probes import changed, digest_of
 from midstream.broker.ledger.named.probes import recorded, scores_of, unfit
 from midstream.schemas.artifacts.conditions import Condition
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.policies import (
@@ -99,6 +99,5 @@ def test_changes_make_versions() -> None:
     active = changed(msgspec.structs.replace(first, versions=[canary]), PolicyChange(mode="active"))
     assert active.content.share == 0.0
     assert len({digest_of(each) for each in (first.current, canary, active)}) == 3
-    with pytest.raises(MidstreamError) as refused:
+    with refuses("capture is not valid for all traffic"):
         changed(policy(Window(layers=0)), PolicyChange(all_traffic=True))
-    assert "capture is not valid for all traffic" in refused.value.detail

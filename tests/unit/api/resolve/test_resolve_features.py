@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from refusal_kit import refuses
 from sae_rows import D_IN, D_SAE, ROOT
 
 from midstream.api.resolve.edits.features import FeatureFiles, Named, Rows, check_range, check_specs
@@ -19,7 +20,6 @@ from midstream.api.resolve.readings.saes import resolve_sae
 from midstream.kernels import reference
 from midstream.kernels.plan import SitePlan, does_of
 from midstream.schemas.artifacts.saes import Sae, SaeRequest
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.jobs.models import ModelInfo
@@ -218,9 +218,8 @@ def test_three_parts_in_bfloat16_add_up_to_the_encoder() -> None:
 def test_what_an_autoencoder_cannot_do_is_refused_by_field(
     spec: dict[str, Any], field: str, says: str
 ) -> None:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(kind="invalid_request") as refused:
         resolved(SteeringSpec(**spec))
-    assert refused.value.kind == "invalid_request"
     assert str(refused.value.field).startswith(f"steering[0].{field}")
     assert says in refused.value.detail
 
@@ -228,7 +227,7 @@ def test_what_an_autoencoder_cannot_do_is_refused_by_field(
 def test_more_features_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midstream.api.resolve.edits.features.MAX_FEATURES", 2)
     specs = [SteeringSpec(sae="standard", feature=feature, op="ablate") for feature in (1, 2, 2, 3)]
-    with pytest.raises(MidstreamError, match="names 3 features"):
+    with refuses("names 3 features"):
         named(*specs)
     assert set(named(*specs[:3]).rows) == {("standard", 1), ("standard", 2)}
 
@@ -242,14 +241,13 @@ def test_numbers_beyond_the_models_dtype_are_refused(large: str) -> None:
     rule = Feature(vectors["encoder"], vectors["decoder"], 7e4 if large == "bias" else 1.0, 0.0)
     found = {3: Rows(vectors["decoder"], rule)}
     check_range(registered("gated"), MODEL, found)
-    with pytest.raises(
-        MidstreamError,
-        match=(
-            r"feature 3 of 'gated' has a number of magnitude 7e\+04: float16 allows " r"6.55e\+04"
-        ),
-    ) as refused:
+    with refuses(
+        match=r"feature 3 of 'gated' has a number of magnitude 7e\+04: float16 allows "
+        r"6.55e\+04",
+        kind="invalid_request",
+        field="sae",
+    ):
         check_range(registered("gated"), msgspec.structs.replace(MODEL, dtype="float16"), found)
-    assert (refused.value.kind, refused.value.field) == ("invalid_request", "sae")
 
 
 def test_modules_and_global_steering_take_features() -> None:
@@ -269,6 +267,5 @@ def test_modules_and_global_steering_take_features() -> None:
 
 def test_files_that_have_changed_since_are_refused(tmp_path: Path) -> None:
     sae = msgspec.structs.replace(registered("standard"), digest="0" * 64)
-    with pytest.raises(MidstreamError, match="have changed since it was registered") as refused:
+    with refuses("have changed since it was registered", field="sae"):
         FeatureFiles(str(ROOT)).read(sae, [1])
-    assert refused.value.field == "sae"

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from refusal_kit import refuses
 
 from midstream.api.resolve.admission import fits
 from midstream.api.resolve.readings.gradients import check_gradients
@@ -25,9 +26,8 @@ def resolve(method: str = "difference_of_means", **fields: Any) -> StoredModuleF
 
 
 def refusal(*args: Any, **fields: Any) -> MidstreamError:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(status=400) as refused:
         resolve(*args, **fields)
-    assert refused.value.status == 400
     return refused.value
 
 
@@ -129,17 +129,15 @@ def test_hooks_inside_attention_are_refused() -> None:
     info = model(hooks=["post_block", "z"])
     body = FitRequest(model="m", name="n", method="pca", layers=0, hook="z", positive=HERE)
     body = msgspec.structs.replace(body, negative=THERE)
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(field="hook"):
         asyncio.run(fits.resolve_fit(body, info, CODEC))
-    assert refused.value.field == "hook"
 
 
 def test_global_steering_is_a_conflict() -> None:
     served = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
     check_gradients({"hook": "post_block"}, model(), served, steered=False)
-    with pytest.raises(MidstreamError, match="global steering") as refused:
+    with refuses("global steering", kind="conflict"):
         check_gradients({"hook": "post_block"}, model(), served, steered=True)
-    assert refused.value.kind == "conflict"
 
 
 def resolve_lens(**fields: Any) -> StoredLensFit:
@@ -148,9 +146,8 @@ def resolve_lens(**fields: Any) -> StoredLensFit:
 
 
 def refused_lens(**fields: Any) -> MidstreamError:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(status=400) as refused:
         resolve_lens(**fields)
-    assert refused.value.status == 400
     return refused.value
 
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from refusal_kit import refuses
 
 from midstream import __version__
 from midstream.api.resolve.edits.interventions import GIVEN, OPTIONS
@@ -83,9 +84,8 @@ def resolved(*specs: dict[str, Any], **changes: Any) -> list[StoredSteering]:
 
 
 def refused(spec: dict[str, Any], **changes: Any) -> MidstreamError:
-    with pytest.raises(MidstreamError) as found:
+    with refuses(status=400) as found:
         resolved(spec, **changes)
-    assert found.value.status == 400
     return found.value
 
 
@@ -253,9 +253,8 @@ ZERO = tensor(HIDDEN, fill=0.0)
 def test_steering_that_the_model_cannot_take_is_refused_by_field(
     spec: dict[str, Any], field: str, words: str
 ) -> None:
-    with pytest.raises(MidstreamError, match=words) as found:
+    with refuses(match=words, status=400, field=f"steering[0].{field}"):
         resolved(spec)
-    assert (found.value.status, found.value.field) == (400, f"steering[0].{field}")
 
 
 def test_a_hook_that_the_model_lacks_is_refused() -> None:
@@ -277,14 +276,12 @@ def test_non_finite_numbers_are_refused_at_construction(name: str, value: float)
 def test_entries_that_cannot_share_a_row_are_counted() -> None:
     again = [LEAST["ablate"] | {"vector": tensor(HIDDEN)} for _ in range(5)]
     assert len(resolved(*again[:4])) == 4
-    with pytest.raises(
-        MidstreamError, match="needs 5 rows of the steering table for one token for prompt 0"
-    ) as found:
+    with refuses(
+        "needs 5 rows of the steering table for one token for prompt 0",
+        "merge directions into one lowrank",
+        field="steering",
+    ):
         resolved(*again)
-    assert (found.value.field, "merge directions into one lowrank" in str(found.value.hint)) == (
-        "steering",
-        True,
-    )
     assert (
         len(
             resolved(
@@ -327,14 +324,13 @@ def test_more_overlapping_position_sets_than_rows_per_token_are_refused() -> Non
         ([[0, place] for place in range(1, 5)] + ["all"], "add"),
     ):
         positions = positions[:5]
-        with pytest.raises(
-            MidstreamError, match="needs 5 rows of the steering table for one token for prompt 0"
-        ) as found:
+        with refuses(
+            "needs 5 rows of the steering table for one token for prompt 0",
+            "place entries that replace rows at the same positions next to each other",
+            status=400,
+            field="steering",
+        ):
             steering(*positions, op=op)
-        assert (found.value.status, found.value.field) == (400, "steering")
-        assert "place entries that replace rows at the same positions next to each other" in str(
-            found.value.hint
-        )
 
 
 def test_overlap_limits_are_checked_per_prompt() -> None:
@@ -344,26 +340,17 @@ def test_overlap_limits_are_checked_per_prompt() -> None:
         for position in (1, 2, 3, 5, -1)
     ]
     resolve_edits([], specs, bounds(6, 6))
-    with pytest.raises(
-        MidstreamError, match="needs 5 rows of the steering table for one token for prompt 2"
-    ):
+    with refuses("needs 5 rows of the steering table for one token for prompt 2"):
         resolve_edits([], specs, bounds(6, 6, 7))
 
 
 def test_what_one_request_needs_must_fit_the_workers_tables() -> None:
     assert resolved(LOW_RANK | {"layers": "all"}, steering_entries=6)
-    with pytest.raises(
-        MidstreamError,
-        match=(
-            r"needs 6 steering entries for prompt 0; the worker has 5 \(setting "
-            r"steering_entries\)"
-        ),
+    with refuses(
+        "needs 6 steering entries for prompt 0; the worker has 5 (setting steering_entries)"
     ):
         resolved(LOW_RANK | {"layers": "all"}, steering_entries=5)
-    with pytest.raises(
-        MidstreamError,
-        match=r"needs 2 steering rows for prompt 0; the worker has 1 \(setting steering_rows\)",
-    ):
+    with refuses("needs 2 steering rows for prompt 0; the worker has 1 (setting steering_rows)"):
         resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1)
 
 

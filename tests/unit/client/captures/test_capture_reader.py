@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from capture_kit import HIDDEN, Sites, finished, values, write
+from refusal_kit import refuses
 
+from midstream import CaptureReader, MidstreamError
 from midstream.broker.artifacts import retention
-from midstream.client import CaptureReader
 from midstream.client.captures.blobs import at
-from midstream.schemas.base.errors import MidstreamError
 from midstream.storage.file_store import FileStore
 from midstream.storage.s3_store import S3Store
 from midstream.storage.store import ArtifactStore
@@ -63,9 +63,8 @@ def test_the_hook_is_optional_where_there_is_one_and_takes_transformer_lens_name
     reader = CaptureReader(store, "job_x")
     for hook in (None, "pre_attn", "resid_pre", "hook_resid_pre"):
         np.testing.assert_array_equal(reader.array(1, hook), values("pre_attn", 1, [0, 1, 2]))
-    with pytest.raises(MidstreamError, match="layer 1 was not captured at mlp_out") as caught:
+    with refuses("layer 1 was not captured at mlp_out", allowed="hooks pre_attn"):
         reader.array(1, "mlp_out")
-    assert caught.value.allowed == "hooks pre_attn"
 
 
 def test_sites_are_read_and_named_as_transformer_lens_names_them(store: ArtifactStore) -> None:
@@ -79,7 +78,7 @@ def test_sites_are_read_and_named_as_transformer_lens_names_them(store: Artifact
     assert list(arrays) == ["mlp_in.3", "blocks.3.hook_resid_post", name]
     np.testing.assert_array_equal(arrays[name], reader.array(7, "post_block"))
     wrong: Any = "nnsight"
-    with pytest.raises(MidstreamError, match="names: 'nnsight' is unknown"):
+    with refuses("names: 'nnsight' is unknown"):
         reader.arrays(names=wrong)
 
 
@@ -88,9 +87,8 @@ def test_a_text_that_is_no_site_is_no_layer(
     store: ArtifactStore, layer: str, hook: str | None
 ) -> None:
     write(store, finished(sites={"post_block": [7]}))
-    with pytest.raises(MidstreamError, match=f"layer: '{layer}' is not a layer") as caught:
+    with refuses("blocks.12.hook_resid_post", match=f"layer: '{layer}' is not a layer"):
         CaptureReader(store, "job_x").array(layer, hook)
-    assert "blocks.12.hook_resid_post" in str(caught.value.allowed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -140,12 +138,8 @@ def test_a_missing_stage_is_an_error_and_not_fewer_layers(
     write(store, stage(0, layout=layout))
     reader = CaptureReader(store, "job_x")
     for read in (reader.layers, reader.positions, lambda: reader.array(0), reader.stack):
-        with pytest.raises(
-            MidstreamError,
-            match=(
-                r"missing tensors \(2\): post_block\.2, post_block\.3; stages present: 0, of 2 "
-                r"in total"
-            ),
+        with refuses(
+            "missing tensors (2): post_block.2, post_block.3; stages present: 0, of 2 in total"
         ):
             read()
     assert [check.ok for check in reader.verify()] == [True] * (
@@ -161,7 +155,7 @@ def test_a_stage_that_holds_none_of_the_layers_is_not_missed(store: ArtifactStor
 
 def test_stages_that_hold_different_positions_are_refused(store: ArtifactStore) -> None:
     write(store, stage(0, positions=[0, 1]), stage(1, positions=[0, 2]))
-    with pytest.raises(MidstreamError, match="different positions") as caught:
+    with refuses("different positions") as caught:
         CaptureReader(store, "job_x").positions()
     assert kind_of(caught) == "ranks_disagree"
 
@@ -208,17 +202,15 @@ def test_requests_are_kept_apart_and_files_of_other_jobs_left_out(tmp_path: Path
     )
     reader = CaptureReader(tmp_path / "tag", "job_x")
     assert (reader.requests(), reader.positions(12)) == ([0, 12], [4])
-    with pytest.raises(MidstreamError, match="request 3") as caught:
+    with refuses("request 3", allowed="[0, 12]"):
         reader.array(0, request=3)
-    assert caught.value.allowed == "[0, 12]"
     assert CaptureReader(tmp_path / "tag", "job_y").requests() == [5]
 
 
 def test_a_layer_that_was_not_captured_is_named_with_those_that_were(store: ArtifactStore) -> None:
     write(store, finished(sites={"post_block": [3, 7]}))
-    with pytest.raises(MidstreamError, match="layer 4 was not captured at post_block") as caught:
+    with refuses("layer 4 was not captured at post_block", allowed="[3, 7]"):
         CaptureReader(store, "job_x").array(4)
-    assert caught.value.allowed == "[3, 7]"
 
 
 # --- Sources ---
@@ -226,9 +218,8 @@ def test_a_layer_that_was_not_captured_is_named_with_those_that_were(store: Arti
 
 def test_a_job_with_several_tags_needs_a_tag(store: ArtifactStore) -> None:
     write(store, finished(tag="b"), finished(tag="a", layout="packed"))
-    with pytest.raises(MidstreamError, match="several tags") as caught:
+    with refuses("several tags", allowed="a, b"):
         CaptureReader(store, "job_x")
-    assert caught.value.allowed == "a, b"
     assert CaptureReader(store, "job_x", tag="b").tag == "b"
 
 
@@ -245,7 +236,7 @@ def test_files_of_several_jobs_need_a_job(tmp_path: Path) -> None:
         tmp_path / file.path
         for file in write(tmp_path, finished(layout="packed"), finished("job_y", layout="packed"))
     ]
-    with pytest.raises(MidstreamError, match="several jobs"):
+    with refuses("several jobs"):
         CaptureReader(files)
     assert CaptureReader(files, "job_y").job == "job_y"
 
@@ -263,9 +254,8 @@ def test_a_segment_among_files_stands_for_the_blobs_in_it_of_one_job(store: Arti
     reader = CaptureReader(store, "job_1")
     (segment,) = reader.files
     for source in (reader.files, segment, str(segment), [at(segment)], [segment, segment]):
-        with pytest.raises(MidstreamError, match="several jobs") as caught:
+        with refuses("several jobs", allowed="job_0, job_1"):
             CaptureReader(source)
-        assert caught.value.allowed == "job_0, job_1"
         again = CaptureReader(source, "job_1")
         assert (again.job, again.requests(), [check.ok for check in again.verify()]) == (
             "job_1",
@@ -283,7 +273,7 @@ def test_deleted_blobs_of_a_segment_are_skipped_by_default(store: ArtifactStore)
     (segment,) = CaptureReader(store, "job_a").files
     retention.delete(store, ["job_a"])
     assert CaptureReader(segment).job == "job_b"
-    with pytest.raises(MidstreamError, match="was deleted") as caught:
+    with refuses("was deleted") as caught:
         CaptureReader(segment, "job_a")
     assert kind_of(caught) == "gone"
 
@@ -295,7 +285,7 @@ def test_a_segment_without_its_manifest_is_refused_and_not_read_as_one_blob(
     write(store, finished("job_a"), finished("job_b"))
     (segment,) = CaptureReader(store, "job_a").files
     segment.with_suffix(".jsonl").unlink()
-    with pytest.raises(MidstreamError, match=r"\.jsonl is missing") as caught:
+    with refuses(".jsonl is missing") as caught:
         CaptureReader(segment)
     assert kind_of(caught) == "capture_failed"
 
@@ -308,7 +298,7 @@ def test_bytes_behind_a_blob_are_refused_and_not_left_unread(tmp_path: Path) -> 
     both = first.read_bytes() + second.read_bytes()
     first.write_bytes(both)
     for read in (lambda: CaptureReader(first), lambda: CaptureReader.from_bytes(both)):
-        with pytest.raises(MidstreamError, match="not a complete blob") as caught:
+        with refuses("not a complete blob") as caught:
             read()
         assert kind_of(caught) == "capture_damaged"
 
@@ -328,22 +318,22 @@ def test_rows_in_memory_are_read_like_files() -> None:
     blobs = [b"".join(blob_of(capture, capture.sites).buffers) for capture in (stage(1), stage(0))]
     reader = CaptureReader.from_bytes(blobs)
     np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
-    with pytest.raises(MidstreamError, match="post_block"):
+    with refuses("post_block"):
         CaptureReader.from_bytes(blobs[0]).layers()
-    with pytest.raises(MidstreamError, match="no blobs given"):
+    with refuses("no blobs given"):
         CaptureReader.from_bytes([])
 
 
 def test_a_folder_without_captures_says_so(tmp_path: Path) -> None:
     for source in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(MidstreamError, match="no capture files") as caught:
+        with refuses("no capture files") as caught:
             CaptureReader(source)
         assert kind_of(caught) == "not_found"
 
 
 def test_non_capture_files_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "notes.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
-    with pytest.raises(MidstreamError, match=r"notes\.safetensors.*not a Midstream file"):
+    with refuses(match=r"notes\.safetensors.*not a Midstream file"):
         CaptureReader(tmp_path)
 
 
@@ -402,7 +392,7 @@ def test_a_request_whose_files_are_missing_is_named_and_not_left_out(
         assert "captured 4 requests, but files exist for only 3: 0-1, 3" in gap.detail
         assert [check for check in reader.verify() if not check.ok] == [gap]
         assert "requests=3 of 4" in repr(reader)
-        with pytest.raises(MidstreamError, match="files exist for only 3") as caught:
+        with refuses("files exist for only 3") as caught:
             reader.requests()
         assert kind_of(caught) == "capture_failed"
         # it is whole itself
@@ -487,7 +477,7 @@ def test_a_file_that_was_cut_short_is_refused_when_it_is_opened(tmp_path: Path) 
     path = tmp_path / file.path
     for length in (file.bytes - 1, 20, 0):
         os.truncate(path, length)
-        with pytest.raises(MidstreamError, match="truncated"):
+        with refuses("truncated"):
             CaptureReader(path)
 
 
@@ -499,7 +489,7 @@ def test_damaged_rows_are_not_returned(tmp_path: Path, layout: str) -> None:
     raw[file.offset + 8 + int.from_bytes(raw[file.offset : file.offset + 8], "little")] ^= 1
     path.write_bytes(raw)
     for read in (reader.array, reader.raw):
-        with pytest.raises(MidstreamError, match="CRC32") as caught:
+        with refuses("CRC32") as caught:
             read(2)
         assert kind_of(caught) == "capture_damaged"
 
@@ -507,7 +497,7 @@ def test_damaged_rows_are_not_returned(tmp_path: Path, layout: str) -> None:
 def test_a_file_of_zeros_is_damaged_and_not_deleted(tmp_path: Path) -> None:
     (file,) = write(tmp_path, finished(layout="packed"))
     (tmp_path / file.path).write_bytes(bytes(file.bytes))
-    with pytest.raises(MidstreamError, match="zeros") as caught:
+    with refuses("zeros") as caught:
         CaptureReader(tmp_path, "job_x")
     assert kind_of(caught) == "capture_damaged"
 
@@ -544,7 +534,7 @@ def test_open_readers_survive_deletion_and_new_ones_are_refused(
             reader.array(3, request=request), values("post_block", 3, [0, 1, 2])
         )
     assert all(check.ok for check in reader.verify() if layout == "segment")
-    with pytest.raises(MidstreamError) as caught:
+    with refuses() as caught:
         CaptureReader(store, "job_x")
     # which looks for the segments of the job alone
     kept = layout == "segment" and not isinstance(store, S3Store)
@@ -558,10 +548,10 @@ def test_a_job_under_deletion_is_gone_before_its_files(tmp_path: Path) -> None:
     write(tmp_path, finished(layout="packed"), finished(request=1))
     (tmp_path / ".deleted" / "job_x").mkdir(parents=True)
     for source in (tmp_path, tmp_path / "tag"):
-        with pytest.raises(MidstreamError, match="job_x") as caught:
+        with refuses("job_x") as caught:
             CaptureReader(source, "job_x")
         assert kind_of(caught) == "gone"
-    with pytest.raises(MidstreamError):
+    with refuses():
         CaptureReader(tmp_path / "tag" / "job_x")
 
 
@@ -571,7 +561,7 @@ def test_a_file_that_vanishes_while_it_is_opened_means_gone_and_not_fewer_reques
     files = write(tmp_path, *(finished(request=n, layout="packed") for n in range(3)))
     paths = [tmp_path / file.path for file in files]
     paths[1].unlink()
-    with pytest.raises(MidstreamError) as caught:
+    with refuses() as caught:
         CaptureReader(paths)
     assert kind_of(caught) == "gone"
 
@@ -587,20 +577,18 @@ def test_negative_layers_count_from_the_models_last(store: ArtifactStore) -> Non
     reader = CaptureReader(store, "job_x")
     np.testing.assert_array_equal(reader.array(-1), reader.array(7))
     np.testing.assert_array_equal(reader.stack([-5, -1]), reader.stack([3, 7]))
-    with pytest.raises(MidstreamError, match="layer 6 was not captured") as caught:
+    with refuses("layer 6 was not captured", allowed="[3, 7]"):
         reader.array(-2)
-    assert caught.value.allowed == "[3, 7]"
-    with pytest.raises(MidstreamError, match="below the first layer") as caught:
+    with refuses("below the first layer", allowed="-8 to 7"):
         reader.array(-9)
-    assert caught.value.allowed == "-8 to 7"
-    with pytest.raises(MidstreamError, match="does not record the number of layers"):
+    with refuses("does not record the number of layers"):
         CaptureReader(store, "older").array(-1)
 
 
 def test_tokens_need_the_client_that_opened_the_reader(store: ArtifactStore) -> None:
     write(store, finished(positions=[0, 2]))
     reader = CaptureReader(store, "job_x")
-    with pytest.raises(MidstreamError, match="no tokenizer"):
+    with refuses("no tokenizer"):
         reader.tokens()
     reader.read_tokens = lambda ids: [f" {token}" for token in ids]
     assert reader.tokens() == [" 100", " 102"]

@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from http_kit import reply, server
+from refusal_kit import refuses
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from midstream.client import AsyncClient, Client
+from midstream import AsyncClient, Client, MidstreamError, SteeringSpec
 from midstream.client.cli import main, options
 from midstream.client.render import records
 from midstream.client.render import steering as show_steering
 from midstream.client.sdk import registered
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json
 from midstream.schemas.base.tensors import from_numpy
-from midstream.schemas.requests.specs import SteeringSpec
 from midstream.schemas.requests.steering import (
     Agreement,
     Dynamic,
@@ -229,7 +228,7 @@ def test_entries_sites_and_a_file_are_equivalent(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_in_itself_is_said_before_anything_is_sent(given: Any, says: str) -> None:
-    with pytest.raises(MidstreamError, match=says):
+    with refuses(match=says):
         Client("http://127.0.0.1:1").modules.register("joy", given)
 
 
@@ -242,15 +241,14 @@ def test_invalid_names_cannot_change_the_request_path(name: str) -> None:
             client.modules.delete,
             lambda name: client.modules.register(name, {"post_block.3": JOY}),
         ):
-            with pytest.raises(MidstreamError, match=r"^name: ") as caught:
+            with refuses(match=r"^name: ", kind="invalid_request"):
                 ask(name)
-            assert caught.value.kind == "invalid_request"
     assert seen == []
 
 
 def test_a_wrong_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "joy.safetensors").write_bytes(b"PK")
-    with pytest.raises(MidstreamError, match=r"joy\.safetensors: its format is unknown"):
+    with refuses("joy.safetensors: its format is unknown"):
         registered.entries_of(tmp_path / "joy.safetensors")
 
 
@@ -279,7 +277,7 @@ def test_at_prefix_names_a_module(text: str, entry: dict[str, Any]) -> None:
     ["@", "@:2", "@joy:much", "@joy:2:3", "@joy:op=ablate", "@joy:scale=2:3", "@joy:layers=3"],
 )
 def test_options_invalid_for_a_module_are_refused(text: str) -> None:
-    with pytest.raises(MidstreamError, match="--steer"):
+    with refuses("--steer"):
         options.parse_steering([text])
 
 
@@ -300,9 +298,8 @@ def test_a_file_that_cannot_be_used_names_the_option(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("torn.safetensors").write_bytes(b"torn")
-    with pytest.raises(MidstreamError, match=f"^FILE: '{text}': ") as caught:
+    with refuses(match=f"^FILE: '{text}': ", field="FILE"):
         options.parse_steering([text], "FILE")
-    assert caught.value.field == "FILE"
 
 
 # --- The command line ---

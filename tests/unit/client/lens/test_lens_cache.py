@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusal_kit import refuses
 
 from midstream.client.lens.cache import ActivationCache
 from midstream.client.lens.names import BLOCK, Card, Site, chosen
 from midstream.lens import ops
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.prompts.selectors import HOOKS
 
 LAYERS, TOKENS, WIDTH = 3, 4, 2
@@ -146,7 +146,7 @@ def test_one_activation_of_the_layers_below_is_stacked(layer: Any, count: int) -
     ],
 )
 def test_what_a_cache_cannot_give_is_refused(use: Any, said: str) -> None:
-    with pytest.raises(MidstreamError, match=said):
+    with refuses(match=said):
         use(cache(lambda name: name.endswith(("hook_resid_pre", "hook_resid_post"))))
 
 
@@ -174,9 +174,9 @@ def test_rows_are_patched_from_one_of_the_cached_prompts() -> None:
             Site("hook_resid_post", 1), CARD, "fwd_hooks[0]"
         )
         assert made == entry | {"source": {"prompt": prompt, "position": 3, "run": "job_1"}}
-    with pytest.raises(MidstreamError, match="name one"):
+    with refuses("name one"):
         ops.patch(found, pos=2)
-    with pytest.raises(MidstreamError, match=r"has no blocks\.0\.hook_resid_post"):
+    with refuses("has no blocks.0.hook_resid_post"):
         ops.patch(found, prompt=0).entries(Site("hook_resid_post", 0), CARD, "fwd_hooks[0]")
 
 
@@ -192,7 +192,7 @@ def test_gradients_have_the_names_of_their_activations_with_grad_at_the_end() ->
     assert both.remove_batch_dim()["resid_post_grad", 1].shape == (TOKENS, WIDTH)
     assert ("resid_post_grad", 1) in both
     assert ("resid_post_grad", 2) not in both
-    with pytest.raises(MidstreamError, match="hook_mlp_out_grad was not captured"):
+    with refuses("hook_mlp_out_grad was not captured"):
         both["mlp_out_grad", 1]
-    with pytest.raises(MidstreamError, match="incl_bwd=True"):
+    with refuses("incl_bwd=True"):
         cache()["resid_post_grad", 1]

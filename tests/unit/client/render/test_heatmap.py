@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusal_kit import refuses
 from rich.console import Console
 from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, grid, pair, result
 
 from midstream.client.render import figures, sweeps
 from midstream.client.sdk.answers.grid import described, grid_of
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.sweeps import Baseline, Metric, SweepResult
 
 
@@ -135,7 +135,7 @@ def test_a_missing_matplotlib_is_named_with_the_extra_that_brings_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MidstreamError, match=r"midstream\[plots\]"):
+    with refuses("midstream[plots]"):
         figures.heatmap(result())
 
 
@@ -144,9 +144,8 @@ def test_a_format_that_matplotlib_cannot_write_is_refused_by_name(tmp_path: Path
         (tmp_path / "out.xyz", "not a figure format"),
         (tmp_path / "nowhere" / "out.png", "no such folder"),
     ):
-        with pytest.raises(MidstreamError, match=detail) as caught:
+        with refuses(match=detail, field="heatmap"):
             figures.heatmap(result(), path)
-        assert caught.value.field == "heatmap"
 
 
 def test_long_prompts_in_titles_are_cut_in_the_middle() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from capture_kit import finished, values, write
+from refusal_kit import refuses
 
 from midstream import CaptureReader, matrix, samples
-from midstream.schemas.base.errors import MidstreamError
 
 POSITIONS = {"job_a": ([0, 1, 2], [0, 1]), "job_b": ([4, 6],)}
 
@@ -78,9 +78,8 @@ def test_a_mean_is_over_the_captured_positions_of_a_request(readers: list[Captur
 def test_unavailable_rows_are_refused_with_the_available_ones(
     readers: list[CaptureReader], rows: Any, said: str
 ) -> None:
-    with pytest.raises(MidstreamError, match=said) as caught:
+    with refuses(match=said, field="rows") as caught:
         matrix(readers, readers[0].layers()[0], rows=rows)
-    assert caught.value.field == "rows"
     assert caught.value.allowed
 
 
@@ -94,11 +93,10 @@ def test_without_rows_there_is_no_matrix(tmp_path: Path) -> None:
     reader = CaptureReader(tmp_path, "job_a")
     layer = reader.layers()[0]
     for rows in ("last", "first", "mean"):
-        with pytest.raises(MidstreamError, match="request 1 has no captured rows") as caught:
+        with refuses("request 1 has no captured rows", kind="not_found"):
             matrix(reader, layer, rows=rows)  # type: ignore[arg-type]
-        assert caught.value.kind == "not_found"
     assert matrix(reader, layer, rows="all").shape[0] == 2
-    with pytest.raises(MidstreamError, match="no captured rows"):
+    with refuses("no captured rows"):
         matrix([], layer)
 
 
@@ -107,5 +105,5 @@ def test_models_of_different_width_make_no_matrix(
 ) -> None:
     monkeypatch.setattr("capture_kit.HIDDEN", 4)
     write(tmp_path / "other", finished(job="job_c"), owner="job_c")
-    with pytest.raises(MidstreamError, match=r"different width .*\[4, 5\]"):
+    with refuses(match=r"different width .*\[4, 5\]"):
         matrix([*readers, CaptureReader(tmp_path / "other", "job_c")], readers[0].layers()[0])

@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 from http_kit import Reply, reply, server
+from refusal_kit import refuses
 from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, VIEW, grid, over, pair, result
 
-from midstream import AsyncClient, AsyncPatchStudy, Client, PatchStudy
+from midstream import AsyncClient, AsyncPatchStudy, Client, MidstreamError, PatchStudy
 from midstream.client.notebook import install
 from midstream.client.render import figures, notebook
 from midstream.client.sdk.answers.grid import grid_of
 from midstream.client.sdk.answers.progress import bar
 from midstream.client.study.patch_study import Region
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.sweeps import (
     PairSpan,
@@ -138,7 +138,7 @@ def test_an_ablation_defaults_to_a_metric_of_its_pair(
     ],
 )
 def test_a_mistake_is_named_before_anything_is_sent(fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(MidstreamError) as caught:
+    with refuses() as caught:
         PatchStudy(*PROMPTS, client=Client("http://127.0.0.1:1"), model="m").sweep(
             progress=False, **fields
         )
@@ -150,7 +150,7 @@ def test_the_model_may_be_omitted_when_one_is_served() -> None:
     with (
         server(models) as (url, _),
         Client(url) as client,
-        pytest.raises(MidstreamError, match="several models are served"),
+        refuses("several models are served"),
     ):
         PatchStudy(*PROMPTS, client=client).sweep()
 
@@ -183,7 +183,7 @@ def test_the_mean_over_pairs_leaves_out_the_cells_that_have_no_value() -> None:
     assert mean.values["pre_attn"][PEAK] == 0.95
     assert mean.values["mlp_out"][PEAK] == pytest.approx(0.1)
     assert mean.labels == ["The", "Col/Taj", "osse/Mahal", "um/x", " is", " in"]
-    with pytest.raises(MidstreamError, match="no pair 2"):
+    with refuses("no pair 2"):
         grid_of(both, 2)
 
 
@@ -210,7 +210,7 @@ def test_a_data_frame_is_made_of_the_records_and_a_missing_pandas_is_named(
         *PEAK,
     ]
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MidstreamError, match="needs pandas"):
+    with refuses("needs pandas"):
         swept().to_pandas()
 
 
@@ -274,9 +274,9 @@ def test_a_grid_of_heads_is_read_by_head_and_its_zoom_is_over_positions() -> Non
     assert swept(result(both, skipped=[], axis="head_position")).grid().by_head(
         "mlp_out"
     ).shape == (len(LAYERS), 2, 2)
-    with pytest.raises(MidstreamError, match="has no heads"):
+    with refuses("has no heads"):
         swept(result()).grid().by_head()
-    with pytest.raises(MidstreamError, match="cannot be zoomed"):
+    with refuses("cannot be zoomed"):
         asked_by(swept(result(axis="neuron")), "zoom")
 
 
@@ -317,7 +317,7 @@ def test_zoom_into_two_columns_that_write_other_rows_at_one_place_is_refused() -
         grids={h: grid(0.9, columns=2) for h in ("pre_attn", "mlp_out")},
     )
     study = swept(result(two, skipped=[]))
-    with pytest.raises(MidstreamError, match="position 3 gets rows of both positions 2 and 1"):
+    with refuses("position 3 gets rows of both positions 2 and 1"):
         study.zoom()
     assert asked_by(study, "zoom", columns=["b"]).pairs[0].alignment == [(1, 3)]
 
@@ -331,9 +331,8 @@ def test_zoom_into_two_columns_that_write_other_rows_at_one_place_is_refused() -
     ],
 )
 def test_zoom_into_nothing_is_refused(region: Region, detail: str) -> None:
-    with pytest.raises(MidstreamError, match=detail) as caught:
+    with refuses(match=detail, field="columns"):
         swept().zoom(region)
-    assert caught.value.field == "columns"
 
 
 def test_a_new_sweep_of_a_zoomed_study_may_ask_for_other_positions() -> None:
@@ -378,13 +377,12 @@ def test_a_file_that_is_no_study_of_this_version_is_refused(
     swept().save(tmp_path / "study.json")
     document = json.loads((tmp_path / "study.json").read_text())
     (tmp_path / "study.json").write_text(json.dumps(document | change))
-    with pytest.raises(MidstreamError, match=detail) as caught:
+    with refuses(match=detail, kind=kind):
         PatchStudy.load(tmp_path / "study.json")
-    assert caught.value.kind == kind
 
 
 def test_before_the_first_sweep_a_study_says_so() -> None:
-    with pytest.raises(MidstreamError, match="call sweep"):
+    with refuses("call sweep"):
         PatchStudy(*PROMPTS).top()
 
 
@@ -434,7 +432,7 @@ def test_a_result_of_another_job_kind_is_refused() -> None:
     with (
         server(reply(VIEW), over(None)) as (url, _),
         Client(url) as client,
-        pytest.raises(MidstreamError, match="job_1 is not a sweep"),
+        refuses("job_1 is not a sweep"),
     ):
         client.sweeps.result("job_1")
 

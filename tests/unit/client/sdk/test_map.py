@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from map_kit import Jobs, serving
+from refusal_kit import refuses
 
 from midstream import AsyncClient, Client, Mapped, MidstreamError
 from midstream.client.sdk.mapping import map as mapping
@@ -145,7 +146,7 @@ def test_a_refusal_that_passes_is_repeated_when_the_server_says() -> None:
 
 def test_a_refusal_that_lasts_is_raised() -> None:
     jobs = Jobs(refusals=[(MidstreamError("too_many_jobs", "full"), 0)] * 50)
-    with pytest.raises(MidstreamError, match="full"):
+    with refuses("full"):
         mapped(jobs, ["a"], patience=0.0)
 
 
@@ -162,7 +163,7 @@ def test_a_job_that_failed_for_no_fault_of_its_own_is_submitted_again() -> None:
     jobs = Jobs(failures=[failed("worker_lost"), failed("engine_failed")])
     assert texts(mapped(jobs, ["a", "b"])) == ["<a>", "<b>"]
     assert len(jobs.jobs) == 3
-    with pytest.raises(MidstreamError, match="it failed") as caught:
+    with refuses("it failed") as caught:
         mapped(jobs := Jobs(failures=[failed("worker_lost")] * 9), ["a", "b"], attempts=2)
     assert "prompts 0 to 1" in str(caught.value.__notes__)
     assert len(jobs.jobs) == 2
@@ -171,15 +172,14 @@ def test_a_job_that_failed_for_no_fault_of_its_own_is_submitted_again() -> None:
 def test_an_error_names_the_prompt_by_its_place_in_the_input() -> None:
     jobs = Jobs(refusals=[(invalid("prompts[1]", "is too long"), None)])
     prompts = [f"p{number}" for number in range(6)]
-    with pytest.raises(MidstreamError) as caught:
+    with refuses(field="prompts[1]") as caught:
         mapped(jobs, prompts, job_prompts=2)
-    assert caught.value.field == "prompts[1]"
     jobs = Jobs(failures=[])
     with serving(jobs) as url, Client(url) as client:
         items = client.map(prompts, model="m", job_prompts=2, in_flight=1, progress=False)
         next(items)
         jobs.refusals.append((invalid("prompts[1].text", "is too long"), None))
-        with pytest.raises(MidstreamError) as caught:
+        with refuses() as caught:
             list(items)
     assert caught.value.field == "prompts[5].text"
 
@@ -203,7 +203,7 @@ def test_bad_arguments_are_named_before_anything_is_sent(
     prompts: Any, options: dict[str, Any], field: str
 ) -> None:
     jobs = Jobs()
-    with pytest.raises(MidstreamError) as caught:
+    with refuses() as caught:
         mapped(jobs, prompts, **options)
     assert (caught.value.field, jobs.submitted) == (field, 0)
 
@@ -280,7 +280,7 @@ def test_a_module_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
         Jobs(modules={"joy": "first"}), ["a"], cache=tmp_path / "cache", steering=steering
     )
     assert item.text == "<a>"
-    with pytest.raises(MidstreamError, match="joy"):
+    with refuses("joy"):
         mapped(Jobs(modules={"joy": "second"}), ["b"], cache=tmp_path / "cache", steering=steering)
 
 
@@ -306,7 +306,7 @@ def test_jobs_of_a_run_that_was_left_are_found_again(tmp_path: Path) -> None:
 
 def test_a_job_of_a_former_run_that_failed_is_submitted_anew(tmp_path: Path) -> None:
     jobs = Jobs(failures=[failed("capture_failed")])
-    with pytest.raises(MidstreamError, match="it failed"):
+    with refuses("it failed"):
         mapped(jobs, ["a"], cache=tmp_path / "cache")
     assert texts(mapped(jobs, ["a"], cache=tmp_path / "cache")) == ["<a>"]
 
@@ -333,16 +333,16 @@ def test_a_hostile_job_id_does_not_leave_the_cache(tmp_path: Path) -> None:
 
 def test_another_file_in_the_place_of_the_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "results.sqlite").write_bytes(b"something else" * 100)
-    with pytest.raises(MidstreamError, match="not a database"):
+    with refuses("not a database"):
         mapped(Jobs(), ["a"], cache=tmp_path)
     with sqlite3.connect(tmp_path / "other.sqlite") as db:
         db.execute("PRAGMA user_version = 9")
     (tmp_path / "newer").mkdir()
     (tmp_path / "other.sqlite").rename(tmp_path / "newer" / "results.sqlite")
-    with pytest.raises(MidstreamError, match="format 9"):
+    with refuses("format 9"):
         mapped(Jobs(), ["a"], cache=tmp_path / "newer")
     (tmp_path / "file").write_text("")
-    with pytest.raises(MidstreamError, match="cannot be used"):
+    with refuses("cannot be used"):
         mapped(Jobs(), ["a"], cache=tmp_path / "file")
 
 

@@ -26,12 +26,11 @@ from msgspec.structs import replace
 from rich.console import Console
 from sweep_kit import VIEW
 
-from midstream.client import Client
+from midstream import Client, MidstreamError
 from midstream.client.render.attributions import report
 from midstream.client.sdk.answers.attribution import Attribution
 from midstream.client.sdk.answers.progress import _Cells
 from midstream.client.values import UnknownArgument
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.attributions import EstimatedPair
 from midstream.schemas.jobs.sweeps import SweepCell
 
