@@ -3,7 +3,6 @@
 Against a real HTTP server with invented jobs.
 """
 
-import asyncio
 import itertools
 import sqlite3
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from map_kit import Jobs, serving
 from refusal_kit import refuses
 
 from midstream import AsyncClient, Client, Mapped, MidstreamError
+from midstream.client.sdk import wire
 from midstream.client.sdk.mapping import map as mapping
 from midstream.client.sdk.mapping.cache import MapCache
 from midstream.schemas.base.errors import Problem, invalid
@@ -66,15 +66,11 @@ def test_results_may_come_as_they_are_complete() -> None:
         assert (sorted(first), [item.index for item in items]) == ([1, 2, 3, 4, 5], [0])
 
 
-def test_the_awaiting_client_maps_too() -> None:
-    async def run(url: str) -> list[str]:
-        async with AsyncClient(url) as client:
-            return [
-                item.text async for item in client.map(["a", "b", "c"], model="m", job_prompts=2)
-            ]
-
+async def test_the_awaiting_client_maps_too() -> None:
     with serving(Jobs()) as url:
-        assert asyncio.run(run(url)) == ["<a>", "<b>", "<c>"]
+        async with AsyncClient(url) as client:
+            items = client.map(["a", "b", "c"], model="m", job_prompts=2)
+            assert [item.text async for item in items] == ["<a>", "<b>", "<c>"]
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -137,11 +133,33 @@ def test_long_prompts_are_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
 # --- Refusals and failures ---
 
 
-def test_a_refusal_that_passes_is_repeated_when_the_server_says() -> None:
+def test_a_refusal_that_passes_is_repeated_when_the_server_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "PAUSE_S", 0.01)
     full = MidstreamError("too_many_jobs", "full")
     jobs = Jobs(refusals=[(full, 0), (full, 1), (MidstreamError("overloaded", "full"), None)])
     assert texts(mapped(jobs, ["a", "b"], job_prompts=1)) == ["<a>", "<b>"]
     assert jobs.submitted == 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "cached"),
+    [
+        ({"max_tokens": 5}, False),
+        ({"sampling": {"seed": 3}}, False),
+        ({"steering": [{"layers": 1, "vector": [1.0]}]}, False),
+        ({"capture": {"layers": 1}}, False),
+        ({"lens": {"layers": 1}}, False),
+        ({"priority": "low", "expires_in": 60, "metadata": {"run": "2"}, "job_prompts": 7}, True),
+    ],
+)
+def test_the_key_covers_every_field_but_how_jobs_are_handled(
+    tmp_path: Path, changed: dict[str, Any], cached: bool
+) -> None:
+    mapped(Jobs(), ["a"], cache=tmp_path / "cache")
+    (item,) = mapped(Jobs(), ["a"], cache=tmp_path / "cache", **changed)
+    assert item.cached is cached
 
 
 def test_a_refusal_that_lasts_is_raised() -> None:
@@ -233,38 +251,6 @@ def test_equal_prompts_share_one_result(tmp_path: Path) -> None:
     assert jobs.computed["c"] == 2  # without a cache they are separate requests
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"max_tokens": 5},
-        {"sampling": {"seed": 3}},
-        {"steering": [{"layers": 1, "vector": [1.0]}]},
-        {"capture": {"layers": 1}},
-        {"lens": {"layers": 1}},
-    ],
-)
-def test_the_key_covers_every_field_of_the_request(tmp_path: Path, changed: dict[str, Any]) -> None:
-    jobs = Jobs()
-    mapped(jobs, ["a"], cache=tmp_path / "cache")
-    (item,) = mapped(jobs, ["a"], cache=tmp_path / "cache", **changed)
-    assert not item.cached
-
-
-def test_the_key_does_not_cover_how_jobs_are_handled(tmp_path: Path) -> None:
-    jobs = Jobs()
-    mapped(jobs, ["a"], cache=tmp_path / "cache")
-    (item,) = mapped(
-        jobs,
-        ["a"],
-        cache=tmp_path / "cache",
-        priority="low",
-        expires_in=60,
-        metadata={"run": "2"},
-        job_prompts=7,
-    )
-    assert item.cached
-
-
 @pytest.mark.parametrize("changed", [{"identity": "other"}, {"steering": "other"}])
 def test_the_key_covers_the_model_and_global_steering(
     tmp_path: Path, changed: dict[str, str]
@@ -275,13 +261,11 @@ def test_the_key_covers_the_model_and_global_steering(
 
 
 def test_a_module_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
-    steering = [{"module": "joy"}]
-    (item,) = mapped(
-        Jobs(modules={"joy": "first"}), ["a"], cache=tmp_path / "cache", steering=steering
-    )
+    options: dict[str, Any] = {"cache": tmp_path / "cache", "steering": [{"module": "joy"}]}
+    (item,) = mapped(Jobs(modules={"joy": "first"}), ["a"], **options)
     assert item.text == "<a>"
     with refuses("joy"):
-        mapped(Jobs(modules={"joy": "second"}), ["b"], cache=tmp_path / "cache", steering=steering)
+        mapped(Jobs(modules={"joy": "second"}), ["b"], **options)
 
 
 def test_jobs_of_a_run_that_was_left_are_found_again(tmp_path: Path) -> None:
@@ -331,19 +315,21 @@ def test_a_hostile_job_id_does_not_leave_the_cache(tmp_path: Path) -> None:
     assert outside == set()
 
 
-def test_another_file_in_the_place_of_the_cache_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "results.sqlite").write_bytes(b"something else" * 100)
-    with refuses("not a database"):
-        mapped(Jobs(), ["a"], cache=tmp_path)
-    with sqlite3.connect(tmp_path / "other.sqlite") as db:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("text", "not a database"), ("newer", "format 9"), ("file", "cannot be used")],
+)
+def test_another_file_in_the_place_of_the_cache_is_refused(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    for folder in ("text", "newer"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "text" / "results.sqlite").write_bytes(b"something else" * 100)
+    with sqlite3.connect(tmp_path / "newer" / "results.sqlite") as db:
         db.execute("PRAGMA user_version = 9")
-    (tmp_path / "newer").mkdir()
-    (tmp_path / "other.sqlite").rename(tmp_path / "newer" / "results.sqlite")
-    with refuses("format 9"):
-        mapped(Jobs(), ["a"], cache=tmp_path / "newer")
     (tmp_path / "file").write_text("")
-    with refuses("cannot be used"):
-        mapped(Jobs(), ["a"], cache=tmp_path / "file")
+    with refuses(words):
+        mapped(Jobs(), ["a"], cache=tmp_path / name)
 
 
 def test_a_result_that_cannot_be_read_is_computed_again(tmp_path: Path) -> None:
