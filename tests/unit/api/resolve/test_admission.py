@@ -8,12 +8,11 @@ import threading
 import tracemalloc
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
+from model_kit import model
 from refusal_kit import refuses
 
-from midstream import __version__
 from midstream.api.resolve.admission import admission
 from midstream.api.resolve.admission.admission import (
     RESOLVE_LIMIT,
@@ -26,25 +25,13 @@ from midstream.api.resolve.edits.steering import MAX_ENTRIES
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import Sampling, StoredPrompt
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.chat import ToolUse
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.requests.specs import CaptureSpec, SteeringSpec
 from midstream.schemas.requests.steering import Module, SteeringTemplate
 
 VECTOR = from_numpy(np.ones(8, np.float32))
-MODEL = ModelInfo(
-    name="m",
-    version=__version__,
-    architecture="a",
-    num_layers=4,
-    hidden_size=8,
-    vocab_size=100,
-    max_model_len=10_000,
-    dtype="float32",
-    hooks=["post_block"],
-    tokenizer="",
-)
+MODEL = model(max_model_len=10_000)
 
 
 def wish(capture: CaptureSpec | None = None, *steering: SteeringSpec) -> ParsedRequest:
@@ -184,10 +171,10 @@ def test_a_range_costs_its_expanded_positions() -> None:
 )
 def test_tools_without_a_parser_name_the_setting(parsers: list[str], told: str) -> None:
     asked = dataclasses.replace(wish(), tools=ToolUse(tools=b"[]", choice="auto"))
-    model = msgspec.structs.replace(MODEL, tool_parsers=parsers)
+    several = model(tool_parsers=parsers)
     with refuses(match=f"{told}", field="tools", allowed=None):
-        with_tools(asked, model)
-    assert with_tools(asked, msgspec.structs.replace(model, tool_parser="hermes")) is asked
+        with_tools(asked, several)
+    assert with_tools(asked, model(tool_parser="hermes")) is asked
 
 
 def test_tools_that_may_not_be_called_need_no_parser() -> None:

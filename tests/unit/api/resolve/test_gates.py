@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from model_kit import model
 from refusal_kit import refuses
 
-from midstream import __version__
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
@@ -18,8 +18,7 @@ from midstream.api.resolve.readings.probes import check_action
 from midstream.schemas.artifacts.probes import Action, Probe, ProbeContent, ProbeUse, StoredProbe
 from midstream.schemas.base.limits import MAX_GATE_RUNS
 from midstream.schemas.base.tensors import from_numpy
-from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.prompts.selectors import HOOKS, PositionSelector, Span, Window
+from midstream.schemas.prompts.selectors import PositionSelector, Span, Window
 from midstream.schemas.requests.specs import (
     RankSpec,
     SteeringSpec,
@@ -204,22 +203,6 @@ def test_only_generated_tokens_are_gated(
     own: PositionSelector, wanted: PositionSelector | None
 ) -> None:
     assert generated(own, PROMPT) == wanted
-
-
-def model(**changes: Any) -> ModelInfo:
-    facts: dict[str, Any] = {
-        "name": "m",
-        "version": __version__,
-        "architecture": "LlamaForCausalLM",
-        "num_layers": 4,
-        "hidden_size": 8,
-        "vocab_size": 9,
-        "max_model_len": 64,
-        "dtype": "float16",
-        "hooks": list(HOOKS),
-        "tokenizer": "",
-    }
-    return ModelInfo(**(facts | changes))
 
 
 def resolved(

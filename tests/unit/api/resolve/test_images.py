@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_kit import model
 from PIL import Image
 from refusal_kit import refuses
 
@@ -39,24 +40,9 @@ PNG = file_of("PNG")
 URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
 
 
-def model(**fields: Any) -> ModelInfo:
-    known = {
-        "name": "m",
-        "version": "",
-        "architecture": "",
-        "num_layers": 4,
-        "hidden_size": 8,
-        "vocab_size": 512,
-        "max_model_len": 64,
-    }
-    known |= {
-        "dtype": "float32",
-        "hooks": ["post_block"],
-        "tokenizer": "",
-        "images": 2,
-        "image_placeholder": [500],
-    }
-    return ModelInfo(**known | fields)
+def seeing(**fields: Any) -> ModelInfo:
+    """A model that takes images."""
+    return model(**{"images": 2, "image_placeholder": [500], **fields})
 
 
 def chat(*parts: dict[str, Any]) -> ChatRequest:
@@ -126,24 +112,24 @@ def test_a_part_that_is_no_image_is_refused_by_its_place(url: str, words: str) -
 
 
 def test_a_model_takes_only_so_many_images_and_says_why_it_takes_none() -> None:
-    check_number([PNG, PNG], "messages", model())
+    check_number([PNG, PNG], "messages", seeing())
     with refuses("at most 2 in one conversation"):
-        check_number([PNG] * 3, "messages", model())
+        check_number([PNG] * 3, "messages", seeing())
     with refuses("takes no images: because"):
-        check_number([PNG], "messages", model(images=0, images_refused="because"))
+        check_number([PNG], "messages", seeing(images=0, images_refused="because"))
 
 
 def test_every_image_has_one_placeholder() -> None:
     assert [
-        (ref.start, ref.stop) for ref in placed([1, 500, 2, 500], [PNG, PNG], "messages", model())
+        (ref.start, ref.stop) for ref in placed([1, 500, 2, 500], [PNG, PNG], "messages", seeing())
     ] == [(1, 2), (3, 4)]
-    wide = model(image_placeholder=[7, 7])
+    wide = seeing(image_placeholder=[7, 7])
     assert [
         (ref.start, ref.stop) for ref in placed([7, 7, 7, 7], [PNG, PNG], "messages", wide)
     ] == [(0, 2), (2, 4)]
     for ids in ([1, 2], [500, 1, 500]):
         with refuses("placeholders for 1 images"):
-            placed(ids, [PNG], "messages", model())
+            placed(ids, [PNG], "messages", seeing())
 
 
 # -- positions
@@ -183,7 +169,7 @@ def test_an_image_that_is_not_there_is_refused(
 
 
 def test_a_capture_of_images_in_a_prompt_without_one_names_the_field() -> None:
-    bounds = Bounds(model(), [PromptFacts(8, images=REFS), PromptFacts(8)])
+    bounds = Bounds(seeing(), [PromptFacts(8, images=REFS), PromptFacts(8)])
     with refuses("prompt 1: the prompt has no image", field="capture.positions"):
         resolve_captures(CaptureSpec(positions="image"), bounds)
 

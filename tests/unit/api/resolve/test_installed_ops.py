@@ -12,23 +12,20 @@ import numpy as np
 import pytest
 import torch
 from extension_kit import install, install_example, install_unruly
+from model_kit import HIDDEN, bounds, model
 from refusal_kit import refuses
 
-from midstream import __version__
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
-from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.kernels import installed, reference
 from midstream.kernels.installed import OPS
 from midstream.kernels.plan import Does, SitePlan
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.extensions import Extension
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.specs import SteeringSpec, StoredSteering, steering_digest
 from midstream.workers.runner.base.extensions import ExtensionError, trusted
 from midstream.workers.runner.edits.installed_ops import ON_CPUS, check_here, load_ops
 
-HIDDEN = 8
 VECTOR = from_numpy(np.arange(HIDDEN, dtype=np.float32))
 
 
@@ -106,22 +103,8 @@ def test_accelerators_list_ops_and_refuse_them(site: Path) -> None:
 
 
 def resolved(wish: list[dict[str, Any]], *facts: Extension) -> list[StoredSteering]:
-    model = ModelInfo(
-        name="m",
-        version=__version__,
-        architecture="X",
-        num_layers=4,
-        hidden_size=HIDDEN,
-        vocab_size=9,
-        max_model_len=64,
-        dtype="float32",
-        hooks=["pre_attn", "post_block"],
-        tokenizer="",
-        extensions=list(facts),
-    )
-    (entries,), _ = resolve_edits(
-        [], [SteeringSpec(**each) for each in wish], Bounds(model, [PromptFacts(6)])
-    )
+    limits = bounds(hooks=["pre_attn", "post_block"], extensions=list(facts))
+    (entries,), _ = resolve_edits([], [SteeringSpec(**each) for each in wish], limits)
     return entries
 
 
@@ -218,44 +201,20 @@ def test_refusals_name_field_and_valid_values(
 def test_ops_edit_the_stream_and_no_rows_inside_of_a_layer(site: Path) -> None:
     """Also where a row inside happens to have the model's size."""
     facts = loaded("row-geometry")["norm-cap"]
-    model = ModelInfo(
-        name="m",
-        version=__version__,
-        architecture="X",
-        num_layers=4,
-        hidden_size=HIDDEN,
-        vocab_size=9,
-        max_model_len=64,
-        dtype="float32",
-        hooks=["post_block", "z"],
-        inside={"z": RowShape(heads=2, width=HIDDEN // 2)},
-        tokenizer="",
-        extensions=[facts],
-    )
+    shape = RowShape(heads=2, width=HIDDEN // 2)
+    limits = bounds(hooks=["post_block", "z"], inside={"z": shape}, extensions=[facts])
     with refuses("not those of z; valid: ", status=400, field="steering[0].hook"):
         resolve_edits(
             [],
             [SteeringSpec(extension="norm-cap", layers=1, hook="z")],
-            Bounds(model, [PromptFacts(6)]),
+            limits,
         )
 
 
 def test_modules_take_no_installed_ops(site: Path) -> None:
-    model = ModelInfo(
-        name="m",
-        version=__version__,
-        architecture="X",
-        num_layers=4,
-        hidden_size=HIDDEN,
-        vocab_size=9,
-        max_model_len=64,
-        dtype="float32",
-        hooks=["post_block"],
-        tokenizer="",
-        extensions=list(loaded("row-geometry").values()),
-    )
+    served = model(extensions=list(loaded("row-geometry").values()))
     with refuses("not valid in named modules and global steering"):
-        resolve_module([SteeringSpec(extension="norm-cap", layers=1)], model)
+        resolve_module([SteeringSpec(extension="norm-cap", layers=1)], served)
 
 
 # --- A site

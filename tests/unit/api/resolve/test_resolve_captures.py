@@ -3,46 +3,30 @@
 import logging
 from typing import Any
 
+import model_kit
 import msgspec
 import pytest
 from refusal_kit import refuses
 
-from midstream import __version__
 from midstream.api.resolve.positions import captures as rules
-from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
+from midstream.api.resolve.positions.captures import Bounds, resolve_captures
 from midstream.broker.ops import global_capture as everyone
 from midstream.broker.ops.metrics import GLOBAL_CAPTURE_SKIPPED
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import Span, Window
 from midstream.schemas.prompts.windows import Around, When
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.schemas.service.global_capture import captures_of, parse
 
-HIDDEN = 8
-
 
 def bounds(*lengths: int, max_tokens: int = 4, **changes: Any) -> Bounds:
     facts: dict[str, Any] = {
-        "name": "m",
-        "version": __version__,
-        "architecture": "GPTNeoXForCausalLM",
-        "num_layers": 4,
-        "hidden_size": HIDDEN,
-        "vocab_size": 9,
-        "max_model_len": 64,
         "dtype": "bfloat16",
         "hooks": ["pre_attn", "attn_out", "mlp_out", "post_block"],
-        "tokenizer": "",
         "consumers": ["filesystem", "memory"],
         "memory_limit_kib": 1,
     }
-    return Bounds(
-        ModelInfo(**(facts | changes)),
-        [PromptFacts(length) for length in lengths or (6,)],
-        max_tokens,
-        probes=["p"],
-    )
+    return model_kit.bounds(*lengths, max_tokens=max_tokens, probes=["p"], **(facts | changes))
 
 
 def captured(capture: dict[str, Any], *lengths: int, **changes: Any) -> list[list[StoredCapture]]:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from model_kit import model
 from refusal_kit import refuses
 
 from midstream.api.resolve.edits.directions import DirectionFiles, check_directed
@@ -27,24 +28,11 @@ from midstream.schemas.artifacts.jacobian_lenses import (
 from midstream.schemas.base.limits import MAX_ENTRIES
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, to_numpy
-from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import SteeringSpec
 from midstream.storage.formats.jacobian_files import Matrix, lens_of, write
 
 WIDTH, VOCABULARY, LAYERS = 12, 30, [0, 1, 2]
-MODEL = ModelInfo(
-    name="tiny",
-    version="1",
-    architecture="T",
-    num_layers=4,
-    hidden_size=WIDTH,
-    vocab_size=VOCABULARY,
-    max_model_len=99,
-    dtype="float32",
-    hooks=list(HOOKS),
-    tokenizer="",
-)
+MODEL = model(vocab_size=VOCABULARY, hidden_size=WIDTH, dtype="float32")
 RANDOM = np.random.default_rng(2)
 J = {layer: RANDOM.normal(size=(WIDTH, WIDTH)).astype(np.float32) for layer in LAYERS}
 HEAD = RANDOM.normal(size=(VOCABULARY, WIDTH)).astype(np.float32)

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from model_kit import model
 from refusal_kit import refuses
 from sae_rows import D_IN, D_SAE, ROOT
 
@@ -23,33 +24,21 @@ from midstream.schemas.artifacts.saes import Sae, SaeRequest
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import SteeringSpec, StoredSteering
 from midstream.storage.formats.sae_files import Feature
 from midstream.workers.runner.readings.sae import NORMALISATIONS, load
 
-MODEL = ModelInfo(
-    name="tiny",
-    version="1",
-    architecture="T",
-    num_layers=4,
-    hidden_size=D_IN,
-    vocab_size=9,
-    max_model_len=99,
-    dtype="float32",
-    hooks=list(HOOKS),
-    tokenizer="",
-)
+MODEL = model(hidden_size=D_IN, dtype="float32")
 RULED = ["standard", "bare", "jumprelu", "gated", "gemma_scope", "layer_norm", "constant_norm"]
 
 
-def registered(name: str, model: ModelInfo = MODEL) -> Sae:
+def registered(name: str, served: ModelInfo = MODEL) -> Sae:
     place = {"hook": "post_block", "layer": 1} if name == "gemma_scope" else {}
-    return resolve_sae(SaeRequest(name=name, path=name, **place), model, str(ROOT))  # type: ignore[arg-type]
+    return resolve_sae(SaeRequest(name=name, path=name, **place), served, str(ROOT))  # type: ignore[arg-type]
 
 
-def named(*specs: SteeringSpec, model: ModelInfo = MODEL) -> Named:
-    saes = {spec.sae: registered(spec.sae, model) for spec in specs if spec.sae}
+def named(*specs: SteeringSpec, served: ModelInfo = MODEL) -> Named:
+    saes = {spec.sae: registered(spec.sae, served) for spec in specs if spec.sae}
     rows = {}
     for name, features in check_specs(specs, saes).items():
         rows |= {
@@ -60,10 +49,10 @@ def named(*specs: SteeringSpec, model: ModelInfo = MODEL) -> Named:
 
 
 def resolved(
-    spec: SteeringSpec, model: ModelInfo = MODEL
+    spec: SteeringSpec, served: ModelInfo = MODEL
 ) -> tuple[StoredSteering, list[torch.Tensor]]:
-    state = ModelState(features=named(spec, model=model))
-    per_prompt, blobs = resolve_edits([], [spec], Bounds(model, [PromptFacts(5)]), state)
+    state = ModelState(features=named(spec, served=served))
+    per_prompt, blobs = resolve_edits([], [spec], Bounds(served, [PromptFacts(5)]), state)
     ((entry,),) = per_prompt
     return entry, [
         torch.tensor(to_numpy(from_msgpack(blobs[name], Tensor))) for name in entry.tensors

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_kit import bounds
 from refusal_kit import refuses
-from test_resolve_interventions import bounds
 
 from midstream.api.resolve.edits.steering import resolve_edits
 from midstream.api.resolve.positions.captures import resolve_captures

@@ -7,17 +7,15 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from model_kit import HIDDEN, bounds
 from refusal_kit import refuses
 
-from midstream import __version__
 from midstream.api.resolve.edits.interventions import GIVEN, OPTIONS
 from midstream.api.resolve.edits.steering import resolve_edits
-from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.schemas.base.dtypes import DTYPES
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack, to_json, to_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS
 from midstream.schemas.requests.interventions import (
     EVERY,
@@ -32,7 +30,6 @@ from midstream.schemas.requests.interventions import (
 from midstream.schemas.requests.specs import SteeringSpec, StoredSteering
 
 ROOT = Path(__file__).resolve().parents[4]
-HIDDEN = 8
 RANDOM = np.random.default_rng(0)
 
 
@@ -55,24 +52,6 @@ LEAST: dict[str, dict[str, Any]] = {
     "lowrank": LOW_RANK,
     "clamp": {"op": "clamp", "vector": VECTOR, "low": -1.0, "high": 2.0},
 }
-
-
-def bounds(*lengths: int, **changes: Any) -> Bounds:
-    facts: dict[str, Any] = {
-        "name": "m",
-        "version": __version__,
-        "architecture": "LlamaForCausalLM",
-        "num_layers": 4,
-        "hidden_size": HIDDEN,
-        "vocab_size": 9,
-        "max_model_len": 64,
-        "dtype": "float16",
-        "hooks": list(HOOKS),
-        "tokenizer": "",
-    }
-    return Bounds(
-        ModelInfo(**(facts | changes)), [PromptFacts(length) for length in lengths or (6,)]
-    )
 
 
 def resolved(*specs: dict[str, Any], **changes: Any) -> list[StoredSteering]:

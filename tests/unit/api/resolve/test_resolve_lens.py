@@ -1,18 +1,24 @@
 """What a lens comes to on a model, and which of them it refuses, by which field."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from midstream_fake_engine.model import make_bundle, make_tokenizer
+from model_kit import model
 from refusal_kit import refuses
 from test_resolve_captures import bounds
 
 from midstream.api.resolve.positions.captures import resolve_captures
+from midstream.api.resolve.prompts.request_parsing import ParsedRequest
 from midstream.api.resolve.prompts.tokenizer import Codec
+from midstream.api.resolve.prompts.vllm_lens_fields import TAG, as_written, check_answer
 from midstream.api.resolve.readings.readings import resolve_readings, with_token_ids
+from midstream.schemas.base.errors import invalid
+from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.readings.lens import LensSpec, StoredLens
 from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
@@ -114,3 +120,60 @@ def test_named_tokens_are_ids_or_texts_of_one_token() -> None:
     assert spec.tokens == [tokenizer.token_to_id("a"), 5, tokenizer.token_to_id("b")]
     with refuses(field="lens.tokens[1]", detail="'ab' is 2 tokens: 'a', 'b'"):
         asyncio.run(with_token_ids(LensSpec(tokens=[5, "ab"]), codec))
+
+
+# --- Lens args ---
+
+
+AT = "vllm_xargs.output_residual_stream"
+WIDE = model(hidden_size=4096, dtype="bfloat16")
+PARSED = ParsedRequest(
+    kind="completion",
+    model="m",
+    prompts=[],
+    sampling=Sampling(),
+    returns_rows=True,
+    written={"capture": AT},
+)
+
+
+def job_of(max_tokens: int) -> Job:
+    """One prompt of 28 tokens, 4 layers: 32 KiB for each position."""
+    capture = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all", tag=TAG)
+    everyones = StoredCapture(sites={"post_block": [0]}, positions="all", tag="global")
+    return Job(
+        id="j",
+        kind="completion",
+        model="m",
+        prompts=[StoredPrompt(token_ids=[1] * 28)],
+        sampling=Sampling(max_tokens=max_tokens),
+        created=0.0,
+        captures=[[everyones, capture]],
+    )
+
+
+def test_rows_up_to_the_limit_are_accepted_and_one_more_position_is_not() -> None:
+    check_answer(PARSED, job_of(5), WIDE, 1)  # 28 and 4 fed back
+    with refuses("vllm_lens_mib", kind="invalid_request", field=AT):
+        check_answer(PARSED, job_of(6), WIDE, 1)
+    check_answer(replace(PARSED, returns_rows=False), job_of(6), WIDE, 1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "written"),
+    [
+        ("steering[1]", "b"),
+        ("steering[1].layers", "b"),
+        ("steering[10]", "steering[10]"),
+        ("steering[0].scale", "steering[0].scale"),
+        ("capture", "a"),
+        ("capture.layers", "a"),
+        ("capture_wait", "capture_wait"),
+    ],
+)
+def test_errors_name_what_the_client_wrote(ours: str, written: str) -> None:
+    with (
+        refuses(field=written),
+        as_written(replace(PARSED, written={"capture": "a", "steering[1]": "b"})),
+    ):
+        raise invalid(ours, "is wrong")

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from model_kit import HIDDEN, LAYERS, model
 from refusal_kit import refuses
 
-from midstream import __version__
 from midstream.api.resolve.edits import patches
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.patches import MAX_PATCH_ROWS, MAX_RUNS
@@ -16,7 +16,6 @@ from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolv
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import HOOKS, SelectorError, Span, Window
 from midstream.schemas.requests.source_runs import ZEROS, RunPrompt, RunView
 from midstream.schemas.requests.specs import (
@@ -28,8 +27,7 @@ from midstream.schemas.requests.specs import (
 )
 from midstream.schemas.requests.steering import Module, content_digest
 
-HIDDEN = 8
-LAYERS = 4
+SERVED = [hook for hook in HOOKS if hook != "mlp_in"]
 VECTOR = from_numpy(np.arange(1, HIDDEN + 1, dtype=np.float32))
 OTHER = from_numpy(np.ones(HIDDEN, np.float32))
 RANK2 = from_numpy(np.ones((2, HIDDEN), np.float32))
@@ -44,22 +42,6 @@ CLEAN = RunPrompt(
     hidden_size=HIDDEN,
     bytes=0,
 )
-
-
-def model(**changes: Any) -> ModelInfo:
-    facts: dict[str, Any] = {
-        "name": "m",
-        "version": __version__,
-        "architecture": "LlamaForCausalLM",
-        "num_layers": LAYERS,
-        "hidden_size": HIDDEN,
-        "vocab_size": 9,
-        "max_model_len": 64,
-        "dtype": "float16",
-        "hooks": [hook for hook in HOOKS if hook != "mlp_in"],
-        "tokenizer": "",
-    }
-    return ModelInfo(**(facts | changes))
 
 
 def changed(**changes: Any) -> RunPrompt:
@@ -115,7 +97,9 @@ def resolved(
     **changes: Any,
 ) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
     bounds = Bounds(
-        model(**changes), [PromptFacts(length, _find) for length in lengths], max_tokens
+        model(hooks=SERVED, **changes),
+        [PromptFacts(length, _find) for length in lengths],
+        max_tokens,
     )
     return resolve_edits(specs, list(steering), bounds, model_state)
 

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from model_kit import HIDDEN, model
 from refusal_kit import refuses
 
-from midstream import __version__
 from midstream.api.resolve.admission.admission import under_limit
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_global, resolve_module
@@ -16,7 +16,6 @@ from midstream.schemas.base.edit_sizes import EditLimit, strictest
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import HOOKS, SelectorError, Span, Window
 from midstream.schemas.requests.specs import (
@@ -28,26 +27,9 @@ from midstream.schemas.requests.specs import (
 from midstream.schemas.requests.steering import GlobalSteering, Module, content_digest
 from midstream.workers.engine.requests import prompt_request
 
-HIDDEN = 8
 VECTOR = from_numpy(np.ones(HIDDEN, np.float32))
 OTHER = from_numpy(np.arange(1, HIDDEN + 1, dtype=np.float32))
 RANK2 = from_numpy(np.ones((2, HIDDEN), np.float32))
-
-
-def model(**changes: Any) -> ModelInfo:
-    facts: dict[str, Any] = {
-        "name": "m",
-        "version": __version__,
-        "architecture": "LlamaForCausalLM",
-        "num_layers": 4,
-        "hidden_size": HIDDEN,
-        "vocab_size": 9,
-        "max_model_len": 64,
-        "dtype": "float16",
-        "hooks": list(HOOKS),
-        "tokenizer": "",
-    }
-    return ModelInfo(**(facts | changes))
 
 
 def spec(**fields: Any) -> SteeringSpec:
