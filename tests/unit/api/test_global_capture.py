@@ -21,8 +21,15 @@ from midstream.schemas.requests.steering import (
 from midstream.schemas.service.global_capture import from_settings, parse
 
 
-def test_an_empty_global_capture_captures_nothing() -> None:
+def test_positions_and_tag_are_read_and_nothing_is_captured_without_hooks() -> None:
     assert parse("") == parse("  ") == []
+    assert parse("post_block", "all_generated", "ops")[0].positions == "all_generated"
+    assert (
+        parse("post_block", "0, 5,-1", "ops")[0].positions,
+        parse("post_block", "0", "ops")[0].tag,
+    ) == ([0, 5, -1], "ops")
+    assert parse("post_block", "5:")[0].positions == Span(start=5)
+    assert parse("post_block", " 0, 5:-1 ")[0].positions == [0, Span(start=5, stop=-1)]
 
 
 @pytest.mark.parametrize(
@@ -35,16 +42,6 @@ def test_an_empty_global_capture_captures_nothing() -> None:
 )
 def test_hooks_are_named_with_their_layers(text: str, hooks: dict[str, str]) -> None:
     assert parse(text) == [CaptureSpec(hooks=hooks, positions="last_prompt", tag="global")]  # type: ignore[arg-type]
-
-
-def test_positions_are_a_name_or_numbers_and_the_tag_is_the_operators() -> None:
-    assert parse("post_block", "all_generated", "ops")[0].positions == "all_generated"
-    assert (
-        parse("post_block", "0, 5,-1", "ops")[0].positions,
-        parse("post_block", "0", "ops")[0].tag,
-    ) == ([0, 5, -1], "ops")
-    assert parse("post_block", "5:")[0].positions == Span(start=5)
-    assert parse("post_block", " 0, 5:-1 ")[0].positions == [0, Span(start=5, stop=-1)]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +87,7 @@ def test_settings_that_do_not_fit_the_model_are_refused_as_settings(text: str, w
         from_settings(Settings(global_capture=text), 4, hooks)
 
 
-def test_sites_that_no_step_has_room_for_are_refused_at_start() -> None:
+def test_settings_are_checked_again_when_the_model_is_known() -> None:
     wide = Settings(global_capture="pre_attn;post_block")
     assert from_settings(wide, 4, row_limit=8)
     with pytest.raises(
@@ -101,9 +98,6 @@ def test_sites_that_no_step_has_room_for_are_refused_at_start() -> None:
         ),
     ):
         from_settings(wide, 4, row_limit=7)
-
-
-def test_settings_are_read_before_a_model_is_known() -> None:
     assert from_settings(Settings()) == []
     assert from_settings(Settings(global_capture="post_block:99"))[0].hooks == {"post_block": "99"}
     with pytest.raises(SettingsError, match="'pre_mlp' is not a hook"):

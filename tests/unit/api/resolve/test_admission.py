@@ -177,7 +177,7 @@ def test_tools_without_a_parser_name_the_setting(parsers: list[str], told: str) 
     assert with_tools(asked, model(tool_parser="hermes")) is asked
 
 
-def test_tools_that_may_not_be_called_need_no_parser() -> None:
+def test_tools_need_a_parser_unless_they_may_not_be_called() -> None:
     asked = dataclasses.replace(wish(), tools=ToolUse(tools=b"[]", choice="none"))
     assert with_tools(asked, MODEL).tools is None
     named = ToolUse(tools=b"[]", choice="none", named=True)  # a function of this name

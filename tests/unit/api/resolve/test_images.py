@@ -111,15 +111,12 @@ def test_a_part_that_is_no_image_is_refused_by_its_place(url: str, words: str) -
         parse_chat(chat({"type": "text", "text": "look"}, picture(url)))
 
 
-def test_a_model_takes_only_so_many_images_and_says_why_it_takes_none() -> None:
+def test_every_image_up_to_the_models_number_has_one_placeholder() -> None:
     check_number([PNG, PNG], "messages", seeing())
     with refuses("at most 2 in one conversation"):
         check_number([PNG] * 3, "messages", seeing())
     with refuses("takes no images: because"):
         check_number([PNG], "messages", seeing(images=0, images_refused="because"))
-
-
-def test_every_image_has_one_placeholder() -> None:
     assert [
         (ref.start, ref.stop) for ref in placed([1, 500, 2, 500], [PNG, PNG], "messages", seeing())
     ] == [(1, 2), (3, 4)]
@@ -255,20 +252,9 @@ def test_places_as_written_become_positions_as_the_model_sees_them(written: Any,
     assert found.token_ids == MADE["prompt_token_ids"]
 
 
-def test_a_token_that_an_image_has_not_is_refused_by_its_field() -> None:
+def test_an_expanded_prompt_that_does_not_fit_is_refused_or_generates_less() -> None:
     with refuses("image 1 has no token 2", field="capture.positions", allowed="0 to 1"):
         expanded(ask([inside(1, 2)]), MADE)
-
-
-@pytest.mark.parametrize("place", [1, 6, 10])
-def test_a_processor_that_changes_text_is_found_out(place: int) -> None:
-    changed = [*MADE["prompt_token_ids"]]
-    changed[place] = 99
-    with refuses("changed tokens around an image"):
-        align(WRITTEN, REFS, MADE | {"prompt_token_ids": changed})
-
-
-def test_an_expanded_prompt_that_is_too_long_fails_and_one_that_fills_generates_less() -> None:
     long = expanded(ask("all", sampling=Sampling(max_tokens=9)), MADE)
     assert fitted(long, 20).sampling.max_tokens == 9
     with refuses("has 11 tokens with its images", kind="prompt_too_long"):
@@ -279,6 +265,14 @@ def test_an_expanded_prompt_that_is_too_long_fails_and_one_that_fills_generates_
         ).sampling.max_tokens
         == 8
     )
+
+
+@pytest.mark.parametrize("place", [1, 6, 10])
+def test_a_processor_that_changes_text_is_found_out(place: int) -> None:
+    changed = [*MADE["prompt_token_ids"]]
+    changed[place] = 99
+    with refuses("changed tokens around an image"):
+        align(WRITTEN, REFS, MADE | {"prompt_token_ids": changed})
 
 
 def test_a_damaged_file_is_a_typed_error_that_names_the_image() -> None:

@@ -198,7 +198,7 @@ def test_refusals_name_field_and_valid_values(
         resolved([wish], *loaded("row-geometry", "unruly").values())
 
 
-def test_ops_edit_the_stream_and_no_rows_inside_of_a_layer(site: Path) -> None:
+def test_ops_edit_the_stream_of_requests_and_no_rows_inside_of_a_layer(site: Path) -> None:
     """Also where a row inside happens to have the model's size."""
     facts = loaded("row-geometry")["norm-cap"]
     shape = RowShape(heads=2, width=HIDDEN // 2)
@@ -209,9 +209,6 @@ def test_ops_edit_the_stream_and_no_rows_inside_of_a_layer(site: Path) -> None:
             [SteeringSpec(extension="norm-cap", layers=1, hook="z")],
             limits,
         )
-
-
-def test_modules_take_no_installed_ops(site: Path) -> None:
     served = model(extensions=list(loaded("row-geometry").values()))
     with refuses("not valid in named modules and global steering"):
         resolve_module([SteeringSpec(extension="norm-cap", layers=1)], served)

@@ -158,13 +158,6 @@ def test_the_operator_captures_the_end_of_every_request() -> None:
     assert (capture.positions, capture.window) == ("all", Span(last=3))
 
 
-def test_last_positions_bound_what_the_response_returns() -> None:
-    wish = {"positions": Span(last=2), "consumers": ["memory"], "layers": 0}
-    assert captured(wish, 60, memory_limit_kib=1)
-    with refuses("may produce"):
-        captured({**wish, "positions": "all"}, 60, memory_limit_kib=1)
-
-
 def test_rows_for_the_response_are_bounded_by_the_most_that_a_prompt_may_give() -> None:
     """A bfloat16 position of 4 sites: 4 × 8 × 2 bytes of rows and 16 of its number and token id; 1
     KiB holds 12.
@@ -180,6 +173,10 @@ def test_rows_for_the_response_are_bounded_by_the_most_that_a_prompt_may_give() 
     with refuses("consumers"):
         captured({**wish, "dtype": "float32"}, 6, max_tokens=7)
     assert captured({"positions": "all"}, 60), "what goes to files is not bounded by this"
+    wish = {"positions": Span(last=2), "consumers": ["memory"], "layers": 0}
+    assert captured(wish, 60, memory_limit_kib=1)
+    with refuses("may produce"):
+        captured({**wish, "positions": "all"}, 60, memory_limit_kib=1)
 
 
 def test_rows_for_the_response_are_bounded_over_all_prompts_of_a_job(
@@ -221,7 +218,7 @@ def test_only_a_single_tokens_rows_must_fit_the_workers_buffer() -> None:
     )
 
 
-def test_global_captures_are_added_to_every_prompt() -> None:
+def test_global_captures_are_added_to_every_prompt_as_far_as_it_goes() -> None:
     everyone = [CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[0, 5, -1], tag="global")]
     resolved = resolve_captures(None, bounds(6, 3, 1, global_captures=everyone))
     assert [[capture.positions for capture in captures] for captures in resolved] == [
@@ -232,6 +229,17 @@ def test_global_captures_are_added_to_every_prompt() -> None:
     both = captured({"tag": "mine"}, 6, 3, global_captures=everyone)
     assert [[capture.tag for capture in captures] for captures in both] == [["mine", "global"]] * 2
     assert both[0][1].sites == {"pre_attn": [0, 1]}
+    everyone = [CaptureSpec(positions=[Span(start=2, stop=5)], tag="global")]
+    assert [[capture.positions for capture in captures] for captures in resolved] == [
+        [[2, 3, 4]],
+        [[2]],
+        [],
+    ]
+    everyone = [CaptureSpec(positions=[5], tag="global")]
+    assert [
+        len(captures) for captures in resolve_captures(None, bounds(6, 3, global_captures=everyone))
+    ] == [1, 0]
+    assert resolve_captures(None, bounds(3, global_captures=everyone)) == []
 
 
 def test_an_open_range_is_stored_per_prompt_and_counts_generated_tokens() -> None:
@@ -248,24 +256,6 @@ def test_an_open_range_is_stored_per_prompt_and_counts_generated_tokens() -> Non
     )
     with refuses("1040 bytes of rows"):
         captured({**wish, "positions": Span(start=3)}, 6, max_tokens=11)
-
-
-def test_the_operator_captures_ranges_as_far_as_prompts_go() -> None:
-    everyone = [CaptureSpec(positions=[Span(start=2, stop=5)], tag="global")]
-    resolved = resolve_captures(None, bounds(6, 3, 1, global_captures=everyone))
-    assert [[capture.positions for capture in captures] for captures in resolved] == [
-        [[2, 3, 4]],
-        [[2]],
-        [],
-    ]
-
-
-def test_global_capture_skips_prompts_too_short_for_it() -> None:
-    everyone = [CaptureSpec(positions=[5], tag="global")]
-    assert [
-        len(captures) for captures in resolve_captures(None, bounds(6, 3, global_captures=everyone))
-    ] == [1, 0]
-    assert resolve_captures(None, bounds(3, global_captures=everyone)) == []
 
 
 def test_global_capture_that_exceeds_a_steps_room_is_skipped_without_refusals(
@@ -322,11 +312,8 @@ def test_removing_global_captures_keeps_the_captures_that_the_user_requested() -
     assert GLOBAL_CAPTURE_SKIPPED.labels("quota")._value.get() == before + 4
 
 
-def test_a_user_cannot_capture_under_the_operators_tag() -> None:
+def test_a_global_capture_keeps_its_tag_and_its_faults_to_the_operator() -> None:
     with refuses("choose another", field="capture.tag"):
         captured({"tag": "global"}, global_captures=[CaptureSpec(tag="global")])
-
-
-def test_an_unfitting_global_capture_is_not_a_user_error() -> None:
     with refuses(kind="internal"):
         resolve_captures(None, bounds(6, global_captures=[CaptureSpec(hook="mlp_in")]))

@@ -213,12 +213,17 @@ def test_what_an_autoencoder_cannot_do_is_refused_by_field(
     assert says in refused.value.detail
 
 
-def test_more_features_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_features_need_together_is_bounded_and_current(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("midstream.api.resolve.edits.features.MAX_FEATURES", 2)
     specs = [SteeringSpec(sae="standard", feature=feature, op="ablate") for feature in (1, 2, 2, 3)]
     with refuses("names 3 features"):
         named(*specs)
     assert set(named(*specs[:3]).rows) == {("standard", 1), ("standard", 2)}
+    sae = msgspec.structs.replace(registered("standard"), digest="0" * 64)
+    with refuses("have changed since it was registered", field="sae"):
+        FeatureFiles(str(ROOT)).read(sae, [1])
 
 
 @pytest.mark.parametrize("large", ["decoder", "encoder", "bias"])
@@ -252,9 +257,3 @@ def test_modules_and_global_steering_take_features() -> None:
         assert [entry.family for entry in content.entries] == ["feature", "add"]
         assert content.entries[0].numbers[:2] == [1.0, 3.0]
         assert len(content.blobs) == 4  # the middle part of an encoder is its last: zeros
-
-
-def test_files_that_have_changed_since_are_refused(tmp_path: Path) -> None:
-    sae = msgspec.structs.replace(registered("standard"), digest="0" * 64)
-    with refuses("have changed since it was registered", field="sae"):
-        FeatureFiles(str(ROOT)).read(sae, [1])

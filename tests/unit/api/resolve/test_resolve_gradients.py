@@ -88,18 +88,12 @@ def scalars(job: Job) -> list[StoredScalar | None]:
     return [capture.gradient for (capture,) in job.captures]
 
 
-def test_a_job_of_gradients_waits_in_the_gradient_queue_and_generates_nothing() -> None:
+def test_only_a_capture_of_gradients_waits_in_the_gradient_queue() -> None:
     job = job_of({"layers": [1], "positions": "all_prompt", "tag": "g"})
     assert (job.queue, job.sampling.max_tokens, job.wants_receipts) == (GRADIENTS, 1, True)
     assert scalars(job) == [StoredScalar(kind="logit", token=5)] * 2
     assert [capture.tag for (capture,) in job.captures] == ["g", "g"]
-
-
-def test_a_capture_of_activations_stays_with_the_vllm_workers() -> None:
     assert job_of({"of": "activation", "scalar": None}).queue == ""
-
-
-def test_global_capture_is_left_out() -> None:
     model = msgspec.structs.replace(MODEL, global_captures=[CaptureSpec(layers=[0], tag="all")])
     assert [len(captures) for captures in job_of({"layers": [1]}, model=model).captures] == [1, 1]
 
@@ -141,14 +135,11 @@ def artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "named_sae", sae)
 
 
-def test_the_score_of_a_probe_is_stored_with_its_weights(artifacts: None) -> None:
+def test_a_probe_and_a_feature_are_stored_with_their_weights(artifacts: None) -> None:
     job = job_of({"scalar": {"kind": "probe", "probe": "mine", "label": 1}})
     stored = StoredScalar(kind="probe", label=1, probe=PROBE.stored("none"), positions=[3])
     assert scalars(job) == [stored, msgspec.structs.replace(stored, positions=[1])]
     assert job.captures[0][0].tensors == PROBE.content.tensors != []
-
-
-def test_the_activation_of_a_feature_is_stored_with_its_autoencoder(artifacts: None) -> None:
     scalar = {"kind": "feature", "sae": "tiny", "feature": 2, "positions": "all_prompt"}
     (first, second) = scalars(job_of({"scalar": scalar}))
     stored = StoredScalar(kind="feature", feature=2, sae=SAE.stored(), positions=[0, 1, 2, 3])
@@ -233,13 +224,10 @@ def test_a_model_without_gradients_is_refused_with_the_reason(
         job_of({}, facts)
 
 
-def test_a_hook_without_gradients_is_refused_with_the_reason() -> None:
+def test_what_has_no_gradients_is_refused_with_the_reason() -> None:
     facts = msgspec.structs.replace(FACTS, absent={"mlp_out": "it is fused"})
     with refuses("it is fused", field="capture.hooks"):
         job_of({"hook": "mlp_out", "layers": [0]}, facts)
-
-
-def test_a_completion_takes_no_gradients() -> None:
     body = {"model": "m", "prompt": "a", "capture": {"of": "gradient", "scalar": LOGIT}}
     with refuses(field="capture.of"):
         parse_completion(msgspec.convert(body, CompletionRequest))

@@ -40,13 +40,10 @@ def refused(**spec: Any) -> MidstreamError:
     return found.value
 
 
-def test_a_vector_of_one_head_is_added_to_each_of_the_named_heads() -> None:
+def test_a_vector_counts_in_the_named_heads_only() -> None:
     entry, tensors = edited(hook="hook_z", vector=from_numpy(ONE), heads="0,2")
     assert (entry.hook, entry.family) == ("z", "add")
     assert tensors[entry.tensors[0]].tolist() == [*ONE, *np.zeros(4), *ONE]
-
-
-def test_a_vector_of_the_whole_row_counts_in_the_named_heads_only() -> None:
     entry, tensors = edited(hook="q", vector=from_numpy(np.ones(12, np.float32)), heads=-1)
     assert tensors[entry.tensors[0]].tolist() == [0.0] * 8 + [1.0] * 4
 

@@ -252,7 +252,7 @@ def test_non_finite_numbers_are_refused_at_construction(name: str, value: float)
         SteeringSpec(layers=0, vector=VECTOR, **{name: value})
 
 
-def test_entries_that_cannot_share_a_row_are_counted() -> None:
+def test_what_the_table_cannot_hold_is_counted_and_refused() -> None:
     again = [LEAST["ablate"] | {"vector": tensor(HIDDEN)} for _ in range(5)]
     assert len(resolved(*again[:4])) == 4
     with refuses(
@@ -277,9 +277,16 @@ def test_entries_that_cannot_share_a_row_are_counted() -> None:
     assert (
         len(resolved(*(spec | {"layers": layer % 4} for layer, spec in enumerate(again)))) == 5
     ), "at another layer"
+    assert resolved(LOW_RANK | {"layers": "all"}, steering_entries=6)
+    with refuses(
+        "needs 6 steering entries for prompt 0; the worker has 5 (setting steering_entries)"
+    ):
+        resolved(LOW_RANK | {"layers": "all"}, steering_entries=5)
+    with refuses("needs 2 steering rows for prompt 0; the worker has 1 (setting steering_rows)"):
+        resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1)
 
 
-def test_more_overlapping_position_sets_than_rows_per_token_are_refused() -> None:
+def test_overlapping_positions_need_rows_of_their_own_in_each_prompt() -> None:
     """Replacements at one site that take turns between sets of positions with a token in common
     need a row each.
     """
@@ -310,10 +317,6 @@ def test_more_overlapping_position_sets_than_rows_per_token_are_refused() -> Non
             field="steering",
         ):
             steering(*positions, op=op)
-
-
-def test_overlap_limits_are_checked_per_prompt() -> None:
-    """In a prompt of six tokens [0, -1] is [0, 5]; in one of seven it is a fifth set."""
     specs = [
         SteeringSpec(layers=0, vector=VECTOR, positions=[0, position])
         for position in (1, 2, 3, 5, -1)
@@ -321,16 +324,6 @@ def test_overlap_limits_are_checked_per_prompt() -> None:
     resolve_edits([], specs, bounds(6, 6))
     with refuses("needs 5 rows of the steering table for one token for prompt 2"):
         resolve_edits([], specs, bounds(6, 6, 7))
-
-
-def test_what_one_request_needs_must_fit_the_workers_tables() -> None:
-    assert resolved(LOW_RANK | {"layers": "all"}, steering_entries=6)
-    with refuses(
-        "needs 6 steering entries for prompt 0; the worker has 5 (setting steering_entries)"
-    ):
-        resolved(LOW_RANK | {"layers": "all"}, steering_entries=5)
-    with refuses("needs 2 steering rows for prompt 0; the worker has 1 (setting steering_rows)"):
-        resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1)
 
 
 def test_the_table_has_a_row_for_every_op_and_family() -> None:

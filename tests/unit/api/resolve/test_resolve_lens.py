@@ -95,16 +95,13 @@ def test_a_model_without_a_lens_refuses_it_with_the_reason(
         resolved({"top_k": 1}, readings=readings)
 
 
-def test_what_comes_back_of_rows_and_readings_is_limited_together() -> None:
+def test_what_comes_back_is_limited_per_prompt_and_over_the_parts_of_ranks() -> None:
     rows = CaptureSpec(layers=[0], consumers=["memory"], positions="all_prompt")
     lens = {"positions": [0, 1, 2, 3, 4, 5], "top_k": 4}
     assert resolved(lens)
     assert resolved({"top_k": 1}, capture=rows)
     with refuses(field="lens"):
         resolved(lens, capture=rows)
-
-
-def test_what_a_job_returns_counts_the_parts_of_every_rank() -> None:
     lens = {"top_k": 9, "positions": "all_prompt"}
     many = [40] * 200
     assert resolved(lens, *many, memory_limit_kib=64)

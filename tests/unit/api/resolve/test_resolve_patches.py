@@ -179,11 +179,20 @@ def test_source_positions_meet_those_that_are_patched(
     assert found == [(where, f"pre_attn:0:{what}") for where, what in expected]
 
 
-def test_negative_places_are_counted_in_each_prompt_and_those_of_the_run_in_the_run() -> None:
+def test_places_and_rows_are_those_of_each_prompt() -> None:
     per_prompt, _ = resolved([patch({"run": "clean", "position": -2}, [-1])], lengths=(6, 3))
     assert [
         [(entry.positions, entry.tensors[0][-1]) for entry in found] for found in per_prompt
     ] == [[([5], "3")], [([2], "3")]]
+    second = changed(request=7)
+    model_state = ModelState(
+        runs={"clean": run(CLEAN, second), "job_9": run(name="job_9", job="job_9")}
+    )
+    wished = [patch({"run": "clean", "prompt": 7}), patch({"run": "job_9"}, (1,))]
+    assert [entry.tensors for entry in entries(*wished, model_state=model_state)] == [
+        ["run:job_1.7.t:pre_attn:0:0"],
+        ["run:job_9.0.t:pre_attn:0:1"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -210,23 +219,11 @@ def test_where_one_token_is_generated_the_request_ends_with_its_prompt() -> None
     assert (found.field, "nothing would be patched" in found.detail) == ("patch[0].positions", True)
 
 
-def test_the_rows_of_each_prompt_of_a_run_have_names_of_their_own() -> None:
-    second = changed(request=7)
-    model_state = ModelState(
-        runs={"clean": run(CLEAN, second), "job_9": run(name="job_9", job="job_9")}
-    )
-    wished = [patch({"run": "clean", "prompt": 7}), patch({"run": "job_9"}, (1,))]
-    assert [entry.tensors for entry in entries(*wished, model_state=model_state)] == [
-        ["run:job_1.7.t:pre_attn:0:0"],
-        ["run:job_9.0.t:pre_attn:0:1"],
-    ]
-
-
 # --- Other sources
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_vector_of_the_request_is_named_by_its_content_and_comes_with_it() -> None:
+def test_vectors_and_zeros_bring_what_the_rank_lacks() -> None:
     ((entry,),), blobs = resolved(
         [patch({"vector": VECTOR}, "last_prompt", layers="all", hook="mlp_out")]
     )
@@ -237,6 +234,8 @@ def test_a_vector_of_the_request_is_named_by_its_content_and_comes_with_it() -> 
         [1.0],
     )
     assert from_msgpack(blobs[content_hash(VECTOR)], Tensor) == VECTOR
+    ((entry,),), blobs = resolved([patch({"zeros": True}, alpha=0.25)])
+    assert (entry.tensors, entry.numbers, blobs) == ([ZEROS], [0.25], {})
 
 
 @pytest.mark.parametrize("op", ["add", "replace"])
@@ -250,11 +249,6 @@ def test_a_module_of_one_vector_is_that_vector_times_its_scale(op: Any) -> None:
         2.0,
         {},
     )
-
-
-def test_zeros_need_no_bytes() -> None:
-    ((entry,),), blobs = resolved([patch({"zeros": True}, alpha=0.25)])
-    assert (entry.tensors, entry.numbers, blobs) == ([ZEROS], [0.25], {})
 
 
 # --- Masks and order

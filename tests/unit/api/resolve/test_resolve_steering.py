@@ -153,14 +153,6 @@ def test_a_module_of_one_phase_stays_one_in_each_prompt(positions: Any) -> None:
     ]
 
 
-def test_module_names_are_resolved_to_content_at_admission() -> None:  # field case 15
-    before, after = module(spec()), module(spec(vector=OTHER))
-    assert before.digest != after.digest
-    ((entry,),), _ = resolved([SteeringSpec(module="joy")], before)
-    ((later,),), _ = resolved([SteeringSpec(module="joy")], after)
-    assert (entry.tensors, later.tensors) == ([content_hash(VECTOR)], [content_hash(OTHER)])
-
-
 # field case 27
 @pytest.mark.parametrize(
     ("wish", "field", "words"),
@@ -214,14 +206,11 @@ def test_a_module_with_positions_outside_a_prompt_is_refused_unless_overridden()
     assert entry.positions == [2]
 
 
-def test_the_rows_of_modules_count_as_those_of_the_request() -> None:
+def test_rows_of_modules_and_of_global_steering_count_as_those_of_the_request() -> None:
     five = [module(spec(positions=[0, place]), name=f"m{place}") for place in range(1, 6)]
     problem = refused(resolved, [SteeringSpec(module=f"m{place}") for place in range(1, 6)], *five)
     assert (problem.field, "needs 5 rows" in problem.detail) == ("steering", True)
     assert resolved([SteeringSpec(module=f"m{place}") for place in range(1, 5)], *five)
-
-
-def test_a_request_must_fit_beside_global_steering() -> None:
     global_steering = GlobalSteering(
         version=1,
         entries=resolve_global(
@@ -242,7 +231,7 @@ def test_a_request_must_fit_beside_global_steering() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_the_module_digest_covers_every_field() -> None:
+def test_modules_are_resolved_to_content_at_admission() -> None:
     one = module(spec())
     variants = [
         spec(vector=OTHER),
@@ -263,6 +252,11 @@ def test_the_module_digest_covers_every_field() -> None:
     assert one.bytes == module(spec(), spec(layers=1)).bytes == 4 * HIDDEN, (
         "equal tensors are held once"
     )
+    before, after = module(spec()), module(spec(vector=OTHER))
+    assert before.digest != after.digest
+    ((entry,),), _ = resolved([SteeringSpec(module="joy")], before)
+    ((later,),), _ = resolved([SteeringSpec(module="joy")], after)
+    assert (entry.tensors, later.tensors) == ([content_hash(VECTOR)], [content_hash(OTHER)])
 
 
 # field case 27
@@ -443,14 +437,11 @@ def test_limits_beyond_their_range_are_refused(relative: float) -> None:
         msgspec.convert({"layers": 0, "limit": {"relative": relative}}, SteeringSpec)
 
 
-def test_edits_inside_layers_cannot_be_limited() -> None:
+def test_limits_are_of_the_stream_and_a_tenants_is_that_of_its_jobs() -> None:
     shape = RowShape(heads=1, width=HIDDEN)
     inside = spec(hook="z", limit=EditLimit(relative=1))
     with refuses("cannot be limited", field="steering[0].limit"):
         resolved([inside], hooks=[*HOOKS, "z"], inside={"z": shape})
-
-
-def test_a_tenants_limit_is_that_of_its_jobs_and_sweeps_are_refused() -> None:
     ((found,), _) = resolved([spec()])
     job = Job(
         id="j",

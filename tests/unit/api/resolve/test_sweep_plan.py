@@ -140,15 +140,12 @@ def test_rows_of_the_clean_prompt_go_to_their_counterparts_in_the_corrupt_one() 
     )
 
 
-def test_noising_patches_the_clean_prompt_with_reversed_alignment() -> None:
+def test_ablations_and_noise_patch_the_clean_prompt() -> None:
     denoised, noised = plan().sweep.pairs[0], plan(direction="noise").sweep.pairs[0]
     assert (noised.base, noised.source) == (denoised.source, denoised.base)
     turned = sorted((source, base) for column in denoised.columns for base, source in column.places)
     assert sorted(place for column in noised.columns for place in column.places) == turned
     assert [column.label for column in noised.columns if not column.places] == [" Eiffel", " Tower"]
-
-
-def test_an_ablation_patches_the_clean_prompt_without_another() -> None:
     sweep, _ = plan(ablated(), ablation="zeros", metric="logit_diff")
     assert sweep.pairs[0].source == []
     assert [column.places for column in sweep.pairs[0].columns] == [
@@ -446,14 +443,10 @@ def test_invalid_sweeps_are_refused_by_field(
     assert words in error.detail
 
 
-def test_too_many_cells_are_refused_with_what_to_do() -> None:
-    # field case 36
+def test_costly_sweeps_are_refused_with_what_to_do() -> None:
     error = refusal(limits={"sweep_cells": 1})
     assert "at most 1 " in str(error.allowed)
     assert "fewer layers" in str(error.hint)
-
-
-def test_costly_alignments_are_refused_before_running() -> None:
     many = [{"name": str(number), "clean": "all_prompt"} for number in range(20)]
     error = refusal(pair(spans=many), limits={"sweep_cells": 19})
     assert error.field == "pairs[0].spans"
@@ -613,11 +606,8 @@ def columns(**fields: Any) -> list[tuple[str, int, str, tuple[int, int] | None]]
     ]
 
 
-def test_positions_together_are_one_column_with_all_their_places() -> None:
+def test_positions_together_are_one_column_without_those_that_have_no_counterpart() -> None:
     assert columns(axis="together", positions=[-1, -2]) == [("all positions", 2, "", None)]
-
-
-def test_tokens_without_a_counterpart_are_left_out_with_a_note() -> None:
     (stored,) = plan(axis="together").sweep.pairs
     assert stored.notes
     alone = len(stored.base) - len(stored.columns[0].places)

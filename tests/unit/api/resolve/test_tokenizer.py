@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 from array import array
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -101,39 +102,35 @@ def test_a_chat_template_renders_as_transformers_renders_it(name: str) -> None:
     assert make_codec(template).render(MESSAGES) == wanted
 
 
-def test_plain_text_gets_the_tokenizers_special_tokens_and_a_chat_only_the_templates() -> None:
+async def test_plain_text_gets_the_tokenizers_special_tokens_and_a_chat_only_the_templates() -> (
+    None
+):
     codec = make_codec("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    (plain,) = asyncio.run(codec.encode(["ab"], special_tokens=True))
-    chat, text = asyncio.run(codec.encode_chat([{"role": "user", "content": "ab"}]))
+    (plain,) = await codec.encode(["ab"], special_tokens=True)
+    chat, text = await codec.encode_chat([{"role": "user", "content": "ab"}])
     assert text == "<s>ab"
     assert plain == chat, "one BOS each, not two"
 
 
-def test_saved_truncation_and_padding_are_not_applied() -> None:
+async def test_saved_truncation_and_padding_are_not_applied() -> None:
     codec = make_codec(None, enable_truncation={"max_length": 3}, enable_padding={"length": 64})
-    short, long = asyncio.run(codec.encode(["a", "abcdefgh"], special_tokens=False))
+    short, long = await codec.encode(["a", "abcdefgh"], special_tokens=False)
     assert (len(short), len(long)) == (1, 8)
 
 
-def test_a_long_text_is_tokenised_off_the_event_loop_to_the_same_ids() -> None:
-    codec = make_codec(None)
+async def test_a_long_text_is_tokenised_off_the_event_loop_to_the_same_ids() -> None:
+    codec, ticks = make_codec(None), 0
     text = "hello there " * (INLINE_CHARACTERS // 6)
 
-    async def both() -> tuple[list[int], int]:
-        ticks = 0
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
 
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await asyncio.sleep(0)
-
-        beside = asyncio.create_task(tick())
-        (ids,) = await codec.encode([text], special_tokens=False)
-        beside.cancel()
-        return ids, ticks
-
-    ids, ticks = asyncio.run(both())
+    beside = asyncio.create_task(tick())
+    (ids,) = await codec.encode([text], special_tokens=False)
+    beside.cancel()
     assert list(ids) == codec.encode_here([text], False)[0].ids.tolist()
     assert ticks > 1, "the loop went on meanwhile"
 
@@ -145,12 +142,16 @@ def test_a_long_text_is_tokenised_off_the_event_loop_to_the_same_ids() -> None:
         ("{{ messages[0].content + 1 }}", "messages"),
         (None, "no chat template"),
         ("{% if %}", "broken"),
+        # field case 42
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ""),
+        ("{{ messages.append(1) }}", ""),
+        ("{{ raise_exception.__globals__['x'] }}", ""),
     ],
 )
 def test_a_conversation_the_template_refuses_is_a_bad_request_about_messages(
     template: str | None, reason: str
 ) -> None:
-    with refuses(match=reason, status=400, field="messages"):
+    with refuses(reason, status=400, field="messages"):
         make_codec(template).render(MESSAGES)
 
 
@@ -164,24 +165,8 @@ def test_a_conversation_the_template_refuses_is_a_bad_request_about_messages(
     ],
 )
 def test_chat_messages_are_not_rendered_as_templates(content: str) -> None:
-    assert (
-        make_codec("{{ messages[0].content }}").render([{"role": "user", "content": content}])
-        == content
-    )
-
-
-# field case 42
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ raise_exception.__globals__['x'] }}",
-    ],
-)
-def test_chat_templates_run_in_a_sandbox(attack: str) -> None:
-    with refuses(field="messages"):
-        make_codec(attack).render(MESSAGES)
+    said = [{"role": "user", "content": content}]
+    assert make_codec("{{ messages[0].content }}").render(said) == content
 
 
 # --- Tokenizer pool ---
@@ -196,84 +181,80 @@ def here(texts: list[str], special_tokens: bool) -> list[Sequence[int]]:
     return [array("i", found.ids.tobytes()) for found in PLAIN.encode_here(texts, special_tokens)]
 
 
-def use(
-    check: Callable[[Helpers, Codec], Coroutine[Any, Any, None]],
-    limit: int = LIMIT,
-    bundle: Any = BUNDLE,
-    **settings: Any,
+@asynccontextmanager
+async def served(
+    limit: int = LIMIT, bundle: Any = BUNDLE, **settings: Any
+) -> AsyncIterator[tuple[Helpers, Codec]]:
+    """A codec that tokenises in a process of its own."""
+
+    async def fetch() -> bytes:
+        return to_msgpack(bundle)
+
+    helpers = Helpers(Settings(**{"tokenizer_processes": 1, **settings}))
+    try:
+        yield helpers, Codec(bundle, limit, BundleHelpers(helpers, "t", fetch))
+    finally:
+        await helpers.close()
+
+
+async def test_long_texts_and_conversations_get_the_ids_they_get_in_this_process(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def run() -> None:
-        async def fetch() -> bytes:
-            return to_msgpack(bundle)
-
-        helpers = Helpers(Settings(**{"tokenizer_processes": 1, **settings}))
-        try:
-            await check(helpers, Codec(bundle, limit, BundleHelpers(helpers, "t", fetch)))
-        finally:
-            await helpers.close()
-
-    asyncio.run(run())
-
-
-def test_long_texts_and_conversations_get_the_ids_they_get_in_this_process() -> None:
     texts = ["hello there " * 1000, "", "é🙂" * 30_000, *["short"] * 100]
     messages = [{"role": "user", "content": "hello " * 2000}]
-
-    async def check(helpers: Helpers, codec: Codec) -> None:
+    async with served(500_000) as (helpers, codec):
         assert await codec.encode(texts, special_tokens=True) == here(texts, True)
         text = PLAIN.render(messages)
         assert await codec.encode_chat(messages) == (here([text], False)[0], text)
         assert len(helpers._all) == 1, (
             "the second question went to the process that knew the tokenizer"
         )
+        # requests over the queue's limit are refused
+        monkeypatch.setattr(tokenizer_pool, "MAX_WAITING", 2)
+        made = await asyncio.gather(
+            *(codec.encode(["hello " * 2000], special_tokens=False) for _ in range(5)),
+            return_exceptions=True,
+        )
+        refused = [one for one in made if isinstance(one, MidstreamError)]
+        assert [error.kind for error in refused] == ["overloaded"] * 2
+        assert len([one for one in made if isinstance(one, list)]) == 3
 
-    use(check, 500_000)
 
-
-def test_a_text_longer_than_the_model_is_refused_before_its_ids_are_sent() -> None:
-    async def check(helpers: Helpers, codec: Codec) -> None:
+async def test_a_text_longer_than_the_model_is_refused_before_its_ids_are_sent() -> None:
+    async with served() as (helpers, codec):
         with pytest.raises(TooLong) as error:
             await codec.encode(["hello " * 20_000, "a", "hello " * 5000], special_tokens=False)
         assert (error.value.index, error.value.tokens) == (0, 120_000)
         with pytest.raises(TooLong, match="characters"):  # nothing is tokenised for this
-            await codec.encode(["a" * (limit * 7 + 1)], special_tokens=False)
+            await codec.encode(["a" * (LIMIT * 7 + 1)], special_tokens=False)
         assert len(helpers._all) == 1
-
-    limit = LIMIT
-    use(check)
-    assert limit > SHORT_CHARACTERS
-
-
-def test_template_errors_cross_from_the_tokeniser_process() -> None:
-    async def check(_: Helpers, codec: Codec) -> None:
-        with refuses(kind="invalid_request", field="messages"):
-            await codec.encode_chat([{"role": "user", "content": "x" * 5000}])
-
-    use(check, bundle=msgspec.structs.replace(BUNDLE, chat_template="{{ raise_exception('no') }}"))
+        # one that is given up leaves no answer behind
+        first = asyncio.ensure_future(codec.encode(["a" * 50_000], special_tokens=False))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await codec.encode(["b" * 5000], special_tokens=False) == here(["b" * 5000], False)
+    assert LIMIT > SHORT_CHARACTERS
 
 
-def test_a_template_that_never_ends_costs_a_bounded_time_and_the_next_is_served() -> None:
-    endless = (
+async def test_a_template_that_fails_or_never_ends_is_an_error_and_the_next_is_served() -> None:
+    template = (
+        "{% if messages[0].content[0] == 'x' %}{{ raise_exception('no') }}{% endif %}"
         "{% if messages[0].content[0] == 'a' %}{% for a in range(99999) %}{% for b in "
         "range(99999) %}{% endfor %}{% endfor %}{% endif %}"
     )
-
-    async def check(helpers: Helpers, codec: Codec) -> None:
+    bundle = msgspec.structs.replace(BUNDLE, chat_template=template)
+    async with served(bundle=bundle, tokenizer_timeout_s=0.5) as (helpers, codec):
+        with refuses(kind="invalid_request", field="messages"):
+            await codec.encode_chat([{"role": "user", "content": "x" * 5000}])
         with refuses("tokenizer_timeout_s"):
             await codec.encode_chat([{"role": "user", "content": "a" * 5000}])
         assert (await codec.encode_chat([{"role": "user", "content": "b" * 5000}]))[1] == ""
         assert len(helpers._all) == 1
 
-    use(
-        check,
-        bundle=msgspec.structs.replace(BUNDLE, chat_template=endless),
-        tokenizer_timeout_s=0.5,
-    )
 
-
-def test_a_dead_tokeniser_process_is_replaced() -> None:
-    async def check(helpers: Helpers, codec: Codec) -> None:
-        text = "hello " * 2000
+async def test_a_dead_tokeniser_process_is_replaced() -> None:
+    text = "hello " * 2000
+    async with served() as (helpers, codec):
         await codec.encode([text], special_tokens=False)
         (process,) = helpers._all
         os.kill(process.pid, signal.SIGKILL)
@@ -287,30 +268,3 @@ def test_a_dead_tokeniser_process_is_replaced() -> None:
         with refuses(kind="unavailable"):
             await work
         assert await codec.encode([text], special_tokens=False) == here([text], False)
-
-    use(check)
-
-
-def test_requests_over_the_queue_limit_get_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_pool, "MAX_WAITING", 2)
-
-    async def check(_: Helpers, codec: Codec) -> None:
-        made = await asyncio.gather(
-            *(codec.encode(["hello " * 2000], special_tokens=False) for _ in range(5)),
-            return_exceptions=True,
-        )
-        refused = [one for one in made if isinstance(one, MidstreamError)]
-        assert [error.kind for error in refused] == ["overloaded"] * 2
-        assert len([one for one in made if isinstance(one, list)]) == 3
-
-    use(check)
-
-
-def test_an_abandoned_tokenisation_leaves_no_answer_behind() -> None:
-    async def check(_: Helpers, codec: Codec) -> None:
-        first = asyncio.ensure_future(codec.encode(["a" * 50_000], special_tokens=False))
-        await asyncio.sleep(0.3)
-        first.cancel()
-        assert await codec.encode(["b" * 5000], special_tokens=False) == here(["b" * 5000], False)
-
-    use(check)

@@ -99,12 +99,15 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return site
 
 
-async def test_an_unbuilt_site_is_a_404_that_names_the_command(docs_app: Any, site: Path) -> None:
+async def test_a_site_is_served_as_soon_as_it_is_built(docs_app: Any, site: Path) -> None:
     answer = await ask(docs_app, "/docs/index.html")
     assert answer.status_code == 404
     assert answer.json()["detail"] == "the documentation is not built on this server"
     assert "`make docs`" in answer.json()["hint"]
     assert "docs" not in pages.links(Settings())
+    assert (await ask(docs_app, "/docs/index.html")).status_code == 404
+    (site / "index.html").write_text("<h1>now</h1>")
+    assert (await ask(docs_app, "/docs/index.html")).text == "<h1>now</h1>"
 
 
 async def test_a_built_site_is_served_with_the_pages_policy(docs_app: Any, site: Path) -> None:
@@ -124,12 +127,6 @@ async def test_a_built_site_is_served_with_the_pages_policy(docs_app: Any, site:
     again = await ask(docs_app, "/docs/index.html", **{"if-none-match": page.headers["etag"]})
     assert again.status_code == 304
     assert pages.links(Settings())["docs"][0] == "/docs/index.html"
-
-
-async def test_a_rebuilt_site_is_served_without_a_restart(docs_app: Any, site: Path) -> None:
-    assert (await ask(docs_app, "/docs/index.html")).status_code == 404
-    (site / "index.html").write_text("<h1>now</h1>")
-    assert (await ask(docs_app, "/docs/index.html")).text == "<h1>now</h1>"
 
 
 @pytest.mark.parametrize("path", ["none.html", "..%2fsecret.html", "images", "LICENSE"])
