@@ -12,20 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
-import msgspec
-
 from midstream import __version__
 from midstream.client.sdk import wire
-from midstream.schemas.artifacts.conditions import Condition
-from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.base.errors import MidstreamError, Problem
 from midstream.schemas.jobs.jobs import CaptureResults, JobResult, JobView, Output, State
-from midstream.schemas.requests.policies import (
-    Policy,
-    PolicyPage,
-    PolicyRequest,
-    PolicyVersion,
-)
 
 VIEW: dict[str, Any] = {"kind": "generate", "attempt": 1, "version": 1, "created": 1.0}
 
@@ -43,10 +33,7 @@ class Jobs:
     name: str = "job_{}"
     modules: dict[str, str] = field(default_factory=dict)  # as jobs report them
     identity: str = "checkpoint"  # of the model
-    contents: dict[str, str] = field(default_factory=dict)  # as jobs report them, and the next
     version: int = 0  # of global steering
-    # policies of all traffic → their digests
-    watching: dict[str, str] = field(default_factory=dict)
     steering: str = ""  # of global steering
     slow: set[int] = field(default_factory=set)  # numbers of jobs that run until `slow` is emptied
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -75,28 +62,7 @@ class Jobs:
         if parts[1] == "models":
             return 200, {"id": "m", "identity": self.identity, "extensions": []}, None
         if parts[1] == "policies":
-            content = PolicyRequest(
-                probe="p", condition=Condition(at_least=0.0), actions=["flag"], all_traffic=True
-            )
-            probe = ProbeContent(
-                hook="post_block", layer=0, labels=["a"], tensors=[], thresholds=[None]
-            )
-            version = PolicyVersion(
-                version=1,
-                digest="",
-                created=0.0,
-                content=content,
-                probe=StoredProbe(name="p", digest="", content=probe),
-                modules=[],
-                identity="",
-                tenant="",
-                key="",
-            )
-            policies = [
-                Policy(name=name, model="m", digest=digest, created=1.0, versions=[version])
-                for name, digest in self.watching.items()
-            ]
-            return 200, msgspec.to_builtins(PolicyPage(policies=policies)), None
+            return 200, {"policies": []}, None
         if parts[1:3] == ["steering", "global"]:
             view = {
                 "model": "m",
@@ -168,7 +134,6 @@ class Jobs:
     def _view(self, job: str, state: State) -> JobView:
         facts = {
             "modules": self.modules,
-            "contents": self.contents,
             "identity": self.identity,
             "global_version": self.version,
         }
@@ -206,6 +171,7 @@ def serving(jobs: Jobs) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else each answer waits 40 ms for an acknowledgement
 
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))

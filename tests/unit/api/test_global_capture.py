@@ -1,15 +1,35 @@
 """Do the settings of the capture of every request become a spec, or say what is wrong with them?"""
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from midstream.api.operations.global_change import change
+from midstream.broker.ledger.named.steering import Account
+from midstream.schemas.base.records import now
 from midstream.schemas.base.settings import Settings, SettingsError
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.requests.specs import CaptureSpec
+from midstream.schemas.requests.steering import (
+    GlobalSteering,
+    Proposal,
+    SteeringTemplate,
+    WorkerSteering,
+)
 from midstream.schemas.service.global_capture import from_settings, parse
 
 
-def test_an_empty_global_capture_captures_nothing() -> None:
+def test_positions_and_tag_are_read_and_nothing_is_captured_without_hooks() -> None:
     assert parse("") == parse("  ") == []
+    assert parse("post_block", "all_generated", "ops")[0].positions == "all_generated"
+    assert (
+        parse("post_block", "0, 5,-1", "ops")[0].positions,
+        parse("post_block", "0", "ops")[0].tag,
+    ) == ([0, 5, -1], "ops")
+    assert parse("post_block", "5:")[0].positions == Span(start=5)
+    assert parse("post_block", " 0, 5:-1 ")[0].positions == [0, Span(start=5, stop=-1)]
 
 
 @pytest.mark.parametrize(
@@ -22,16 +42,6 @@ def test_an_empty_global_capture_captures_nothing() -> None:
 )
 def test_hooks_are_named_with_their_layers(text: str, hooks: dict[str, str]) -> None:
     assert parse(text) == [CaptureSpec(hooks=hooks, positions="last_prompt", tag="global")]  # type: ignore[arg-type]
-
-
-def test_positions_are_a_name_or_numbers_and_the_tag_is_the_operators() -> None:
-    assert parse("post_block", "all_generated", "ops")[0].positions == "all_generated"
-    assert (
-        parse("post_block", "0, 5,-1", "ops")[0].positions,
-        parse("post_block", "0", "ops")[0].tag,
-    ) == ([0, 5, -1], "ops")
-    assert parse("post_block", "5:")[0].positions == Span(start=5)
-    assert parse("post_block", " 0, 5:-1 ")[0].positions == [0, Span(start=5, stop=-1)]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +87,7 @@ def test_settings_that_do_not_fit_the_model_are_refused_as_settings(text: str, w
         from_settings(Settings(global_capture=text), 4, hooks)
 
 
-def test_sites_that_no_step_has_room_for_are_refused_at_start() -> None:
+def test_settings_are_checked_again_when_the_model_is_known() -> None:
     wide = Settings(global_capture="pre_attn;post_block")
     assert from_settings(wide, 4, row_limit=8)
     with pytest.raises(
@@ -88,10 +98,66 @@ def test_sites_that_no_step_has_room_for_are_refused_at_start() -> None:
         ),
     ):
         from_settings(wide, 4, row_limit=7)
-
-
-def test_settings_are_read_before_a_model_is_known() -> None:
     assert from_settings(Settings()) == []
     assert from_settings(Settings(global_capture="post_block:99"))[0].hooks == {"post_block": "99"}
     with pytest.raises(SettingsError, match="'pre_mlp' is not a hook"):
         from_settings(Settings(global_capture="pre_mlp"))
+
+
+# --- Global change ---
+
+
+class Overtaken:
+    """A ledger's steering in which another change follows the first at once, before anybody has
+    looked.
+    """
+
+    def __init__(self) -> None:
+        self.current = GlobalSteering()
+        self.looks = 0
+
+    async def standing(self, model: str, names: list[str]) -> tuple[dict[str, Any], GlobalSteering]:
+        return {}, self.current
+
+    async def propose(
+        self, model: str, entries: list[SteeringTemplate], blobs: dict[str, bytes]
+    ) -> Proposal:
+        return Proposal(
+            id="p1", steering=GlobalSteering(version=1, entries=entries), deadline=now() + 60
+        )
+
+    async def commit(self, model: str, proposal: str) -> GlobalSteering:
+        self.current = GlobalSteering(version=2)
+        return GlobalSteering(version=1)
+
+    async def accounts(self, model: str) -> list[Account]:
+        self.looks += 1
+        version = self.current.version
+        report = WorkerSteering(
+            worker="w1",
+            boot="b",
+            model=model,
+            state="serving",
+            detail="",
+            version=version,
+            global_version=version,
+            at=0.0,
+            proposal="p1",
+            prepared=True,
+        )
+        return [Account(SimpleNamespace(worker="w1"), report)]  # type: ignore[arg-type]
+
+
+def test_a_change_that_another_replaced_is_not_waited_for() -> None:
+    """The workers never report it: they have the later one."""
+    steering = Overtaken()
+    entries = [
+        SteeringTemplate(
+            layers=[0], hook="post_block", positions="all", family="add", tensors=["t"]
+        )
+    ]
+    settings = Settings(steering_wait_s=3600.0)
+    made = asyncio.run(
+        asyncio.wait_for(change(steering, settings, SimpleNamespace(name="m"), entries, {}), 60)
+    )  # type: ignore[arg-type]
+    assert (made.version, steering.looks) == (1, 2)

@@ -24,7 +24,7 @@ from midstream.schemas.base.settings import Settings, asks_for_keys
 APP = make_app(Settings(redis_url="redis://127.0.0.1:1/0"))
 
 
-def test_every_route_handler_states_its_scope() -> None:
+def test_routes_without_a_key_are_few_and_each_states_its_scope() -> None:
     silent = {
         f"{method} {route.path}"
         for route in APP.routes
@@ -34,15 +34,10 @@ def test_every_route_handler_states_its_scope() -> None:
     }
     assert silent == set()
 
-
-def test_routes_without_a_scope_need_scope_admin() -> None:
     @get("/v1/new")
     async def handler() -> None: ...
 
     assert auth.scope_of(handler) == "admin"
-
-
-def test_only_health_and_documents_need_no_key() -> None:
     opened = {route for route, scope in scopes_of(APP).items() if scope is None}
     # the files of the page and of the documentation, and the page's login
     files = {"get /", "get /page/{path}", "get /docs", "get /docs/{path}"}
@@ -51,10 +46,6 @@ def test_only_health_and_documents_need_no_key() -> None:
         "get /healthz",
         "get /readyz",
     }
-
-
-def test_hidden_routes_need_their_scope() -> None:
-    """Those that the OpenAPI document, which states all others', leaves out."""
     assert scopes_of(APP)["get /metrics"] == "observe"
 
 

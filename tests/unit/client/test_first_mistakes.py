@@ -2,18 +2,17 @@
 
 import socket
 import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from http_kit import reply, server
 
-from midstream import Answer, Client, MidstreamError, ServerTimeout, ServerUnreachable
+from midstream import Answer, Client, MidstreamError, ServerTimeout
 from midstream.api.resolve.readings.readings import _check_served
 from midstream.broker.ledger.jobs.ledger import not_found
-from midstream.client.cli.options import overrides, read_prompts
+from midstream.client.cli.options import overrides
 from midstream.client.sdk import wire
 from midstream.lens import HookedModel
 from midstream.schemas.base.errors import invalid, unknown
@@ -23,13 +22,6 @@ from midstream.schemas.jobs.jobs import CaptureResults, JobResult
 
 #: An address where nothing listens.
 CLOSED = "127.0.0.1:1"
-
-
-@pytest.fixture
-def silent() -> Iterator[str]:
-    """The address of a server that accepts connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def refusal(call: Callable[[], Any]) -> MidstreamError:
@@ -49,22 +41,9 @@ def test_an_unknown_name_with_none_to_choose_from_lists_no_value() -> None:
     assert str(error) == "name: unknown module 'joy' of model 'tiny'; no module exists yet"
 
 
-def test_a_nested_field_is_suggested() -> None:
-    error = refusal(lambda: wire.pack_capture({"hooks": {"mlp_aut": 1}}))
-    assert (error.field, error.hint) == ("capture.hooks", "did you mean 'mlp_out'?")
-
-
-@pytest.mark.parametrize(
-    ("pair", "words"),
-    [
-        ("kv_cache_gb=2", "--set kv_cache_gb: unknown setting; did you mean 'kv_cache_gib'?"),
-        ("api_port=x", "--set api_port='x': Expected `int`"),
-    ],
-)
-def test_a_wrong_set_option_is_not_blamed_on_the_environment(pair: str, words: str) -> None:
+def test_a_wrong_set_option_is_not_blamed_on_the_environment() -> None:
     with pytest.raises(SettingsError) as caught:
-        load_settings({}, given=overrides([pair]))
-    assert words in str(caught.value)
+        load_settings({}, given=overrides(["kv_cache_gb=2"]))
     assert "environment" not in str(caught.value)
     assert load_settings({"MIDSTREAM_API_PORT": "1"}, given={"api_port": "2"}).api_port == 2
 
@@ -83,15 +62,13 @@ def test_a_hooked_model_takes_an_address_or_a_client(given: Any) -> None:
     assert "no Midstream server answers at http://127.0.0.1:1 " in str(error)
 
 
-def test_a_slow_server_is_not_a_missing_one(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_server_is_not_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = wire.Call.arguments
     monkeypatch.setattr(wire.Call, "arguments", lambda call: arguments(call) | {"timeout": 0.2})
-    slow = refusal(Client(silent).models)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        slow = refusal(Client(f"127.0.0.1:{silent.getsockname()[1]}").models)
     assert isinstance(slow, ServerTimeout)
     assert ("did not answer in time" in slow.detail, "midstream up" in str(slow)) == (True, False)
-    missing = refusal(Client(CLOSED).models)
-    assert type(missing) is ServerUnreachable
-    assert missing.hint == "`midstream up` starts one"
 
 
 def test_a_traceback_ends_one_frame_below_the_callers_line() -> None:
@@ -197,21 +174,3 @@ def test_an_unknown_job_says_where_jobs_are_listed() -> None:
     assert str(not_found("job_1")) == (
         "unknown job job_1; `client.jobs.list()`, `midstream job list` and GET /v1/jobs list jobs"
     )
-
-
-@pytest.mark.parametrize("text", ['{"prompts": ["x"]}', '[{"role": "user"}]', "[1]"])
-def test_a_file_of_prompts_that_is_a_request_names_the_option(text: str, tmp_path: Path) -> None:
-    (tmp_path / "job.json").write_text(text)
-    error = refusal(lambda: read_prompts(tmp_path / "job.json"))
-    assert (error.field, error.hint) == ("--file", "--body takes a whole request")
-
-
-def test_a_file_of_prompts_that_is_no_json_says_which_forms_are_valid(tmp_path: Path) -> None:
-    (tmp_path / "list.json").write_text('["a", ]')
-    error = refusal(lambda: read_prompts(tmp_path / "list.json"))
-    assert error.hint == "give one prompt per line, or a JSON list of texts"
-
-
-def test_a_vector_is_no_fit_of_a_probe() -> None:
-    error = refusal(lambda: Client(CLOSED).probes.register("p", [1.0, 0.0]))  # type: ignore[arg-type]
-    assert (error.field, error.hint) == ("fit", "a vector is passed as weight=…")

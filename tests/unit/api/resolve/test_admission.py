@@ -8,11 +8,11 @@ import threading
 import tracemalloc
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
+from model_kit import model
+from refusal_kit import refuses
 
-from midstream import __version__
 from midstream.api.resolve.admission import admission
 from midstream.api.resolve.admission.admission import (
     RESOLVE_LIMIT,
@@ -23,28 +23,15 @@ from midstream.api.resolve.admission.admission import (
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import MAX_ENTRIES
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import Sampling, StoredPrompt
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.chat import ToolUse
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.requests.specs import CaptureSpec, SteeringSpec
 from midstream.schemas.requests.steering import Module, SteeringTemplate
 
 VECTOR = from_numpy(np.ones(8, np.float32))
-MODEL = ModelInfo(
-    name="m",
-    version=__version__,
-    architecture="a",
-    num_layers=4,
-    hidden_size=8,
-    vocab_size=100,
-    max_model_len=10_000,
-    dtype="float32",
-    hooks=["post_block"],
-    tokenizer="",
-)
+MODEL = model(max_model_len=10_000)
 
 
 def wish(capture: CaptureSpec | None = None, *steering: SteeringSpec) -> ParsedRequest:
@@ -135,9 +122,8 @@ def test_slow_resolution_runs_off_the_event_loop(
 def test_requests_too_costly_to_resolve_are_refused_by_field(
     asked: ParsedRequest, prompts: int, characters: int, field: str
 ) -> None:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(status=400, field=field) as refused:
         check_cost(asked, prompts, characters)
-    assert (refused.value.status, refused.value.field) == (400, field)
     assert "at most" in str(refused.value.allowed) or "fewer prompts" in str(refused.value.hint)
     assert (
         check_cost(asked, prompts // 2, characters // 2) <= RESOLVE_LIMIT if prompts > 1 else True
@@ -153,7 +139,7 @@ def test_a_large_module_used_often_is_refused_before_expansion() -> None:
     )
     tracemalloc.start()
     try:
-        with pytest.raises(MidstreamError) as refused:
+        with refuses() as refused:
             check_cost(
                 wish(None, *[SteeringSpec(module="large")] * 100),
                 1,
@@ -185,16 +171,15 @@ def test_a_range_costs_its_expanded_positions() -> None:
 )
 def test_tools_without_a_parser_name_the_setting(parsers: list[str], told: str) -> None:
     asked = dataclasses.replace(wish(), tools=ToolUse(tools=b"[]", choice="auto"))
-    model = msgspec.structs.replace(MODEL, tool_parsers=parsers)
-    with pytest.raises(MidstreamError, match=f"{told}") as refused:
-        with_tools(asked, model)
-    assert (refused.value.field, refused.value.allowed) == ("tools", None)
-    assert with_tools(asked, msgspec.structs.replace(model, tool_parser="hermes")) is asked
+    several = model(tool_parsers=parsers)
+    with refuses(match=f"{told}", field="tools", allowed=None):
+        with_tools(asked, several)
+    assert with_tools(asked, model(tool_parser="hermes")) is asked
 
 
-def test_tools_that_may_not_be_called_need_no_parser() -> None:
+def test_tools_need_a_parser_unless_they_may_not_be_called() -> None:
     asked = dataclasses.replace(wish(), tools=ToolUse(tools=b"[]", choice="none"))
     assert with_tools(asked, MODEL).tools is None
     named = ToolUse(tools=b"[]", choice="none", named=True)  # a function of this name
-    with pytest.raises(MidstreamError, match="without a parser"):
+    with refuses("without a parser"):
         with_tools(dataclasses.replace(asked, tools=named), MODEL)

@@ -88,8 +88,7 @@ def test_an_insertion_shifts_no_aligned_row(ids: list[int], data: st.DataObject)
     assert made.counterparts("corrupt") == {other: one for one, other in expected}
 
 
-def test_a_name_of_another_length_has_no_counterpart_and_the_reason_shows_its_tokens() -> None:
-    # field case 34
+def test_tokens_without_a_counterpart_are_named_with_the_reason() -> None:
     made = align(EIFFEL, COLOSSEUM)
     assert made.pairs == [(0, 0), (3, 2), (4, 3), (5, 4), (6, 5), (7, 6)]
     assert made.alone("corrupt").keys() == {1}
@@ -98,9 +97,6 @@ def test_a_name_of_another_length_has_no_counterpart_and_the_reason_shows_its_to
         assert part in made.clean_alone[2]
         assert part in made.notes[0]
     assert "clean 1-2, corrupt 1" in made.notes[0]
-
-
-def test_tokens_of_one_prompt_only_are_reported() -> None:
     made = align(tokens("The", " old", " tower"), tokens("The", " tower"))
     assert made.clean_alone == {1: "' old' is in the clean prompt only, so it has no counterpart"}
     assert align(tokens("a"), tokens("a", "b")).corrupt_alone == {
@@ -197,7 +193,7 @@ def test_notes_on_dissimilar_prompts_are_bounded() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_spans_of_unequal_length_are_aligned_from_the_right_and_say_so() -> None:
+def test_spans_are_matched_in_order_and_say_what_they_leave_out() -> None:
     found = match_spans("subject", [1, 2], [1], (EIFFEL, COLOSSEUM))
     assert found.pairs == [(2, 1)]
     assert "' Eiffel'" in found.note
@@ -206,10 +202,9 @@ def test_spans_of_unequal_length_are_aligned_from_the_right_and_say_so() -> None
     other = match_spans("subject", [2], [0, 1], (EIFFEL, COLOSSEUM))
     assert other.pairs == [(2, 1)]
     assert "'The' of the corrupt prompt" in other.note
-
-
-def test_equal_length_spans_align_in_order_without_a_note() -> None:
     assert match_spans("s", [1, 4], [2, 3], (EIFFEL, COLOSSEUM)) == ([(1, 2), (4, 3)], "", "")
+    aligned = Aligned([(2, 1), (2, 2)])
+    assert match_span("s", [2], aligned, EIFFEL).pairs == [(2, 1), (2, 2)]
 
 
 def test_a_span_of_the_clean_prompt_is_found_in_the_other() -> None:
@@ -221,8 +216,3 @@ def test_a_span_of_the_clean_prompt_is_found_in_the_other() -> None:
     alone = match_span("subject", [1, 2], aligned, EIFFEL)
     assert not alone.pairs
     assert "' Eiffel Tower'" in alone.reason
-
-
-def test_a_span_gets_all_places_that_a_list_gives_its_tokens() -> None:
-    aligned = Aligned([(2, 1), (2, 2)])
-    assert match_span("s", [2], aligned, EIFFEL).pairs == [(2, 1), (2, 2)]

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from refusal_kit import refuses
 from test_sweep_plan import model, pair, plan
 
 from midstream.api.resolve.readings.gradients import check_gradients
@@ -14,7 +15,6 @@ from midstream.api.resolve.sweeps.attribution import (
     on_its_site,
 )
 from midstream.schemas.artifacts.saes import StoredSae
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.jobs.sweep_units import Units
@@ -54,9 +54,8 @@ def body(**fields: Any) -> AttributionRequest:
     ],
 )
 def test_what_cannot_be_estimated_or_checked_is_refused(fields: Any, field: str) -> None:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(status=400, field=field):
         check_method(body(**fields))
-    assert (refused.value.status, refused.value.field) == (400, field)
 
 
 @pytest.mark.parametrize(
@@ -76,27 +75,17 @@ def test_what_can_be_estimated_is_accepted(fields: Any) -> None:
     check_method(body(**fields))
 
 
-def test_a_model_without_gradient_workers_is_refused_with_how_to_start_one() -> None:
-    with pytest.raises(MidstreamError) as refused:
+def test_gradients_that_cannot_be_had_are_refused_with_the_reason() -> None:
+    with refuses("gradients=true", status=400, field="model"):
         check_gradients({"hooks[0]": "post_block"}, model(), None, False)
-    assert (refused.value.status, refused.value.field) == (400, "model")
-    assert "gradients=true" in (refused.value.hint or "")
-
-
-def test_gradients_that_differ_or_lack_a_hook_are_refused_with_the_reason() -> None:
     differs = msgspec.structs.replace(INFO, refused="rows of post_block 3 differ by 0.2")
-    with pytest.raises(MidstreamError, match="post_block 3 differ"):
+    with refuses("post_block 3 differ"):
         check_gradients({"hooks[0]": "post_block"}, model(), differs, False)
     lacks = msgspec.structs.replace(INFO, absent={"post_block": "the norm comes after"})
-    with pytest.raises(MidstreamError, match="the norm comes after") as refused:
+    with refuses("the norm comes after", field="hooks[0]"):
         check_gradients({"hooks[0]": "post_block"}, model(), lacks, False)
-    assert refused.value.field == "hooks[0]"
-
-
-def test_global_steering_is_a_conflict() -> None:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(status=409):
         check_gradients({"hooks[0]": "post_block"}, model(), INFO, True)
-    assert refused.value.status == 409
 
 
 def test_the_plan_bounds_the_exact_cells_and_draws_a_seed() -> None:
@@ -113,7 +102,7 @@ def test_the_plan_bounds_the_exact_cells_and_draws_a_seed() -> None:
     assert attributed(plan().sweep, body(), None).num_exact == 0
 
 
-def test_features_cost_exact_cells_and_are_bounded_beyond_the_grid() -> None:
+def test_features_are_of_the_autoencoders_site_and_cost_exact_cells() -> None:
     few = attributed(plan().sweep, body(sae="s", verify={"top": 2, "random": 1}), SAE)
     assert few.attributed is not None
     assert few.attributed.verify is not None
@@ -122,10 +111,13 @@ def test_features_cost_exact_cells_and_are_bounded_beyond_the_grid() -> None:
     wide = attributed(plan().sweep, body(sae="s", verify={"top": 500, "random": 500}), SAE)
     assert wide.num_exact == 1000 > wide.num_cells
     check_exact(wide, 1000)
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(status=400, field="verify"):
         check_exact(wide, 999)
-    assert (refused.value.status, refused.value.field) == (400, "verify")
     assert Units(wide).tokens > Units(plan().sweep).tokens > Units(few).tokens
+    request = on_its_site(body(sae="s"), SAE)
+    assert (request.hooks, request.layers) == (["post_block"], [1])
+    with refuses(field="layers"):
+        on_its_site(body(sae="s", layers=[0]), SAE)
 
 
 def test_estimates_cost_three_passes_and_exact_cells_as_those_of_a_sweep() -> None:
@@ -141,11 +133,3 @@ def test_estimates_cost_three_passes_and_exact_cells_as_those_of_a_sweep() -> No
         attributed(plan().sweep, body(verify={"top": 1, "random": 0, "doubtful": 0}), None)
     ).tokens
     assert few < Units(plan().sweep).tokens
-
-
-def test_features_are_of_the_site_of_the_autoencoder() -> None:
-    request = on_its_site(body(sae="s"), SAE)
-    assert (request.hooks, request.layers) == (["post_block"], [1])
-    with pytest.raises(MidstreamError) as refused:
-        on_its_site(body(sae="s", layers=[0]), SAE)
-    assert refused.value.field == "layers"

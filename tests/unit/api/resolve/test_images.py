@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_kit import model
 from PIL import Image
+from refusal_kit import refuses
 
 from midstream.api.resolve.edits.steering import _check_global_positions
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
 from midstream.api.resolve.prompts.images import check_number, placed
 from midstream.api.resolve.prompts.request_parsing import parse_chat, plain_messages
 from midstream.client.images import image_part, with_images
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.limits import MAX_IMAGE_PIXELS
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.jobs import Sampling
@@ -39,24 +40,9 @@ PNG = file_of("PNG")
 URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
 
 
-def model(**fields: Any) -> ModelInfo:
-    known = {
-        "name": "m",
-        "version": "",
-        "architecture": "",
-        "num_layers": 4,
-        "hidden_size": 8,
-        "vocab_size": 512,
-        "max_model_len": 64,
-    }
-    known |= {
-        "dtype": "float32",
-        "hooks": ["post_block"],
-        "tokenizer": "",
-        "images": 2,
-        "image_placeholder": [500],
-    }
-    return ModelInfo(**known | fields)
+def seeing(**fields: Any) -> ModelInfo:
+    """A model that takes images."""
+    return model(**{"images": 2, "image_placeholder": [500], **fields})
 
 
 def chat(*parts: dict[str, Any]) -> ChatRequest:
@@ -121,33 +107,26 @@ def test_a_conversation_keeps_its_parts_and_hands_over_its_images() -> None:
     ],
 )
 def test_a_part_that_is_no_image_is_refused_by_its_place(url: str, words: str) -> None:
-    with pytest.raises(MidstreamError, match=words) as refused:
+    with refuses(match=words, kind="invalid_request", field="messages[0].content[1].image_url.url"):
         parse_chat(chat({"type": "text", "text": "look"}, picture(url)))
-    assert (refused.value.kind, refused.value.field) == (
-        "invalid_request",
-        "messages[0].content[1].image_url.url",
-    )
 
 
-def test_a_model_takes_only_so_many_images_and_says_why_it_takes_none() -> None:
-    check_number([PNG, PNG], "messages", model())
-    with pytest.raises(MidstreamError, match="at most 2 in one conversation"):
-        check_number([PNG] * 3, "messages", model())
-    with pytest.raises(MidstreamError, match="takes no images: because"):
-        check_number([PNG], "messages", model(images=0, images_refused="because"))
-
-
-def test_every_image_has_one_placeholder() -> None:
+def test_every_image_up_to_the_models_number_has_one_placeholder() -> None:
+    check_number([PNG, PNG], "messages", seeing())
+    with refuses("at most 2 in one conversation"):
+        check_number([PNG] * 3, "messages", seeing())
+    with refuses("takes no images: because"):
+        check_number([PNG], "messages", seeing(images=0, images_refused="because"))
     assert [
-        (ref.start, ref.stop) for ref in placed([1, 500, 2, 500], [PNG, PNG], "messages", model())
+        (ref.start, ref.stop) for ref in placed([1, 500, 2, 500], [PNG, PNG], "messages", seeing())
     ] == [(1, 2), (3, 4)]
-    wide = model(image_placeholder=[7, 7])
+    wide = seeing(image_placeholder=[7, 7])
     assert [
         (ref.start, ref.stop) for ref in placed([7, 7, 7, 7], [PNG, PNG], "messages", wide)
     ] == [(0, 2), (2, 4)]
     for ids in ([1, 2], [500, 1, 500]):
-        with pytest.raises(MidstreamError, match="placeholders for 1 images"):
-            placed(ids, [PNG], "messages", model())
+        with refuses("placeholders for 1 images"):
+            placed(ids, [PNG], "messages", seeing())
 
 
 # -- positions
@@ -187,10 +166,9 @@ def test_an_image_that_is_not_there_is_refused(
 
 
 def test_a_capture_of_images_in_a_prompt_without_one_names_the_field() -> None:
-    bounds = Bounds(model(), [PromptFacts(8, images=REFS), PromptFacts(8)])
-    with pytest.raises(MidstreamError, match="prompt 1: the prompt has no image") as refused:
+    bounds = Bounds(seeing(), [PromptFacts(8, images=REFS), PromptFacts(8)])
+    with refuses("prompt 1: the prompt has no image", field="capture.positions"):
         resolve_captures(CaptureSpec(positions="image"), bounds)
-    assert refused.value.field == "capture.positions"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +192,7 @@ def test_images_are_written_as_text_on_the_command_line_and_refused_for_everyone
     with pytest.raises(ValueError, match="few prompts have one"):
         parse("post_block", "image")
     for asked in ("image", Span(image=0), [Span(image=0)]):
-        with pytest.raises(MidstreamError, match="images are not valid here"):
+        with refuses("images are not valid here"):
             _check_global_positions(asked, "entries[0].positions")
 
 
@@ -274,26 +252,13 @@ def test_places_as_written_become_positions_as_the_model_sees_them(written: Any,
     assert found.token_ids == MADE["prompt_token_ids"]
 
 
-def test_a_token_that_an_image_has_not_is_refused_by_its_field() -> None:
-    with pytest.raises(MidstreamError, match="image 1 has no token 2") as refused:
+def test_an_expanded_prompt_that_does_not_fit_is_refused_or_generates_less() -> None:
+    with refuses("image 1 has no token 2", field="capture.positions", allowed="0 to 1"):
         expanded(ask([inside(1, 2)]), MADE)
-    assert (refused.value.field, refused.value.allowed) == ("capture.positions", "0 to 1")
-
-
-@pytest.mark.parametrize("place", [1, 6, 10])
-def test_a_processor_that_changes_text_is_found_out(place: int) -> None:
-    changed = [*MADE["prompt_token_ids"]]
-    changed[place] = 99
-    with pytest.raises(MidstreamError, match="changed tokens around an image"):
-        align(WRITTEN, REFS, MADE | {"prompt_token_ids": changed})
-
-
-def test_an_expanded_prompt_that_is_too_long_fails_and_one_that_fills_generates_less() -> None:
     long = expanded(ask("all", sampling=Sampling(max_tokens=9)), MADE)
     assert fitted(long, 20).sampling.max_tokens == 9
-    with pytest.raises(MidstreamError, match="has 11 tokens with its images") as refused:
+    with refuses("has 11 tokens with its images", kind="prompt_too_long"):
         fitted(long, 19)
-    assert refused.value.kind == "prompt_too_long"
     assert (
         fitted(
             expanded(ask("all", sampling=Sampling(max_tokens=9), fills=True), MADE), 19
@@ -302,10 +267,19 @@ def test_an_expanded_prompt_that_is_too_long_fails_and_one_that_fills_generates_
     )
 
 
+@pytest.mark.parametrize("place", [1, 6, 10])
+def test_a_processor_that_changes_text_is_found_out(place: int) -> None:
+    changed = [*MADE["prompt_token_ids"]]
+    changed[place] = 99
+    with refuses("changed tokens around an image"):
+        align(WRITTEN, REFS, MADE | {"prompt_token_ids": changed})
+
+
 def test_a_damaged_file_is_a_typed_error_that_names_the_image() -> None:
-    with pytest.raises(MidstreamError, match="image 1 of the prompt cannot be decoded") as refused:
+    with refuses(
+        "image 1 of the prompt cannot be decoded", kind="invalid_request", field="messages"
+    ):
         prompt_with_images(WRITTEN, [PNG, file_of("PNG", 64, 64)[:60]])
-    assert (refused.value.kind, refused.value.field) == ("invalid_request", "messages")
 
 
 # -- the client
@@ -323,7 +297,6 @@ def test_the_client_takes_paths_bytes_and_pillow(tmp_path: Path) -> None:
         (b"x", "is not a PNG"),
         (5, "is a int"),
     ):
-        with pytest.raises(MidstreamError, match=words) as refused:
+        with refuses(match=words, field="images[1]"):
             with_images([{"role": "user", "content": "look"}], [PNG, wrong])
-        assert refused.value.field == "images[1]"
     assert digest_of(PNG) == digest_of(bytes(PNG))

@@ -12,23 +12,20 @@ import numpy as np
 import pytest
 import torch
 from extension_kit import install, install_example, install_unruly
+from model_kit import HIDDEN, bounds, model
+from refusal_kit import refuses
 
-from midstream import __version__
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
-from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.kernels import installed, reference
 from midstream.kernels.installed import OPS
 from midstream.kernels.plan import Does, SitePlan
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.extensions import Extension
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.specs import SteeringSpec, StoredSteering, steering_digest
 from midstream.workers.runner.base.extensions import ExtensionError, trusted
 from midstream.workers.runner.edits.installed_ops import ON_CPUS, check_here, load_ops
 
-HIDDEN = 8
 VECTOR = from_numpy(np.arange(HIDDEN, dtype=np.float32))
 
 
@@ -97,7 +94,7 @@ def test_accelerators_list_ops_and_refuse_them(site: Path) -> None:
     facts = loaded("row-geometry", cpu=False)["norm-cap"]
     assert facts.refused == ON_CPUS
     assert not OPS
-    with pytest.raises(MidstreamError, match="the kernels of accelerators do not call Python"):
+    with refuses("the kernels of accelerators do not call Python"):
         resolved([{"extension": "norm-cap", "layers": 0}], facts)
 
 
@@ -106,22 +103,8 @@ def test_accelerators_list_ops_and_refuse_them(site: Path) -> None:
 
 
 def resolved(wish: list[dict[str, Any]], *facts: Extension) -> list[StoredSteering]:
-    model = ModelInfo(
-        name="m",
-        version=__version__,
-        architecture="X",
-        num_layers=4,
-        hidden_size=HIDDEN,
-        vocab_size=9,
-        max_model_len=64,
-        dtype="float32",
-        hooks=["pre_attn", "post_block"],
-        tokenizer="",
-        extensions=list(facts),
-    )
-    (entries,), _ = resolve_edits(
-        [], [SteeringSpec(**each) for each in wish], Bounds(model, [PromptFacts(6)])
-    )
+    limits = bounds(hooks=["pre_attn", "post_block"], extensions=list(facts))
+    (entries,), _ = resolve_edits([], [SteeringSpec(**each) for each in wish], limits)
     return entries
 
 
@@ -211,55 +194,24 @@ def test_an_entry_holds_strength_options_and_the_code_of_the_op(site: Path) -> N
 def test_refusals_name_field_and_valid_values(
     site: Path, wish: dict[str, Any], field: str, words: str
 ) -> None:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(words, field=f"steering[0].{field}"):
         resolved([wish], *loaded("row-geometry", "unruly").values())
-    assert refused.value.field == f"steering[0].{field}"
-    assert words in refused.value.detail
 
 
-def test_ops_edit_the_stream_and_no_rows_inside_of_a_layer(site: Path) -> None:
+def test_ops_edit_the_stream_of_requests_and_no_rows_inside_of_a_layer(site: Path) -> None:
     """Also where a row inside happens to have the model's size."""
     facts = loaded("row-geometry")["norm-cap"]
-    model = ModelInfo(
-        name="m",
-        version=__version__,
-        architecture="X",
-        num_layers=4,
-        hidden_size=HIDDEN,
-        vocab_size=9,
-        max_model_len=64,
-        dtype="float32",
-        hooks=["post_block", "z"],
-        inside={"z": RowShape(heads=2, width=HIDDEN // 2)},
-        tokenizer="",
-        extensions=[facts],
-    )
-    with pytest.raises(MidstreamError) as refused:
+    shape = RowShape(heads=2, width=HIDDEN // 2)
+    limits = bounds(hooks=["post_block", "z"], inside={"z": shape}, extensions=[facts])
+    with refuses("not those of z; valid: ", status=400, field="steering[0].hook"):
         resolve_edits(
             [],
             [SteeringSpec(extension="norm-cap", layers=1, hook="z")],
-            Bounds(model, [PromptFacts(6)]),
+            limits,
         )
-    assert (refused.value.status, refused.value.field) == (400, "steering[0].hook")
-    assert "not those of z; valid: " in refused.value.detail
-
-
-def test_modules_take_no_installed_ops(site: Path) -> None:
-    model = ModelInfo(
-        name="m",
-        version=__version__,
-        architecture="X",
-        num_layers=4,
-        hidden_size=HIDDEN,
-        vocab_size=9,
-        max_model_len=64,
-        dtype="float32",
-        hooks=["post_block"],
-        tokenizer="",
-        extensions=list(loaded("row-geometry").values()),
-    )
-    with pytest.raises(MidstreamError, match="not valid in named modules and global steering"):
-        resolve_module([SteeringSpec(extension="norm-cap", layers=1)], model)
+    served = model(extensions=list(loaded("row-geometry").values()))
+    with refuses("not valid in named modules and global steering"):
+        resolve_module([SteeringSpec(extension="norm-cap", layers=1)], served)
 
 
 # --- A site

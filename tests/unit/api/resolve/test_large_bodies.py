@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from model_kit import model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-import midstream
 from midstream.api.resolve.admission.admission import admit
 from midstream.api.resolve.prompts.request_parsing import parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
@@ -18,26 +18,14 @@ from midstream.broker.ledger.core.auto_pipeline import Parts, packed
 from midstream.schemas.base.records import from_json, now, to_json, to_msgpack
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Job, JobRequest, Sampling, StoredPrompt
-from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle
+from midstream.schemas.jobs.models import TokenizerBundle
 
 SETTINGS = Settings(redis_url="redis://127.0.0.1:1/0")
 #: The documented limits: bytes of memory for each of the body, and seconds for which nothing else
 #: is answered.
 MEMORY, HOLD_S = 4, 0.25
 WORDS = [f"word{index}" for index in range(10_000)]
-MODEL = ModelInfo(
-    name="m",
-    version=midstream.__version__,
-    architecture="TinyForCausalLM",
-    num_layers=2,
-    hidden_size=8,
-    vocab_size=len(WORDS) + 1,
-    max_model_len=4096,
-    dtype="float32",
-    hooks=["post_block"],
-    consumers=["filesystem"],
-    tokenizer="t",
-)
+MODEL = model(vocab_size=len(WORDS) + 1, max_model_len=4096)
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 

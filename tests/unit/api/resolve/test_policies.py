@@ -4,13 +4,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from model_kit import model
+from refusal_kit import refuses
 
 from midstream.api.resolve.readings.probes import changed, digest_of
 from midstream.broker.ledger.named.probes import recorded, scores_of, unfit
 from midstream.schemas.artifacts.conditions import Condition
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
-from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.policies import (
     Policy,
@@ -19,20 +19,6 @@ from midstream.schemas.requests.policies import (
     PolicyVersion,
     Steer,
     Window,
-)
-
-MODEL = ModelInfo(
-    name="m",
-    version="",
-    architecture="",
-    num_layers=2,
-    hidden_size=4,
-    vocab_size=9,
-    max_model_len=64,
-    dtype="float32",
-    hooks=list(HOOKS),
-    tokenizer="",
-    identity="a",
 )
 
 
@@ -71,8 +57,7 @@ def policy(*actions: Any, **fields: Any) -> Policy:
 def test_a_policy_that_does_not_fit_the_model(
     actions: list[Any], changes: dict[str, Any], words: str | None
 ) -> None:
-    model = msgspec.structs.replace(MODEL, **changes)
-    why = unfit(policy(*actions).current, model)
+    why = unfit(policy(*actions).current, model(**{"identity": "a", **changes}))
     assert why == words or (words is not None and words in str(why))
 
 
@@ -99,6 +84,5 @@ def test_changes_make_versions() -> None:
     active = changed(msgspec.structs.replace(first, versions=[canary]), PolicyChange(mode="active"))
     assert active.content.share == 0.0
     assert len({digest_of(each) for each in (first.current, canary, active)}) == 3
-    with pytest.raises(MidstreamError) as refused:
+    with refuses("capture is not valid for all traffic"):
         changed(policy(Window(layers=0)), PolicyChange(all_traffic=True))
-    assert "capture is not valid for all traffic" in refused.value.detail

@@ -3,46 +3,30 @@
 import logging
 from typing import Any
 
+import model_kit
 import msgspec
 import pytest
+from refusal_kit import refuses
 
-from midstream import __version__
 from midstream.api.resolve.positions import captures as rules
-from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
+from midstream.api.resolve.positions.captures import Bounds, resolve_captures
 from midstream.broker.ops import global_capture as everyone
 from midstream.broker.ops.metrics import GLOBAL_CAPTURE_SKIPPED
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import Span, Window
 from midstream.schemas.prompts.windows import Around, When
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.schemas.service.global_capture import captures_of, parse
 
-HIDDEN = 8
-
 
 def bounds(*lengths: int, max_tokens: int = 4, **changes: Any) -> Bounds:
     facts: dict[str, Any] = {
-        "name": "m",
-        "version": __version__,
-        "architecture": "GPTNeoXForCausalLM",
-        "num_layers": 4,
-        "hidden_size": HIDDEN,
-        "vocab_size": 9,
-        "max_model_len": 64,
         "dtype": "bfloat16",
         "hooks": ["pre_attn", "attn_out", "mlp_out", "post_block"],
-        "tokenizer": "",
         "consumers": ["filesystem", "memory"],
         "memory_limit_kib": 1,
     }
-    return Bounds(
-        ModelInfo(**(facts | changes)),
-        [PromptFacts(length) for length in lengths or (6,)],
-        max_tokens,
-        probes=["p"],
-    )
+    return model_kit.bounds(*lengths, max_tokens=max_tokens, probes=["p"], **(facts | changes))
 
 
 def captured(capture: dict[str, Any], *lengths: int, **changes: Any) -> list[list[StoredCapture]]:
@@ -142,9 +126,8 @@ def test_each_hook_has_its_own_layers_and_every_option_is_kept() -> None:
 def test_captures_the_model_or_worker_lacks_are_refused_by_field(
     wish: dict[str, Any], field: str, words: str
 ) -> None:
-    with pytest.raises(MidstreamError, match=words) as refused:
+    with refuses(match=words, status=400, field=field):
         captured(wish)
-    assert (refused.value.status, refused.value.field) == (400, field)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +146,8 @@ def test_windows_record_all_positions_and_choose_at_the_end(window: dict[str, An
 
 
 def test_windows_of_a_probe_need_all_its_scores_on_each_rank() -> None:
-    with pytest.raises(MidstreamError, match="pipeline stages") as refused:
+    with refuses("pipeline stages", field="capture.positions.when"):
         captured({"positions": Span(when=When(probe="p", at_least=0.5))}, pp=2)
-    assert refused.value.field == "capture.positions.when"
 
 
 def test_the_operator_captures_the_end_of_every_request() -> None:
@@ -176,28 +158,25 @@ def test_the_operator_captures_the_end_of_every_request() -> None:
     assert (capture.positions, capture.window) == ("all", Span(last=3))
 
 
-def test_last_positions_bound_what_the_response_returns() -> None:
-    wish = {"positions": Span(last=2), "consumers": ["memory"], "layers": 0}
-    assert captured(wish, 60, memory_limit_kib=1)
-    with pytest.raises(MidstreamError, match="may produce"):
-        captured({**wish, "positions": "all"}, 60, memory_limit_kib=1)
-
-
 def test_rows_for_the_response_are_bounded_by_the_most_that_a_prompt_may_give() -> None:
     """A bfloat16 position of 4 sites: 4 × 8 × 2 bytes of rows and 16 of its number and token id; 1
     KiB holds 12.
     """
     wish = {"positions": "all", "consumers": ["memory"]}
     assert captured(wish, 6, max_tokens=7)
-    with pytest.raises(
-        MidstreamError, match=r"prompt 1 may produce 1040 bytes.* at most 1 KiB per prompt"
-    ) as refused:
+    with refuses(
+        match=r"prompt 1 may produce 1040 bytes.* at most 1 KiB per prompt",
+        field="capture.consumers",
+    ):
         captured(wish, 6, 7, max_tokens=7)
-    assert refused.value.field == "capture.consumers"
     assert captured({**wish, "every_n": 2}, 6, 7, max_tokens=7), "five generated tokens fewer"
-    with pytest.raises(MidstreamError, match="consumers"):
+    with refuses("consumers"):
         captured({**wish, "dtype": "float32"}, 6, max_tokens=7)
     assert captured({"positions": "all"}, 60), "what goes to files is not bounded by this"
+    wish = {"positions": Span(last=2), "consumers": ["memory"], "layers": 0}
+    assert captured(wish, 60, memory_limit_kib=1)
+    with refuses("may produce"):
+        captured({**wish, "positions": "all"}, 60, memory_limit_kib=1)
 
 
 def test_rows_for_the_response_are_bounded_over_all_prompts_of_a_job(
@@ -207,12 +186,12 @@ def test_rows_for_the_response_are_bounded_over_all_prompts_of_a_job(
     monkeypatch.setattr(rules, "MEMORY_JOB_BYTES", 2000)
     wish = {"consumers": ["memory"]}
     assert captured(wish, *[6] * 25)
-    with pytest.raises(
-        MidstreamError,
+    with refuses(
         match=r"26 prompts may produce 2080 bytes of rows: .* per job; send fewer prompts",
-    ) as refused:
+        status=400,
+        field="capture.consumers",
+    ):
         captured(wish, *[6] * 26)
-    assert (refused.value.status, refused.value.field) == (400, "capture.consumers")
     assert captured({}, *[6] * 26), "what goes to files is not bounded by this"
     assert captured({**wish, "positions": "all"}, 60, memory_limit_kib=8), (
         "one prompt may give its own limit"
@@ -224,29 +203,22 @@ def test_only_a_single_tokens_rows_must_fit_the_workers_buffer() -> None:
     limits = {"step_tokens": 8, "capture_row_limit": 8}
     both = {"hooks": {"pre_attn": "all", "post_block": "all"}}
     assert captured({**both, "positions": "all_prompt"}, 60, **limits), "2 hooks × 4 layers"
-    with pytest.raises(
-        MidstreamError,
-        match=(
-            r"prompt 0 produces 8 rows in one engine step, for one token: " r".*capture_buffer_mib"
-        ),
-    ) as refused:
-        captured({**both, "positions": "all_prompt"}, 60, **limits | {"capture_row_limit": 7})
-    assert (refused.value.field, "at most 7 rows" in str(refused.value.allowed)) == (
-        "capture",
-        True,
-    )
-    assert captured(both, 60, speculative_tokens=3, **limits), "one position, so one row per site"
-    with pytest.raises(
-        MidstreamError,
-        match="prompt 0 produces 32 rows in one engine step, for one token and 3 drafts",
+    with refuses(
+        "at most 7 rows",
+        match=r"prompt 0 produces 8 rows in one engine step, for one token: "
+        r".*capture_buffer_mib",
+        field="capture",
     ):
+        captured({**both, "positions": "all_prompt"}, 60, **limits | {"capture_row_limit": 7})
+    assert captured(both, 60, speculative_tokens=3, **limits), "one position, so one row per site"
+    with refuses("prompt 0 produces 32 rows in one engine step, for one token and 3 drafts"):
         captured({**both, "positions": "all"}, 60, speculative_tokens=3, **limits)
     assert captured({**both, "positions": "all"}, 60, pp=2, **limits | {"capture_row_limit": 4}), (
         "each stage has half of the layers"
     )
 
 
-def test_global_captures_are_added_to_every_prompt() -> None:
+def test_global_captures_are_added_to_every_prompt_as_far_as_it_goes() -> None:
     everyone = [CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[0, 5, -1], tag="global")]
     resolved = resolve_captures(None, bounds(6, 3, 1, global_captures=everyone))
     assert [[capture.positions for capture in captures] for captures in resolved] == [
@@ -257,6 +229,17 @@ def test_global_captures_are_added_to_every_prompt() -> None:
     both = captured({"tag": "mine"}, 6, 3, global_captures=everyone)
     assert [[capture.tag for capture in captures] for captures in both] == [["mine", "global"]] * 2
     assert both[0][1].sites == {"pre_attn": [0, 1]}
+    everyone = [CaptureSpec(positions=[Span(start=2, stop=5)], tag="global")]
+    assert [[capture.positions for capture in captures] for captures in resolved] == [
+        [[2, 3, 4]],
+        [[2]],
+        [],
+    ]
+    everyone = [CaptureSpec(positions=[5], tag="global")]
+    assert [
+        len(captures) for captures in resolve_captures(None, bounds(6, 3, global_captures=everyone))
+    ] == [1, 0]
+    assert resolve_captures(None, bounds(3, global_captures=everyone)) == []
 
 
 def test_an_open_range_is_stored_per_prompt_and_counts_generated_tokens() -> None:
@@ -271,26 +254,8 @@ def test_an_open_range_is_stored_per_prompt_and_counts_generated_tokens() -> Non
     assert captured({**wish, "positions": Span(start=4)}, 6, max_tokens=11), (
         "two of the prompt, ten of the generated that are fed back"
     )
-    with pytest.raises(MidstreamError, match="1040 bytes of rows"):
+    with refuses("1040 bytes of rows"):
         captured({**wish, "positions": Span(start=3)}, 6, max_tokens=11)
-
-
-def test_the_operator_captures_ranges_as_far_as_prompts_go() -> None:
-    everyone = [CaptureSpec(positions=[Span(start=2, stop=5)], tag="global")]
-    resolved = resolve_captures(None, bounds(6, 3, 1, global_captures=everyone))
-    assert [[capture.positions for capture in captures] for captures in resolved] == [
-        [[2, 3, 4]],
-        [[2]],
-        [],
-    ]
-
-
-def test_global_capture_skips_prompts_too_short_for_it() -> None:
-    everyone = [CaptureSpec(positions=[5], tag="global")]
-    assert [
-        len(captures) for captures in resolve_captures(None, bounds(6, 3, global_captures=everyone))
-    ] == [1, 0]
-    assert resolve_captures(None, bounds(3, global_captures=everyone)) == []
 
 
 def test_global_capture_that_exceeds_a_steps_room_is_skipped_without_refusals(
@@ -347,13 +312,8 @@ def test_removing_global_captures_keeps_the_captures_that_the_user_requested() -
     assert GLOBAL_CAPTURE_SKIPPED.labels("quota")._value.get() == before + 4
 
 
-def test_a_user_cannot_capture_under_the_operators_tag() -> None:
-    with pytest.raises(MidstreamError, match="choose another") as refused:
+def test_a_global_capture_keeps_its_tag_and_its_faults_to_the_operator() -> None:
+    with refuses("choose another", field="capture.tag"):
         captured({"tag": "global"}, global_captures=[CaptureSpec(tag="global")])
-    assert refused.value.field == "capture.tag"
-
-
-def test_an_unfitting_global_capture_is_not_a_user_error() -> None:
-    with pytest.raises(MidstreamError) as failed:
+    with refuses(kind="internal"):
         resolve_captures(None, bounds(6, global_captures=[CaptureSpec(hook="mlp_in")]))
-    assert failed.value.kind == "internal"

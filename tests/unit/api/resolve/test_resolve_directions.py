@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from model_kit import model
+from refusal_kit import refuses
 
 from midstream.api.resolve.edits.directions import DirectionFiles, check_directed
 from midstream.api.resolve.edits.features import Named
@@ -23,28 +25,14 @@ from midstream.schemas.artifacts.jacobian_lenses import (
     JacobianLensRequest,
     JacobianRecord,
 )
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.limits import MAX_ENTRIES
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, to_numpy
-from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import SteeringSpec
 from midstream.storage.formats.jacobian_files import Matrix, lens_of, write
 
 WIDTH, VOCABULARY, LAYERS = 12, 30, [0, 1, 2]
-MODEL = ModelInfo(
-    name="tiny",
-    version="1",
-    architecture="T",
-    num_layers=4,
-    hidden_size=WIDTH,
-    vocab_size=VOCABULARY,
-    max_model_len=99,
-    dtype="float32",
-    hooks=list(HOOKS),
-    tokenizer="",
-)
+MODEL = model(vocab_size=VOCABULARY, hidden_size=WIDTH, dtype="float32")
 RANDOM = np.random.default_rng(2)
 J = {layer: RANDOM.normal(size=(WIDTH, WIDTH)).astype(np.float32) for layer in LAYERS}
 HEAD = RANDOM.normal(size=(VOCABULARY, WIDTH)).astype(np.float32)
@@ -170,9 +158,8 @@ def test_what_a_lens_cannot_do_is_refused_by_field(
     root: Path, fields: dict[str, Any], field: str, says: str
 ) -> None:
     spec = SteeringSpec(**({"jacobian": "mine", "token": 4, "layers": [0]} | fields))
-    with pytest.raises(MidstreamError, match=says) as caught:
+    with refuses(match=says, field=f"steering[0].{field}"):
         steered(root, spec)
-    assert caught.value.field == f"steering[0].{field}"
 
 
 def test_a_lens_that_has_changed_is_refused_and_many_layers_are_limited(tmp_path: Path) -> None:
@@ -183,9 +170,9 @@ def test_a_lens_that_has_changed_is_refused_and_many_layers_are_limited(tmp_path
     write(
         tmp_path / "mine", {**J, 1: J[0]}, JacobianRecord(method="exact", prompts=1), Matrix(HEAD)
     )
-    with pytest.raises(MidstreamError, match="has changed since it was registered"):
+    with refuses("has changed since it was registered"):
         DirectionFiles(str(tmp_path)).plain_specs(directed, [4])
-    with pytest.raises(MidstreamError, match="has directions for"):
+    with refuses("has directions for"):
         check_directed([spec] * (MAX_ENTRIES // len(LAYERS) + 1), {"mine": lens}, MODEL)
-    with pytest.raises(MidstreamError, match="another shape"):
+    with refuses("another shape"):
         check_shape(lens, msgspec.structs.replace(MODEL, hidden_size=9), "lens.jacobian")

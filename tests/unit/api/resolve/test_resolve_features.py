@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from model_kit import model
+from refusal_kit import refuses
 from sae_rows import D_IN, D_SAE, ROOT
 
 from midstream.api.resolve.edits.features import FeatureFiles, Named, Rows, check_range, check_specs
@@ -19,37 +21,24 @@ from midstream.api.resolve.readings.saes import resolve_sae
 from midstream.kernels import reference
 from midstream.kernels.plan import SitePlan, does_of
 from midstream.schemas.artifacts.saes import Sae, SaeRequest
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import SteeringSpec, StoredSteering
 from midstream.storage.formats.sae_files import Feature
 from midstream.workers.runner.readings.sae import NORMALISATIONS, load
 
-MODEL = ModelInfo(
-    name="tiny",
-    version="1",
-    architecture="T",
-    num_layers=4,
-    hidden_size=D_IN,
-    vocab_size=9,
-    max_model_len=99,
-    dtype="float32",
-    hooks=list(HOOKS),
-    tokenizer="",
-)
+MODEL = model(hidden_size=D_IN, dtype="float32")
 RULED = ["standard", "bare", "jumprelu", "gated", "gemma_scope", "layer_norm", "constant_norm"]
 
 
-def registered(name: str, model: ModelInfo = MODEL) -> Sae:
+def registered(name: str, served: ModelInfo = MODEL) -> Sae:
     place = {"hook": "post_block", "layer": 1} if name == "gemma_scope" else {}
-    return resolve_sae(SaeRequest(name=name, path=name, **place), model, str(ROOT))  # type: ignore[arg-type]
+    return resolve_sae(SaeRequest(name=name, path=name, **place), served, str(ROOT))  # type: ignore[arg-type]
 
 
-def named(*specs: SteeringSpec, model: ModelInfo = MODEL) -> Named:
-    saes = {spec.sae: registered(spec.sae, model) for spec in specs if spec.sae}
+def named(*specs: SteeringSpec, served: ModelInfo = MODEL) -> Named:
+    saes = {spec.sae: registered(spec.sae, served) for spec in specs if spec.sae}
     rows = {}
     for name, features in check_specs(specs, saes).items():
         rows |= {
@@ -60,10 +49,10 @@ def named(*specs: SteeringSpec, model: ModelInfo = MODEL) -> Named:
 
 
 def resolved(
-    spec: SteeringSpec, model: ModelInfo = MODEL
+    spec: SteeringSpec, served: ModelInfo = MODEL
 ) -> tuple[StoredSteering, list[torch.Tensor]]:
-    state = ModelState(features=named(spec, model=model))
-    per_prompt, blobs = resolve_edits([], [spec], Bounds(model, [PromptFacts(5)]), state)
+    state = ModelState(features=named(spec, served=served))
+    per_prompt, blobs = resolve_edits([], [spec], Bounds(served, [PromptFacts(5)]), state)
     ((entry,),) = per_prompt
     return entry, [
         torch.tensor(to_numpy(from_msgpack(blobs[name], Tensor))) for name in entry.tensors
@@ -218,19 +207,23 @@ def test_three_parts_in_bfloat16_add_up_to_the_encoder() -> None:
 def test_what_an_autoencoder_cannot_do_is_refused_by_field(
     spec: dict[str, Any], field: str, says: str
 ) -> None:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(kind="invalid_request") as refused:
         resolved(SteeringSpec(**spec))
-    assert refused.value.kind == "invalid_request"
     assert str(refused.value.field).startswith(f"steering[0].{field}")
     assert says in refused.value.detail
 
 
-def test_more_features_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_features_need_together_is_bounded_and_current(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("midstream.api.resolve.edits.features.MAX_FEATURES", 2)
     specs = [SteeringSpec(sae="standard", feature=feature, op="ablate") for feature in (1, 2, 2, 3)]
-    with pytest.raises(MidstreamError, match="names 3 features"):
+    with refuses("names 3 features"):
         named(*specs)
     assert set(named(*specs[:3]).rows) == {("standard", 1), ("standard", 2)}
+    sae = msgspec.structs.replace(registered("standard"), digest="0" * 64)
+    with refuses("have changed since it was registered", field="sae"):
+        FeatureFiles(str(ROOT)).read(sae, [1])
 
 
 @pytest.mark.parametrize("large", ["decoder", "encoder", "bias"])
@@ -242,14 +235,13 @@ def test_numbers_beyond_the_models_dtype_are_refused(large: str) -> None:
     rule = Feature(vectors["encoder"], vectors["decoder"], 7e4 if large == "bias" else 1.0, 0.0)
     found = {3: Rows(vectors["decoder"], rule)}
     check_range(registered("gated"), MODEL, found)
-    with pytest.raises(
-        MidstreamError,
-        match=(
-            r"feature 3 of 'gated' has a number of magnitude 7e\+04: float16 allows " r"6.55e\+04"
-        ),
-    ) as refused:
+    with refuses(
+        match=r"feature 3 of 'gated' has a number of magnitude 7e\+04: float16 allows "
+        r"6.55e\+04",
+        kind="invalid_request",
+        field="sae",
+    ):
         check_range(registered("gated"), msgspec.structs.replace(MODEL, dtype="float16"), found)
-    assert (refused.value.kind, refused.value.field) == ("invalid_request", "sae")
 
 
 def test_modules_and_global_steering_take_features() -> None:
@@ -265,10 +257,3 @@ def test_modules_and_global_steering_take_features() -> None:
         assert [entry.family for entry in content.entries] == ["feature", "add"]
         assert content.entries[0].numbers[:2] == [1.0, 3.0]
         assert len(content.blobs) == 4  # the middle part of an encoder is its last: zeros
-
-
-def test_files_that_have_changed_since_are_refused(tmp_path: Path) -> None:
-    sae = msgspec.structs.replace(registered("standard"), digest="0" * 64)
-    with pytest.raises(MidstreamError, match="have changed since it was registered") as refused:
-        FeatureFiles(str(ROOT)).read(sae, [1])
-    assert refused.value.field == "sae"

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from refusal_kit import refuses
 
 from midstream.api.resolve.admission import fits
 from midstream.api.resolve.readings.gradients import check_gradients
@@ -25,39 +26,29 @@ def resolve(method: str = "difference_of_means", **fields: Any) -> StoredModuleF
 
 
 def refusal(*args: Any, **fields: Any) -> MidstreamError:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(status=400) as refused:
         resolve(*args, **fields)
-    assert refused.value.status == 400
     return refused.value
 
 
-def test_prompts_are_tokenised_as_those_of_jobs() -> None:
+def test_prompts_targets_and_token_ids_are_tokenised_as_those_of_jobs() -> None:
     stored = resolve()
     expected = FitTokens(token_ids=[1, 2, 5, 6, 7], prompt_tokens=5, at="last_prompt")
     assert stored.negative[0] == expected
     assert (stored.hook, stored.layers, stored.template.family) == ("post_block", [3], "add")
     assert stored.request.positive == []
     assert stored.tokens == 2 * 8 * (6 + 5)
-
-
-def test_target_follows_its_prompt() -> None:
     (first, *_) = resolve("vector", examples=EXAMPLES).examples
     assert first == FitTokens(token_ids=[1, 2, 4, 6, 7, 10], prompt_tokens=5, at="all")
-
-
-def test_token_ids_are_taken_as_they_are() -> None:
     stored = resolve("vector", examples=[{"prompt": [2, 3], "target": [9, 10]}] * 8)
     assert stored.examples[0].token_ids == [2, 3, 9, 10]
     assert stored.tokens == 2 * 8 * 4 + 3 * 200 * 8 * 4
 
 
-def test_reft_is_stored_as_lowrank() -> None:
+def test_reft_is_stored_as_lowrank_at_the_positions_of_each_prompt() -> None:
     template = resolve("reft", examples=EXAMPLES, rank=2, positions=[-1]).template
     assert (template.family, template.rank, template.numbers) == ("lowrank", 2, [1.0])
     assert (template.positions, template.tensors) == ([-1], [])
-
-
-def test_edited_positions_are_those_of_each_prompt() -> None:
     stored = resolve("reft", examples=EXAMPLES, positions=[-1, 0])
     assert stored.examples[0].at == [0, 4]
 
@@ -129,17 +120,15 @@ def test_hooks_inside_attention_are_refused() -> None:
     info = model(hooks=["post_block", "z"])
     body = FitRequest(model="m", name="n", method="pca", layers=0, hook="z", positive=HERE)
     body = msgspec.structs.replace(body, negative=THERE)
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(field="hook"):
         asyncio.run(fits.resolve_fit(body, info, CODEC))
-    assert refused.value.field == "hook"
 
 
 def test_global_steering_is_a_conflict() -> None:
     served = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
     check_gradients({"hook": "post_block"}, model(), served, steered=False)
-    with pytest.raises(MidstreamError, match="global steering") as refused:
+    with refuses("global steering", kind="conflict"):
         check_gradients({"hook": "post_block"}, model(), served, steered=True)
-    assert refused.value.kind == "conflict"
 
 
 def resolve_lens(**fields: Any) -> StoredLensFit:
@@ -148,9 +137,8 @@ def resolve_lens(**fields: Any) -> StoredLensFit:
 
 
 def refused_lens(**fields: Any) -> MidstreamError:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(status=400) as refused:
         resolve_lens(**fields)
-    assert refused.value.status == 400
     return refused.value
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_resolve_interventions import bounds
+from model_kit import bounds
+from refusal_kit import refuses
 
 from midstream.api.resolve.edits.steering import resolve_edits
 from midstream.api.resolve.positions.captures import resolve_captures
@@ -34,19 +35,15 @@ def edited(
 
 
 def refused(**spec: Any) -> MidstreamError:
-    with pytest.raises(MidstreamError) as found:
+    with refuses(status=400) as found:
         edited(**spec)
-    assert found.value.status == 400
     return found.value
 
 
-def test_a_vector_of_one_head_is_added_to_each_of_the_named_heads() -> None:
+def test_a_vector_counts_in_the_named_heads_only() -> None:
     entry, tensors = edited(hook="hook_z", vector=from_numpy(ONE), heads="0,2")
     assert (entry.hook, entry.family) == ("z", "add")
     assert tensors[entry.tensors[0]].tolist() == [*ONE, *np.zeros(4), *ONE]
-
-
-def test_a_vector_of_the_whole_row_counts_in_the_named_heads_only() -> None:
     entry, tensors = edited(hook="q", vector=from_numpy(np.ones(12, np.float32)), heads=-1)
     assert tensors[entry.tensors[0]].tolist() == [0.0] * 8 + [1.0] * 4
 
@@ -136,7 +133,7 @@ def test_a_direction_of_a_sum_lies_within_the_columns_of_one_rank(
         ((entry,),), _ = resolve_edits([], [asked], known)
         assert entry.family == "ablate"
     else:
-        with pytest.raises(MidstreamError, match="spans 2 tensor-parallel ranks"):
+        with refuses("spans 2 tensor-parallel ranks"):
             resolve_edits([], [asked], known)
 
 
@@ -152,10 +149,9 @@ def test_a_capture_is_split_by_width_and_keeps_its_heads() -> None:
     assert whole[1].beside == {"k": [1], "post_block": [0, 1, 2, 3]}
     (alone,) = resolve_captures(CaptureSpec(hook="z", heads="0-1"), bounds(**FACTS))
     assert (alone[0].heads, alone[0].stored_size(8)) == ([0, 1], 8)
-    with pytest.raises(MidstreamError, match="at k, head 1 is out of range") as found:
+    with refuses("at k, head 1 is out of range", field="capture.heads"):
         resolve_captures(CaptureSpec(hooks={"q": 0, "k": 0}, heads=1), bounds(**FACTS))
-    assert found.value.field == "capture.heads"
-    with pytest.raises(MidstreamError, match="whole rows"):
+    with refuses("whole rows"):
         resolve_captures(CaptureSpec(hook="z", heads=1, run="r"), bounds(**FACTS))
 
 

@@ -7,16 +7,15 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from model_kit import HIDDEN, bounds
+from refusal_kit import refuses
 
-from midstream import __version__
 from midstream.api.resolve.edits.interventions import GIVEN, OPTIONS
 from midstream.api.resolve.edits.steering import resolve_edits
-from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.schemas.base.dtypes import DTYPES
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack, to_json, to_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS
 from midstream.schemas.requests.interventions import (
     EVERY,
@@ -31,7 +30,6 @@ from midstream.schemas.requests.interventions import (
 from midstream.schemas.requests.specs import SteeringSpec, StoredSteering
 
 ROOT = Path(__file__).resolve().parents[4]
-HIDDEN = 8
 RANDOM = np.random.default_rng(0)
 
 
@@ -56,24 +54,6 @@ LEAST: dict[str, dict[str, Any]] = {
 }
 
 
-def bounds(*lengths: int, **changes: Any) -> Bounds:
-    facts: dict[str, Any] = {
-        "name": "m",
-        "version": __version__,
-        "architecture": "LlamaForCausalLM",
-        "num_layers": 4,
-        "hidden_size": HIDDEN,
-        "vocab_size": 9,
-        "max_model_len": 64,
-        "dtype": "float16",
-        "hooks": list(HOOKS),
-        "tokenizer": "",
-    }
-    return Bounds(
-        ModelInfo(**(facts | changes)), [PromptFacts(length) for length in lengths or (6,)]
-    )
-
-
 def resolved(*specs: dict[str, Any], **changes: Any) -> list[StoredSteering]:
     """Of one prompt."""
     (entries,), _ = resolve_edits(
@@ -83,9 +63,8 @@ def resolved(*specs: dict[str, Any], **changes: Any) -> list[StoredSteering]:
 
 
 def refused(spec: dict[str, Any], **changes: Any) -> MidstreamError:
-    with pytest.raises(MidstreamError) as found:
+    with refuses(status=400) as found:
         resolved(spec, **changes)
-    assert found.value.status == 400
     return found.value
 
 
@@ -253,9 +232,8 @@ ZERO = tensor(HIDDEN, fill=0.0)
 def test_steering_that_the_model_cannot_take_is_refused_by_field(
     spec: dict[str, Any], field: str, words: str
 ) -> None:
-    with pytest.raises(MidstreamError, match=words) as found:
+    with refuses(match=words, status=400, field=f"steering[0].{field}"):
         resolved(spec)
-    assert (found.value.status, found.value.field) == (400, f"steering[0].{field}")
 
 
 def test_a_hook_that_the_model_lacks_is_refused() -> None:
@@ -274,17 +252,15 @@ def test_non_finite_numbers_are_refused_at_construction(name: str, value: float)
         SteeringSpec(layers=0, vector=VECTOR, **{name: value})
 
 
-def test_entries_that_cannot_share_a_row_are_counted() -> None:
+def test_what_the_table_cannot_hold_is_counted_and_refused() -> None:
     again = [LEAST["ablate"] | {"vector": tensor(HIDDEN)} for _ in range(5)]
     assert len(resolved(*again[:4])) == 4
-    with pytest.raises(
-        MidstreamError, match="needs 5 rows of the steering table for one token for prompt 0"
-    ) as found:
+    with refuses(
+        "needs 5 rows of the steering table for one token for prompt 0",
+        "merge directions into one lowrank",
+        field="steering",
+    ):
         resolved(*again)
-    assert (found.value.field, "merge directions into one lowrank" in str(found.value.hint)) == (
-        "steering",
-        True,
-    )
     assert (
         len(
             resolved(
@@ -301,9 +277,16 @@ def test_entries_that_cannot_share_a_row_are_counted() -> None:
     assert (
         len(resolved(*(spec | {"layers": layer % 4} for layer, spec in enumerate(again)))) == 5
     ), "at another layer"
+    assert resolved(LOW_RANK | {"layers": "all"}, steering_entries=6)
+    with refuses(
+        "needs 6 steering entries for prompt 0; the worker has 5 (setting steering_entries)"
+    ):
+        resolved(LOW_RANK | {"layers": "all"}, steering_entries=5)
+    with refuses("needs 2 steering rows for prompt 0; the worker has 1 (setting steering_rows)"):
+        resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1)
 
 
-def test_more_overlapping_position_sets_than_rows_per_token_are_refused() -> None:
+def test_overlapping_positions_need_rows_of_their_own_in_each_prompt() -> None:
     """Replacements at one site that take turns between sets of positions with a token in common
     need a row each.
     """
@@ -327,44 +310,20 @@ def test_more_overlapping_position_sets_than_rows_per_token_are_refused() -> Non
         ([[0, place] for place in range(1, 5)] + ["all"], "add"),
     ):
         positions = positions[:5]
-        with pytest.raises(
-            MidstreamError, match="needs 5 rows of the steering table for one token for prompt 0"
-        ) as found:
+        with refuses(
+            "needs 5 rows of the steering table for one token for prompt 0",
+            "place entries that replace rows at the same positions next to each other",
+            status=400,
+            field="steering",
+        ):
             steering(*positions, op=op)
-        assert (found.value.status, found.value.field) == (400, "steering")
-        assert "place entries that replace rows at the same positions next to each other" in str(
-            found.value.hint
-        )
-
-
-def test_overlap_limits_are_checked_per_prompt() -> None:
-    """In a prompt of six tokens [0, -1] is [0, 5]; in one of seven it is a fifth set."""
     specs = [
         SteeringSpec(layers=0, vector=VECTOR, positions=[0, position])
         for position in (1, 2, 3, 5, -1)
     ]
     resolve_edits([], specs, bounds(6, 6))
-    with pytest.raises(
-        MidstreamError, match="needs 5 rows of the steering table for one token for prompt 2"
-    ):
+    with refuses("needs 5 rows of the steering table for one token for prompt 2"):
         resolve_edits([], specs, bounds(6, 6, 7))
-
-
-def test_what_one_request_needs_must_fit_the_workers_tables() -> None:
-    assert resolved(LOW_RANK | {"layers": "all"}, steering_entries=6)
-    with pytest.raises(
-        MidstreamError,
-        match=(
-            r"needs 6 steering entries for prompt 0; the worker has 5 \(setting "
-            r"steering_entries\)"
-        ),
-    ):
-        resolved(LOW_RANK | {"layers": "all"}, steering_entries=5)
-    with pytest.raises(
-        MidstreamError,
-        match=r"needs 2 steering rows for prompt 0; the worker has 1 \(setting steering_rows\)",
-    ):
-        resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1)
 
 
 def test_the_table_has_a_row_for_every_op_and_family() -> None:

@@ -1,18 +1,24 @@
 """What a lens comes to on a model, and which of them it refuses, by which field."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from midstream_fake_engine.model import make_bundle, make_tokenizer
+from model_kit import model
+from refusal_kit import refuses
 from test_resolve_captures import bounds
 
 from midstream.api.resolve.positions.captures import resolve_captures
+from midstream.api.resolve.prompts.request_parsing import ParsedRequest
 from midstream.api.resolve.prompts.tokenizer import Codec
+from midstream.api.resolve.prompts.vllm_lens_fields import TAG, as_written, check_answer
 from midstream.api.resolve.readings.readings import resolve_readings, with_token_ids
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.errors import invalid
+from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.readings.lens import LensSpec, StoredLens
 from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
@@ -65,10 +71,8 @@ def test_the_default_lens_reads_the_last_token_of_all_layers() -> None:
     ],
 )
 def test_a_wrong_lens_is_refused_by_its_field(lens: dict[str, Any], field: str, words: str) -> None:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(words, kind="invalid_request", field=field):
         resolved(lens)
-    assert (refused.value.kind, refused.value.field) == ("invalid_request", field)
-    assert words in refused.value.detail
 
 
 @pytest.mark.parametrize("top_k", [0, 101])
@@ -87,28 +91,22 @@ def test_top_k_is_bounded(top_k: int) -> None:
 def test_a_model_without_a_lens_refuses_it_with_the_reason(
     readings: dict[str, str], words: str
 ) -> None:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(words, field="lens"):
         resolved({"top_k": 1}, readings=readings)
-    assert (refused.value.field, words in refused.value.detail) == ("lens", True)
 
 
-def test_what_comes_back_of_rows_and_readings_is_limited_together() -> None:
+def test_what_comes_back_is_limited_per_prompt_and_over_the_parts_of_ranks() -> None:
     rows = CaptureSpec(layers=[0], consumers=["memory"], positions="all_prompt")
     lens = {"positions": [0, 1, 2, 3, 4, 5], "top_k": 4}
     assert resolved(lens)
     assert resolved({"top_k": 1}, capture=rows)
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(field="lens"):
         resolved(lens, capture=rows)
-    assert refused.value.field == "lens"
-
-
-def test_what_a_job_returns_counts_the_parts_of_every_rank() -> None:
     lens = {"top_k": 9, "positions": "all_prompt"}
     many = [40] * 200
     assert resolved(lens, *many, memory_limit_kib=64)
-    with pytest.raises(MidstreamError) as refused:
+    with refuses("the job's 200 prompts may produce"):
         resolved(lens, *many, memory_limit_kib=64, tp=8)
-    assert "the job's 200 prompts may produce" in refused.value.detail
 
 
 def test_named_tokens_are_ids_or_texts_of_one_token() -> None:
@@ -117,9 +115,62 @@ def test_named_tokens_are_ids_or_texts_of_one_token() -> None:
     spec = asyncio.run(with_token_ids(LensSpec(tokens=["a", 5, "b"]), codec))
     assert spec is not None
     assert spec.tokens == [tokenizer.token_to_id("a"), 5, tokenizer.token_to_id("b")]
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(field="lens.tokens[1]", detail="'ab' is 2 tokens: 'a', 'b'"):
         asyncio.run(with_token_ids(LensSpec(tokens=[5, "ab"]), codec))
-    assert (refused.value.field, refused.value.detail) == (
-        "lens.tokens[1]",
-        "'ab' is 2 tokens: 'a', 'b'",
+
+
+# --- Lens args ---
+
+
+AT = "vllm_xargs.output_residual_stream"
+WIDE = model(hidden_size=4096, dtype="bfloat16")
+PARSED = ParsedRequest(
+    kind="completion",
+    model="m",
+    prompts=[],
+    sampling=Sampling(),
+    returns_rows=True,
+    written={"capture": AT},
+)
+
+
+def job_of(max_tokens: int) -> Job:
+    """One prompt of 28 tokens, 4 layers: 32 KiB for each position."""
+    capture = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all", tag=TAG)
+    everyones = StoredCapture(sites={"post_block": [0]}, positions="all", tag="global")
+    return Job(
+        id="j",
+        kind="completion",
+        model="m",
+        prompts=[StoredPrompt(token_ids=[1] * 28)],
+        sampling=Sampling(max_tokens=max_tokens),
+        created=0.0,
+        captures=[[everyones, capture]],
     )
+
+
+def test_rows_up_to_the_limit_are_accepted_and_one_more_position_is_not() -> None:
+    check_answer(PARSED, job_of(5), WIDE, 1)  # 28 and 4 fed back
+    with refuses("vllm_lens_mib", kind="invalid_request", field=AT):
+        check_answer(PARSED, job_of(6), WIDE, 1)
+    check_answer(replace(PARSED, returns_rows=False), job_of(6), WIDE, 1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "written"),
+    [
+        ("steering[1]", "b"),
+        ("steering[1].layers", "b"),
+        ("steering[10]", "steering[10]"),
+        ("steering[0].scale", "steering[0].scale"),
+        ("capture", "a"),
+        ("capture.layers", "a"),
+        ("capture_wait", "capture_wait"),
+    ],
+)
+def test_errors_name_what_the_client_wrote(ours: str, written: str) -> None:
+    with (
+        refuses(field=written),
+        as_written(replace(PARSED, written={"capture": "a", "steering[1]": "b"})),
+    ):
+        raise invalid(ours, "is wrong")

@@ -5,8 +5,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from model_kit import HIDDEN, LAYERS, model
+from refusal_kit import refuses
 
-from midstream import __version__
 from midstream.api.resolve.edits import patches
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.patches import MAX_PATCH_ROWS, MAX_RUNS
@@ -15,7 +16,6 @@ from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolv
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import HOOKS, SelectorError, Span, Window
 from midstream.schemas.requests.source_runs import ZEROS, RunPrompt, RunView
 from midstream.schemas.requests.specs import (
@@ -27,8 +27,7 @@ from midstream.schemas.requests.specs import (
 )
 from midstream.schemas.requests.steering import Module, content_digest
 
-HIDDEN = 8
-LAYERS = 4
+SERVED = [hook for hook in HOOKS if hook != "mlp_in"]
 VECTOR = from_numpy(np.arange(1, HIDDEN + 1, dtype=np.float32))
 OTHER = from_numpy(np.ones(HIDDEN, np.float32))
 RANK2 = from_numpy(np.ones((2, HIDDEN), np.float32))
@@ -43,22 +42,6 @@ CLEAN = RunPrompt(
     hidden_size=HIDDEN,
     bytes=0,
 )
-
-
-def model(**changes: Any) -> ModelInfo:
-    facts: dict[str, Any] = {
-        "name": "m",
-        "version": __version__,
-        "architecture": "LlamaForCausalLM",
-        "num_layers": LAYERS,
-        "hidden_size": HIDDEN,
-        "vocab_size": 9,
-        "max_model_len": 64,
-        "dtype": "float16",
-        "hooks": [hook for hook in HOOKS if hook != "mlp_in"],
-        "tokenizer": "",
-    }
-    return ModelInfo(**(facts | changes))
 
 
 def changed(**changes: Any) -> RunPrompt:
@@ -114,7 +97,9 @@ def resolved(
     **changes: Any,
 ) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
     bounds = Bounds(
-        model(**changes), [PromptFacts(length, _find) for length in lengths], max_tokens
+        model(hooks=SERVED, **changes),
+        [PromptFacts(length, _find) for length in lengths],
+        max_tokens,
     )
     return resolve_edits(specs, list(steering), bounds, model_state)
 
@@ -134,9 +119,8 @@ def rows(*specs: PatchSpec, **more: Any) -> list[tuple[Any, str]]:
 
 
 def refused(*specs: PatchSpec, **more: Any) -> MidstreamError:
-    with pytest.raises(MidstreamError) as found:
+    with refuses(status=400) as found:
         resolved(list(specs), **more)
-    assert found.value.status == 400
     return found.value
 
 
@@ -195,11 +179,20 @@ def test_source_positions_meet_those_that_are_patched(
     assert found == [(where, f"pre_attn:0:{what}") for where, what in expected]
 
 
-def test_negative_places_are_counted_in_each_prompt_and_those_of_the_run_in_the_run() -> None:
+def test_places_and_rows_are_those_of_each_prompt() -> None:
     per_prompt, _ = resolved([patch({"run": "clean", "position": -2}, [-1])], lengths=(6, 3))
     assert [
         [(entry.positions, entry.tensors[0][-1]) for entry in found] for found in per_prompt
     ] == [[([5], "3")], [([2], "3")]]
+    second = changed(request=7)
+    model_state = ModelState(
+        runs={"clean": run(CLEAN, second), "job_9": run(name="job_9", job="job_9")}
+    )
+    wished = [patch({"run": "clean", "prompt": 7}), patch({"run": "job_9"}, (1,))]
+    assert [entry.tensors for entry in entries(*wished, model_state=model_state)] == [
+        ["run:job_1.7.t:pre_attn:0:0"],
+        ["run:job_9.0.t:pre_attn:0:1"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -226,23 +219,11 @@ def test_where_one_token_is_generated_the_request_ends_with_its_prompt() -> None
     assert (found.field, "nothing would be patched" in found.detail) == ("patch[0].positions", True)
 
 
-def test_the_rows_of_each_prompt_of_a_run_have_names_of_their_own() -> None:
-    second = changed(request=7)
-    model_state = ModelState(
-        runs={"clean": run(CLEAN, second), "job_9": run(name="job_9", job="job_9")}
-    )
-    wished = [patch({"run": "clean", "prompt": 7}), patch({"run": "job_9"}, (1,))]
-    assert [entry.tensors for entry in entries(*wished, model_state=model_state)] == [
-        ["run:job_1.7.t:pre_attn:0:0"],
-        ["run:job_9.0.t:pre_attn:0:1"],
-    ]
-
-
 # --- Other sources
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_vector_of_the_request_is_named_by_its_content_and_comes_with_it() -> None:
+def test_vectors_and_zeros_bring_what_the_rank_lacks() -> None:
     ((entry,),), blobs = resolved(
         [patch({"vector": VECTOR}, "last_prompt", layers="all", hook="mlp_out")]
     )
@@ -253,6 +234,8 @@ def test_a_vector_of_the_request_is_named_by_its_content_and_comes_with_it() -> 
         [1.0],
     )
     assert from_msgpack(blobs[content_hash(VECTOR)], Tensor) == VECTOR
+    ((entry,),), blobs = resolved([patch({"zeros": True}, alpha=0.25)])
+    assert (entry.tensors, entry.numbers, blobs) == ([ZEROS], [0.25], {})
 
 
 @pytest.mark.parametrize("op", ["add", "replace"])
@@ -266,11 +249,6 @@ def test_a_module_of_one_vector_is_that_vector_times_its_scale(op: Any) -> None:
         2.0,
         {},
     )
-
-
-def test_zeros_need_no_bytes() -> None:
-    ((entry,),), blobs = resolved([patch({"zeros": True}, alpha=0.25)])
-    assert (entry.tensors, entry.numbers, blobs) == ([ZEROS], [0.25], {})
 
 
 # --- Masks and order
@@ -603,9 +581,5 @@ def test_rows_per_job_and_runs_per_request_are_bounded() -> None:
 def test_a_named_run_needs_files() -> None:
     bounds = Bounds(model(consumers=["filesystem", "memory"], memory_limit_kib=1), [PromptFacts(6)])
     assert resolve_captures(CaptureSpec(run="clean", consumers=["memory", "filesystem"]), bounds)
-    with pytest.raises(MidstreamError) as found:
+    with refuses("requires the consumer 'filesystem'", field="capture.run"):
         resolve_captures(CaptureSpec(run="clean", consumers=["memory"]), bounds)
-    assert (found.value.field, "requires the consumer 'filesystem'" in found.value.detail) == (
-        "capture.run",
-        True,
-    )

@@ -192,14 +192,11 @@ def find(text: str, wish: Any) -> Any:
     return resolve_positions(wish, len(ids), found.find)
 
 
-def test_spans_and_numbers_mix_into_ascending_positions_that_are_there_once() -> None:
+def test_spans_become_ascending_positions_and_occurrences_count_as_in_python() -> None:
     assert find(
         "a b a b", [-1, Span(text="a", occurrence=None), 0, Span(text=" b", occurrence=-1)]
     ) == [0, 4, 5, 6]
     assert find("abc", Span(text="b")) == [1]
-
-
-def test_occurrences_are_counted_as_pythons_count_counts_them() -> None:
     assert find("bbbbb", Span(text="bb", occurrence=1)) == [2, 3]
     assert find("bbbbb", Span(text="bb", occurrence=None)) == [0, 1, 2, 3]
 
@@ -244,22 +241,13 @@ def test_text_that_the_tokenizer_passes_over_is_refused() -> None:
         found.find(Span(text=" "))
 
 
-def test_token_ids_have_a_text_when_it_gives_the_same_ids() -> None:
+def test_token_ids_have_spans_when_their_text_gives_the_same_ids() -> None:
     codec = codec_of(merged_byte_level())
     (ids,) = asyncio.run(codec.encode(["<s>the 東京 Tower"], special_tokens=False))
     found = codec.map_ids(ids)
     assert found is not None
     assert found.text == "<s>the 東京 Tower"
     assert codec.map_ids(torn(codec, ids)) is None
-
-
-def torn(codec: Codec, ids: list[int]) -> list[int]:
-    """The ids up to the middle of a character: the text that they decode to has other tokens."""
-    return ids[: ids.index(codec._tokenizer.token_to_id("æĿ")) + 1]
-
-
-def test_a_span_in_token_ids_that_no_text_gives_asks_for_text() -> None:
-    codec = codec_of(merged_byte_level())
     (ids,) = asyncio.run(codec.encode(["the 東京 Tower"], special_tokens=False))
     wish = ParsedRequest(
         "generate",
@@ -278,7 +266,12 @@ def test_a_span_in_token_ids_that_no_text_gives_asks_for_text() -> None:
         resolved(torn(codec, ids))
 
 
-def test_a_text_is_searched_for_once_however_many_spans_name_it() -> None:
+def torn(codec: Codec, ids: list[int]) -> list[int]:
+    """The ids up to the middle of a character: the text that they decode to has other tokens."""
+    return ids[: ids.index(codec._tokenizer.token_to_id("æĿ")) + 1]
+
+
+def test_many_spans_are_searched_for_once() -> None:
     """16,000 spans were 8,000 searches each."""
     calls = 0
 
@@ -298,9 +291,6 @@ def test_a_text_is_searched_for_once_however_many_spans_name_it() -> None:
     )
     assert found == [at for at in range(len(text)) if text[at] != " "]
     assert calls == 3 * 4001
-
-
-def test_a_span_that_is_listed_again_is_resolved_once() -> None:
     asked: list[Span] = []
 
     def find(span: Span) -> list[int]:

@@ -67,14 +67,11 @@ def test_branches_that_read_what_the_sender_changes_are_held(sender, held) -> No
     assert StoredPath(frozen=["attn", "mlp"]).frozen_sites(*sender, 2) == held
 
 
-def test_a_site_is_reached_from_what_is_computed_before_it_and_not_from_itself() -> None:
+def test_only_layers_on_the_path_are_swept() -> None:
     assert reaches((1, "z"), (1, "attn_out"))
     assert reaches((1, "post_block"), (2, "q"))
     assert not reaches((1, "z"), (1, "z"))
     assert not reaches((1, "z"), (1, "v"))
-
-
-def test_only_layers_on_the_path_are_swept() -> None:
     assert path_of(**TO_LOGITS).layers == [0, 1, 2, 3]
     assert path_of(
         receivers=[{"layer": 2, "hook": "mlp_out"}, {"layer": 0, "hook": "attn_out"}]
@@ -272,12 +269,9 @@ def test_what_is_no_path_is_refused_by_its_field(
     assert words in detail
 
 
-def test_a_model_that_does_not_serve_a_branch_cannot_hold_it() -> None:
+def test_a_path_needs_its_branches_two_prompts_and_answers_of_one_token() -> None:
     refused = refusal(pair(), hooks=["attn_out"], path=TO_LOGITS)
     assert (refused.field, refused.allowed) == ("path.frozen", "attn")
-
-
-def test_a_path_needs_two_prompts_and_answers_of_one_token() -> None:
     assert (
         refusal(ablated(), info=INFO, ablation="zeros", metric="logprob", path=TO_LOGITS).field
         == "ablation"

@@ -3,12 +3,14 @@
 import asyncio
 from typing import Any
 
+import model_kit
 import msgspec
 import numpy as np
 import pytest
+from model_kit import HIDDEN
+from refusal_kit import refuses
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
-from midstream import __version__
 from midstream.api.resolve.admission.continuations import ReadPrompt, continue_prompts
 from midstream.api.resolve.prompts.tokenizer import Codec, TooLong
 from midstream.api.resolve.sweeps import prompts as sweep_prompts
@@ -21,6 +23,8 @@ from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import SweepRequest
+from midstream.schemas.model.banks import RowShape
+from midstream.schemas.requests.specs import dims_name, dims_named
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 
 #: A token for each word with the space before it; " of" and "Paris" written as one word are one
@@ -43,7 +47,6 @@ VOCABULARY = [
     " the",
     " old",
 ]
-LAYERS, HIDDEN = 4, 8
 CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum is in"
 
 
@@ -71,19 +74,13 @@ CODEC = codec()
 
 def model(**changes: Any) -> ModelInfo:
     facts: dict[str, Any] = {
-        "name": "m",
-        "version": __version__,
-        "architecture": "LlamaForCausalLM",
-        "num_layers": LAYERS,
-        "hidden_size": HIDDEN,
         "vocab_size": len(VOCABULARY),
         "max_model_len": 32,
         "dtype": "float32",
         "hooks": ["pre_attn", "attn_out", "post_block"],
-        "tokenizer": "",
         "grades": True,
     }
-    return ModelInfo(**(facts | changes))
+    return model_kit.model(**(facts | changes))
 
 
 def pair(**fields: Any) -> dict[str, Any]:
@@ -111,9 +108,8 @@ def plan(
 
 
 def refusal(*pairs: dict[str, Any], **fields: Any) -> MidstreamError:
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(status=400) as refused:
         plan(*pairs, **fields)
-    assert refused.value.status == 400
     return refused.value
 
 
@@ -144,15 +140,12 @@ def test_rows_of_the_clean_prompt_go_to_their_counterparts_in_the_corrupt_one() 
     )
 
 
-def test_noising_patches_the_clean_prompt_with_reversed_alignment() -> None:
+def test_ablations_and_noise_patch_the_clean_prompt() -> None:
     denoised, noised = plan().sweep.pairs[0], plan(direction="noise").sweep.pairs[0]
     assert (noised.base, noised.source) == (denoised.source, denoised.base)
     turned = sorted((source, base) for column in denoised.columns for base, source in column.places)
     assert sorted(place for column in noised.columns for place in column.places) == turned
     assert [column.label for column in noised.columns if not column.places] == [" Eiffel", " Tower"]
-
-
-def test_an_ablation_patches_the_clean_prompt_without_another() -> None:
     sweep, _ = plan(ablated(), ablation="zeros", metric="logit_diff")
     assert sweep.pairs[0].source == []
     assert [column.places for column in sweep.pairs[0].columns] == [
@@ -450,14 +443,10 @@ def test_invalid_sweeps_are_refused_by_field(
     assert words in error.detail
 
 
-def test_too_many_cells_are_refused_with_what_to_do() -> None:
-    # field case 36
+def test_costly_sweeps_are_refused_with_what_to_do() -> None:
     error = refusal(limits={"sweep_cells": 1})
     assert "at most 1 " in str(error.allowed)
     assert "fewer layers" in str(error.hint)
-
-
-def test_costly_alignments_are_refused_before_running() -> None:
     many = [{"name": str(number), "clean": "all_prompt"} for number in range(20)]
     error = refusal(pair(spans=many), limits={"sweep_cells": 19})
     assert error.field == "pairs[0].spans"
@@ -491,10 +480,8 @@ def test_text_that_has_other_tokens_behind_the_other_prompt_is_refused() -> None
         1,
         2,
     ]
-    with pytest.raises(MidstreamError) as refused:
+    with refuses("'bc' and 'b' 'c'", field="pairs[0].foil"):
         asyncio.run(continue_prompts([("pairs[0].foil", "bc", prompts)], model(), split))
-    assert refused.value.field == "pairs[0].foil"
-    assert "'bc' and 'b' 'c'" in refused.value.detail
 
 
 # --- Long texts
@@ -607,3 +594,122 @@ def test_global_steering_counts_in_a_sweeps_room() -> None:
         "of which global steering takes 1"
         in refusal(info=info, window={"positions": 5}, global_steering=steered).detail
     )
+
+
+# --- Sweep columns ---
+
+
+def columns(**fields: Any) -> list[tuple[str, int, str, tuple[int, int] | None]]:
+    (stored,) = plan(**fields).sweep.pairs
+    return [
+        (column.label, len(column.places), column.dims, column.ranks) for column in stored.columns
+    ]
+
+
+def test_positions_together_are_one_column_without_those_that_have_no_counterpart() -> None:
+    assert columns(axis="together", positions=[-1, -2]) == [("all positions", 2, "", None)]
+    (stored,) = plan(axis="together").sweep.pairs
+    assert stored.notes
+    alone = len(stored.base) - len(stored.columns[0].places)
+    assert any(
+        f"stay as they are in the corrupt prompt (count: {alone})" in note for note in stored.notes
+    )
+    assert not any("stay as they are" in note for note in plan().sweep.pairs[0].notes)
+
+
+def test_neurons_are_columns_by_set_by_rank_or_by_the_first_ranks() -> None:
+    everywhere = len(plan(axis="together").sweep.pairs[0].columns[0].places)
+    assert columns(axis="neuron", neurons={"sets": ["0-1,5", 7]}) == [
+        ("neurons 0-1, 5", everywhere, "0-1, 5", None), ("neuron 7", everywhere, "7", None),
+    ]  # fmt: skip
+    assert columns(axis="neuron", neurons={"top": [1, 4]}) == [
+        ("top 1", everywhere, "", (0, 1)),
+        ("top 4", everywhere, "", (0, 4)),
+    ]
+    assert columns(axis="neuron", neurons={"each": 2}) == [
+        ("neuron #1", everywhere, "", (0, 1)),
+        ("neuron #2", everywhere, "", (1, 2)),
+    ]
+
+
+#: Of four elements each, over one key head.
+WITH_HEADS = model(
+    hooks=["pre_attn", "q", "k", "z"],
+    inside={
+        **dict.fromkeys(("q", "z"), RowShape(heads=3, width=4)),
+        "k": RowShape(heads=1, width=4),
+    },
+)
+
+
+def test_heads_are_columns_with_their_dimensions_and_at_each_token() -> None:
+    everywhere = len(plan(axis="together").sweep.pairs[0].columns[0].places)
+    asked: dict[str, Any] = {"info": WITH_HEADS, "hooks": ["hook_z", "q"]}
+    assert columns(axis="head", **asked) == [
+        ("head 0", everywhere, "0-3", None),
+        ("head 1", everywhere, "4-7", None),
+        ("head 2", everywhere, "8-11", None),
+    ]
+    (stored,) = plan(axis="head_position", heads="0,-1", positions=[1, -1], **asked).sweep.pairs
+    found = [
+        (column.head, column.dims, [to for to, _ in column.places]) for column in stored.columns
+    ]
+    last = len(stored.base) - 1
+    assert found == [(0, "0-3", [1]), (0, "0-3", [last]), (2, "8-11", [1]), (2, "8-11", [last])]
+    assert [column.label.rpartition(" ")[2] for column in stored.columns] == ["1", str(last)] * 2
+    refused = refusal(pair(), info=WITH_HEADS, hooks=["z", "k"], axis="head")
+    assert (refused.field, "k has 1 heads of 4, but z has 3 of 4" in refused.detail) == (
+        "hooks[1]",
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"axis": "neuron"}, "neurons", "is required"),
+        ({"neurons": {"each": 1}}, "neurons", "not valid with axis 'position'"),
+        ({"heads": 0}, "heads", "not valid with axis 'position'"),
+        ({"axis": "neuron", "neurons": {"sets": [[HIDDEN]]}}, "neurons.sets[0]", "out of range"),
+        ({"axis": "neuron", "neurons": {"sets": [[]]}}, "neurons.sets[0]", "no neuron given"),
+        (
+            {"axis": "neuron", "neurons": {"top": [1, HIDDEN + 1]}},
+            "neurons.top[1]",
+            "exceeds the dimensions",
+        ),
+        (
+            {"axis": "neuron", "neurons": {"each": HIDDEN + 1}},
+            "neurons.each",
+            "exceeds the dimensions",
+        ),
+        ({"axis": "neuron", "neurons": {"each": 1}, "mask": "0-1"}, "mask", "not valid with axis"),
+        (
+            {"axis": "neuron", "neurons": {"each": 1}, "window": {"layers": 2}},
+            "window.layers",
+            "not valid with axis",
+        ),
+        (
+            {"axis": "together", "window": {"positions": 2}},
+            "window.positions",
+            "not valid with axis",
+        ),
+        ({"axis": "head"}, "hooks[0]", "has no heads"),
+    ],
+)
+def test_a_field_that_the_axis_does_not_take_is_refused(
+    fields: dict[str, Any], field: str, words: str
+) -> None:
+    refused = refusal(pair(), **fields)
+    assert refused.field == field
+    assert words in refused.detail
+
+
+def test_neurons_by_rank_need_two_prompts() -> None:
+    refused = refusal(
+        ablated(), ablation="zeros", metric="logprob", axis="neuron", neurons={"each": 1}
+    )
+    assert (refused.field, "only one" in refused.detail) == ("neurons.each", True)
+
+
+def test_the_name_of_a_mask_lists_its_dimensions() -> None:
+    assert dims_named(dims_name("0-2, 5")) == [range(3), range(5, 6)]

@@ -3,14 +3,30 @@ would?
 """
 
 import asyncio
+import os
+import signal
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
+from refusal_kit import refuses
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from midstream.api.resolve.prompts.tokenizer import INLINE_CHARACTERS, Codec
+from midstream.api.resolve.prompts import tokenizer_pool
+from midstream.api.resolve.prompts.tokenizer import (
+    INLINE_CHARACTERS,
+    SHORT_CHARACTERS,
+    Codec,
+    TooLong,
+)
+from midstream.api.resolve.prompts.tokenizer_pool import BundleHelpers, Helpers
 from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.models import TokenizerBundle
 
 MESSAGES = [
@@ -86,39 +102,35 @@ def test_a_chat_template_renders_as_transformers_renders_it(name: str) -> None:
     assert make_codec(template).render(MESSAGES) == wanted
 
 
-def test_plain_text_gets_the_tokenizers_special_tokens_and_a_chat_only_the_templates() -> None:
+async def test_plain_text_gets_the_tokenizers_special_tokens_and_a_chat_only_the_templates() -> (
+    None
+):
     codec = make_codec("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    (plain,) = asyncio.run(codec.encode(["ab"], special_tokens=True))
-    chat, text = asyncio.run(codec.encode_chat([{"role": "user", "content": "ab"}]))
+    (plain,) = await codec.encode(["ab"], special_tokens=True)
+    chat, text = await codec.encode_chat([{"role": "user", "content": "ab"}])
     assert text == "<s>ab"
     assert plain == chat, "one BOS each, not two"
 
 
-def test_saved_truncation_and_padding_are_not_applied() -> None:
+async def test_saved_truncation_and_padding_are_not_applied() -> None:
     codec = make_codec(None, enable_truncation={"max_length": 3}, enable_padding={"length": 64})
-    short, long = asyncio.run(codec.encode(["a", "abcdefgh"], special_tokens=False))
+    short, long = await codec.encode(["a", "abcdefgh"], special_tokens=False)
     assert (len(short), len(long)) == (1, 8)
 
 
-def test_a_long_text_is_tokenised_off_the_event_loop_to_the_same_ids() -> None:
-    codec = make_codec(None)
+async def test_a_long_text_is_tokenised_off_the_event_loop_to_the_same_ids() -> None:
+    codec, ticks = make_codec(None), 0
     text = "hello there " * (INLINE_CHARACTERS // 6)
 
-    async def both() -> tuple[list[int], int]:
-        ticks = 0
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
 
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await asyncio.sleep(0)
-
-        beside = asyncio.create_task(tick())
-        (ids,) = await codec.encode([text], special_tokens=False)
-        beside.cancel()
-        return ids, ticks
-
-    ids, ticks = asyncio.run(both())
+    beside = asyncio.create_task(tick())
+    (ids,) = await codec.encode([text], special_tokens=False)
+    beside.cancel()
     assert list(ids) == codec.encode_here([text], False)[0].ids.tolist()
     assert ticks > 1, "the loop went on meanwhile"
 
@@ -130,14 +142,17 @@ def test_a_long_text_is_tokenised_off_the_event_loop_to_the_same_ids() -> None:
         ("{{ messages[0].content + 1 }}", "messages"),
         (None, "no chat template"),
         ("{% if %}", "broken"),
+        # field case 42
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ""),
+        ("{{ messages.append(1) }}", ""),
+        ("{{ raise_exception.__globals__['x'] }}", ""),
     ],
 )
 def test_a_conversation_the_template_refuses_is_a_bad_request_about_messages(
     template: str | None, reason: str
 ) -> None:
-    with pytest.raises(MidstreamError, match=reason) as refused:
+    with refuses(reason, status=400, field="messages"):
         make_codec(template).render(MESSAGES)
-    assert (refused.value.status, refused.value.field) == (400, "messages")
 
 
 # field case 42
@@ -150,22 +165,106 @@ def test_a_conversation_the_template_refuses_is_a_bad_request_about_messages(
     ],
 )
 def test_chat_messages_are_not_rendered_as_templates(content: str) -> None:
-    assert (
-        make_codec("{{ messages[0].content }}").render([{"role": "user", "content": content}])
-        == content
+    said = [{"role": "user", "content": content}]
+    assert make_codec("{{ messages[0].content }}").render(said) == content
+
+
+# --- Tokenizer pool ---
+
+
+LIMIT = 100_000
+PLAIN = make_codec(TEMPLATES["chatml"])
+BUNDLE = PLAIN._bundle
+
+
+def here(texts: list[str], special_tokens: bool) -> list[Sequence[int]]:
+    return [array("i", found.ids.tobytes()) for found in PLAIN.encode_here(texts, special_tokens)]
+
+
+@asynccontextmanager
+async def served(
+    limit: int = LIMIT, bundle: Any = BUNDLE, **settings: Any
+) -> AsyncIterator[tuple[Helpers, Codec]]:
+    """A codec that tokenises in a process of its own."""
+
+    async def fetch() -> bytes:
+        return to_msgpack(bundle)
+
+    helpers = Helpers(Settings(**{"tokenizer_processes": 1, **settings}))
+    try:
+        yield helpers, Codec(bundle, limit, BundleHelpers(helpers, "t", fetch))
+    finally:
+        await helpers.close()
+
+
+async def test_long_texts_and_conversations_get_the_ids_they_get_in_this_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = ["hello there " * 1000, "", "é🙂" * 30_000, *["short"] * 100]
+    messages = [{"role": "user", "content": "hello " * 2000}]
+    async with served(500_000) as (helpers, codec):
+        assert await codec.encode(texts, special_tokens=True) == here(texts, True)
+        text = PLAIN.render(messages)
+        assert await codec.encode_chat(messages) == (here([text], False)[0], text)
+        assert len(helpers._all) == 1, (
+            "the second question went to the process that knew the tokenizer"
+        )
+        # requests over the queue's limit are refused
+        monkeypatch.setattr(tokenizer_pool, "MAX_WAITING", 2)
+        made = await asyncio.gather(
+            *(codec.encode(["hello " * 2000], special_tokens=False) for _ in range(5)),
+            return_exceptions=True,
+        )
+        refused = [one for one in made if isinstance(one, MidstreamError)]
+        assert [error.kind for error in refused] == ["overloaded"] * 2
+        assert len([one for one in made if isinstance(one, list)]) == 3
+
+
+async def test_a_text_longer_than_the_model_is_refused_before_its_ids_are_sent() -> None:
+    async with served() as (helpers, codec):
+        with pytest.raises(TooLong) as error:
+            await codec.encode(["hello " * 20_000, "a", "hello " * 5000], special_tokens=False)
+        assert (error.value.index, error.value.tokens) == (0, 120_000)
+        with pytest.raises(TooLong, match="characters"):  # nothing is tokenised for this
+            await codec.encode(["a" * (LIMIT * 7 + 1)], special_tokens=False)
+        assert len(helpers._all) == 1
+        # one that is given up leaves no answer behind
+        first = asyncio.ensure_future(codec.encode(["a" * 50_000], special_tokens=False))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await codec.encode(["b" * 5000], special_tokens=False) == here(["b" * 5000], False)
+    assert LIMIT > SHORT_CHARACTERS
+
+
+async def test_a_template_that_fails_or_never_ends_is_an_error_and_the_next_is_served() -> None:
+    template = (
+        "{% if messages[0].content[0] == 'x' %}{{ raise_exception('no') }}{% endif %}"
+        "{% if messages[0].content[0] == 'a' %}{% for a in range(99999) %}{% for b in "
+        "range(99999) %}{% endfor %}{% endfor %}{% endif %}"
     )
+    bundle = msgspec.structs.replace(BUNDLE, chat_template=template)
+    async with served(bundle=bundle, tokenizer_timeout_s=0.5) as (helpers, codec):
+        with refuses(kind="invalid_request", field="messages"):
+            await codec.encode_chat([{"role": "user", "content": "x" * 5000}])
+        with refuses("tokenizer_timeout_s"):
+            await codec.encode_chat([{"role": "user", "content": "a" * 5000}])
+        assert (await codec.encode_chat([{"role": "user", "content": "b" * 5000}]))[1] == ""
+        assert len(helpers._all) == 1
 
 
-# field case 42
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ raise_exception.__globals__['x'] }}",
-    ],
-)
-def test_chat_templates_run_in_a_sandbox(attack: str) -> None:
-    with pytest.raises(MidstreamError) as refused:
-        make_codec(attack).render(MESSAGES)
-    assert refused.value.field == "messages"
+async def test_a_dead_tokeniser_process_is_replaced() -> None:
+    text = "hello " * 2000
+    async with served() as (helpers, codec):
+        await codec.encode([text], special_tokens=False)
+        (process,) = helpers._all
+        os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+        assert await codec.encode([text], special_tokens=False) == here([text], False)
+        (process,) = helpers._all
+        os.kill(process.pid, signal.SIGSTOP)
+        work = asyncio.ensure_future(codec.encode([text], special_tokens=False))
+        await asyncio.sleep(0.1)
+        os.kill(process.pid, signal.SIGKILL)
+        with refuses(kind="unavailable"):
+            await work
+        assert await codec.encode([text], special_tokens=False) == here([text], False)

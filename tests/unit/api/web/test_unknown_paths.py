@@ -1,12 +1,19 @@
 """Tests what a client of ours or of OpenAI's reads at a path or method that does not exist."""
 
-import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from litestar import Litestar
 
 from midstream.api.app import make_app
+from midstream.api.routes import pages
+from midstream.api.web import problems
+from midstream.api.web.body import JsonRequest
 from midstream.api.web.problems import nearest
 from midstream.schemas.base.settings import Settings
 
@@ -16,13 +23,10 @@ def app() -> Any:
     return make_app(Settings(redis_url="redis://127.0.0.1:1/0"))
 
 
-def ask(app: Any, method: str, path: str) -> httpx2.Response:
-    async def call() -> httpx2.Response:
-        transport = httpx2.ASGITransport(app=app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return await client.request(method, path)
-
-    return asyncio.run(call())
+async def ask(app: Any, path: str, method: str = "GET", **headers: str) -> httpx2.Response:
+    transport = httpx2.ASGITransport(app=app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        return await client.request(method, path, headers=headers)
 
 
 @pytest.mark.parametrize(
@@ -41,10 +45,10 @@ def ask(app: Any, method: str, path: str) -> httpx2.Response:
         ("GET", "/" + "x" * 5000, "the paths are listed at /schema"),
     ],
 )
-def test_an_unknown_path_has_both_shapes_and_the_nearest_path(
+async def test_an_unknown_path_has_both_shapes_and_the_nearest_path(
     app: Any, method: str, path: str, hint: str
 ) -> None:
-    answer = ask(app, method, path)
+    answer = await ask(app, path, method)
     problem = answer.json()
     assert (answer.status_code, problem["type"]) == (404, "urn:midstream:not_found")
     assert (problem["hint"], "allowed" in problem) == (hint, False)
@@ -57,8 +61,8 @@ def test_an_unknown_path_has_both_shapes_and_the_nearest_path(
     assert len(answer.content) < 1500
 
 
-def test_a_wrong_method_has_both_shapes_and_the_right_methods(app: Any) -> None:
-    answer = ask(app, "GET", "/v1/chat/completions")
+async def test_a_wrong_method_has_both_shapes_and_the_right_methods(app: Any) -> None:
+    answer = await ask(app, "/v1/chat/completions")
     problem = answer.json()
     assert (answer.status_code, problem["type"]) == (405, "urn:midstream:method_not_allowed")
     assert set(problem["allowed"].split(", ")) == {"POST", "OPTIONS"}
@@ -71,3 +75,83 @@ def test_a_parameter_stands_for_any_segment() -> None:
     served = ["/v1/jobs/{job_id}/result", "/v1/keys/{key_id}"]
     assert nearest("/v1/jobs/x/rslt", served) == "did you mean '/v1/jobs/x/result'?"
     assert nearest("/a", served) == "the paths are listed at /schema"
+
+
+# --- Docs site ---
+
+
+@pytest.fixture(scope="module")
+def docs_app() -> Any:
+    return Litestar(
+        [pages.docs, pages.docs_file],
+        request_class=JsonRequest,
+        exception_handlers=problems.HANDLERS,
+    )
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder as the one that the site is built in, next to another file."""
+    (tmp_path / "secret.html").write_text("not for the network")
+    site = tmp_path / "site"
+    (site / "images").mkdir(parents=True)
+    monkeypatch.setattr(pages, "SITE", site)
+    return site
+
+
+async def test_a_site_is_served_as_soon_as_it_is_built(docs_app: Any, site: Path) -> None:
+    answer = await ask(docs_app, "/docs/index.html")
+    assert answer.status_code == 404
+    assert answer.json()["detail"] == "the documentation is not built on this server"
+    assert "`make docs`" in answer.json()["hint"]
+    assert "docs" not in pages.links(Settings())
+    assert (await ask(docs_app, "/docs/index.html")).status_code == 404
+    (site / "index.html").write_text("<h1>now</h1>")
+    assert (await ask(docs_app, "/docs/index.html")).text == "<h1>now</h1>"
+
+
+async def test_a_built_site_is_served_with_the_pages_policy(docs_app: Any, site: Path) -> None:
+    (site / "index.html").write_text("<h1>one</h1>")
+    (site / "images" / "a.png").write_bytes(b"\x89PNG")
+    assert (await ask(docs_app, "/docs")).headers["location"] == "/docs/index.html"
+    page = await ask(docs_app, "/docs/index.html")
+    assert (page.text, page.headers["content-type"]) == (
+        "<h1>one</h1>",
+        "text/html; charset=utf-8",
+    )
+    policy = page.headers["content-security-policy"]
+    assert "script-src 'self';" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert (await ask(docs_app, "/docs/images/a.png")).headers["content-type"] == "image/png"
+    again = await ask(docs_app, "/docs/index.html", **{"if-none-match": page.headers["etag"]})
+    assert again.status_code == 304
+    assert pages.links(Settings())["docs"][0] == "/docs/index.html"
+
+
+@pytest.mark.parametrize("path", ["none.html", "..%2fsecret.html", "images", "LICENSE"])
+async def test_nothing_else_is_served_as_documentation(
+    docs_app: Any, site: Path, path: str
+) -> None:
+    (site / "index.html").write_text("<h1>one</h1>")
+    (site / "LICENSE").write_text("a file of no type that is served")
+    answer = await ask(docs_app, f"/docs/{path}")
+    assert answer.status_code == 404
+    assert answer.json()["hint"] == "its first page is /docs/index.html"
+
+
+def test_requests_that_come_together_read_the_site_once(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (site / "index.html").write_text("<h1>one</h1>")
+    read: list[str] = []
+
+    def slowly(folder: Path) -> Iterator[tuple[str, pages.PageFile]]:
+        read.append(folder.name)
+        time.sleep(0.05)
+        yield "index.html", pages.PageFile("text/html", "", b"", b"")
+
+    monkeypatch.setattr(pages, "_files", slowly)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: len(pages.site_files()), range(4)))
+    assert (found, read) == ([1] * 4, ["site"])

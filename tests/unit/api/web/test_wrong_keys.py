@@ -29,7 +29,7 @@ def test_an_address_has_its_wrong_keys_of_each_minute(clock: list[float]) -> Non
         clock[0] += 61.0
 
 
-def test_the_addresses_that_are_remembered_are_bounded(
+def test_remembered_addresses_are_bounded(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wrong_keys, "REMEMBERED", 10)

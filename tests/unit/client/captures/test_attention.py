@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from refusal_kit import refuses
 
 from midstream.client.captures import attention
 from midstream.client.captures.attention import pattern
 from midstream.client.captures.kinds import attention_at, usable
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.model.attention import AttentionKind
 from midstream.schemas.model.layer_kinds import grouped, of_layers
 
@@ -206,13 +206,13 @@ def test_rows_sum_to_one_but_for_the_sink() -> None:
 def test_a_query_whose_keys_are_not_all_there_is_refused_by_name() -> None:
     positions = [*range(4), *range(10, 20)]
     queries, keys = _rows(14), _rows(14, 2, 1)
-    with pytest.raises(
-        MidstreamError,
-        match="the query of position 10 sees keys 0-10, of which 4-9 were not captured",
-    ) as caught:
+    with refuses(
+        "the query of position 10 sees keys 0-10, of which 4-9 were not captured",
+        kind="not_found",
+        field="positions",
+    ):
         pattern(queries, keys, kind(), positions)
-    assert (caught.value.kind, caught.value.field) == ("not_found", "positions")
-    with pytest.raises(MidstreamError, match="position 10 sees keys 7-10, of which 7-9"):
+    with refuses("position 10 sees keys 7-10, of which 7-9"):
         pattern(queries, keys, kind(window=4), positions)
     # keys 0-3 are there
     assert pattern(queries, keys, kind(), positions, rows=[0, 3]).shape == (4, 2, 14)
@@ -225,17 +225,16 @@ def test_a_query_whose_keys_are_not_all_there_is_refused_by_name() -> None:
 
 def test_what_is_not_known_or_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, keys = _rows(TOKENS), _rows(TOKENS, 2, 1)
-    with pytest.raises(MidstreamError, match="head 4 is out of range") as caught:
+    with refuses("head 4 is out of range", field="head", allowed="0 to 3"):
         pattern(queries, keys, kind(), range(TOKENS), heads=[4])
-    assert (caught.value.field, caught.value.allowed) == ("head", "0 to 3")
-    with pytest.raises(MidstreamError, match="not queries and keys of 4 heads of width 8"):
+    with refuses("not queries and keys of 4 heads of width 8"):
         pattern(queries[:, :-1], keys, kind(), range(TOKENS))
-    with pytest.raises(MidstreamError, match="not queries and keys of 4 heads"):
+    with refuses("not queries and keys of 4 heads"):
         pattern(queries, _rows(TOKENS, 3), kind(), range(TOKENS))
-    with pytest.raises(MidstreamError, match="positions 99 were not captured"):
+    with refuses("positions 99 were not captured"):
         pattern(queries, keys, kind(), range(TOKENS), rows=[99])
     monkeypatch.setattr(attention, "MAX_BYTES", 1000)
-    with pytest.raises(MidstreamError, match="4 heads × 24 queries × 24 keys"):
+    with refuses("4 heads × 24 queries × 24 keys"):
         pattern(queries, keys, kind(), range(TOKENS))
     for kinds, why in (
         ([], "does not record how layer 2 attends"),
@@ -247,7 +246,7 @@ def test_what_is_not_known_or_too_large_is_refused(monkeypatch: pytest.MonkeyPat
             "no attention pattern: attention module MLAAttention",
         ),
     ):
-        with pytest.raises(MidstreamError, match=why):
+        with refuses(match=why):
             usable(attention_at(kinds, 2), 2)
 
 

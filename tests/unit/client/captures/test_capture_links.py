@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import s3_kit
 from capture_kit import finished, write
+from refusal_kit import refuses
 from s3_kit import FaultProxy
 
 from midstream.api.operations.disks import Disks
 from midstream.api.routes.captures import _described
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.captures import ManifestFile
 from midstream.schemas.jobs.jobs import FileEntry, Job, Sampling, StoredPrompt
@@ -91,8 +91,5 @@ def test_a_job_with_captures_is_refused_with_the_reason_while_the_bucket_refuses
     )
     disks = Disks(Settings(data_dir="/nowhere"), store)
     asyncio.run(disks.check(job))
-    with pytest.raises(
-        MidstreamError, match="secret key does not belong to the access key"
-    ) as caught:
+    with refuses("secret key does not belong to the access key", kind="unavailable"):
         asyncio.run(disks.check(capturing))
-    assert caught.value.kind == "unavailable"

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from capture_kit import HIDDEN, Sites, finished, values, write
+from capture_kit import Sites, finished, values, write
+from refusal_kit import refuses
 
+from midstream import CaptureReader, MidstreamError
 from midstream.broker.artifacts import retention
-from midstream.client import CaptureReader
 from midstream.client.captures.blobs import at
-from midstream.schemas.base.errors import MidstreamError
 from midstream.storage.file_store import FileStore
 from midstream.storage.s3_store import S3Store
 from midstream.storage.store import ArtifactStore
@@ -37,60 +37,64 @@ def kind_of(caught: pytest.ExceptionInfo[MidstreamError]) -> str:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_come_back_as_float32_exactly(tmp_path: Path, dtype: str) -> None:
-    write(
-        tmp_path,
-        finished(sites={"post_block": [3, 7]}, positions=[0, 2, 5], dtype=dtype, layout="packed"),
-    )
-    reader = CaptureReader(tmp_path / "tag" / "job_x")
+    capture = finished(sites={"post_block": [3, 7]}, positions=[0, 2, 5], dtype=dtype)
+    write(tmp_path, capture)
+    reader = CaptureReader(tmp_path / "tag", "job_x")
     assert (reader.job, reader.tag, reader.layers(), reader.dtype()) == (
         "job_x",
         "tag",
         [3, 7],
         dtype,
     )
-    assert reader.positions() == [0, 2, 5]
-    assert reader.token_ids() == [100, 102, 105]
-    found = reader.array(7)
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, values("post_block", 7, [0, 2, 5]))
+    assert (reader.positions(), reader.token_ids()) == ([0, 2, 5], [100, 102, 105])
+    assert reader.array(7).dtype == np.float32
+    np.testing.assert_array_equal(reader.array(7), values("post_block", 7, [0, 2, 5]))
     np.testing.assert_array_equal(reader.row(3, 5), values("post_block", 3, [5])[0])
-
-
-def test_the_hook_is_optional_where_there_is_one_and_takes_transformer_lens_names(
-    store: ArtifactStore,
-) -> None:
-    write(store, finished(sites={"pre_attn": [1]}))
-    reader = CaptureReader(store, "job_x")
-    for hook in (None, "pre_attn", "resid_pre", "hook_resid_pre"):
-        np.testing.assert_array_equal(reader.array(1, hook), values("pre_attn", 1, [0, 1, 2]))
-    with pytest.raises(MidstreamError, match="layer 1 was not captured at mlp_out") as caught:
-        reader.array(1, "mlp_out")
-    assert caught.value.allowed == "hooks pre_attn"
+    reader.array(7)[:] = 0  # it belongs to the caller
+    np.testing.assert_array_equal(reader.array(7), values("post_block", 7, [0, 2, 5]))
 
 
 def test_sites_are_read_and_named_as_transformer_lens_names_them(store: ArtifactStore) -> None:
     write(store, finished(sites={"mlp_in": [3], "post_block": [3, 7]}))
     reader = CaptureReader(store, "job_x")
     name = "blocks.7.hook_resid_post"
-    np.testing.assert_array_equal(reader.array(name), reader.array(7, "post_block"))
+    for site in ((name,), (7, "resid_post"), (7, "hook_resid_post"), (7,)):
+        np.testing.assert_array_equal(reader.array(*site), reader.array(7, "post_block"))
     assert reader.site(name) == ("post_block", 7)
     assert list(reader.arrays()) == ["mlp_in.3", "post_block.3", "post_block.7"]
     arrays = reader.arrays(names="transformer_lens")
     assert list(arrays) == ["mlp_in.3", "blocks.3.hook_resid_post", name]
     np.testing.assert_array_equal(arrays[name], reader.array(7, "post_block"))
     wrong: Any = "nnsight"
-    with pytest.raises(MidstreamError, match="names: 'nnsight' is unknown"):
+    with refuses("names: 'nnsight' is unknown"):
         reader.arrays(names=wrong)
+    with refuses("layer 1 was not captured at mlp_out", allowed="hooks mlp_in, post_block"):
+        reader.array(1, "mlp_out")
+    for layer, hook in (("one", None), (name, "z")):
+        with refuses("blocks.12.hook_resid_post", match=f"layer: '{layer}' is not a layer"):
+            reader.array(layer, hook)
 
 
-@pytest.mark.parametrize(("layer", "hook"), [("one", None), ("blocks.7.hook_resid_post", "z")])
-def test_a_text_that_is_no_site_is_no_layer(
-    store: ArtifactStore, layer: str, hook: str | None
+def test_stages_that_hold_different_positions_are_refused_or_dropped_rows_left_out(
+    store: ArtifactStore,
 ) -> None:
-    write(store, finished(sites={"post_block": [7]}))
-    with pytest.raises(MidstreamError, match=f"layer: '{layer}' is not a layer") as caught:
-        CaptureReader(store, "job_x").array(layer, hook)
-    assert "blocks.12.hook_resid_post" in str(caught.value.allowed)
+    write(store, stage(0, positions=[0, 1]), stage(1, positions=[0, 2]))
+    with refuses("different positions", kind="ranks_disagree"):
+        CaptureReader(store, "job_x").positions()
+    write(
+        store,
+        stage(0, job="job_y", positions=[0, 1, 3], dropped=(2,)),
+        stage(1, job="job_y", positions=[0, 2, 3], dropped=(1,)),
+    )
+    reader = CaptureReader(store, "job_y")
+    assert (reader.positions(), reader.token_ids(), reader.dropped()) == (
+        [0, 3],
+        [100, 103],
+        [1, 2],
+    )
+    for layer in range(4):
+        np.testing.assert_array_equal(reader.array(layer), values("post_block", layer, [0, 3]))
+    np.testing.assert_array_equal(reader.row(2, 3), values("post_block", 2, [3])[0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -109,13 +113,6 @@ def test_raw_rows_are_views_of_the_file_that_cannot_be_written(
     reader.close()
     assert reader.requests() == []
     np.testing.assert_array_equal(floats, values("post_block", 2, [0, 1, 2]))
-
-
-def test_arrays_belong_to_the_caller_and_not_to_the_file(store: ArtifactStore) -> None:
-    write(store, finished(dtype="float32"))
-    reader = CaptureReader(store, "job_x")
-    reader.array(2)[:] = 0
-    np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -140,12 +137,8 @@ def test_a_missing_stage_is_an_error_and_not_fewer_layers(
     write(store, stage(0, layout=layout))
     reader = CaptureReader(store, "job_x")
     for read in (reader.layers, reader.positions, lambda: reader.array(0), reader.stack):
-        with pytest.raises(
-            MidstreamError,
-            match=(
-                r"missing tensors \(2\): post_block\.2, post_block\.3; stages present: 0, of 2 "
-                r"in total"
-            ),
+        with refuses(
+            "missing tensors (2): post_block.2, post_block.3; stages present: 0, of 2 in total"
         ):
             read()
     assert [check.ok for check in reader.verify()] == [True] * (
@@ -157,30 +150,6 @@ def test_a_missing_stage_is_an_error_and_not_fewer_layers(
 def test_a_stage_that_holds_none_of_the_layers_is_not_missed(store: ArtifactStore) -> None:
     write(store, finished(sites={"post_block": [0]}, pp=0, stages=2))
     assert CaptureReader(store, "job_x").layers() == [0]
-
-
-def test_stages_that_hold_different_positions_are_refused(store: ArtifactStore) -> None:
-    write(store, stage(0, positions=[0, 1]), stage(1, positions=[0, 2]))
-    with pytest.raises(MidstreamError, match="different positions") as caught:
-        CaptureReader(store, "job_x").positions()
-    assert kind_of(caught) == "ranks_disagree"
-
-
-def test_stages_that_dropped_different_rows_are_intersected(store: ArtifactStore) -> None:
-    write(
-        store,
-        stage(0, positions=[0, 1, 3], dropped=(2,)),
-        stage(1, positions=[0, 2, 3], dropped=(1,)),
-    )
-    reader = CaptureReader(store, "job_x")
-    assert (reader.positions(), reader.token_ids(), reader.dropped()) == (
-        [0, 3],
-        [100, 103],
-        [1, 2],
-    )
-    for layer in range(4):
-        np.testing.assert_array_equal(reader.array(layer), values("post_block", layer, [0, 3]))
-    np.testing.assert_array_equal(reader.row(2, 3), values("post_block", 2, [3])[0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -208,46 +177,23 @@ def test_requests_are_kept_apart_and_files_of_other_jobs_left_out(tmp_path: Path
     )
     reader = CaptureReader(tmp_path / "tag", "job_x")
     assert (reader.requests(), reader.positions(12)) == ([0, 12], [4])
-    with pytest.raises(MidstreamError, match="request 3") as caught:
+    with refuses("request 3", allowed="[0, 12]"):
         reader.array(0, request=3)
-    assert caught.value.allowed == "[0, 12]"
     assert CaptureReader(tmp_path / "tag", "job_y").requests() == [5]
-
-
-def test_a_layer_that_was_not_captured_is_named_with_those_that_were(store: ArtifactStore) -> None:
-    write(store, finished(sites={"post_block": [3, 7]}))
-    with pytest.raises(MidstreamError, match="layer 4 was not captured at post_block") as caught:
-        CaptureReader(store, "job_x").array(4)
-    assert caught.value.allowed == "[3, 7]"
 
 
 # --- Sources ---
 
 
-def test_a_job_with_several_tags_needs_a_tag(store: ArtifactStore) -> None:
-    write(store, finished(tag="b"), finished(tag="a", layout="packed"))
-    with pytest.raises(MidstreamError, match="several tags") as caught:
-        CaptureReader(store, "job_x")
-    assert caught.value.allowed == "a, b"
-    assert CaptureReader(store, "job_x", tag="b").tag == "b"
-
-
-def test_the_tag_of_a_file_list_is_the_first_files(tmp_path: Path) -> None:
+def test_a_job_with_several_tags_needs_a_tag(tmp_path: Path) -> None:
     mine, other = write(
         tmp_path, finished(tag="mine", layout="packed"), finished(tag="all", layout="packed")
     )
+    with refuses("several tags", allowed="all, mine"):
+        CaptureReader(tmp_path, "job_x")
+    assert CaptureReader(tmp_path, "job_x", tag="all").tag == "all"
     reader = CaptureReader([tmp_path / mine.path, tmp_path / other.path])
-    assert (reader.tag, reader.tags) == ("mine", ["mine", "all"])
-
-
-def test_files_of_several_jobs_need_a_job(tmp_path: Path) -> None:
-    files = [
-        tmp_path / file.path
-        for file in write(tmp_path, finished(layout="packed"), finished("job_y", layout="packed"))
-    ]
-    with pytest.raises(MidstreamError, match="several jobs"):
-        CaptureReader(files)
-    assert CaptureReader(files, "job_y").job == "job_y"
+    assert (reader.tag, reader.tags) == ("mine", ["mine", "all"]), "the first file's"
 
 
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
@@ -260,44 +206,60 @@ def test_a_segment_among_files_stands_for_the_blobs_in_it_of_one_job(store: Arti
             for request in range(3)
         ),
     )
-    reader = CaptureReader(store, "job_1")
-    (segment,) = reader.files
-    for source in (reader.files, segment, str(segment), [at(segment)], [segment, segment]):
-        with pytest.raises(MidstreamError, match="several jobs") as caught:
+    (segment,) = CaptureReader(store, "job_1").files
+    for source in (segment, str(segment), [at(segment)], [segment, segment]):
+        with refuses("several jobs", allowed="job_0, job_1"):
             CaptureReader(source)
-        assert caught.value.allowed == "job_0, job_1"
-        again = CaptureReader(source, "job_1")
-        assert (again.job, again.requests(), [check.ok for check in again.verify()]) == (
-            "job_1",
-            [0, 1, 2],
-            [True] * 3,
-        )
-        np.testing.assert_array_equal(
-            again.array(3, request=2), values("post_block", 3, [0, 1, 2]) + 1
-        )
-
-
-@pytest.mark.parametrize("store", ["folder"], indirect=True)
-def test_deleted_blobs_of_a_segment_are_skipped_by_default(store: ArtifactStore) -> None:
-    write(store, finished("job_a"), finished("job_b"))
-    (segment,) = CaptureReader(store, "job_a").files
-    retention.delete(store, ["job_a"])
-    assert CaptureReader(segment).job == "job_b"
-    with pytest.raises(MidstreamError, match="was deleted") as caught:
-        CaptureReader(segment, "job_a")
-    assert kind_of(caught) == "gone"
-
-
-@pytest.mark.parametrize("store", ["folder"], indirect=True)
-def test_a_segment_without_its_manifest_is_refused_and_not_read_as_one_blob(
-    store: ArtifactStore,
-) -> None:
-    write(store, finished("job_a"), finished("job_b"))
-    (segment,) = CaptureReader(store, "job_a").files
+        with CaptureReader(source, "job_1") as again:
+            assert (again.job, again.requests(), [check.ok for check in again.verify()]) == (
+                "job_1",
+                [0, 1, 2],
+                [True] * 3,
+            )
+            np.testing.assert_array_equal(
+                again.array(3, request=2), values("post_block", 3, [0, 1, 2]) + 1
+            )
+    retention.delete(store, ["job_1"])
+    assert CaptureReader(segment).job == "job_0"
+    with refuses("was deleted", kind="gone"):
+        CaptureReader(segment, "job_1")
     segment.with_suffix(".jsonl").unlink()
-    with pytest.raises(MidstreamError, match=r"\.jsonl is missing") as caught:
+    with refuses(".jsonl is missing", kind="capture_failed"):
         CaptureReader(segment)
-    assert kind_of(caught) == "capture_failed"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_damaged_rows_are_found_by_verify_and_not_returned(tmp_path: Path, layout: str) -> None:
+    """Field case 19: one flipped bit."""
+    file, *_ = write(tmp_path, finished(layout=layout))
+    path, reader = tmp_path / file.path, CaptureReader(tmp_path, "job_x")
+    assert all(check.ok for check in reader.verify())
+    raw = bytearray(path.read_bytes())
+    raw[file.offset + 8 + int.from_bytes(raw[file.offset : file.offset + 8], "little")] ^= 1
+    path.write_bytes(raw)
+    for read in (reader.array, reader.raw):
+        with refuses("CRC32", kind="capture_damaged"):
+            read(2)
+    (failed,) = [check for check in CaptureReader(tmp_path, "job_x").verify() if not check.ok]
+    assert "CRC32" in failed.detail
+
+
+def test_a_file_that_is_cut_short_zeroed_or_without_its_manifest_is_named(tmp_path: Path) -> None:
+    (file,) = write(tmp_path, finished(layout="packed"))
+    path = tmp_path / file.path
+    path.with_suffix(".json").rename(tmp_path / "kept")
+    reader = CaptureReader(path)
+    np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
+    (check,) = reader.verify()
+    assert (check.ok, "p0000.a1.pp0.json is missing" in check.detail) == (False, True)
+    for length in (file.bytes - 1, 20, 0):
+        os.truncate(path, length)
+        with refuses("truncated"):
+            CaptureReader(path)
+    (tmp_path / "kept").rename(path.with_suffix(".json"))
+    path.write_bytes(bytes(file.bytes))
+    with refuses("zeros", kind="capture_damaged"):  # and not deleted
+        CaptureReader(tmp_path, "job_x")
 
 
 def test_bytes_behind_a_blob_are_refused_and_not_left_unread(tmp_path: Path) -> None:
@@ -308,43 +270,36 @@ def test_bytes_behind_a_blob_are_refused_and_not_left_unread(tmp_path: Path) -> 
     both = first.read_bytes() + second.read_bytes()
     first.write_bytes(both)
     for read in (lambda: CaptureReader(first), lambda: CaptureReader.from_bytes(both)):
-        with pytest.raises(MidstreamError, match="not a complete blob") as caught:
+        with refuses("not a complete blob") as caught:
             read()
         assert kind_of(caught) == "capture_damaged"
 
 
 def test_a_part_of_a_file_is_read_where_a_manifest_says_that_it_is(tmp_path: Path) -> None:
     first, second = write(tmp_path, finished(request=0), finished(request=1))
+    assert first.path == second.path
     place = at(tmp_path / second.path, second.offset, second.bytes, second.crc32)
     reader = CaptureReader([place])
-    assert (
-        first.path == second.path,
-        reader.requests(),
-        [check.ok for check in reader.verify()],
-    ) == (True, [1], [True])
+    assert (reader.requests(), [check.ok for check in reader.verify()]) == ([1], [True])
+
+
+def test_files_that_are_no_captures_are_refused_by_name(tmp_path: Path) -> None:
+    for source in (tmp_path, tmp_path / "nowhere"):
+        with refuses("no capture files", kind="not_found"):
+            CaptureReader(source)
+    (tmp_path / "notes.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    with refuses(match=r"notes\.safetensors.*not a Midstream file"):
+        CaptureReader(tmp_path)
 
 
 def test_rows_in_memory_are_read_like_files() -> None:
     blobs = [b"".join(blob_of(capture, capture.sites).buffers) for capture in (stage(1), stage(0))]
     reader = CaptureReader.from_bytes(blobs)
     np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
-    with pytest.raises(MidstreamError, match="post_block"):
+    with refuses("post_block"):
         CaptureReader.from_bytes(blobs[0]).layers()
-    with pytest.raises(MidstreamError, match="no blobs given"):
+    with refuses("no blobs given"):
         CaptureReader.from_bytes([])
-
-
-def test_a_folder_without_captures_says_so(tmp_path: Path) -> None:
-    for source in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(MidstreamError, match="no capture files") as caught:
-            CaptureReader(source)
-        assert kind_of(caught) == "not_found"
-
-
-def test_non_capture_files_are_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "notes.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
-    with pytest.raises(MidstreamError, match=r"notes\.safetensors.*not a Midstream file"):
-        CaptureReader(tmp_path)
 
 
 def test_files_are_also_readable_by_the_safetensors_package(tmp_path: Path) -> None:
@@ -402,7 +357,7 @@ def test_a_request_whose_files_are_missing_is_named_and_not_left_out(
         assert "captured 4 requests, but files exist for only 3: 0-1, 3" in gap.detail
         assert [check for check in reader.verify() if not check.ok] == [gap]
         assert "requests=3 of 4" in repr(reader)
-        with pytest.raises(MidstreamError, match="files exist for only 3") as caught:
+        with refuses("files exist for only 3") as caught:
             reader.requests()
         assert kind_of(caught) == "capture_failed"
         # it is whole itself
@@ -451,21 +406,6 @@ print(views[0].sum())
 # --- Damage ---
 
 
-# field case 19
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_flipped_bit_is_found_by_verify(tmp_path: Path, layout: str) -> None:
-    file = write(tmp_path, finished(layout=layout))[0]
-    assert all(check.ok for check in CaptureReader(tmp_path, "job_x").verify())
-    with (tmp_path / file.path).open("r+b") as raw:
-        raw.seek(file.offset + file.bytes - 60)
-        byte = raw.read(1)[0]
-        raw.seek(-1, os.SEEK_CUR)
-        raw.write(bytes([byte ^ 1]))
-    checks = CaptureReader(tmp_path, "job_x").verify()
-    assert [check.ok for check in checks].count(False) == 1
-    assert any("CRC32" in check.detail for check in checks)
-
-
 def test_verify_finds_a_blob_that_is_not_what_it_says_though_its_checksum_is_right(
     tmp_path: Path,
 ) -> None:
@@ -480,47 +420,6 @@ def test_verify_finds_a_blob_that_is_not_what_it_says_though_its_checksum_is_rig
             json.dumps({"bytes": len(raw), "crc32": zlib.crc32(raw)})
         )
         assert [check.detail for check in CaptureReader(tmp_path).verify()] == [said]
-
-
-def test_a_file_that_was_cut_short_is_refused_when_it_is_opened(tmp_path: Path) -> None:
-    (file,) = write(tmp_path, finished(layout="packed"))
-    path = tmp_path / file.path
-    for length in (file.bytes - 1, 20, 0):
-        os.truncate(path, length)
-        with pytest.raises(MidstreamError, match="truncated"):
-            CaptureReader(path)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_damaged_rows_are_not_returned(tmp_path: Path, layout: str) -> None:
-    file, *_ = write(tmp_path, finished(layout=layout))
-    path, reader = tmp_path / file.path, CaptureReader(tmp_path, "job_x")
-    raw = bytearray(path.read_bytes())
-    raw[file.offset + 8 + int.from_bytes(raw[file.offset : file.offset + 8], "little")] ^= 1
-    path.write_bytes(raw)
-    for read in (reader.array, reader.raw):
-        with pytest.raises(MidstreamError, match="CRC32") as caught:
-            read(2)
-        assert kind_of(caught) == "capture_damaged"
-
-
-def test_a_file_of_zeros_is_damaged_and_not_deleted(tmp_path: Path) -> None:
-    (file,) = write(tmp_path, finished(layout="packed"))
-    (tmp_path / file.path).write_bytes(bytes(file.bytes))
-    with pytest.raises(MidstreamError, match="zeros") as caught:
-        CaptureReader(tmp_path, "job_x")
-    assert kind_of(caught) == "capture_damaged"
-
-
-def test_a_missing_manifest_is_named_when_files_are_checked(tmp_path: Path) -> None:
-    (file,) = write(tmp_path, finished(layout="packed"))
-    path = tmp_path / file.path
-    path.with_suffix(".json").unlink()
-    reader = CaptureReader(path)
-    np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
-    (check,) = reader.verify()
-    assert not check.ok
-    assert "p0000.a1.pp0.json is missing" in check.detail
 
 
 # --- Deletion: `retention` and the reader keep one promise together ---
@@ -544,7 +443,7 @@ def test_open_readers_survive_deletion_and_new_ones_are_refused(
             reader.array(3, request=request), values("post_block", 3, [0, 1, 2])
         )
     assert all(check.ok for check in reader.verify() if layout == "segment")
-    with pytest.raises(MidstreamError) as caught:
+    with refuses() as caught:
         CaptureReader(store, "job_x")
     # which looks for the segments of the job alone
     kept = layout == "segment" and not isinstance(store, S3Store)
@@ -558,10 +457,10 @@ def test_a_job_under_deletion_is_gone_before_its_files(tmp_path: Path) -> None:
     write(tmp_path, finished(layout="packed"), finished(request=1))
     (tmp_path / ".deleted" / "job_x").mkdir(parents=True)
     for source in (tmp_path, tmp_path / "tag"):
-        with pytest.raises(MidstreamError, match="job_x") as caught:
+        with refuses("job_x") as caught:
             CaptureReader(source, "job_x")
         assert kind_of(caught) == "gone"
-    with pytest.raises(MidstreamError):
+    with refuses():
         CaptureReader(tmp_path / "tag" / "job_x")
 
 
@@ -571,14 +470,9 @@ def test_a_file_that_vanishes_while_it_is_opened_means_gone_and_not_fewer_reques
     files = write(tmp_path, *(finished(request=n, layout="packed") for n in range(3)))
     paths = [tmp_path / file.path for file in files]
     paths[1].unlink()
-    with pytest.raises(MidstreamError) as caught:
+    with refuses() as caught:
         CaptureReader(paths)
     assert kind_of(caught) == "gone"
-
-
-def test_the_shape_of_rows_is_positions_by_hidden(store: ArtifactStore) -> None:
-    write(store, finished(positions=range(7)))
-    assert CaptureReader(store, "job_x").stack().shape == (2, 7, HIDDEN)
 
 
 def test_negative_layers_count_from_the_models_last(store: ArtifactStore) -> None:
@@ -587,20 +481,18 @@ def test_negative_layers_count_from_the_models_last(store: ArtifactStore) -> Non
     reader = CaptureReader(store, "job_x")
     np.testing.assert_array_equal(reader.array(-1), reader.array(7))
     np.testing.assert_array_equal(reader.stack([-5, -1]), reader.stack([3, 7]))
-    with pytest.raises(MidstreamError, match="layer 6 was not captured") as caught:
+    with refuses("layer 6 was not captured", allowed="[3, 7]"):
         reader.array(-2)
-    assert caught.value.allowed == "[3, 7]"
-    with pytest.raises(MidstreamError, match="below the first layer") as caught:
+    with refuses("below the first layer", allowed="-8 to 7"):
         reader.array(-9)
-    assert caught.value.allowed == "-8 to 7"
-    with pytest.raises(MidstreamError, match="does not record the number of layers"):
+    with refuses("does not record the number of layers"):
         CaptureReader(store, "older").array(-1)
 
 
 def test_tokens_need_the_client_that_opened_the_reader(store: ArtifactStore) -> None:
     write(store, finished(positions=[0, 2]))
     reader = CaptureReader(store, "job_x")
-    with pytest.raises(MidstreamError, match="no tokenizer"):
+    with refuses("no tokenizer"):
         reader.tokens()
     reader.read_tokens = lambda ids: [f" {token}" for token in ids]
     assert reader.tokens() == [" 100", " 102"]

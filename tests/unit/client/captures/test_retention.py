@@ -2,8 +2,6 @@
 
 import ctypes
 import errno
-import fcntl
-import json
 import os
 import threading
 from pathlib import Path
@@ -13,10 +11,10 @@ import obstore
 import pytest
 from capture_kit import filesystem, finished, values, write
 from memory_store import MemoryStore
+from refusal_kit import refuses
 
+from midstream import CaptureReader, MidstreamError
 from midstream.broker.artifacts import retention
-from midstream.client import CaptureReader
-from midstream.schemas.base.errors import MidstreamError
 from midstream.storage import file_store
 from midstream.storage.s3_store import S3Store
 from midstream.storage.store import ArtifactStore, open_store
@@ -41,7 +39,7 @@ def test_a_deletion_removes_only_the_jobs_files(tmp_path: Path, layout: str) -> 
     write(tmp_path, *mine, *others)
     assert retention.delete(open_store(tmp_path), ["job_x"]) == ["job_x"]
     for tag in ("a", "b"):
-        with pytest.raises(MidstreamError):
+        with refuses():
             CaptureReader(tmp_path, "job_x", tag=tag)
         reader = CaptureReader(tmp_path, "job_y", tag=tag)
         assert reader.requests() == [0, 1, 2, 3]
@@ -100,8 +98,11 @@ def test_files_being_read_are_kept_until_released(store: ArtifactStore) -> None:
     reader = CaptureReader(store, "job_x")
     assert retention.delete(store, ["job_x", "job_y"]) == ["job_y"]
     assert store.marks() == ["job_x"]
+    view = reader.raw(2)
     np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
     reader.close()
+    assert retention.delete(store, store.marks()) == [], "a view still shows the file"
+    del view
     assert retention.delete(store, store.marks()) == ["job_x"]
     assert (store.marks(), names(store)) == ([], [])
 
@@ -132,7 +133,7 @@ def test_an_interrupted_deletion_is_completed_by_the_next(
         retention.delete(store, ["job_x"])
     monkeypatch.undo()
     for tag in ("a", "b"):
-        with pytest.raises(MidstreamError):
+        with refuses():
             CaptureReader(store, "job_x", tag=tag)
     assert store.marks() == ["job_x"]
     assert retention.delete(store, store.marks()) == ["job_x"]
@@ -159,9 +160,8 @@ def test_files_written_after_a_deletion_are_hidden_then_removed(
     assert retention.delete(open_store(tmp_path), ["job_x"], keep=["job_x"]) == ["job_x"]
     write(tmp_path, finished("job_x", 1, layout=layout), owner="w.late.0")
     for source in (tmp_path, tmp_path / "tag"):
-        with pytest.raises(MidstreamError) as caught:
+        with refuses(kind="gone"):
             CaptureReader(source, "job_x")
-        assert caught.value.kind == "gone"
     assert retention.delete(open_store(tmp_path), ["job_x"]) == ["job_x"]
     assert (open_store(tmp_path).marks(), names(tmp_path)) == ([], [])
 
@@ -222,7 +222,7 @@ def test_concurrent_deletions_of_one_job_succeed(store: ArtifactStore) -> None:
     same time.
     """
     errors: list[BaseException] = []
-    for number in range(8 if isinstance(store, S3Store) else 40):
+    for number in range(2 if isinstance(store, S3Store) else 12):
         jobs = [f"job_{number}_{n}" for n in range(3)]
         write(
             store,
@@ -261,7 +261,7 @@ def test_without_hole_punching_zeros_are_written(
 
     monkeypatch.setattr(file_store._libc(), "fallocate", no_holes)
     assert retention.delete(store, ["job_x"]) == ["job_x"]
-    with pytest.raises(MidstreamError, match="deleted"):
+    with refuses("deleted"):
         CaptureReader(store, "job_x")
     assert all(check.ok for check in CaptureReader(store, "job_y").verify())
 
@@ -271,13 +271,13 @@ def test_readers_during_a_deletion_get_all_rows_or_an_error(
     store: ArtifactStore, layout: str
 ) -> None:
     """Many rounds: readers open and read while another thread deletes."""
-    rounds, readers, requests = 12, 3, 12
+    rounds, requests = (3, 4) if isinstance(store, S3Store) else (12, 12)
     bad: list[object] = []
     outcomes = {"whole": 0, "gone": 0}
 
     def read(job: str, go: threading.Barrier) -> None:
         go.wait()
-        for _ in range(6):
+        for _ in range(4):
             try:
                 with CaptureReader(store, job) as reader:
                     for request in range(requests):
@@ -301,8 +301,8 @@ def test_readers_during_a_deletion_get_all_rows_or_an_error(
             owner=f"w.{number}",
             segment_bytes=20 << 10,
         )
-        go = threading.Barrier(readers + 1)
-        threads = [threading.Thread(target=read, args=(job, go)) for _ in range(readers)]
+        go = threading.Barrier(4)
+        threads = [threading.Thread(target=read, args=(job, go)) for _ in range(3)]
         for thread in threads:
             thread.start()
         go.wait()
@@ -342,25 +342,3 @@ def test_files_removed_while_measuring_do_not_stop_the_count(
 
     monkeypatch.setattr(os, "scandir", Racing)
     assert open_store(tmp_path).used() == whole * 9 // 10
-
-
-def test_a_lock_of_a_reader_is_given_up_with_the_reader(tmp_path: Path) -> None:
-    (file,) = write(tmp_path, finished())
-    reader = CaptureReader(tmp_path, "job_x")
-    view = reader.raw(2)
-    with (tmp_path / file.path).open("rb") as segment:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        reader.close()
-        with pytest.raises(BlockingIOError):  # a view still shows the file
-            fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        del view
-        fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_lines_of_a_segment_name_their_job_where_deleting_looks_for_it(tmp_path: Path) -> None:
-    """The job is found in a line without decoding it: the manifest must stay written that way."""
-    (file,) = write(tmp_path, finished("job_x"))
-    line = (tmp_path / file.path).with_suffix(".jsonl").read_bytes()
-    assert json.loads(line)["manifest"]["job"] == "job_x"
-    assert b'"job":"job_x"' in line

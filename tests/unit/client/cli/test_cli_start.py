@@ -1,40 +1,34 @@
-"""`midstream serve` takes the flags of `vllm serve`; help has sections; shells complete."""
+"""What `midstream serve`, `up` and `verify` start, and with which settings; help has sections;
+shells complete.
+"""
 
-import os
-import subprocess
-import sys
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
+from cli_kit import Cli
 
 from midstream.client.cli import main
-from midstream.client.stack import supervisor
+from midstream.client.stack import supervisor, verify
+from midstream.client.stack.promises import PROMISES, Measured, Report
 from midstream.schemas.base.settings import Settings
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
-    """The settings of every stack that would have been started."""
-    settings: list[Settings] = []
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Settings, set[str]]]:
+    """The settings of every stack that would have been started, and those that are fixed."""
+    stacks: list[tuple[Settings, set[str]]] = []
 
-    def stack(given: Settings, say: Any, fixed: Any) -> SimpleNamespace:
-        settings.append(given)
+    def stack(given: Settings, say: Any, fixed: set[str]) -> SimpleNamespace:
+        stacks.append((given, fixed & {"api_port", "flower_port"}))
         return SimpleNamespace(run=lambda: 0)
 
     monkeypatch.setattr(supervisor, "Supervisor", stack)
     monkeypatch.chdir(tmp_path)
-    return settings
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """The exit code, and what is printed, in one line."""
-    with pytest.raises(SystemExit) as ended:
-        main.main(list(arguments))
-    printed = "".join(capsys.readouterr())
-    return int(ended.value.code or 0), " ".join(printed.replace("│", " ").split())
+    return stacks
 
 
 @pytest.mark.parametrize(
@@ -46,43 +40,33 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
     ],
 )
 def test_serve_starts_the_stack_with_these_settings(
-    capsys: pytest.CaptureFixture[str], started: list[Settings], flags: str
+    cli: Cli, started: list[tuple[Settings, set[str]]], flags: str
 ) -> None:
-    assert call(capsys, "serve", *flags.split())[0] == 0
-    (made,) = started
+    own = ["--set", "kv_cache_gib=2", "--data-dir", "d", "--no-enable-prefix-caching"]
+    assert cli("serve", *flags.split(), *own).code == 0
+    ((made, _),) = started
     assert made.model == "/models/x"
     assert (made.api_port, made.tensor_parallel_size, made.enforce_eager) == (8000, 2, True)
     assert made.engine_options == {"seed": 7}
+    assert (made.kv_cache_gib, made.data_dir, made.enable_prefix_caching) == (2, "d", False)
 
 
 def test_ports_that_are_chosen_anywhere_are_fixed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cli: Cli,
+    started: list[tuple[Settings, set[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    found: list[set[str]] = []
-
-    def stack(given: Settings, say: Any, fixed: set[str]) -> SimpleNamespace:
-        found.append(fixed & {"api_port", "flower_port"})
-        return SimpleNamespace(run=lambda: 0)
-
-    monkeypatch.setattr(supervisor, "Supervisor", stack)
-    monkeypatch.chdir(tmp_path)
     for options in ([], ["--port", "8321"], ["--set", "flower_port=5555"]):
-        assert call(capsys, "up", "--set", "engine=fake", *options)[0] == 0
+        assert cli("up", "--set", "engine=fake", *options).code == 0
     (tmp_path / "settings.toml").write_text("flower_port = 5555")
     for variable, value in {"API_PORT": "8321", "CONFIG": "settings.toml"}.items():
         with monkeypatch.context() as environment:
             environment.setenv(f"MIDSTREAM_{variable}", value)
-            assert call(capsys, "up", "--set", "engine=fake")[0] == 0
-    assert found == [set(), {"api_port"}, {"flower_port"}, {"api_port"}, {"flower_port"}]
-
-
-def test_serve_takes_any_setting(
-    capsys: pytest.CaptureFixture[str], started: list[Settings]
-) -> None:
-    given = ["--set", "kv_cache_gib=2", "--data-dir", "d", "--no-enable-prefix-caching"]
-    assert call(capsys, "serve", "m", *given)[0] == 0
-    assert started[0].kv_cache_gib == 2
-    assert (started[0].data_dir, started[0].enable_prefix_caching) == ("d", False)
+            assert cli("up", "--set", "engine=fake").code == 0
+    assert [fixed for _, fixed in started] == [
+        set(), {"api_port"}, {"flower_port"}, {"api_port"}, {"flower_port"}
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -97,55 +81,104 @@ def test_serve_takes_any_setting(
     ],
 )
 def test_serve_refuses_a_flag_before_anything_starts(
-    capsys: pytest.CaptureFixture[str],
-    started: list[Settings],
+    cli: Cli,
+    started: list[tuple[Settings, set[str]]],
     arguments: list[str],
     code: int,
     told: str,
 ) -> None:
-    ended, printed = call(capsys, "serve", "m", *arguments)
-    assert (ended, told in printed) == (code, True), printed
+    ended = cli("serve", "m", *arguments)
+    assert (ended.code, told in ended.said) == (code, True), ended
     assert started == []
 
 
-def test_every_command_is_in_one_section_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_in_one_section_of_the_help(cli: Cli) -> None:
     commands = typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
     listed = [name for names in main.SECTIONS.values() for name in names]
     assert sorted(listed) == sorted(commands)
-    printed = call(capsys, "--help")[1]
-    places = [printed.index(f" {title} ─") for title in main.SECTIONS]
+    said = cli("--help").said
+    places = [said.index(f" {title} ─") for title in main.SECTIONS]
     assert places == sorted(places)
 
 
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        ("midstream har", ["harvest"]),
-        ("midstream harvest ver", ["verify"]),
-        ("midstream serve m --max-num-s", ["--max-num-seqs"]),
+        ("midstream har", "harvest"),
+        ("midstream harvest ver", "verify"),
+        ("midstream serve m --max-num-s", "--max-num-seqs"),
     ],
 )
-def test_the_shell_completes_commands_and_flags(words: str, completed: list[str]) -> None:
-    asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    assert _completion(_MIDSTREAM_COMPLETE="complete_bash", **asked).split() == completed
+def test_the_shell_completes_commands_and_flags(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, words: str, completed: str
+) -> None:
+    monkeypatch.setenv("_MIDSTREAM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    assert cli().out.split() == [completed]
 
 
-def test_completion_is_shown_and_installed(tmp_path: Path) -> None:
-    script = _completion("--show-completion", "bash")
+def test_completion_is_shown_and_installed(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    script = cli("--show-completion", "bash").out
     assert "complete -o default -F _midstream_completion midstream" in script
-    assert "completion installed" in _completion("--install-completion", "bash", HOME=str(tmp_path))
+    assert "completion installed" in cli("--install-completion", "bash").out
     written = (tmp_path / ".bash_completions" / "midstream.sh").read_text()
     assert written.strip() == script.strip()
 
 
-def _completion(*arguments: str, **environ: str) -> str:
-    command = [sys.executable, "-c", "from midstream.client.__main__ import main; main()"]
-    done = subprocess.run(
-        [*command, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+# --- midstream verify
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
+    """The settings of every run; of its promises, only the cost named by `model` is too high."""
+    settings: list[Settings] = []
+
+    def run(given: Settings, seconds: float, killed: Any, say: Any) -> Report:
+        settings.append(given)
+        figures = {promise.name: Measured([promise.limit]) for promise in PROMISES}
+        if given.model in figures:
+            figures[given.model] = Measured([9.0])
+        return Report("now", 1.0, {}, {}, {}, verify.outcomes(figures))
+
+    monkeypatch.setattr(verify, "verify", run)
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")  # also removes what the command sets
+    monkeypatch.chdir(tmp_path)
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("typed", "code"),
+    [
+        ("--model m", 0),
+        *((f"--model {promise.name}", 1) for promise in PROMISES),
+        ("--modle m", 2),
+        ("--seconds -1", 2),
+        ("--set kv_cache", 2),
+        ("--set kv_cache_gbi=1", 2),
+        ("--engine enable_dbo=true", 2),
+        ("--json no/such/folder.json", 2),
+    ],
+)
+def test_the_exit_code_says_whether_every_promise_holds(
+    cli: Cli, verified: list[Settings], typed: str, code: int
+) -> None:
+    assert cli("verify", *typed.split()).code == code
+    assert len(verified) == (code != 2)
+
+
+def test_verify_takes_settings_and_writes_json(
+    cli: Cli, verified: list[Settings], tmp_path: Path
+) -> None:
+    given = ["--set", "dtype=float32", "--data-dir", "d", "--model", "idle", "--json", "out.json"]
+    ended = cli("verify", *given)
+    assert (ended.code, "9 of 10 promises hold; FAILED: idle" in ended.out) == (1, True)
+    (made,) = verified
+    assert (made.dtype, made.data_dir) == ("float32", str(tmp_path / "d" / "verify"))
+    written = json.loads((tmp_path / "out.json").read_text())
+    verdicts = {outcome["name"]: outcome["verdict"] for outcome in written["outcomes"]}
+    assert [name for name, verdict in verdicts.items() if verdict != "PASS"] == ["idle"]

@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusal_kit import refuses
 
+from midstream.client.lens.cache import ActivationCache
+from midstream.client.lens.names import BLOCK, Card, Site, chosen
 from midstream.lens import HookedModel, ops
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import CaptureResults, JobResult, Output, State
+from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.prompts.tokens import Detokenized, Tokenized
 
 CARD = {
@@ -105,7 +108,7 @@ def test_hooks_of_a_block_end_with_it() -> None:
         model("a")
         assert client.edits == ["post_block.1", "pre_attn.0"]
         with (
-            pytest.raises(MidstreamError, match="no activation"),
+            refuses("no activation"),
             model.hooks([("blocks.0.hook_none", ADD)]),
         ):
             pass
@@ -124,9 +127,9 @@ def test_hooks_of_a_block_end_with_it() -> None:
 
 def test_hooks_of_the_backward_pass_are_refused() -> None:
     model, client = served()
-    with pytest.raises(MidstreamError, match="no gradients"):
+    with refuses("no gradients"):
         model.run_with_hooks("a", bwd_hooks=[(POST, ADD)])
-    with pytest.raises(MidstreamError, match="no gradients"), model.hooks(bwd_hooks=[(POST, ADD)]):
+    with refuses("no gradients"), model.hooks(bwd_hooks=[(POST, ADD)]):
         pass
     assert client.asked == []
 
@@ -147,7 +150,7 @@ def test_a_run_captures_the_prompt_behind_its_edits_and_generates_one_token() ->
         "m",
     )
     assert cache.prompts == [[BOS, ord("a"), ord("b")]]
-    with pytest.raises(MidstreamError, match="sampling"):
+    with refuses("sampling"):
         model("ab", sampling={"seed": 1})
 
 
@@ -194,7 +197,7 @@ def test_what_is_generated_has_the_form_of_the_prompt() -> None:
     assert model.generate([[7, 8], [9, 7]]) == [[7, 8, ord("z")], [9, 7, ord("z"), ord("z")]]
     assert model.generate("a", return_type="tokens").tolist() == [[BOS, ord("a"), ord("z")]]
     assert model.generate([ord("a")], return_type="str") == ["az"]
-    with pytest.raises(MidstreamError, match="return_type"):
+    with refuses("return_type"):
         model.generate("a", return_type="text")
 
 
@@ -211,7 +214,7 @@ def test_tokens_before_a_text_are_the_tokenizers() -> None:
     assert client.asked[-1]["prompts"] == [[ord("a")]]
     model("a")
     assert client.asked[-1]["prompts"] == ["a"]
-    with pytest.raises(MidstreamError, match="adds no token"):
+    with refuses("adds no token"):
         served(bare=True)[0].to_tokens("a", prepend_bos=True)
 
 
@@ -227,7 +230,7 @@ def test_tokens_before_a_text_are_the_tokenizers() -> None:
 )
 def test_prompts_that_do_not_fit_together_are_refused(input: Any, said: str) -> None:
     model, client = served()
-    with pytest.raises(MidstreamError, match=said):
+    with refuses(match=said):
         model(input)
     assert client.asked == []
 
@@ -238,14 +241,14 @@ def test_a_model_without_a_lens_says_so_when_logits_are_asked_for() -> None:
     hooked = HookedModel("m", client=client)  # type: ignore[arg-type]
     logits = hooked("a")
     assert "lens" not in client.asked[-1]
-    with pytest.raises(MidstreamError, match="the head is split"):
+    with refuses("the head is split"):
         logits[0, -1, 5]
     assert hooked("a", return_type=None) is None
 
 
 def test_incl_bwd_captures_gradients_of_the_mean_loss_in_a_second_job() -> None:
     model, client = served()
-    with pytest.raises(MidstreamError, match="return_type 'logits' is no scalar"):
+    with refuses("return_type 'logits' is no scalar"):
         model.run_with_cache("abc", incl_bwd=True)
     assert client.asked == []
     scalar = {"kind": "logit", "token": "x"}
@@ -263,8 +266,196 @@ def test_incl_bwd_captures_gradients_of_the_mean_loss_in_a_second_job() -> None:
 
 def test_incl_bwd_refuses_edits() -> None:
     model, client = served()
-    with pytest.raises(MidstreamError, match="unedited"):
+    with refuses("unedited"):
         model.run_with_cache(
             "a", fwd_hooks=[(POST, ADD)], return_type=None, incl_bwd=True, scalar={"kind": "loss"}
         )
     assert client.asked == []
+
+
+# --- Lens cache ---
+
+
+DEPTH, TOKENS, WIDTH = 3, 4, 2
+WIDE_CARD = Card(
+    id="tiny",
+    architecture="LlamaForCausalLM",
+    num_layers=DEPTH,
+    hidden_size=WIDTH,
+    vocab_size=9,
+    max_model_len=9,
+    dtype="float32",
+    hooks=list(HOOKS),
+)
+
+
+class Rows:
+    """A reader.
+
+    The row of token t at hook h (its place in `HOOKS`) of layer l in prompt r is 1000·r + 100·l +
+    10·h + t.
+    """
+
+    job = "job_1"
+
+    def array(self, layer: int, hook: Any, request: int) -> np.ndarray:
+        value = 1000 * request + 100 * layer + 10 * HOOKS.index(hook)
+        return (value + np.arange(TOKENS, dtype=np.float32))[:, None].repeat(WIDTH, 1)
+
+
+def cache(names: Any = None, prompts: int = 2) -> ActivationCache:
+    return ActivationCache(Rows(), WIDE_CARD, chosen(names, WIDE_CARD), [[5] * TOKENS] * prompts)  # type: ignore[arg-type]
+
+
+def value(hook: Any, layer: int, prompt: int = 0, token: int = 0) -> float:
+    return 1000.0 * prompt + 100 * layer + 10 * HOOKS.index(hook) + token
+
+
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        ({}, ["0_pre", "1_pre", "2_pre", "final_post"]),
+        ({"layer": -1}, ["0_pre", "1_pre", "2_pre", "final_post"]),
+        ({"layer": 1}, ["0_pre", "1_pre"]),
+        ({"layer": 2, "incl_mid": True}, ["0_pre", "0_mid", "1_pre", "1_mid", "2_pre"]),
+        ({"layer": 1, "mlp_input": True}, ["0_pre", "1_pre", "1_mid"]),
+        ({"incl_mid": True}, ["0_pre", "0_mid", "1_pre", "1_mid", "2_pre", "2_mid", "final_post"]),
+    ],
+)
+def test_the_accumulated_stream_goes_up_to_a_layer(
+    options: dict[str, Any], labels: list[str]
+) -> None:
+    stack, found = cache().accumulated_resid(return_labels=True, **options)
+    assert (found, stack.shape) == (labels, (len(labels), 2, TOKENS, WIDTH))
+    hooks = {"pre": "pre_attn", "mid": "post_attn"}
+    parts = [label.split("_") for label in labels]
+    wanted = [
+        value("post_block", DEPTH - 1) if at == "final" else value(hooks[kind], int(at))
+        for at, kind in parts
+    ]
+    assert stack[:, 0, 0, 0].tolist() == wanted
+    assert (stack[:, 1, 2] - stack[:, 0, 0] == 1002).all()  # of the other prompt, two tokens later
+
+
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        (
+            {},
+            [
+                "embed",
+                "0_attn_out",
+                "0_mlp_out",
+                "1_attn_out",
+                "1_mlp_out",
+                "2_attn_out",
+                "2_mlp_out",
+            ],
+        ),
+        ({"layer": 1}, ["embed", "0_attn_out", "0_mlp_out"]),
+        ({"layer": 1, "mlp_input": True}, ["embed", "0_attn_out", "0_mlp_out", "1_attn_out"]),
+        ({"layer": 1, "mlp_input": True, "mode": "mlp"}, ["embed", "0_mlp_out"]),
+        (
+            {"layer": -1, "mlp_input": True, "mode": "attn"},
+            ["embed", "0_attn_out", "1_attn_out", "2_attn_out"],
+        ),
+        ({"layer": 0}, ["embed"]),
+        ({"layer": 2, "mode": "mlp", "incl_embeds": False}, ["0_mlp_out", "1_mlp_out"]),
+    ],
+)
+def test_the_stream_is_decomposed_into_what_each_part_adds(
+    options: dict[str, Any], labels: list[str]
+) -> None:
+    stack, found = cache().decompose_resid(return_labels=True, **options)
+    assert found == labels
+    wanted = [
+        value("pre_attn", 0) if label == "embed" else value(label.partition("_")[2], int(label[0]))
+        for label in labels
+    ]
+    assert stack[:, 0, 0, 0].tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("chosen", "tokens"),
+    [(-1, 3), ((1, 3), [1, 2]), ((2, None), [2, 3]), ([0, 3], [0, 3]), (None, [0, 1, 2, 3])],
+)
+def test_positions_of_a_stack_are_chosen(chosen: Any, tokens: Any) -> None:
+    stack = cache().decompose_resid(pos_slice=chosen)
+    assert (stack[0, 0, ..., 0] - value("pre_attn", 0)).tolist() == tokens
+
+
+@pytest.mark.parametrize(("layer", "count"), [(-1, 3), (None, 3), (2, 2), (3, 3)])
+def test_one_activation_of_the_layers_below_is_stacked(layer: Any, count: int) -> None:
+    found = cache().stack_activation("mlp_out", layer)
+    assert found[:, 1, 3, 0].tolist() == [value("mlp_out", each, 1, 3) for each in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda c: c.stack_activation("mlp_out", 0), "no layers below"),
+        (lambda c: c.stack_activation("mlp_out", 4), "4 is out of range"),
+        (lambda c: c.accumulated_resid(-2), "-2 is out of range"),
+        (lambda c: c.accumulated_resid(apply_ln=True), "apply_ln"),
+        (lambda c: c.decompose_resid(apply_ln=True), "apply_ln"),
+        (lambda c: c.decompose_resid(mode="both"), "mode"),
+        (lambda c: c.decompose_resid(0, incl_embeds=False), "no components are below"),
+        (lambda c: c.remove_batch_dim(), "2 prompts"),
+        (
+            lambda c: c.decompose_resid(),
+            "was not captured .*hook_resid_pre, hook_resid_post of captured layers",
+        ),
+        (lambda c: c["resid_pre", 3], "out of range"),
+    ],
+)
+def test_what_a_cache_cannot_give_is_refused(use: Any, said: str) -> None:
+    with refuses(match=said):
+        use(cache(lambda name: name.endswith(("hook_resid_pre", "hook_resid_post"))))
+
+
+def test_a_cache_holds_what_was_captured_and_no_more() -> None:
+    found = cache([("resid_post", 1), ("mlp_out", -1)])
+    assert list(found) == ["blocks.1.hook_resid_post", "blocks.2.hook_mlp_out"]
+    assert ("resid_post", 1) in found
+    assert ("mlp_out", 2) in found
+    assert ("resid_post", 0) not in found
+    assert "blocks.1.no_such" not in found
+    assert len(cache()) == DEPTH * sum(WIDE_CARD.has(name) for name in BLOCK)
+
+
+def test_one_prompt_needs_no_batch_axis() -> None:
+    alone = cache(prompts=1).remove_batch_dim()
+    assert alone["resid_post", 0].shape == (TOKENS, WIDTH)
+    assert alone.accumulated_resid(pos_slice=-1).shape == (DEPTH + 1, WIDTH)
+
+
+def test_rows_are_patched_from_one_of_the_cached_prompts() -> None:
+    found = cache("blocks.1.hook_resid_post")
+    entry = {"layers": 1, "hook": "post_block", "positions": [2], "alpha": 1.0}
+    for prompt in range(2):
+        (made,) = ops.patch(found, pos=2, source_pos=3, prompt=prompt).entries(
+            Site("hook_resid_post", 1), WIDE_CARD, "fwd_hooks[0]"
+        )
+        assert made == entry | {"source": {"prompt": prompt, "position": 3, "run": "job_1"}}
+    with refuses("name one"):
+        ops.patch(found, pos=2)
+    with refuses("has no blocks.0.hook_resid_post"):
+        ops.patch(found, prompt=0).entries(Site("hook_resid_post", 0), WIDE_CARD, "fwd_hooks[0]")
+
+
+def test_gradients_have_the_names_of_their_activations_with_grad_at_the_end() -> None:
+    sites = chosen([("resid_post", 1)], WIDE_CARD)
+    prompts = [[5] * TOKENS]
+    gradients = ActivationCache(Rows(), WIDE_CARD, sites, prompts, scale=0.5)  # type: ignore[arg-type]
+    both = ActivationCache(Rows(), WIDE_CARD, sites, prompts, gradients=gradients)  # type: ignore[arg-type]
+    name = "blocks.1.hook_resid_post"
+    assert list(both) == [name, f"{name}_grad"]
+    assert np.array_equal(both[f"{name}_grad"], both[name] / 2)
+    assert np.array_equal(both["resid_post_grad", 1], both[f"{name}_grad"])
+    assert both.remove_batch_dim()["resid_post_grad", 1].shape == (TOKENS, WIDTH)
+    assert ("resid_post_grad", 1) in both
+    assert ("resid_post_grad", 2) not in both
+    with refuses("hook_mlp_out_grad was not captured"):
+        both["mlp_out_grad", 1]
+    with refuses("incl_bwd=True"):
+        cache()["resid_post_grad", 1]

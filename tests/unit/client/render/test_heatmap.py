@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusal_kit import refuses
 from rich.console import Console
 from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, grid, pair, result
 
 from midstream.client.render import figures, sweeps
 from midstream.client.sdk.answers.grid import described, grid_of
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.sweeps import Baseline, Metric, SweepResult
 
 
@@ -25,8 +25,8 @@ def printed(sweep: SweepResult, width: int = 80, color_system: str | None = None
 
 
 def test_each_hook_has_a_panel_of_tokens_by_layers_with_the_values_in_place() -> None:
-    axes = figures.heatmap(result()).axes
-    panels = axes[:2]
+    figure = figures.heatmap(result())
+    panels = figure.axes[:2]
     assert [panel.get_title() for panel in panels] == ["pre_attn (resid_pre)", "mlp_out"]
     assert [label.get_text() for label in panels[0].get_yticklabels()] == [
         "The",
@@ -39,67 +39,54 @@ def test_each_hook_has_a_panel_of_tokens_by_layers_with_the_values_in_place() ->
     drawn = panels[0].collections[0].get_array().reshape(len(CORRUPT), len(LAYERS))
     assert drawn[PEAK[1], PEAK[0]] == 0.95
     assert panels[0].yaxis_inverted(), "the first token is on top"
-
-
-def test_a_cell_without_a_value_is_left_to_the_hatched_ground() -> None:
-    figure = figures.heatmap(result())
-    panel = figure.axes[0]
-    mask = np.ma.getmaskarray(panel.collections[0].get_array()).reshape(len(CORRUPT), len(LAYERS))
+    mask = np.ma.getmaskarray(drawn)
     assert mask[0].all()
     assert mask[FAILED[1], FAILED[0]]
-    assert panel.patch.get_hatch()
-    assert "hatched: no value (62 of 360 cells)" in figure.get_suptitle()
-
-
-def test_the_title_names_both_prompts_answer_foil_and_noise_floor() -> None:
-    title = figures.heatmap(result()).get_suptitle()
+    assert panels[0].patch.get_hatch(), "a cell without a value is left to the hatched ground"
     for part in (
         "“The Eiffel Tower is in” patched into “The Colosseum is in”",
         "“Paris”",
         "“Rome”",
         "noise floor 0.004",
+        "hatched: no value (62 of 360 cells)",
     ):
-        assert part in title
+        assert part in figure.get_suptitle()
 
 
 @pytest.mark.parametrize(
-    ("metric", "limits", "middle"),
-    [("recovered", (-1.0, 1.0), "0"), ("logit_diff", (-27.0, 9.0), "-9")],
+    ("metric", "peak", "limits", "middle"),
+    [
+        ("recovered", 0.95, (-1.0, 1.0), "0"),
+        ("recovered", -1.2, (-1.0, 1.0), "0"),
+        ("logit_diff", 9.0, (-27.0, 9.0), "-9"),  # 18 nats from the base at −9
+    ],
 )
 def test_colours_diverge_from_the_unpatched_prompt_with_symmetric_limits(
-    metric: Metric, limits: tuple[float, float], middle: str
+    metric: Metric, peak: float, limits: tuple[float, float], middle: str
 ) -> None:
-    peak = 0.95 if metric == "recovered" else 9.0  # 18 nats from the base at −9
     sweep = result(pair(grids={"pre_attn": grid(peak), "mlp_out": grid(peak)}), metric=metric)
     axes = figures.heatmap(sweep).axes
     meshes = [panel.collections[0] for panel in axes[:2]]
     assert [mesh.get_clim() for mesh in meshes] == [limits, limits]
     assert {mesh.get_cmap().name for mesh in meshes} == {"RdBu_r"}
     assert axes[-1].get_ylabel().endswith(f"; white: unpatched ({middle})")
+    beyond = "min" if peak < limits[0] else "neither"
+    assert axes[-1]._colorbar.extend == beyond, "values beyond the scale are marked"
 
 
 def test_a_small_negative_effect_differs_from_none_in_every_rendering() -> None:
     values: list[list[float | None]] = [[-0.1, 0.0, 0.1, -0.9, 0.9, -0.01] for _ in LAYERS]
-    sweep = result(pair(grids={"pre_attn": values, "mlp_out": values}), skipped=[])
+    places = [[number] for number in range(6)]
+    both = pair(grids={"pre_attn": values, "mlp_out": values}, positions=places)
+    sweep = result(both, skipped=[])
     mesh = figures.heatmap(sweep).axes[0].collections[0]
     low, none, high = (mesh.cmap(mesh.norm(value)) for value in (-0.1, 0.0, 0.1))
     assert low[2] > low[0] + 0.05, "blue"
     assert high[0] > high[2] + 0.05, "red"
     assert abs(none[0] - none[2]) < 0.02
-    shown = [
-        line.removeprefix(name).strip()[0]
-        for name in ("The 0", "Col 1", "osse 2", "um 3", "is 4", "in 5")
-        for line in printed(
-            result(
-                pair(
-                    grids={"pre_attn": values, "mlp_out": values}, positions=[[n] for n in range(6)]
-                ),
-                skipped=[],
-            )
-        ).splitlines()
-        if line.startswith(name)
-    ][::2]
-    assert shown == ["░", "▁", "▁", "▓", "█", "▁"]
+    names = ("The 0", "Col 1", "osse 2", "um 3", "is 4", "in 5")
+    rows = [line for line in printed(sweep).splitlines() if line.startswith(names)][:6]
+    assert [row[7] for row in rows] == ["░", "▁", "▁", "▓", "█", "▁"]
     coloured = printed(sweep, color_system="truecolor")
     assert len({part.partition("m")[0] for part in coloured.split("\x1b[48;2;")[1:]}) >= 6
 
@@ -119,34 +106,12 @@ def test_a_noise_floor_of_zero_reports_its_resolution_and_sample_count(
     assert described(result(pair(**given)))[-1].endswith(words)
 
 
-def test_values_beyond_the_scale_are_marked() -> None:
-    beyond = pair(grids={"pre_attn": grid(0.95), "mlp_out": grid(-1.2)})
-    bar = figures.heatmap(result(beyond)).axes[-1]
-    assert bar._colorbar.extend == "min"
-
-
-def test_heatmap_tokens_are_not_parsed_as_math(tmp_path: Path) -> None:
-    tokens = ["$x$", "$\\frac", "a", "b", "c", "d"]
-    figures.heatmap(result(pair(labels=tokens, base_tokens=tokens)), tmp_path / "out.svg")
-    assert "$\\frac 1" in (tmp_path / "out.svg").read_text()
-
-
 def test_a_missing_matplotlib_is_named_with_the_extra_that_brings_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MidstreamError, match=r"midstream\[plots\]"):
+    with refuses("midstream[plots]"):
         figures.heatmap(result())
-
-
-def test_a_format_that_matplotlib_cannot_write_is_refused_by_name(tmp_path: Path) -> None:
-    for path, detail in (
-        (tmp_path / "out.xyz", "not a figure format"),
-        (tmp_path / "nowhere" / "out.png", "no such folder"),
-    ):
-        with pytest.raises(MidstreamError, match=detail) as caught:
-            figures.heatmap(result(), path)
-        assert caught.value.field == "heatmap"
 
 
 def test_long_prompts_in_titles_are_cut_in_the_middle() -> None:
@@ -158,16 +123,20 @@ def test_long_prompts_in_titles_are_cut_in_the_middle() -> None:
 
 
 def test_without_colours_the_strongest_cell_is_the_highest_block() -> None:
-    rows = [line for line in printed(result()).splitlines() if line.startswith("um 3")]
-    cells = rows[0].removeprefix("um 3   ")
+    text, wide = printed(result()), printed(result(), width=200)
+    (row, *_) = [line for line in text.splitlines() if line.startswith("um 3")]
+    cells = row.removeprefix("um 3   ")
     assert cells[2 * PEAK[0]] == "█"
     assert cells.count("█") == 2, "one cell of two columns"
-
-
-def test_with_256_colours_the_strongest_cell_is_the_brightest() -> None:
-    text = printed(result(), color_system="256")
-    assert "\x1b[48;" in text
-    assert "█" not in text
+    for words in (
+        "note: position 3: aligned from the end",
+        "60 cells without a value: the first tokens are the same (such as pre_attn at “The”)",
+        "2 cells without a value: the run is gone (such as pre_attn at “osse”)",
+    ):
+        assert words in wide
+    assert "a column is" not in text
+    coloured = printed(result(), color_system="256")
+    assert ("\x1b[48;" in coloured, "█" in coloured) == (True, False)
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -183,7 +152,6 @@ def test_layers_that_do_not_fit_are_merged_to_the_strongest_and_it_is_said() -> 
     assert "a column is 2 layers and shows the layer with the strongest effect" in text
     row = next(line for line in text.splitlines() if line.startswith("um 3"))
     assert row.removeprefix("um 3   ")[PEAK[0] // 2] == "█"
-    assert "a column is" not in printed(result())
 
 
 def test_of_very_many_tokens_the_rows_with_the_strongest_effects_are_shown() -> None:
@@ -198,18 +166,23 @@ def test_of_very_many_tokens_the_rows_with_the_strongest_effects_are_shown() -> 
     assert any(line.startswith("t77") for line in text.splitlines())
 
 
-def test_heatmaps_show_notes_and_reasons_of_missing_values() -> None:
-    text = printed(result(), width=200)
-    assert "note: position 3: aligned from the end" in text
-    assert (
-        "60 cells without a value: the first tokens are the same (such as pre_attn at “The”)"
-    ) in text
-    assert "2 cells without a value: the run is gone (such as pre_attn at “osse”)" in text
+def test_tokens_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) -> None:
+    tokens = ["$x$", "$\\frac", "[bold]", "[/]", "is", "in"]
+    sweep = result(pair(labels=tokens, base_tokens=tokens))
+    assert "[bold] 2" in printed(sweep)
+    figures.heatmap(sweep, tmp_path / "out.svg")
+    assert "$\\frac 1" in (tmp_path / "out.svg").read_text()
 
 
-def test_tokens_that_look_like_markup_are_printed_as_they_are() -> None:
-    tokens = ["The", "[bold]", "[/]", "um", "is", "in"]
-    assert "[bold] 1" in printed(result(pair(labels=tokens, base_tokens=tokens)))
+@pytest.mark.parametrize(
+    ("path", "detail"),
+    [("out.xyz", "not a figure format"), ("nowhere/out.png", "no such folder")],
+)
+def test_a_figure_that_cannot_be_written_is_refused_by_name(
+    tmp_path: Path, path: str, detail: str
+) -> None:
+    with refuses(detail, field="heatmap"):
+        figures.heatmap(result(), tmp_path / path)
 
 
 def test_a_position_stands_behind_a_token_and_not_behind_the_name_of_a_span() -> None:

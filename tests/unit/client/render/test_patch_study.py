@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 from http_kit import Reply, reply, server
+from refusal_kit import refuses
 from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, VIEW, grid, over, pair, result
 
 from midstream import AsyncClient, AsyncPatchStudy, Client, PatchStudy
 from midstream.client.notebook import install
-from midstream.client.render import figures, notebook
+from midstream.client.render import notebook
 from midstream.client.sdk.answers.grid import grid_of
 from midstream.client.sdk.answers.progress import bar
 from midstream.client.study.patch_study import Region
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.sweeps import (
     PairSpan,
@@ -138,21 +138,11 @@ def test_an_ablation_defaults_to_a_metric_of_its_pair(
     ],
 )
 def test_a_mistake_is_named_before_anything_is_sent(fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(MidstreamError) as caught:
+    with refuses() as caught:
         PatchStudy(*PROMPTS, client=Client("http://127.0.0.1:1"), model="m").sweep(
             progress=False, **fields
         )
     assert field in f"{caught.value.field} {caught.value.detail}"
-
-
-def test_the_model_may_be_omitted_when_one_is_served() -> None:
-    models = reply({"data": [{"id": "one"}, {"id": "two"}]})
-    with (
-        server(models) as (url, _),
-        Client(url) as client,
-        pytest.raises(MidstreamError, match="several models are served"),
-    ):
-        PatchStudy(*PROMPTS, client=client).sweep()
 
 
 def test_top_gives_the_strongest_cells_with_token_position_layer_and_hook() -> None:
@@ -166,13 +156,8 @@ def test_top_gives_the_strongest_cells_with_token_position_layer_and_hook() -> N
         0.95,
     )
     assert second.effect == 0.475
-
-
-def test_effects_are_measured_from_the_unpatched_prompt() -> None:
-    study = swept(
-        result(pair(grids={"pre_attn": grid(-8.0), "mlp_out": grid(-30.0)}), metric="logprob")
-    )
-    best = study.top(1)[0]
+    lower = pair(grids={"pre_attn": grid(-8.0), "mlp_out": grid(-30.0)})
+    best = swept(result(lower, metric="logprob")).top(1)[0]
     assert (best.hook, best.value, best.effect) == ("mlp_out", -30.0, -21.0)  # the base is −9
 
 
@@ -183,35 +168,21 @@ def test_the_mean_over_pairs_leaves_out_the_cells_that_have_no_value() -> None:
     assert mean.values["pre_attn"][PEAK] == 0.95
     assert mean.values["mlp_out"][PEAK] == pytest.approx(0.1)
     assert mean.labels == ["The", "Col/Taj", "osse/Mahal", "um/x", " is", " in"]
-    with pytest.raises(MidstreamError, match="no pair 2"):
+    with refuses("no pair 2"):
         grid_of(both, 2)
 
 
 def test_records_have_every_cell_and_the_reason_of_those_without_a_value() -> None:
-    records = swept().to_records()
-    assert len(records) == 2 * len(LAYERS) * len(CORRUPT)
+    study = swept()
+    records, frame = study.to_records(), study.to_pandas()
+    assert len(records) == len(frame) == 2 * len(LAYERS) * len(CORRUPT)
     by_place = {(each["hook"], each["layer"], each["column"]): each for each in records}
     assert by_place["pre_attn", *PEAK]["value"] == 0.95
     failed = by_place["mlp_out", *FAILED]
     assert (failed["value"], failed["effect"], failed["reason"]) == (None, None, "the run is gone")
     assert all((each["value"] is None) == bool(each["reason"]) for each in records)
-
-
-def test_a_data_frame_is_made_of_the_records_and_a_missing_pandas_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    study = swept()
-    frame, records = study.to_pandas(), study.to_records()
     assert list(frame.columns) == list(records[0])
-    assert len(frame) == len(records)
     assert frame["value"].isna().sum() == sum(each["value"] is None for each in records)
-    assert frame.loc[frame["value"].idxmax(), ["hook", "layer", "column"]].tolist() == [
-        "pre_attn",
-        *PEAK,
-    ]
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MidstreamError, match="needs pandas"):
-        swept().to_pandas()
 
 
 def test_zoom_asks_for_each_token_of_the_named_columns_by_itself() -> None:
@@ -274,9 +245,9 @@ def test_a_grid_of_heads_is_read_by_head_and_its_zoom_is_over_positions() -> Non
     assert swept(result(both, skipped=[], axis="head_position")).grid().by_head(
         "mlp_out"
     ).shape == (len(LAYERS), 2, 2)
-    with pytest.raises(MidstreamError, match="has no heads"):
+    with refuses("has no heads"):
         swept(result()).grid().by_head()
-    with pytest.raises(MidstreamError, match="cannot be zoomed"):
+    with refuses("cannot be zoomed"):
         asked_by(swept(result(axis="neuron")), "zoom")
 
 
@@ -307,33 +278,6 @@ def test_zoom_keeps_token_pairs_when_the_patch_direction_is_reversed() -> None:
     assert (noised.positions, noised.alignment) == ([3, 4], [(3, 2), (4, 3)])
     (named,) = asked_by(swept(coarse, request), "zoom", alignment="right").pairs
     assert named.alignment is None
-
-
-def test_zoom_into_two_columns_that_write_other_rows_at_one_place_is_refused() -> None:
-    two = pair(
-        labels=["a", "b"],
-        positions=[[3], [3]],
-        sources=[[2], [1]],
-        grids={h: grid(0.9, columns=2) for h in ("pre_attn", "mlp_out")},
-    )
-    study = swept(result(two, skipped=[]))
-    with pytest.raises(MidstreamError, match="position 3 gets rows of both positions 2 and 1"):
-        study.zoom()
-    assert asked_by(study, "zoom", columns=["b"]).pairs[0].alignment == [(1, 3)]
-
-
-@pytest.mark.parametrize(
-    ("region", "detail"),
-    [
-        (Region(columns=["Louvre"]), "0 columns are called 'Louvre'"),
-        (Region(columns=[9]), "no column 9"),
-        (Region(columns=[0]), "no column could be patched"),  # it was skipped
-    ],
-)
-def test_zoom_into_nothing_is_refused(region: Region, detail: str) -> None:
-    with pytest.raises(MidstreamError, match=detail) as caught:
-        swept().zoom(region)
-    assert caught.value.field == "columns"
 
 
 def test_a_new_sweep_of_a_zoomed_study_may_ask_for_other_positions() -> None:
@@ -378,13 +322,12 @@ def test_a_file_that_is_no_study_of_this_version_is_refused(
     swept().save(tmp_path / "study.json")
     document = json.loads((tmp_path / "study.json").read_text())
     (tmp_path / "study.json").write_text(json.dumps(document | change))
-    with pytest.raises(MidstreamError, match=detail) as caught:
+    with refuses(match=detail, kind=kind):
         PatchStudy.load(tmp_path / "study.json")
-    assert caught.value.kind == kind
 
 
 def test_before_the_first_sweep_a_study_says_so() -> None:
-    with pytest.raises(MidstreamError, match="call sweep"):
+    with refuses("call sweep"):
         PatchStudy(*PROMPTS).top()
 
 
@@ -416,16 +359,13 @@ def test_progress_is_told_of_every_cell_also_after_a_lost_connection() -> None:
     ]
 
 
-def test_the_async_study_does_the_same() -> None:
-    async def ask(url: str) -> tuple[AsyncPatchStudy, list[Any]]:
-        show: list[Any] = []
-        async with AsyncClient(url) as client:
-            return await AsyncPatchStudy(*PROMPTS, client=client, model="m").sweep(
-                hooks=["resid_pre"], progress=show.append
-            ), show
-
+async def test_the_async_study_does_the_same() -> None:
+    show: list[Any] = []
     with server(reply(VIEW, 202), *EVENTS, reply(VIEW), over(result())) as (url, seen):
-        study, show = asyncio.run(ask(url))
+        async with AsyncClient(url) as client:
+            study = await AsyncPatchStudy(*PROMPTS, client=client, model="m").sweep(
+                hooks=["resid_pre"], progress=show.append
+            )
     assert (study.result, show) == (result(), [START, CELL])
     assert from_json(seen.bodies[0], SweepRequest).hooks == ["resid_pre"]
 
@@ -434,7 +374,7 @@ def test_a_result_of_another_job_kind_is_refused() -> None:
     with (
         server(reply(VIEW), over(None)) as (url, _),
         Client(url) as client,
-        pytest.raises(MidstreamError, match="job_1 is not a sweep"),
+        refuses("job_1 is not a sweep"),
     ):
         client.sweeps.result("job_1")
 
@@ -454,8 +394,8 @@ def test_interrupting_the_wait_cancels_the_sweep() -> None:
     assert caught.value.__notes__ == ["sweep job_1 was cancelled"]
 
 
-def test_cancelling_the_async_sweep_cancels_it_on_the_server() -> None:
-    async def ask(url: str) -> None:
+async def test_cancelling_the_async_sweep_cancels_it_on_the_server() -> None:
+    with server(reply(VIEW, 202), EVENTS[0], reply(VIEW)) as (url, seen):
         async with AsyncClient(url) as client:
             waiting = asyncio.create_task(
                 client.sweep(
@@ -464,9 +404,6 @@ def test_cancelling_the_async_sweep_cancels_it_on_the_server() -> None:
             )
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-
-    with server(reply(VIEW, 202), EVENTS[0], reply(VIEW)) as (url, seen):
-        asyncio.run(ask(url))
     assert "POST /v1/jobs/job_1/cancel" in seen
 
 
@@ -510,18 +447,30 @@ def test_a_study_a_figure_and_a_result_render_in_a_notebook(
     request = SweepRequest(model="m", pairs=[SweepPair(clean="a")])
     study = PatchStudy.of("job_1", request, result(), study._client)
     for drawn in (study._repr_png_(), study.plot()._repr_png_(), notebook.sweep_png(result())):  # type: ignore[attr-defined]
-        assert drawn is not None
-        assert drawn.startswith(b"\x89PNG")
-    page = study._repr_html_()
-    assert page is not None
+        assert (drawn or b"").startswith(b"\x89PNG")
+    page = study._repr_html_() or ""
     assert "data:image/png;base64," in page
     assert "Strongest cells" in page
-    monkeypatch.setattr(
-        figures,
-        "matplotlib",
-        lambda: (_ for _ in ()).throw(MidstreamError("unavailable", "no matplotlib")),
-    )
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert study._repr_png_() is None
-    page = study._repr_html_()
-    assert page is not None
-    assert "background-color" in page, "as the terminal draws it"
+    assert "background-color" in (study._repr_html_() or ""), "as the terminal draws it"
+
+
+def test_a_region_that_cannot_be_zoomed_into_is_refused() -> None:
+    for region, detail in (
+        (Region(columns=["Louvre"]), "0 columns are called 'Louvre'"),
+        (Region(columns=[9]), "no column 9"),
+        (Region(columns=[0]), "no column could be patched"),  # it was skipped
+    ):
+        with refuses(detail, field="columns"):
+            swept().zoom(region)
+    two = pair(
+        labels=["a", "b"],
+        positions=[[3], [3]],
+        sources=[[2], [1]],
+        grids={h: grid(0.9, columns=2) for h in ("pre_attn", "mlp_out")},
+    )
+    study = swept(result(two, skipped=[]))
+    with refuses("position 3 gets rows of both positions 2 and 1"):
+        study.zoom()
+    assert asked_by(study, "zoom", columns=["b"]).pairs[0].alignment == [(1, 3)]

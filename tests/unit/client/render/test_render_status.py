@@ -9,11 +9,10 @@ import pytest
 from http_kit import reply, server
 from rich.console import Console
 
-from midstream import __version__
+from midstream import MidstreamError, __version__
 from midstream.client.render import status as show_status
 from midstream.client.stack.checks import engine_checks, service_checks
 from midstream.client.stack.checks.finding import Finding
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.models import WorkerInfo, WorkerStats
 from midstream.schemas.service.status import (

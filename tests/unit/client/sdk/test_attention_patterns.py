@@ -2,8 +2,8 @@
 command.
 """
 
-import asyncio
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from attention_kit import HEAD, HEADS, KEY_HEADS, KIND, LAYERS, TOKENS, blob, reader, rows
+from cli_kit import Cli
+from refusal_kit import refuses
 from rich.console import Console
 
 from midstream.client.captures import patterns
 from midstream.client.captures.attention import pattern
 from midstream.client.captures.patterns import BEHAVIOURS, Attention, attention_of
-from midstream.client.cli.main import main
 from midstream.client.notebook import rendered
 from midstream.client.render import attention as show
 from midstream.client.render import figures
@@ -29,7 +30,6 @@ from midstream.client.sdk.attention import (
 from midstream.client.sdk.captures import Captures
 from midstream.client.sdk.client import AsyncClient, Client
 from midstream.client.sdk.jobs import Jobs
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import to_numpy
 from midstream.schemas.model.attention import AttentionKind
 from midstream.schemas.prompts.images import ImageSpan
@@ -62,50 +62,46 @@ def test_a_reader_gives_the_patterns_of_its_queries_and_keys() -> None:
     np.testing.assert_array_equal(opened.attention(1, 3, queries=[0, 5]), found[[3]][:, [0, 5]])
 
 
-def test_a_reader_without_what_a_pattern_takes_says_so() -> None:
-    for made, words in (
-        (reader(hooks=("q",)), "layer 0 was not captured at k"),
-        (reader(hooks=("k",)), "layer 0 was not captured at q"),
-        (reader(kinds=()), "does not record how layer 0 attends"),
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"hooks": ("q",)}, "layer 0 was not captured at k"),
+        ({"hooks": ("k",)}, "layer 0 was not captured at q"),
+        ({"kinds": ()}, "does not record how layer 0 attends"),
         (
-            reader(kinds=[replaced(KIND, refused="it is MLA")]),
+            {"kinds": [replaced(KIND, refused="it is MLA")]},
             "layer 0 has no attention pattern: it is MLA",
         ),
         (
-            reader(positions=[3, 4]),
+            {"positions": [3, 4]},
             "the query of position 3 sees keys 0-3, of which 0-2 were not captured",
         ),
         (
-            reader(
-                kinds=[replaced(KIND, text_only=True)],
-                images=[ImageSpan(start=1, stop=3, digest="d")],
-            ),
+            {
+                "kinds": [replaced(KIND, text_only=True)],
+                "images": [ImageSpan(start=1, stop=3, digest="d")],
+            },
             "tokens of an image",
         ),
-    ):
-        with pytest.raises(MidstreamError, match=words):
-            made.attention(0)
-    assert reader(kinds=[replaced(KIND, text_only=True)]).attention(0).shape == (
-        HEADS,
-        len(TOKENS),
-        len(TOKENS),
-    )
+    ],
+)
+def test_a_reader_without_what_a_pattern_takes_says_so(given: dict[str, Any], words: str) -> None:
+    with refuses(words):
+        reader(**given).attention(0)
 
 
 def test_all_layers_leave_out_those_without_a_pattern_and_name_them() -> None:
     kinds = [replaced(KIND, layers=[0]), AttentionKind(layers=[1], refused="it keeps a state")]
     found = attention_of(reader(kinds))
     assert (found.layers, found.absent, len(found.panels)) == ([0], {1: "it keeps a state"}, HEADS)
-    with pytest.raises(MidstreamError, match="layer 1 has no pattern here: it keeps a state"):
+    with refuses("layer 1 has no pattern here: it keeps a state"):
         found[1]
     assert "layer 1 has no pattern: it keeps a state" in printed(found)
-    with pytest.raises(MidstreamError, match="layer 1 has no attention pattern"):
+    with refuses("layer 1 has no attention pattern"):
         attention_of(reader(kinds), [0, 1])
-    with pytest.raises(
-        MidstreamError, match="there is no attention pattern: layer 0: it keeps a state; layer 1"
-    ):
+    with refuses("there is no attention pattern: layer 0: it keeps a state; layer 1"):
         attention_of(reader([AttentionKind(layers=[0, 1], refused="it keeps a state")]))
-    with pytest.raises(MidstreamError, match="layer 2 is out of range"):
+    with refuses("layer 2 is out of range"):
         attention_of(reader(), 2)
 
 
@@ -113,7 +109,7 @@ def test_patterns_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) 
     one = 4 * HEADS * len(TOKENS) ** 2
     monkeypatch.setattr(patterns, "MAX_BYTES", one)
     assert attention_of(reader(), 0).layers == [0]
-    with pytest.raises(MidstreamError, match="the patterns of 2 layers exceed"):
+    with refuses("the patterns of 2 layers exceed"):
         attention_of(reader())
 
 
@@ -155,10 +151,9 @@ def test_a_score_is_the_share_of_attention_on_the_keys_of_its_behaviour(
 def test_a_behaviour_without_keys_in_the_prompt_is_refused() -> None:
     found = attention_of(reader(positions=range(6)), 0)
     assert found.behaviours() == ["previous", "current", "first"]
-    with pytest.raises(MidstreamError, match="no query has a key for 'induction'") as caught:
+    with refuses("no query has a key for 'induction'", allowed="previous, current, first"):
         found.scores("induction")
-    assert caught.value.allowed == "previous, current, first"
-    with pytest.raises(MidstreamError, match="'sideways' is not known"):
+    with refuses("'sideways' is not known"):
         found.scores("sideways")  # type: ignore[arg-type]
 
 
@@ -196,8 +191,7 @@ def test_of_many_heads_the_strongest_are_drawn() -> None:
     found = attention_of(reader())
     assert show.panels_of(found, 8) == found.panels
     few = show.panels_of(found, 3)
-    assert len(few) == 3
-    assert few == sorted(few)
+    assert (len(few), few) == (3, sorted(few))
     assert {
         (each.layer, each.head) for name in BEHAVIOURS[:3] for each in found.scores(name)[:1]
     } <= set(few)
@@ -206,7 +200,9 @@ def test_of_many_heads_the_strongest_are_drawn() -> None:
     assert "3 of 8 heads" in printed(found, best[:3])
 
 
-def test_the_picture_has_a_panel_per_head_with_the_values_in_place(tmp_path: Path) -> None:
+def test_the_picture_has_a_panel_per_head_with_the_values_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = attention_of(reader())
     drawn = found.plot(tmp_path / "out.png", panels=[(0, 1), (1, 3)])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
@@ -217,48 +213,28 @@ def test_the_picture_has_a_panel_per_head_with_the_values_in_place(tmp_path: Pat
     np.testing.assert_array_equal(values[seen], found.of(1, 3)[seen])
     assert np.isnan(values[~seen]).all()
     assert len({axis.images[0].get_clim() for axis in panels}) == 1, "one scale"
-    with pytest.raises(MidstreamError, match="head 9 of layer 0 is not here"):
-        figures.attention_figure(found, panels=[(0, 9)])
-    with pytest.raises(MidstreamError, match="0 panels"):
-        figures.attention_figure(found, panels=[])
-    with pytest.raises(MidstreamError, match="not a figure format"):
-        figures.attention_figure(found, tmp_path / "out.xyz")
-
-
-def test_a_notebook_shows_the_picture_or_the_terminals_maps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = attention_of(reader())
+    for given, words in (
+        ({"panels": [(0, 9)]}, "head 9 of layer 0 is not here"),
+        ({"panels": []}, "0 panels"),
+        ({"path": tmp_path / "out.xyz"}, "not a figure format"),
+    ):
+        with refuses(words):
+            figures.attention_figure(found, **given)  # type: ignore[arg-type]
     assert "data:image/png;base64," in found._repr_html_()
-    monkeypatch.setattr(
-        figures,
-        "matplotlib",
-        lambda: (_ for _ in ()).throw(MidstreamError("unavailable", "no matplotlib")),
-    )
-    assert "What heads attend to" in rendered("attention_html", found)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "What heads attend to" in rendered("attention_html", found), "the terminal's maps"
 
 
-def test_the_command_draws_a_capture_and_gives_its_scores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_draws_a_capture_and_gives_its_scores(cli: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "tag" / "job_a"
     folder.mkdir(parents=True)
     (folder / "tag.p0.pp0.safetensors").write_bytes(blob(requests=1))
-
-    def run(*options: str) -> str:
-        main(["attention", str(folder), *options])
-        return capsys.readouterr().out
-
-    with pytest.raises(SystemExit) as ended:
-        run("--show", "1.2", "--figure", str(tmp_path / "out.png"))
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert "layer 1 head 2" in shown
-    assert "1 of 8 heads" in shown
-    assert (tmp_path / "out.png").exists()
-    with pytest.raises(SystemExit):
-        run("--json", "--layers", "0", "--heads", "1-2")
-    facts = json.loads(capsys.readouterr().out)
+    drawn = tmp_path / "out.png"
+    ended = cli("attention", folder, "--show", "1.2", "--figure", drawn)
+    assert (ended.code, drawn.exists()) == (0, True)
+    assert "layer 1 head 2" in ended.out
+    assert "1 of 8 heads" in ended.out
+    facts = json.loads(cli("attention", folder, "--json", "--layers", "0", "--heads", "1-2").out)
     assert sorted(facts["scores"]) == sorted(BEHAVIOURS)
     assert {(each["layer"], each["head"]) for each in facts["scores"]["induction"]} == {
         (0, 1),
@@ -276,13 +252,9 @@ def test_the_command_draws_a_capture_and_gives_its_scores(
         (["job_x", "--figure", "out.xyz"], "not a figure format"),
     ],
 )
-def test_the_command_refuses_options_by_name(
-    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["attention", *options])
-    assert ended.value.code == 1
-    assert words in capsys.readouterr().err
+def test_the_command_refuses_options_by_name(cli: Cli, options: list[str], words: str) -> None:
+    ended = cli("attention", *options)
+    assert (ended.code, words in ended.err) == (1, True)
 
 
 def test_the_call_captures_queries_and_keys_as_attention_uses_them() -> None:
@@ -320,25 +292,24 @@ def test_a_patch_is_what_the_pattern_makes_of_the_values_in_the_heads_columns() 
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        (np.eye(3), r"head 0 has shape \[3, 3\]"),
+        (np.eye(3), "head 0 has shape [3, 3]"),
         (np.full((13, 13), np.nan), "not finite"),
         (np.eye(13, k=2), "the query at 0 attends to the later key at 2"),
     ],
 )
 def test_a_pattern_that_no_request_could_have_is_refused(pattern: np.ndarray, words: str) -> None:
-    with pytest.raises(MidstreamError, match=words) as caught:
+    with refuses(words, field="patterns"):
         attention_patches(reader(hooks=("q", "v")), {(0, 0): pattern})
-    assert caught.value.field == "patterns"
 
 
 def test_patched_patterns_are_of_heads_there_are_and_of_values_that_stay() -> None:
     ideal = np.eye(13)
-    with pytest.raises(MidstreamError, match="head 4 is out of range"):
+    with refuses("head 4 is out of range"):
         attention_patches(reader(hooks=("q", "v")), {(0, 4): ideal})
     for given in ({}, {(-1, 0): ideal}):
-        with pytest.raises(MidstreamError, match="patterns: names layers"):
+        with refuses("patterns: names layers"):
             by_layer(given, {})
-    with pytest.raises(MidstreamError, match="probes: a probe that steers by its scores"):
+    with refuses("probes: a probe that steers by its scores"):
         by_layer({(1, 0): ideal}, {"probes": ["p", {"probe": "q", "action": "steer"}]})
     assert list(by_layer({(2, 0): ideal, (0, 1): ideal, (2, 3): ideal}, {"probes": "p"})) == [0, 2]
     fields = values_fields(
@@ -367,30 +338,25 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return given
 
 
-def test_both_clients_submit_the_same_jobs_and_give_the_same_patterns(
+async def test_both_clients_submit_the_same_jobs_and_give_the_same_patterns(
     submitted: list[dict[str, Any]],
 ) -> None:
     blocking = Client("http://127.0.0.1:1").readings
     awaiting = AsyncClient("http://127.0.0.1:1").readings
     wanted = {(1, 2): np.eye(len(TOKENS)), (0, 2): np.eye(len(TOKENS))}
     own = {"layers": 0, "positions": "all_prompt", "hook": "attn_out", "source": {"zeros": True}}
-
-    async def both() -> Any:
-        found = await awaiting.attention("a", layers=1, heads="0-1", model="m")
-        return found, await awaiting.patch_attention(
-            "a", wanted, model="m", patch=own, lens={"layers": -1}
-        )
+    patching: dict[str, Any] = {"model": "m", "patch": own, "lens": {"layers": -1}}
 
     found = blocking.attention("a", layers=1, heads="0-1", model="m")
-    job = blocking.patch_attention("a", wanted, model="m", patch=own, lens={"layers": -1})
+    job = blocking.patch_attention("a", wanted, **patching)
     jobs = submitted.copy()
     submitted.clear()
-    found_too, job_too = asyncio.run(both())
+    found_too = await awaiting.attention("a", layers=1, heads="0-1", model="m")
+    assert await awaiting.patch_attention("a", wanted, **patching) == job
     np.testing.assert_array_equal(found[1], found_too[1])
-    assert (found.heads, job, jobs) == ({1: [0, 1]}, job_too, submitted)
+    assert (found.heads, jobs) == ({1: [0, 1]}, submitted)
     _, values, above, patched = jobs
-    assert "lens" not in values
-    assert values["patch"] == own
+    assert ("lens" in values, values["patch"]) == (False, own)
     assert (above["capture"]["hooks"], above["patch"]) == (
         {"q": [1], "v": [1]},
         patched["patch"][: 1 + len(TOKENS)],

@@ -189,13 +189,9 @@ def test_an_iterator_that_is_left_early_closes_its_generator() -> None:
     assert calls.open == 0
 
 
-def test_the_blocking_client_works_inside_a_running_event_loop() -> None:
+async def test_the_blocking_client_works_inside_a_running_event_loop() -> None:
     """As in a notebook, whose cells run in one."""
-
-    async def cell() -> list[int]:
-        return list(counting().count(3))
-
-    assert asyncio.run(cell()) == [0, 2, 4]
+    assert list(counting().count(3)) == [0, 2, 4]
 
 
 def test_a_blocking_call_that_would_suspend_is_refused() -> None:
@@ -211,16 +207,13 @@ def test_a_blocking_call_that_would_suspend_is_refused() -> None:
             attempt()
 
 
-def test_both_clients_send_the_same_request() -> None:
-    async def awaited(url: str) -> None:
-        async with AsyncClient(url, "ms_key") as client:
-            await client.jobs.cancel("job_x")
-
+async def test_both_clients_send_the_same_request() -> None:
     view = JobView(
         id="job_x", kind="generate", model="m", state="cancelled", attempt=1, version=1, created=1.0
     )  # type: ignore[arg-type]
     with server(reply(view)) as (url, requests):
         with Client(url, "ms_key") as client:
             client.jobs.cancel("job_x")
-        asyncio.run(awaited(url))
+        async with AsyncClient(url, "ms_key") as awaiting:
+            await awaiting.jobs.cancel("job_x")
     assert requests[0] == requests[1]

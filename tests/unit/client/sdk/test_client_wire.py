@@ -5,28 +5,31 @@ Against a real HTTP server.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from http_kit import reply, server
+from http_kit import Reply, reply, server
+from refusal_kit import refuses
 
-from midstream import __version__
-from midstream.client import Client, VersionMismatch
+from midstream import (
+    Client,
+    MidstreamError,
+    PatchSource,
+    PatchSpec,
+    VersionMismatch,
+    __version__,
+)
 from midstream.client.sdk import wire
 from midstream.client.sdk.answers import download
-from midstream.schemas.access.keys import KeyId
-from midstream.schemas.base.errors import MidstreamError, invalid
-from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
+from midstream.schemas.base.errors import invalid
 from midstream.schemas.jobs.jobs import JobRequest, JobView, State
-from midstream.schemas.prompts.selectors import HOOKS, INSIDE
-from midstream.schemas.requests.specs import SteeringSpec
+from midstream.schemas.requests.source_runs import RunPage, RunView
+from midstream.schemas.requests.steering import GlobalView, ModulePage, ModuleView
 
 
 def view(state: State = State.QUEUED) -> JobView:
@@ -38,121 +41,99 @@ def view(state: State = State.QUEUED) -> JobView:
 # --- Before a request ---
 
 
-def test_a_numpy_vector_becomes_bytes_of_the_same_values() -> None:
-    vector = np.array([1.5, -2.0, 3.25], dtype=np.float64)
-    (spec,) = wire.pack_steering([{"layers": 3, "vector": vector, "scale": 2.0}])
-    assert spec.vector is not None
-    assert spec.vector.dtype == "float32"
-    np.testing.assert_array_equal(to_numpy(spec.vector), vector.astype(np.float32))
-    assert (spec.layers, spec.scale) == (3, 2.0)
+MODULE = ModuleView(name="joy", model="m", digest="cd" * 32, entries=[], bytes=16, created=1.0)
 
 
-def test_half_precision_stays_half_precision() -> None:
-    (spec,) = wire.pack_steering([{"layers": 0, "vector": np.zeros(4, np.float16)}])
-    assert spec.vector is not None
-    assert spec.vector.dtype == "float16"
+GLOBAL = GlobalView(
+    model="m", version=3, digest="", entries=[], changed=1.0, applied=True, workers=[]
+)
 
 
-def test_a_list_of_numbers_and_a_ready_spec_are_taken_too() -> None:
-    ready = SteeringSpec(layers=1, vector=Tensor(dtype="float32", shape=[1], data=b"\0" * 4))
-    specs = wire.pack_steering([{"layers": 0, "vector": [1, 2]}, ready])
-    assert specs[0].vector is not None
-    assert specs[0].vector.shape == [2]
-    assert specs[1] is ready
+RUN = RunView(name="clean", model="m", job="job_1", tag="t", created=1.0, state="ready")
 
 
-def test_the_matrices_of_a_low_rank_intervention_are_packed_too() -> None:
-    rotation = np.arange(6.0).reshape(2, 3)
-    (spec,) = wire.pack_steering(
-        [
-            {
-                "layers": 0,
-                "op": "lowrank",
-                "rotation": rotation,
-                "weight": rotation.tolist(),
-                "bias": [0.5, 1],
-            }
-        ]
-    )
-    assert spec.rotation == spec.weight == from_numpy(rotation)
-    assert spec.bias == from_numpy(np.array([0.5, 1.0]))
+PAGE = RunPage(runs=[RUN], next="more")
 
 
 @pytest.mark.parametrize(
-    ("fields", "field"),
+    ("call", "answer", "returned", "asked"),
     [
         (
-            {"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": ["x"]}]},
-            "steering[0].vector",
+            lambda c: c.modules.register("joy", {"post_block.3": [1.0]}),
+            MODULE,
+            MODULE,
+            "PUT /v1/steering/modules/joy",
         ),
         (
-            {
-                "model": "m",
-                "prompts": ["a"],
-                "steering": [{"layers": 1, "op": "lowrank", "weight": [[1, 2], [3]]}],
-            },
-            "steering[0].weight",
+            lambda c: c.modules.list(),
+            ModulePage(modules=[MODULE]),
+            [MODULE],
+            "GET /v1/steering/modules",
         ),
         (
-            {
-                "model": "m",
-                "prompts": ["a"],
-                "steering": [{"layers": 1, "vector": [1.0], "strength": float("nan")}],
-            },
-            "steering[0]",
+            lambda c: c.modules.get("joy.v2", model="m"),
+            MODULE,
+            MODULE,
+            "GET /v1/steering/modules/joy.v2?model=m",
+        ),
+        (lambda c: c.modules.delete("joy"), {}, None, "DELETE /v1/steering/modules/joy"),
+        (
+            lambda c: c.global_steering.set([{"module": "joy", "scale": 2}]),
+            GLOBAL,
+            GLOBAL,
+            "PUT /v1/steering/global",
+        ),
+        (lambda c: c.global_steering.get(), GLOBAL, GLOBAL, "GET /v1/steering/global"),
+        (
+            lambda c: c.global_steering.clear(model="m"),
+            GLOBAL,
+            GLOBAL,
+            "DELETE /v1/steering/global?model=m",
         ),
         (
-            {
-                "model": "m",
-                "prompts": ["a"],
-                "steering": [{"layers": 1, "vector": [1.0], "sclae": 2}],
-            },
-            "steering[0].sclae",
+            lambda c: c.source_runs.list("m", limit=3, cursor="c"),
+            PAGE,
+            PAGE,
+            "GET /v1/runs?model=m&limit=3&cursor=c",
         ),
-        ({"model": "m", "prompts": ["a"], "captures": {}}, "captures"),
-        ({"model": "m", "prompts": ["a"], "capture": {"tag": "../up"}}, "capture.tag"),
-        ({"model": "m", "prompts": []}, "prompts"),
-        ({"model": "m", "prompts": ["a"], "sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
+        (lambda c: c.source_runs.get("clean", "m"), RUN, RUN, "GET /v1/runs/clean?model=m"),
+        (lambda c: c.source_runs.delete("a/b"), None, None, "DELETE /v1/runs/a%2Fb"),
     ],
 )
-def test_a_bad_field_is_named_before_anything_is_sent(
-    fields: dict[str, object], field: str
+def test_each_call_is_the_request_that_the_page_says(
+    call: Any, answer: Any, returned: Any, asked: str
 ) -> None:
-    with pytest.raises(MidstreamError) as caught:
-        Client("http://127.0.0.1:1").submit(**fields)
-    assert caught.value.kind == "invalid_request"
-    assert caught.value.field == field
+    with server(reply(answer)) as (url, seen), Client(url) as client:
+        assert call(client) == returned
+    assert seen == [asked]
 
 
-@pytest.mark.parametrize(
-    ("look", "said", "allowed"),
-    [
-        (
-            lambda: wire.pack_steering([{"layers": 0, "vector": [1.0], "op": "clmp"}]),
-            "'clmp'",
-            "replace, lowrank, add, ablate, clamp",
-        ),
-        (lambda: wire.pack_capture({"hook": "foo"}), "'foo'", ", ".join((*HOOKS, *INSIDE))),
-        (
-            lambda: wire.checked("nope", KeyId, "id"),
-            "id: does not match the pattern [0-9a-z]{12}",
-            None,
-        ),
-    ],
-)
-def test_a_wrong_name_is_refused_with_what_would_be_right(
-    look: Callable[[], object], said: str, allowed: str | None
-) -> None:
-    with pytest.raises(MidstreamError) as caught:
-        look()
-    assert said in str(caught.value)
-    assert caught.value.allowed == allowed
+# field case 40
+@pytest.mark.parametrize("name", ["", "..", "../jobs", "a/b", "joy\n", "x" * 129])
+def test_invalid_names_cannot_change_the_request_path(name: str) -> None:
+    client = Client("http://127.0.0.1:1")
+    for ask in (
+        client.modules.get,
+        client.modules.delete,
+        lambda name: client.modules.register(name, {"post_block.3": [1.0]}),
+    ):
+        with refuses(field="name", kind="invalid_request"):
+            ask(name)
 
 
-def test_one_prompt_may_be_given_as_text() -> None:
-    assert wire.job_request(None, {"model": "m", "prompts": "hello"}) == JobRequest(
-        model="m", prompts=["hello"]
+def test_patches_go_with_jobs_completions_and_chats() -> None:
+    patch = [{"layers": 3, "positions": [5], "source": "clean"}]
+    spec = PatchSpec(layers=3, positions=[5], source=PatchSource(run="clean"))
+    assert wire.job_request(None, {"model": "m", "prompts": "x", "patch": patch}) == JobRequest(
+        model="m", prompts=["x"], patch=[spec]
     )
+    answer = {"choices": [{"index": 0, "text": "y", "finish_reason": "length"}]}
+    with server(reply(answer)) as (url, seen), Client(url) as client:
+        client.completion("m", "x", patch=patch)
+        client.chat("m", [{"role": "user", "content": "x"}], patch=patch)
+    of_completion, of_chat = (json.loads(body)["patch"] for body in seen.bodies)
+    assert msgspec.convert(of_completion, list[PatchSpec]) == [spec]
+    assert of_chat == of_completion
 
 
 def test_ids_are_escaped_in_request_paths() -> None:
@@ -165,41 +146,47 @@ def test_ids_are_escaped_in_request_paths() -> None:
 # --- After it ---
 
 
-def test_a_problem_document_becomes_an_error_with_kind_field_and_advice() -> None:
-    problem = invalid("capture.layers", "layer 99 is out of range", allowed="0 to 29").problem(
-        "/v1/jobs"
-    )
-    with server(reply(problem, 400)) as (url, _), pytest.raises(MidstreamError) as caught:
-        Client(url).jobs.get("job_x")
-    error = caught.value
-    assert (error.kind, error.field, error.detail, error.allowed) == (
-        "invalid_request",
-        "capture.layers",
-        "layer 99 is out of range",
-        "0 to 29",
-    )
+@pytest.mark.parametrize(
+    ("ask", "error"),
+    [
+        (
+            lambda client: client.jobs.get("job_x"),
+            invalid("capture.layers", "layer 99 is out of range", allowed="0 to 29"),
+        ),
+        (  # field case 39
+            lambda client: client.result("job_x"),
+            MidstreamError("capture_failed", "rank 1: no space left on device"),
+        ),
+    ],
+)
+def test_a_problem_document_becomes_an_error_with_kind_field_and_advice(
+    ask: Any, error: MidstreamError
+) -> None:
+    with (
+        server(reply(error.problem(), error.status)) as (url, _),
+        refuses(kind=error.kind, field=error.field, detail=error.detail, allowed=error.allowed),
+    ):
+        ask(Client(url))
 
 
 # field case 43
-def test_an_answer_that_cannot_be_read_names_both_versions() -> None:
-    stranger = {**json.loads(wire.to_json(view())), "moon_phase": 3}
+@pytest.mark.parametrize(
+    ("answer", "status", "words"),
+    [
+        ({**json.loads(wire.to_json(view())), "moon_phase": 3}, 200, ""),
+        (invalid("capture.hook", "unknown field").problem(), 400, "capture.hook"),
+    ],
+)
+def test_what_another_version_does_not_know_names_both_versions(
+    answer: Any, status: int, words: str
+) -> None:
     with (
-        server(reply(stranger, version="9.9.9")) as (url, _),
+        server(reply(answer, status, version="9.9.9")) as (url, _),
         pytest.raises(VersionMismatch) as caught,
     ):
         Client(url).jobs.get("job_x")
-    assert __version__ in str(caught.value)
-    assert "9.9.9" in str(caught.value)
-
-
-# field case 43
-def test_a_field_that_another_version_does_not_know_names_both_versions() -> None:
-    problem = invalid("capture.hook", "unknown field").problem()
-    with (
-        server(reply(problem, 400, version="0.0.1")) as (url, _),
-        pytest.raises(VersionMismatch, match=r"0\.0\.1.*capture\.hook"),
-    ):
-        Client(url).jobs.get("job_x")
+    for word in (__version__, "9.9.9", words):
+        assert word in str(caught.value)
 
 
 # field case 43
@@ -211,29 +198,9 @@ def test_another_version_that_is_understood_is_no_error() -> None:
 def test_a_server_that_is_not_midstream_is_reported() -> None:
     with (
         server((404, {"content-type": "text/html"}, b"<html>nginx</html>")) as (url, _),
-        pytest.raises(MidstreamError, match="is not Midstream"),
+        refuses("is not Midstream"),
     ):
         Client(url).jobs.get("job_x")
-
-
-def test_an_unreachable_server_is_named_with_its_address() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    with pytest.raises(MidstreamError, match=url) as caught:
-        Client(url).jobs.get("job_x")
-    assert caught.value.kind == "unavailable"
-
-
-# field case 39
-def test_a_failed_result_is_raised_and_never_returned() -> None:
-    problem = MidstreamError("capture_failed", "rank 1: no space left on device").problem()
-    with (
-        server(reply(problem, 500)) as (url, _),
-        pytest.raises(MidstreamError, match="no space left") as caught,
-    ):
-        Client(url).result("job_x")
-    assert caught.value.kind == "capture_failed"
 
 
 def test_waiting_survives_an_api_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +233,7 @@ def test_waiting_for_an_unknown_job_fails_immediately() -> None:
             url,
             seen,
         ),
-        pytest.raises(MidstreamError),
+        refuses(),
     ):
         Client(url).wait("job_x", timeout=60)
     assert len(seen) == 1
@@ -293,7 +260,7 @@ def test_a_stream_that_the_server_ends_with_a_problem_raises_it() -> None:
     with server((200, {"content-type": "text/event-stream"}, told)) as (url, _):
         events = Client(url).jobs.events("job_x")
         assert next(events).event == "state"
-        with pytest.raises(MidstreamError, match="the key was revoked") as caught:
+        with refuses("the key was revoked") as caught:
             next(events)
     assert (caught.value.kind, caught.value.field) == ("unauthorized", "Authorization")
 
@@ -342,11 +309,10 @@ def test_an_incomplete_capture_is_refused_with_its_status_unless_allowed(
         files=[promised("tag.p0000.pp0.safetensors", b"x")],
         detail="rank 1 is silent",
     )
-    with pytest.raises(MidstreamError, match=rf"status {status} \(rank 1 is silent\)") as caught:
+    with refuses(match=rf"status {status} \(rank 1 is silent\)", kind=kind):
         download.check(manifest, "job_x", partial=False)
-    assert caught.value.kind == kind
     download.check(manifest, "job_x", partial=True)
-    with pytest.raises(MidstreamError, match="no capture files"):
+    with refuses("no capture files"):
         download.check(wire.Manifest(status=status), "job_x", partial=True)
 
 
@@ -358,7 +324,7 @@ def promised(name: str, content: bytes) -> wire.ManifestFile:
 
 def test_a_download_with_a_wrong_checksum_is_discarded(tmp_path: Path) -> None:
     file = promised("tag.p0000.pp0.safetensors", b"right")
-    with pytest.raises(MidstreamError, match="CRC32"):
+    with refuses("CRC32"):
         download.save(tmp_path, "job_x", file, [b"wro", b"ng"])
     assert list(tmp_path.iterdir()) == []
 
@@ -390,21 +356,22 @@ def test_unreadable_or_foreign_files_are_not_read_in_place(
 # field case 40
 @pytest.mark.parametrize("name", ["..", "../../.bashrc", "notes.txt", ".safetensors"])
 def test_a_server_cannot_choose_where_a_download_goes(tmp_path: Path, name: str) -> None:
-    with pytest.raises(MidstreamError, match="not a capture file's name"):
+    with refuses("not a capture file's name"):
         download.save(tmp_path, "job_x", promised(name, b"x"), [b"x"])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_importing_the_client_loads_nothing_heavy() -> None:
     code = (
-        "import sys, midstream.client as c; c.Client, c.AsyncClient, c.CaptureReader; "
-        "import midstream.client.cli.main; print(*sys.modules)"
+        "import sys, midstream as m; m.Client('http://127.0.0.1:1'), m.AsyncClient;"
+        "m.CaptureReader, m.PatchStudy; import midstream.client.cli.main; print(*sys.modules)"
     )
     loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/"
     ).stdout.split()
-    heavy = {"torch", "vllm", "celery", "litestar", "transformers", "redis", "zmq"} & set(loaded)
-    assert heavy == set()
+    servers = {"torch", "vllm", "celery", "litestar", "transformers", "redis", "zmq"}
+    drawing = {"pandas", "xarray", "plotly", "matplotlib"}
+    assert (servers | drawing) & set(loaded) == set()
 
 
 def test_a_submission_without_a_model_takes_the_only_one_that_is_served() -> None:
@@ -412,12 +379,47 @@ def test_a_submission_without_a_model_takes_the_only_one_that_is_served() -> Non
         assert Client(url).submit(prompts=["a"]).id == "job_x"
     assert [line.split()[:2] for line in seen] == [["GET", "/v1/models"], ["POST", "/v1/jobs"]]
     assert json.loads(seen.bodies[-1])["model"] == "m"
-
-
-def test_a_submission_without_a_model_lists_those_that_are_served() -> None:
     with (
         server(reply({"data": [{"id": "m"}, {"id": "n"}]})) as (url, _),
-        pytest.raises(MidstreamError) as caught,
+        refuses("several models are served", field="model", allowed="m, n"),
     ):
         Client(url).submit(prompts=["a"])
-    assert (caught.value.field, caught.value.allowed) == ("model", "m, n")
+
+
+CONTENT = b"rows of a capture"
+
+
+def linked(link: str | None) -> wire.ManifestFile:
+    return msgspec.structs.replace(promised("t.p0000.pp0.safetensors", CONTENT), link=link)
+
+
+def test_a_file_is_taken_from_the_store_by_its_link(tmp_path: Path) -> None:
+    with server((200, {}, CONTENT)) as (url, seen):
+        path = download.from_link(tmp_path, "job_x", linked(f"{url}/bucket/p?X-Amz-Signature=1"))
+    assert path is not None
+    assert path.read_bytes() == CONTENT
+    assert seen == ["GET /bucket/p?X-Amz-Signature=1"]
+    assert seen.authorizations == [None], "the key is the API's"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (403, {}, b"expired"),
+        (200, {}, b"other bytes"),
+        (200, {}, b""),
+        (302, {"location": "/x"}, b""),
+    ],
+)
+def test_a_link_that_does_not_work_is_left_to_the_api(tmp_path: Path, answer: Reply) -> None:
+    with server(answer) as (url, _):
+        assert download.from_link(tmp_path, "job_x", linked(f"{url}/bucket/p")) is None
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("link", [None, "http://127.0.0.1:1/p", "nonsense", "file:///etc/passwd"])
+def test_no_server_behind_a_link_is_no_error(tmp_path: Path, link: str | None) -> None:
+    assert download.from_link(tmp_path, "job_x", linked(link)) is None
+    # a bucket is not opened for want of credentials that are the server's
+    bucket = wire.Manifest("ok", [linked(link)], "s3://bucket/prefix")
+    assert download.in_place(bucket, "job_x") == []

@@ -3,20 +3,42 @@
 Against a real HTTP server with invented jobs.
 """
 
-import asyncio
 import itertools
+import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from map_kit import Jobs, serving
+from refusal_kit import refuses
 
 from midstream import AsyncClient, Client, Mapped, MidstreamError
+from midstream.client.sdk import wire
+from midstream.client.sdk.mapping import key as map_key
 from midstream.client.sdk.mapping import map as mapping
 from midstream.client.sdk.mapping.cache import MapCache
+from midstream.client.sdk.mapping.map import sliced
+from midstream.schemas.artifacts.loras import LoraUse
+from midstream.schemas.artifacts.probes import ProbeResult
 from midstream.schemas.base.errors import Problem, invalid
+from midstream.schemas.jobs.jobs import (
+    CaptureResults,
+    ConsumerReport,
+    Determinism,
+    FileEntry,
+    JobResult,
+    JobView,
+    Output,
+    RankReport,
+    StageReport,
+    State,
+)
+from midstream.schemas.readings.features import FeaturesReading
+from midstream.schemas.readings.installed import ReaderReading
+from midstream.schemas.readings.lens import LensReading
 
 
 def mapped(jobs: Jobs, prompts: Any, **options: Any) -> list[Mapped]:
@@ -65,15 +87,11 @@ def test_results_may_come_as_they_are_complete() -> None:
         assert (sorted(first), [item.index for item in items]) == ([1, 2, 3, 4, 5], [0])
 
 
-def test_the_awaiting_client_maps_too() -> None:
-    async def run(url: str) -> list[str]:
-        async with AsyncClient(url) as client:
-            return [
-                item.text async for item in client.map(["a", "b", "c"], model="m", job_prompts=2)
-            ]
-
+async def test_the_awaiting_client_maps_too() -> None:
     with serving(Jobs()) as url:
-        assert asyncio.run(run(url)) == ["<a>", "<b>", "<c>"]
+        async with AsyncClient(url) as client:
+            items = client.map(["a", "b", "c"], model="m", job_prompts=2)
+            assert [item.text async for item in items] == ["<a>", "<b>", "<c>"]
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -136,16 +154,38 @@ def test_long_prompts_are_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
 # --- Refusals and failures ---
 
 
-def test_a_refusal_that_passes_is_repeated_when_the_server_says() -> None:
+def test_a_refusal_that_passes_is_repeated_when_the_server_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "PAUSE_S", 0.01)
     full = MidstreamError("too_many_jobs", "full")
     jobs = Jobs(refusals=[(full, 0), (full, 1), (MidstreamError("overloaded", "full"), None)])
     assert texts(mapped(jobs, ["a", "b"], job_prompts=1)) == ["<a>", "<b>"]
     assert jobs.submitted == 5
 
 
+@pytest.mark.parametrize(
+    ("changed", "cached"),
+    [
+        ({"max_tokens": 5}, False),
+        ({"sampling": {"seed": 3}}, False),
+        ({"steering": [{"layers": 1, "vector": [1.0]}]}, False),
+        ({"capture": {"layers": 1}}, False),
+        ({"lens": {"layers": 1}}, False),
+        ({"priority": "low", "expires_in": 60, "metadata": {"run": "2"}, "job_prompts": 7}, True),
+    ],
+)
+def test_the_key_covers_every_field_but_how_jobs_are_handled(
+    tmp_path: Path, changed: dict[str, Any], cached: bool
+) -> None:
+    mapped(Jobs(), ["a"], cache=tmp_path / "cache")
+    (item,) = mapped(Jobs(), ["a"], cache=tmp_path / "cache", **changed)
+    assert item.cached is cached
+
+
 def test_a_refusal_that_lasts_is_raised() -> None:
     jobs = Jobs(refusals=[(MidstreamError("too_many_jobs", "full"), 0)] * 50)
-    with pytest.raises(MidstreamError, match="full"):
+    with refuses("full"):
         mapped(jobs, ["a"], patience=0.0)
 
 
@@ -162,7 +202,7 @@ def test_a_job_that_failed_for_no_fault_of_its_own_is_submitted_again() -> None:
     jobs = Jobs(failures=[failed("worker_lost"), failed("engine_failed")])
     assert texts(mapped(jobs, ["a", "b"])) == ["<a>", "<b>"]
     assert len(jobs.jobs) == 3
-    with pytest.raises(MidstreamError, match="it failed") as caught:
+    with refuses("it failed") as caught:
         mapped(jobs := Jobs(failures=[failed("worker_lost")] * 9), ["a", "b"], attempts=2)
     assert "prompts 0 to 1" in str(caught.value.__notes__)
     assert len(jobs.jobs) == 2
@@ -171,15 +211,14 @@ def test_a_job_that_failed_for_no_fault_of_its_own_is_submitted_again() -> None:
 def test_an_error_names_the_prompt_by_its_place_in_the_input() -> None:
     jobs = Jobs(refusals=[(invalid("prompts[1]", "is too long"), None)])
     prompts = [f"p{number}" for number in range(6)]
-    with pytest.raises(MidstreamError) as caught:
+    with refuses(field="prompts[1]") as caught:
         mapped(jobs, prompts, job_prompts=2)
-    assert caught.value.field == "prompts[1]"
     jobs = Jobs(failures=[])
     with serving(jobs) as url, Client(url) as client:
         items = client.map(prompts, model="m", job_prompts=2, in_flight=1, progress=False)
         next(items)
         jobs.refusals.append((invalid("prompts[1].text", "is too long"), None))
-        with pytest.raises(MidstreamError) as caught:
+        with refuses() as caught:
             list(items)
     assert caught.value.field == "prompts[5].text"
 
@@ -203,7 +242,7 @@ def test_bad_arguments_are_named_before_anything_is_sent(
     prompts: Any, options: dict[str, Any], field: str
 ) -> None:
     jobs = Jobs()
-    with pytest.raises(MidstreamError) as caught:
+    with refuses() as caught:
         mapped(jobs, prompts, **options)
     assert (caught.value.field, jobs.submitted) == (field, 0)
 
@@ -233,38 +272,6 @@ def test_equal_prompts_share_one_result(tmp_path: Path) -> None:
     assert jobs.computed["c"] == 2  # without a cache they are separate requests
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"max_tokens": 5},
-        {"sampling": {"seed": 3}},
-        {"steering": [{"layers": 1, "vector": [1.0]}]},
-        {"capture": {"layers": 1}},
-        {"lens": {"layers": 1}},
-    ],
-)
-def test_the_key_covers_every_field_of_the_request(tmp_path: Path, changed: dict[str, Any]) -> None:
-    jobs = Jobs()
-    mapped(jobs, ["a"], cache=tmp_path / "cache")
-    (item,) = mapped(jobs, ["a"], cache=tmp_path / "cache", **changed)
-    assert not item.cached
-
-
-def test_the_key_does_not_cover_how_jobs_are_handled(tmp_path: Path) -> None:
-    jobs = Jobs()
-    mapped(jobs, ["a"], cache=tmp_path / "cache")
-    (item,) = mapped(
-        jobs,
-        ["a"],
-        cache=tmp_path / "cache",
-        priority="low",
-        expires_in=60,
-        metadata={"run": "2"},
-        job_prompts=7,
-    )
-    assert item.cached
-
-
 @pytest.mark.parametrize("changed", [{"identity": "other"}, {"steering": "other"}])
 def test_the_key_covers_the_model_and_global_steering(
     tmp_path: Path, changed: dict[str, str]
@@ -275,13 +282,11 @@ def test_the_key_covers_the_model_and_global_steering(
 
 
 def test_a_module_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
-    steering = [{"module": "joy"}]
-    (item,) = mapped(
-        Jobs(modules={"joy": "first"}), ["a"], cache=tmp_path / "cache", steering=steering
-    )
+    options: dict[str, Any] = {"cache": tmp_path / "cache", "steering": [{"module": "joy"}]}
+    (item,) = mapped(Jobs(modules={"joy": "first"}), ["a"], **options)
     assert item.text == "<a>"
-    with pytest.raises(MidstreamError, match="joy"):
-        mapped(Jobs(modules={"joy": "second"}), ["b"], cache=tmp_path / "cache", steering=steering)
+    with refuses("joy"):
+        mapped(Jobs(modules={"joy": "second"}), ["b"], **options)
 
 
 def test_jobs_of_a_run_that_was_left_are_found_again(tmp_path: Path) -> None:
@@ -306,7 +311,7 @@ def test_jobs_of_a_run_that_was_left_are_found_again(tmp_path: Path) -> None:
 
 def test_a_job_of_a_former_run_that_failed_is_submitted_anew(tmp_path: Path) -> None:
     jobs = Jobs(failures=[failed("capture_failed")])
-    with pytest.raises(MidstreamError, match="it failed"):
+    with refuses("it failed"):
         mapped(jobs, ["a"], cache=tmp_path / "cache")
     assert texts(mapped(jobs, ["a"], cache=tmp_path / "cache")) == ["<a>"]
 
@@ -331,19 +336,21 @@ def test_a_hostile_job_id_does_not_leave_the_cache(tmp_path: Path) -> None:
     assert outside == set()
 
 
-def test_another_file_in_the_place_of_the_cache_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "results.sqlite").write_bytes(b"something else" * 100)
-    with pytest.raises(MidstreamError, match="not a database"):
-        mapped(Jobs(), ["a"], cache=tmp_path)
-    with sqlite3.connect(tmp_path / "other.sqlite") as db:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("text", "not a database"), ("newer", "format 9"), ("file", "cannot be used")],
+)
+def test_another_file_in_the_place_of_the_cache_is_refused(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    for folder in ("text", "newer"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "text" / "results.sqlite").write_bytes(b"something else" * 100)
+    with sqlite3.connect(tmp_path / "newer" / "results.sqlite") as db:
         db.execute("PRAGMA user_version = 9")
-    (tmp_path / "newer").mkdir()
-    (tmp_path / "other.sqlite").rename(tmp_path / "newer" / "results.sqlite")
-    with pytest.raises(MidstreamError, match="format 9"):
-        mapped(Jobs(), ["a"], cache=tmp_path / "newer")
     (tmp_path / "file").write_text("")
-    with pytest.raises(MidstreamError, match="cannot be used"):
-        mapped(Jobs(), ["a"], cache=tmp_path / "file")
+    with refuses(words):
+        mapped(Jobs(), ["a"], cache=tmp_path / name)
 
 
 def test_a_result_that_cannot_be_read_is_computed_again(tmp_path: Path) -> None:
@@ -352,3 +359,253 @@ def test_a_result_that_cannot_be_read_is_computed_again(tmp_path: Path) -> None:
         db.execute("UPDATE results SET value = 'x'")
     (item,) = mapped(Jobs(), ["a"], cache=tmp_path)
     assert not item.cached
+
+
+# --- Map parts ---
+
+
+def lens(prompt: int) -> LensReading:
+    return LensReading(
+        request=prompt,
+        hook="post_block",
+        layers=[0],
+        positions=[0],
+        token_ids=[1],
+        top_tokens=[[[1]]],
+        top_logprobs=[[[0.0]]],
+    )
+
+
+def features(prompt: int, sae: str) -> FeaturesReading:
+    rows: dict[str, list[Any]] = {
+        "positions": [],
+        "token_ids": [],
+        "features": [],
+        "activations": [],
+        "active": [],
+        "errors": [],
+    }
+    return FeaturesReading(
+        request=prompt, sae=sae, digest=f"of {sae}", hook="post_block", layer=0, **rows
+    )
+
+
+def reading(prompt: int, name: str) -> ReaderReading:
+    return ReaderReading(
+        request=prompt, name=name, package="p", version="1", digest="d", options={}, parts=[]
+    )
+
+
+def result(prompts: int) -> JobResult:
+    """Everything that a job reports by prompt; two autoencoders, readers and files for each
+    prompt.
+    """
+    every = range(prompts)
+    place = {"rank": 0, "pp": 0, "crc32": 0, "sites": {}, "positions": 1}
+    files = [
+        FileEntry(path=f"{n}-{k}", request=n, bytes=10 + n, rows=1 + n, **place)
+        for n in every
+        for k in range(2)
+    ]  # type: ignore[arg-type]
+    reports = [
+        RankReport(
+            rank=0, tp=0, request=n, step=n, checksum="0" * 16, actions=1, applied=1, status="ok"
+        )
+        for n in every
+    ]
+    return JobResult(
+        id="job_1",
+        model="m",
+        state=State.SUCCEEDED,
+        outputs=[
+            Output(index=n, text=f"t{n}", token_ids=[n], finish_reason="length", prompt_tokens=1)
+            for n in every
+        ],
+        capture_results=CaptureResults(
+            status="ok",
+            job="job_1",
+            files=files,
+            consumers=[ConsumerReport(name="files", request=n, pp=0, ok=True) for n in every],
+            bytes=sum(file.bytes for file in files),
+            rows=sum(file.rows for file in files),
+        ),
+        determinism=Determinism(
+            consistent=True, stages=[StageReport(pp=0, consistent=True, ranks=reports)]
+        ),
+        attempt=1,
+        lora=LoraUse("french", "of french"),
+        lens=[lens(n) for n in every],
+        features=[features(n, sae) for n in every for sae in ("first", "second")],
+        probes=[
+            ProbeResult(request=n, probe="lies", digest="of lies", scores={}, positions=1)
+            for n in every
+        ],
+        readers=[reading(n, name) for n in every for name in ("first", "second")],
+    )
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_prompts_share_is_what_the_job_reports_of_it(number: int) -> None:
+    part = sliced(result(3), number, 3)
+    captures, determinism = part.capture_results, part.determinism
+    assert determinism is not None
+    assert [output.text for output in part.outputs] == [f"t{number}"]
+    assert [file.path for file in captures.files] == [f"{number}-0", f"{number}-1"]
+    assert (captures.bytes, captures.rows) == (2 * (10 + number), 2 * (1 + number))
+    assert [report.request for report in captures.consumers] == [number]
+    assert [report.request for stage in determinism.stages for report in stage.ranks] == [number]
+    assert [(each.request, each.sae) for each in part.features or []] == [
+        (number, "first"),
+        (number, "second"),
+    ]
+    assert [each.request for each in part.lens or []] == [number]
+    assert [each.request for each in part.probes] == [number]
+    assert [(each.request, each.name) for each in part.readers or []] == [
+        (number, "first"),
+        (number, "second"),
+    ]
+
+
+def test_what_a_request_names_is_what_jobs_say_that_they_used() -> None:
+    request = wire.job_request(
+        None,
+        {
+            "model": "m",
+            "prompts": ["-"],
+            "steering": [
+                {"module": "joy"},
+                {"sae": "first", "feature": 3, "op": "clamp", "value": 1.0},
+            ],
+            "patch": [
+                {"layers": 1, "positions": [0], "source": {"run": "clean"}},
+                {"layers": 1, "positions": [1], "source": {"module": "row"}},
+            ],
+            "features": [{"sae": "second"}],
+            "probes": ["lies", {"probe": "doubt", "module": "calm"}],
+            "lens": {"layers": 1, "tuned": "lens"},
+            "lora": "french",
+        },
+    )
+    kinds = {
+        "module": ["calm", "joy", "row"],
+        "sae": ["first", "second"],
+        "run": ["clean"],
+        "probe": ["doubt", "lies"],
+    }
+    kinds |= {"tuned": ["lens"], "lora": ["french"]}
+    assert sorted(map_key.named(request)) == sorted(
+        (kind, name) for kind, names in kinds.items() for name in names
+    )
+
+
+def a_view(**changes: Any) -> JobView:
+    """Of a job that used a module, a tuned lens and an autoencoder, and was watched."""
+    fields: dict[str, Any] = {
+        "id": "job_1",
+        "kind": "generate",
+        "model": "m",
+        "state": State.SUCCEEDED,
+        "attempt": 1,
+        "version": 1,
+        "created": 1.0,
+        "modules": {"joy": "of joy"},
+        "contents": {
+            "sae/first": "of first",
+            "tuned/lens": "of lens",
+            "policy/guard": "of guard",
+        },
+        "identity": "a",
+        "global_version": 3,
+    }
+    return JobView(**fields | changes)
+
+
+NAMES = {
+    ("module", "joy"): "of joy",
+    ("sae", "first"): "of first",
+    ("tuned", "lens"): "of lens",
+    ("policy", "guard"): "of guard",
+}
+
+
+def test_a_job_that_used_what_was_planned_is_accepted() -> None:
+    map_key.check(a_view(), "a", NAMES, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"identity": "b"}, "the model 'm'"),
+        ({"identity": ""}, "the model 'm'"),
+        ({"modules": {"joy": "another"}}, "module 'joy'"),
+        ({"modules": {}}, "module 'joy'"),
+        ({"runs": {"clean": "job_0"}}, "run 'clean'"),
+        ({"contents": {}}, "policy 'guard'"),
+        ({"contents": a_view().contents | {"tuned/lens": "another"}}, "tuned 'lens'"),
+        ({"contents": a_view().contents | {"policy/guard": "another"}}, "policy 'guard'"),
+        ({"contents": a_view().contents | {"policy/new": "of new"}}, "policy 'new'"),
+        ({"global_version": 4}, "global steering"),
+        ({"global_version": 0}, "global steering"),
+        ({"global_version": None}, "global steering"),
+    ],
+)
+def test_a_job_that_used_or_reports_anything_else_is_a_conflict(
+    changes: dict[str, Any], named: str
+) -> None:
+    with refuses(match=f"^{named} was changed", kind="conflict"):
+        map_key.check(a_view(**changes), "a", NAMES, 3)
+
+
+@pytest.mark.parametrize("card", [{}, {"identity": ""}, {"identity": None}])
+def test_a_service_that_reports_no_identity_is_not_mapped_over(card: dict[str, Any]) -> None:
+    with refuses("reports no identity"):
+        map_key.identity(card)
+
+
+def test_the_key_covers_the_content_that_names_stand_for() -> None:
+    request = wire.job_request(
+        None, {"model": "m", "prompts": ["-"], "steering": [{"module": "joy"}]}
+    )
+    keys = {
+        map_key.base(request, identity, {("module", "joy"): digest}, "")
+        for digest in ("first", "second")
+        for identity in "ab"
+    }
+    assert len(keys) == 4
+
+
+def test_a_job_of_another_attempt_is_another_job() -> None:
+    assert len({map_key.of_job(b"base", ["a", "b"], attempt) for attempt in range(3)}) == 3
+    assert map_key.of_job(b"base", ["a", "b"]) != map_key.of_job(b"base", ["b", "a"])
+
+
+def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    MapCache(tmp_path).close()
+    days = {"old": 2.0, "new": 0.0}
+    for name, age in days.items():
+        folder = tmp_path / "captures" / f".part-{name}"
+        folder.mkdir()
+        os.utime(folder, (time.time() - age * 24 * 3600,) * 2)
+    kept = tmp_path / "captures" / ("a" * 64)
+    kept.mkdir()
+    os.utime(kept, (0, 0))
+    MapCache(tmp_path).close()
+    assert {path.name for path in (tmp_path / "captures").iterdir()} == {".part-new", kept.name}
+
+
+def test_more_keys_than_one_query_takes_are_found(tmp_path: Path) -> None:
+    cache = MapCache(tmp_path)
+    keys = [f"{number:064x}" for number in range(1203)]
+    cache.store(dict.fromkeys(keys, result(1)), None)
+    assert cache.load([*keys, "f" * 64], rows=False).keys() == set(keys)
+    assert cache.load(keys, rows=True) == {}
+    cache.close()
+
+
+def test_a_name_in_the_file_that_is_no_digest_is_no_folder(tmp_path: Path) -> None:
+    cache = MapCache(tmp_path)
+    (tmp_path / "captures" / "elsewhere").mkdir()
+    cache.store({"a" * 64: result(1)}, tmp_path / "captures" / "elsewhere")
+    assert cache.load(["a" * 64], rows=False)["a" * 64][1] is None
+    assert cache.load(["a" * 64], rows=True) == {}
+    cache.close()

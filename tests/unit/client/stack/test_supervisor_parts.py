@@ -11,25 +11,60 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from refusal_kit import refuses
 
 from midstream.client.sdk.discovery import STATE_FILE
 from midstream.client.stack import processes, supervisor
 from midstream.client.stack.processes import Child, birth, end_leftover, members, wait_for
 from midstream.client.stack.supervisor import Supervisor, child_environment, prepare
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings, SettingsError, load_settings
 
 
 def child(
     tmp_path: Path, code: str, stop_timeout_s: float = 5.0, longest_pause_s: float = 4.0
 ) -> Child:
+    """A part that is a shell, which starts faster than Python."""
     log = tmp_path / "logs" / "part.log"
-    return Child(
-        "part", [sys.executable, "-c", code], dict(os.environ), log, stop_timeout_s, longest_pause_s
+    return Child("part", ["sh", "-c", code], dict(os.environ), log, stop_timeout_s, longest_pause_s)
+
+
+def test_a_secret_goes_to_the_child_alone_that_needs_it_and_is_not_shown(tmp_path: Path) -> None:
+    given = Settings(data_dir=str(tmp_path), admin_key="a", flower_auth="u:p")
+    stack = Supervisor(given)
+    found = {
+        name: stack._environment(name) for name in ("api", "worker", "relay", "callbacks", "flower")
+    }
+    for secret, needs in (("ADMIN_KEY", "api"), ("FLOWER_AUTH", "flower")):
+        told = [name for name in found if f"MIDSTREAM_{secret}" in found[name]]
+        assert told == [needs]
+    redis = {"redis_url": "redis://10.0.0.7:6379/0", "redis_password": "hunter2"}
+    line = Supervisor(load_settings({}, data_dir=str(tmp_path), **redis)).ready_line()
+    assert "redis redis://:***@10.0.0.7:6379/0" in line
+    assert "hunter2" not in line
+
+
+def test_models_in_folders_are_checked_made_absolute_and_need_no_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "head").mkdir()
+    fake = Settings(engine="fake", draft_model="./head", api_port=0, flower_port=0)
+    for settings, words in (
+        (Settings(model=str(tmp_path)), r"model=.*config\.json"),
+        (fake, r"draft_model='\./head': no checkpoint found"),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            prepare(settings, tmp_path, print)
+    (tmp_path / "head" / "config.json").write_text("{}")
+    assert prepare(fake, tmp_path, print).draft_model == str(tmp_path / "head")
+    assert child_environment(Settings(model=str(tmp_path)))["HF_HUB_OFFLINE"] == "1"
+    there = Settings(model=str(tmp_path), draft_model="org/head")
+    assert child_environment(there).get("HF_HUB_OFFLINE") == os.environ.get("HF_HUB_OFFLINE"), (
+        "the hub has the head"
     )
 
 
@@ -74,34 +109,26 @@ def test_settings_reach_a_child_as_they_are(
     assert environment["PATH"] == os.environ["PATH"]
 
 
-def test_a_secret_goes_to_the_child_alone_that_needs_it(tmp_path: Path) -> None:
-    stack = Supervisor(Settings(data_dir=str(tmp_path), admin_key="a", flower_auth="u:p"))
-    found = {
-        name: stack._environment(name) for name in ("api", "worker", "relay", "callbacks", "flower")
-    }
-    assert [
-        name for name, environment in found.items() if "MIDSTREAM_ADMIN_KEY" in environment
-    ] == ["api"]
-    assert [
-        name for name, environment in found.items() if "MIDSTREAM_FLOWER_AUTH" in environment
-    ] == ["flower"]
+Sleeping = Callable[..., "subprocess.Popen[bytes]"]
 
 
-def test_the_ready_message_shows_no_password(tmp_path: Path) -> None:
-    stack = Supervisor(
-        load_settings(
-            {},
-            data_dir=str(tmp_path),
-            redis_url="redis://10.0.0.7:6379/0",
-            redis_password="hunter2",
+@pytest.fixture
+def sleeping() -> Iterator[Sleeping]:
+    """Starts processes that do nothing, each in a session of its own, and ends them."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(**environment: str) -> subprocess.Popen[bytes]:
+        started.append(
+            subprocess.Popen(
+                ["sleep", "600"], env={**os.environ, **environment}, start_new_session=True
+            )
         )
-    )
-    assert "redis redis://:***@10.0.0.7:6379/0" in stack.ready_line()
-    assert "hunter2" not in stack.ready_line()
+        return started[-1]
 
-
-def test_a_model_in_a_folder_needs_no_hub(tmp_path: Path) -> None:
-    assert child_environment(Settings(model=str(tmp_path)))["HF_HUB_OFFLINE"] == "1"
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(
@@ -150,33 +177,6 @@ def test_only_a_default_port_that_is_taken_moves(
             prepare(settings, tmp_path, said.append, fixed={"api_port"})
 
 
-def test_a_folder_without_a_checkpoint_is_refused_by_the_settings_name(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"model=.*config\.json"):
-        prepare(Settings(model=str(tmp_path)), tmp_path, print)
-
-
-def test_a_draft_models_folder_is_made_absolute_and_must_hold_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "head").mkdir()
-    with pytest.raises(SettingsError, match=r"draft_model='\./head': no checkpoint found"):
-        prepare(
-            Settings(engine="fake", draft_model="./head", api_port=0, flower_port=0),
-            tmp_path,
-            print,
-        )
-    (tmp_path / "head" / "config.json").write_text("{}")
-    settings = prepare(
-        Settings(engine="fake", draft_model="./head", api_port=0, flower_port=0), tmp_path, print
-    )
-    assert settings.draft_model == str(tmp_path / "head")
-    there = Settings(model=str(tmp_path), draft_model="org/head")
-    assert child_environment(there).get("HF_HUB_OFFLINE") == os.environ.get("HF_HUB_OFFLINE"), (
-        "the hub has the head"
-    )
-
-
 # --- One child ---
 
 
@@ -222,17 +222,13 @@ ENDINGS = {
 @pytest.mark.parametrize("case", ENDINGS)
 def test_the_first_cause_in_the_output_is_reported(case: str, tmp_path: Path) -> None:
     lines, reason = ENDINGS[case]
-    part = run(
-        child(tmp_path, f"import sys; [print(line, flush=True) for line in {lines!r}]; sys.exit(3)")
-    )
-    assert part.exit_code == 3
-    assert part.last_words() == reason
+    (tmp_path / "lines").write_text("\n".join(lines) + "\n")
+    part = run(child(tmp_path, f"cat {tmp_path}/lines; exit 3"))
+    assert (part.exit_code, part.last_words()) == (3, reason)
 
 
 def test_a_killed_child_is_reported_as_killed(tmp_path: Path) -> None:
-    part = run(
-        child(tmp_path, "import os; print('all is well', flush=True); os.kill(os.getpid(), 9)")
-    )
+    part = run(child(tmp_path, "echo all is well; kill -9 $$"))
     assert (part.ending, part.last_words()) == (
         "SIGKILL",
         "it was killed, possibly by the kernel for lack of memory",
@@ -240,19 +236,16 @@ def test_a_killed_child_is_reported_as_killed(tmp_path: Path) -> None:
 
 
 def test_only_the_last_start_is_quoted(tmp_path: Path) -> None:
-    part = run(child(tmp_path, "print('ValueError: old')"))
+    part = run(child(tmp_path, "echo ValueError: old"))
     part.died()
-    part.command[-1] = "print('all is well')"
+    part.command[-1] = "echo all is well"
     run(part)
     assert part.last_words() == "all is well"
 
 
 def test_a_child_that_ignores_sigterm_is_killed_and_that_is_known(tmp_path: Path) -> None:
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        "print('deaf', flush=True); time.sleep(600)"
-    )
-    part = child(tmp_path, code, stop_timeout_s=0.2)
+    deaf = "trap '' TERM; echo deaf; while true; do sleep 600; done"
+    part = child(tmp_path, deaf, stop_timeout_s=0.2)
     part.start()
     assert wait_for(lambda: "deaf" in part.output(), 60)
     pid = part.pid
@@ -262,11 +255,7 @@ def test_a_child_that_ignores_sigterm_is_killed_and_that_is_known(tmp_path: Path
 
 
 def test_processes_left_by_a_dead_child_are_ended(tmp_path: Path) -> None:
-    spawn = (
-        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import "
-        "time; time.sleep(600)']).pid, flush=True)"
-    )
-    part = run(child(tmp_path, spawn))
+    part = run(child(tmp_path, "sleep 600 & echo $!"))
     orphan, session = int(part.output()), part.pid
     assert session is not None
     assert members(session) == [orphan]
@@ -300,7 +289,7 @@ def test_the_pause_before_a_restart_grows_and_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "BACKOFF_S", (200.0, 500.0))
-    part = child(tmp_path, "raise SystemExit(1)", longest_pause_s=500.0)
+    part = child(tmp_path, "exit 1", longest_pause_s=500.0)
     pauses = []
     for _ in range(3):
         run(part)
@@ -314,7 +303,7 @@ def test_the_pause_before_a_restart_grows_and_is_kept(
 def test_a_child_that_ran_long_restarts_without_delay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = child(tmp_path, "raise SystemExit(1)")
+    part = child(tmp_path, "exit 1")
     pauses = []
     for healthy_after in (60.0, 60.0, 60.0, 60.0, -1.0, 60.0):
         monkeypatch.setattr(processes, "HEALTHY_AFTER_S", healthy_after)
@@ -363,92 +352,43 @@ def test_a_data_directory_that_cannot_be_written_ends_no_supervisor(
     assert supervisor.read_state(tmp_path / "data")["pid"] == os.getpid()
 
 
-def test_a_leftover_is_ended_only_if_it_is_the_same_process() -> None:
-    other = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
-    )
-    try:
-        born = birth(other.pid)
-        assert end_leftover(other.pid, born + 1) is False  # a later process that got the same pid
-        assert other.poll() is None
-        assert end_leftover(other.pid, born) is True
-        assert other.wait(60) == -signal.SIGTERM
-    finally:
-        other.kill()
-        other.wait()
+def test_a_leftover_is_ended_only_if_it_is_the_same_process(sleeping: Sleeping) -> None:
+    other = sleeping()
+    born = birth(other.pid)
+    assert end_leftover(other.pid, born + 1) is False  # a later process that got the same pid
+    assert other.poll() is None
+    assert end_leftover(other.pid, born) is True
+    assert other.wait(60) == -signal.SIGTERM
 
 
 # --- The data directory ---
 
 
 def test_a_second_up_on_the_same_data_directory_names_the_first(tmp_path: Path) -> None:
+    state = {"pid": 4711, "url": "http://127.0.0.1:8321"}
+    (tmp_path / STATE_FILE).write_text(json.dumps(state))
+    stack = Supervisor(Settings(engine="fake", data_dir=str(tmp_path)), say=lambda line: None)
     with (tmp_path / supervisor.LOCK_FILE).open("a") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
-        (tmp_path / STATE_FILE).write_text(
-            json.dumps({"pid": 4711, "url": "http://127.0.0.1:8321"})
-        )
-        with pytest.raises(
-            MidstreamError, match=r"in use.*pid 4711, http://127\.0\.0\.1:8321"
-        ) as caught:
-            Supervisor(
-                Settings(engine="fake", data_dir=str(tmp_path)), say=lambda line: None
-            ).start()
-    assert caught.value.kind == "conflict"
-    assert caught.value.field == "data_dir"
-    assert json.loads((tmp_path / STATE_FILE).read_text())["pid"] == 4711, (
-        "the first one's notes are its own"
-    )
+        with refuses("pid 4711, http://127.0.0.1:8321", kind="conflict", field="data_dir"):
+            stack.start()
+    assert json.loads((tmp_path / STATE_FILE).read_text()) == state, "the first one's own"
 
 
-def test_leftovers_of_a_killed_supervisor_are_ended(tmp_path: Path) -> None:
-    left = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
-    )
-    try:
-        state = {"pid": 1, "processes": {"relay": [left.pid, birth(left.pid)]}}
-        (tmp_path / STATE_FILE).write_text(json.dumps(state))
-        said: list[str] = []
-        stack = Supervisor(
-            Settings(engine="fake", data_dir=str(tmp_path), model="/nowhere"), say=said.append
-        )
-        stack._take_lock()
-        stack.stop()
-        assert left.wait(60) == -signal.SIGTERM
-        assert any("stopped relay" in line for line in said)
-    finally:
-        left.kill()
-        left.wait()
-
-
-def test_unrecorded_leftovers_of_a_supervisor_are_ended(tmp_path: Path) -> None:
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    ours, others = (
-        subprocess.Popen(
-            sleep, env={**os.environ, processes.MARK: str(folder)}, start_new_session=True
-        )
-        for folder in (tmp_path, tmp_path / "others")
-    )
-    try:
-        assert wait_for(lambda: ours.pid in processes.marked(str(tmp_path)), 60)
-        said: list[str] = []
-        stack = Supervisor(Settings(engine="fake", data_dir=str(tmp_path)), say=said.append)
-        stack._take_lock()
-        stack.stop()
-        assert ours.wait(60) == -signal.SIGTERM
-        assert others.poll() is None
-        assert said == [
-            f"stopped a process (pid {ours.pid}), left over from a killed `midstream up`"
-        ]
-    finally:
-        for left in (ours, others):
-            left.kill()
-            left.wait()
-
-
-def test_waiting_for_children_times_out() -> None:
-    began = time.monotonic()
-    assert wait_for(lambda: False, 0.1) is False
-    assert time.monotonic() - began < 30
+def test_leftovers_of_a_killed_supervisor_are_ended(tmp_path: Path, sleeping: Sleeping) -> None:
+    recorded, ours = sleeping(), sleeping(**{processes.MARK: str(tmp_path)})
+    others = sleeping(**{processes.MARK: str(tmp_path / "others")})
+    assert wait_for(lambda: ours.pid in processes.marked(str(tmp_path)), 60)
+    state = {"pid": 1, "processes": {"relay": [recorded.pid, birth(recorded.pid)]}}
+    (tmp_path / STATE_FILE).write_text(json.dumps(state))
+    said: list[str] = []
+    stack = Supervisor(Settings(engine="fake", data_dir=str(tmp_path)), say=said.append)
+    stack._take_lock()
+    stack.stop()
+    assert recorded.wait(60) == ours.wait(60) == -signal.SIGTERM
+    assert others.poll() is None
+    assert any("stopped relay" in line for line in said)
+    assert said[-1] == f"stopped a process (pid {ours.pid}), left over from a killed `midstream up`"
 
 
 def test_a_redis_that_is_unreachable_does_not_end_the_search_for_a_first_key(

@@ -21,14 +21,13 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from midstream import MidstreamError, SteeringSpec
 from midstream.client import vectors
 from midstream.client.cli import options
 from midstream.client.vectors import files, numpy_file
 from midstream.client.vectors.gguf import write as write_gguf
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.limits import MAX_FILE_TENSORS
 from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
-from midstream.schemas.requests.specs import SteeringSpec
 from midstream.storage.formats import module_files
 
 JOY = np.linspace(-1, 1, 8, dtype=np.float32)
