@@ -43,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(abspath $(BIN)):$(PATH)
 
 # A run that finds nothing to do has not failed: of a share, or of what a run before it left.
-PYTEST = run() { $(BIN)/pytest -ra $(if $(RESUME),--resume) $(PYTEST_ARGS) "$$@" || [ $$? = 5 ] || failed=1; }; failed=0; run
+PYTEST = run() { $(BIN)/pytest -ra $(if $(RESUME),--resume) $(PYTEST_ARGS) "$$@" $(if $(RESUME)$(SHARE),|| [ $$? = 5 ]) || failed=1; }; failed=0; run
 DONE = exit $$failed
 # Tests that share an engine, a stack or a file run in one process, the longest first (tests/conftest.py), so that none is left with one at the end.
 SHARED = --dist loadgroup --no-loadscope-reorder --numprocesses
