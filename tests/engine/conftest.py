@@ -307,7 +307,8 @@ def demo_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "kv_cache_gib": 0.5,
         "hooks": "all,inside",
     }
-    options = {"sae_dir": str(ROOT / "examples" / "data" / "saes"), "log_format": "json"}
+    saes = str(ROOT / "examples" / "data" / "saes")
+    options = {"sae_dir": saes, "log_format": "json", "certify": False}
     yield from running(
         Stack(tmp_path_factory.mktemp("demo-stack"), api=True, **engine, **options, **PATIENT)
     )

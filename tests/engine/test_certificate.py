@@ -19,8 +19,6 @@ from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.certificates import Certificate
 from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS
 
-pytestmark = pytest.mark.long
-
 SMALL: dict[str, Any] = {
     "certify": True,
     "max_model_len": 128,
@@ -73,6 +71,7 @@ def certificate_of(host: Host) -> Certificate:
     return made
 
 
+@pytest.mark.long
 def test_what_is_unproven_is_in_the_certificate_and_every_manifest(
     start: Callable[..., Host],
 ) -> None:
@@ -144,6 +143,7 @@ def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[...
     assert host.capture(job).positions(0) == list(range(22))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "fault", "absent"),
     [
@@ -167,6 +167,7 @@ def test_a_wrong_hook_is_absent_with_its_reason(
     assert any(not law.ok and wrong in law.hooks for law in made.laws)
 
 
+@pytest.mark.long
 def test_a_wrong_stream_keeps_the_engine_from_starting(start: Callable[..., Host]) -> None:
     with pytest.raises(AssertionError, match="could not be proven"):
         start("llama", "half_post_block")
@@ -217,6 +218,7 @@ def compared(made: Certificate) -> dict[str, bool]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("architecture", "change", "hook", "dtype"),
     [
@@ -287,6 +289,7 @@ def test_a_checkpoint_that_vllm_computes_otherwise_is_refused(
     assert {"pre_attn", "post_block"} <= set(certificate_of(served).proven)
 
 
+@pytest.mark.long
 def test_vllms_transformers_backend_is_compared(start: Callable[..., Host]) -> None:
     """vLLM wraps transformers' own classes there, in the process that loads the model."""
     made = certificate_of(start("smollm3", compare="require"))
@@ -305,6 +308,7 @@ def test_a_worker_compares_vllms_transformers_backend(folder: Path) -> None:
         host.close()
 
 
+@pytest.mark.long
 def test_what_cannot_be_compared_is_a_caveat_or_a_refusal(start: Callable[..., Host]) -> None:
     small = {"compare_memory_gib": 1e-6}
     host = start("llama", **small)
@@ -322,6 +326,7 @@ def test_what_cannot_be_compared_is_a_caveat_or_a_refusal(start: Callable[..., H
         start("llama", compare="require", **small)
 
 
+@pytest.mark.long
 def test_an_engine_that_was_not_certified_says_so(start: Callable[..., Host]) -> None:
     host = start("llama", certify=False)
     assert "certificate" not in host.info or host.info["certificate"] is None

@@ -2,7 +2,6 @@
 or would never end on any machine.
 """
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +27,31 @@ TOOLS = {
 }
 
 
-def outcomes(
+async def outcomes(
     *forms: dict[str, Any], seconds: float = 2.0, model: str = "", memory: int = format_check.MEMORY
 ) -> list[str]:
     """For each constraint, asked of the same process, why it is refused, or an empty text."""
-
-    async def ask() -> list[str]:
-        checker = format_check.FormatChecker(
-            model or str(fetch_demo_model()), 49152, seconds, memory=memory
-        )
-        await checker.begin()
-        found = []
-        try:
-            for form in forms:
-                try:
-                    await checker.check(
-                        SamplingParams(structured_outputs=StructuredOutputsParams(**form))
-                    )
-                    found.append("")
-                except MidstreamError as error:
-                    found.append(str(error))
-        finally:
-            await checker.close()
-        return found
-
-    return asyncio.run(ask())
+    checker = format_check.FormatChecker(
+        model or str(fetch_demo_model()), 49152, seconds, memory=memory
+    )
+    await checker.begin()
+    found = []
+    try:
+        for form in forms:
+            wanted = SamplingParams(structured_outputs=StructuredOutputsParams(**form))
+            try:
+                await checker.check(wanted)
+                found.append("")
+            except MidstreamError as error:
+                found.append(str(error))
+    finally:
+        await checker.close()
+    return found
 
 
 @pytest.mark.long
-def test_a_constraint_of_too_many_rules_is_refused() -> None:
-    many, ambiguous, grammar = outcomes(
+async def test_a_constraint_of_too_many_rules_is_refused() -> None:
+    many, ambiguous, grammar = await outcomes(
         {"json": MANY},
         {"regex": "(a|b|ab)*" * 200},
         {
@@ -76,8 +70,8 @@ def test_a_constraint_of_too_many_rules_is_refused() -> None:
 
 
 @pytest.mark.matrix
-def test_what_would_occupy_the_engine_is_refused_and_the_next_is_served() -> None:
-    slower, empty, after = outcomes(
+async def test_what_would_occupy_the_engine_is_refused_and_the_next_is_served() -> None:
+    slower, empty, after = await outcomes(
         {"regex": "((a*)*)*"},  # each token takes longer than the one before
         {"grammar": 'root ::= root root root | root root | "a" | "ab" | "b" | ""'},
         {"regex": "(yes|no){3}"},
@@ -86,7 +80,7 @@ def test_what_would_occupy_the_engine_is_refused_and_the_next_is_served() -> Non
     assert after == ""
 
 
-def test_ordinary_constraints_pass() -> None:
+async def test_ordinary_constraints_pass() -> None:
     forms: dict[str, dict[str, Any]] = {
         "tools": {"json": TOOLS},
         "object": {"json_object": True},
@@ -101,19 +95,19 @@ def test_ordinary_constraints_pass() -> None:
         },
         "broken: vLLM says why": {"regex": "[("},
     }
-    assert dict(zip(forms, outcomes(*forms.values(), seconds=60.0), strict=True)) == dict.fromkeys(
-        forms, ""
-    )
+    assert dict(
+        zip(forms, await outcomes(*forms.values(), seconds=60.0), strict=True)
+    ) == dict.fromkeys(forms, "")
 
 
 @pytest.mark.matrix
-def test_a_constraint_that_needs_more_memory_than_there_is_is_refused() -> None:
+async def test_a_constraint_that_needs_more_memory_than_there_is_is_refused() -> None:
     # less than the process has already
-    (refused,) = outcomes({"json": TOOLS}, seconds=60.0, memory=1 << 20)
+    (refused,) = await outcomes({"json": TOOLS}, seconds=60.0, memory=1 << 20)
     assert "or 0.000976562 GiB" in refused
 
 
 @pytest.mark.matrix
-def test_a_process_that_does_not_start_is_no_fault_of_the_request(tmp_path: Path) -> None:
-    (failed,) = outcomes({"regex": "a"}, model=str(tmp_path))  # no tokenizer there
+async def test_a_process_that_does_not_start_is_no_fault_of_the_request(tmp_path: Path) -> None:
+    (failed,) = await outcomes({"regex": "a"}, model=str(tmp_path))  # no tokenizer there
     assert failed.startswith("the process that checks constraints ended with 1")

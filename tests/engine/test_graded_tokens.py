@@ -47,6 +47,7 @@ def graded(host: Host, *asked: tuple[Job, Grade], **options: Any) -> list[list[f
     return found
 
 
+@pytest.mark.slow("vLLM compiles what ranks log-probabilities")
 def test_log_probabilities_equal_transformers_and_neighbours_keep_theirs(
     v1: Host, reference: Reference
 ) -> None:

@@ -50,7 +50,7 @@ def test_an_op_edits_beside_others_and_not_at_strength_zero(
         np.testing.assert_array_equal(zero, bare)
 
 
-@pytest.mark.parametrize("engine", ["v1", "cached", "v2", "tp2", "pp2", "overlapped"])
+@pytest.mark.parametrize("engine", ["cached", "v2", "tp2", "pp2", "overlapped"])
 def test_ops_edit_their_rows_alike_on_every_runner_rank_and_stage(
     engine: str, request: pytest.FixtureRequest
 ) -> None:

@@ -74,6 +74,7 @@ def ask(service: Stack, path: str, **body: Any) -> tuple[np.ndarray, dict[str, f
 
 
 # field case 11, field case 12
+@pytest.mark.slow("a real model with 30 layers answers nine requests on one thread")
 def test_every_endpoint_is_steered_on_the_real_engine(service: Stack, vector: np.ndarray) -> None:
     """Every way of asking gives the steered stream of the same prompt, and not the plain one: rows
     are compared, not tokens.
