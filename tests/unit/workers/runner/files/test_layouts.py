@@ -115,8 +115,11 @@ def test_many_tags_do_not_keep_many_files_open(store: ArtifactStore) -> None:
 
 
 # field case 20
-@in_a_folder
-@pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
+@pytest.mark.parametrize(
+    ("store", "layout"),
+    [("folder", "packed"), ("folder", "per_file"), ("folder", "segment"), ("s3", "packed")],
+    indirect=["store"],
+)
 def test_one_capture_that_cannot_be_written_fails_alone(store: ArtifactStore, layout: str) -> None:
     def broken(hook: str, layer: int) -> list[memoryview]:
         raise OSError("the spilled rows are gone")

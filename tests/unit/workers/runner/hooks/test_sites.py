@@ -168,11 +168,20 @@ def edit(
     buffers.plan[index, EDITS], buffers.plan[index, EDITS_AT], buffers.plan[index, DEPTH] = 1, 0, 1
 
 
+#: Kinds of models, eager and traced; tracing takes seconds.
+EVERY_FORWARD = pytest.mark.parametrize(
+    ("kind", "traced"),
+    [
+        ("pair", False),
+        ("single", False),
+        ("pair", True),
+        pytest.param("single", True, marks=pytest.mark.long),
+    ],
+)
 X = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
-@pytest.mark.parametrize("kind", ["pair", "single"])
+@EVERY_FORWARD
 def test_each_hook_captures_its_named_tensor(kind: str, traced: bool) -> None:
     """The streams add up, layer by layer, and the branches are what is added."""
     model, adapter = toy(kind)
@@ -406,8 +415,7 @@ def test_launches_of_a_forward_before_and_after() -> None:
     assert launches(SINGLE, always=True, layers=4) == 4 * 6
 
 
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
-@pytest.mark.parametrize("kind", ["pair", "single"])
+@EVERY_FORWARD
 def test_shared_launches_give_the_bits_of_sites_one_by_one(
     kind: str, traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

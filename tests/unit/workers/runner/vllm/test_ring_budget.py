@@ -108,7 +108,7 @@ CAPTURES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     asked=st.lists(
         st.tuples(st.integers(5, 40), st.integers(1, 6), CAPTURES), min_size=1, max_size=7
