@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from refusal_kit import refuses
 
 from midstream.schemas.artifacts.saes import StoredSae
-from midstream.schemas.base.errors import MidstreamError
 from midstream.storage.formats.sae_files import CONFIG, WEIGHTS
 from midstream.workers.engine.ranks.collective import Ranks
 from midstream.workers.engine.ranks.saes import RankSaes
@@ -99,7 +99,6 @@ async def test_a_waiting_request_that_is_cancelled_holds_nothing(
 async def test_autoencoders_that_exceed_the_cache_together_are_refused(
     sae: Callable[[str, int], StoredSae], saes: RankSaes, ranks: Loaded
 ) -> None:
-    with pytest.raises(MidstreamError, match=r"14 bytes of weights \('a', 'b'\) exceed") as refused:
+    with refuses("14 bytes of weights ('a', 'b') exceed", kind="invalid_request", field="features"):
         await saes.hold([sae("a", 7), sae("b", 7)])
-    assert (refused.value.kind, refused.value.field) == ("invalid_request", "features")
     assert ranks.digests == []
