@@ -37,9 +37,7 @@ def publish(root: Path, files: Sequence[tuple[str, Blob]]) -> None:
 
 
 def opened(root: Path, key: str = "tag/segments/w.0.seg") -> FileSegment:
-    segment = open_store(root).segment(key)
-    assert isinstance(segment, FileSegment)
-    return segment
+    return open_store(root).segment(key)
 
 
 def contents(root: Path) -> dict[str, bytes]:

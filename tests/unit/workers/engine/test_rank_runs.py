@@ -139,25 +139,6 @@ async def test_a_run_larger_than_the_budget_is_loaded_when_nobody_holds_another(
     assert rig.on_ranks() == [{A}, {A}]
 
 
-async def test_a_holder_cancelled_while_waiting_holds_nothing_and_admits_the_next() -> None:
-    rig = Rig(2 * SIZE)
-    await rig.hold(A)
-    waiting = asyncio.create_task(rig.hold(B, C))
-    await settle()
-    behind = asyncio.create_task(rig.hold(D))
-    await settle()
-    assert not behind.done()
-    waiting.cancel()
-    await behind
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert rig.on_ranks() == [{A, D}, {A, D}]
-    rig.runs.release([A])
-    rig.runs.release([D])
-    await rig.hold(B, C)  # nothing is left of the first attempt's hold
-    assert rig.on_ranks() == [{B, C}, {B, C}]
-
-
 async def test_a_holder_cancelled_during_loading_leaves_a_complete_run_without_holders() -> None:
     rig, reached, go_on = Rig(SIZE), asyncio.Event(), asyncio.Event()
 

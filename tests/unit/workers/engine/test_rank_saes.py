@@ -63,24 +63,6 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_two_requests_that_need_each_others_room_take_turns(
-    sae: Callable[[str, int], StoredSae], saes: RankSaes, ranks: Loaded
-) -> None:
-    a, b, c = sae("a", 5), sae("b", 5), sae("c", 5)
-    await saes.hold([a, b])
-    waiting = [asyncio.create_task(saes.hold(wanted)) for wanted in ([b, c], [c, a])]
-    await settled()
-    assert not any(task.done() for task in waiting)
-    assert ranks.digests == ["aaa", "bbb"]
-    release(saes, a, b)
-    await waiting[0]
-    assert ranks.digests == ["bbb", "ccc"], "what it needs itself is not dropped"
-    assert not waiting[1].done()
-    release(saes, b, c)
-    await waiting[1]
-    assert ranks.digests == ["ccc", "aaa"]
-
-
 async def test_a_waiting_request_that_is_cancelled_holds_nothing(
     sae: Callable[[str, int], StoredSae], saes: RankSaes, ranks: Loaded
 ) -> None:
