@@ -13,13 +13,11 @@ from midstream.broker.ledger.core.dispatch import PRIORITY_OF_KIND
 from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.broker.ledger.results import pages, views
 from midstream.broker.ops.redis_availability import is_redis_unavailable
-from midstream.broker.queue.celery_app import (
-    PRIORITY_STEPS,
-    lists_of,
-    queue_of,
-)
+from midstream.broker.queue.celery_app import PRIORITY_STEPS, lists_of, make_app, queue_of
+from midstream.broker.queue.visibility import RENEW_S
 from midstream.broker.webhooks.outbox import SCRIPTS
 from midstream.schemas.base.errors import STATUS_OF_KIND, MidstreamError
+from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Job
 
 
@@ -67,6 +65,14 @@ def test_the_lists_of_a_queue_are_those_that_kombu_uses() -> None:
     assert set(PRIORITY_OF_KIND.values()) <= set(PRIORITY_STEPS)
     kinds = Job.__struct_config__ and Job.__annotations__["kind"].__args__
     assert set(PRIORITY_OF_KIND) == set(kinds)
+
+
+def test_the_app_takes_json_alone_and_one_message_at_a_time_for_a_short_lease() -> None:
+    chosen = Settings(redis_url="redis://127.0.0.1:1/0")
+    conf = make_app(chosen).conf
+    assert conf.accept_content == conf.result_accept_content == ["json"]
+    assert (conf.result_backend, conf.worker_prefetch_multiplier) == (None, 1)
+    assert chosen.visibility_timeout_s > RENEW_S * 3
 
 
 def test_cursors_round_trip_and_invalid_ones_are_refused() -> None:
