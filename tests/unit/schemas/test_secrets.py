@@ -1,4 +1,4 @@
-"""Neither the tree nor the history holds a secret, and the check that says so finds each kind."""
+"""`make lint` finds each kind of secret; files with secrets are closed to other accounts."""
 
 import base64
 import os
@@ -23,14 +23,6 @@ LETTERS = string.ascii_letters + string.digits
 
 def random(count: int, letters: str = LETTERS) -> str:
     return "".join(secrets.choice(letters) for _ in range(count))
-
-
-def test_git_tracks_nothing_that_it_is_to_ignore() -> None:
-    assert check_secrets.ignored() == []
-
-
-def test_the_tree_holds_no_secret() -> None:
-    assert [*check_secrets.faults(check_secrets.tree())] == []
 
 
 @pytest.mark.matrix

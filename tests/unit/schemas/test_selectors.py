@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.schemas.base.records import from_json, from_msgpack, to_json, to_msgpack
@@ -303,6 +303,7 @@ def test_overlapping_ranges_are_written_out_once() -> None:
     assert time.process_time() - start < 10, "not 65,536 times 30,000"
 
 
+@settings(max_examples=50)
 @given(prompt=st.integers(1, 20), data=st.data())
 def test_only_prompt_end_selectors_depend_on_it(prompt: int, data) -> None:
     """What is cached of a prompt may serve a longer one, unless that one is touched elsewhere."""
@@ -333,6 +334,7 @@ def test_a_window_survives_the_way_to_the_ranks_and_has_a_digest_of_its_own() ->
     )
 
 
+@settings(max_examples=50)
 @given(
     prompt=st.integers(1, 20),
     generated=st.integers(0, 30),
@@ -349,6 +351,7 @@ def test_every_nth_generated_token_is_the_same_in_steps_of_any_size(
     assert pieces == [*range(prompt), *range(prompt, total, every)]
 
 
+@settings(max_examples=50)
 @given(
     prompt=st.integers(1, 20),
     max_tokens=st.integers(1, 30),
@@ -382,6 +385,7 @@ def test_positions_are_counted_without_listing_them() -> None:
         tracemalloc.stop()
 
 
+@settings(max_examples=50)
 @given(
     prompt=st.integers(1, 40),
     generated=st.integers(0, 20),
