@@ -1,5 +1,6 @@
 """Tiny models with gradients, sweeps over them, and the exact value of a cell."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 import numpy as np
 import tiny
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
@@ -17,6 +19,10 @@ from midstream.workers.gradients import attention
 from midstream.workers.gradients.pairs import Pair
 from midstream.workers.gradients.points import Points, Site
 
+PointsOf = Callable[[str], Points]
+#: What TransformerLens computed, and how far an own number may be from it, of the largest.
+GOLDEN = Path(__file__).parents[1] / "data" / "attribution.safetensors"
+LENS = 1e-5
 BASE = [20, 21, 22, 63, 24, 25, 26, 77, 28, 29]
 SOURCE = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]
 
@@ -36,6 +42,38 @@ def model_info(num_layers: int = 2, hidden_size: int = 8, hooks: Sequence[Hook] 
         tokenizer="",
         identity="i" * 64,
     )
+
+
+def small_llama(**changes: Any) -> LlamaForCausalLM:
+    """A random Llama of 2 layers and 4 heads of 4, without gradients of its weights."""
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = LlamaConfig(**fields | changes, attn_implementation=attention.NAME)
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def golden(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Of a tiny model: fields of the pair that TransformerLens was asked about, and its numbers."""
+    with safe_open(GOLDEN, "numpy") as file:
+        asked = json.loads(file.metadata()["about"])[name]
+        found = {
+            key.removeprefix(f"{name}."): file.get_tensor(key)
+            for key in file.keys()  # noqa: SIM118  # it is no mapping
+            if key.startswith(f"{name}.")
+        }
+    pair = {"base": asked["corrupt"], "source": asked["clean"]}
+    pair |= {"answer": [asked["answer"]], "foil": [asked["foil"]]}
+    return pair, found | {"names of edges": asked.get("edges", [])}
+
+
+def no_sae(_sae: object) -> Any:
+    raise AssertionError("no scalar names an autoencoder")
 
 
 def load(folder: Path, dtype: torch.dtype) -> Any:

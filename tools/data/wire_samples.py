@@ -7,6 +7,7 @@ there as those of a former version, which must stay readable.
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,7 @@ def _value(shape: Any, name: str, all_fields: bool, default: Any = msgspec.NODEF
             raise TypeError(f"{name}: no sample of {shape}")
 
 
+@cache
 def encoders() -> dict[str, tuple[Any, Callable[[Any], bytes]]]:
     """Name → what it is, and how it is written."""
     return {kind.__name__: (kind, to_msgpack) for kind in MSGPACK} | {
@@ -218,6 +220,7 @@ def encoders() -> dict[str, tuple[Any, Callable[[Any], bytes]]]:
     }
 
 
+@cache
 def written() -> dict[str, dict[str, str]]:
     """What this version writes: name → {small, full}, as hex digits; of a frame, kind → its
     bytes.

@@ -1,29 +1,23 @@
 """Do the broker's tables, names and readings say what the vocabulary says? No server needed."""
 
-import inspect
 import re
 
 import pytest
 import redis
-from celery.worker.consumer.tasks import Tasks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kombu.transport import redis as kombu_redis
-from kombu.transport.virtual import base as kombu_virtual
 
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.core.dispatch import PRIORITY_OF_KIND
 from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.broker.ledger.results import pages, views
 from midstream.broker.ops.redis_availability import is_redis_unavailable
-from midstream.broker.queue.celery_app import (
-    PRIORITY_STEPS,
-    lists_of,
-    queue_of,
-)
-from midstream.broker.queue.visibility import LeaseStep
+from midstream.broker.queue.celery_app import PRIORITY_STEPS, lists_of, make_app, queue_of
+from midstream.broker.queue.visibility import RENEW_S
 from midstream.broker.webhooks.outbox import SCRIPTS
 from midstream.schemas.base.errors import STATUS_OF_KIND, MidstreamError
+from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Job
 
 
@@ -73,18 +67,12 @@ def test_the_lists_of_a_queue_are_those_that_kombu_uses() -> None:
     assert set(PRIORITY_OF_KIND) == set(kinds)
 
 
-def test_the_private_names_that_lease_renewal_reads_exist() -> None:
-    qos = kombu_virtual.QoS(channel=None)
-    qos._on_collect.cancel()  # it would restore messages through the channel at exit
-    assert list(qos._delivered) == []
-    assert qos._dirty == set()
-    qos.append("message", "tag")
-    qos.ack("tag")
-    assert set(qos._delivered) - qos._dirty == set()
-    assert kombu_redis.Channel.unacked_index_key == "unacked_index"
-    assert callable(kombu_redis.Channel.conn_or_acquire)
-    assert "unacked_index_key" in inspect.getsource(kombu_redis.QoS.append)
-    assert LeaseStep.requires == (f"{Tasks.__module__}:{Tasks.__name__}",)
+def test_the_app_takes_json_alone_and_one_message_at_a_time_for_a_short_lease() -> None:
+    chosen = Settings(redis_url="redis://127.0.0.1:1/0")
+    conf = make_app(chosen).conf
+    assert conf.accept_content == conf.result_accept_content == ["json"]
+    assert (conf.result_backend, conf.worker_prefetch_multiplier) == (None, 1)
+    assert chosen.visibility_timeout_s > RENEW_S * 3
 
 
 def test_cursors_round_trip_and_invalid_ones_are_refused() -> None:

@@ -72,7 +72,6 @@ def test_a_disk_that_fills_up_during_a_direct_write_is_an_error(
 def test_a_draft_becomes_an_object_when_it_is_committed_and_not_before(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     draft = store.draft("t/j/a.bin")
-    assert draft is not None
     draft.write(4096, [b"end"])
     draft.write(0, [b"be", b"gin"])
     assert store.children("t/j/") == []
@@ -93,8 +92,6 @@ def test_a_draft_becomes_an_object_when_it_is_committed_and_not_before(tmp_path:
 def test_nothing_is_left_of_a_draft_that_is_dropped_or_aborted(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     dropped, aborted = store.draft("t/j/a"), store.draft("t/j/b")
-    assert dropped is not None
-    assert aborted is not None
     for draft in (dropped, aborted, scratch(tmp_path / "spill")):
         draft.write(0, [bytes(1 << 20)])
     writer = store.writer()
@@ -116,8 +113,3 @@ def test_a_file_system_without_unnamed_files_has_no_drafts(
 
     monkeypatch.setattr(os, "open", refuse)
     assert FileStore(tmp_path).draft("t/j/a") is None
-
-
-def test_a_draft_outside_the_store_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not inside the capture root"):
-        FileStore(tmp_path).draft("../a")

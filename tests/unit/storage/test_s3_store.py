@@ -146,28 +146,29 @@ def test_an_outage_is_an_os_error_with_its_reason_and_leaves_nothing(
     assert bucket.children() == ([] if kind != "lost" or size > PART else ["tag/"])
 
 
-def test_wrong_credentials_and_clocks_are_told_apart(s3: FaultProxy, bucket: S3Store) -> None:
-    put(bucket, "x", b"1")
-    for change, said in (
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
         ({"keys": {s3_kit.ACCESS_KEY: "another"}}, "secret key does not belong"),
         ({"keys": {}}, "access key is unknown"),
         ({"clock": 3600.0}, "run NTP"),
         ({"clock": -3600.0}, "run NTP"),
+    ],
+)
+def test_wrong_credentials_and_clocks_are_told_apart(
+    s3: FaultProxy, bucket: S3Store, change: dict[str, Any], said: str
+) -> None:
+    vars(s3).update(change)
+    for ask in (
+        lambda: bucket.stat("x"),
+        bucket.children,
+        bucket.used,
+        bucket.marks,
+        lambda: put(bucket, "y", b"1"),
     ):
-        former = {name: getattr(s3, name) for name in change}
-        vars(s3).update(change)
-        for ask in (
-            lambda: bucket.stat("x"),
-            bucket.children,
-            bucket.used,
-            bucket.marks,
-            lambda: put(bucket, "y", b"1"),
-        ):
-            with pytest.raises(PermissionError, match=said):
-                ask()
-        assert said in _Troubles().of(bucket)
-        vars(s3).update(former)
-    assert content(bucket, "x") == b"1"
+        with pytest.raises(PermissionError, match=said):
+            ask()
+    assert said in _Troubles().of(bucket)
 
 
 def test_a_missing_bucket_is_not_taken_for_a_deleted_object(s3: FaultProxy) -> None:
@@ -297,17 +298,8 @@ def test_a_link_needs_no_credentials_and_ends(s3: FaultProxy, bucket: S3Store) -
     put(bucket, "tag/job/x", b"0123456789")
     link = bucket.sign("tag/job/x", 60)
     assert s3_kit.SECRET_KEY not in link
-    with urlopen(link) as answer:
-        assert answer.read() == b"0123456789"
     with urlopen(Request(link, headers={"Range": "bytes=3-5"})) as answer:
         assert answer.read() == b"345"
-    for wrong in (
-        link.replace("/x?", "/y?"),
-        link.partition("?")[0],
-        link.replace("X-Amz-Expires=60", "X-Amz-Expires=6000"),
-    ):
-        with pytest.raises(HTTPError, match="403"):
-            urlopen(wrong)
     s3.clock = 61
     with pytest.raises(HTTPError, match="403"):
         urlopen(link)
@@ -351,40 +343,41 @@ def temporary(s3: FaultProxy, seconds: float) -> dict[str, str]:
     return {"aws_access_key_id": key, "aws_secret_access_key": secret, "aws_session_token": token}
 
 
-@pytest.mark.parametrize("renewed", ["after they expired", "before"])
 def test_temporary_credentials_in_a_file_are_read_again(
-    s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, renewed: str
+    s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As tools write them, in the middle of what a process does.
-
-    A link is signed with those of its time.
+    """As tools write them, in the middle of what a process does: after they have expired, or before
+    it.
     """
     for name in s3_kit.ENVIRONMENT:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    if renewed == "before":
-        monkeypatch.setattr(s3_client, "READ_AGAIN_S", 0)
 
-    def write(values: dict[str, str]) -> None:
-        lines = [f"{name} = {value}" for name, value in values.items()]
+    def write() -> str:
+        """Returns the new key."""
+        made = temporary(s3, 3600)
+        lines = [f"{name} = {value}" for name, value in made.items()]
         (tmp_path / "credentials").write_text("\n".join(["[default]", *lines, ""]))
+        return made["aws_access_key_id"]
 
-    first = temporary(s3, 3600)
-    write(first)
+    def expire(key: str) -> None:
+        s3.tokens[key] = (s3.tokens[key][0], 0.0)
+
+    first = write()
     put(bucket, "x", b"1")
-    second = temporary(s3, 3600)
-    if renewed == "before":
-        write(second)
-        time.sleep(0.2)  # obstore asks at most ten times a second
-    s3.tokens[first["aws_access_key_id"]] = (first["aws_session_token"], 0.0)
-    if renewed == "after they expired":
-        with pytest.raises(OSError, match="the credentials have expired"):
-            put(bucket, "x", b"2")
-        write(second)
+    expire(first)
+    with pytest.raises(OSError, match="the credentials have expired"):
+        put(bucket, "x", b"2")
+    second = write()
     assert bucket.stat("x") is not None, "HEAD is answered without a reason"
     put(bucket, "x", b"2")
-    assert content(bucket, "x") == b"2"
-    assert s3.count("") < 20, "nothing is repeated without new credentials"
+    monkeypatch.setattr(s3_client, "READ_AGAIN_S", 0)
+    write()
+    time.sleep(0.2)  # obstore asks at most ten times a second
+    expire(second)
+    put(bucket, "x", b"3")
+    assert content(bucket, "x") == b"3"
+    assert s3.count("") < 30, "nothing is repeated without new credentials"
 
 
 def test_temporary_credentials_of_a_role_are_asked_for_again(
@@ -502,30 +495,6 @@ def test_a_segment_is_referred_to_before_its_index_is_there(
     (outcome,) = filesystem(bucket).consume([finished()])
     assert "do not allow" in outcome.error
     assert s3.count(r"PUT .*\.jsonl") == 0
-
-
-@pytest.mark.parametrize(
-    ("when", "left"), [("PUT .*partNumber=2", []), (r"PUT .*\.json", ["tag/job/x.safetensors"])]
-)
-def test_a_process_killed_during_an_upload_leaves_no_index_and_no_half(
-    s3: FaultProxy, bucket: S3Store, when: str, left: list[str]
-) -> None:
-    fault = s3.fault("slow", when, times=1, seconds=20.0)
-    program = f"""
-from midstream.storage.store import open_store
-writer = open_store({bucket.uri!r}).writer()
-writer.append("tag/job/x.safetensors", [bytes({len(BIG)})])
-writer.append("tag/job/x.json", [b"index"])
-writer.commit()
-"""
-    with subprocess.Popen([sys.executable, "-c", program]) as writer:
-        while fault.seen == 0:
-            assert writer.poll() is None
-            time.sleep(0.02)
-        writer.kill()
-    assert bucket.children("tag/job/") == left
-    put(bucket, "tag/job/x.safetensors", BIG)
-    assert content(bucket, "tag/job/x.safetensors") == BIG
 
 
 @pytest.mark.parametrize(

@@ -57,16 +57,15 @@ def test_engine_requests_are_made_in_one_module_and_submitted_by_one_function() 
     assert submitters == SUBMITTERS
 
 
+def job_of(kind: Any, **fields: Any) -> Job:
+    """One that a probe watches, and of which the operator captures."""
+    common = {"model": "m", "prompts": [], "sampling": Sampling(), "created": 0.0}
+    watched = {"probes": [WATCHING], "global_captures": [OPERATORS]}
+    return Job(id=f"job of {kind}", kind=kind, **common | watched | fields)
+
+
 def sequence(model: ModelInfo, **fields: Any) -> EngineRequest:
-    """Of a harvest that a probe watches, and of which the operator captures."""
-    common = {
-        "model": "m",
-        "sampling": Sampling(),
-        "created": 0.0,
-        "probes": [WATCHING],
-        "global_captures": [OPERATORS],
-    }
-    job = Job(id="h", kind="harvest", prompts=[], **common | fields)
+    job = job_of("harvest", **fields)
     rows = StoredCapture(sites={"post_block": [1]}, positions="all", tag="harvest")
     return sequence_request(
         job, model, rows, sampling=Sampling(max_tokens=9), request=0, attempt=1, token_ids=[1] * 4
@@ -74,28 +73,17 @@ def sequence(model: ModelInfo, **fields: Any) -> EngineRequest:
 
 
 def requests_of_every_kind(model: ModelInfo) -> dict[RequestKind, list[EngineRequest]]:
-    """Of jobs with an adapter of a tenant, which a probe watches and of which the operator
-    captures.
-    """
-    lora = StoredLora(name="l", digest="ad", path="l")
-    common = {
-        "model": "m",
-        "sampling": Sampling(),
-        "created": 0.0,
-        "tenant": "alice",
-        "lora": lora,
-        "probes": [WATCHING],
-    }
-    prompt = Job(id="j", kind="chat", prompts=[StoredPrompt(token_ids=[1] * 4)], **common)
+    """Of jobs with an adapter of a tenant."""
+    of_alice = {"tenant": "alice", "lora": StoredLora(name="l", digest="ad", path="l")}
+    asked = [StoredPrompt(token_ids=[1] * 4)]
+    prompt = job_of("chat", prompts=asked, global_captures=[], **of_alice)
     stored = plan(pair(), info=model, hooks=["attn_out"], noise=1).sweep
-    sweep = Job(
-        id="s", kind="sweep", prompts=[], global_captures=[OPERATORS], sweep=stored, **common
-    )
+    sweep = job_of("sweep", sweep=stored, **of_alice)
     made = SweepRequests(sweep, 1, model, True)
     units = made.units
     return {
         "prompt": [prompt_request(prompt, 0, 1)],
-        "sequence": [sequence(model, tenant="alice", lora=lora)],
+        "sequence": [sequence(model, **of_alice)],
         "unpatched": [
             ask for unit in (units.base(0), units.source(0)) for ask in made.control(unit)
         ],
@@ -138,16 +126,7 @@ def test_global_capture_that_exceeds_a_steps_room_is_left_out_of_a_harvest(
 
 
 def test_what_applies_to_all_traffic_is_held_and_listed_for_a_harvest() -> None:
-    part = Job(
-        id="h",
-        kind="harvest",
-        model="m",
-        prompts=[],
-        sampling=Sampling(),
-        created=0.0,
-        probes=[WATCHING],
-        global_captures=[OPERATORS],
-    )
+    part = job_of("harvest")
     steering = SteeringTemplate(
         layers=[1], hook="post_block", positions="all", family="add", tensors=["v"]
     )

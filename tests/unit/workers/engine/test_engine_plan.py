@@ -65,7 +65,6 @@ TINY = LLAMA_8B | {
 def sizes_on_a_gpu(found: module.Plan, settings: Settings) -> tuple[int, Sizes]:
     """Sites, and what `worker_class._sizes` gives its rank."""
     sites = len(found.hooks) * found.layers
-    assert found.ring is not None
     return sites, Sizes(
         ring_rows=2 * found.ring.rows,
         capacity=settings.max_num_batched_tokens,
@@ -110,7 +109,6 @@ def test_banks_inside_layers_count_with_their_own_ring_and_tables(
 ) -> None:
     settings, model = Settings(hooks="all,inside", tensor_parallel_size=ranks), model_of(config)
     found = plan(model, settings)
-    assert found.ring is not None
     memory = {part.name: part.bytes for part in found.memory}
     assert {name for name in memory if name.endswith(": ring")} == {
         f"{bank}: ring" for bank in widths
@@ -155,7 +153,6 @@ def test_a_cpu_that_runs_eagerly_has_no_ring_and_no_launches() -> None:
     assert found.work == []
     assert {part.where for part in found.memory} == {"host"}
     compiled = plan(model_of(TINY), Settings(enforce_eager=False), gpu=False)
-    assert compiled.ring is not None
     assert compiled.ring.halves == 1
 
 

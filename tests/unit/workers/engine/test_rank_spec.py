@@ -45,7 +45,6 @@ def told(tokens: int, everyones: GlobalSteering, *own: StoredSteering) -> RankSp
 def test_plain_requests_have_no_rank_spec() -> None:
     assert rank_spec(prompt_request(job(4), 0, 1), global_steering()) is None
     captured = rank_spec(prompt_request(job(4, captures=True), 0, 1), global_steering())
-    assert captured is not None
     assert (captured.digest, captured.first_affected, captured.global_version) == ("", -1, 7)
 
 

@@ -1,15 +1,12 @@
 """Estimates of cells: against TransformerLens, against exact cells, and by linearity."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gradient_kit import BASE, exact, heads_at, load, positions, sweep
-from safetensors import safe_open
+from gradient_kit import BASE, LENS, PointsOf, exact, golden, heads_at, load, positions, sweep
 
 from midstream.schemas.jobs.sweeps import Column, PatchWindow
 from midstream.schemas.prompts.selectors import Hook
@@ -21,11 +18,7 @@ from midstream.workers.gradients.attribution import (
 from midstream.workers.gradients.pairs import NonFiniteGradient, Pair, PairError
 from midstream.workers.gradients.points import Points
 
-GOLDEN = Path(__file__).resolve().parents[3] / "data" / "attribution.safetensors"
 DEMO = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"
-#: Of the grid's largest cell.
-LENS = 1e-5
-PointsOf = Callable[[str], Points]
 
 
 @pytest.mark.parametrize(
@@ -35,19 +28,15 @@ def test_grids_equal_transformer_lens(points_of: PointsOf, name: str) -> None:
     if name == "demo" and not DEMO.exists():
         pytest.skip("make model")
     points = Points(load(DEMO, torch.float32)) if name == "demo" else points_of(name)
-    with safe_open(GOLDEN, "numpy") as file:
-        asked = json.loads(file.metadata()["about"])[name]
-        tokens = {"base": asked["corrupt"], "source": asked["clean"]}
-        pair = {**tokens, "answer": [asked["answer"]], "foil": [asked["foil"]]}
-        stream: list[Hook] = ["pre_attn", "attn_out", "mlp_out", "post_block"]
-        every = len(asked["corrupt"])
-        inside: list[Hook] = ["z"]
-        for hooks, columns in ((stream, positions(every)), (inside, heads_at(points, "z", every))):
-            found = estimate_pair(points, sweep(points, hooks, columns, pair=pair), 0)
-            for hook in hooks:
-                golden = file.get_tensor(f"{name}.{hook}").reshape(points.num_layers, -1)
-                distance = np.abs(found.effects[hook] - golden).max()
-                assert distance <= LENS * np.abs(golden).max(), hook
+    pair, numbers = golden(name)
+    stream: list[Hook] = ["pre_attn", "attn_out", "mlp_out", "post_block"]
+    every = len(pair["base"])
+    for hooks, columns in ((stream, positions(every)), (["z"], heads_at(points, "z", every))):
+        found = estimate_pair(points, sweep(points, hooks, columns, pair=pair), 0)
+        for hook in hooks:
+            wanted = numbers[hook].reshape(points.num_layers, -1)
+            distance = np.abs(found.effects[hook] - wanted).max()
+            assert distance <= LENS * np.abs(wanted).max(), hook
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -84,7 +73,6 @@ def test_joint_path_sums_to_patching_every_place(points_of: PointsOf) -> None:
     stored = sweep(points, ["post_block"], layers=[1])
     found = estimate_pair(points, stored, 0, options)
     # all positions of the stream: the source prompt itself
-    assert found.source is not None
     whole = found.source.value - found.base.value
     assert float(found.effects["post_block"].sum()) == pytest.approx(whole, abs=2e-3)
 
@@ -137,7 +125,6 @@ def test_recovered_is_a_share_of_the_difference(points_of: PointsOf) -> None:
     points = points_of("llama")
     nats = estimate_pair(points, sweep(points, ["post_block"]), 0)
     share = estimate_pair(points, sweep(points, ["post_block"], metric="recovered"), 0)
-    assert nats.source is not None
     difference = nats.source.value - nats.base.value
     assert share.effects["post_block"] * difference == pytest.approx(nats.effects["post_block"])
     assert share.values()["post_block"] == pytest.approx(share.effects["post_block"])

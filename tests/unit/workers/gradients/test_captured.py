@@ -1,13 +1,11 @@
 """Gradient rows of a request: which rows, of which scalar, in which dtype and columns."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gradient_kit import model_info
-from transformers import LlamaConfig, LlamaForCausalLM
+from gradient_kit import model_info, no_sae, small_llama
 
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.jobs.jobs import Sampling
@@ -15,7 +13,6 @@ from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.scalars import StoredScalar
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.engine.protocol import EngineRequest
-from midstream.workers.gradients import attention
 from midstream.workers.gradients.captured import finished
 from midstream.workers.gradients.points import Points
 from midstream.workers.runner.files.finished_rows import FinishedCapture
@@ -24,22 +21,9 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2]
 LOGIT = StoredScalar(kind="logit", token=7, foil=8)
 
 
-def no_sae(_sae: object) -> Any:
-    raise AssertionError("no scalar names an autoencoder")
-
-
 @pytest.fixture(scope="module")
 def points() -> Points:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        attn_implementation=attention.NAME,
-    )
-    return Points(LlamaForCausalLM(config).eval().requires_grad_(False))
+    return Points(small_llama())
 
 
 def request_of(*captures: StoredCapture) -> EngineRequest:

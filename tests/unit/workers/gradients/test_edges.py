@@ -1,45 +1,37 @@
 """Edges: against TransformerLens, a hand-written reference, and the completeness of a path."""
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gradient_kit import BASE, SOURCE, positions, sweep
-from safetensors import safe_open
+from gradient_kit import BASE, LENS, SOURCE, PointsOf, golden, positions, sweep
 from torch.nn import functional
 
 from midstream.schemas.jobs.sweeps import Column
 from midstream.schemas.requests.attributions import EdgeEnd
 from midstream.workers.gradients import edges as edges_module
 from midstream.workers.gradients.edges import edge_scores
-from midstream.workers.gradients.points import Points
+from midstream.workers.gradients.points import Points, Site
 from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError
-
-GOLDEN = Path(__file__).resolve().parents[3] / "data" / "attribution.safetensors"
-#: Of the largest score.
-LENS = 1e-5
-PointsOf = Callable[[str], Points]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt-neox"])
 def test_edges_equal_transformer_lens(points_of: PointsOf, name: str) -> None:
     points = points_of(name)
-    with safe_open(GOLDEN, "numpy") as file:
-        asked = json.loads(file.metadata()["about"])[name]
-        golden = dict(zip(asked["edges"], file.get_tensor(f"{name}.edges"), strict=True))
-    tokens = {"base": asked["corrupt"], "source": asked["clean"]}
-    pair = {**tokens, "answer": [asked["answer"]], "foil": [asked["foil"]]}
+    pair, numbers = golden(name)
+    wanted = dict(zip(numbers["names of edges"], numbers["edges"], strict=True))
     found = edge_scores(points, sweep(points, ["z"], positions(12), pair=pair), 0)
     top = found.top(10**6)
     edges = {f"{label(edge.sender)}>{label(edge.receiver)}": edge.score for edge in top}
-    assert edges.keys() == golden.keys()
-    distance = max(abs(edges[name] - golden[name]) for name in golden)
-    assert distance <= LENS * max(map(abs, golden.values()))
+    assert edges.keys() == wanted.keys()
+    sizes = [abs(edge.score) for edge in top]
+    assert sizes == sorted(sizes, reverse=True)
+    assert found.top(5) == top[:5]
+    distance = max(abs(edges[name] - wanted[name]) for name in wanted)
+    assert distance <= LENS * max(map(abs, wanted.values()))
 
 
 def label(node: EdgeEnd) -> str:
@@ -49,38 +41,22 @@ def label(node: EdgeEnd) -> str:
 
 
 def differences_of(points: Points, sender: EdgeEnd) -> torch.Tensor:
-    """What the sender adds to the stream in the source prompt, minus the same in the other, by
-    forward hooks on transformers' Llama: `[tokens, hidden_size]`.
+    """What the sender adds to the stream in the source prompt, minus the same in the other:
+    `[tokens, hidden_size]`. The rows are those of transformers (test_points.py).
     """
-    found = []
-    for tokens in (SOURCE, BASE):
-        kept: list[torch.Tensor] = []
-        layers = points.layers
-        module, on_input = {
-            "embed": (points.model.model.embed_tokens, False),
-            "head": (layers[sender.layer].self_attn.o_proj, True),
-            "mlp": (layers[sender.layer].mlp, False),
-        }[sender.kind]
-
-        def keep(
-            _: Any,
-            args: Any,
-            output: Any,
-            on_input: bool = on_input,
-            kept: list[torch.Tensor] = kept,
-        ) -> None:
-            kept.append((args[0] if on_input else output)[0])
-
-        handle = module.register_forward_hook(keep)
-        with torch.no_grad():
-            points.model(torch.tensor([tokens]))
-        handle.remove()
-        rows = kept[0]
-        if sender.kind == "head":
-            part = slice(sender.head * points.head_size, (sender.head + 1) * points.head_size)
-            rows = rows[:, part] @ module.weight[:, part].T
-        found.append(rows)
-    return found[0] - found[1]
+    site: Site = {
+        "embed": ("pre_attn", 0),
+        "head": ("z", sender.layer),
+        "mlp": ("mlp_out", sender.layer),
+    }[sender.kind]
+    source, base = (
+        points.run(points.batch([tokens]), [site]).rows(site)[0] for tokens in (SOURCE, BASE)
+    )
+    if sender.kind != "head":
+        return source - base
+    part = slice(sender.head * points.head_size, (sender.head + 1) * points.head_size)
+    weight = points.layers[sender.layer].self_attn.o_proj.weight
+    return (source - base)[:, part] @ weight[:, part].T
 
 
 def reference(points: Points, sender: EdgeEnd, receiver: EdgeEnd) -> float:
@@ -159,7 +135,6 @@ def test_scores_of_the_embedding_sum_to_the_whole_difference(points_of: PointsOf
     # completeness of integrated gradients over the path of the embeddings
     points = points_of("gpt2")
     found = edge_scores(points, sweep(points, ["z"]), 0, steps=24)
-    assert found.source is not None
     whole = found.source.value - found.base.value
     assert float(np.nansum(found.scores[0])) == pytest.approx(whole, abs=2e-3)
 
@@ -186,11 +161,3 @@ def test_norm_after_a_branch_is_refused(points_of: PointsOf, name: str) -> None:
     points = points_of(name)
     with pytest.raises(UnsupportedArchitectureError, match="norm follows"):
         edge_scores(points, sweep(points, ["z"]), 0)
-
-
-def test_top_is_ordered_by_size(points_of: PointsOf) -> None:
-    points = points_of("gpt2")
-    found = edge_scores(points, sweep(points, ["z"]), 0)
-    sizes = [abs(edge.score) for edge in found.top(5)]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == np.nanmax(np.abs(found.scores))

@@ -1,13 +1,12 @@
 """Effects of an autoencoder's features and of its error, and gradients of an activation."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import sae_rows
 import torch
-from gradient_kit import BASE, SOURCE, positions, sweep
+from gradient_kit import BASE, SOURCE, PointsOf, positions, sweep
 
 from midstream.schemas.artifacts.saes import SaeForm, StoredSae
 from midstream.schemas.requests.scalars import StoredScalar
@@ -19,7 +18,6 @@ from midstream.workers.runner.readings.sae import NORMALISATIONS, Autoencoder
 
 SITE: Site = ("post_block", 1)
 FEATURES = 96
-PointsOf = Callable[[str], Points]
 
 
 def autoencoder(width: int, name: str) -> Autoencoder:

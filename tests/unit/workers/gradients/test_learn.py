@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradient_kit import load
+from gradient_kit import PointsOf
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.fits import FitRequest, FitTokens, StoredModuleFit
 from midstream.schemas.requests.steering import SteeringTemplate
 from midstream.workers.gradients import learn
 from midstream.workers.gradients.points import Points
-from tests.engine.tiny import checkpoint
 
 PYREFT = json.loads((Path(__file__).parents[3] / "data" / "pyreft.json").read_text())
 
@@ -28,9 +27,8 @@ def rows(seed: int, n: int = 24, width: int = 10) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def points(tmp_path_factory: Any) -> Points:
-    folder = checkpoint("llama", tmp_path_factory.mktemp("tiny") / "llama")
-    return Points(load(folder, torch.float32))
+def points(points_of: PointsOf) -> Points:
+    return points_of("llama")
 
 
 def prompts(count: int, first: int, length: int = 7) -> list[FitTokens]:
@@ -239,7 +237,7 @@ def test_effect_is_that_of_the_edited_model(points: Points) -> None:
 def test_training_stops_when_the_validation_loss_rises(points: Points) -> None:
     """Targets without a pattern can only be memorised."""
     examples = [targets(8, 33 + 40 * i)[i] for i in range(8)]
-    wanted = stored("reft", layers=[1], examples=examples, steps=200, learning_rate=0.05)
+    wanted = stored("reft", layers=[1], examples=examples, steps=200, learning_rate=0.1)
     fitted = learn.fit(points, wanted)
     best = min(fitted.losses, key=lambda point: point.validation_loss)
     assert fitted.losses[-1].step == best.step + 10 * learn.PATIENCE < 200

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CTRLConfig, LlamaConfig, LlamaForCausalLM
+from gradient_kit import small_llama
+from refusal_kit import refuses
+from transformers import CTRLConfig
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.workers.engine.proof.comparison import Source
@@ -17,15 +19,7 @@ LLAMA = "LlamaForCausalLM"
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        architectures=[LLAMA],
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    small_llama(architectures=[LLAMA]).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -116,6 +110,5 @@ def test_gpus_without_room_are_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(GPUS))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (GPUS[index], 80 << 30))
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(words):
         device_for(needed_gib << 30, "bfloat16", setting)
-    assert words in refused.value.detail

@@ -2,17 +2,14 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gradient_kit import BASE
+from gradient_kit import BASE, PointsOf
 
 from midstream.workers.gradients.memory import SLACK_BYTES, Footprint
-from midstream.workers.gradients.points import Points
 
 ROOT = Path(__file__).resolve().parents[4]
-PointsOf = Callable[[str], Points]
 
 #: Prints measured bytes and the estimate without parameters, in a process of its own: the peak of
 #: resident memory is that of the process.

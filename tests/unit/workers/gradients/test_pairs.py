@@ -1,11 +1,8 @@
 """Metrics of pairs and scalars of gradient rows, against transformers' logits."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from gradient_kit import BASE, SOURCE, sweep
+from gradient_kit import BASE, SOURCE, PointsOf, no_sae, sweep
 
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.jobs.sweeps import StoredPair
@@ -13,8 +10,6 @@ from midstream.schemas.requests.scalars import StoredScalar
 from midstream.workers.gradients.captured import gradient_rows, scalar_of
 from midstream.workers.gradients.pairs import NonFiniteGradient, Pair, PairMetric, require_finite
 from midstream.workers.gradients.points import Points
-
-PointsOf = Callable[[str], Points]
 
 
 def logprob(points: Points, prompt: list[int], continuation: list[int]) -> float:
@@ -47,7 +42,6 @@ def test_continuations_are_graded_token_by_token(
     pair.run(grad=False)
     assert len(pair.metric.suffixes) == sequences
     for prompt, found in ((BASE, pair.base), (SOURCE, pair.source)):
-        assert found is not None
         wanted = [logprob(points, prompt, tokens) for tokens in (answer, foil)]
         assert found.logprob == pytest.approx(wanted[0], abs=1e-5)
         assert found.value == pytest.approx(wanted[0] - wanted[1], abs=1e-5)
@@ -65,7 +59,6 @@ def test_kl_is_from_the_clean_prompt(points_of: PointsOf, direction: str) -> Non
             for tokens in (BASE, SOURCE)
         )
     clean, other = (source, base) if direction == "denoise" else (base, source)
-    assert pair.source is not None
     values = [pair.base.value, pair.source.value]
     divergence = float((clean.exp() * (clean - other)).sum())
     wanted = [divergence, 0.0] if direction == "denoise" else [0.0, divergence]
@@ -75,10 +68,6 @@ def test_kl_is_from_the_clean_prompt(points_of: PointsOf, direction: str) -> Non
 def test_kl_needs_no_answer() -> None:
     pair = StoredPair(base=BASE, source=SOURCE, columns=[])
     assert PairMetric("kl", pair).sequences(BASE) == [BASE]
-
-
-def no_sae(_sae: object) -> Any:
-    raise AssertionError("no scalar names an autoencoder")
 
 
 def test_values_of_scalars(points_of: PointsOf) -> None:

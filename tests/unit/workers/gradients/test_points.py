@@ -1,13 +1,12 @@
 """Hook points of transformers models: rows, replacement, gradients, and what is refused."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 import torch
-from gradient_kit import BASE, load
+from gradient_kit import BASE, PointsOf, load
 from inside_reference import InsideReference
 from reference import Edit, Reference
 
@@ -19,7 +18,6 @@ from midstream.workers.runner.hooks.architectures import UnsupportedArchitecture
 LAYOUTS = ("llama", "gpt2", "gpt-neox", "gemma2", "olmo2", "opt", "phi3", "mixtral")
 #: fp32 sums in another order, of the largest element.
 SAME = 5e-6
-PointsOf = Callable[[str], Points]
 
 
 def every(points: Points) -> list[Site]:

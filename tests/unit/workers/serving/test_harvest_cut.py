@@ -52,18 +52,11 @@ def documents(*lengths: int, first: int = 0) -> list[Document]:
 
 def keys(sequences: list[CutSequence]) -> list[tuple[int, int, int]]:
     """(document, position, token) of every row."""
-    found = []
-    for sequence in sequences:
-        numbers, positions = keys_of(sequence.chosen, sequence.spans)
-        found += list(
-            zip(
-                numbers.tolist(),
-                positions.tolist(),
-                sequence.token_ids[sequence.chosen].tolist(),
-                strict=True,
-            )
-        )
-    return found
+    columns = [
+        (*keys_of(sequence.chosen, sequence.spans), sequence.token_ids[sequence.chosen])
+        for sequence in sequences
+    ]
+    return [tuple(row) for each in columns for row in np.stack(each, axis=1).tolist()]
 
 
 def test_truncated_documents_keep_their_first_tokens() -> None:

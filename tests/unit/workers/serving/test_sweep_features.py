@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
+from refusal_kit import refuses
 from run_kit import run
 from sae_rows import FORMS, ROOT
 from safetensors.numpy import load_file
 
 from midstream.schemas.artifacts.saes import StoredSae
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.tensors import to_numpy
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, Unit
@@ -30,23 +29,25 @@ TOLERANCE = {"atol": 2e-6, "rtol": 2e-6}
 PLACES = [[(2, 7)], [(3, 8), (4, 6)]]
 
 
-def sweep(form: str, **changes: Any) -> StoredSweep:
+def sae(form: str, **changes: Any) -> StoredSae:
     with reading(ROOT / form) as (content, _):
-        digest = content.digest
-    sae = StoredSae(name=form, digest=digest, path=form, hook="post_block", layer=1, bytes=1)
-    how = StoredAttribution(
-        method="attribution", steps=1, seed=0, keep=9, verify=Verify(doubtful=0), sae=sae
-    )
+        known = {"name": form, "digest": content.digest, "path": form, "bytes": 1}
+    return StoredSae(hook="post_block", layer=1, **known | changes)
+
+
+def sweep(stored: StoredSae, ablation: Any = None) -> StoredSweep:
     columns = [Column(label=str(number), places=places) for number, places in enumerate(PLACES)]
-    fields: dict[str, Any] = {
-        "pairs": [StoredPair(base=[1] * 5, source=[1] * 9, columns=columns)],
-        "hooks": ["post_block"],
-        "layers": [1],
-        "metric": "logit_diff",
-        "direction": "denoise",
-        "attribution": how,
-    }
-    return StoredSweep(**fields | changes)
+    return StoredSweep(
+        pairs=[StoredPair(base=[1] * 5, source=[1] * 9, columns=columns)],
+        hooks=["post_block"],
+        layers=[1],
+        metric="logit_diff",
+        direction="denoise",
+        ablation=ablation,
+        attribution=StoredAttribution(
+            method="attribution", steps=1, seed=0, keep=9, verify=Verify(doubtful=0), sae=stored
+        ),
+    )
 
 
 def rows_of(
@@ -94,7 +95,7 @@ def test_one_feature_is_replaced_and_the_error_is_the_rest(
         decoder /= np.linalg.norm(decoder, axis=1, keepdims=True)
     features = range(decoder.shape[0])
     asked = units(*((column, feature) for column in (0, 1) for feature in (*features, -1)))
-    found = rows_of(tmp_path, sweep(form, ablation=ablation), asked)
+    found = rows_of(tmp_path, sweep(sae(form), ablation), asked)
     # index in `rows` of each place: of the patched prompt's row, and of the other's
     for column, pairs in enumerate([[(0, 4)], [(1, 5), (2, 3)]]):
         for place, (to, of) in enumerate(pairs):
@@ -116,42 +117,38 @@ def test_one_feature_is_replaced_and_the_error_is_the_rest(
 
 def test_batches_have_few_rows_and_columns_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_features, "ROWS", 3)
-    features = FeatureRows(Settings(), sweep("standard"))
+    features = FeatureRows(Settings(), sweep(sae("standard")))
     asked = units((1, 0), (0, 1), (0, 2), (1, 3), (0, 4))
     batches = [[unit.number for unit in batch] for batch in features.batches(asked)]
     assert batches == [[1, 2, 4], [0], [3]]
     assert [*features.batches([])] == []
 
 
-def test_an_autoencoder_that_changed_or_is_too_large_is_refused(tmp_path: Path) -> None:
-    def changed(**fields: Any) -> StoredSweep:
-        asked = sweep("standard")
-        assert asked.attributed is not None
-        assert asked.attributed.sae is not None
-        sae = replace(asked.attributed.sae, **fields)
-        return replace(asked, attribution=replace(asked.attributed, sae=sae))
-
-    large, other = changed(bytes=2 << 20), changed(digest="other")
-    with pytest.raises(MidstreamError, match="sae_cache_mib") as refused:
-        rows_of(tmp_path, large, units((0, 1)), sae_cache_mib=1)
-    assert refused.value.kind == "intervention_failed"
-    with pytest.raises(MidstreamError, match="changed since it was registered"):
-        rows_of(tmp_path, other, units((0, 1)))
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"bytes": 2 << 20}, "sae_cache_mib"),
+        ({"digest": "other"}, "changed since it was registered"),
+    ],
+)
+def test_an_autoencoder_that_changed_or_is_too_large_is_refused(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    stored = sae("standard", **changes)
+    with refuses(says):
+        rows_of(tmp_path, sweep(stored), units((0, 1)), sae_cache_mib=1)
     engine = TransformersEngine(Settings(model="m", sae_dir=str(ROOT), sae_cache_mib=1))
-    for asked, why in ((large, "sae_cache_mib"), (other, "changed since it was registered")):
-        assert asked.attributed is not None
-        assert asked.attributed.sae is not None
-        with pytest.raises(MidstreamError, match=why):
-            engine._load_sae(asked.attributed.sae)
+    with refuses(says):
+        engine._load_sae(stored)
 
 
 def test_autoencoders_of_several_jobs_do_not_add_up(tmp_path: Path) -> None:
     gone = []
     for form in ("standard", "jumprelu"):
-        rows_of(tmp_path, sweep(form), units((0, 1)))
+        rows_of(tmp_path, sweep(sae(form)), units((0, 1)))
         weakref.finalize(sweep_features._LOADED._sae, gone.append, form)
     assert gone == ["standard"]
-    FeatureRows(Settings(), sweep("standard")).close()
+    FeatureRows(Settings(), sweep(sae("standard"))).close()
     assert gone == ["standard"], "another job's stays"
-    FeatureRows(Settings(), sweep("jumprelu")).close()
+    FeatureRows(Settings(), sweep(sae("jumprelu"))).close()
     assert gone == ["standard", "jumprelu"]
