@@ -141,19 +141,6 @@ async def test_a_late_waiter_is_answered_from_memory(redis_url: str, no_polling:
         assert await watcher.changed(job.id, 1, 30) == 2
 
 
-async def test_the_last_outputs_event_comes_with_the_outputs(ledger: Ledger) -> None:
-    job = make_job()
-    await claimed(ledger, job)
-    await ledger.store_outputs(
-        job.id, 1, outputs(), Event(event="output", data={"index": 0}, attempt=1)
-    )
-    assert [event.event for event in await ledger.events(job.id)][-3:] == [
-        "output",
-        "state",
-        "done",
-    ]
-
-
 async def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(
     redis_url: str, no_polling: None
 ) -> None:
@@ -214,18 +201,17 @@ async def test_a_wait_survives_a_redis_restart(
         for each in (job, silent):
             await claimed(ledger, each)
         waits = [asyncio.create_task(watcher.changed(job.id, 2, 100)) for _ in range(50)]
-        unanswered = asyncio.create_task(watcher.changed(silent.id, 2, 2.0))
+        unanswered = asyncio.create_task(watcher.changed(silent.id, 2, 1.0))
         await asyncio.sleep(0.3)
         await asyncio.to_thread(handed_over, server.url)
         await asyncio.to_thread(server.kill)
-        await asyncio.sleep(0.7)
+        assert await asyncio.wait_for(unanswered, 60) == 2, "its time was over"
         assert not any(wait.done() for wait in waits)
         again = await asyncio.to_thread(redis_server.start, tmp_path, server.port)
         try:
             await ledger.store_outputs(job.id, 1, outputs())
             assert set(await asyncio.wait_for(asyncio.gather(*waits), 60)) == {3}
             assert (await ledger.view(job.id)).state is State.SUCCEEDED
-            assert await unanswered == 2
             await until_heard(ledger, set())  # and messages are heard again
             later = asyncio.create_task(watcher.changed(silent.id, 2, 30))
             await asyncio.sleep(1.0)
@@ -235,16 +221,3 @@ async def test_a_wait_survives_a_redis_restart(
             assert time.monotonic() - began < 25
         finally:
             again.stop()
-
-
-async def test_a_wait_while_redis_stays_away_ends_at_its_timeout(
-    tmp_path: Path,
-) -> None:  # field case 38
-    server = redis_server.start(tmp_path)
-    async with open_ledger(server.url) as ledger, Watcher(ledger) as watcher:
-        job = make_job()
-        await claimed(ledger, job)
-        waiting = asyncio.create_task(watcher.changed(job.id, 2, 1.5))
-        await asyncio.sleep(0.2)
-        server.kill()
-        assert await asyncio.wait_for(waiting, 60) == 2
